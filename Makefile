@@ -1,0 +1,75 @@
+# Every chore has one command here; continuous integration runs the same ones. `make` alone lists them.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+SOURCES := streamdiff tests benchmarks examples
+# What the quick loop leaves out; `make test` runs everything.
+QUICK := not slow and not browser and not packaging
+
+# An interpreter given on the command line or in the environment reaches tools/environment.sh this way.
+export VENV
+ifdef PYTHON
+export PYTHON
+endif
+
+.PHONY: help serve test check bench format lint types clean distclean environment test-environment browser
+
+help: ## list these commands
+	@echo "streamdiff: a prompt becomes live video in your browser"
+	@echo
+	@sed -nE 's/^([a-z]+):.*## (.*)$$/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | column -t -s '|' 2>/dev/null \
+	    || sed -nE 's/^([a-z]+):.*## (.*)$$/  make \1: \2/p' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo '  Options of a command go into ARGS: make serve ARGS="--port 9000 --prompt \"a blue star\""'
+	@echo '  Another interpreter: make PYTHON=python3.12 serve'
+
+serve: environment ## start the server with the embedded model and open a browser
+	@exec $(BIN)/streamdiff serve $(ARGS)
+
+test: test-environment browser lint types ## everything: style, types, unit, browser and wheel tests
+	@echo "==> tests"
+	@$(BIN)/python -m pytest --no-skips --durations=15 $(ARGS)
+	@echo "==> all tests passed"
+
+check: test-environment lint types ## the quick loop: style, types, fast tests
+	@echo "==> fast tests"
+	@$(BIN)/python -m pytest -q -m "$(QUICK)" $(ARGS)
+
+bench: test-environment browser ## measure the live stream in a headless browser and print the figures
+	@$(BIN)/python -m benchmarks.live_browser $(ARGS)
+
+format: test-environment ## rewrite the sources in the house style
+	@$(BIN)/ruff check --fix $(SOURCES)
+	@$(BIN)/ruff format $(SOURCES)
+
+lint:
+	@echo "==> style"
+	@$(BIN)/ruff check $(SOURCES)
+	@$(BIN)/ruff format --check $(SOURCES)
+
+types:
+	@echo "==> types"
+	@$(BIN)/mypy
+
+clean: ## remove what builds and tests leave behind
+	@rm -rf build dist out ./*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+	@echo "==> clean ($(VENV) is kept; make distclean removes it too)"
+
+distclean: clean ## that, and the environment
+	@if [[ -f $(VENV)/pyvenv.cfg ]]; then rm -rf "$(VENV)"; fi
+
+environment:
+	@tools/environment.sh run
+
+test-environment:
+	@tools/environment.sh test
+
+browser:
+	@tools/browser.sh

@@ -1,0 +1,26 @@
+"""Endless, steerable video from a prompt.
+
+    for frame in streamdiff.stream("a red circle moving left", seconds=10): ...
+
+`stream` gives frames, `open` a session that takes new prompts while it runs. Importing this package is light: the rest,
+torch above all, is imported when it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from streamdiff.version import __version__
+
+if TYPE_CHECKING:
+    from streamdiff.api import StreamSession, open, stream
+
+__all__ = ["StreamSession", "__version__", "open", "stream"]
+
+
+def __getattr__(name: str) -> object:
+    if name in {"StreamSession", "open", "stream"}:
+        from streamdiff import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

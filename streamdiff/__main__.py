@@ -1,0 +1,6 @@
+"""`python -m streamdiff` is the `streamdiff` command."""
+
+from streamdiff.cli import run
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,243 @@
+"""streamdiff in your own process: frames as arrays, one after the other, as fast as they are taken.
+
+Runs the engine and the pipeline that `streamdiff serve` runs, without its processes. Knows nothing about viewers,
+codecs or files. torch is imported when a model is loaded, not before.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from streamdiff.config import ModelConfig
+from streamdiff.engine.contract import Pipeline
+from streamdiff.engine.engine import Engine
+from streamdiff.engine.messages import (
+    Accepted,
+    Close,
+    Command,
+    Event,
+    FrameBatch,
+    Open,
+    Opened,
+    Pause,
+    Refused,
+    Reset,
+    Resume,
+    SetPrompt,
+    Shown,
+)
+from streamdiff.errors import ConfigError, RequestError, StreamdiffError
+
+Frame = NDArray[np.uint8]
+"""One picture: uint8 `[H, W, 3]`, RGB."""
+
+_NAME = "stream"
+# Chunks made ahead of what is taken: the second is computed while the first is decoded.
+_LEAD_CHUNKS = 2
+_STEP_WAIT_S = 0.05
+
+_EventT = TypeVar("_EventT", bound=Event)
+
+
+class StreamSession:
+    """An endless stream that can be steered while it is taken; made by `streamdiff.open`.
+
+    Iterate to get frames, uint8 `[H, W, 3]`. A prompt shows after the frames made so far, at most two chunks later.
+    While paused, an iteration ends when the frames made so far are taken; after `resume` iterate again. The methods
+    may be called from other threads than the one that iterates.
+    """
+
+    def __init__(self, pipeline: Pipeline, defaults: ModelConfig, prompt: str, *, seed: int = 0) -> None:
+        """Take over `pipeline`, and close it at the end.
+
+        Raises:
+            RequestError: a prompt or seed that cannot be used; the pipeline is closed then.
+        """
+        info = pipeline.info
+        self.fps: float = info.native_fps
+        """Frames per second at which the motion looks as intended."""
+        self.width: int = info.width
+        self.height: int = info.height
+        self._engine = Engine(pipeline, defaults, _LEAD_CHUNKS * info.chunk_frames)
+        self._lock = threading.Lock()
+        self._frames: deque[Frame] = deque()
+        self._made = 0
+        self._closed = False
+        try:
+            self.text, self.notice = self._begin(prompt, seed)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, prompt: str, seed: int) -> tuple[str, str]:
+        opened = self._ask(Open(_NAME, prompt, seed), Opened)
+        return opened.text, opened.notice
+
+    # ---- frames -------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Frame]:
+        while (frame := self._next()) is not None:
+            yield frame
+
+    def _next(self) -> Frame | None:
+        """The next frame; None when there will be none: paused, or closed."""
+        while True:
+            with self._lock:
+                if self._frames:
+                    frame = self._frames.popleft()
+                    self._engine.handle(Shown(_NAME, self._made - len(self._frames)))
+                    return frame
+                if self._closed or not self._engine.busy:
+                    return None
+                for event in self._engine.step(_STEP_WAIT_S):
+                    if isinstance(event, FrameBatch):
+                        self._frames.extend(event.pictures)
+                        self._made = event.first + len(event.pictures)
+
+    # ---- control ------------------------------------------------------------------------------------------------
+
+    def prompt(self, text: str) -> str:
+        """Change what is shown, from the next chunk on. Returns the model's remark on the prompt, or "".
+
+        Raises:
+            RequestError: a prompt that cannot be used; the stream goes on as before.
+        """
+        accepted = self._ask(SetPrompt(_NAME, text), Accepted)
+        self.text, self.notice = accepted.text, accepted.notice
+        return accepted.notice
+
+    def reset(self, seed: int | None = None) -> None:
+        """Start afresh from the latest prompt, with `seed` or the present one. Frames not taken yet are dropped.
+
+        Raises:
+            RequestError: a seed out of range.
+        """
+        self._ask(Reset(_NAME, seed), Accepted)
+
+    def pause(self) -> None:
+        """Make no more chunks; those begun are finished."""
+        self._tell(Pause(_NAME))
+
+    def resume(self) -> None:
+        """Make chunks again."""
+        self._tell(Resume(_NAME))
+
+    def close(self) -> None:
+        """End the stream and free the model. May be called again."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._frames.clear()
+            self._engine.handle(Close(_NAME))
+            self._engine.close()
+
+    def __enter__(self) -> StreamSession:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _tell(self, command: Command) -> list[Event]:
+        with self._lock:
+            if self._closed:
+                raise StreamdiffError("the stream is closed; open another with streamdiff.open")
+            events = self._engine.handle(command)
+            if isinstance(command, Reset) and not any(isinstance(event, Refused) for event in events):
+                self._frames.clear()
+        for event in events:
+            if isinstance(event, Refused):
+                raise RequestError(event.field, event.reason)
+        return events
+
+    def _ask(self, command: Command, answer: type[_EventT]) -> _EventT:
+        """Send a command that is answered by an `answer`."""
+        found = [event for event in self._tell(command) if isinstance(event, answer)]
+        assert len(found) == 1, f"{command} was answered by {found}"
+        return found[0]
+
+
+def _model_config(**options: object) -> ModelConfig:
+    try:
+        return ModelConfig.model_validate(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{option} is {first['input']!r:.80}: {first['msg']}") from error
+
+
+def _load(config: ModelConfig) -> Pipeline:
+    from streamdiff.pipeline.runtime import load_runtime  # imports torch
+
+    return load_runtime(config)
+
+
+def open(
+    prompt: str,
+    *,
+    seed: int = 0,
+    model: str = "tiny",
+    device: str = "auto",
+    steps: int = 4,
+    kv_context: str = "clean",
+    threads: int = 1,
+) -> StreamSession:
+    """Load a model and open a stream that can be steered. Use it in a `with`, or call `close`.
+
+    Args:
+        prompt: what to show.
+        seed: the same seed, prompts and model give the same frames.
+        model: `tiny`, the embedded model, or a folder in the same layout.
+        device: `auto`, `cpu` or `cuda`.
+        steps: denoise steps per chunk, 2 or 4.
+        kv_context: what a chunk sees of earlier chunks: `clean`, `staircase` or `matched`.
+        threads: CPU threads of the transformer.
+
+    Raises:
+        ConfigError: an option that cannot be used, or an unknown model.
+        RequestError: a prompt or seed that cannot be used.
+    """
+    config = _model_config(name=model, device=device, steps=steps, kv_context=kv_context, threads=threads)
+    return StreamSession(_load(config), config, prompt, seed=seed)
+
+
+def stream(
+    prompt: str,
+    *,
+    seed: int = 0,
+    seconds: float | None = None,
+    model: str = "tiny",
+    device: str = "auto",
+    steps: int = 4,
+    kv_context: str = "clean",
+    threads: int = 1,
+) -> Iterator[Frame]:
+    """Frames of a video of `prompt`, uint8 `[H, W, 3]`: `seconds` of it at the model's own rate, or without end.
+
+    The model is loaded when the first frame is asked for, and freed when the iteration ends. The other arguments and
+    the errors are those of `streamdiff.open`.
+    """
+    if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
+        raise ConfigError(f"seconds is {seconds}; it must be above 0, or None for a stream without end")
+    config = _model_config(name=model, device=device, steps=steps, kv_context=kv_context, threads=threads)
+    return _frames(config, prompt, seed, seconds)
+
+
+def _frames(config: ModelConfig, prompt: str, seed: int, seconds: float | None) -> Iterator[Frame]:
+    with StreamSession(_load(config), config, prompt, seed=seed) as session:
+        limit = None if seconds is None else max(1, round(seconds * session.fps))
+        for count, frame in enumerate(session, start=1):
+            yield frame
+            if count == limit:
+                return

@@ -1,0 +1,273 @@
+"""The `streamdiff` command: what was typed becomes a `Config` and a call. Knows nothing about how it is carried out.
+
+Nothing heavy is imported before a command runs, so that `--help` and a mistyped option answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from streamdiff.errors import ConfigError, RequestError, StreamdiffError
+from streamdiff.version import __version__
+
+if TYPE_CHECKING:
+    from streamdiff.config import Config
+
+OK, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option that overrides one value of the configuration; `key` is the dotted key."""
+
+    flag: str
+    key: str
+    type: type[str] | type[int] | type[float]
+    metavar: str
+    help: str
+
+
+_MODEL = (
+    Option("--model", "model.name", str, "NAME", "`tiny`, the embedded model, or a folder in the same layout"),
+    Option("--device", "model.device", str, "DEVICE", "auto, cpu or cuda (default auto: cuda where there is one)"),
+    Option("--threads", "model.threads", int, "N", "CPU threads of the transformer"),
+    Option("--steps", "model.steps", int, "N", "denoise steps per chunk: 4, or 2 for twice the speed"),
+    Option(
+        "--kv-context",
+        "model.kv_context",
+        str,
+        "POLICY",
+        "what a chunk sees of earlier ones: clean, staircase, matched",
+    ),
+    Option("--seed", "session.seed", int, "N", "the same seed and prompts give the same video (default 0)"),
+    Option("--fps", "playback.fps", float, "N", "frames shown per second (default 40)"),
+)
+_PROMPT = Option("--prompt", "session.prompt", str, "TEXT", "what to show")
+_ADDRESS = (
+    Option("--host", "serve.host", str, "ADDRESS", "address to listen on (default 127.0.0.1: this machine only)"),
+    Option("--port", "serve.port", int, "N", "port to listen on (default 8000; 0 picks a free one)"),
+)
+_SERVE = (
+    Option("--codec", "serve.codec", str, "CODEC", "auto, h264 or vp8 (default auto)"),
+    Option("--scale", "serve.scale", int, "N", "enlarge the picture this many times before encoding (default 2)"),
+    Option("--bitrate", "serve.bitrate", int, "BITS", "bit/s of the video (default: fits size and fps)"),
+    Option("--lead", "playback.lead_s", float, "SECONDS", "video made ahead of what is shown, at most"),
+    Option("--max-viewers", "serve.max_viewers", int, "N", "viewers at the same time, at most"),
+)
+
+_EXAMPLES = """examples:
+  streamdiff serve                              live video in the browser
+  streamdiff generate --prompt "a blue star moving up in the desert" --output star.mp4
+  streamdiff doctor                             what was found here, and what will be used
+
+streamdiff COMMAND --help tells more.
+"""
+_SERVE_EXAMPLES = """examples:
+  streamdiff serve
+  streamdiff serve --prompt "a yellow star moving left at night" --port 9000
+  streamdiff serve --host 0.0.0.0               let others on the network watch (and steer!)
+  streamdiff serve --config configs/lan.yaml
+
+An option given here wins over the file given with --config.
+"""
+_GENERATE_EXAMPLES = """examples:
+  streamdiff generate --prompt "a red circle moving left over a meadow" --output circle.mp4
+  streamdiff generate --prompt "a red circle" --prompt-at "4:a blue circle" --prompt-at "8:a white star" \\
+      --seconds 12 --output changes.webm
+  streamdiff generate --prompt "a purple square" --seconds 1 --output frames/    one PNG per frame
+"""
+_DOCTOR_EXAMPLES = """examples:
+  streamdiff doctor
+  streamdiff doctor --config configs/lan.yaml   judge this machine for that configuration
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and remembers its long options so that a mistyped one finds its neighbour."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.flags: list[str] = []
+        super().__init__(*args, **kwargs)
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
+        self.flags += [arg for arg in args if isinstance(arg, str) and arg.startswith("--")]
+        return super().add_argument(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see: {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carry out one command line; `None` means the process's own. Returns the exit status.
+
+    0 done, 1 the engine or this machine failed, 2 what was asked for cannot be done, 130 interrupted.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        arguments = _parse(argv)
+        match arguments.command:
+            case "serve":
+                return _serve(arguments)
+            case "generate":
+                return _generate(arguments)
+            case "doctor":
+                return _doctor(arguments)
+        _parsers()[""].print_help()
+        return OK
+    except (ConfigError, RequestError) as error:
+        return _complain(error, USER_ERROR)
+    except (StreamdiffError, OSError) as error:
+        return _complain(error, FAILED)
+    except KeyboardInterrupt:
+        print("\nstreamdiff: stopped", file=sys.stderr)
+        return INTERRUPTED
+
+
+def run() -> NoReturn:
+    """The console script."""
+    sys.exit(main())
+
+
+def _complain(error: Exception, status: int) -> int:
+    print(f"streamdiff: error: {error}", file=sys.stderr)
+    return status
+
+
+# ---- commands --------------------------------------------------------------------------------------------------
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    config = _config(arguments, {"serve.open_browser": False} if arguments.no_browser else {})
+    from streamdiff.serve import server
+
+    return server.run(config)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    config = _config(arguments)
+    from streamdiff import doctor
+
+    return doctor.report(config)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    config = _config(arguments)
+    from streamdiff import generate
+
+    job = generate.Job(
+        output=arguments.output,
+        seconds=arguments.seconds,
+        changes=tuple(sorted(parse_change(text) for text in arguments.prompt_at)),
+    )
+    return generate.run(config, job)
+
+
+def _config(arguments: argparse.Namespace, extra: Mapping[str, object] | None = None) -> Config:
+    """The file given with --config, or the defaults, with the options laid over it."""
+    from streamdiff.config import load
+
+    given = {option: getattr(arguments, _attribute(option), None) for option in (*_ADDRESS, _PROMPT, *_MODEL, *_SERVE)}
+    overrides = {option.key: value for option, value in given.items() if value is not None}
+    names = {option.key: option.flag for option in given}
+    return load(arguments.config, {**overrides, **(extra or {})}, names)
+
+
+def _attribute(option: Option) -> str:
+    return option.flag.removeprefix("--").replace("-", "_")
+
+
+# ---- parsing ---------------------------------------------------------------------------------------------------
+
+
+def _parsers() -> dict[str, _Parser]:
+    """The whole command line's parser under "", and that of each command under its name."""
+    parser = _Parser(
+        prog="streamdiff",
+        description="A prompt becomes live, steerable video.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"streamdiff {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+
+    serve = _command(commands, "serve", "show a live stream in the browser", _SERVE_EXAMPLES)
+    _add(serve, (*_ADDRESS, _PROMPT, *_MODEL, *_SERVE))
+    serve.add_argument("--no-browser", action="store_true", help="do not open a browser")
+
+    generate = _command(commands, "generate", "make a video file", _GENERATE_EXAMPLES)
+    generate.add_argument("--output", type=Path, metavar="FILE", help=".mp4, .webm, or a folder for PNG frames")
+    generate.add_argument("--seconds", type=float, default=10.0, metavar="S", help="length (default 10)")
+    _add(generate, (_PROMPT, *_MODEL))
+    generate.add_argument(
+        "--prompt-at",
+        action="append",
+        default=[],
+        metavar="SECONDS:TEXT",
+        help="change the prompt at this time; may be given several times",
+    )
+
+    doctor = _command(commands, "doctor", "say what was found here and what will be used", _DOCTOR_EXAMPLES)
+    _add(doctor, (*_ADDRESS, *_MODEL))
+    return {"": parser, "serve": serve, "generate": generate, "doctor": doctor}
+
+
+def _command(commands: argparse._SubParsersAction[_Parser], name: str, purpose: str, examples: str) -> _Parser:
+    parser = commands.add_parser(
+        name,
+        help=purpose,
+        description=f"{purpose[0].upper()}{purpose[1:]}.",
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a YAML file with the same settings, see configs/")
+    return parser
+
+
+def _add(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
+    for option in options:
+        parser.add_argument(option.flag, type=option.type, metavar=option.metavar, help=option.help)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    """Parse, and name the nearest known word for what is unknown."""
+    parsers = _parsers()
+    commands = [name for name in parsers if name]
+    command = next((word for word in argv if not word.startswith("-")), "")
+    if command not in parsers:
+        raise ConfigError(f"unknown command {command!r}{_near(command, commands)}")
+    arguments, unknown = parsers[""].parse_known_args(argv)
+    if unknown:
+        word = unknown[0].split("=")[0]
+        if not word.startswith("-"):
+            raise ConfigError(f"unexpected argument {word!r}; a text with spaces needs quotes around it")
+        raise ConfigError(f"unknown option {word}{_near(word, parsers[command].flags)}")
+    return arguments
+
+
+def _near(word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=2)
+    return f"; did you mean {' or '.join(near)}?" if near else f"; known are {', '.join(known)}"
+
+
+def parse_change(text: str) -> tuple[float, str]:
+    """`SECONDS:TEXT` of --prompt-at as (seconds, prompt).
+
+    Raises:
+        ConfigError: no colon, no time of 0 or more before it, or nothing after it.
+    """
+    time, colon, prompt = text.partition(":")
+    try:
+        time_s = float(time)
+    except ValueError:
+        time_s = -1.0
+    if not colon or not 0 <= time_s < float("inf") or not prompt.strip():
+        raise ConfigError(f'--prompt-at is {text!r}, but must be SECONDS:TEXT, for example "4:a blue star"')
+    return time_s, prompt.strip()

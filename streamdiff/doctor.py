@@ -1,0 +1,252 @@
+"""What was found on this machine and what will be used: nothing is assumed, each part is tried.
+
+Knows nothing about sessions or streams; it starts neither the engine nor the server.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.resources
+import os
+import platform
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+from pathlib import Path
+
+from streamdiff.config import Config
+from streamdiff.version import __version__
+
+
+class Grade(Enum):
+    """How a finding bears on what was asked for."""
+
+    GOOD = "ok"
+    NOTE = "note"
+    BAD = "FAIL"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    topic: str
+    grade: Grade
+    text: str
+
+
+def examine(config: Config) -> list[Finding]:
+    """Look at everything `config` needs. A part that cannot be found out is a finding, not an error."""
+    looks: tuple[Callable[[Config], Iterator[Finding]], ...] = (
+        _look_at_machine,
+        _look_at_torch,
+        _look_at_weights,
+        _look_at_codecs,
+        _look_at_webrtc,
+        _look_at_address,
+        _look_at_display,
+    )
+    return [finding for look in looks for finding in look(config)]
+
+
+def report(config: Config) -> int:
+    """Print the findings and what will be used. Returns 1 when something that is needed is missing, else 0."""
+    print(f"streamdiff {__version__}, {sys.executable}\n")
+    print("found")
+    findings = examine(config)
+    uses = list(_uses(config, findings))
+    width = max(len(topic) for topic, _ in [*uses, *((finding.topic, "") for finding in findings)])
+    for finding in findings:
+        print(f"  {finding.grade.value:4}  {finding.topic:{width}}  {finding.text}")
+    print("\nwill be used")
+    for topic, text in uses:
+        print(f"        {topic:{width}}  {text}")
+    bad = [finding.topic for finding in findings if finding.grade is Grade.BAD]
+    print(f"\nMissing: {', '.join(bad)}." if bad else "\nReady: streamdiff serve")
+    return 1 if bad else 0
+
+
+# ---- the machine -----------------------------------------------------------------------------------------------
+
+
+def _look_at_machine(config: Config) -> Iterator[Finding]:
+    yield Finding("python", Grade.GOOD, f"{platform.python_version()} on {platform.platform(terse=True)}")
+    cores, usable = os.cpu_count() or 1, _usable_cores()
+    share = "" if usable == cores else f", {usable} of them for this process"
+    yield Finding("cpu", Grade.GOOD, f"{_cpu_name()}, {cores} cores{share}")
+    memory = _memory_bytes()
+    if memory is not None:
+        grade = Grade.GOOD if memory > 2e9 else Grade.NOTE
+        yield Finding("memory", grade, f"{memory / 2**30:.1f} GiB" + ("" if grade is Grade.GOOD else ", 2 are advised"))
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux: the platform's own word follows
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+# ---- what computes ---------------------------------------------------------------------------------------------
+
+
+def _look_at_torch(config: Config) -> Iterator[Finding]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library of its own is missing
+        yield Finding("torch", Grade.BAD, f"cannot be imported: {error}")
+        return
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    yield Finding("torch", Grade.GOOD, f"{torch.__version__} ({build}), {torch.get_num_threads()} threads by default")
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(index)
+            yield Finding("gpu", Grade.GOOD, f"cuda:{index} {device.name}, {device.total_memory / 2**30:.0f} GiB")
+    elif config.model.device == "cuda":
+        yield Finding("gpu", Grade.BAD, "none, but the device is set to cuda; use --device auto")
+    elif Path("/dev/nvidiactl").exists():
+        yield Finding(
+            "gpu", Grade.NOTE, "there is an NVIDIA device, but this torch cannot use it: make distclean serve"
+        )
+    else:
+        yield Finding("gpu", Grade.NOTE, "none; the embedded model runs on the CPU")
+
+
+def _look_at_weights(config: Config) -> Iterator[Finding]:
+    if config.model.name == "tiny":
+        folder = Path(str(importlib.resources.files("streamdiff") / "models" / "tiny" / "weights"))
+    else:
+        folder = Path(config.model.name)
+    files = sorted(folder.rglob("*.safetensors"))
+    if not files:
+        yield Finding("model", Grade.BAD, f"{config.model.name}: no weights (*.safetensors) under {folder}")
+        return
+    megabytes = sum(file.stat().st_size for file in files) / 1e6
+    yield Finding(
+        "model", Grade.GOOD, f"{config.model.name}: {len(files)} weight files, {megabytes:.1f} MB in {folder}"
+    )
+
+
+# ---- what is sent ----------------------------------------------------------------------------------------------
+
+_ENCODERS = (("H.264", "libx264", "h264"), ("VP8", "libvpx", "vp8"))
+
+
+def _look_at_codecs(config: Config) -> Iterator[Finding]:
+    try:
+        import av
+    except (ImportError, OSError) as error:
+        yield Finding("codecs", Grade.BAD, f"PyAV cannot be imported: {error}")
+        return
+    library = ".".join(str(part) for part in av.library_versions.get("libavcodec", ()))
+    yield Finding("pyav", Grade.GOOD, f"{av.__version__} with libavcodec {library}")
+    working = 0
+    for title, encoder, name in _ENCODERS:
+        fault = _try_encoder(encoder)
+        working += fault is None
+        needed = config.serve.codec == name
+        if fault is None:
+            yield Finding("encoder", Grade.GOOD, f"{title} by {encoder} (one picture encoded)")
+        else:
+            yield Finding("encoder", Grade.BAD if needed else Grade.NOTE, f"{title} by {encoder} fails: {fault}")
+    if not working:
+        yield Finding("encoder", Grade.BAD, "neither H.264 nor VP8 can be encoded: no browser can be served")
+
+
+def _try_encoder(name: str) -> str | None:
+    """Encode one small grey picture; what went wrong, or None."""
+    import av
+    import numpy as np
+
+    try:
+        context = av.CodecContext.create(name, "w")
+        assert isinstance(context, av.VideoCodecContext)
+        context.width, context.height, context.pix_fmt = 64, 64, "yuv420p"
+        context.time_base = Fraction(1, 30)
+        picture = av.VideoFrame.from_ndarray(np.full((64, 64, 3), 128, np.uint8), format="rgb24").reformat(
+            format="yuv420p"
+        )
+        picture.pts = 0
+        packets = [*context.encode(picture), *context.encode(None)]
+    except (av.FFmpegError, ValueError, OSError) as error:
+        return str(error)
+    return None if packets else "it made no packet"
+
+
+def _look_at_webrtc(config: Config) -> Iterator[Finding]:
+    try:
+        from streamdiff.serve import aiortc_compat
+
+        version = importlib.metadata.version("aiortc")
+    except (ImportError, OSError) as error:
+        yield Finding("webrtc", Grade.BAD, f"aiortc cannot be imported: {error}")
+        return
+    low, high = (".".join(str(part) for part in version) for version in aiortc_compat.TESTED)
+    yield Finding("webrtc", Grade.GOOD, f"aiortc {version}; tested from {low} to below {high}")
+
+
+def _look_at_address(config: Config) -> Iterator[Finding]:
+    host, port = config.serve.host, config.serve.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        yield Finding("port", Grade.BAD, f"{host}:{port} cannot be listened on: {error.strerror}; choose with --port")
+        return
+    yield Finding("port", Grade.GOOD, f"{host}:{port} is free" if port else f"{host}, any free port")
+
+
+def _look_at_display(config: Config) -> Iterator[Finding]:
+    if has_display():
+        yield Finding("display", Grade.GOOD, "there is one")
+    else:
+        yield Finding("display", Grade.NOTE, "none; open the printed address yourself")
+
+
+def has_display() -> bool:
+    """Whether a browser window could appear."""
+    if sys.platform in ("darwin", "win32"):
+        return True
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+# ---- the verdict -----------------------------------------------------------------------------------------------
+
+
+def _uses(config: Config, findings: list[Finding]) -> Iterator[tuple[str, str]]:
+    gpus = [finding.text for finding in findings if finding.topic == "gpu" and finding.grade is Grade.GOOD]
+    on_gpu = bool(gpus) and config.model.device != "cpu"
+    threads = f"{config.model.threads} thread{'s' if config.model.threads > 1 else ''}"
+    yield "device", gpus[0] if on_gpu else f"cpu, {threads} for the transformer and one for decoding"
+    yield "model", f"{config.model.name}, {config.model.steps} steps, KV context {config.model.kv_context}"
+    encoders = [
+        finding.text.split(" by ")[0]
+        for finding in findings
+        if finding.topic == "encoder" and finding.grade is Grade.GOOD
+    ]
+    wanted = {"auto": encoders, "h264": ["H.264"], "vp8": ["VP8"]}[config.serve.codec]
+    yield "codec", " first, then ".join(wanted) or "none"
+    yield "playback", f"{config.playback.fps:g} frames per second, at most {config.playback.lead_s:g} s ahead"
+    host = config.serve.host
+    audience = "this machine only" if host in ("127.0.0.1", "::1", "localhost") else "everyone who can reach it"
+    yield "address", f"http://{host}:{config.serve.port or '(any)'} for {audience}"
+    yield "browser", "opened by serve" if config.serve.open_browser and has_display() else "not opened"

@@ -1,0 +1,144 @@
+"""The engine process: loads the pipeline, says `Ready`, then serves the bridge until it is told to end.
+
+It ends on `Shutdown`, on SIGTERM, and when its parent is gone: the parent holds the other end of its standard input,
+so end of file there means the parent died, however it died. Knows nothing about viewers or HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from streamdiff.config import Config, ModelConfig
+from streamdiff.engine.bridge import EXIT_CONFIG, EngineServer
+from streamdiff.engine.contract import Pipeline
+from streamdiff.engine.engine import Engine
+from streamdiff.engine.messages import Failed, Shutdown
+from streamdiff.errors import ConfigError, EngineFailure
+
+# How long `step` may wait for a decode with nothing else to do: the most by which a command can be late then.
+_DECODE_WAIT_S = 0.01
+# How long the process may take to end by itself after its parent died.
+_ORPHAN_LIMIT_S = 5.0
+
+
+class Stop:
+    """Whether the process was told to end, from a signal or by its parent's death; and a descriptor that says so."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is the bridge's, removed here once the parent, whose it is, is gone."""
+        self._folder = folder
+        self.requested = False
+        self.orphaned = False
+        self.loading = True
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+
+    @property
+    def fd(self) -> int:
+        """Readable as soon as the process was told to end."""
+        return self._reader.fileno()
+
+    def listen(self) -> None:
+        """Take SIGTERM, and watch standard input for the parent's end."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._watch_parent, name="parent-watch", daemon=True).start()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        if self.loading:
+            raise SystemExit(0)
+
+    def _watch_parent(self) -> None:
+        # os.read, not sys.stdin: a thread blocked inside a buffered reader holds its lock and aborts the interpreter.
+        while os.read(0, 4096):
+            pass
+        self.orphaned = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(_ORPHAN_LIMIT_S)  # the process ends meanwhile, and this thread with it
+        self.clean_up()
+        os._exit(1)  # something hangs, and nobody is left to end it
+
+    def clean_up(self) -> None:
+        """Remove the bridge's folder if the parent is gone."""
+        if self.orphaned:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _load_runtime(config: ModelConfig) -> Pipeline:
+    from streamdiff.pipeline.runtime import load_runtime  # torch takes seconds to import
+
+    return load_runtime(config)
+
+
+def lead_frames(config: Config) -> int:
+    """How many frames the engine may make ahead of what is shown."""
+    return math.ceil(config.playback.lead_s * config.playback.fps)
+
+
+def _serve(server: EngineServer, engine: Engine, stop: Stop) -> None:
+    """The loop: take commands, work, tell. Waits in `poll` when there is nothing to do."""
+    while not stop.requested:
+        for command in server.poll(0.0 if engine.busy else None):
+            for event in engine.handle(command):
+                server.send(event)
+            if isinstance(command, Shutdown):
+                return
+        for event in engine.step(_DECODE_WAIT_S):
+            server.send(event)
+
+
+def main(argv: Sequence[str] | None = None, *, load: Callable[[ModelConfig], Pipeline] = _load_runtime) -> int:
+    """Run the process; returns its exit code. `load` makes the pipeline."""
+    parser = argparse.ArgumentParser(prog="python -m streamdiff.engine.main", description="the engine process")
+    parser.add_argument("--address", type=Path, required=True, help="private folder of the bridge's socket")
+    parser.add_argument("--config-json", required=True, help="the whole configuration as JSON")
+    arguments = parser.parse_args(argv)
+    stop = Stop(arguments.address)
+    stop.listen()
+    server = EngineServer(arguments.address, wake_fd=stop.fd)
+    engine: Engine | None = None
+    try:
+        config = Config.model_validate_json(arguments.config_json)
+        engine = Engine(load(config.model), config.model, lead_frames(config))
+        stop.loading = False
+        server.send(engine.ready())
+        _serve(server, engine, stop)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        server.send(Failed(str(error)))
+        return EXIT_CONFIG
+    except Exception as error:
+        # The one outer frame of this process: it says where the sessions were, and lets the error go on.
+        error.add_note(f"in the engine process, {engine.describe() if engine else 'while loading the model'}")
+        server.send(Failed(_reason(error)))
+        raise
+    finally:
+        if engine is not None:
+            engine.close()
+        server.close()
+        stop.clean_up()
+    return 0
+
+
+def _reason(error: Exception) -> str:
+    """One line for the page and the log."""
+    what = str(error) if isinstance(error, EngineFailure) else f"{type(error).__name__}: {error}"
+    return "; ".join([what, *getattr(error, "__notes__", [])])
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # all is closed; taking the interpreter down with torch in it takes seconds, and Ctrl-C waits for it

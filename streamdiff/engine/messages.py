@@ -1,0 +1,174 @@
+"""What travels between the web process and the engine process: commands one way, events the other.
+
+Plain frozen dataclasses with JSON-able fields; the pictures of a `FrameBatch` travel beside its header as raw bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Pictures = NDArray[np.uint8]
+
+
+# ---- commands: web process to engine ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Open:
+    """Open `session` (any non-empty id). Answered by `Opened` or `Refused`. None means the engine's default."""
+
+    session: str
+    prompt: str
+    seed: int = 0
+    steps: int | None = None
+    kv_context: str | None = None
+
+
+@dataclass(frozen=True)
+class SetPrompt:
+    """Change the prompt from the next chunk on. Answered by `Accepted` or `Refused`, later by `Applied`.
+
+    `request` is the caller's id of this request, echoed in every answer. Of several prompts waiting, the latest wins.
+    """
+
+    session: str
+    prompt: str
+    request: str = ""
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Stop making new chunks. What is made already may still be shown."""
+
+    session: str
+
+
+@dataclass(frozen=True)
+class Resume:
+    session: str
+
+
+@dataclass(frozen=True)
+class Reset:
+    """Start the stream afresh (chunk 0, frame numbers go on) with `seed`, or the session's present one when None."""
+
+    session: str
+    seed: int | None = None
+    request: str = ""
+
+
+@dataclass(frozen=True)
+class Close:
+    """End the session and free its state. Answered by `Closed`."""
+
+    session: str
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Back-pressure: the number of this session's frames that have been shown (or skipped) so far."""
+
+    session: str
+    frames: int
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """End the engine process."""
+
+
+Command = Open | SetPrompt | Pause | Resume | Reset | Close | Shown | Shutdown
+
+
+# ---- events: engine to web process -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The engine is warm. Sizes in pixels; `chunk_frames` frames come out of one chunk."""
+
+    model: str
+    device: str
+    width: int
+    height: int
+    native_fps: float
+    chunk_frames: int
+    steps: int
+    kv_context: str
+    examples: tuple[str, ...] = ()
+    vocabulary: str = ""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """`text` is the prompt as the model was given it; `notice` a friendly remark for the page, or empty."""
+
+    session: str
+    epoch: int
+    text: str
+    notice: str = ""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The request is taken and has its epoch; it will be visible from the chunk that `Applied` names."""
+
+    session: str
+    request: str
+    epoch: int
+    text: str
+    notice: str = ""
+
+
+@dataclass(frozen=True)
+class Applied:
+    """The first chunk of `epoch` is made; its first frame has number `first_frame`."""
+
+    session: str
+    epoch: int
+    chunk: int
+    first_frame: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A command that cannot be carried out, with the field at fault. The session, if there is one, goes on."""
+
+    session: str
+    request: str
+    field: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class FrameBatch:
+    """Consecutive frames of one chunk. `first` numbers frames from 0 over the whole session, across resets.
+
+    `pictures` is uint8 `[count, height, width, 3]`, RGB. `chunk_s` is the time from the chunk's admission until its
+    last frame was decoded, on the last batch of a chunk, else None.
+    """
+
+    session: str
+    epoch: int
+    chunk: int
+    first: int
+    chunk_s: float | None
+    pictures: Pictures = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Closed:
+    session: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The engine cannot go on; the process ends after this."""
+
+    reason: str
+
+
+Event = Ready | Opened | Accepted | Applied | Refused | FrameBatch | Closed | Failed

@@ -1,0 +1,243 @@
+"""Which frame is due at which moment: chunks arrive in bursts, frames leave at an even rate.
+
+Pure: the caller gives the time. Knows nothing about sessions, encoders or viewers. Time is cut into slots of `1 /
+fps` seconds, numbered from 0; slot `k` has presentation time `k * 90000 / fps` ticks, computed from `k` alone, so the
+rate is exact for as long as one likes. A slot shows the next frame, or the last one again when there is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+MEDIA_CLOCK_HZ = 90_000
+
+
+@dataclass(frozen=True)
+class Due:
+    """One slot: `picture` uint8 `[H, W, 3]`, its session frame number and epoch, `pts` in 90 kHz ticks."""
+
+    picture: NDArray[np.uint8] = field(repr=False)
+    frame: int
+    epoch: int
+    pts: int
+    repeated: bool
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    picture: NDArray[np.uint8]
+    frame: int
+    epoch: int
+
+
+def _check_time(now_s: float) -> None:
+    if not math.isfinite(now_s):
+        raise ValueError(f"now_s is {now_s}; it must be a finite number of seconds")
+
+
+class Playout:
+    """The buffer between an engine that makes frames in bursts and viewers who want them evenly.
+
+    Frames are shown in order and none is left out, except by `clear_before` and when more than `capacity_frames`
+    wait (an engine that keeps to its lead never gets there); both are counted in `dropped`.
+
+    At the start, and again after the buffer ran dry, frames wait until `start_frames` are there, or until the first
+    has waited `start_wait_s` (the engine may have stopped short of that number).
+
+    A caller who asks late by up to `catch_up_s` gets the slots it missed one by one, at once, with their regular
+    presentation times. Later than that, the missed slots pass without a picture (counted in `slots_missed`): the
+    media clock goes on with real time and the next frame is the next one. A clock that goes back shifts the slots.
+    """
+
+    def __init__(
+        self,
+        fps: float,
+        *,
+        start_frames: int = 1,
+        start_wait_s: float = 0.5,
+        capacity_frames: int = 256,
+        catch_up_s: float = 0.1,
+    ) -> None:
+        if not (math.isfinite(fps) and 0 < fps <= 1000):
+            raise ValueError(f"fps is {fps}; it must be above 0 and at most 1000")
+        if not 1 <= start_frames <= capacity_frames:
+            raise ValueError(f"start_frames is {start_frames}; it must be from 1 to capacity_frames {capacity_frames}")
+        if not (start_wait_s >= 0 and catch_up_s >= 0):
+            raise ValueError(f"start_wait_s {start_wait_s} and catch_up_s {catch_up_s} must not be negative")
+        self.shown = 0
+        """New frames handed out."""
+        self.repeated = 0
+        """Slots that showed the last frame again, because the next was not there."""
+        self.dropped = 0
+        """Frames that came and were never shown."""
+        self.slots_missed = 0
+        """Slots that passed unseen because the caller asked too late."""
+        self.passed_frames = 0
+        """Session frames that are shown or dropped: what `Shown.frames` reports to the engine."""
+        self.latest: Due | None = None
+        """The last slot handed out, to show to who joins."""
+        rate = Fraction(fps).limit_denominator(1001)
+        self._slots, self._per_s = rate.numerator, rate.denominator  # so many slots in so many seconds, exactly
+        self._start_frames, self._start_wait_s = start_frames, start_wait_s
+        self._capacity_frames = capacity_frames
+        self._catch_up_slots = max(1, math.ceil(catch_up_s * fps))
+        self._queue: deque[_Waiting] = deque()
+        self._oldest_epoch = 0
+        self._slot = 0  # the next slot to hand out
+        self._zero_s: float | None = None  # time of slot 0; None before the first frame is shown
+        self._filling = True
+        self._filling_since_s: float | None = None
+        self._paused_at_s: float | None = None
+
+    # ---- frames in ----------------------------------------------------------------------------------------------
+
+    @property
+    def buffered(self) -> int:
+        """Frames that wait."""
+        return len(self._queue)
+
+    def push(self, first: int, pictures: NDArray[np.uint8], *, epoch: int = 0) -> None:
+        """Take consecutive frames, numbered from `first`; `pictures` uint8 `[n, H, W, 3]` is kept, not copied.
+
+        Frames of an epoch that was cleared are dropped.
+
+        Raises:
+            ValueError: a frame number that came before.
+        """
+        expected = self._queue[-1].frame + 1 if self._queue else self.passed_frames
+        if first < expected:
+            raise ValueError(f"frames from {first} were pushed, but frames up to {expected - 1} came already")
+        for offset, picture in enumerate(pictures):
+            self._queue.append(_Waiting(picture, first + offset, epoch))
+            if epoch < self._oldest_epoch or len(self._queue) > self._capacity_frames:
+                self._drop(self._queue.pop() if epoch < self._oldest_epoch else self._queue.popleft())
+
+    def clear_before(self, epoch: int) -> int:
+        """Drop every frame of an epoch older than `epoch`, those still to come as well; returns how many waited."""
+        self._oldest_epoch = max(self._oldest_epoch, epoch)
+        before = len(self._queue)
+        while self._queue and self._queue[0].epoch < self._oldest_epoch:
+            self._drop(self._queue.popleft())
+        return before - len(self._queue)
+
+    def _drop(self, waiting: _Waiting) -> None:
+        self.dropped += 1
+        self.passed_frames = max(self.passed_frames, waiting.frame + 1)
+
+    # ---- slots out ----------------------------------------------------------------------------------------------
+
+    def pts(self, slot: int) -> int:
+        """Presentation time of a slot in 90 kHz ticks; strictly increasing."""
+        return MEDIA_CLOCK_HZ * slot * self._per_s // self._slots
+
+    def _slot_s(self, slot: int) -> float:
+        assert self._zero_s is not None
+        return self._zero_s + slot * self._per_s / self._slots
+
+    @property
+    def next_due_s(self) -> float | None:
+        """When to call `due` next, `-inf` for at once; None: nothing will be due before a `push` or a `resume`.
+
+        Ask again after every `push`.
+        """
+        if self._paused_at_s is not None:
+            return None
+        if self._zero_s is not None:
+            return self._slot_s(self._slot)
+        if not self._queue:
+            return None
+        if self._filling_since_s is None or len(self._queue) >= self._start_frames:
+            return -math.inf
+        return self._filling_since_s + self._start_wait_s
+
+    def due(self, now_s: float) -> Due | None:
+        """The slot that is due at `now_s`, or None. Call again at once: more may be due; then wait for `next_due_s`.
+
+        Raises:
+            ValueError: `now_s` is not a finite number.
+        """
+        _check_time(now_s)
+        if self._paused_at_s is not None:
+            return None
+        self._end_filling(now_s)
+        if self._zero_s is None:
+            if self._filling:
+                return None
+            self._zero_s = now_s
+        self._follow_clock(now_s)
+        if now_s < self._slot_s(self._slot):
+            return None
+        return self._hand_out()
+
+    def _end_filling(self, now_s: float) -> None:
+        """Leave the filling state when enough frames wait, or when the first has waited long enough."""
+        if not self._filling or not self._queue:
+            self._filling_since_s = None
+            return
+        if self._filling_since_s is None or now_s < self._filling_since_s:
+            self._filling_since_s = now_s
+        waited_s = now_s - self._filling_since_s
+        if len(self._queue) >= self._start_frames or waited_s >= self._start_wait_s:
+            self._filling = False
+            self._filling_since_s = None
+
+    def _follow_clock(self, now_s: float) -> None:
+        """Let slots pass that are too late to catch up, and follow a clock that was set back."""
+        early_s = self._slot_s(self._slot) - now_s
+        slot_s = self._per_s / self._slots
+        if early_s > 2 * slot_s:
+            assert self._zero_s is not None
+            self._zero_s -= early_s - slot_s
+            return
+        late_slots = math.floor(-early_s / slot_s)
+        if late_slots > self._catch_up_slots:
+            self.slots_missed += late_slots
+            self._slot += late_slots
+
+    def _hand_out(self) -> Due:
+        if not self._queue:
+            self._filling = True
+        repeated = self._filling
+        if not repeated:
+            waiting = self._queue.popleft()
+            self.shown += 1
+            self.passed_frames = waiting.frame + 1
+            due = Due(waiting.picture, waiting.frame, waiting.epoch, self.pts(self._slot), repeated)
+        else:
+            last = self.latest
+            assert last is not None, "slots begin with a frame"
+            self.repeated += 1
+            due = Due(last.picture, last.frame, last.epoch, self.pts(self._slot), repeated)
+        self._slot += 1
+        self.latest = due
+        return due
+
+    # ---- pause --------------------------------------------------------------------------------------------------
+
+    @property
+    def paused(self) -> bool:
+        return self._paused_at_s is not None
+
+    def pause(self, now_s: float) -> None:
+        """Hold the media clock. Frames may still be pushed."""
+        _check_time(now_s)
+        if self._paused_at_s is None:
+            self._paused_at_s = now_s
+
+    def resume(self, now_s: float) -> None:
+        """Go on where `pause` held the media clock."""
+        _check_time(now_s)
+        if self._paused_at_s is None:
+            return
+        held_s = max(0.0, now_s - self._paused_at_s)
+        self._paused_at_s = None
+        if self._zero_s is not None:
+            self._zero_s += held_s
+        if self._filling_since_s is not None:
+            self._filling_since_s += held_s

@@ -1,0 +1,159 @@
+"""One stream's life, without I/O: what was asked goes in, what is to be done and told comes out.
+
+Knows nothing about torch, sockets or clocks; texts are already understood when they get here. `Action`s are for the
+pipeline, `Event`s for who asked.
+
+Epochs: every accepted prompt and reset gets the next one, the pipeline stamps it on the chunks made under it, and the
+first frames that bring a new epoch produce `Applied`. Prompts do not go to the pipeline one by one: they wait until
+`take_prompt`, and of those waiting the latest wins. So an accepted epoch may be skipped, never undone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamdiff.engine.messages import Accepted, Applied, Closed, Event, FrameBatch, Opened
+
+
+@dataclass(frozen=True)
+class UseText:
+    """Make chunks from `text`, from the next admitted one on."""
+
+    text: str
+    epoch: int
+
+
+@dataclass(frozen=True)
+class StartAfresh:
+    """Drop what is in flight and begin again with chunk 0."""
+
+    text: str
+    seed: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Admit no chunks while `paused`."""
+
+    paused: bool
+
+
+@dataclass(frozen=True)
+class Allow:
+    """At most `frames` frames may come beyond those that have come."""
+
+    frames: int
+
+
+@dataclass(frozen=True)
+class End:
+    """Free the stream."""
+
+
+Action = UseText | StartAfresh | Hold | Allow | End
+Output = Action | Event
+
+
+class Session:
+    """One stream. Every method returns what is to be done and told, in this order."""
+
+    def __init__(self, name: str, *, text: str, seed: int, epoch: int, lead_frames: int) -> None:
+        """Args:
+        epoch: of the first chunk.
+        lead_frames: how many frames may be made beyond those reported as shown.
+        """
+        self.name = name
+        self.text = text
+        self.seed = seed
+        self.epoch = epoch
+        self.chunk = -1
+        """The last chunk of which frames have come; -1 before the first. Starts again with a reset."""
+        self._lead_frames = lead_frames
+        self._applied_epoch = epoch - 1
+        self._oldest_epoch = epoch
+        self._prompt_waits = False
+        self._paused = False
+        self._made_frames = 0
+        self._shown_frames = 0
+
+    @property
+    def room_frames(self) -> int:
+        """How many more frames may come now."""
+        return self._lead_frames - (self._made_frames - self._shown_frames)
+
+    def open(self, notice: str = "") -> list[Output]:
+        """Begin: the pipeline has opened the stream with this session's text, seed and epoch."""
+        return [Allow(self.room_frames), Opened(self.name, self.epoch, self.text, notice)]
+
+    def set_prompt(self, text: str, notice: str, request: str) -> list[Output]:
+        """Take a prompt; `take_prompt` gives it to the pipeline, unless a later one comes first."""
+        self.text = text
+        self.epoch += 1
+        self._prompt_waits = True
+        return [Accepted(self.name, request, self.epoch, text, notice)]
+
+    def take_prompt(self) -> list[Output]:
+        """The latest prompt, if it has not gone to the pipeline yet."""
+        if not self._prompt_waits:
+            return []
+        self._prompt_waits = False
+        return [UseText(self.text, self.epoch)]
+
+    def reset(self, seed: int | None, request: str) -> list[Output]:
+        """Begin again, with the latest prompt. A paused stream stays paused.
+
+        Frames made so far are not waited for: who asked for a reset drops those not shown yet.
+        """
+        self.seed = self.seed if seed is None else seed
+        self.epoch += 1
+        self.chunk = -1
+        self._oldest_epoch = self.epoch
+        self._prompt_waits = False
+        self._shown_frames = self._made_frames
+        start = StartAfresh(self.text, self.seed, self.epoch)
+        accepted = Accepted(self.name, request, self.epoch, self.text)
+        return [start, Hold(self._paused), Allow(self.room_frames), accepted]
+
+    def set_paused(self, paused: bool) -> list[Output]:
+        """Pause or go on; saying it twice does nothing."""
+        if paused == self._paused:
+            return []
+        self._paused = paused
+        return [Hold(paused)]
+
+    def shown(self, frames: int) -> list[Output]:
+        """So many frames have been shown in all. Never goes back, and never beyond what was made."""
+        shown_frames = min(max(frames, self._shown_frames), self._made_frames)
+        if shown_frames == self._shown_frames:
+            return []
+        self._shown_frames = shown_frames
+        return [Allow(self.room_frames)]
+
+    def made(self, *, epoch: int, chunk: int, pictures: NDArray[np.uint8], chunk_s: float | None) -> list[Output]:
+        """Frames have come: number them and tell. Frames of before the last reset are dropped."""
+        if epoch < self._oldest_epoch:
+            return []
+        assert epoch <= self.epoch, f"frames of epoch {epoch}, but the last one asked for is {self.epoch}"
+        same_chunk = chunk == self.chunk and epoch == self._applied_epoch
+        next_chunk = chunk == self.chunk + 1 and epoch >= self._applied_epoch
+        assert same_chunk or next_chunk, (
+            f"chunk {chunk} of epoch {epoch} came after chunk {self.chunk} of epoch {self._applied_epoch}"
+        )
+        outputs: list[Output] = []
+        first = self._made_frames
+        if epoch > self._applied_epoch:
+            self._applied_epoch = epoch
+            outputs.append(Applied(self.name, epoch, chunk, first))
+        self.chunk = chunk
+        self._made_frames += len(pictures)
+        outputs.append(Allow(self.room_frames))
+        outputs.append(FrameBatch(self.name, epoch, chunk, first, chunk_s, pictures))
+        return outputs
+
+    def close(self) -> list[Output]:
+        """End."""
+        return [End(), Closed(self.name)]

@@ -1,0 +1,183 @@
+"""Starts the engine process, waits until it is warm, notices its end and says why. Torch-free, asyncio.
+
+Knows nothing about sessions or viewers. Restarting is up to the caller: one `Supervisor` is one engine process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import sysconfig
+import tempfile
+from asyncio.subprocess import PIPE, STDOUT, Process
+from collections import deque
+from pathlib import Path
+
+from streamdiff.config import Config
+from streamdiff.engine.bridge import EXIT_CONFIG, EngineClient
+from streamdiff.engine.messages import Failed, Ready, Shutdown
+from streamdiff.errors import ConfigError, EngineFailure
+
+_LAST_LINES = 20
+_LINE_CHARACTERS = 2000
+
+
+def _environment() -> dict[str, str]:
+    """The child's environment: it must find this very package, and nothing that lies about in the current folder."""
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    if str(root) not in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    return environment
+
+
+def _name_exit(code: int) -> str:
+    if code >= 0:
+        return f"with exit code {code}"
+    known = {number.value: number.name for number in signal.Signals}
+    hint = " (often: out of memory)" if code == -signal.SIGKILL else ""
+    return f"by signal {known.get(-code, str(-code))}{hint}"
+
+
+class Supervisor:
+    """One engine process, from start to end."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        start_limit_s: float = 300.0,
+        stop_limit_s: float = 1.5,
+        module: str = "streamdiff.engine.main",
+    ) -> None:
+        """Args:
+        start_limit_s: how long loading and warming up may take.
+        stop_limit_s: how long the process may take to end by itself before it is killed.
+        module: what runs with `python -m`; takes `--address` and `--config-json`.
+        """
+        self._config = config
+        self._start_limit_s = start_limit_s
+        self._stop_limit_s = stop_limit_s
+        self._module = module
+        self._folder: Path | None = None
+        self._process: Process | None = None
+        self._client: EngineClient | None = None
+        self._ready: Ready | None = None
+        self._watching: asyncio.Task[int] | None = None
+        self._stopping = False
+        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+
+    @property
+    def ready(self) -> Ready:
+        """What the engine said of itself; after `start`."""
+        assert self._ready is not None, "start the supervisor first"
+        return self._ready
+
+    @property
+    def pid(self) -> int:
+        """The engine's process id; after `start`."""
+        assert self._process is not None, "start the supervisor first"
+        return self._process.pid
+
+    async def start(self) -> EngineClient:
+        """Start the engine and wait until it is warm. The client's `events` begin after `Ready`.
+
+        Raises:
+            ConfigError: the engine refuses the configuration (an unknown model, for example).
+            EngineFailure: it ended, or was not ready in time; the message carries the last lines it wrote.
+        """
+        assert self._process is None, "one supervisor starts one engine; make another"
+        self._folder = Path(tempfile.mkdtemp(prefix="streamdiff-"))
+        try:
+            self._client = EngineClient(self._folder)
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", self._module, "--address", str(self._folder)),
+                *("--config-json", self._config.model_dump_json()),
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=STDOUT,
+                env=_environment(),
+                # Ctrl-C in a terminal reaches the web process alone, which then ends the engine in order.
+                start_new_session=True,
+            )
+            self._watching = asyncio.create_task(self._watch(self._process), name="engine-watch")
+            await self._wait_until_ready(self._client)
+        except BaseException:
+            await self.stop()
+            raise
+        return self._client
+
+    async def _wait_until_ready(self, client: EngineClient) -> None:
+        try:
+            async with asyncio.timeout(self._start_limit_s):
+                events = client.events()
+                event = await anext(events, None)
+                await events.aclose()
+                if isinstance(event, Ready):
+                    self._ready = event
+                    return
+                code = await self.wait()
+        except TimeoutError as error:
+            message = f"the engine was not ready within {self._start_limit_s:g} s{self._lines()}"
+            raise EngineFailure(message) from error
+        if isinstance(event, Failed) and code == EXIT_CONFIG:
+            raise ConfigError(event.reason)
+        reason = event.reason if isinstance(event, Failed) else f"the engine sent {event!r:.80} before Ready"
+        raise EngineFailure(f"the engine did not start: {reason}")
+
+    async def _watch(self, process: Process) -> int:
+        """Pass on what the engine writes, then say why it ended."""
+        assert process.stdout is not None
+        assert self._client is not None
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        rest = ""
+        while data := await process.stdout.read(8192):
+            text = decoder.decode(data)
+            with contextlib.suppress(OSError):  # nobody reads our own standard error: go on keeping the last lines
+                sys.stderr.write(text)
+                sys.stderr.flush()
+            *lines, rest = (rest + text).split("\n")
+            self._last_lines.extend(line for line in lines if line.strip())
+            rest = rest[-_LINE_CHARACTERS:]
+        if rest.strip():
+            self._last_lines.append(rest)
+        code = await process.wait()
+        self._client.end(None if self._stopping else Failed(f"the engine ended {_name_exit(code)}{self._lines()}"))
+        return code
+
+    def _lines(self) -> str:
+        if not self._last_lines:
+            return "; it wrote nothing"
+        return "; the last it wrote:\n" + "\n".join(f"  {line[:_LINE_CHARACTERS]}" for line in self._last_lines)
+
+    async def wait(self) -> int:
+        """Wait until the engine process has ended, for whatever reason; returns its exit code (negative: a signal)."""
+        assert self._watching is not None, "start the supervisor first"
+        return await asyncio.shield(self._watching)
+
+    async def stop(self) -> None:
+        """End the engine, gently and then by force; removes what `start` made. May be called at any time, and again."""
+        self._stopping = True
+        process, client = self._process, self._client
+        if process is not None and self._watching is not None:
+            try:
+                async with asyncio.timeout(self._stop_limit_s):
+                    if self._ready is not None and client is not None and process.returncode is None:
+                        await client.send(Shutdown())
+                    elif process.returncode is None:
+                        process.terminate()
+                    await self.wait()
+            except (TimeoutError, EngineFailure, ProcessLookupError):
+                if process.returncode is None:
+                    process.kill()
+                await self.wait()
+        if client is not None:
+            client.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)

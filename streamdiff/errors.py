@@ -1,0 +1,26 @@
+"""Errors that a user of streamdiff can meet. Each message names the thing, the value, what is allowed, the way out."""
+
+from __future__ import annotations
+
+
+class StreamdiffError(Exception):
+    """Base class: catch this to catch everything streamdiff raises on purpose."""
+
+
+class ConfigError(StreamdiffError, ValueError):
+    """A configuration file, option or argument that cannot be used."""
+
+
+class RequestError(StreamdiffError, ValueError):
+    """A request for a session that cannot be carried out; the session itself goes on.
+
+    `field` names the offending field ("prompt", "seed", ...) so that a page can show the message beside it.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class EngineFailure(StreamdiffError, RuntimeError):
+    """The engine ended by itself; the message carries rank, session and chunk where they are known."""

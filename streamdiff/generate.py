@@ -1,0 +1,93 @@
+"""A video file from prompts: what `streamdiff generate` does. Knows nothing about the command line or about codecs."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from streamdiff import api
+from streamdiff.config import Config
+from streamdiff.errors import ConfigError
+from streamdiff.serve.files import check_target, write_video
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to make: `changes` are (seconds from the start, prompt), in order of time."""
+
+    output: Path | None
+    seconds: float
+    changes: tuple[tuple[float, str], ...] = ()
+
+
+def run(config: Config, job: Job) -> int:
+    """Make the video, with a progress bar on standard error; returns the exit status.
+
+    The frame rate is the model's own unless the configuration says another. A changed prompt shows at the second chunk
+    after its time at the latest, as it would live.
+
+    Raises:
+        ConfigError, RequestError: what was asked for cannot be made; nothing is written then.
+    """
+    output = _checked(job)
+    signal.signal(signal.SIGTERM, _leave)  # so that nothing half-written is left then either
+    session = api.open(
+        config.session.prompt,
+        seed=config.session.seed,
+        model=config.model.name,
+        device=config.model.device,
+        steps=config.model.steps,
+        kv_context=config.model.kv_context,
+        threads=config.model.threads,
+    )
+    with session:
+        fps = config.playback.fps if "fps" in config.playback.model_fields_set else session.fps
+        total = max(1, round(job.seconds * fps))
+        with tqdm(total=total, unit="frame", desc=output.name, dynamic_ncols=True) as bar:
+            if session.notice:
+                bar.write(session.notice, file=sys.stderr)
+            write_video(output, _frames(session, job, fps, total, bar), fps)
+    print(f"{output}: {total} frames, {total / fps:g} s at {fps:g} per second, {session.width} x {session.height}")
+    return 0
+
+
+def _checked(job: Job) -> Path:
+    if job.output is None:
+        raise ConfigError("--output is missing; for example: --output out.mp4")
+    if not (math.isfinite(job.seconds) and 0 < job.seconds <= 24 * 3600):
+        raise ConfigError(f"--seconds is {job.seconds:g}, but must be above 0 and at most a day (86,400)")
+    late = [time_s for time_s, _ in job.changes if time_s >= job.seconds]
+    if late:
+        raise ConfigError(f"--prompt-at {late[0]:g} lies after the end; the video is {job.seconds:g} s long")
+    check_target(job.output)
+    return job.output
+
+
+def _frames(
+    session: api.StreamSession, job: Job, fps: float, total: int, bar: tqdm[NoReturn]
+) -> Iterator[NDArray[np.uint8]]:
+    """The first `total` frames of the session, its prompt changed on the way. Mutates: session, bar."""
+    changes = deque(job.changes)
+    for number, frame in enumerate(session):
+        while changes and changes[0][0] * fps <= number:
+            notice = session.prompt(changes.popleft()[1])
+            if notice:
+                bar.write(notice, file=sys.stderr)
+        yield frame
+        bar.update()
+        if number + 1 == total:
+            return
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)

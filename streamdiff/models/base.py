@@ -1,0 +1,84 @@
+"""What the pipeline and the engine need of a model. Pure: weights are held, a stream's state is an argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from streamdiff.models.wan.transformer import WanDenoiser
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a model understood a prompt: `text` is what it is given, `notice` a remark for the user (or empty)."""
+
+    text: str
+    notice: str = ""
+
+
+class TextEncoder(Protocol):
+    """Prompt to conditioning."""
+
+    examples: tuple[str, ...]
+    vocabulary: str
+
+    def read(self, prompt: str, previous: str | None) -> Reading:
+        """Understand a prompt; `previous` is the text in force, which fills what the new prompt leaves open."""
+
+    def encode(self, text: str) -> Tensor:
+        """Embeddings `[T, text_dim]` of a text that `read` returned; T is the model's fixed text length."""
+
+
+class StreamDecoder(Protocol):
+    """Latents to frames, in any pieces: decoding a stream in pieces gives the frames of decoding it whole.
+
+    What a stream remembers is the decoder's own type; everyone else only carries it.
+    """
+
+    def new_memory(self) -> Any:
+        """The memory of a stream that has not begun."""
+
+    def decode(self, latents: Tensor, memory: Any) -> Tensor:
+        """Normalised latents `[1, C, F, h, w]` to frames uint8 `[n, H, W, 3]`. Mutates: memory."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Facts about a model that everyone plans with. Sizes of chunk, window and sink are in latent frames."""
+
+    name: str
+    latent_channels: int
+    latent_height: int
+    latent_width: int
+    chunk_latents: int
+    window_latents: int
+    sink_latents: int
+    frames_per_latent: int
+    width: int
+    height: int
+    native_fps: float
+    shift: float
+    steps: tuple[int, ...]
+
+    @property
+    def chunk_frames(self) -> int:
+        """Frames that one chunk decodes to."""
+        return self.chunk_latents * self.frames_per_latent
+
+    @property
+    def chunk_shape(self) -> tuple[int, int, int, int]:
+        """Shape `[C, F, h, w]` of a chunk's latents."""
+        return self.latent_channels, self.chunk_latents, self.latent_height, self.latent_width
+
+
+@dataclass(frozen=True)
+class Model:
+    """Weights of everything that makes a stream, on one device."""
+
+    spec: ModelSpec
+    text: TextEncoder
+    denoiser: WanDenoiser
+    decoder: StreamDecoder

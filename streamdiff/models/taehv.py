@@ -1,0 +1,196 @@
+"""A tiny streaming video autoencoder in the TAEHV layout (madebyollin/taehv, MIT; layout only, own code).
+
+Module indices inside `encoder` and `decoder` follow that project, so its state-dict keys fit a full-size `Config`;
+the embedded model uses the same classes with small widths. Weights are separate from streams: a stream's memory is a
+`Memory`, passed in and updated in place. Frames are `[B, T, 3, H, W]` in [0, 1], latents `[B, T, C, h, w]`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Config:
+    """Shape of the autoencoder. The defaults are TAEHV for Wan2.1 (taew2_1).
+
+    Strides are (space, space, space) and (time, time, time) of the three decoder stages, the encoder mirrors them.
+    `frames_to_trim`: leading decoded frames that a stream's first chunk does not show (Wan's 1 + 4n convention: 3).
+    """
+
+    latent_channels: int = 16
+    patch_size: int = 1
+    decoder_widths: tuple[int, int, int, int] = (256, 128, 64, 64)
+    decoder_blocks: tuple[int, int, int] = (3, 3, 3)
+    decoder_space: tuple[int, int, int] = (2, 2, 2)
+    decoder_time: tuple[int, int, int] = (1, 2, 2)
+    encoder_widths: tuple[int, int, int, int] = (64, 64, 64, 64)
+    encoder_blocks: tuple[int, int, int] = (3, 3, 3)
+    frames_to_trim: int = 3
+
+    @property
+    def spatial(self) -> int:
+        """Pixels per latent pixel, each way."""
+        return self.patch_size * self.decoder_space[0] * self.decoder_space[1] * self.decoder_space[2]
+
+    @property
+    def temporal(self) -> int:
+        """Frames per latent frame."""
+        return self.decoder_time[0] * self.decoder_time[1] * self.decoder_time[2]
+
+
+def _conv(n_in: int, n_out: int, *, bias: bool = True, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(n_in, n_out, 3, padding=1, bias=bias, stride=stride)
+
+
+class Clamp(nn.Module):
+    """Soft limit of latents to (-3, 3)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x / 3) * 3
+
+
+class MemBlock(nn.Module):
+    """Residual block that sees the frame before: `relu(conv([x, past]) + skip(x))`."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        super().__init__()
+        self.conv: nn.Sequential = nn.Sequential(
+            _conv(n_in * 2, n_out),
+            nn.ReLU(inplace=True),
+            _conv(n_out, n_out),
+            nn.ReLU(inplace=True),
+            _conv(n_out, n_out),
+        )
+        self.skip = nn.Conv2d(n_in, n_out, 1, bias=False) if n_in != n_out else nn.Identity()
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor, past: Tensor) -> Tensor:
+        out: Tensor = self.act(self.conv(torch.cat([x, past], 1)) + self.skip(x))
+        return out
+
+
+class TPool(nn.Module):
+    """Merge `stride` frames into one."""
+
+    def __init__(self, n_f: int, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+        self.conv = nn.Conv2d(n_f * stride, n_f, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        frames, channels, height, width = x.shape
+        out: Tensor = self.conv(x.reshape(frames // self.stride, self.stride * channels, height, width))
+        return out
+
+
+class TGrow(nn.Module):
+    """Make `stride` frames out of one."""
+
+    def __init__(self, n_f: int, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+        self.conv = nn.Conv2d(n_f, n_f * stride, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, channels, height, width = x.shape
+        out: Tensor = self.conv(x).reshape(-1, channels, height, width)
+        return out
+
+
+@dataclass
+class Memory:
+    """What a stream remembers between calls: the last input frame `[B, C, H, W]` of every MemBlock, in order.
+
+    Empty until the first call, which then starts from zeros. `first` tells whether a frame has been shown yet.
+    """
+
+    past: dict[int, Tensor] = field(default_factory=dict)
+    first: bool = True
+
+    def reset(self) -> None:
+        """Forget the stream: the next call starts a new one."""
+        self.past.clear()
+        self.first = True
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.past.values())
+
+
+def _run(layers: nn.Sequential, x: Tensor, memory: Memory) -> Tensor:
+    """Apply `layers` to a chunk `[B, T, C, H, W]`, all frames of the chunk at once. Mutates: memory."""
+    batch = x.shape[0]
+    x = x.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+    for index, layer in enumerate(layers):
+        if isinstance(layer, MemBlock):
+            frames = x.unflatten(0, (batch, -1))
+            before = memory.past.get(index)
+            if before is None:
+                before = torch.zeros_like(frames[:, 0])
+            past = torch.cat([before.unsqueeze(1), frames[:, :-1]], 1).flatten(0, 1)
+            memory.past[index] = frames[:, -1].detach().clone() if not torch.is_grad_enabled() else frames[:, -1]
+            x = layer(x, past.contiguous(memory_format=torch.channels_last))
+        else:
+            x = layer(x)
+    out: Tensor = x.unflatten(0, (batch, -1))
+    return out
+
+
+class TAEHV(nn.Module):
+    """Weights only; `encode` and `decode` take the stream's memory as an argument."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        image = 3 * config.patch_size**2
+        e, eb = config.encoder_widths, config.encoder_blocks
+        layers: list[nn.Module] = [_conv(image, e[0]), nn.ReLU(inplace=True)]
+        space, time = config.decoder_space[::-1], config.decoder_time[::-1]
+        for i in range(3):
+            layers += [TPool(e[i], time[i]), _conv(e[i], e[i + 1], stride=space[i], bias=False)]
+            layers += [MemBlock(e[i + 1], e[i + 1]) for _ in range(eb[i])]
+        self.encoder = nn.Sequential(*layers, _conv(e[3], config.latent_channels))
+
+        d, db = config.decoder_widths, config.decoder_blocks
+        layers = [Clamp(), _conv(config.latent_channels, d[0]), nn.ReLU(inplace=True)]
+        for i in range(3):
+            layers += [MemBlock(d[i], d[i]) for _ in range(db[i])]
+            layers += [nn.Upsample(scale_factor=config.decoder_space[i]), TGrow(d[i], config.decoder_time[i])]
+            layers += [_conv(d[i], d[i + 1], bias=False)]
+        self.decoder = nn.Sequential(*layers, nn.ReLU(inplace=True), _conv(d[3], image))
+
+    def channels_last(self) -> None:
+        """Lay the convolutions out for channels-last pictures, which CPU and GPU kernels prefer. Mutates: self."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
+
+    def encode(self, frames: Tensor, memory: Memory) -> Tensor:
+        """Encode `[B, T, 3, H, W]` frames in [0, 1], T a multiple of `temporal`. Mutates: memory.
+
+        Returns latents `[B, T / temporal, C, H / spatial, W / spatial]`.
+        """
+        batch = frames.shape[0]
+        x = frames.flatten(0, 1)
+        if self.config.patch_size > 1:
+            x = F.pixel_unshuffle(x, self.config.patch_size)
+        return _run(self.encoder, x.unflatten(0, (batch, -1)), memory)
+
+    def decode(self, latents: Tensor, memory: Memory) -> Tensor:
+        """Decode `[B, T, C, h, w]` latents into the frames they stand for. Mutates: memory.
+
+        Returns `[B, T * temporal - trimmed, 3, H, W]`, not clamped; `trimmed` is `frames_to_trim` on a stream's first
+        call and 0 after. Decoding a stream in any chunks gives the frames of decoding it whole.
+        """
+        x = _run(self.decoder, latents, memory)
+        batch = x.shape[0]
+        if self.config.patch_size > 1:
+            x = F.pixel_shuffle(x.flatten(0, 1), self.config.patch_size).unflatten(0, (batch, -1))
+        trim = self.config.frames_to_trim if memory.first else 0
+        memory.first = False
+        return x[:, trim:]

@@ -1,0 +1,99 @@
+"""Train the embedded model: `python -m streamdiff.models.tiny.train`.
+
+    python -m streamdiff.models.tiny.train --minutes 180          # both stages, on the CPU or the GPU that is there
+    python -m streamdiff.models.tiny.train --stage denoiser       # go on with one stage
+    torchrun --nproc-per-node 2 -m streamdiff.models.tiny.train   # several processes, gradients averaged
+
+Checkpoints lie under --out; the same command goes on where it stopped. At the end the model is written to
+OUT/model in diffusers layout; `--install` puts it into the package instead of the present one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+from streamdiff.models.tiny import model, train_autoencoder, train_denoiser, training, world
+from streamdiff.models.tiny.windows import CHUNK, CHUNKS, latent_statistics
+
+STEPS = {"autoencoder": 6000, "denoiser": 8000}
+SHARE = 0.25  # of the minutes goes to the autoencoder
+STREAM: dict[str, object] = {
+    "latent_height": world.SIZE // train_autoencoder.AUTOENCODER.spatial,
+    "latent_width": world.SIZE // train_autoencoder.AUTOENCODER.spatial,
+    "chunk_latents": CHUNK,
+    "window_latents": CHUNK * CHUNKS,
+    "sink_latents": 0,
+    "native_fps": 40.0,
+    "shift": 5.0,
+    "steps": [4, 2],
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m streamdiff.models.tiny.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--out", type=Path, default=Path("runs/tiny"), help="folder of checkpoints (default runs/tiny)")
+    made.add_argument("--stage", choices=("all", "autoencoder", "denoiser"), default="all", help="what to train")
+    made.add_argument("--minutes", type=float, help="stop after this many minutes, learning rate cooled down to zero")
+    made.add_argument("--steps", type=int, help="updates of each trained stage (default 6000 and 8000)")
+    made.add_argument("--batch", type=int, default=8, help="samples per process and step (default 8)")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    made.add_argument("--threads", type=int, default=0, help="CPU threads per process (default: torch's choice)")
+    made.add_argument("--install", action="store_true", help="write the result into the installed package")
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    args = parser().parse_args(argv)
+    for name in ("minutes", "steps", "batch"):
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            print(f"train: --{name} is {value}; it must be more than 0", file=sys.stderr)
+            return 2
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(wanted if args.device == "auto" else args.device)
+    training.join_group()
+    minutes = {"autoencoder": args.minutes, "denoiser": args.minutes}
+    if args.minutes and args.stage == "all":
+        minutes = {"autoencoder": args.minutes * SHARE, "denoiser": args.minutes * (1 - SHARE)}
+
+    def budget(stage: str, train: bool) -> training.Budget:
+        return training.Budget(args.steps or STEPS[stage], minutes[stage]) if train else training.Budget(1, 1e-9)
+
+    try:
+        first = budget("autoencoder", args.stage in ("all", "autoencoder"))
+        autoencoder = train_autoencoder.train(args.out, first, args.seed, device, args.batch)
+        parts = None
+        mean, std = latent_statistics(autoencoder, torch.Generator().manual_seed(args.seed), device)
+        if args.stage in ("all", "denoiser"):
+            second = budget("denoiser", True)
+            trained = train_denoiser.train(args.out, autoencoder, second, args.seed, device, args.batch)
+            parts = (trained.network.text, trained.network.transformer)
+            mean, std = trained.mean, trained.std
+    except KeyboardInterrupt:
+        print("\ntrain: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    if training.rank() == 0:
+        folder = args.out / "model"
+        model.save(folder, autoencoder, mean, std, parts, STREAM)
+        if args.install and parts is not None:
+            shutil.copytree(folder, model.WEIGHTS, dirs_exist_ok=True)
+        print(f"train: model written to {folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

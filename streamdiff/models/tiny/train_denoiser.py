@@ -1,0 +1,260 @@
+"""Stage two of training the embedded model: the causal transformer, on latents of the trained autoencoder.
+
+Diffusion forcing on windows of five chunks: every chunk has its own noise level and sees the chunks before it, at
+theirs. Two kinds of steps alternate: *staircase* windows, whose levels fall with age as in a full ring, and *clean*
+windows, where noisy copies of the chunks each see the clean copies of their past. Loss: the flow, mean squared.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from torch import Tensor, nn
+
+from streamdiff.models import sampling
+from streamdiff.models.taehv import TAEHV
+from streamdiff.models.tiny import prompts, training, world
+from streamdiff.models.tiny.text import WIDTH, TinyText, build_encoder, build_tokenizer
+from streamdiff.models.tiny.windows import CHUNK, CHUNKS, Pool, Windows, latent_statistics
+from streamdiff.models.wan import rotary
+from streamdiff.models.wan.transformer import KeyValue, WanDenoiser, attend
+
+TRANSFORMER: dict[str, Any] = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 6,
+    "attention_head_dim": 32,
+    "in_channels": 8 + 10,
+    "out_channels": 8,
+    "text_dim": WIDTH,
+    "freq_dim": 128,
+    "ffn_dim": 768,
+    "num_layers": 4,
+    "cross_attn_norm": True,
+}
+MATRIX_LR = 1e-2
+OTHER_LR = 2e-3
+LEVELS = {4: sampling.schedule(4), 2: sampling.schedule(2)}
+POOL = 6000
+# Matrices that AdamW trains: tables, embeddings and the two ends, for which orthogonal updates make no sense.
+ADAM_PARTS: tuple[str, ...] = (
+    "encoder",
+    "transformer.patch_embedding",
+    "transformer.proj_out",
+    "transformer.scale_shift_table",
+    "transformer.condition_embedder",
+    *(f"transformer.blocks.{i}.scale_shift_table" for i in range(TRANSFORMER["num_layers"])),
+)
+FIRST_WINDOWS = 80
+
+
+class BlockCausal:
+    """Self-attention over a whole window at once: rows are chunks, `visible[i]` lists the rows that row i sees.
+
+    Stands in for the cache that a stream uses, so that training and streaming run the same transformer code.
+    """
+
+    def __init__(self, windows: int, positions: list[int], visible: list[list[int]], tokens: tuple[int, int]) -> None:
+        self.windows, self.visible = windows, visible
+        frames = torch.tensor([[p * CHUNK + f for f in range(CHUNK)] for p in positions])
+        self.frames, self.tokens = frames, tokens
+        self.table: rotary.Rotary | None = None
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = rotary.table(self.frames.to(query.device), *self.tokens, query.shape[-1])
+        rows = (self.windows, len(self.visible))
+        query = rotary.rotate(query.unflatten(0, rows), self.table)
+        key, value = rotary.rotate(key.unflatten(0, rows), self.table), value.unflatten(0, rows)
+        mixed = []
+        for row, seen in enumerate(self.visible):
+            mixed.append(attend(query[:, row], key[:, seen].flatten(1, 2), value[:, seen].flatten(1, 2)))
+        return torch.stack(mixed, 1).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One forward's worth of work: for every row its chunk of the window, sigma, and whether it has a target."""
+
+    chunk: list[int]
+    visible: list[list[int]]
+    sigma: Tensor  # [B, rows]
+    target: Tensor  # bool [B, rows]
+
+
+def staircase_rows(windows: Windows, chance: random.Random, generator: torch.Generator) -> Rows:
+    """Levels that rise from clean to noise along the window, as chunks of one session stand in the ring.
+
+    Where a window starts a stream its first chunks may be anywhere on the stairs; elsewhere the first chunk must be
+    clean, since the past it would need is not in the window.
+    """
+    batch = windows.latents.shape[0]
+    steps = 4 if chance.random() < 0.75 else 2
+    levels = torch.tensor([*LEVELS[steps], 0.0])
+    newest = torch.randint(1000, (batch,), generator=generator)
+    ahead = torch.where(newest < 600, 0, newest % 4) if steps == 4 else newest % 2
+    base = torch.where(windows.start.cpu(), torch.randint(steps + 2, (batch,), generator=generator), CHUNKS - 1 + ahead)
+    step = base[:, None] - torch.arange(CHUNKS)
+    sigma = levels[step.clamp(0, steps)]
+    target = (step >= 0) & (step < steps)
+    return Rows(
+        list(range(CHUNKS)), [list(range(i + 1)) for i in range(CHUNKS)], _context_noise(sigma, generator), target
+    )
+
+
+def clean_rows(windows: Windows, chance: random.Random, generator: torch.Generator) -> Rows:
+    """Clean copies of chunks 0..3 and noisy copies of 0..4; a noisy copy sees the clean past and itself."""
+    batch = windows.latents.shape[0]
+    levels = torch.tensor(LEVELS[4])
+    past = CHUNKS - 1
+    noisy = levels[torch.randint(4, (batch, CHUNKS), generator=generator)]
+    anywhere = torch.rand(batch, CHUNKS, generator=generator).clamp(min=0.02)
+    noisy = torch.where(torch.rand(batch, CHUNKS, generator=generator) < 0.85, noisy, anywhere)
+    sigma = torch.cat([torch.zeros(batch, past), noisy], 1)
+    target = torch.cat([torch.zeros(batch, past, dtype=torch.bool), torch.ones(batch, CHUNKS, dtype=torch.bool)], 1)
+    target[:, past] = windows.start.cpu()
+    visible = [list(range(i + 1)) for i in range(past)] + [[*range(i), past + i] for i in range(CHUNKS)]
+    return Rows([*range(past), *range(CHUNKS)], visible, _context_noise(sigma, generator), target)
+
+
+def _context_noise(sigma: Tensor, generator: torch.Generator) -> Tensor:
+    """Lift a third of the clean levels to at most 0.15: the model's own output is never perfectly clean."""
+    lifted = 0.15 * torch.rand(sigma.shape, generator=generator)
+    pick = torch.rand(sigma.shape, generator=generator) < 0.33
+    return torch.where((sigma == 0) & pick, lifted, sigma)
+
+
+class TinyNetwork(nn.Module):
+    """Text encoder and transformer, trained together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = TinyText(build_tokenizer(), build_encoder(len(build_tokenizer().get_vocab())))
+        self.encoder = self.text.encoder
+        self.transformer = WanTransformer3DModel(**TRANSFORMER)
+        self.denoiser = WanDenoiser(self.transformer)
+
+    def flow(self, latents: Tensor, sigma: Tensor, ids: Tensor, rows: Rows) -> Tensor:
+        """Predicted flow `[B * rows, C, F, h, w]` for noisy latents of the same shape."""
+        batch = sigma.shape[0]
+        _, _, frames, height, width = latents.shape
+        patch = self.denoiser.patch
+        tokens = (height // patch[1], width // patch[2])
+        timestep = (sigma * sampling.TIMESTEPS).flatten()[:, None].expand(-1, frames)
+        text: list[KeyValue] = self.denoiser.text(self.text.embed(ids))
+        state = self.denoiser.embed(latents, timestep)
+        attention = BlockCausal(batch, rows.chunk, rows.visible, tokens)
+        state = self.denoiser.run_blocks(0, len(self.denoiser.blocks), state, text, attention)
+        return self.denoiser.head(state, (frames, height, width))
+
+
+def captions(scenes: Tensor, chance: random.Random) -> list[str]:
+    """One caption per row of `scenes` `[..., 4]`; a chunk keeps its predecessor's words while the scene stays."""
+    names = (world.COLOR_NAMES, world.SHAPES, world.MOTION_NAMES, world.BACKGROUNDS)
+    result = []
+    for window in scenes.tolist():
+        last: tuple[list[int], str] | None = None
+        for row in window:
+            if last is None or last[0] != row:
+                scene = world.Scene(*(table[i] for table, i in zip(names, row, strict=True)))
+                last = (row, prompts.caption(scene, chance))
+            result.append(last[1])
+    return result
+
+
+def loss_of(
+    network: TinyNetwork, windows: Windows, chance: random.Random, generator: torch.Generator
+) -> tuple[Tensor, str]:
+    """Weighted mean squared flow error over the rows that have a target, and the kind of step."""
+    kind = "staircase" if chance.random() < 0.65 else "clean"
+    rows = (staircase_rows if kind == "staircase" else clean_rows)(windows, chance, generator)
+    device = windows.latents.device
+    sigma, target = rows.sigma.to(device), rows.target.to(device)
+    clean = windows.latents[:, rows.chunk]
+    noise = torch.randn(clean.shape, generator=generator).to(device)
+    level = sigma.view(*sigma.shape, 1, 1, 1, 1)
+    noisy = sampling.add_noise(clean, noise, level).flatten(0, 1)
+    ids = network.text.tokens(captions(windows.scenes, chance)).unflatten(0, windows.scenes.shape[:2])
+    flow = network.flow(noisy, sigma, ids[:, rows.chunk].flatten(0, 1), rows)
+    weight = windows.weight()[:, rows.chunk]
+    error = weight * (flow - (noise - clean).flatten(0, 1)).square().unflatten(0, sigma.shape)
+    error = error.mean((2, 3, 4, 5)) / weight.mean()
+    return (error * target).sum() / target.sum().clamp(min=1), kind
+
+
+class Average:
+    """Exponential moving average of the weights; what is saved and used."""
+
+    def __init__(self, module: nn.Module, decay: float = 0.995) -> None:
+        self.decay = decay
+        self.weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+    @torch.no_grad()
+    def update(self, module: nn.Module, step: int) -> None:
+        decay = min(self.decay, (1 + step) / (10 + step))
+        for name, value in module.state_dict().items():
+            self.weights[name].lerp_(value, 1 - decay) if value.is_floating_point() else self.weights[name].copy_(value)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What stage two leaves: the averaged network and the statistics that normalise latents."""
+
+    network: TinyNetwork
+    mean: Tensor
+    std: Tensor
+
+
+def train(
+    out: Path, autoencoder: TAEHV, budget: training.Budget, seed: int, device: torch.device, batch: int = 8
+) -> Trained:
+    """Train, or go on with, the transformer under `out`. Writes `out/denoiser.pt` every 100 steps."""
+    torch.manual_seed(seed)
+    network = TinyNetwork().to(device)
+    optimizer = training.Optimizer(network, MATRIX_LR, OTHER_LR, adam=ADAM_PARTS)
+    average = Average(network)
+    progress = training.Progress()
+    mean, std = latent_statistics(autoencoder, torch.Generator().manual_seed(seed), device)
+    checkpoint = training.Checkpoint(out / "denoiser.pt")
+    state = checkpoint.load(device)
+    if state is not None:
+        network.load_state_dict(state["network"])
+        optimizer.load_state_dict(state["optimizer"])
+        average.weights = state["average"]
+        progress = training.Progress(state["step"], state["spent_s"])
+        mean, std = state["mean"], state["std"]
+
+    def snapshot() -> dict[str, Any]:
+        return {
+            "network": network.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "average": average.weights,
+            "step": progress.step,
+            "spent_s": progress.spent_s,
+            "mean": mean,
+            "std": std,
+        }
+
+    pool = Pool(autoencoder, mean, std, POOL, device)
+    pool.grow(FIRST_WINDOWS, training.step_generator(seed + 1, progress.step))
+    smooth: dict[str, float] = {}
+    for done in training.steps(budget, progress, "denoiser"):
+        generator = training.step_generator(seed, progress.step)
+        shared = random.Random(seed * 1_000_003 + progress.step)
+        if progress.step % 2 == 0:
+            pool.grow(max(1, batch // 4), generator)
+        loss, kind = loss_of(network, pool.sample(batch, generator), shared, generator)
+        optimizer.step(loss, done, progress.step)
+        average.update(network, progress.step)
+        smooth[kind] = 0.97 * smooth.get(kind, float(loss.detach())) + 0.03 * float(loss.detach())
+        if progress.step % 100 == 99:
+            if training.rank() == 0:
+                print(f"denoiser step {progress.step + 1}: {smooth}", flush=True)
+            checkpoint.save(snapshot())
+    checkpoint.save(snapshot())
+    network.load_state_dict(average.weights)
+    return Trained(network.eval(), mean, std)

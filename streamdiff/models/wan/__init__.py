@@ -1,0 +1,1 @@
+"""The causal Wan transformer on diffusers' modules. Knows nothing about caches or prompts as text."""

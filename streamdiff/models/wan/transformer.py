@@ -1,0 +1,156 @@
+"""Forward pass of a causal Wan transformer, cut into pieces that a pipeline stage can own.
+
+The weights are a diffusers `WanTransformer3DModel`; its modules are used, its `forward` is not. A *row* is one chunk at
+one noise level: rows of different sessions, chunks and steps share a forward, and only the self-attention callback
+knows which keys each row may see. Nothing here holds the state of a stream.
+
+Shapes: R rows, F latent frames per chunk, C channels, h x w latent pixels, L = F * tokens-per-frame, D model width,
+H heads, d head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
+from torch import Tensor
+
+
+class KeyValue(NamedTuple):
+    """Keys and values `[R, tokens, H, d]` of one layer."""
+
+    key: Tensor
+    value: Tensor
+
+
+class SelfAttention(Protocol):
+    """What decides which keys a row sees, and remembers them where a stream goes on."""
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """All `[R, L, H, d]`, normalised but not rotated; returns the attention output of the same shape."""
+
+
+class Tokens(NamedTuple):
+    """What travels from stage to stage: hidden states `[R, L, D]` and the time embedding `[R, F, D]`."""
+
+    hidden: Tensor
+    time: Tensor
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Plain attention over `[R, L, H, d]` tensors."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def position_planes(count: int, height: int, width: int) -> Tensor:
+    """`count` fixed planes `[count, h, w]` that tell where a latent pixel lies; fed beside the latents.
+
+    Rotary positions are relative, so a small model cannot know the picture's borders without them. They use the same
+    door as the condition channels of Wan's image-to-video models: more input than output channels.
+    """
+    planes: list[Tensor] = []
+    y = (torch.arange(height) + 0.5) / height
+    x = (torch.arange(width) + 0.5) / width
+    for order in range(1, count // 4 + 2):
+        for wave in (torch.cos, torch.sin):
+            planes.append(wave(torch.pi * order * y)[:, None].expand(height, width))
+            planes.append(wave(torch.pi * order * x)[None, :].expand(height, width))
+    return torch.stack(planes[:count]) if count else torch.zeros(0, height, width)
+
+
+class WanDenoiser:
+    """A `WanTransformer3DModel` taken apart: text, embed, blocks, head. Holds weights and constants only."""
+
+    def __init__(self, model: WanTransformer3DModel) -> None:
+        self.model = model
+        config: Any = model.config
+        self.patch: tuple[int, int, int] = tuple(config.patch_size)
+        self.heads: int = config.num_attention_heads
+        self.head_dim: int = config.attention_head_dim
+        self.latent_channels: int = config.out_channels
+        self.extra_channels: int = config.in_channels - config.out_channels
+        self.blocks = cast("list[WanTransformerBlock]", list(model.blocks))
+
+    def text(self, embeddings: Tensor) -> list[KeyValue]:
+        """Cross-attention keys and values of every block for text embeddings `[R, T, text_dim]`."""
+        context: Tensor = self.model.condition_embedder.text_embedder(embeddings)
+        result = []
+        for block in self.blocks:
+            attention = block.attn2
+            key, value = attention.norm_k(attention.to_k(context)), attention.to_v(context)
+            result.append(KeyValue(self._split(key), self._split(value)))
+        return result
+
+    def embed(self, latents: Tensor, timestep: Tensor) -> Tokens:
+        """Latents `[R, C, F, h, w]` and timesteps in [0, 1000] `[R, F]` to tokens."""
+        if self.extra_channels:
+            planes = position_planes(self.extra_channels, *latents.shape[-2:]).to(latents)
+            planes = planes[None, :, None].expand(latents.shape[0], -1, latents.shape[2], -1, -1)
+            latents = torch.cat([latents, planes], 1)
+        hidden = self.model.patch_embedding(latents).flatten(2).transpose(1, 2).contiguous()
+        embedder = self.model.condition_embedder
+        waves = embedder.timesteps_proj(timestep.flatten()).unflatten(0, timestep.shape)
+        time = embedder.time_embedder(waves.to(embedder.time_embedder.linear_1.weight.dtype))
+        return Tokens(hidden, time.type_as(hidden))
+
+    def modulation(self, time: Tensor) -> Tensor:
+        """Shift, scale and gate of both halves of a block, before the block's own table: `[R, F, 6, D]`."""
+        embedder = self.model.condition_embedder
+        return cast(Tensor, embedder.time_proj(embedder.act_fn(time)).unflatten(-1, (6, -1)))
+
+    def run_blocks(
+        self, first: int, last: int, tokens: Tokens, text: Sequence[KeyValue], self_attention: SelfAttention
+    ) -> Tokens:
+        """Run blocks `first` to `last` (exclusive). `text` holds one entry per block of the whole model."""
+        modulation = self.modulation(tokens.time)
+        hidden = tokens.hidden
+        for layer in range(first, last):
+            hidden = self._block(layer, hidden, modulation, text[layer], self_attention)
+        return Tokens(hidden, tokens.time)
+
+    def head(self, tokens: Tokens, grid: tuple[int, int, int]) -> Tensor:
+        """Tokens to the predicted flow `[R, C, F, h, w]`; `grid` is (F, h, w) in latent units."""
+        shift, scale = (self.model.scale_shift_table.unsqueeze(0) + tokens.time.unsqueeze(2)).unbind(2)
+        normal = _modulate(self.model.norm_out(tokens.hidden.float()), shift, scale).type_as(tokens.hidden)
+        flow: Tensor = self.model.proj_out(normal)
+        (frames, height, width), (pt, ph, pw) = grid, self.patch
+        flow = flow.reshape(-1, frames // pt, height // ph, width // pw, pt, ph, pw, self.latent_channels)
+        return flow.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(-1, self.latent_channels, frames, height, width)
+
+    def _split(self, x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (self.heads, self.head_dim))
+        return heads
+
+    def _block(
+        self, layer: int, hidden: Tensor, modulation: Tensor, text: KeyValue, self_attention: SelfAttention
+    ) -> Tensor:
+        block = self.blocks[layer]
+        shift, scale, gate, ff_shift, ff_scale, ff_gate = (block.scale_shift_table + modulation.float()).unbind(2)
+
+        own = block.attn1
+        normal = _modulate(block.norm1(hidden.float()), shift, scale).type_as(hidden)
+        query, key, value = own.norm_q(own.to_q(normal)), own.norm_k(own.to_k(normal)), own.to_v(normal)
+        mixed = self_attention(layer, self._split(query), self._split(key), self._split(value))
+        hidden = _gated(hidden, own.to_out[0](mixed.flatten(2)), gate)
+
+        cross = block.attn2
+        query = self._split(cross.norm_q(cross.to_q(block.norm2(hidden.float()).type_as(hidden))))
+        hidden = hidden + cross.to_out[0](attend(query, text.key, text.value).flatten(2))
+
+        normal = _modulate(block.norm3(hidden.float()), ff_shift, ff_scale).type_as(hidden)
+        return _gated(hidden, block.ffn(normal), ff_gate)
+
+
+def _modulate(normal: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """`normal * (1 + scale) + shift` with one shift and scale `[R, F, D]` per latent frame."""
+    frames: Tensor = normal.unflatten(1, (shift.shape[1], -1))
+    return (frames * (1 + scale.unsqueeze(2)) + shift.unsqueeze(2)).flatten(1, 2)
+
+
+def _gated(hidden: Tensor, update: Tensor, gate: Tensor) -> Tensor:
+    frames: Tensor = update.float().unflatten(1, (gate.shape[1], -1)) * gate.unsqueeze(2)
+    return (hidden.float() + frames.flatten(1, 2)).type_as(hidden)

@@ -1,0 +1,221 @@
+"""Runtime: what the engine drives. A worker for the transformer, a thread for decoding, and nothing about viewers."""
+
+from __future__ import annotations
+
+import queue
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from streamdiff import clock
+from streamdiff.config import ModelConfig
+from streamdiff.errors import ConfigError
+from streamdiff.models.base import Model, StreamDecoder, TextEncoder
+from streamdiff.models.tiny import model as tiny
+from streamdiff.pipeline.scheduler import minimum_lead
+from streamdiff.pipeline.worker import Finished, Worker
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What runs here; sizes in pixels."""
+
+    name: str
+    device: str
+    width: int
+    height: int
+    native_fps: float
+    chunk_frames: int
+    steps: int
+    kv_context: str
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Decoded frames of one chunk, in order, possibly several pieces per chunk.
+
+    pictures are uint8 `[n, H, W, 3]`; `last` marks a chunk's last piece, which also tells the seconds from the chunk's
+    admission until now.
+    """
+
+    session: int
+    chunk: int
+    epoch: int
+    pictures: NDArray[np.uint8]
+    last: bool
+    chunk_s: float | None
+
+
+@dataclass
+class _Stream:
+    """Decoder side of a session. A reset makes a new one, so that late pieces of the old stream can be told apart."""
+
+    memory: object
+    admitted_s: dict[int, float]
+    ahead_frames: int = 0  # admitted and not handed out yet
+
+
+class Runtime:
+    """Sessions by number; call `step` again and again from one thread."""
+
+    def __init__(self, model: Model, device: torch.device, steps: int = 4, kv_context: str = "clean") -> None:
+        spec = model.spec
+        self.model, self.text = model, model.text
+        self.info = ModelInfo(
+            spec.name, str(device), spec.width, spec.height, spec.native_fps, spec.chunk_frames, steps, kv_context
+        )
+        self._worker = Worker(model, device)
+        self._streams: dict[int, _Stream] = {}
+        self._ready: queue.SimpleQueue[tuple[_Stream, Frames] | None] = queue.SimpleQueue()
+        self._decoding: set[Future[None]] = set()
+        self._pool = ThreadPoolExecutor(1, "decode", initializer=torch.set_num_threads, initargs=(1,))
+
+    text: TextEncoder
+
+    def minimum_lead(self, *, steps: int, kv_context: str) -> int:
+        """Frames that a session's lead must allow at least."""
+        return minimum_lead(kv_context, steps=steps, stages=1, chunk_frames=self.info.chunk_frames)
+
+    def open(self, session: int, conditioning: Tensor, *, seed: int, epoch: int, steps: int, kv_context: str) -> None:
+        """Start a stream; it makes nothing before it has room.
+
+        Raises:
+            ValueError: bad steps or KV context, or the session is open.
+        """
+        if steps not in self.model.spec.steps:
+            raise ValueError(
+                f"steps is {steps}; model {self.info.name} has {', '.join(map(str, self.model.spec.steps))}"
+            )
+        self._worker.open(session, conditioning, seed=seed, epoch=epoch, steps=steps, kv_context=kv_context)
+        self._streams[session] = _Stream(self.model.decoder.new_memory(), {})
+
+    def set_conditioning(self, session: int, conditioning: Tensor, *, epoch: int) -> None:
+        """Use this conditioning from the next admitted chunk on."""
+        self._worker.set_text(session, epoch, conditioning)
+
+    def reset(self, session: int, conditioning: Tensor, *, seed: int, epoch: int) -> None:
+        """Drop what is in flight and start afresh at chunk 0; the session has no room until it is set again."""
+        self._worker.reset(session, conditioning, seed=seed, epoch=epoch)
+        self._streams[session] = _Stream(self.model.decoder.new_memory(), {})
+
+    def set_paused(self, session: int, paused: bool) -> None:
+        self._worker.scheduler.set_paused(session, paused)
+
+    def set_room(self, session: int, frames: int) -> None:
+        """Let `frames` frames come beyond those `step` has returned; those in flight or decoding count.
+
+        A chunk is admitted when it fits whole.
+        """
+        self._worker.scheduler.set_room(session, frames - self._streams[session].ahead_frames)
+
+    def close_session(self, session: int) -> None:
+        """End a stream and free its state; no more frames of it come out."""
+        self._worker.close(session)
+        self._streams.pop(session, None)
+
+    def step(self, wait_s: float = 0.0) -> list[Frames]:
+        """Run at most one forward and hand out what is decoded; when nothing is ready, wait for decoding."""
+        now_s = clock.monotonic_s()
+        rows, finished = self._worker.turn()
+        for row in rows:
+            if row.step == 0:
+                self._streams[row.session].admitted_s[row.chunk] = now_s
+                self._streams[row.session].ahead_frames += self.info.chunk_frames
+        for done in finished:
+            self._submit(done)
+        return self._collect(wait_s if not rows else 0.0)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step can run now, or something is decoding or decoded and not handed out yet."""
+        return self._worker.scheduler.has_work or bool(self._decoding) or not self._ready.empty()
+
+    def close(self) -> None:
+        """End the decoding thread."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _submit(self, done: Finished) -> None:
+        stream = self._streams[done.row.session]
+        future = self._pool.submit(self._decode, stream, done)
+        self._decoding.add(future)
+        future.add_done_callback(lambda _: self._ready.put(None))
+
+    def _decode(self, stream: _Stream, done: Finished) -> None:
+        """Decode latent frame by latent frame, so that the first picture is out early. Runs on the decoding thread."""
+        row, decoder = done.row, self._decoder
+        count = done.latents.shape[1]
+        for index in range(count):
+            pictures = decoder.decode(done.latents[None, :, index : index + 1], stream.memory).cpu().numpy()
+            last = index == count - 1
+            spent_s = clock.monotonic_s() - stream.admitted_s.pop(row.chunk) if last else None
+            self._ready.put((stream, Frames(row.session, row.chunk, row.epoch, pictures, last, spent_s)))
+
+    @property
+    def _decoder(self) -> StreamDecoder:
+        return self.model.decoder
+
+    def _collect(self, wait_s: float) -> list[Frames]:
+        """Everything decoded so far, waiting up to `wait_s` for the first piece while something is decoding."""
+        out: list[Frames] = []
+        while True:
+            try:
+                wait = wait_s if self._decoding and not out else 0.0
+                item = self._ready.get(timeout=wait) if wait > 0 else self._ready.get_nowait()
+            except queue.Empty:
+                return out
+            if item is None:
+                self._reap()
+            elif self._streams.get(item[1].session) is item[0]:
+                # A piece is one latent frame; a stream's first may show fewer frames than it was admitted for.
+                item[0].ahead_frames -= self.model.spec.frames_per_latent
+                out.append(item[1])
+
+    def _reap(self) -> None:
+        """Forget finished decodes; an error in one is raised here, on the caller's thread."""
+        for future in [f for f in self._decoding if f.done()]:
+            self._decoding.discard(future)
+            future.result()
+
+
+def pick_device(wanted: str) -> torch.device:
+    """`auto` is CUDA where there is one, else the CPU.
+
+    Raises:
+        ConfigError: CUDA is asked for and there is none.
+    """
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("model.device is cuda, but torch sees no CUDA device; use `auto` or `cpu`")
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def load_runtime(config: ModelConfig) -> Runtime:
+    """Load the model's weights and warm up with one chunk.
+
+    Raises:
+        ConfigError: unknown model, or a device that is not there.
+    """
+    folder = tiny.WEIGHTS if config.name == "tiny" else Path(config.name)
+    if not folder.is_dir():
+        raise ConfigError(f"model.name is {config.name!r}; it can be `tiny`, the embedded model, or a model's folder")
+    device = pick_device(config.device)
+    torch.set_num_threads(config.threads)
+    runtime = Runtime(tiny.load(folder, device, config.name), device, config.steps, config.kv_context)
+    _warm_up(runtime)
+    return runtime
+
+
+def _warm_up(runtime: Runtime) -> None:
+    """Make one chunk, so that the first viewer does not pay for first calls."""
+    conditioning = runtime.text.encode(runtime.text.read(runtime.text.examples[0], None).text)
+    runtime.open(0, conditioning, seed=0, epoch=0, steps=runtime.info.steps, kv_context="clean")
+    runtime.set_room(0, runtime.info.chunk_frames)
+    while not any(frames.last for frames in runtime.step(wait_s=1.0)):
+        pass
+    runtime.close_session(0)

@@ -1,0 +1,273 @@
+"""What a viewer may ask for: one validator for the data channel and for HTTP, and the book of open requests.
+
+A message is checked whole before anything changes. Pure: knows nothing about sockets, the engine or the clock.
+"""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["prompt", "reset", "pause", "resume", "get", "ping"]
+Id = str | int | None
+
+MAX_PROMPT_CHARACTERS = 2000
+MAX_MESSAGE_BYTES = 16 * 1024
+MAX_BODY_BYTES = 256 * 1024
+MAX_ID_CHARACTERS = 64
+MAX_SEED = 2**31 - 1
+MESSAGES_PER_S = 50
+
+_FIELDS: dict[str, frozenset[str]] = {
+    "prompt": frozenset({"type", "id", "prompt"}),
+    "reset": frozenset({"type", "id", "seed"}),
+    "pause": frozenset({"type", "id"}),
+    "resume": frozenset({"type", "id"}),
+    "get": frozenset({"type", "id"}),
+    "ping": frozenset({"type", "id"}),
+}
+
+
+class ControlError(ValueError):
+    """A message that is not obeyed: a short code for programs, a sentence for people, the field at fault."""
+
+    def __init__(self, code: str, message: str, field: str = "", id: Id = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.field = field
+        self.id = id
+
+
+@dataclass(frozen=True)
+class Control:
+    """One valid message. `prompt` is set for kind `prompt`; `seed` may be for `reset`."""
+
+    kind: Kind
+    id: Id = None
+    prompt: str = ""
+    seed: int | None = None
+
+
+def parse(data: str | bytes) -> Control:
+    """Read one JSON message.
+
+    Raises:
+        ControlError: it is not JSON, not a known message, or a value is out of range; nothing may change then.
+    """
+    try:
+        message = json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ControlError("bad_json", f"This is not JSON: {str(error)[:120]}.") from error
+    if not isinstance(message, dict):
+        raise ControlError("bad_message", f"A message is a JSON object, not {type(message).__name__}.")
+    id = _id(message.get("id"))
+    try:
+        return _control(message, id)
+    except ControlError as error:
+        error.id = id
+        raise
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not allowed")
+
+
+def _id(value: Any) -> Id:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        return None
+    return value if len(str(value)) <= MAX_ID_CHARACTERS else None
+
+
+def _control(message: dict[str, Any], id: Id) -> Control:
+    kind = message.get("type")
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        raise ControlError("unknown_type", f"`type` must be one of {', '.join(_FIELDS)}; got {_echo(kind)}.", "type")
+    unknown = sorted(set(message) - _FIELDS[kind])
+    if unknown:
+        known = ", ".join(sorted(_FIELDS[kind]))
+        raise ControlError(
+            "unknown_field", f"A {kind} message has no field {_echo(unknown[0])}; it takes {known}.", unknown[0][:40]
+        )
+    if kind == "prompt":
+        return Control("prompt", id, prompt=clean_prompt(message.get("prompt")))
+    if kind == "reset":
+        return Control("reset", id, seed=_seed(message.get("seed")))
+    return Control(kind, id)  # type: ignore[arg-type]
+
+
+def _echo(value: Any) -> str:
+    return repr(value)[:42]
+
+
+def _seed(value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SEED:
+        message = f"`seed` is {_echo(value)}; it must be a whole number from 0 to {MAX_SEED}."
+        raise ControlError("out_of_range", message, "seed")
+    return value
+
+
+def clean_prompt(value: Any) -> str:
+    """The prompt with its white space normalised.
+
+    Raises:
+        ControlError: not a text, blank, too long, or with characters that no model can read.
+    """
+    if not isinstance(value, str):
+        raise ControlError("bad_prompt", f"`prompt` must be a text, not {_echo(value)}.", "prompt")
+    if len(value) > MAX_PROMPT_CHARACTERS:
+        raise ControlError(
+            "bad_prompt",
+            f"The prompt has {len(value):,} characters; {MAX_PROMPT_CHARACTERS:,} is the most. Shorten it.",
+            "prompt",
+        )
+    if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+        raise ControlError("bad_prompt", "The prompt has a character that is no text (NUL or half a pair).", "prompt")
+    words = "".join(" " if unicodedata.category(character) == "Cc" else character for character in value).split()
+    if not words:
+        raise ControlError("bad_prompt", "The prompt is empty. Describe what you want to see.", "prompt")
+    return " ".join(words)
+
+
+class Allowance:
+    """A bucket that fills with time: at most `per_s` a second, and `burst` at once. Sans-IO."""
+
+    def __init__(self, per_s: float, burst: float) -> None:
+        self._per_s, self._burst = per_s, burst
+        self._left = burst
+        self._at_s: float | None = None
+
+    def take(self, now_s: float) -> bool:
+        """Use one, if there is one. Mutates: self."""
+        if self._at_s is not None:
+            self._left = min(self._burst, self._left + max(0.0, now_s - self._at_s) * self._per_s)
+        self._at_s = now_s
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+# ---- receipts --------------------------------------------------------------------------------------------------------
+
+
+Stage = Literal["accepted", "applied", "shown", "superseded", "refused"]
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """How far a request has come. `lag_s` counts from its arrival; `frame` is the first frame that obeys it."""
+
+    request: str
+    owner: str
+    id: Id
+    kind: Kind
+    stage: Stage
+    lag_s: float
+    epoch: int | None = None
+    frame: int | None = None
+    text: str = ""
+    notice: str = ""
+    field: str = ""
+    reason: str = ""
+
+    def message(self) -> dict[str, Any]:
+        """The JSON message for viewers: without what is unset, and without who asked."""
+        body = {"type": "receipt", "id": self.id, "request": self.request, "kind": self.kind, "stage": self.stage}
+        optional = {
+            "lag_s": round(self.lag_s, 4),
+            "epoch": self.epoch,
+            "frame": self.frame,
+            "text": self.text or None,
+            "notice": self.notice or None,
+            "field": self.field or None,
+            "reason": self.reason or None,
+        }
+        return body | {name: value for name, value in optional.items() if value is not None}
+
+
+@dataclass
+class _Open:
+    request: str
+    owner: str
+    control: Control
+    begun_s: float
+    epoch: int | None = None
+    frame: int | None = None
+
+
+class RequestBook:
+    """Follows requests from their arrival until their first frame is shown. Sans-IO; the caller gives the time.
+
+    Holds at most `limit` open requests; the oldest is forgotten first.
+    """
+
+    def __init__(self, limit: int = 256) -> None:
+        self._open: deque[_Open] = deque(maxlen=limit)
+        self._count = 0
+
+    def begin(self, control: Control, owner: str, now_s: float) -> str:
+        """Register a request and name it. Mutates: self."""
+        self._count += 1
+        entry = _Open(f"r{self._count}", owner, control, now_s)
+        self._open.append(entry)
+        return entry.request
+
+    def find(self, request: str) -> Control | None:
+        """The request of that name, while it is open."""
+        return next((entry.control for entry in self._open if entry.request == request), None)
+
+    def accepted(self, request: str, epoch: int, text: str, notice: str, now_s: float) -> list[Receipt]:
+        """The engine took it. Mutates: self."""
+        receipts = []
+        for entry in self._matching(request):
+            entry.epoch = epoch
+            receipts.append(_receipt(entry, "accepted", now_s, text=text, notice=notice))
+        return receipts
+
+    def refused(self, request: str, field: str, reason: str, now_s: float) -> list[Receipt]:
+        """The engine did not take it. Mutates: self."""
+        receipts = [_receipt(entry, "refused", now_s, field=field, reason=reason) for entry in self._matching(request)]
+        self.forget(request)
+        return receipts
+
+    def applied(self, epoch: int, first_frame: int, now_s: float) -> list[Receipt]:
+        """The first chunk of `epoch` is made; older requests that have not come so far never will. Mutates: self."""
+        receipts = []
+        for entry in list(self._open):
+            if entry.epoch is None or entry.epoch > epoch or entry.frame is not None:
+                continue
+            if entry.epoch < epoch and entry.control.kind == "prompt":
+                receipts.append(_receipt(entry, "superseded", now_s))
+                self.forget(entry.request)
+            else:
+                entry.frame = first_frame
+                receipts.append(_receipt(entry, "applied", now_s))
+        return receipts
+
+    def shown(self, frame: int, epoch: int, now_s: float) -> list[Receipt]:
+        """Frame number `frame` of `epoch` is on show. Mutates: self."""
+        receipts = []
+        for entry in list(self._open):
+            if entry.frame is not None and frame >= entry.frame:
+                late = entry.epoch is not None and entry.epoch < epoch
+                receipts.append(_receipt(entry, "superseded" if late else "shown", now_s))
+                self.forget(entry.request)
+        return receipts
+
+    def forget(self, request: str) -> None:
+        """Nothing more will come of it. Mutates: self."""
+        self._open = deque((entry for entry in self._open if entry.request != request), self._open.maxlen)
+
+    def _matching(self, request: str) -> list[_Open]:
+        return [entry for entry in self._open if entry.request == request]
+
+
+def _receipt(entry: _Open, stage: Stage, now_s: float, **more: Any) -> Receipt:
+    control = entry.control
+    lag_s = max(0.0, now_s - entry.begun_s)
+    return Receipt(entry.request, entry.owner, control.id, control.kind, stage, lag_s, entry.epoch, entry.frame, **more)

@@ -1,0 +1,245 @@
+"""Encodes a stream once per codec, on a thread of its own, and hands the packets to whoever watches.
+
+Knows nothing about peer connections, sessions or pacing: pictures with time stamps go in, packets come out.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+import av
+import numpy as np
+from av.video.frame import PictureType, VideoFrame
+from numpy.typing import NDArray
+
+from streamdiff import clock
+from streamdiff.errors import ConfigError
+from streamdiff.serve.tracks import TIME_BASE, Encoded
+
+Picture = NDArray[np.uint8]
+Codec = Literal["h264", "vp8"]
+
+logger = logging.getLogger(__name__)
+
+KEY_INTERVAL_S = 0.3
+"""Wishes for a key frame that come closer together than this share one."""
+PERIODIC_KEY_S = 10.0
+QUEUE_PICTURES = 4
+"""Pictures that may wait for the encoder, 0.1 s at 40 FPS; the oldest goes first."""
+BITS_PER_PIXEL = 0.35
+
+_MIN_BITRATE, _MAX_BITRATE = 1_000_000, 12_000_000
+
+
+@dataclass(frozen=True)
+class Format:
+    """What is encoded: the size of the model's picture in pixels, the enlargement, the pace and the bit rate."""
+
+    width: int
+    height: int
+    fps: float
+    scale: int = 1
+    bitrate: int | None = None
+
+    @property
+    def bitrate_bps(self) -> int:
+        """The bit rate as configured, or one that fits size and pace."""
+        if self.bitrate is not None:
+            return self.bitrate
+        wanted = BITS_PER_PIXEL * self.width * self.height * self.scale**2 * self.fps
+        return int(min(max(wanted, _MIN_BITRATE), _MAX_BITRATE))
+
+    def __post_init__(self) -> None:
+        if (self.width * self.scale) % 2 or (self.height * self.scale) % 2:
+            raise ConfigError(
+                f"A picture of {self.width * self.scale}x{self.height * self.scale} cannot be encoded: "
+                "both sides must be even. Choose an even serve.scale."
+            )
+
+
+class KeyGate:
+    """Decides when a key frame is made: wishes at once, but never two within `KEY_INTERVAL_S`. Sans-IO."""
+
+    def __init__(self) -> None:
+        self._wanted = True
+        self._last_s = float("-inf")
+
+    def request(self) -> None:
+        """A viewer joined, or lost a frame. Mutates: self."""
+        self._wanted = True
+
+    def due_s(self) -> float | None:
+        """When the waiting wish may be fulfilled; None when there is none."""
+        return self._last_s + KEY_INTERVAL_S if self._wanted else None
+
+    def take(self, now_s: float) -> bool:
+        """Whether the frame of `now_s` becomes a key frame. Mutates: self."""
+        since_s = now_s - self._last_s
+        if (self._wanted and since_s >= KEY_INTERVAL_S) or since_s >= PERIODIC_KEY_S:
+            self._wanted = False
+            self._last_s = now_s
+            return True
+        return False
+
+
+class PictureEncoder:
+    """One codec, one size. Not thread-safe."""
+
+    def __init__(self, codec: Codec, fmt: Format) -> None:
+        self._width, self._height = fmt.width * fmt.scale, fmt.height * fmt.scale
+        self._shape = (fmt.height, fmt.width, 3)
+        # VP8 knows BT.601 only; H.264 says what it is, and players trust it.
+        self._colours = "ITU709" if codec == "h264" else "ITU601"
+        self._context = _open(codec, fmt)
+
+    def encode(self, picture: Picture, pts: int, key: bool) -> list[Encoded]:
+        """Encode uint8 `[H, W, 3]` RGB shown at `pts` (90 kHz ticks, strictly increasing)."""
+        begun_s = clock.monotonic_s()
+        if picture.shape != self._shape:
+            raise ValueError(f"The encoder was opened for pictures of {self._shape}, not {picture.shape}.")
+        frame = VideoFrame.from_ndarray(picture, format="rgb24")
+        frame = frame.reformat(
+            self._width, self._height, "yuv420p", dst_colorspace=self._colours, interpolation="BICUBIC"
+        )
+        frame.pts, frame.time_base = pts, TIME_BASE
+        frame.pict_type = PictureType.I if key else PictureType.NONE
+        packets = self._context.encode(frame)
+        took_s = clock.monotonic_s() - begun_s
+        return [Encoded(packet, int(packet.pts or pts), packet.is_keyframe, took_s) for packet in packets]
+
+
+def _open(codec: Codec, fmt: Format) -> av.VideoCodecContext:
+    """A codec context for low delay: a packet out for each picture in."""
+    context = av.CodecContext.create("libx264" if codec == "h264" else "libvpx", "w")
+    assert isinstance(context, av.VideoCodecContext)
+    context.width, context.height = fmt.width * fmt.scale, fmt.height * fmt.scale
+    context.pix_fmt = "yuv420p"
+    context.time_base = TIME_BASE
+    context.framerate = Fraction(fmt.fps).limit_denominator(1001)
+    context.bit_rate = fmt.bitrate_bps
+    context.gop_size = max(1, round(fmt.fps * PERIODIC_KEY_S * 2))
+    context.thread_count = 1
+    rate = str(fmt.bitrate_bps)
+    if codec == "h264":
+        context.colorspace, context.color_primaries, context.color_trc, context.color_range = 1, 1, 1, 1  # BT.709
+        context.profile = "Baseline"
+        context.options = {
+            "preset": "ultrafast",
+            "tune": "zerolatency",
+            "forced-idr": "1",
+            "bf": "0",
+            "maxrate": rate,
+            "bufsize": str(fmt.bitrate_bps // 4),
+            "x264-params": "repeat-headers=1:scenecut=0",
+        }
+    else:
+        context.options = {
+            "deadline": "realtime",
+            "cpu-used": "-12",
+            "lag-in-frames": "0",
+            "static-thresh": "1",
+            "minrate": rate,
+            "maxrate": rate,
+            "qmin": "2",
+            "qmax": "56",
+        }
+    context.open()
+    return context
+
+
+def probe() -> tuple[Codec, ...]:
+    """The codecs that can be encoded here, best first; found by opening them."""
+    found: list[Codec] = []
+    for codec in ("h264", "vp8"):
+        try:
+            PictureEncoder(codec, Format(16, 16, 30.0))
+        except (av.FFmpegError, ValueError):
+            continue
+        found.append(codec)
+    return tuple(found)
+
+
+@dataclass
+class EncoderCounters:
+    """What one encoder has done so far."""
+
+    pictures: int = 0
+    dropped: int = 0
+    key_frames: int = 0
+    failures: int = 0
+
+
+class EncoderThread:
+    """One codec's encoder on its own thread. `deliver` is called there with each packet.
+
+    Pictures never wait long: at most `QUEUE_PICTURES` do, then the oldest is dropped and counted.
+    """
+
+    def __init__(self, codec: Codec, fmt: Format, deliver: Callable[[Encoded], None]) -> None:
+        self.codec: Codec = codec
+        self.counters = EncoderCounters()
+        self._format = fmt
+        self._deliver = deliver
+        self._encoder = PictureEncoder(codec, fmt)
+        self._gate = KeyGate()
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Picture, int]] = deque()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=f"encoder-{codec}", daemon=True)
+        self._thread.start()
+
+    def submit(self, picture: Picture, pts: int) -> None:
+        """Queue one picture. Never waits."""
+        with self._changed:
+            if len(self._waiting) >= QUEUE_PICTURES:
+                self._waiting.popleft()
+                self.counters.dropped += 1
+            self._waiting.append((picture, pts))
+            self._changed.notify()
+
+    def request_key(self) -> None:
+        """Make one of the next pictures a key frame."""
+        with self._changed:
+            self._gate.request()
+
+    def key_due_s(self) -> float | None:
+        """When a wished-for key frame may be made; None when nobody waits for one."""
+        with self._changed:
+            return self._gate.due_s()
+
+    def stop(self) -> None:
+        """End the thread; what waits is dropped."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._stopping)
+                if self._stopping:
+                    return
+                picture, pts = self._waiting.popleft()
+                key = self._gate.take(clock.monotonic_s())
+            packets = self._encode(picture, pts, key)
+            self.counters.pictures += 1
+            for packet in packets:
+                self.counters.key_frames += packet.key
+                self._deliver(packet)
+
+    def _encode(self, picture: Picture, pts: int, key: bool) -> list[Encoded]:
+        """One picture; when the codec library fails, the stream goes on with a fresh encoder and a key frame."""
+        try:
+            return self._encoder.encode(picture, pts, key)
+        except av.FFmpegError:
+            logger.exception("The %s encoder failed and is opened again.", self.codec)
+            self.counters.failures += 1
+            self._encoder = PictureEncoder(self.codec, self._format)
+            return []

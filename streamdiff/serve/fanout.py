@@ -1,0 +1,90 @@
+"""One encoder per codec in use, and the viewers of each: starts an encoder for its first viewer, ends it with its last.
+
+Knows nothing about peer connections or sessions. Lives on the event loop; packets come from encoder threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from functools import partial
+
+from streamdiff import clock
+from streamdiff.serve.encoder import Codec, EncoderCounters, EncoderThread, Format
+from streamdiff.serve.metrics import Metrics
+from streamdiff.serve.pacer import Pacer
+from streamdiff.serve.rate import Rate
+from streamdiff.serve.tracks import Encoded, ViewerTrack
+
+
+class Fanout:
+    """Hands every packet of a codec to each viewer of that codec: encoded once, however many watch."""
+
+    def __init__(self, fmt: Format, pacer: Pacer, metrics: Metrics) -> None:
+        self._format = fmt
+        self._pacer = pacer
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self._encoders: dict[Codec, EncoderThread] = {}
+        self._viewers: dict[Codec, set[ViewerTrack]] = {}
+        self._bits: defaultdict[Codec, Rate] = defaultdict(Rate)
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """The codecs that are encoded right now."""
+        return tuple(self._encoders)
+
+    def attach(self, codec: Codec, track: ViewerTrack) -> None:
+        """Send `track` the stream, beginning with a key frame. Mutates: self."""
+        self._viewers.setdefault(codec, set()).add(track)
+        if codec in self._encoders:
+            self.request_key(codec)
+            return
+        self._encoders[codec] = EncoderThread(codec, self._format, partial(self._deliver, codec))
+        self._pacer.set_encoders(tuple(self._encoders.values()))
+
+    def detach(self, codec: Codec, track: ViewerTrack) -> None:
+        """Forget `track`. Mutates: self."""
+        viewers = self._viewers.get(codec, set())
+        viewers.discard(track)
+        if viewers or codec not in self._encoders:
+            return
+        encoder = self._encoders.pop(codec)
+        self._pacer.set_encoders(tuple(self._encoders.values()))
+        encoder.stop()
+
+    def request_key(self, codec: Codec) -> None:
+        """A viewer of `codec` can go on only from a key frame."""
+        encoder = self._encoders.get(codec)
+        if encoder is not None:
+            encoder.request_key()
+            self._pacer.wake()
+
+    def counters(self) -> dict[Codec, EncoderCounters]:
+        """What each running encoder has done."""
+        return {codec: encoder.counters for codec, encoder in self._encoders.items()}
+
+    def stop(self) -> None:
+        """End every encoder. Mutates: self."""
+        self._pacer.set_encoders(())
+        for encoder in self._encoders.values():
+            encoder.stop()
+        self._encoders.clear()
+        self._viewers.clear()
+
+    def _deliver(self, codec: Codec, encoded: Encoded) -> None:
+        """On the encoder's thread."""
+        self._loop.call_soon_threadsafe(self._fan, codec, encoded)
+
+    def sent_bps(self, codec: Codec) -> float:
+        """Bit/s that each viewer of `codec` is sent."""
+        return self._bits[codec].per_s(clock.monotonic_s())
+
+    def _fan(self, codec: Codec, encoded: Encoded) -> None:
+        self._bits[codec].add(8 * encoded.packet.size, clock.monotonic_s())
+        self._metrics.encoded_bytes.labels(codec).inc(encoded.packet.size)
+        self._metrics.encode_s.labels(codec).observe(encoded.encode_s)
+        if encoded.key:
+            self._metrics.key_frames.labels(codec).inc()
+        for track in self._viewers.get(codec, set()):
+            track.put(encoded)

@@ -1,0 +1,62 @@
+"""Errors over HTTP as `application/problem+json` (RFC 9457). Knows nothing about what went wrong."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from starlette.requests import Request
+
+DRAIN_BYTES = 1024 * 1024
+
+
+class Problem(Exception):
+    """An answer other than success. `extra` goes into the body beside title, status and detail."""
+
+    def __init__(self, status: int, detail: str, headers: dict[str, str] | None = None, **extra: Any) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+        self.headers = headers or {}
+        self.extra = extra
+
+
+def respond(problem: Problem) -> JSONResponse:
+    """The response that says so."""
+    body = {
+        "type": "about:blank",
+        "title": HTTPStatus(problem.status).phrase,
+        "status": problem.status,
+        "detail": problem.detail,
+        **problem.extra,
+    }
+    return JSONResponse(body, problem.status, problem.headers, media_type="application/problem+json")
+
+
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """The whole body; nothing beyond the limit is kept, with or without a Content-Length.
+
+    A little more than the limit is read and thrown away: who is still sending when the connection closes never sees
+    the answer.
+
+    Raises:
+        Problem: 413.
+    """
+    body = bytearray()
+    length = 0
+    async for piece in request.stream():
+        length += len(piece)
+        if length <= limit_bytes:
+            body += piece
+        elif length > limit_bytes + DRAIN_BYTES:
+            break
+    if length > limit_bytes:
+        message = f"The body is larger than {limit_bytes // 1024} KiB, the most this address takes."
+        raise Problem(413, message, {"Connection": "close"})
+    return bytes(body)
+
+
+def media_type(request: Request) -> str:
+    """Content-Type without its parameters, in lower case."""
+    return request.headers.get("content-type", "").split(";")[0].strip().lower()

@@ -1,0 +1,181 @@
+"""Runs a whole server: engine process, web process, and their end. What `streamdiff serve` calls.
+
+Knows nothing about routes, codecs or sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import socket
+import sys
+import threading
+import webbrowser
+from collections.abc import Callable, Iterator
+from ipaddress import ip_address
+
+import uvicorn
+
+from streamdiff.config import Config
+from streamdiff.engine.bridge import EngineClient
+from streamdiff.engine.messages import Ready
+from streamdiff.engine.supervisor import Supervisor
+from streamdiff.errors import ConfigError, EngineFailure, StreamdiffError
+from streamdiff.serve.app import Services, create_app
+
+EXIT_OK, EXIT_ENGINE, EXIT_USAGE = 0, 1, 2
+FAREWELL_S = 0.3
+"""How long viewers are given to hear that the engine ended."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: ours also cover the time before and after it runs."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, and say when it is done."""
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run(config: Config, *, supervise: Callable[[Config], Supervisor] = Supervisor) -> int:
+    """Serve until Ctrl-C, SIGTERM or the engine's end; returns the exit code.
+
+    0: asked to end. 1: the engine could not start or ended by itself. 2: a setting that cannot be used, for example
+    a port that is taken; one line on standard error says which. `supervise` makes the engine's supervisor.
+    """
+    try:
+        listener = _listen(config.serve.host, config.serve.port)
+    except StreamdiffError as error:
+        return _complain(error, EXIT_USAGE)
+    with listener:
+        try:
+            return asyncio.run(_serve(config, listener, supervise))
+        except ConfigError as error:
+            return _complain(error, EXIT_USAGE)
+        except EngineFailure as error:
+            return _complain(error, EXIT_ENGINE)
+
+
+def _complain(error: StreamdiffError, code: int) -> int:
+    print(f"streamdiff: {error}", file=sys.stderr)
+    return code
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at `host` and `port`.
+
+    Raises:
+        ConfigError: the address cannot be had; says why and what to do.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=512)
+    except socket.gaierror as error:
+        raise ConfigError(f"host {host!r} cannot be found: {error.strerror}. Use 127.0.0.1 or an address.") from error
+    except OSError as error:
+        reasons = {
+            errno.EADDRINUSE: f"port {port} is in use on {host}. Choose another with --port; 0 picks a free one.",
+            errno.EACCES: f"port {port} needs more rights than you have. Choose one above 1023 with --port.",
+            errno.EADDRNOTAVAIL: f"host {host!r} is no address of this machine. Use 127.0.0.1 or one that is.",
+        }
+        raise ConfigError(reasons.get(error.errno or 0, f"cannot listen on {host}:{port}: {error.strerror}")) from error
+
+
+def address_of(listener: socket.socket) -> str:
+    """The URL that a browser on this machine opens."""
+    host, port = listener.getsockname()[:2]
+    address = ip_address(host.split("%")[0])
+    if address.is_unspecified:
+        address = ip_address("127.0.0.1" if address.version == 4 else "::1")
+    return f"http://[{address}]:{port}/" if address.version == 6 else f"http://{address}:{port}/"
+
+
+async def _serve(config: Config, listener: socket.socket, supervise: Callable[[Config], Supervisor]) -> int:
+    asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, asked.set)
+    supervisor = supervise(config)
+    try:
+        client = await _start_engine(config, supervisor, asked)
+        if client is None:
+            return EXIT_OK
+        return await _serve_engine(config, listener, client, supervisor.ready, asked)
+    finally:
+        await supervisor.stop()
+
+
+async def _start_engine(config: Config, supervisor: Supervisor, asked: asyncio.Event) -> EngineClient | None:
+    """Start the engine; None when the user asked to end before it was ready."""
+    print(f"streamdiff: loading the model {config.model.name!r} ...", flush=True)
+    starting = asyncio.create_task(supervisor.start())
+    asking = asyncio.create_task(asked.wait())
+    await asyncio.wait({starting, asking}, return_when=asyncio.FIRST_COMPLETED)
+    asking.cancel()
+    if starting.done():
+        return starting.result()
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    return None
+
+
+async def _serve_engine(
+    config: Config, listener: socket.socket, client: EngineClient, ready: Ready, asked: asyncio.Event
+) -> int:
+    """Serve a warm engine until somebody asks to end, or the engine does."""
+    app = create_app(config, client, ready)
+    server = _Server(
+        uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=1)
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    waiting = [asyncio.create_task(event.wait()) for event in (server.listening, asked)]
+    try:
+        await asyncio.wait({serving, *waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if not server.listening.is_set() or serving.done():
+            return EXIT_OK if asked.is_set() else EXIT_ENGINE
+        _announce(config, listener, ready)
+        services = app.state.services
+        assert isinstance(services, Services)
+        waiting.append(asyncio.create_task(services.hub.ended.wait()))
+        await asyncio.wait({serving, *waiting[1:]}, return_when=asyncio.FIRST_COMPLETED)
+        if services.hub.failed is not None and not asked.is_set():
+            await asyncio.sleep(FAREWELL_S)
+            raise EngineFailure(services.hub.failed)
+        return EXIT_OK
+    finally:
+        for task in waiting:
+            task.cancel()
+        server.should_exit = True
+        await serving
+
+
+def _announce(config: Config, listener: socket.socket, ready: Ready) -> None:
+    url = address_of(listener)
+    size = f"{ready.width}x{ready.height}"
+    print(f"streamdiff: {ready.model} on {ready.device}, {size}, {config.playback.fps:g} frames per second")
+    if not ip_address(listener.getsockname()[0].split("%")[0]).is_loopback:
+        print(f"streamdiff: listening on {config.serve.host}: all who reach this machine can watch and steer")
+    print(f"streamdiff: open {url} (Ctrl-C ends)", flush=True)
+    if config.serve.open_browser and _has_display():
+        _open_browser(url)
+
+
+def _has_display() -> bool:
+    if sys.platform in ("darwin", "win32"):
+        return True
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+def _open_browser(url: str) -> None:
+    threading.Thread(target=webbrowser.open, args=(url,), name="open-browser", daemon=True).start()

@@ -1,0 +1,198 @@
+// One viewer: connects over WHEP, speaks on the control channel, comes back after every interruption.
+// Knows nothing about the page; everything is told as events: "status", "stream", "message".
+
+const DISCONNECTED_LIMIT_MS = 3000;
+const SILENCE_LIMIT_MS = 3000;
+const CONNECT_LIMIT_MS = 12000;
+const BACKOFF_MS = [500, 1000, 2000, 4000, 8000];
+
+export class StreamClient extends EventTarget {
+  #url;
+  #attempt = 0;
+  #timers = new Set();
+  #resource = null;
+  #channel = null;
+  #generation = 0;
+  #nextId = 1;
+  #decoded = { frames: 0, at: 0 };
+
+  constructor(url = "whep") {
+    super();
+    this.#url = new URL(url, document.baseURI);
+    this.pc = null;
+    this.offeredAt = null;
+    this.serverShows = false;
+  }
+
+  get connected() {
+    return this.#channel?.readyState === "open";
+  }
+
+  start() {
+    this.#attempt = 0;
+    this.#connect();
+  }
+
+  /** Connect at once instead of waiting for the next try. */
+  retryNow() {
+    if (!this.connected) this.#connect();
+  }
+
+  /** End the connection; `start` begins a new one. */
+  stop() {
+    this.#generation += 1;
+    this.#clearTimers();
+    if (this.#resource) {
+      fetch(this.#resource, { method: "DELETE", keepalive: true }).catch(() => {});
+      this.#resource = null;
+    }
+    this.pc?.close();
+    this.pc = null;
+    this.#channel = null;
+  }
+
+  /** Send one control message; returns its id, or null while there is no connection. */
+  send(message) {
+    if (!this.connected) return null;
+    const id = this.#nextId++;
+    this.#channel.send(JSON.stringify({ id, ...message }));
+    return id;
+  }
+
+  /** Tell the watchdog how many frames the browser has decoded. */
+  noteDecoded(frames) {
+    const now = performance.now();
+    if (frames !== this.#decoded.frames || !this.serverShows) this.#decoded = { frames, at: now };
+    if (this.connected && now - this.#decoded.at > SILENCE_LIMIT_MS) {
+      this.#retry("The video stopped arriving.");
+    }
+  }
+
+  #emit(type, detail) {
+    this.dispatchEvent(new CustomEvent(type, { detail }));
+  }
+
+  #later(ms, act) {
+    const timer = setTimeout(() => {
+      this.#timers.delete(timer);
+      act();
+    }, ms);
+    this.#timers.add(timer);
+    return timer;
+  }
+
+  #clearTimers() {
+    for (const timer of this.#timers) clearTimeout(timer);
+    this.#timers.clear();
+  }
+
+  async #connect() {
+    this.stop();
+    if (!("RTCPeerConnection" in globalThis)) {
+      this.#emit("status", { phase: "error", message: "This browser cannot play WebRTC video.", final: true });
+      return;
+    }
+    const generation = this.#generation;
+    this.#emit("status", { phase: "connecting", attempt: this.#attempt });
+    try {
+      await this.#offer(generation);
+    } catch (error) {
+      if (generation === this.#generation) this.#retry(error.message, error.retryAfterMs);
+    }
+  }
+
+  async #offer(generation) {
+    const pc = new RTCPeerConnection({ bundlePolicy: "max-bundle", iceServers: [] });
+    this.pc = pc;
+    this.offeredAt = performance.now();
+    this.serverShows = false;
+    const transceiver = pc.addTransceiver("video", { direction: "recvonly" });
+    this.#lowerDelay(transceiver.receiver);
+    this.#listen(pc.createDataChannel("control"), generation);
+    pc.ontrack = (event) => this.#emit("stream", { stream: event.streams[0] ?? new MediaStream([event.track]) });
+    pc.onconnectionstatechange = () => this.#stateChanged(pc, generation);
+    this.#later(CONNECT_LIMIT_MS, () => {
+      if (generation === this.#generation && pc.connectionState !== "connected") {
+        this.#retry("The server answered, but no video came through. A firewall may block UDP, or this machine has no network at all.");
+      }
+    });
+    // Sent before the browser has looked for its own addresses: the server's are enough to find each other.
+    await pc.setLocalDescription();
+    const answer = await this.#post(pc.localDescription.sdp, generation);
+    if (generation !== this.#generation) return;
+    await pc.setRemoteDescription({ type: "answer", sdp: answer });
+  }
+
+  async #post(offer, generation) {
+    let response;
+    try {
+      response = await fetch(this.#url, { method: "POST", headers: { "Content-Type": "application/sdp" }, body: offer });
+    } catch {
+      throw new Error("The server cannot be reached.");
+    }
+    if (!response.ok) throw await refusal(response);
+    const location = new URL(response.headers.get("Location"), this.#url);
+    if (generation !== this.#generation) {
+      fetch(location, { method: "DELETE", keepalive: true }).catch(() => {});
+      return "";
+    }
+    this.#resource = location;
+    return response.text();
+  }
+
+  #lowerDelay(receiver) {
+    if ("jitterBufferTarget" in receiver) receiver.jitterBufferTarget = 0;
+    else if ("playoutDelayHint" in receiver) receiver.playoutDelayHint = 0;
+  }
+
+  #listen(channel, generation) {
+    this.#channel = channel;
+    channel.onmessage = (event) => {
+      if (generation !== this.#generation) return;
+      const message = JSON.parse(event.data);
+      if (message.type === "hello") {
+        this.#attempt = 0;
+        this.#decoded = { frames: -1, at: performance.now() };
+        this.#emit("status", { phase: "live" });
+      }
+      if (message.type === "stats") this.serverShows = message.shown_fps > 1;
+      this.#emit("message", message);
+      if (message.type === "bye") this.#retry("The server is shutting down.", 1000 * (message.retry_after_s ?? 2));
+    };
+    channel.onclose = () => {
+      if (generation === this.#generation) this.#retry("The connection ended.");
+    };
+  }
+
+  #stateChanged(pc, generation) {
+    if (generation !== this.#generation) return;
+    if (pc.connectionState === "failed") this.#retry("The connection failed.");
+    if (pc.connectionState === "disconnected") {
+      this.#later(DISCONNECTED_LIMIT_MS, () => {
+        if (generation === this.#generation && pc.connectionState === "disconnected") this.#retry("The connection was lost.");
+      });
+    }
+  }
+
+  #retry(message, afterMs) {
+    this.stop();
+    const step = BACKOFF_MS[Math.min(this.#attempt, BACKOFF_MS.length - 1)];
+    const waitMs = Math.max(afterMs ?? 0, step * (0.8 + 0.4 * Math.random()));
+    this.#attempt += 1;
+    this.#emit("status", { phase: "waiting", message, waitMs });
+    this.#later(waitMs, () => this.#connect());
+  }
+}
+
+async function refusal(response) {
+  let detail = "";
+  try {
+    detail = (await response.json()).detail ?? "";
+  } catch {
+    // not a problem document: the status has to do
+  }
+  const error = new Error(detail || `The server answered ${response.status}.`);
+  const retryAfterS = Number(response.headers.get("Retry-After"));
+  if (retryAfterS > 0) error.retryAfterMs = retryAfterS * 1000;
+  return error;
+}

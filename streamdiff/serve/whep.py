@@ -1,0 +1,265 @@
+"""Viewers over WHEP: from an offer to a running connection, and to its end.
+
+Knows nothing about prompts or the engine; HTTP enters only as statuses of `Problem`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiortc import RTCConfiguration, RTCDataChannel, RTCPeerConnection, RTCRtpSender, RTCSessionDescription
+
+from streamdiff import clock
+from streamdiff.serve import aiortc_compat
+from streamdiff.serve.channel import ControlChannel
+from streamdiff.serve.control import Allowance
+from streamdiff.serve.encoder import Codec
+from streamdiff.serve.metrics import Metrics
+from streamdiff.serve.problem import Problem
+from streamdiff.serve.sdp import MAX_CANDIDATES, SdpError, check_offer, parse_trickle, username_of
+from streamdiff.serve.session_view import SessionView
+from streamdiff.serve.tracks import ViewerTrack
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 10.0
+TOMBSTONE_S = 60.0
+RETRY_AFTER_S = 5
+POSTS_PER_S, POST_BURST = 20.0, 40.0
+MAX_ADDRESSES = 4096
+POOR_NETWORK = 0.6
+
+_MIME: dict[str, Codec] = {"video/h264": "h264", "video/vp8": "vp8"}
+
+
+@dataclass(eq=False)
+class Viewer:
+    """One peer connection that watches a session."""
+
+    id: str
+    view: SessionView
+    pc: RTCPeerConnection
+    username: str | None = None
+    candidates: int = 0
+    codec: Codec | None = None
+    track: ViewerTrack | None = None
+    channel: ControlChannel | None = None
+    timeout: asyncio.TimerHandle | None = field(default=None, repr=False)
+
+
+class Viewers:
+    """Everybody who watches. Lives on the event loop."""
+
+    def __init__(self, limit: int, codecs: tuple[Codec, ...], metrics: Metrics) -> None:
+        self._limit = limit
+        self._codecs = codecs
+        self._metrics = metrics
+        self._viewers: dict[str, Viewer] = {}
+        self._reserved = 0
+        self._tombstones: dict[str, float] = {}
+        self._allowances: dict[str, Allowance] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def count(self) -> int:
+        """Viewers, those still connecting included."""
+        return len(self._viewers) + self._reserved
+
+    async def create(self, view: SessionView, offer: str, address: str, codec: str | None) -> tuple[str, str]:
+        """Connect a viewer; returns its id and the SDP answer.
+
+        Raises:
+            Problem: 400 or 422 for the offer, 429 and 503 with Retry-After.
+        """
+        wanted = self._wanted_codecs(codec)
+        try:
+            checked = check_offer(offer)
+        except SdpError as error:
+            raise Problem(422 if error.unsatisfiable else 400, str(error)) from error
+        if self.count >= self._limit:
+            message = f"All {self._limit} places are taken. Try again in a moment, or raise serve.max_viewers."
+            raise Problem(503, message, {"Retry-After": str(RETRY_AFTER_S)})
+        if not self._allowance(address).take(clock.monotonic_s()):
+            raise Problem(429, "Too many connections in a short time from one address.", {"Retry-After": "1"})
+        # From here to the registration below there are awaits: the place is taken before the first of them.
+        self._reserved += 1
+        self._count()
+        try:
+            return await self._connect(view, checked, wanted)
+        finally:
+            self._reserved -= 1
+            self._count()
+
+    async def trickle(self, id: str, fragment: str) -> None:
+        """Take candidates that a viewer found after its offer.
+
+        Raises:
+            Problem: 404, 400, or 422 for an ICE restart.
+        """
+        viewer = self._viewers.get(id)
+        if viewer is None:
+            raise Problem(404, "There is no such viewer; it may have ended. POST a new offer.")
+        try:
+            trickle = parse_trickle(fragment)
+        except SdpError as error:
+            raise Problem(400, str(error)) from error
+        if trickle.username is not None and trickle.username != viewer.username:
+            raise Problem(422, "ICE restart is not supported: POST a new offer. This viewer goes on as it was.")
+        for candidate in trickle.candidates:
+            if viewer.candidates >= MAX_CANDIDATES:
+                return
+            viewer.candidates += 1
+            parsed = aiortc_compat.candidate_from_sdp(candidate.text)
+            parsed.sdpMid = candidate.mid
+            await viewer.pc.addIceCandidate(parsed)
+
+    async def delete(self, id: str) -> None:
+        """End a viewer; one that ended lately is fine as well.
+
+        Raises:
+            Problem: 404.
+        """
+        viewer = self._viewers.get(id)
+        if viewer is not None:
+            await self._end(viewer, "delete")
+        elif self._tombstones.get(id, float("-inf")) < clock.monotonic_s():
+            raise Problem(404, "There is no such viewer.")
+
+    async def stop(self) -> None:
+        """Say good-bye and close every connection."""
+        for viewer in list(self._viewers.values()):
+            if viewer.channel is not None:
+                viewer.channel.send({"type": "bye", "reason": "shutdown", "retry_after_s": 2})
+        await asyncio.sleep(0)  # lets the data channels send what they were given
+        await asyncio.gather(*(self._end(viewer, "shutdown") for viewer in list(self._viewers.values())))
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    # ---- one viewer's life --------------------------------------------------------------------------------------
+
+    async def _connect(self, view: SessionView, offer: str, wanted: tuple[Codec, ...]) -> tuple[str, str]:
+        # Without an explicit (here: empty) list aiortc asks a public STUN server and waits for it.
+        pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+        viewer = Viewer(secrets.token_urlsafe(24), view, pc, username_of(offer))
+        viewer.track = ViewerTrack(lambda track: self._started(viewer, track), lambda: self._need_key(viewer))
+        pc.on("connectionstatechange", lambda: self._state_changed(viewer))
+        pc.on("datachannel", lambda channel: self._channel_opened(viewer, channel))
+        try:
+            answer = await self._negotiate(viewer, offer, wanted)
+        except aiortc_compat.OFFER_ERRORS as error:
+            await pc.close()
+            logger.info("An offer was refused: %s: %s", type(error).__name__, error)
+            raise Problem(422, f"The offer cannot be answered: {_first_line(error)}") from error
+        except BaseException:
+            await pc.close()
+            raise
+        self._viewers[viewer.id] = viewer
+        viewer.timeout = asyncio.get_running_loop().call_later(CONNECT_TIMEOUT_S, self._timed_out, viewer)
+        return viewer.id, answer
+
+    async def _negotiate(self, viewer: Viewer, offer: str, wanted: tuple[Codec, ...]) -> str:
+        pc = viewer.pc
+        assert viewer.track is not None
+        transceiver = pc.addTransceiver(viewer.track, direction="sendonly")
+        # aiortc takes preferences only before it sees the offer.
+        transceiver.setCodecPreferences(_preferences(wanted))
+        await pc.setRemoteDescription(RTCSessionDescription(offer, "offer"))
+        negotiated = aiortc_compat.negotiated_codec(transceiver)
+        viewer.codec = _MIME.get(negotiated.mimeType.lower()) if negotiated is not None else None
+        if viewer.codec is None:
+            raise ValueError(f"no common video codec; offer {' or '.join(codec.upper() for codec in wanted)}")
+        aiortc_compat.hook_sender(
+            transceiver.sender, negotiated, lambda: self._need_key(viewer), lambda bps: self._estimated(viewer, bps)
+        )
+        await pc.setLocalDescription(await pc.createAnswer())
+        return str(pc.localDescription.sdp)
+
+    def _started(self, viewer: Viewer, track: ViewerTrack) -> None:
+        if viewer.id in self._viewers and viewer.codec is not None:
+            viewer.view.fanout.attach(viewer.codec, track)
+
+    def _need_key(self, viewer: Viewer) -> None:
+        if viewer.codec is not None:
+            viewer.view.fanout.request_key(viewer.codec)
+
+    def _estimated(self, viewer: Viewer, bitrate_bps: int) -> None:
+        if viewer.track is not None:
+            viewer.track.estimate_bps = bitrate_bps
+
+    def _channel_opened(self, viewer: Viewer, channel: RTCDataChannel) -> None:
+        if channel.label != "control" or viewer.channel is not None:
+            channel.close()
+            return
+        viewer.channel = ControlChannel(channel, viewer.id, viewer.view, self._metrics, lambda: _network(viewer))
+
+    def _state_changed(self, viewer: Viewer) -> None:
+        state = viewer.pc.connectionState
+        if state == "connected" and viewer.timeout is not None:
+            viewer.timeout.cancel()
+        elif state in ("failed", "closed"):
+            self._end_soon(viewer, state)
+
+    def _timed_out(self, viewer: Viewer) -> None:
+        self._end_soon(viewer, "connect_timeout")
+
+    def _end_soon(self, viewer: Viewer, end: str) -> None:
+        if viewer.id in self._viewers:
+            task = asyncio.create_task(self._end(viewer, end), name=f"end-{end}")
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def _end(self, viewer: Viewer, end: str) -> None:
+        if self._viewers.pop(viewer.id, None) is None:
+            return
+        now_s = clock.monotonic_s()
+        self._tombstones = {id: until_s for id, until_s in self._tombstones.items() if until_s > now_s}
+        self._tombstones[viewer.id] = now_s + TOMBSTONE_S
+        if viewer.timeout is not None:
+            viewer.timeout.cancel()
+        if viewer.channel is not None:
+            viewer.channel.close()
+        if viewer.track is not None and viewer.codec is not None:
+            viewer.view.fanout.detach(viewer.codec, viewer.track)
+            self._metrics.viewer_dropped.inc(viewer.track.dropped)
+        self._metrics.viewers_ended.labels(end).inc()
+        self._count()
+        await viewer.pc.close()
+
+    # ---- small things -------------------------------------------------------------------------------------------
+
+    def _wanted_codecs(self, codec: str | None) -> tuple[Codec, ...]:
+        if codec is None:
+            return self._codecs
+        found = tuple(known for known in self._codecs if known == codec.lower())
+        if not found:
+            raise Problem(422, f"The codec {codec[:20]!r} is not offered; this server has {', '.join(self._codecs)}.")
+        return found
+
+    def _allowance(self, address: str) -> Allowance:
+        if address not in self._allowances and len(self._allowances) >= MAX_ADDRESSES:
+            del self._allowances[next(iter(self._allowances))]
+        return self._allowances.setdefault(address, Allowance(POSTS_PER_S, POST_BURST))
+
+    def _count(self) -> None:
+        self._metrics.viewers.set(self.count)
+
+
+def _preferences(wanted: tuple[Codec, ...]) -> list[Any]:
+    known = RTCRtpSender.getCapabilities("video").codecs
+    ordered = [each for codec in wanted for each in known if _MIME.get(each.mimeType.lower()) == codec]
+    return ordered + [each for each in known if each.mimeType.lower() == "video/rtx"]
+
+
+def _network(viewer: Viewer) -> str:
+    """How the viewer's own estimate of its line compares to what it is sent: unknown, poor or good."""
+    estimate_bps = viewer.track.estimate_bps if viewer.track is not None else 0
+    if estimate_bps == 0 or viewer.codec is None:
+        return "unknown"
+    return "poor" if estimate_bps < POOR_NETWORK * viewer.view.fanout.sent_bps(viewer.codec) else "good"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,228 @@
+"""The page in headless Chromium, against a server started as a user starts it.
+
+Once with the embedded model, once with a pipeline that paints (its pixels are known exactly).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.common.keys import Keys
+
+from benchmarks.browser import SERVE, Server, chromium, console_errors, probe, running_server
+
+pytestmark = pytest.mark.browser
+
+PAINTED = (sys.executable, "-m", "tests.serve.scripted", "serve", "--no-browser")
+LIMIT_S = 60.0
+NOTHING = "\N{EN DASH}"
+
+
+@pytest.fixture(scope="module", params=[pytest.param(PAINTED, id="painted"), pytest.param(SERVE, id="model")])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with running_server(request.param) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[WebDriver]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(server: Server, browser: WebDriver) -> Iterator[WebDriver]:
+    """The page, live; it must not have complained when the test is over."""
+    browser.get(server.url)
+    until(browser, lambda seen: seen["status"] == "Live")
+    ask(browser, "a red circle moving right at night")
+    yield browser
+    assert console_errors(browser) == []
+    browser.get("about:blank")
+
+
+def until(browser: WebDriver, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Look at the page again and again until `condition` holds for what is seen."""
+    end = time.monotonic() + LIMIT_S
+    while not condition(seen := probe(browser)):
+        assert time.monotonic() < end, {name: value for name, value in seen.items() if name != "pixels"}
+    return seen
+
+
+def ask(browser: WebDriver, prompt: str) -> None:
+    """Type a prompt, press Enter, and wait until the page says that it is on screen."""
+    box = browser.find_element("id", "prompt")
+    box.clear()
+    box.send_keys(prompt + Keys.ENTER)
+    until(browser, lambda _: browser.find_element("id", "receipt").get_attribute("data-stage") == "shown")
+
+
+def coloured(seen: dict[str, Any], over: int, under: int) -> int:
+    """How many of the 1,024 pixels have clearly more of one channel than of another."""
+    pixels = seen["pixels"]
+    return sum(pixels[at + over] - pixels[at + under] > 90 for at in range(0, len(pixels), 4))
+
+
+def test_frames_are_decoded_and_move(page: WebDriver) -> None:
+    first = probe(page)
+    assert first["inbound"]["frameWidth"] == first["inbound"]["frameHeight"] >= 128
+    pictures = {tuple(first["pixels"])}
+    until(page, lambda seen: len(pictures.add(tuple(seen["pixels"])) or pictures) >= 5)  # type: ignore[func-returns-value]
+    for _ in range(3):
+        before = probe(page)["inbound"]["framesDecoded"]
+        until(page, lambda seen, before=before: seen["inbound"]["framesDecoded"] >= before + 20)  # type: ignore[misc]
+
+
+def test_the_numbers_are_on_the_page(page: WebDriver) -> None:
+    def filled(_: object) -> bool:
+        numbers = [page.find_element("id", f"n-{name}").text for name in ("shown", "made", "first", "chunk", "lag")]
+        return all(number not in ("", NOTHING, "0") for number in numbers)
+
+    until(page, filled)
+    assert page.find_element("id", "n-dropped").text != NOTHING
+
+
+def test_a_prompt_changes_the_pixels(page: WebDriver) -> None:
+    red = until(page, lambda seen: coloured(seen, 0, 2) > 12)
+    assert coloured(red, 2, 0) < coloured(red, 0, 2)
+    ask(page, "a blue circle moving right at night")
+    until(page, lambda seen: coloured(seen, 2, 0) > 12 and coloured(seen, 0, 2) < 6)
+    assert "blue" in page.find_element("id", "playing").text
+    assert "on screen, after" in page.find_element("id", "receipt").text
+
+
+def test_an_example_is_one_press_away(page: WebDriver) -> None:
+    chip = page.find_elements("css selector", ".chip")[1]
+    chip.click()
+    until(page, lambda _: page.find_element("id", "receipt").get_attribute("data-stage") == "shown")
+    assert chip.get_attribute("aria-current") == "true"
+
+
+def test_unknown_words_get_a_friendly_answer(page: WebDriver) -> None:
+    box = page.find_element("id", "prompt")
+    box.clear()
+    box.send_keys("qwertz uiop" + Keys.ENTER)
+    until(page, lambda _: page.find_element("id", "notice").is_displayed())
+    assert len(page.find_element("id", "notice-text").text) > 20
+    before = probe(page)["inbound"]["framesDecoded"]
+    until(page, lambda seen: seen["inbound"]["framesDecoded"] > before + 20)
+
+
+def test_an_empty_prompt_is_answered_beside_the_box(page: WebDriver) -> None:
+    box = page.find_element("id", "prompt")
+    box.clear()
+    box.send_keys("   " + Keys.ENTER)
+    assert page.find_element("id", "prompt-error").text
+    assert box.get_attribute("aria-invalid") == "true"
+
+
+def test_pause_holds_the_stream_and_resume_goes_on(page: WebDriver, server: Server) -> None:
+    def frame() -> int:
+        return int(httpx.get(server.url + "api/state", timeout=20).json()["stats"]["frame"])
+
+    page.find_element("id", "pause").click()
+    until(page, lambda seen: seen["status"] == "Paused")
+    held = frame()
+    decoded = probe(page)["inbound"]["framesDecoded"]
+    still = until(page, lambda seen: seen["inbound"]["framesDecoded"] >= decoded + 3)  # stills: the line is alive
+    assert frame() == held
+    assert page.find_element("id", "pause").text == "Resume"
+    page.find_element("tag name", "body").send_keys(" ")
+    until(page, lambda seen: seen["status"] == "Live" and seen["pixels"] != still["pixels"])
+    assert frame() > held
+
+
+def test_reset_with_a_seed(page: WebDriver, server: Server) -> None:
+    box = page.find_element("id", "seed")
+    box.clear()
+    box.send_keys("1234" + Keys.ENTER)
+    until(page, lambda _: "Started over" in page.find_element("id", "receipt").text)
+    assert httpx.get(server.url + "api/state", timeout=20).json()["state"]["seed"] == 1234
+    box.clear()
+    box.send_keys("-5" + Keys.ENTER)
+    assert page.find_element("id", "seed-error").text
+
+
+def test_leaving_the_page_frees_its_place(page: WebDriver, server: Server) -> None:
+    def viewers(_: object = None) -> int:
+        return int(httpx.get(server.url + "api/state", timeout=20).json()["viewers"])
+
+    assert viewers() == 1
+    page.get("about:blank")
+    end = time.monotonic() + LIMIT_S
+    while viewers():
+        assert time.monotonic() < end
+    page.get(server.url)
+    until(page, lambda seen: seen["status"] == "Live")
+
+
+def test_the_page_comes_back_when_the_server_does(browser: WebDriver) -> None:
+    with running_server(PAINTED) as first:
+        port = first.url.rstrip("/").rsplit(":", 1)[1]
+        browser.get(first.url)
+        until(browser, lambda seen: seen["status"] == "Live")
+        first.process.kill()
+        first.process.wait()
+        until(browser, lambda seen: seen["status"] == "Reconnecting")
+        until(browser, lambda _: "The server cannot be reached" in browser.find_element("id", "veil-text").text)
+    with running_server((*PAINTED, "--port", port)):
+        until(browser, lambda seen: seen["status"] == "Live")
+        before = probe(browser)["inbound"]["framesDecoded"]
+        until(browser, lambda seen: seen["inbound"]["framesDecoded"] > before + 20)
+    browser.get("about:blank")
+    console_errors(browser)  # refused connections are in the console while the server is away
+
+
+def test_the_page_names_the_engines_end(browser: WebDriver) -> None:
+    with running_server(PAINTED) as server:
+        browser.get(server.url)
+        until(browser, lambda seen: seen["status"] == "Live")
+        [engine] = psutil.Process(server.process.pid).children()
+        browser.execute_script(
+            "globalThis.said = [];"
+            "streamdiff.client.addEventListener('message', (event) => said.push(event.detail.message ?? ''))"
+        )
+        os.kill(engine.pid, signal.SIGKILL)
+        until(browser, lambda _: "SIGKILL" in " ".join(browser.execute_script("return said")))
+    browser.get("about:blank")
+    console_errors(browser)
+
+
+def test_nothing_is_wider_than_the_screen_and_all_is_big_enough_for_a_thumb(page: WebDriver) -> None:
+    try:
+        for width in (320, 390, 768, 1280):
+            metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 700}
+            page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+            until(page, lambda _, width=width: page.execute_script("return innerWidth") == width)  # type: ignore[misc]
+            assert page.execute_script("return document.documentElement.scrollWidth") <= width
+            small = page.execute_script(
+                "return [...document.querySelectorAll('button, input, textarea')]"
+                ".filter(e => e.offsetParent && e.offsetHeight < 36).map(e => e.id || e.textContent)"
+            )
+            assert small == []
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_everything_has_a_name_and_the_keyboard_gets_everywhere(page: WebDriver) -> None:
+    nameless = page.execute_script(
+        "return [...document.querySelectorAll('button, input, textarea, video')].filter(e => !(e.ariaLabel ||"
+        " e.textContent.trim() || e.labels?.length)).map(e => e.outerHTML)"
+    )
+    assert nameless == []
+    page.find_element("tag name", "body").send_keys("/")
+    assert page.switch_to.active_element.get_attribute("id") == "prompt"
+    seen = []
+    for _ in range(14):
+        page.switch_to.active_element.send_keys(Keys.TAB)
+        seen.append(page.switch_to.active_element.get_attribute("id"))
+    assert {"send", "seed", "dice", "seed-apply"} <= set(seen)

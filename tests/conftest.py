@@ -1,0 +1,70 @@
+"""What all tests share: with --no-skips a skipped test is a failure, so that a green run means that everything ran."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A test may be skipped under --no-skips only when it carries one of these marks: what it needs cannot be installed.
+MAY_SKIP = ("gpu",)
+
+# A slow machine is no fault of the code.
+settings.register_profile("streamdiff", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("streamdiff")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-skips", action="store_true", help=f"a skipped test fails, unless marked {MAY_SKIP}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if (
+        item.config.getoption("--no-skips")
+        and report.skipped
+        and not hasattr(report, "wasxfail")
+        and not any(item.get_closest_marker(mark) for mark in MAY_SKIP)
+    ):
+        _fail(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """A file that skips itself as a whole (`importorskip`) never reaches the hook above."""
+    report = yield
+    if collector.config.getoption("--no-skips") and report.outcome == "skipped":
+        _fail(report)
+    return report
+
+
+def _fail(report: Any) -> None:
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    report.outcome = "failed"
+    report.longrepr = f"skipped, which --no-skips does not allow: {reason}"
+
+
+@pytest.fixture
+def streamdiff_command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs `python -m streamdiff ...` as a user would, in an empty folder; gives the finished process."""
+
+    def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
+        options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 600, **options}
+        return subprocess.run([sys.executable, "-m", "streamdiff", *arguments], env=environment, **options)
+
+    return run

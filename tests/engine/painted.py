@@ -1,0 +1,207 @@
+"""A pipeline that paints instead of computing: the real interface, deterministic, no torch.
+
+The top left pixel of a picture is (frame number in the stream mod 256, seed mod 256, checksum of the text mod 256).
+Run as a module it is an engine process like the real one. Texts that begin with `fail` make it raise, as named there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamdiff.config import ModelConfig
+from streamdiff.engine.contract import Pipeline
+from streamdiff.engine.main import main
+from streamdiff.errors import ConfigError, RequestError
+
+SIZE = 16
+CHUNK_FRAMES = 6
+PIECE_FRAMES = 2
+WORDS = ("red", "green", "blue", "circle", "star", "left", "right")
+
+
+def checksum(text: str) -> int:
+    return crc32(text.encode()) % 256
+
+
+@dataclass(frozen=True)
+class Reading:
+    text: str
+    notice: str = ""
+
+
+@dataclass(frozen=True)
+class Info:
+    name: str = "painted"
+    device: str = "cpu"
+    width: int = SIZE
+    height: int = SIZE
+    native_fps: float = 20.0
+    chunk_frames: int = CHUNK_FRAMES
+    steps: int = 2
+    kv_context: str = "clean"
+
+
+class PaintedText:
+    examples: tuple[str, ...] = ("red circle left", "blue star")
+    vocabulary = "colours, shapes, ways"
+
+    def read(self, prompt: str, previous: str | None) -> Reading:
+        if prompt == "refuse me":
+            raise RequestError("prompt", "the painter refuses this prompt")
+        unknown = [word for word in prompt.split() if word not in WORDS]
+        return Reading(prompt.strip(), f"I do not know {', '.join(unknown)}" if unknown else "")
+
+    def encode(self, text: str) -> str:
+        return text
+
+
+@dataclass(frozen=True)
+class Piece:
+    session: int
+    chunk: int
+    epoch: int
+    pictures: NDArray[np.uint8]
+    last: bool
+    chunk_s: float | None
+
+
+@dataclass
+class _Stream:
+    text: str
+    seed: int
+    epoch: int
+    steps: int
+    chunk: int = 0
+    room: int = 0
+    paused: bool = False
+    in_flight: tuple[int, int, str] | None = None  # chunk, epoch, text
+    steps_left: int = 0
+    decoded: deque[Piece] = field(default_factory=deque)
+
+    @property
+    def ready(self) -> bool:
+        waiting = sum(len(piece.pictures) for piece in self.decoded)
+        admits = not self.paused and self.room - waiting >= CHUNK_FRAMES
+        return self.in_flight is not None or admits
+
+
+class PaintedPipeline:
+    info = Info()
+
+    def __init__(self) -> None:
+        self.text = PaintedText()
+        self.streams: dict[int, _Stream] = {}
+        self.calls: list[tuple[object, ...]] = []
+        self.closed = False
+
+    def minimum_lead(self, *, steps: int, kv_context: str) -> int:
+        if kv_context not in ("clean", "staircase", "matched"):
+            raise ValueError(f"kv_context is {kv_context!r}; it must be clean, staircase or matched")
+        return CHUNK_FRAMES
+
+    def open(self, session: int, conditioning: object, *, seed: int, epoch: int, steps: int, kv_context: str) -> None:
+        assert isinstance(conditioning, str) and session not in self.streams
+        if steps not in (2, 4):
+            raise ValueError(f"steps is {steps}; it must be 2 or 4")
+        self.streams[session] = _Stream(conditioning, seed, epoch, steps)
+        self.calls.append(("open", session, conditioning, steps, kv_context))
+
+    def set_conditioning(self, session: int, conditioning: object, *, epoch: int) -> None:
+        assert isinstance(conditioning, str)
+        stream = self.streams[session]
+        stream.text, stream.epoch = conditioning, epoch
+        self.calls.append(("set_conditioning", session, conditioning, epoch))
+
+    def reset(self, session: int, conditioning: object, *, seed: int, epoch: int) -> None:
+        assert isinstance(conditioning, str)
+        self.streams[session] = _Stream(conditioning, seed, epoch, self.streams[session].steps)
+        self.calls.append(("reset", session, conditioning, seed, epoch))
+
+    def set_paused(self, session: int, paused: bool) -> None:
+        self.streams[session].paused = paused
+        self.calls.append(("set_paused", session, paused))
+
+    def set_room(self, session: int, frames: int) -> None:
+        assert frames >= 0
+        self.streams[session].room = frames
+
+    def close_session(self, session: int) -> None:
+        del self.streams[session]
+        self.calls.append(("close_session", session))
+
+    @property
+    def busy(self) -> bool:
+        return any(stream.ready or stream.decoded for stream in self.streams.values())
+
+    def step(self, wait_s: float = 0.0) -> list[Piece]:
+        for slot, stream in self.streams.items():
+            if not stream.ready:
+                continue
+            if stream.in_flight is None:
+                stream.in_flight = (stream.chunk, stream.epoch, stream.text)
+                stream.steps_left = stream.steps
+                stream.chunk += 1
+            stream.steps_left -= 1
+            if stream.steps_left == 0:
+                self._fail_if_asked(stream.in_flight[2])
+                stream.decoded.extend(self._paint(slot, stream))
+                stream.in_flight = None
+            self.streams[slot] = self.streams.pop(slot)  # the others are next
+            break
+        pieces = []
+        for stream in self.streams.values():
+            if stream.decoded:
+                piece = stream.decoded.popleft()
+                stream.room -= len(piece.pictures)
+                pieces.append(piece)
+        return pieces
+
+    def _paint(self, slot: int, stream: _Stream) -> list[Piece]:
+        assert stream.in_flight is not None
+        chunk, epoch, text = stream.in_flight
+        pieces = []
+        for start in range(0, CHUNK_FRAMES, PIECE_FRAMES):
+            numbers = chunk * CHUNK_FRAMES + start + np.arange(PIECE_FRAMES)
+            pictures = np.zeros((PIECE_FRAMES, SIZE, SIZE, 3), np.uint8)
+            pictures[..., 0] = (numbers % 256)[:, None, None]
+            pictures[..., 1] = stream.seed % 256
+            pictures[..., 2] = checksum(text)
+            last = start + PIECE_FRAMES == CHUNK_FRAMES
+            pieces.append(Piece(slot, chunk, epoch, pictures, last, 0.01 if last else None))
+        return pieces
+
+    def _fail_if_asked(self, text: str) -> None:
+        if text == "fail raise":
+            raise ArithmeticError("the paint ran out")
+        if text == "fail exit":
+            print("about to leave without a word", file=sys.stderr)
+            os._exit(7)
+        if text == "fail hang":
+            time.sleep(3600)
+
+    def close(self) -> None:
+        self.streams.clear()
+        self.closed = True
+
+
+def load(config: ModelConfig) -> Pipeline:
+    if config.name == "unknown":
+        raise ConfigError("there is no model 'unknown'; use 'tiny' or a folder")
+    if config.name == "broken":
+        raise ArithmeticError("the weights are sour")
+    if config.name == "slow":
+        print("still loading", file=sys.stderr)
+        time.sleep(3600)
+    return PaintedPipeline()
+
+
+if __name__ == "__main__":
+    sys.exit(main(load=load))

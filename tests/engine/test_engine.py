@@ -1,0 +1,355 @@
+"""The engine on a pipeline: a painted one, and the real one with the embedded model. The same must hold on both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from streamdiff.config import ModelConfig
+from streamdiff.engine.contract import Pipeline
+from streamdiff.engine.engine import Engine
+from streamdiff.engine.main import _load_runtime
+from streamdiff.engine.messages import (
+    Accepted,
+    Applied,
+    Close,
+    Closed,
+    Command,
+    Event,
+    FrameBatch,
+    Open,
+    Opened,
+    Pause,
+    Refused,
+    Reset,
+    Resume,
+    SetPrompt,
+    Shown,
+    Shutdown,
+)
+from tests.engine.painted import CHUNK_FRAMES, PaintedPipeline, checksum
+
+RED, BLUE, GREEN = "a red circle moving right over a meadow", "a blue star moving left at night", "a green heart"
+CONFIG = ModelConfig()
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Pipeline]:
+    pipeline = _load_runtime(CONFIG)
+    yield pipeline
+    pipeline.close()
+
+
+@pytest.fixture(params=["painted", "real"])
+def pipeline(request: pytest.FixtureRequest) -> Pipeline:
+    if request.param == "painted":
+        return PaintedPipeline()
+    pipeline: Pipeline = request.getfixturevalue("real")
+    return pipeline
+
+
+@pytest.fixture
+def start(pipeline: Pipeline) -> Iterator[Callable[[int], Engine]]:
+    """Engines on `pipeline` with a lead of so many chunks; their sessions are closed afterwards."""
+    engines: list[Engine] = []
+
+    def start(lead_chunks: int = 2) -> Engine:
+        engines.append(Engine(pipeline, CONFIG, lead_chunks * pipeline.info.chunk_frames))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.handle(Shutdown())
+
+
+Start = Callable[[int], Engine]
+
+
+def run(engine: Engine, *, until: Callable[[list[Event]], bool], show: bool = True) -> list[Event]:
+    """Turn the crank until `until` is content with the events; report every frame as shown at once, if `show`."""
+    events: list[Event] = []
+    for _ in range(10_000):
+        if until(events):
+            return events
+        assert engine.busy, f"nothing to do, and still waiting; so far {events}"
+        new = engine.step(1.0)
+        events += new
+        for event in new if show else []:
+            if isinstance(event, FrameBatch):
+                engine.handle(Shown(event.session, event.first + len(event.pictures)))
+    raise AssertionError(f"never content; so far {events[-20:]}")
+
+
+def settle(engine: Engine) -> list[Event]:
+    """Turn the crank until there is nothing to do."""
+    return run(engine, until=lambda events: not engine.busy, show=False)
+
+
+def batches(events: list[Event], session: str = "a") -> list[FrameBatch]:
+    return [event for event in events if isinstance(event, FrameBatch) and event.session == session]
+
+
+def count(events: list[Event], session: str = "a") -> int:
+    return sum(len(batch.pictures) for batch in batches(events, session))
+
+
+def pictures(events: list[Event], session: str = "a") -> np.ndarray:
+    return np.concatenate([batch.pictures for batch in batches(events, session)])
+
+
+def chunks(number: int, engine: Engine, session: str = "a") -> Callable[[list[Event]], bool]:
+    frames = number * engine.ready().chunk_frames
+    return lambda events: count(events, session) >= frames
+
+
+def one(events: list[Event], kind: type[Event]) -> Event:
+    found = [event for event in events if isinstance(event, kind)]
+    assert len(found) == 1, events
+    return found[0]
+
+
+def ask(engine: Engine, command: Command, kind: type[Event]) -> Event:
+    return one(engine.handle(command), kind)
+
+
+def test_a_session_makes_numbered_frames_of_the_declared_size(start: Start) -> None:
+    engine = start(2)
+    ready = engine.ready()
+    assert ready.examples and ready.vocabulary
+    opened = ask(engine, Open("a", RED, 5), Opened)
+    assert opened == Opened("a", 0, opened.text, opened.notice)  # type: ignore[attr-defined]
+    events = run(engine, until=chunks(3, engine))
+    assert one(events, Applied) == Applied("a", 0, 0, 0)
+    expected = 0
+    for batch in batches(events):
+        assert batch.first == expected
+        assert batch.pictures.shape[1:] == (ready.height, ready.width, 3) and batch.pictures.dtype == np.uint8
+        expected += len(batch.pictures)
+        finishes = expected % ready.chunk_frames == 0
+        assert (batch.chunk_s is not None) == finishes, "the time is told with the last piece"
+        assert batch.chunk == (expected - 1) // ready.chunk_frames
+
+
+def test_the_engine_stops_at_its_lead_and_goes_on_when_frames_are_shown(start: Start) -> None:
+    engine = start(2)
+    size = engine.ready().chunk_frames
+    engine.handle(Open("a", RED))
+    assert count(settle(engine)) == 2 * size
+    engine.handle(Shown("a", size - 1))
+    assert count(settle(engine)) == 0, "no room for a whole chunk"
+    engine.handle(Shown("a", size))
+    assert count(settle(engine)) == size
+    engine.handle(Shown("a", 10**9))
+    assert count(settle(engine)) == 2 * size, "never more than the lead, whatever is reported"
+
+
+def test_the_lead_holds_while_frames_are_in_flight(start: Start) -> None:
+    """Room told again and again in mid-chunk must not let a second chunk in."""
+    engine = start(2)
+    size = engine.ready().chunk_frames
+    engine.handle(Open("a", RED))
+    shown, made = 0, 0
+    for _ in range(400):
+        made += count(engine.step(0.0))
+        assert made - shown <= 2 * size
+        if made > shown:
+            shown += 1
+            engine.handle(Shown("a", shown))
+    made += count(settle(engine))
+    assert made - shown <= 2 * size
+
+
+def test_a_prompt_changes_later_chunks_only(start: Start) -> None:
+    engine = start(2)
+    engine.handle(Open("a", RED, 1))
+    plain = pictures(run(engine, until=chunks(4, engine)))
+    engine.handle(Close("a"))
+
+    engine.handle(Open("a", RED, 1))
+    before = run(engine, until=chunks(2, engine))
+    accepted = ask(engine, SetPrompt("a", BLUE, "r1"), Accepted)
+    assert accepted.request == "r1"  # type: ignore[attr-defined]
+    after = run(engine, until=lambda events: any(isinstance(event, Applied) for event in events))
+    applied = one(after, Applied)
+    assert isinstance(applied, Applied) and isinstance(accepted, Accepted)
+    assert applied.epoch == accepted.epoch
+    every = [*before, *after]
+    boundary = applied.first_frame
+    assert boundary % engine.ready().chunk_frames == 0, "between two chunks"
+    assert all(
+        batch.epoch == (applied.epoch if batch.first >= boundary else applied.epoch - 1) for batch in batches(every)
+    )
+    assert np.array_equal(pictures(every)[:boundary], plain[:boundary]), "frames before it are untouched"
+    assert not np.array_equal(pictures(every)[boundary], plain[boundary])
+
+
+def test_the_latest_prompt_wins(start: Start) -> None:
+    engine = start(2)
+    engine.handle(Open("a", RED))
+    run(engine, until=chunks(1, engine))
+    epochs = [ask(engine, SetPrompt("a", text), Accepted).epoch for text in (BLUE, GREEN, RED, BLUE)]  # type: ignore[attr-defined]
+    assert epochs == sorted(set(epochs))
+    events = run(engine, until=lambda events: any(isinstance(event, Applied) for event in events))
+    assert one(events, Applied).epoch == epochs[-1]  # type: ignore[attr-defined]
+
+
+def test_a_reset_equals_a_fresh_stream(start: Start) -> None:
+    engine = start(2)
+    engine.handle(Open("fresh", BLUE, 7))
+    fresh = pictures(run(engine, until=chunks(2, engine, "fresh")), "fresh")
+    engine.handle(Close("fresh"))
+
+    engine.handle(Open("a", RED, 1))
+    before = run(engine, until=chunks(2, engine))
+    for _ in range(2):
+        engine.step(0.0)  # something is in flight
+    engine.handle(SetPrompt("a", BLUE))
+    accepted = ask(engine, Reset("a", 7, "r"), Accepted)
+    assert isinstance(accepted, Accepted)
+    after = run(engine, until=chunks(2, engine))
+    assert all(batch.epoch == accepted.epoch for batch in batches(after)), "nothing of before comes out"
+    assert np.array_equal(pictures(after)[: len(fresh)], fresh[: count(after)])
+    assert batches(after)[0].first >= count(before), "frame numbers go on"
+    assert batches(after)[0].chunk == 0
+
+
+def test_a_pause_ends_the_work_and_resume_goes_on_as_if_nothing_was(start: Start) -> None:
+    engine = start(2)
+    engine.handle(Open("a", RED, 1))
+    plain = pictures(run(engine, until=chunks(4, engine)))
+    engine.handle(Close("a"))
+
+    engine.handle(Open("a", RED, 1))
+    events = run(engine, until=chunks(1, engine))
+    engine.handle(Pause("a"))
+    events += settle(engine)
+    engine.handle(Shown("a", count(events)))
+    assert not engine.busy, "paused, with room"
+    engine.handle(Pause("a"))
+    engine.handle(Resume("a"))
+    events += run(engine, until=lambda new: count(events) + count(new) >= len(plain))
+    shared = min(len(plain), count(events))
+    assert np.array_equal(pictures(events)[:shared], plain[:shared])
+
+
+def test_sessions_do_not_touch_each_other(start: Start) -> None:
+    engine = start(2)
+    alone = {}
+    for name, prompt, seed in (("a", RED, 1), ("b", BLUE, 2)):
+        engine.handle(Open(name, prompt, seed))
+        alone[name] = pictures(run(engine, until=chunks(2, engine, name)), name)
+        engine.handle(Close(name))
+    engine.handle(Open("a", RED, 1))
+    engine.handle(Open("b", BLUE, 2))
+    both = run(engine, until=lambda e: chunks(2, engine)(e) and chunks(2, engine, "b")(e))
+    for name in ("a", "b"):
+        shared = min(len(alone[name]), count(both, name))
+        assert np.array_equal(pictures(both, name)[:shared], alone[name][:shared])
+    assert [e.session for e in engine.handle(Close("a"))] == ["a"]  # type: ignore[union-attr]
+    rest = run(engine, until=chunks(1, engine, "b"))
+    assert not batches(rest, "a")
+
+
+def test_a_slot_used_again_gives_a_stream_of_its_own(start: Start) -> None:
+    engine = start(2)
+    opened = ask(engine, Open("a", RED), Opened)
+    engine.step(0.0)
+    engine.handle(Close("a"))
+    again = ask(engine, Open("b", BLUE), Opened)
+    assert again.epoch > opened.epoch  # type: ignore[attr-defined]
+    events = run(engine, until=chunks(1, engine, "b"))
+    assert batches(events, "b")[0].first == 0
+    assert not batches(events, "a")
+
+
+def test_every_kv_context_and_step_count_runs(start: Start) -> None:
+    engine = start(2)
+    for kv_context in ("clean", "staircase", "matched"):
+        for steps in (2, 4):
+            ask(engine, Open("a", RED, steps=steps, kv_context=kv_context), Opened)
+            run(engine, until=chunks(2, engine))
+            ask(engine, Close("a"), Closed)
+
+
+@pytest.mark.parametrize(
+    ("command", "field", "reason"),
+    [
+        (Open("a", RED), "session", "is open already"),
+        (Open("", RED), "session", "has no id"),
+        (Open("b", "  \n"), "prompt", "the prompt is empty"),
+        (Open("b", "x" * 100_000), "prompt", "100,000 characters; at most 2,000"),
+        (Open("b", RED, seed=-1), "seed", "from 0 to"),
+        (Open("b", RED, seed=2**31), "seed", "from 0 to"),
+        (Open("b", RED, steps=3), "session", "steps is 3"),
+        (Open("b", RED, kv_context="dirty"), "session", "kv_context is 'dirty'"),
+        (SetPrompt("a", "", "r"), "prompt", "the prompt is empty"),
+        (SetPrompt("nobody", RED, "r"), "session", "there is no session 'nobody'; open ones: 'a'"),
+        (Reset("a", -5, "r"), "seed", "from 0 to"),
+        (Pause("nobody"), "session", "there is no session"),
+        (Close("nobody"), "session", "there is no session"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_changes_nothing(
+    start: Start, command: Command, field: str, reason: str
+) -> None:
+    engine = start(2)
+    engine.handle(Open("a", RED, 3))
+    refused = ask(engine, command, Refused)
+    assert isinstance(refused, Refused)
+    assert refused.field == field
+    assert reason in refused.reason
+    assert refused.request == getattr(command, "request", "")
+    events = run(engine, until=chunks(1, engine))
+    assert one(events, Applied) == Applied("a", batches(events)[0].epoch, 0, 0)
+    assert len(engine.handle(Shutdown())) == 1, "only a is open"
+
+
+def test_a_report_for_a_session_that_is_gone_is_ignored(start: Start) -> None:
+    assert start(2).handle(Shown("gone", 5)) == []
+
+
+# ---- what only the painted pipeline can show ----------------------------------------------------------------------
+
+
+def test_the_painter_gets_what_was_asked_and_nothing_twice() -> None:
+    pipeline = PaintedPipeline()
+    engine = Engine(pipeline, ModelConfig(steps=2, kv_context="staircase"), CHUNK_FRAMES)
+    engine.handle(Open("a", "red", 4))
+    engine.handle(Open("b", "blue", 4, 4, "matched"))
+    for text in ("green", "blue", "red"):
+        engine.handle(SetPrompt("a", text))
+    engine.step()
+    engine.step()
+    assert pipeline.calls == [
+        ("open", 0, "red", 2, "staircase"),
+        ("open", 1, "blue", 4, "matched"),
+        ("set_conditioning", 0, "red", 3),
+    ]
+    assert "session 'a' at chunk 0" in engine.describe()
+    engine.close()
+    assert pipeline.closed
+
+
+def test_refusals_and_notices_of_the_model_reach_who_asked() -> None:
+    engine = Engine(PaintedPipeline(), CONFIG, CHUNK_FRAMES)
+    assert engine.handle(Open("a", "refuse me")) == [Refused("a", "", "prompt", "the painter refuses this prompt")]
+    assert engine.handle(Open("a", "red dragon")) == [Opened("a", 0, "red dragon", "I do not know dragon")]
+    assert engine.handle(SetPrompt("a", "refuse me", "r")) == [
+        Refused("a", "r", "prompt", "the painter refuses this prompt")
+    ]
+    assert engine.handle(SetPrompt("a", "blue", "s")) == [Accepted("a", "s", 1, "blue", "")]
+
+
+def test_frames_carry_their_session_seed_and_text() -> None:
+    """Every picture is the right one: number, seed and text are painted into it."""
+    engine = Engine(PaintedPipeline(), CONFIG, 2 * CHUNK_FRAMES)
+    texts = {"a": "red", "b": "blue", "c": "green star"}
+    for seed, (name, text) in enumerate(texts.items()):
+        engine.handle(Open(name, text, seed))
+    events = run(engine, until=lambda e: all(count(e, name) >= 600 for name in texts))
+    for seed, (name, text) in enumerate(texts.items()):
+        seen = pictures(events, name)[:, 0, 0]
+        expected = [(n % 256, seed, checksum(text)) for n in range(len(seen))]
+        assert np.array_equal(seen, np.array(expected))

@@ -1,0 +1,153 @@
+"""A session without anything around it: epochs, receipts, numbering, room."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamdiff.engine.messages import Accepted, Applied, Closed, FrameBatch, Opened
+from streamdiff.engine.session import Allow, End, Hold, Output, Session, StartAfresh, UseText
+
+CHUNK = 4
+
+
+def session(lead_frames: int = 12, epoch: int = 0) -> Session:
+    return Session("s", text="red", seed=3, epoch=epoch, lead_frames=lead_frames)
+
+
+def make(session: Session, *, epoch: int, chunk: int, count: int = CHUNK, chunk_s: float | None = None) -> list[Output]:
+    return session.made(epoch=epoch, chunk=chunk, pictures=np.zeros((count, 2, 2, 3), np.uint8), chunk_s=chunk_s)
+
+
+def test_opening_gives_room_and_tells_how_the_prompt_was_read() -> None:
+    assert session(epoch=5).open("a notice") == [Allow(12), Opened("s", 5, "red", "a notice")]
+
+
+def test_a_prompt_is_accepted_now_and_applied_with_its_first_frames() -> None:
+    s = session()
+    make(s, epoch=0, chunk=0)
+    assert s.set_prompt("blue", "", "r1") == [Accepted("s", "r1", 1, "blue", "")]
+    assert s.take_prompt() == [UseText("blue", 1)]
+    assert s.take_prompt() == [], "once"
+    old = make(s, epoch=0, chunk=1)
+    assert not any(isinstance(output, Applied) for output in old), "chunk 1 was under way already"
+    new = make(s, epoch=1, chunk=2)
+    assert new[0] == Applied("s", 1, 2, 2 * CHUNK)
+    assert not any(isinstance(output, Applied) for output in make(s, epoch=1, chunk=3)), "told once"
+
+
+def test_the_first_frames_of_all_apply_the_opening_prompt() -> None:
+    assert make(session(epoch=4), epoch=4, chunk=0)[0] == Applied("s", 4, 0, 0)
+
+
+def test_of_prompts_that_wait_the_latest_wins() -> None:
+    s = session()
+    for number, text in enumerate(["blue", "green", "white"]):
+        assert s.set_prompt(text, "", str(number)) == [Accepted("s", str(number), number + 1, text, "")]
+    assert s.take_prompt() == [UseText("white", 3)]
+    assert make(s, epoch=3, chunk=0)[0] == Applied("s", 3, 0, 0), "the epochs before are skipped"
+
+
+def test_frames_are_numbered_over_chunks_pieces_and_resets() -> None:
+    s = session(lead_frames=100)
+    batches = [*make(s, epoch=0, chunk=0, count=1), *make(s, epoch=0, chunk=0, count=3, chunk_s=0.5)]
+    batches += make(s, epoch=0, chunk=1)
+    assert s.reset(None, "r") == [StartAfresh("red", 3, 1), Hold(False), Allow(100), Accepted("s", "r", 1, "red")]
+    assert make(s, epoch=0, chunk=2) == [], "frames of before the reset"
+    batches += make(s, epoch=1, chunk=0)
+    numbers = [(b.epoch, b.chunk, b.first, b.chunk_s) for b in batches if isinstance(b, FrameBatch)]
+    assert numbers == [(0, 0, 0, None), (0, 0, 1, 0.5), (0, 1, 4, None), (1, 0, 8, None)]
+
+
+def test_a_reset_takes_the_latest_prompt_and_keeps_its_seed_and_pause() -> None:
+    s = session()
+    s.set_paused(True)
+    s.set_prompt("blue", "", "")
+    assert s.reset(9, "")[:2] == [StartAfresh("blue", 9, 2), Hold(True)]
+    assert s.take_prompt() == [], "it went with the reset"
+    assert s.reset(None, "")[0] == StartAfresh("blue", 9, 3)
+
+
+def test_pausing_twice_does_nothing_more() -> None:
+    s = session()
+    assert s.set_paused(False) == []
+    assert s.set_paused(True) == [Hold(True)]
+    assert s.set_paused(True) == []
+    assert s.set_paused(False) == [Hold(False)]
+
+
+def test_room_is_what_the_lead_leaves() -> None:
+    s = session(lead_frames=10)
+    assert Allow(6) in make(s, epoch=0, chunk=0)
+    assert Allow(2) in make(s, epoch=0, chunk=1)
+    assert s.shown(5) == [Allow(7)]
+    assert s.shown(5) == [], "nothing new"
+    assert s.shown(3) == [], "never back"
+    assert s.shown(1_000_000) == [Allow(10)], "never more than was made"
+    assert s.shown(-1) == []
+
+
+def test_closing() -> None:
+    assert session().close() == [End(), Closed("s")]
+
+
+@pytest.mark.parametrize(("epoch", "chunk"), [(0, 1), (0, 4), (1, 3), (0, -1)])
+def test_frames_out_of_order_are_a_fault(epoch: int, chunk: int) -> None:
+    s = session()
+    make(s, epoch=0, chunk=0)
+    make(s, epoch=0, chunk=1)
+    make(s, epoch=0, chunk=2)
+    with pytest.raises(AssertionError):
+        make(s, epoch=epoch, chunk=chunk)
+
+
+def test_a_chunk_of_two_epochs_is_a_fault() -> None:
+    s = session()
+    make(s, epoch=0, chunk=0, count=2)
+    s.set_prompt("blue", "", "")
+    with pytest.raises(AssertionError, match="chunk 0 of epoch 1 came after chunk 0 of epoch 0"):
+        make(s, epoch=1, chunk=0, count=2)
+
+
+ACTS = st.sampled_from(["chunk", "chunk", "chunk", "show", "prompt", "take", "reset", "pause", "resume"])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(ACTS, max_size=60))
+def test_whatever_is_asked(acts: list[str]) -> None:
+    """Numbers without gaps, epochs that never go back, one `Applied` per epoch seen, room never broken."""
+    s = session(lead_frames=3 * CHUNK)
+    outputs: list[Output] = s.open()
+    pipeline_epoch, chunk, shown = 0, 0, 0
+    for act in acts:
+        made = sum(len(o.pictures) for o in outputs if isinstance(o, FrameBatch))
+        match act:
+            case "chunk" if s.room_frames >= CHUNK:
+                outputs += make(s, epoch=pipeline_epoch, chunk=chunk)
+                chunk += 1
+            case "show":
+                shown = min(shown + 3, made)
+                outputs += s.shown(shown)
+            case "prompt":
+                outputs += s.set_prompt("other", "", "")
+            case "take":
+                for output in s.take_prompt():
+                    assert isinstance(output, UseText)
+                    pipeline_epoch = output.epoch
+            case "reset":
+                outputs += s.reset(None, "")
+                pipeline_epoch, chunk = s.epoch, 0
+            case "pause" | "resume":
+                outputs += s.set_paused(act == "pause")
+        assert 0 <= s.room_frames <= 3 * CHUNK
+    batches = [o for o in outputs if isinstance(o, FrameBatch)]
+    assert [b.first for b in batches] == [CHUNK * n for n in range(len(batches))]
+    epochs = [b.epoch for b in batches]
+    assert epochs == sorted(epochs)
+    applied = [o for o in outputs if isinstance(o, Applied)]
+    assert [a.epoch for a in applied] == sorted(set(epochs))
+    assert [a.first_frame for a in applied] == [CHUNK * epochs.index(epoch) for epoch in sorted(set(epochs))]
+    accepted = [o.epoch for o in outputs if isinstance(o, Accepted)]
+    assert accepted == list(range(1, len(accepted) + 1))

@@ -1,0 +1,102 @@
+"""Every example runs as its first lines say, and every file in examples/ is covered here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import av
+import httpx
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+COVERED = {"hello.py", "generate_file.py", "prompt_switch.py", "custom_viewer.py", "custom_viewer.html"}
+
+
+def run(name: str, *arguments: str, cwd: Path) -> str:
+    process = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def test_every_example_is_covered() -> None:
+    files = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
+    assert files == COVERED
+
+
+@pytest.mark.slow
+def test_hello(tmp_path: Path) -> None:
+    assert run("hello.py", cwd=tmp_path).splitlines()[-1].startswith("frame 120: (")
+
+
+def test_hello_has_ten_lines_of_code() -> None:
+    lines = (EXAMPLES / "hello.py").read_text(encoding="utf-8").splitlines()
+    assert len([line for line in lines if line.strip()]) <= 10
+
+
+@pytest.mark.slow
+def test_generate_file(tmp_path: Path) -> None:
+    assert "wrote a.mp4" in run("generate_file.py", "a purple circle", "a.mp4", cwd=tmp_path)
+    with av.open(str(tmp_path / "a.mp4")) as video:
+        frames = sum(1 for _ in video.decode(video=0))
+        rate = video.streams.video[0].average_rate
+    assert rate is not None
+    assert frames == round(2 * rate)
+
+
+@pytest.mark.slow
+def test_prompt_switch(tmp_path: Path) -> None:
+    lines = run("prompt_switch.py", cwd=tmp_path).splitlines()
+    assert [line.split(":")[0] for line in lines if "prompt is now" in line] == ["frame 36", "frame 72"]
+
+
+class _Whep(BaseHTTPRequestHandler):
+    """The least that answers like streamdiff's /whep."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        status = 201 if body == b"an offer" else 400
+        self.send_response(status)
+        self.send_header("Content-Type", str(self.headers["Content-Type"]))
+        self.send_header("Location", "/whep/7")
+        self.end_headers()
+        self.wfile.write(b"an answer")
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+def test_custom_viewer_hands_out_its_page_and_passes_offers_on() -> None:
+    spec = importlib.util.spec_from_file_location("custom_viewer", EXAMPLES / "custom_viewer.py")
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Whep) as behind:
+        front = example.make_server(0, f"http://127.0.0.1:{behind.server_port}")
+        for server in (behind, front):
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        with front, httpx.Client(base_url=f"http://127.0.0.1:{front.server_port}") as client:
+            assert 'fetch("whep"' in client.get("/").text
+            sdp = {"Content-Type": "application/sdp"}
+            answer = client.post("/whep", content=b"an offer", headers=sdp)
+            assert (answer.status_code, answer.text) == (201, "an answer")
+            assert answer.headers["Location"] == "/whep/7"
+            assert client.post("/whep", content=b"nonsense", headers=sdp).status_code == 400
+            assert client.post("/metrics", content=b"", headers=sdp).status_code == 404
+            behind.shutdown()
+            behind.server_close()
+            assert client.post("/whep", content=b"an offer", headers=sdp).status_code == 502
+            front.shutdown()

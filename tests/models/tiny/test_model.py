@@ -1,0 +1,114 @@
+"""The model's folder: written, read back, and refused when something is missing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from streamdiff.errors import ConfigError
+from streamdiff.models.taehv import Memory
+from streamdiff.models.tiny import model
+from tests.small import AUTOENCODER, CPU, LATENT_CHANNELS, LATENT_SIDE, RED, small_parts
+
+STREAM: dict[str, object] = {
+    "latent_height": LATENT_SIDE,
+    "latent_width": LATENT_SIDE,
+    "chunk_latents": 3,
+    "window_latents": 15,
+    "sink_latents": 3,
+    "native_fps": 24.0,
+    "shift": 5.0,
+    "steps": [4, 2],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("saved") / "model"
+    parts = small_parts(5)
+    model.save(where, parts.autoencoder, parts.mean, parts.std, (parts.text, parts.transformer), STREAM)
+    return where
+
+
+def test_a_saved_model_loads_as_it_was_up_to_half_precision(folder: Path) -> None:
+    parts, loaded = small_parts(5), model.load(folder, CPU, "mine")
+    spec = loaded.spec
+    assert (spec.name, spec.chunk_latents, spec.window_latents, spec.sink_latents) == ("mine", 3, 15, 3)
+    assert (spec.native_fps, spec.shift, spec.steps) == (24.0, 5.0, (4, 2))
+    assert (spec.width, spec.height) == (LATENT_SIDE * AUTOENCODER.spatial,) * 2
+    assert spec.chunk_frames == 3 * AUTOENCODER.temporal
+    assert spec.chunk_shape == (LATENT_CHANNELS, 3, LATENT_SIDE, LATENT_SIDE)
+    written = {name: weight.half().float() for name, weight in parts.transformer.state_dict().items()}
+    read = loaded.denoiser.model.state_dict()
+    assert written.keys() == read.keys()
+    assert all(torch.equal(read[name], weight) for name, weight in written.items())
+    assert {weight.dtype for weight in read.values()} == {torch.float32}
+    torch.testing.assert_close(loaded.text.encode(RED), parts.text.encode(RED), rtol=1e-2, atol=1e-2)
+
+
+def test_the_decoder_gives_the_same_pictures(folder: Path) -> None:
+    parts = small_parts(5)
+    loaded = model.load(folder, CPU)
+    latents = torch.randn(1, LATENT_CHANNELS, 2, LATENT_SIDE, LATENT_SIDE, generator=torch.Generator().manual_seed(0))
+    pictures = loaded.decoder.decode(latents, loaded.decoder.new_memory())
+    assert pictures.dtype == torch.uint8
+    assert pictures.shape == (2 * AUTOENCODER.temporal, loaded.spec.height, loaded.spec.width, 3)
+    scale = parts.std.view(1, 1, -1, 1, 1)
+    raw = latents.transpose(1, 2) * scale + parts.mean.view(1, 1, -1, 1, 1)
+    frames = parts.autoencoder.decode(raw, Memory())[0]
+    expected = (frames.clamp(0, 1) * 255).permute(0, 2, 3, 1)
+    assert (pictures.float() - expected).abs().max() <= 1.5
+    assert pictures.float().std() > 1
+
+
+def test_the_folder_has_the_layout_of_diffusers(folder: Path) -> None:
+    index = json.loads((folder / "model_index.json").read_text())
+    for part in ("transformer", "text_encoder", "tokenizer", "vae"):
+        assert (folder / part).is_dir() and part in index
+    assert json.loads((folder / "transformer" / "config.json").read_text())["_class_name"] == "WanTransformer3DModel"
+    assert (folder / "transformer" / "diffusion_pytorch_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        "model_index.json",
+        "transformer",
+        "transformer/config.json",
+        "transformer/diffusion_pytorch_model.safetensors",
+        "text_encoder",
+        "text_encoder/model.safetensors",
+        "tokenizer/tokenizer.json",
+        "vae",
+        "vae/config.json",
+        "vae/diffusion_pytorch_model.safetensors",
+    ],
+)
+def test_a_missing_part_is_named_with_the_way_out(folder: Path, tmp_path: Path, missing: str) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    target = broken / missing
+    shutil.rmtree(target) if target.is_dir() else target.unlink()
+    with pytest.raises(ConfigError) as caught:
+        model.load(broken, CPU)
+    message = str(caught.value)
+    assert str(broken) in message and missing in message and "--model tiny" in message
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        model.load(tmp_path / "nowhere", CPU)
+
+
+def test_the_autoencoder_alone_can_be_saved(tmp_path: Path) -> None:
+    parts = small_parts(6)
+    model.save(tmp_path, parts.autoencoder, parts.mean, parts.std, None, STREAM)
+    autoencoder, decoder = model.load_autoencoder(tmp_path, CPU)
+    assert autoencoder.config == AUTOENCODER
+    torch.testing.assert_close(decoder.mean.flatten(), parts.mean)
+    torch.testing.assert_close(decoder.std.flatten(), parts.std)
+    assert not (tmp_path / "model_index.json").exists()

@@ -1,0 +1,54 @@
+"""Rotary positions: Wan's, for positions without end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+
+from streamdiff.models.wan import rotary
+
+
+@pytest.mark.parametrize("head_dim", [12, 32, 128])
+def test_the_table_is_diffusers_table(head_dim: int) -> None:
+    frames, height, width = 7, 3, 5
+    cos, sin = WanRotaryPosEmbed(head_dim, (1, 2, 2), 64)(torch.zeros(1, 4, frames, 2 * height, 2 * width))
+    table = rotary.table(torch.arange(frames), height, width, head_dim)
+    torch.testing.assert_close(table.cos, cos[0, ..., ::2], rtol=0, atol=1e-6)
+    torch.testing.assert_close(table.sin, sin[0, ..., 1::2], rtol=0, atol=1e-6)
+
+
+def test_channels_are_split_as_in_wan() -> None:
+    assert rotary.axis_dims(128) == (44, 42, 42)
+    assert rotary.axis_dims(32) == (12, 10, 10)
+
+
+def scores(position: int, distance: int) -> torch.Tensor:
+    query, key = torch.randn(2, 6, 2, 32, generator=torch.Generator().manual_seed(9))
+    near = rotary.rotate(query, rotary.table(torch.tensor([position + distance]), 2, 3, 32))
+    far = rotary.rotate(key, rotary.table(torch.tensor([position]), 2, 3, 32))
+    return torch.einsum("qhd,khd->hqk", near, far)
+
+
+@pytest.mark.parametrize("distance", [0, 1, 14])
+def test_only_distance_matters_at_position_three_million_too(distance: int) -> None:
+    torch.testing.assert_close(scores(3_000_000, distance), scores(60, distance), rtol=0, atol=1e-4)
+
+
+def test_distance_does_matter() -> None:
+    assert (scores(60, 1) - scores(60, 4)).abs().max() > 0.1
+
+
+def test_rotating_keeps_length_and_type() -> None:
+    x = torch.randn(2, 6, 3, 32, generator=torch.Generator().manual_seed(3))
+    turned = rotary.rotate(x, rotary.table(torch.tensor([11]), 2, 3, 32))
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
+    assert rotary.rotate(x.half(), rotary.table(torch.tensor([11]), 2, 3, 32)).dtype == torch.float16
+
+
+def test_a_batch_of_positions_equals_each_alone() -> None:
+    positions = torch.tensor([[0, 1, 2], [5, 6, 9]])
+    both = rotary.table(positions, 2, 2, 12)
+    for row in range(2):
+        alone = rotary.table(positions[row], 2, 2, 12)
+        assert torch.equal(both.cos[row], alone.cos) and torch.equal(both.sin[row], alone.sin)

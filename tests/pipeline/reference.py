@@ -1,0 +1,117 @@
+"""Streams the plain way: no stages, no scheduler, no ring, no cache.
+
+Every row (chunk, step) is computed from scratch, together with all rows it depends on, in one forward whose attention
+says row by row what is seen. What a row sees is written down here once more, from the definition of the KV contexts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from streamdiff.models import sampling
+from streamdiff.models.base import Model
+from streamdiff.models.wan import rotary
+from streamdiff.models.wan.transformer import KeyValue, attend
+
+Row = tuple[int, int]  # (chunk, step); step == steps is the clean pass
+
+
+def window(model: Model, chunk: int) -> list[int]:
+    """Chunks that `chunk` sees: the sink and the newest that fit, itself last."""
+    spec = model.spec
+    total, sink = spec.window_latents // spec.chunk_latents, spec.sink_latents // spec.chunk_latents
+    return [c for c in range(chunk + 1) if c < sink or c > chunk - (total - sink)]
+
+
+def sees(model: Model, row: Row, steps: int, kv_context: str) -> list[Row]:
+    """Rows whose keys `row` attends to, oldest first, itself last."""
+    chunk, step = row
+    at: dict[str, Callable[[int], int]] = {
+        "clean": lambda distance: steps,
+        "staircase": lambda distance: min(step + distance, steps),
+        "matched": lambda distance: step,
+    }
+    return [(c, at[kv_context](chunk - c) if c < chunk else step) for c in window(model, chunk)]
+
+
+@dataclass
+class Explicit:
+    """Attention over rows given by number: row i sees rows `seen[i]`, at positions 0, 1, 2, ..."""
+
+    seen: list[list[int]]
+    frames: int
+    grid: tuple[int, int]
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mixed = []
+        longest = max(len(seen) for seen in self.seen)
+        table = rotary.table(torch.arange(longest * self.frames), *self.grid, query.shape[-1])
+        tokens = query.shape[1]
+        for row, seen in enumerate(self.seen):
+            keys, values = key[seen].flatten(0, 1), value[seen].flatten(0, 1)
+            places = rotary.Rotary(table.cos[: len(keys)], table.sin[: len(keys)])
+            own = rotary.Rotary(places.cos[-tokens:], places.sin[-tokens:])
+            turned = rotary.rotate(query[row], own)
+            mixed.append(attend(turned[None], rotary.rotate(keys, places)[None], values[None]))
+        return torch.cat(mixed)
+
+
+class Reference:
+    """One stream. `text(chunk)` is the text in force when the chunk was admitted."""
+
+    def __init__(self, model: Model, text: Callable[[int], str], *, seed: int, steps: int, kv_context: str) -> None:
+        self.model, self.text, self.seed = model, text, seed
+        self.steps, self.kv_context = steps, kv_context
+        self.sigmas = [*sampling.schedule(steps, model.spec.shift), 0.0]
+        self.input: dict[Row, Tensor] = {}
+        self.encode = cache(model.text.encode)
+
+    @torch.inference_mode()
+    def chunks(self, count: int) -> list[Tensor]:
+        """Latents `[C, F, h, w]` of the first `count` chunks."""
+        return [self._input((chunk, self.steps)) for chunk in range(count)]
+
+    def _input(self, row: Row) -> Tensor:
+        """What goes into the transformer at `row`: x_t, or for the clean pass the finished latents."""
+        chunk, step = row
+        if row not in self.input:
+            shape = self.model.spec.chunk_shape
+            fresh = sampling.noise(shape, seed=self.seed, chunk=chunk, step=min(step, self.steps - 1))
+            if step == 0:
+                self.input[row] = fresh
+            else:
+                before = self._input((chunk, step - 1))
+                clean = before - self.sigmas[step - 1] * self._flow((chunk, step - 1))
+                sigma = self.sigmas[step]
+                self.input[row] = clean if step == self.steps else (1 - sigma) * clean + sigma * fresh
+        return self.input[row]
+
+    def _flow(self, row: Row) -> Tensor:
+        rows = sorted(self._closure(row), key=lambda r: (r[0], r[1]))
+        spec, denoiser = self.model.spec, self.model.denoiser
+        latents = torch.stack([self._input(r) for r in rows])
+        timestep = torch.tensor([[1000 * self.sigmas[step]] for _, step in rows]).expand(-1, spec.chunk_latents)
+        layers = denoiser.text(torch.stack([self.encode(self.text(chunk)) for chunk, _ in rows]))
+        text = [KeyValue(*layer) for layer in layers]
+        seen = [[rows.index(s) for s in sees(self.model, r, self.steps, self.kv_context)] for r in rows]
+        grid = (spec.latent_height // denoiser.patch[1], spec.latent_width // denoiser.patch[2])
+        tokens = denoiser.embed(latents, timestep)
+        attention = Explicit(seen, spec.chunk_latents, grid)
+        tokens = denoiser.run_blocks(0, len(denoiser.blocks), tokens, text, attention)
+        return denoiser.head(tokens, spec.chunk_shape[1:])[rows.index(row)]
+
+    def _closure(self, row: Row) -> set[Row]:
+        """`row` and every row its result depends on through attention."""
+        found: set[Row] = set()
+        waiting = [row]
+        while waiting:
+            current = waiting.pop()
+            if current not in found:
+                found.add(current)
+                waiting += sees(self.model, current, self.steps, self.kv_context)
+        return found

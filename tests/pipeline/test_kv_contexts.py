@@ -1,0 +1,116 @@
+"""The ring, the scheduler and the caches against streams computed the plain way, without any of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from streamdiff.models.base import Model
+from streamdiff.models.wan.transformer import KeyValue
+from streamdiff.pipeline.microstep import MicroStep
+from streamdiff.pipeline.stage import Stage
+from streamdiff.pipeline.worker import Worker
+from tests.pipeline.reference import Explicit, Reference, window
+from tests.small import BLUE, CPU, RED, small_model
+
+CHUNKS = 9
+CHANGE_AT = 5
+
+
+def streamed(
+    model: Model, *, steps: int, kv_context: str, max_rows: int = 1, chunks: int = CHUNKS, seed: int = 11
+) -> list[torch.Tensor]:
+    """Latents of a stream whose prompt changes at chunk `CHANGE_AT`."""
+    worker = Worker(model, CPU, max_rows=max_rows)
+    worker.open(0, model.text.encode(RED), seed=seed, epoch=0, steps=steps, kv_context=kv_context)
+    done: dict[int, torch.Tensor] = {}
+    while len(done) < chunks:
+        if worker.scheduler.next_chunk(0) == CHANGE_AT:
+            worker.set_text(0, 1, model.text.encode(BLUE))
+        worker.scheduler.set_room(0, model.spec.chunk_frames)
+        rows, finished = worker.turn()
+        assert rows, "the stream stands still"
+        done |= {row.chunk: latents for row, latents in finished}
+    return [done[chunk] for chunk in range(chunks)]
+
+
+@pytest.mark.parametrize("sink", [0, 2])
+@pytest.mark.parametrize(
+    ("kv_context", "steps"), [("clean", 4), ("clean", 2), ("staircase", 4), ("staircase", 2), ("matched", 2)]
+)
+def test_a_stream_equals_the_uncached_reference(kv_context: str, steps: int, sink: int) -> None:
+    """Nine chunks with a window of three: six evictions, one prompt change."""
+    model = small_model(1, sink=sink)
+    got = streamed(model, steps=steps, kv_context=kv_context)
+    text = lambda chunk: RED if chunk < CHANGE_AT else BLUE  # noqa: E731
+    expected = Reference(model, text, seed=11, steps=steps, kv_context=kv_context).chunks(CHUNKS)
+    for chunk in range(CHUNKS):
+        assert expected[chunk].std() > 0.1
+        torch.testing.assert_close(got[chunk], expected[chunk], rtol=1e-4, atol=1e-4, msg=f"chunk {chunk}")
+
+
+def test_the_contexts_are_different_streams() -> None:
+    """The comparison above would mean little if all contexts gave the same numbers."""
+    model = small_model(1)
+    text = lambda chunk: RED  # noqa: E731
+    streams = [
+        Reference(model, text, seed=11, steps=2, kv_context=context).chunks(3)[2]
+        for context in ("clean", "staircase", "matched")
+    ]
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        assert (streams[i] - streams[j]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("max_rows", [2, 3, 5])
+def test_a_round_of_a_staircase_in_one_forward_equals_its_rows_one_by_one(max_rows: int) -> None:
+    model = small_model(1)
+    alone = streamed(model, steps=4, kv_context="staircase", chunks=6)
+    together = streamed(model, steps=4, kv_context="staircase", chunks=6, max_rows=max_rows)
+    for one, other in zip(alone, together, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sink", [0, 2])
+@torch.inference_mode()
+def test_a_causal_forward_over_chunks_equals_one_block_causal_forward(sink: int) -> None:
+    model = small_model(2, layers=3, sink=sink)
+    spec, denoiser = model.spec, model.denoiser
+    count = 8
+    generator = torch.Generator().manual_seed(4)
+    latents = torch.randn(count, *spec.chunk_shape, generator=generator)
+    timestep = 1000 * torch.rand(count, spec.chunk_latents, generator=generator)
+    embeddings = model.text.encode(RED)
+
+    stage = Stage(model, 0, 3, CPU)
+    stage.open(0, steps=4, kv_context="clean", stages=1)
+    stage.set_text(0, 0, embeddings, oldest=0)
+    parts = []
+    for chunk in range(count):
+        tokens = denoiser.embed(latents[chunk : chunk + 1], timestep[chunk : chunk + 1])
+        tokens = stage.forward([MicroStep(0, chunk, 4, 4, 0)], tokens)
+        parts.append(denoiser.head(tokens, spec.chunk_shape[1:]))
+
+    text = [KeyValue(*layer) for layer in denoiser.text(embeddings[None].expand(count, -1, -1))]
+    attention = Explicit([window(model, chunk) for chunk in range(count)], spec.chunk_latents, (2, 2))
+    whole = denoiser.run_blocks(0, 3, denoiser.embed(latents, timestep), text, attention)
+    torch.testing.assert_close(torch.cat(parts), denoiser.head(whole, spec.chunk_shape[1:]), rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_chunk_far_into_a_stream_is_computed_as_one_of_the_first() -> None:
+    """A window that holds the same chunks gives the same result at chunk 3,000,000 as at chunk 5."""
+    model = small_model(2, window=8, sink=2)
+
+    def last(first: int) -> torch.Tensor:
+        stage = Stage(model, 0, 2, CPU)
+        stage.open(0, steps=4, kv_context="clean", stages=1)
+        stage.set_text(0, 0, model.text.encode(RED), oldest=0)
+        generator = torch.Generator().manual_seed(4)
+        for chunk in [0, *range(first, first + 5)]:  # the sink, then chunks until none of those skipped is in view
+            latents = torch.randn(1, *model.spec.chunk_shape, generator=generator)
+            tokens = model.denoiser.embed(latents, torch.zeros(1, model.spec.chunk_latents))
+            tokens = stage.forward([MicroStep(0, chunk, 4, 4, 0)], tokens)
+        return tokens.hidden
+
+    early, late = last(5), last(3_000_000)
+    torch.testing.assert_close(late, early, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,95 @@
+"""An endless stream takes no more memory, files or list entries at its end than at its beginning."""
+
+from __future__ import annotations
+
+import gc
+
+import psutil
+import pytest
+import torch
+
+from streamdiff.models.base import Model
+from streamdiff.pipeline.runtime import Runtime
+from streamdiff.pipeline.worker import Worker
+from tests.small import BLUE, CPU, RED, small_model
+
+PROCESS = psutil.Process()
+MEBIBYTE = 1 << 20
+
+
+def run(worker: Worker, model: Model, chunks: int, first_epoch: int) -> None:
+    """Make `chunks` more chunks of session 0, with a prompt change now and then."""
+    texts = [model.text.encode(RED), model.text.encode(BLUE)]
+    done = 0
+    while done < chunks:
+        worker.scheduler.set_room(0, model.spec.chunk_frames)
+        finished = worker.turn()[1]
+        if finished and done % 50 == 0:
+            worker.set_text(0, first_epoch + done, texts[done // 50 % 2])
+        done += len(finished)
+
+
+def kept(worker: Worker) -> dict[str, int]:
+    """Lengths of everything that could grow, and the addresses of what must stay where it is."""
+    stage, head = worker.stage.sessions[0], worker.head.sessions[0]
+    state = worker.scheduler._sessions[0]
+    assert len(stage.text) <= 3 and len(head.latents) <= 5 and len(state.chunks) <= 5
+    return {
+        "key": stage.state.key.data_ptr(),
+        "value": stage.state.value.data_ptr(),
+        "bytes": stage.state.nbytes,
+        "sessions": len(worker.scheduler._sessions) + len(worker.head.sessions) + len(worker.stage.sessions),
+        "files": PROCESS.num_fds(),
+        "threads": PROCESS.num_threads(),
+    }
+
+
+def flat(chunks: int, kv_context: str) -> None:
+    model = small_model(6, layers=1)
+    worker = Worker(model, CPU)
+    worker.open(0, model.text.encode(RED), seed=1, epoch=0, steps=2, kv_context=kv_context)
+    run(worker, model, 120, 1)
+    gc.collect()
+    before, memory, objects = kept(worker), PROCESS.memory_info().rss, len(gc.get_objects())
+    run(worker, model, chunks, 1000)
+    gc.collect()
+    assert kept(worker) == before
+    assert len(gc.get_objects()) - objects < 200
+    assert PROCESS.memory_info().rss - memory < 8 * MEBIBYTE
+    assert all(torch.isfinite(latents).all() for latents in worker.head.sessions[0].latents.values())
+
+
+@pytest.mark.parametrize("kv_context", ["clean", "staircase"])
+def test_memory_files_and_lists_are_flat(kv_context: str) -> None:
+    flat(400, kv_context)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_context", ["clean", "staircase"])
+def test_memory_files_and_lists_are_flat_over_ten_thousand_chunks(kv_context: str) -> None:
+    flat(10_000, kv_context)
+
+
+def test_the_decoding_side_is_flat_too() -> None:
+    model = small_model(6, layers=1)
+    runtime = Runtime(model, CPU)
+    runtime.open(0, model.text.encode(RED), seed=1, epoch=0, steps=2, kv_context="clean")
+
+    def play(chunks: int) -> None:
+        done = 0
+        while done < chunks:
+            runtime.set_room(0, 3 * model.spec.chunk_frames)
+            done += sum(piece.last for piece in runtime.step(wait_s=5.0))
+
+    play(40)
+    gc.collect()
+    stream = runtime._streams[0]
+    size, memory, files = stream.memory.nbytes, PROCESS.memory_info().rss, PROCESS.num_fds()  # type: ignore[attr-defined]
+    play(120)
+    gc.collect()
+    assert stream.memory.nbytes == size  # type: ignore[attr-defined]
+    assert len(stream.admitted_s) <= 2 and len(runtime._decoding) <= 2
+    assert stream.ahead_frames <= 3 * model.spec.chunk_frames
+    assert PROCESS.num_fds() == files
+    assert PROCESS.memory_info().rss - memory < 8 * MEBIBYTE
+    runtime.close()

@@ -1,0 +1,44 @@
+"""What the package imports is what pyproject.toml asks for, and nothing is asked for in vain."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+
+from tests.rules.source import ROOT, imports, modules
+
+# Where the name to install and the name to import differ.
+IMPORT_NAMES = {"pillow": "PIL", "pyyaml": "yaml", "pyzmq": "zmq", "prometheus-client": "prometheus_client"}
+# Comes with another one of ours by contract: a part of it, not a choice of its own.
+COMES_WITH = {"starlette": "fastapi", "annotated_types": "pydantic"}
+# Needed at run time by a library that we call, though we do not import it ourselves.
+INDIRECT: dict[str, str] = {}
+
+
+def declared() -> set[str]:
+    """Import names of the runtime dependencies."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = [re.split(r"[<>=!~ \[;]", requirement)[0].lower() for requirement in project["dependencies"]]
+    return {IMPORT_NAMES.get(name, name) for name in names}
+
+
+def imported() -> dict[str, str]:
+    """Third-party top-level names the package imports, each with one place."""
+    found = {}
+    for module in modules():
+        for line, name in imports(module):
+            top = name.split(".")[0]
+            if top and top != "streamdiff" and top not in sys.stdlib_module_names:
+                found[top] = f"{module.place}:{line}"
+    return found
+
+
+def test_every_import_is_declared() -> None:
+    missing = {name: place for name, place in imported().items() if COMES_WITH.get(name, name) not in declared()}
+    assert not missing, f"imported but not in pyproject.toml: {missing}"
+
+
+def test_every_dependency_is_imported() -> None:
+    unused = declared() - set(imported()) - set(INDIRECT)
+    assert not unused, f"in pyproject.toml but never imported: {sorted(unused)}"

@@ -1,0 +1,46 @@
+"""What the documents point at exists, and README's Python example is the one that is tested."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.rules.source import ROOT
+
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8"))
+    missing = [link for link in links if not (document.parent / link).exists()]
+    assert not missing
+
+
+def test_the_tour_names_files_that_exist() -> None:
+    names = re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.py)`", (ROOT / "docs" / "tour.md").read_text(encoding="utf-8"))
+    assert len(names) > 15
+    missing = [name for name in names if not (ROOT / "streamdiff" / name).exists()]
+    assert not missing
+
+
+def test_readmes_python_example_is_the_tested_one() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    match = re.search(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert match is not None
+    example = (ROOT / "examples" / "hello.py").read_text(encoding="utf-8").partition('"""\n\n')[2]
+    assert match[1].strip() == example.replace(", strict=False", "").strip()
+
+
+def test_readmes_commands_are_makes_targets() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = {
+        word
+        for document in DOCUMENTS
+        for word in re.findall(r"(?:`|^)make ([a-z]+)", document.read_text("utf-8"), re.M)
+    }
+    targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
+    assert {"serve", "test", "check", "bench"} <= named
+    assert named <= targets

@@ -1,0 +1,72 @@
+"""The hot path never waits for the device: no value of a tensor is read back in a micro-step (DESIGN section 8)."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.rules.source import Module, modules, parse
+
+HOT = ("streamdiff.models", "streamdiff.state", "streamdiff.pipeline")
+SYNC_METHODS = {"item", "tolist", "cpu", "numpy", "nonzero"}
+SYNC_FUNCTIONS = {"torch.cuda.synchronize", "torch.nonzero", "torch.masked_select", "torch.equal", "torch.allclose"}
+
+# Modules that are not part of a micro-step, by prefix, and functions that are where the device is meant to be left.
+COLD = {
+    "streamdiff.models.tiny.train": "training and its parts",
+    "streamdiff.models.tiny.world": "draws the training world",
+    "streamdiff.models.tiny.weights": "files",
+}
+ALLOWED = {
+    "streamdiff.models.tiny.model:save": "writes files",
+    "streamdiff.pipeline.runtime:_decode": "the decoding thread: here, and only here, pictures leave the device",
+}
+
+
+def faults(module: Module) -> list[str]:
+    """Calls that make the host wait for the device, as `place:line in function`."""
+    found = []
+    for function, node in _calls(module.tree, ""):
+        name = ast.unparse(node.func)
+        method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        bad = (method in SYNC_METHODS and not name.startswith("np.")) or name in SYNC_FUNCTIONS
+        if bad and f"{module.name}:{function}" not in ALLOWED:
+            found.append(f"{module.place}:{node.lineno} {name}() in {function or 'the module'}")
+    return found
+
+
+def _calls(tree: ast.AST, function: str) -> list[tuple[str, ast.Call]]:
+    found = []
+    for child in ast.iter_child_nodes(tree):
+        inner = child.name if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else function
+        if isinstance(child, ast.Call):
+            found.append((function, child))
+        found += _calls(child, inner)
+    return found
+
+
+def hot() -> list[Module]:
+    return [
+        module for module in modules() if module.name.startswith(HOT) and not any(map(module.name.startswith, COLD))
+    ]
+
+
+def test_no_host_sync_in_the_hot_modules() -> None:
+    found = [fault for module in hot() for fault in faults(module)]
+    assert not found, "\n".join(found)
+
+
+def test_every_exception_exists() -> None:
+    names = {
+        f"{module.name}:{node.name}"
+        for module in hot()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert set(ALLOWED) <= names, f"remove from ALLOWED: {sorted(set(ALLOWED) - names)}"
+
+
+@pytest.mark.parametrize("call", ["x.item()", "x.max().tolist()", "x.cpu()", "torch.nonzero(x)", "x.detach().numpy()"])
+def test_the_rule_sees_a_fault(call: str) -> None:
+    assert faults(parse(f"def step(x):\n    return {call}", "streamdiff.pipeline.example"))

@@ -1,0 +1,194 @@
+"""A pipeline that paints instead of computing, behind the real engine process: what the serve tests and the browser
+test run against. `python -m tests.serve.scripted serve ...` is `streamdiff serve` with this pipeline.
+
+The background is the prompt's last known colour word. A white bar, one frame wide per frame, marks time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig
+from streamdiff.engine import main as engine_main
+from streamdiff.engine.supervisor import Supervisor
+from streamdiff.serve import server
+
+COLOURS = {
+    "red": (214, 48, 49),
+    "green": (39, 160, 80),
+    "blue": (40, 80, 220),
+    "yellow": (240, 210, 60),
+    "purple": (140, 60, 190),
+    "orange": (235, 130, 40),
+}
+SIZE = 128
+CHUNK_FRAMES = 8
+
+
+@dataclass(frozen=True)
+class Info:
+    name: str = "scripted"
+    device: str = "cpu"
+    width: int = SIZE
+    height: int = SIZE
+    native_fps: float = 40.0
+    chunk_frames: int = CHUNK_FRAMES
+    steps: int = 4
+    kv_context: str = "clean"
+
+
+@dataclass(frozen=True)
+class Reading:
+    text: str
+    notice: str = ""
+
+
+@dataclass(frozen=True)
+class Text:
+    examples: tuple[str, ...] = ("a red circle moving right", "a blue star on grass", "a yellow square moving up")
+    vocabulary: str = "colours: " + ", ".join(COLOURS)
+
+    def read(self, prompt: str, previous: str | None) -> Reading:
+        known = [word for word in prompt.lower().replace(",", " ").split() if word in COLOURS]
+        if known:
+            return Reading(prompt)
+        text = previous or "a red circle"
+        return Reading(text, f"None of these words is known here, so the picture stays. Try {', '.join(COLOURS)}.")
+
+    def encode(self, text: str) -> tuple[int, int, int]:
+        known = [word for word in text.lower().replace(",", " ").split() if word in COLOURS]
+        return COLOURS[known[-1]] if known else COLOURS["red"]
+
+
+@dataclass(frozen=True)
+class Made:
+    session: int
+    chunk: int
+    epoch: int
+    pictures: NDArray[np.uint8]
+    last: bool
+    chunk_s: float | None
+
+
+@dataclass
+class _Stream:
+    colour: tuple[int, int, int]
+    epoch: int
+    room: int = 0
+    paused: bool = False
+    chunk: int = 0
+    time: int = 0
+    seed: int = 0
+
+
+@dataclass
+class Painter:
+    """Makes a chunk of every stream that has room, `chunk_s` seconds apart."""
+
+    chunk_s: float = 0.05
+    die_after_chunks: int | None = None
+    info: Info = Info()
+    text: Text = Text()
+    _streams: dict[int, _Stream] = field(default_factory=dict)
+    _made: int = 0
+
+    def minimum_lead(self, *, steps: int, kv_context: str) -> int:
+        return self.info.chunk_frames
+
+    def open(self, session: int, conditioning: object, *, seed: int, epoch: int, steps: int, kv_context: str) -> None:
+        self._streams[session] = _Stream(conditioning, epoch, seed=seed)  # type: ignore[arg-type]
+
+    def set_conditioning(self, session: int, conditioning: object, *, epoch: int) -> None:
+        stream = self._streams[session]
+        stream.colour, stream.epoch = conditioning, epoch  # type: ignore[assignment]
+
+    def reset(self, session: int, conditioning: object, *, seed: int, epoch: int) -> None:
+        stream = self._streams[session]
+        stream.colour, stream.epoch, stream.seed = conditioning, epoch, seed  # type: ignore[assignment]
+        stream.chunk = stream.time = 0
+
+    def set_paused(self, session: int, paused: bool) -> None:
+        self._streams[session].paused = paused
+
+    def set_room(self, session: int, frames: int) -> None:
+        self._streams[session].room = frames
+
+    def close_session(self, session: int) -> None:
+        del self._streams[session]
+
+    def _ready(self) -> deque[int]:
+        return deque(
+            slot for slot, each in self._streams.items() if not each.paused and each.room >= self.info.chunk_frames
+        )
+
+    def step(self, wait_s: float = 0.0) -> list[Made]:
+        made = []
+        for slot in self._ready():
+            stream = self._streams[slot]
+            time.sleep(self.chunk_s)
+            pictures = np.stack([self._paint(stream, number) for number in range(self.info.chunk_frames)])
+            made.append(Made(slot, stream.chunk, stream.epoch, pictures, True, self.chunk_s))
+            stream.chunk += 1
+            self._made += 1
+            if self._made == self.die_after_chunks:
+                raise RuntimeError("the painter ran out of paint")
+        return made
+
+    def _paint(self, stream: _Stream, number: int) -> NDArray[np.uint8]:
+        picture = np.empty((SIZE, SIZE, 3), np.uint8)
+        picture[:] = stream.colour
+        at = (stream.chunk * self.info.chunk_frames + number + stream.seed) * 2 % SIZE
+        picture[SIZE - 24 : SIZE - 8, at : at + 8] = 255
+        return picture
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._ready())
+
+    def close(self) -> None:
+        self._streams.clear()
+
+
+def load(config: ModelConfig, painter: Painter) -> Painter:
+    return painter
+
+
+def main() -> int:
+    """`serve`: a whole server. Anything else: the engine process of one."""
+    if sys.argv[1] != "serve":
+        dies = int(config.name.split("-")[1]) if (config := _model_config()).name.startswith("dies-") else None
+        return engine_main.main(load=partial(load, painter=Painter(die_after_chunks=dies)))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--max-viewers", type=int, default=32)
+    parser.add_argument("--codec", default="auto")
+    parser.add_argument("--name", default="scripted")
+    parser.add_argument("--no-browser", action="store_true")
+    arguments = parser.parse_args()
+    serve = ServeConfig(
+        host=arguments.host,
+        port=arguments.port,
+        max_viewers=arguments.max_viewers,
+        codec=arguments.codec,
+        open_browser=not arguments.no_browser,
+    )
+    config = Config(serve=serve, playback=PlaybackConfig(), model=ModelConfig(name=arguments.name))
+    return server.run(config, supervise=partial(Supervisor, module="tests.serve.scripted"))
+
+
+def _model_config() -> ModelConfig:
+    return Config.model_validate_json(sys.argv[sys.argv.index("--config-json") + 1]).model
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""The validator of messages, and the book of open requests."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamdiff.serve.control import Allowance, Control, ControlError, RequestBook, parse
+
+
+@pytest.mark.parametrize(
+    ("message", "control"),
+    [
+        ({"type": "prompt", "prompt": " a \n red\tcircle ", "id": 7}, Control("prompt", 7, prompt="a red circle")),
+        ({"type": "prompt", "prompt": "x" * 2000, "id": "abc"}, Control("prompt", "abc", prompt="x" * 2000)),
+        ({"type": "reset"}, Control("reset")),
+        ({"type": "reset", "seed": 2**31 - 1}, Control("reset", seed=2**31 - 1)),
+        ({"type": "pause", "id": "x" * 100}, Control("pause", None)),
+        ({"type": "resume", "id": {"a": 1}}, Control("resume", None)),
+        ({"type": "ping", "id": True}, Control("ping", None)),
+    ],
+)
+def test_good_messages(message: dict[str, object], control: Control) -> None:
+    assert parse(json.dumps(message)) == control
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "field"),
+    [
+        ("", "bad_json", ""),
+        ("{", "bad_json", ""),
+        ('{"type": "reset", "seed": NaN}', "bad_json", ""),
+        ('{"type": "reset", "seed": -Infinity}', "bad_json", ""),
+        ("[" * 100_000, "bad_json", ""),
+        ("[]", "bad_message", ""),
+        ("null", "bad_message", ""),
+        ("{}", "unknown_type", "type"),
+        ('{"type": "explode"}', "unknown_type", "type"),
+        ('{"type": ["prompt"]}', "unknown_type", "type"),
+        ('{"type": "pause", "strength": 1}', "unknown_field", "strength"),
+        ('{"type": "prompt"}', "bad_prompt", "prompt"),
+        ('{"type": "prompt", "prompt": 5}', "bad_prompt", "prompt"),
+        ('{"type": "prompt", "prompt": ""}', "bad_prompt", "prompt"),
+        ('{"type": "prompt", "prompt": " \\n\\t\\u00a0 "}', "bad_prompt", "prompt"),
+        ('{"type": "prompt", "prompt": "a\\u0000b"}', "bad_prompt", "prompt"),
+        ('{"type": "prompt", "prompt": "a\\ud800b"}', "bad_prompt", "prompt"),
+        (json.dumps({"type": "prompt", "prompt": "x" * 2001}), "bad_prompt", "prompt"),
+        ('{"type": "reset", "seed": -1}', "out_of_range", "seed"),
+        ('{"type": "reset", "seed": 2147483648}', "out_of_range", "seed"),
+        ('{"type": "reset", "seed": 1e999}', "out_of_range", "seed"),
+        ('{"type": "reset", "seed": 0.5}', "out_of_range", "seed"),
+        ('{"type": "reset", "seed": true}', "out_of_range", "seed"),
+        ('{"type": "reset", "seed": "7"}', "out_of_range", "seed"),
+    ],
+)
+def test_bad_messages_name_the_field(text: str, code: str, field: str) -> None:
+    with pytest.raises(ControlError) as caught:
+        parse(text)
+    assert (caught.value.code, caught.value.field) == (code, field)
+    assert len(str(caught.value)) < 300
+
+
+def test_an_error_carries_the_id_of_its_message() -> None:
+    with pytest.raises(ControlError) as caught:
+        parse('{"type": "prompt", "id": 12}')
+    assert caught.value.id == 12
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(), lambda each: st.lists(each) | st.dictionaries(st.text(), each)
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(_json)
+def test_any_json_is_a_control_or_a_control_error(value: object) -> None:
+    try:
+        parse(json.dumps(value))
+    except ControlError as error:
+        assert error.code
+
+
+@given(st.text())
+def test_a_prompt_that_passes_has_no_odd_space(text: str) -> None:
+    try:
+        prompt = parse(json.dumps({"type": "prompt", "prompt": text})).prompt
+    except ControlError:
+        return
+    assert prompt == " ".join(prompt.split()) != ""
+    assert prompt.encode()
+
+
+def test_allowance_lets_a_burst_through_and_then_the_rate() -> None:
+    allowance = Allowance(per_s=10, burst=3)
+    assert [allowance.take(0.0) for _ in range(4)] == [True, True, True, False]
+    assert allowance.take(0.1)
+    assert not allowance.take(0.15)
+    assert sum(allowance.take(100.0) for _ in range(10)) == 3
+
+
+def test_a_request_is_followed_to_the_screen() -> None:
+    book = RequestBook()
+    request = book.begin(Control("prompt", 7, prompt="a"), "me", 1.0)
+    [accepted] = book.accepted(request, 3, "a red a", "", 1.1)
+    assert (accepted.stage, accepted.id, accepted.owner, accepted.epoch) == ("accepted", 7, "me", 3)
+    assert book.shown(50, 2, 1.2) == []
+    [applied] = book.applied(3, 60, 1.3)
+    assert (applied.stage, applied.frame) == ("applied", 60)
+    assert book.shown(59, 2, 1.4) == []
+    [shown] = book.shown(60, 3, 1.5)
+    assert shown.stage == "shown"
+    assert math.isclose(shown.lag_s, 0.5)
+    assert book.shown(61, 3, 1.6) == []
+
+
+def test_a_prompt_that_was_overtaken_is_superseded() -> None:
+    book = RequestBook()
+    first = book.begin(Control("prompt", 1, prompt="a"), "me", 0.0)
+    second = book.begin(Control("prompt", 2, prompt="b"), "you", 0.0)
+    book.accepted(first, 1, "a", "", 0.1)
+    book.accepted(second, 2, "b", "", 0.1)
+    receipts = book.applied(2, 10, 0.2)
+    assert [(receipt.owner, receipt.stage) for receipt in receipts] == [("me", "superseded"), ("you", "applied")]
+
+
+def test_a_refused_request_is_closed() -> None:
+    book = RequestBook()
+    request = book.begin(Control("reset", 1, seed=3), "me", 0.0)
+    [receipt] = book.refused(request, "seed", "too big", 0.1)
+    assert (receipt.stage, receipt.field, receipt.reason) == ("refused", "seed", "too big")
+    assert book.accepted(request, 1, "", "", 0.2) == []
+
+
+def test_the_book_does_not_grow() -> None:
+    book = RequestBook(limit=4)
+    requests = [book.begin(Control("prompt", n, prompt="a"), "me", 0.0) for n in range(100)]
+    assert book.find(requests[0]) is None
+    assert book.find(requests[-1]) is not None

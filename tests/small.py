@@ -1,0 +1,129 @@
+"""Very small real models: every part is the product's own class with random weights, so a test takes milliseconds.
+
+Weights are drawn so that nothing is near zero or near one: attention, text, noise level and position all matter to
+the result, and a mistake in any of them is far above the tolerance of a comparison.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+
+from streamdiff.models.base import Model, ModelSpec
+from streamdiff.models.taehv import TAEHV, Config
+from streamdiff.models.tiny.model import TinyDecoder
+from streamdiff.models.tiny.text import WIDTH, TinyText, build_encoder, build_tokenizer
+from streamdiff.models.wan.transformer import WanDenoiser
+
+CPU = torch.device("cpu")
+LATENT_CHANNELS = 4
+LATENT_SIDE = 4
+AUTOENCODER = Config(
+    latent_channels=LATENT_CHANNELS,
+    patch_size=2,
+    decoder_widths=(8, 6, 6, 4),
+    decoder_blocks=(1, 1, 1),
+    decoder_space=(2, 1, 1),
+    decoder_time=(2, 2, 1),
+    encoder_widths=(4, 4, 6, 8),
+    encoder_blocks=(1, 0, 1),
+    frames_to_trim=0,
+)
+RED = "a red circle moving right over a meadow"
+BLUE = "a blue star rising at night"
+WHITE = "a white heart drifting left at sunset"
+
+
+class Parts(NamedTuple):
+    """What a small model is made of."""
+
+    text: TinyText
+    transformer: WanTransformer3DModel
+    autoencoder: TAEHV
+    mean: torch.Tensor
+    std: torch.Tensor
+
+
+def small_transformer(
+    seed: int, *, layers: int = 2, heads: int = 2, head_dim: int = 12, planes: int = 2
+) -> WanTransformer3DModel:
+    """A random `WanTransformer3DModel` with 2 x 2 patches and `planes` input channels beyond the latents'."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = WanTransformer3DModel(
+            patch_size=(1, 2, 2),
+            num_attention_heads=heads,
+            attention_head_dim=head_dim,
+            in_channels=LATENT_CHANNELS + planes,
+            out_channels=LATENT_CHANNELS,
+            text_dim=WIDTH,
+            freq_dim=16,
+            ffn_dim=32,
+            num_layers=layers,
+            cross_attn_norm=True,
+            rope_max_seq_len=64,
+        )
+        with torch.no_grad():
+            for name, weight in transformer.named_parameters():
+                if name.endswith("scale_shift_table"):
+                    weight.normal_(std=0.6)
+                elif weight.ndim == 1:
+                    weight.add_(torch.randn_like(weight), alpha=0.3)
+    return transformer.eval().requires_grad_(False)
+
+
+def small_text(seed: int) -> TinyText:
+    """The embedded model's text part, untrained."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokenizer = build_tokenizer()
+        return TinyText(tokenizer, build_encoder(len(tokenizer.get_vocab())).eval().requires_grad_(False))
+
+
+def small_autoencoder(seed: int, config: Config = AUTOENCODER) -> TAEHV:
+    """A narrow autoencoder with random weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return TAEHV(config).eval().requires_grad_(False)
+
+
+def small_parts(seed: int, *, layers: int = 2, heads: int = 2, head_dim: int = 12, planes: int = 2) -> Parts:
+    """All parts of one model."""
+    mean = torch.linspace(-0.5, 0.5, LATENT_CHANNELS)
+    std = torch.linspace(0.5, 1.5, LATENT_CHANNELS)
+    transformer = small_transformer(seed, layers=layers, heads=heads, head_dim=head_dim, planes=planes)
+    return Parts(small_text(seed), transformer, small_autoencoder(seed), mean, std)
+
+
+def small_model(
+    seed: int = 0,
+    *,
+    layers: int = 2,
+    heads: int = 2,
+    head_dim: int = 12,
+    planes: int = 2,
+    chunk: int = 2,
+    window: int = 6,
+    sink: int = 0,
+) -> Model:
+    """A whole model; `chunk`, `window` and `sink` are in latent frames, `planes` are position planes."""
+    parts = small_parts(seed, layers=layers, heads=heads, head_dim=head_dim, planes=planes)
+    spec = ModelSpec(
+        name=f"small-{seed}",
+        latent_channels=LATENT_CHANNELS,
+        latent_height=LATENT_SIDE,
+        latent_width=LATENT_SIDE,
+        chunk_latents=chunk,
+        window_latents=window,
+        sink_latents=sink,
+        frames_per_latent=AUTOENCODER.temporal,
+        width=LATENT_SIDE * AUTOENCODER.spatial,
+        height=LATENT_SIDE * AUTOENCODER.spatial,
+        native_fps=40.0,
+        shift=5.0,
+        steps=(4, 2),
+    )
+    decoder = TinyDecoder(parts.autoencoder, parts.mean, parts.std)
+    return Model(spec, parts.text, WanDenoiser(parts.transformer), decoder)

@@ -1,0 +1,146 @@
+"""Geometry of the ring, and the caches that follow it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamdiff.models.wan import rotary
+from streamdiff.models.wan.transformer import attend
+from streamdiff.state.ring import RingAttention, RingPlan, StageState
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> RingPlan:
+    window = draw(st.integers(1, 9))
+    return RingPlan(draw(st.integers(0, window - 1)), window, draw(st.integers(0, 5)))
+
+
+chunks = st.one_of(st.integers(0, 40), st.integers(0, 10**9))
+
+
+@given(plans(), chunks)
+def test_a_chunk_sees_the_sink_and_the_newest_chunks_up_to_itself(plan: RingPlan, chunk: int) -> None:
+    seen = plan.visible(chunk)
+    everything = chunk + 1 <= plan.window
+    expected = (
+        range(chunk + 1) if everything else [*range(plan.sink), *range(chunk + 1 - plan.window + plan.sink, chunk + 1)]
+    )
+    assert seen == list(expected)
+
+
+@given(plans(), chunks)
+def test_visible_chunks_hold_distinct_slots_inside_the_ring(plan: RingPlan, chunk: int) -> None:
+    slots = [plan.slot(seen) for seen in plan.visible(chunk)]
+    assert len(set(slots)) == len(slots) <= plan.window
+    assert all(0 <= slot < plan.slots for slot in slots)
+
+
+@given(plans(), chunks)
+def test_chunks_in_flight_ahead_never_write_what_an_older_one_sees(plan: RingPlan, chunk: int) -> None:
+    seen = {plan.slot(older) for older in plan.visible(chunk)}
+    for ahead in range(1, plan.spare + 1):
+        newer = chunk + ahead
+        assert plan.slot(newer) not in seen or newer in plan.visible(chunk)
+    flight = [plan.slot(chunk + ahead) for ahead in range(plan.spare + 1)]
+    assert len(set(flight)) == len(flight)
+
+
+@given(plans(), chunks)
+def test_every_slot_is_needed(plan: RingPlan, chunk: int) -> None:
+    """No slot is spare by mistake: one chunk more in flight would overwrite what the oldest sees."""
+    late = chunk + plan.slots
+    assert plan.slot(late + plan.spare + 1) in {plan.slot(seen) for seen in plan.visible(late)}
+
+
+@given(plans(), chunks)
+def test_the_sink_stays(plan: RingPlan, chunk: int) -> None:
+    sink = range(plan.sink)
+    assert [plan.slot(first) for first in sink] == list(sink)
+    if chunk >= plan.sink:
+        assert plan.slot(chunk) >= plan.sink
+        assert plan.visible(chunk)[: plan.sink] == list(sink)
+
+
+@given(plans(), chunks)
+def test_positions_never_leave_the_window(plan: RingPlan, chunk: int) -> None:
+    seen = plan.visible(chunk)
+    assert seen[-1] == chunk
+    assert seen == sorted(seen)
+    assert len(seen) - 1 < plan.window  # the chunk's own position
+
+
+@pytest.mark.parametrize(("sink", "window", "spare"), [(3, 3, 0), (-1, 3, 0), (0, 0, 0), (0, 3, -1)])
+def test_an_impossible_ring_is_refused_with_its_numbers(sink: int, window: int, spare: int) -> None:
+    with pytest.raises(ValueError, match=rf"window {window} chunks with sink {sink} and {spare} spare"):
+        RingPlan(sink, window, spare)
+
+
+def allocate(plan: RingPlan, caches: int = 1, layers: int = 2) -> StageState:
+    return StageState.allocate(plan, caches=caches, layers=layers, tokens=4, heads=2, head_dim=12, like=torch.zeros(1))
+
+
+@given(plans(), st.integers(1, 3), st.integers(1, 3))
+def test_state_has_the_size_its_plan_says_and_reset_clears_every_field(
+    plan: RingPlan, caches: int, layers: int
+) -> None:
+    state = allocate(plan, caches, layers)
+    tensors = {field.name: getattr(state, field.name) for field in fields(state)}
+    assert set(tensors) == {"key", "value"}
+    assert state.nbytes == 2 * 4 * caches * layers * plan.slots * 4 * 2 * 12
+    assert state.nbytes == sum(t.numel() * t.element_size() for t in tensors.values())
+    before = [t.data_ptr() for t in tensors.values()]
+    for tensor in tensors.values():
+        tensor.fill_(3.0)
+    state.reset()
+    assert all(not tensor.any() for tensor in tensors.values())
+    assert [t.data_ptr() for t in tensors.values()] == before
+
+
+@pytest.mark.parametrize(("sink", "spare"), [(0, 0), (1, 3)])
+def test_attention_through_the_ring_equals_attention_over_explicit_keys_and_is_allocated_once(
+    sink: int, spare: int
+) -> None:
+    """1,000 chunks: what a chunk gets is plain attention over the chunks it sees, at positions 0, 1, 2, ..."""
+    plan = RingPlan(sink, 4, spare)
+    state = allocate(plan)
+    attention = RingAttention(1, 2, 2, 12, CPU)
+    generator = torch.Generator().manual_seed(5)
+    addresses = (state.key.data_ptr(), state.value.data_ptr())
+    size = state.nbytes
+    past: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for chunk in range(1000):
+        query, key, value = torch.randn(3, 4, 2, 12, generator=generator)
+        past[chunk] = (key, value)
+        seen = plan.visible(chunk)
+        got = attention.on([attention.view(plan, state, 0, chunk)])(1, query[None], key[None], value[None])
+        if chunk < 12 or chunk % 97 == 0:
+            table = rotary.table(torch.arange(len(seen)), 2, 2, 12)
+            keys = rotary.rotate(torch.cat([past[c][0] for c in seen]), table)
+            own = rotary.table(torch.tensor([len(seen) - 1]), 2, 2, 12)
+            values = torch.cat([past[c][1] for c in seen])
+            expected = attend(rotary.rotate(query, own)[None], keys[None], values[None])
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+        past = {c: kv for c, kv in past.items() if c < sink or c > chunk - 8}
+    assert (state.key.data_ptr(), state.value.data_ptr()) == addresses
+    assert state.nbytes == size
+    assert not state.key[:, 0].any(), "layer 0 was never written"
+
+
+def test_rows_of_several_sessions_write_only_their_own_state() -> None:
+    plan = RingPlan(0, 2)
+    first, second = allocate(plan, caches=2), allocate(plan)
+    attention = RingAttention(1, 2, 2, 12, CPU)
+    rows = [attention.view(plan, first, 1, 1), attention.view(plan, second, 0, 0)]
+    query, key, value = torch.randn(3, 2, 4, 2, 12, generator=torch.Generator().manual_seed(1))
+    attention.on(rows, first_layer=6)(7, query, key, value)
+    assert torch.equal(first.value[1, 1, 1], value[0]) and first.key[1, 1, 1].any()
+    assert torch.equal(second.value[0, 1, 0], value[1]) and second.key[0, 1, 0].any()
+    assert not first.key[0].any() and not first.key[1, 0].any() and not first.key[1, 1, 0].any()
+    assert not second.key[0, 0].any() and not second.key[0, 1, 1].any()

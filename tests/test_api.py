@@ -1,0 +1,152 @@
+"""Frames in the user's own process: painted ones, and those of the embedded model."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import streamdiff
+from streamdiff.api import StreamSession
+from streamdiff.config import ModelConfig
+from streamdiff.errors import ConfigError, RequestError, StreamdiffError
+from tests.engine.painted import CHUNK_FRAMES, SIZE, PaintedPipeline, checksum
+
+
+@pytest.fixture
+def session() -> StreamSession:
+    return StreamSession(PaintedPipeline(), ModelConfig(), "red", seed=5)
+
+
+def take(session: StreamSession, count: int) -> list[tuple[int, int, int]]:
+    return [tuple(frame[0, 0].tolist()) for frame in itertools.islice(session, count)]
+
+
+def test_frames_come_in_order_without_end(session: StreamSession) -> None:
+    assert (session.width, session.height, session.fps) == (SIZE, SIZE, 20.0)
+    assert take(session, 500) == [(n % 256, 5, checksum("red")) for n in range(500)]
+
+
+def test_a_prompt_shows_two_chunks_later_at_the_most(session: StreamSession) -> None:
+    take(session, 7)
+    assert session.prompt("blue dragon") == "I do not know dragon"
+    assert session.text == "blue dragon"
+    colours = [blue for _, _, blue in take(session, 3 * CHUNK_FRAMES)]
+    change = colours.index(checksum("blue dragon"))
+    assert 0 < change <= 2 * CHUNK_FRAMES
+    assert set(colours[:change]) == {checksum("red")}
+    assert set(colours[change:]) == {checksum("blue dragon")}
+
+
+def test_a_refused_prompt_changes_nothing(session: StreamSession) -> None:
+    take(session, 2)
+    for prompt in ("refuse me", "", "x" * 3000):
+        with pytest.raises(RequestError) as caught:
+            session.prompt(prompt)
+        assert caught.value.field == "prompt"
+    assert session.text == "red"
+    assert take(session, 30) == [(n, 5, checksum("red")) for n in range(2, 32)]
+
+
+def test_a_paused_stream_ends_an_iteration_and_goes_on_later(session: StreamSession) -> None:
+    seen = take(session, 4)
+    session.pause()
+    seen += take(session, 1000)
+    assert len(seen) <= 3 * CHUNK_FRAMES
+    assert take(session, 1) == []
+    session.resume()
+    seen += take(session, 20)
+    assert [number for number, _, _ in seen] == list(range(len(seen)))
+
+
+def test_a_reset_starts_afresh(session: StreamSession) -> None:
+    take(session, 9)
+    session.reset(seed=8)
+    assert take(session, 20) == [(n, 8, checksum("red")) for n in range(20)]
+    session.reset()
+    assert take(session, 1) == [(0, 8, checksum("red"))]
+    with pytest.raises(RequestError, match="seed"):
+        session.reset(seed=-1)
+
+
+def test_closing_ends_everything() -> None:
+    pipeline = PaintedPipeline()
+    with StreamSession(pipeline, ModelConfig(), "red") as session:
+        frames = iter(session)
+        next(frames)
+    assert pipeline.closed and not pipeline.streams
+    assert list(frames) == []
+    session.close()
+    for act in (session.pause, session.resume, session.reset, lambda: session.prompt("blue")):
+        with pytest.raises(StreamdiffError, match="closed"):
+            act()
+
+
+def test_an_unusable_start_frees_the_pipeline() -> None:
+    pipeline = PaintedPipeline()
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        StreamSession(pipeline, ModelConfig(), " ")
+    assert pipeline.closed
+
+
+def test_steering_from_another_thread(session: StreamSession) -> None:
+    seen: list[int] = []
+    stop = threading.Event()
+
+    def steer() -> None:
+        for number in itertools.count():
+            if stop.is_set():
+                break
+            session.prompt(("red", "blue", "green")[number % 3])
+
+    steering = threading.Thread(target=steer)
+    steering.start()
+    seen = [number for number, _, _ in take(session, 2000)]
+    stop.set()
+    steering.join()
+    assert seen == [n % 256 for n in range(2000)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 3}, "steps is 3"),
+        ({"kv_context": "dirty"}, "kv_context is 'dirty'"),
+        ({"device": "tpu"}, "device is 'tpu'"),
+        ({"threads": 0}, "threads is 0"),
+        ({"seconds": 0}, "seconds is 0"),
+        ({"seconds": float("nan")}, "seconds is nan"),
+        ({"seconds": float("inf")}, "seconds is inf"),
+    ],
+)
+def test_options_that_cannot_be_used_are_named_at_once(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        streamdiff.stream("red", **options)  # type: ignore[arg-type]
+
+
+def test_an_unknown_model_is_named() -> None:
+    with pytest.raises(ConfigError, match="no_such_model"):
+        streamdiff.open("red", model="no_such_model")
+
+
+def test_the_embedded_model_streams() -> None:
+    frames = list(streamdiff.stream("a red circle moving left", seconds=1, seed=3))
+    with streamdiff.open("a red circle moving left", seed=3) as session:
+        assert len(frames) == round(session.fps)
+        again = list(itertools.islice(session, 8))
+        assert session.text
+    assert frames[0].shape == (session.height, session.width, 3) and frames[0].dtype == np.uint8
+    assert np.array_equal(frames[:8], again), "the same seed gives the same frames"
+    assert len({frame.tobytes() for frame in frames}) > len(frames) // 2, "they move"
+
+
+def test_importing_the_package_is_light() -> None:
+    code = "import sys, streamdiff; sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'pydantic')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert set(streamdiff.__all__) <= {*dir(streamdiff), *streamdiff.__all__}
+    with pytest.raises(AttributeError, match="nonsense"):
+        streamdiff.nonsense  # noqa: B018

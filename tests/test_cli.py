@@ -1,0 +1,187 @@
+"""The command line as a user meets it: real processes where a process is the point, `main` elsewhere."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import av
+import pytest
+
+from streamdiff import cli
+from streamdiff.errors import ConfigError
+from streamdiff.version import __version__
+
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What is printed for a command line that cannot be carried out: one line, status 2, nothing on stdout."""
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("srve", "unknown command 'srve'; did you mean serve?"),
+        ("serve --prompts x", "unknown option --prompts; did you mean --prompt"),
+        ("serve --prot 1", "did you mean --prompt or --port?"),
+        ("serve --fps=30 --fsp=30", "unknown option --fsp; did you mean --fps"),
+        ("--verison", "unknown option --verison; did you mean --version?"),
+        ("serve --port abc", "--port"),
+        ("serve --port 70000", "--port is 70000, but must be a whole number: 0 or more and at most 65,535"),
+        ("serve --port", "expected one argument"),
+        ("serve --codec av1", "--codec is 'av1', but must be one of auto, h264, vp8"),
+        ("serve --seed -1", "--seed is -1"),
+        ("serve --fps nan", "--fps is nan"),
+        ("serve --device gpu", "--device is 'gpu', but must be one of auto, cpu, cuda"),
+        ("serve --config none.yaml", "none.yaml: cannot be read"),
+        ("generate a circle", "unexpected argument 'a'; a text with spaces needs quotes"),
+        ("generate --prompt=", "--prompt is ''"),
+        ("generate", "--output is missing"),
+        ("generate --output x.avi", ".avi"),
+        ("generate --output none/x.mp4", "none"),
+        ("generate --output x.mp4 --seconds 0", "--seconds is 0"),
+        ("generate --output x.mp4 --seconds nan", "--seconds is nan"),
+        ("generate --output x.mp4 --prompt-at 3", "must be SECONDS:TEXT"),
+        ("generate --output x.mp4 --seconds 2 --prompt-at 3:x", "--prompt-at 3 lies after the end"),
+    ],
+)
+def test_a_mistake_gets_one_line_and_status_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert words in complaint(capsys, *line.split(" "))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("text", "change"), [("4:a blue star", (4.0, "a blue star")), ("0.5: b:c ", (0.5, "b:c"))])
+def test_a_change_of_prompt_is_read(text: str, change: tuple[float, str]) -> None:
+    assert cli.parse_change(text) == change
+
+
+@pytest.mark.parametrize("text", ["", ":", "4", "4:", "4: ", "x:a", "-1:a", "nan:a", "inf:a"])
+def test_a_change_that_says_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="SECONDS:TEXT"):
+        cli.parse_change(text)
+
+
+@pytest.mark.parametrize("command", ["", "serve", "generate", "doctor"])
+def test_help_teaches_with_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*command.split(), "--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert f"\nexamples:\n  streamdiff {command}".rstrip() in text
+
+
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    assert "commands:" in capsys.readouterr().out
+
+
+def test_every_example_in_the_help_parses() -> None:
+    texts = (cli._EXAMPLES, cli._SERVE_EXAMPLES, cli._GENERATE_EXAMPLES, cli._DOCTOR_EXAMPLES)
+    for text in texts:
+        for line in text.replace("\\\n", " ").splitlines():
+            if line.startswith("  streamdiff ") and "COMMAND" not in line:
+                words = shlex.split(line[2:].split("   ")[0])
+                assert cli._parse(words[1:]).command in ("serve", "generate", "doctor")
+
+
+def test_help_and_version_import_nothing_heavy() -> None:
+    script = (
+        "import sys; from streamdiff import cli\n"
+        "try: cli.main(['--version'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'numpy', 'pydantic', 'av', 'fastapi'} & set(sys.modules)))"
+    )
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines() == [f"streamdiff {__version__}", "[]"]
+
+
+def test_doctor_finds_this_machine_ready(streamdiff_command: Command) -> None:
+    process = streamdiff_command("doctor", "--port", "0")
+    assert process.returncode == 0, process.stdout + process.stderr
+    for words in (
+        "python",
+        "torch",
+        "H.264 by libx264 (one picture encoded)",
+        "aiortc",
+        "weight files",
+        "will be used",
+    ):
+        assert words in process.stdout
+
+
+@pytest.mark.slow
+def test_doctor_says_what_is_missing(streamdiff_command: Command) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        process = streamdiff_command("doctor", "--port", port, "--model", "/nowhere")
+    assert process.returncode == 1
+    assert f"FAIL  port      127.0.0.1:{port} cannot be listened on" in process.stdout
+    assert "no weights (*.safetensors) under /nowhere" in process.stdout
+    assert "Missing: model, port." in process.stdout
+
+
+def test_a_port_in_use_is_told_in_one_line(streamdiff_command: Command) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        process = streamdiff_command("serve", "--no-browser", "--port", port)
+    assert process.returncode == 2
+    assert f"port {port} is in use" in process.stderr
+    assert process.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_generate_makes_the_video_that_was_asked_for(streamdiff_command: Command, tmp_path: Path) -> None:
+    """Length, rate, and the change of prompt: the picture's mean colour goes from red to blue."""
+    process = streamdiff_command(
+        *("generate", "--output", "out.mp4", "--seconds", "3", "--fps", "24", "--seed", "3"),
+        *("--prompt", "a red circle at night", "--prompt-at", "1:a blue circle in the desert"),
+    )
+    assert process.returncode == 0, process.stderr
+    assert "out.mp4: 72 frames, 3 s at 24 per second" in process.stdout
+    assert "72/72" in process.stderr, "a progress bar"
+    with av.open(str(tmp_path / "out.mp4")) as video:
+        means = [frame.to_ndarray(format="rgb24").mean(axis=(0, 1)) for frame in video.decode(video=0)]
+    assert len(means) == 72
+    assert means[-1].sum() > 1.5 * means[0].sum(), "the desert is brighter than night"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.mp4"]
+
+
+@pytest.mark.slow
+def test_an_unknown_model_is_told_in_one_line(streamdiff_command: Command) -> None:
+    process = streamdiff_command("generate", "--output", "out.mp4", "--model", "tinny")
+    assert process.returncode == 2
+    assert "tinny" in process.stderr
+    assert "Traceback" not in process.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_video_leaves_nothing(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    root = Path(cli.__file__).parents[1]
+    command = [sys.executable, "-m", "streamdiff", "generate", "--output", str(tmp_path / "o.mp4"), "--seconds", "999"]
+    with subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        seen = ""
+        while " 1/" not in seen and "frame/s" not in seen:  # the bar has begun to move
+            part = process.stderr.read(1)
+            assert part, f"ended before the first frame: {seen}"
+            seen += part
+        process.send_signal(number)
+        rest = process.stderr.read()
+    assert process.returncode == status
+    assert "Traceback" not in rest
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,146 @@
+"""A configuration is read whole or refused with words that help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamdiff.config import Config, describe, load
+from streamdiff.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> object:
+    def write(text: str) -> Path:
+        path = tmp_path / "x.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def refusal(path: Path | None, overrides: dict[str, object] | None = None, names: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides, names)
+    return str(caught.value)
+
+
+def test_without_a_file_the_defaults_hold() -> None:
+    assert load(None) == Config()
+    assert Config().serve.host == "127.0.0.1"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_config_of_the_repository_loads(path: Path) -> None:
+    assert isinstance(load(path), Config)
+    assert path.read_text(encoding="utf-8").startswith("#"), "say what it is for"
+
+
+def test_there_are_configs() -> None:
+    assert {path.name for path in CONFIGS} >= {"cpu_tiny.yaml", "lan.yaml"}
+
+
+def test_cpu_tiny_spells_out_the_defaults() -> None:
+    spelled = load(CONFIGS[[path.name for path in CONFIGS].index("cpu_tiny.yaml")])
+    assert spelled == Config(model=Config().model.model_copy(update={"device": "cpu"}))
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "model:\n  # all commented out\n"])
+def test_an_empty_file_or_section_means_the_defaults(write, text: str) -> None:
+    assert load(write(text)) == Config()
+
+
+def test_values_of_the_file_and_overrides_over_them(write) -> None:
+    path = write("playback: {fps: 30}\nserve: {port: 9000, codec: vp8}")
+    config = load(path, {"serve.port": 1234, "session.seed": 5})
+    assert (config.playback.fps, config.serve.codec, config.serve.port, config.session.seed) == (30, "vp8", 1234, 5)
+    assert config.model == Config().model
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("serve: {prot: 1}", ["serve.prot", "did you mean serve.port?"]),
+        ("playbak: {fps: 3}", ["playbak", "did you mean playback?"]),
+        ("fps: 30", ["fps", "did you mean playback.fps?"]),
+        ("serve: {fps: 30}", ["serve.fps", "did you mean playback.fps?"]),
+        ("serve: {qqqq: 1}", ["serve.qqqq", "known here: host, port"]),
+        ("1: 2", ["1 is no known key"]),
+        ("playback: {fps: 500}", ["playback.fps", "500", "a number: 1 or more and at most 120"]),
+        ("playback: {fps: '40'}", ["playback.fps", "'40'", "a number"]),
+        ("playback: {fps: .nan}", ["playback.fps", "nan"]),
+        ("playback: {lead_s: 0}", ["playback.lead_s", "more than 0"]),
+        ("playback: 40", ["playback is 40", "a section with keys among fps, lead_s"]),
+        ("serve: {codec: av1}", ["serve.codec", "'av1'", "one of auto, h264, vp8"]),
+        ("serve: {port: true}", ["serve.port", "true", "a whole number"]),
+        ("serve: {bitrate: 1}", ["serve.bitrate", "100,000", "null"]),
+        ("serve: {open_browser: 'no'}", ["serve.open_browser", "'no'", "true or false"]),
+        ("model: {steps: 3}", ["model.steps", "3", "one of 2, 4"]),
+        ("session: {prompt: ''}", ["session.prompt", "at least 1 character"]),
+        (f"session: {{prompt: {'x' * 2001}}}", ["session.prompt", "2,001 characters", "at most 2,000"]),
+        ("- 1\n- 2", ["must hold sections", "a list"]),
+        ("serve:\n  port: 1\n  port: 2", ["line 3", "'port' is given twice"]),
+        ("a: [1,\nb: }", ["line 2", "not valid YAML"]),
+        ("a: \x00", ["not valid YAML"]),
+        ("a: !!python/object/apply:os.system ['true']", ["line 1", "not valid YAML"]),
+    ],
+)
+def test_a_bad_file_is_refused_with_the_place_the_value_and_the_way_out(write, text: str, words: list[str]) -> None:
+    message = refusal(write(text))
+    for word in ["x.yaml", *words]:
+        assert word in message
+    assert len(message) < 400
+
+
+def test_all_problems_are_told_at_once(write) -> None:
+    message = refusal(write("serve: {prot: 1, codec: av1}\nsession: {seed: -1}"))
+    assert len(message.splitlines()) == 3
+
+
+def test_a_bad_override_is_named_as_it_was_typed(write) -> None:
+    message = refusal(write("playback: {fps: 30}"), {"playback.fps": 500.0}, {"playback.fps": "--fps"})
+    assert message.startswith("--fps is 500.0, but must be")
+    assert "x.yaml" not in message
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    assert "No such file" in refusal(tmp_path / "none.yaml")
+    assert "directory" in refusal(tmp_path)
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00binary")
+    assert "UTF-8" in refusal(tmp_path / "bytes.yaml")
+
+
+def test_the_description_is_a_file_that_gives_the_same(write) -> None:
+    config = load(None, {"playback.fps": 24.0, "serve.bitrate": 500_000})
+    assert load(write(describe(config))) == config
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    tree=st.dictionaries(
+        st.sampled_from(list(Config.model_fields)) | st.text(max_size=8),
+        values | st.dictionaries(st.sampled_from(["fps", "port", "seed", "name", "steps", "bitrate"]), values),
+        max_size=4,
+    )
+)
+def test_anything_is_either_loaded_or_refused(tmp_path_factory: pytest.TempPathFactory, tree: object) -> None:
+    path = tmp_path_factory.mktemp("any") / "x.yaml"
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    try:
+        config = load(path)
+    except ConfigError as error:
+        assert str(path) in str(error)
+    else:
+        assert isinstance(config, Config)

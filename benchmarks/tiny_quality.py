@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -291,9 +290,8 @@ def load_subject(folder: Path, device: torch.device) -> Subject:
     Raises:
         ConfigError: the folder is no model.
     """
-    from streamdiff.models.tiny.rollout import rollout
-
     from streamdiff.models.tiny import model as tiny
+    from streamdiff.pipeline.rollout import rollout
 
     loaded = tiny.load(folder, device)
     decoder = loaded.decoder
@@ -303,7 +301,11 @@ def load_subject(folder: Path, device: torch.device) -> Subject:
         streams = latents.transpose(1, 2).to(device).split(1)
         return as_frames(torch.stack([decoder.decode(stream, decoder.new_memory()) for stream in streams]))
 
-    return Subject(partial(rollout, loaded), decode_each)
+    def frames_first(prompts: list[str], **wanted: Any) -> dict[int, Tensor]:
+        made = rollout(loaded, prompts, **wanted)
+        return {chunk: latents.transpose(1, 2) for chunk, latents in made.items()}
+
+    return Subject(frames_first, decode_each)
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Plan]:

@@ -26,8 +26,9 @@ MODULE = "tests.engine.painted"
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def supervisor(model: str = "tiny", start_limit_s: float = LIMIT_S) -> Supervisor:
-    return Supervisor(Config(model=ModelConfig(name=model)), start_limit_s=start_limit_s, module=MODULE)
+def supervisor(model: str = "tiny", start_limit_s: float = LIMIT_S, stop_limit_s: float = LIMIT_S) -> Supervisor:
+    config = Config(model=ModelConfig(name=model))
+    return Supervisor(config, start_limit_s=start_limit_s, stop_limit_s=stop_limit_s, module=MODULE)
 
 
 @asynccontextmanager
@@ -114,7 +115,7 @@ async def test_stopping_closes_everything_in_order() -> None:
 
 
 async def test_an_engine_that_hangs_is_killed_when_stopped() -> None:
-    running = supervisor()
+    running = supervisor(stop_limit_s=0.3)
     client = await running.start()
     await client.send(Open("a", "fail hang"))
     await until(client, Opened)
@@ -163,8 +164,8 @@ async def test_a_model_that_cannot_be_loaded() -> None:
 
 
 async def test_a_start_that_takes_too_long() -> None:
-    running = supervisor("slow", start_limit_s=8)
-    with pytest.raises(EngineFailure, match="not ready within 8 s; the last it wrote:\n  still loading"):
+    running = supervisor("slow", start_limit_s=2)
+    with pytest.raises(EngineFailure, match="the engine was not ready within 2 s; "):
         await running.start()
     assert not psutil.pid_exists(running.pid)
 

@@ -171,11 +171,11 @@ def train(out: Path, budget: training.Budget, seed: int, device: torch.device, b
         optimizer.load_state_dict(state["optimizer"])
         progress = training.Progress(state["step"], state["spent_s"])
 
-    def snapshot() -> dict[str, Any]:
+    def snapshot(done_steps: int) -> dict[str, Any]:
         return {
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
-            "step": progress.step,
+            "step": done_steps,
             "spent_s": progress.spent_s,
         }
 
@@ -196,7 +196,7 @@ def train(out: Path, budget: training.Budget, seed: int, device: torch.device, b
                 f"autoencoder step {progress.step + 1}: psnr {-10 * torch.log10(torch.tensor(smooth)):.2f} dB",
                 flush=True,
             )
-            checkpoint.save(snapshot())
-    checkpoint.save(snapshot())
+            checkpoint.save(snapshot(progress.step + 1))
+    checkpoint.save(snapshot(progress.step))
     model.eval()
     return model

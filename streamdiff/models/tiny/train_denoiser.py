@@ -228,12 +228,12 @@ def train(
         progress = training.Progress(state["step"], state["spent_s"])
         mean, std = state["mean"], state["std"]
 
-    def snapshot() -> dict[str, Any]:
+    def snapshot(done_steps: int) -> dict[str, Any]:
         return {
             "network": network.state_dict(),
             "optimizer": optimizer.state_dict(),
             "average": average.weights,
-            "step": progress.step,
+            "step": done_steps,
             "spent_s": progress.spent_s,
             "mean": mean,
             "std": std,
@@ -254,7 +254,7 @@ def train(
         if progress.step % 100 == 99:
             if training.rank() == 0:
                 print(f"denoiser step {progress.step + 1}: {smooth}", flush=True)
-            checkpoint.save(snapshot())
-    checkpoint.save(snapshot())
+            checkpoint.save(snapshot(progress.step + 1))
+    checkpoint.save(snapshot(progress.step))
     network.load_state_dict(average.weights)
     return Trained(network.eval(), mean, std)

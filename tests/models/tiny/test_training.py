@@ -146,10 +146,6 @@ def test_a_run_that_was_stopped_and_goes_on_ends_as_one_that_was_not(tmp_path: P
     assert not equal(whole, autoencoder(tmp_path / "short", Stops(4, at=3)))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the checkpoint inside the loop stores the number of the step just done, so a resumed run does it twice",
-)
 def test_an_interrupted_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     """Ctrl-C at step 101: what lies on disk is the checkpoint written after 100 steps."""
     autoencoder(tmp_path / "start", Stops(102, at=1))

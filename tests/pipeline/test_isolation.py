@@ -103,7 +103,9 @@ def test_a_session_that_comes_and_one_that_goes_do_not_disturb() -> None:
     while len(finished) < 2:
         for session in (0, 1):
             worker.scheduler.set_room(session, MODEL.spec.chunk_frames)
-        finished += [latents for row, latents in worker.turn()[1] if row.session == 0]
+        rows, latest = worker.turn()
+        assert rows, "nothing is ready"
+        finished += [latents for row, latents in latest if row.session == 0]
     assert same([*got, *finished], alone(ORDERS[0], 4))
 
 
@@ -123,6 +125,7 @@ def test_a_prompt_change_touches_later_chunks_only_and_no_chunk_mixes(kv_context
             worker.set_text(0, 1, MODEL.text.encode(BLUE))
         worker.scheduler.set_room(0, MODEL.spec.chunk_frames)
         rows, finished = worker.turn()
+        assert rows, "the stream stands still"
         for row in rows:
             epochs.setdefault(row.chunk, set()).add(row.epoch)
         changed += [latents for _, latents in finished]

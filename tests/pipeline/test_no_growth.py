@@ -59,9 +59,9 @@ def flat(chunks: int, kv_context: str) -> None:
     assert all(torch.isfinite(latents).all() for latents in worker.head.sessions[0].latents.values())
 
 
-@pytest.mark.parametrize("kv_context", ["clean", "staircase"])
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
 def test_memory_files_and_lists_are_flat(kv_context: str) -> None:
-    flat(400, kv_context)
+    flat(300, kv_context)
 
 
 @pytest.mark.slow

@@ -58,9 +58,18 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     for name in ("minutes", "steps", "batch"):
         value = getattr(args, name)
-        if value is not None and value <= 0:
+        if value is not None and not value > 0:
             print(f"train: --{name} is {value}; it must be more than 0", file=sys.stderr)
             return 2
+    if args.threads < 0:
+        print(f"train: --threads is {args.threads}; it must be at least 1, or 0 for torch's choice", file=sys.stderr)
+        return 2
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("train: --device is cuda, but torch sees no CUDA device; use auto or cpu", file=sys.stderr)
+        return 2
+    if args.stage == "denoiser" and not (args.out / "autoencoder.pt").is_file():
+        print(f"train: --stage denoiser needs {args.out}/autoencoder.pt; train the autoencoder first", file=sys.stderr)
+        return 2
     if args.threads:
         torch.set_num_threads(args.threads)
     wanted = "cuda" if torch.cuda.is_available() else "cpu"

@@ -157,7 +157,7 @@ def loss_of(model: TAEHV, clips: Clips, generator: torch.Generator) -> tuple[Ten
 
 
 def train(out: Path, budget: training.Budget, seed: int, device: torch.device, batch: int = 8) -> TAEHV:
-    """Train, or go on with, the autoencoder under `out`; returns it. Writes `out/autoencoder.pt` every 200 steps."""
+    """Train, or go on with, the autoencoder under `out`; returns it. Writes `out/autoencoder.pt` every 100 steps."""
     torch.manual_seed(seed)
     model = TAEHV(AUTOENCODER)
     initialise(model)

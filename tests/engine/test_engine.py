@@ -151,7 +151,7 @@ def test_the_lead_holds_while_frames_are_in_flight(start: Start) -> None:
     size = engine.ready().chunk_frames
     engine.handle(Open("a", RED))
     shown, made = 0, 0
-    for _ in range(120):
+    for _ in range(400):
         made += count(engine.step(0.0))
         assert made - shown <= 2 * size
         if made > shown:

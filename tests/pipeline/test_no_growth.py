@@ -61,7 +61,7 @@ def flat(chunks: int, kv_context: str) -> None:
 
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
 def test_memory_files_and_lists_are_flat(kv_context: str) -> None:
-    flat(300, kv_context)
+    flat(400, kv_context)
 
 
 @pytest.mark.slow

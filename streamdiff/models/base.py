@@ -47,7 +47,11 @@ class StreamDecoder(Protocol):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Facts about a model that everyone plans with. Sizes of chunk, window and sink are in latent frames."""
+    """Facts about a model that everyone plans with. Sizes of chunk, window and sink are in latent frames.
+
+    `clean_window_latents` is the window of KV context `clean` where that may be shorter: its past is finished, and one
+    finished chunk says more than several noisy ones.
+    """
 
     name: str
     latent_channels: int
@@ -62,6 +66,12 @@ class ModelSpec:
     native_fps: float
     shift: float
     steps: tuple[int, ...]
+    clean_window_latents: int | None = None
+
+    def window_chunks(self, kv_context: str) -> int:
+        """Chunks that a chunk sees, itself included."""
+        short = self.clean_window_latents if kv_context == "clean" else None
+        return (short or self.window_latents) // self.chunk_latents
 
     @property
     def chunk_frames(self) -> int:

@@ -89,17 +89,21 @@ class TPool(nn.Module):
 
 
 class TGrow(nn.Module):
-    """Make `stride` frames out of one."""
+    """Make `stride` frames out of one, and each `scale` times as wide and high (nearest pixel).
 
-    def __init__(self, n_f: int, stride: int) -> None:
+    The layout enlarges first. Its 1x1 convolution gives the same on the small picture, with `scale` squared times
+    less to do.
+    """
+
+    def __init__(self, n_f: int, stride: int, scale: int = 1) -> None:
         super().__init__()
-        self.stride = stride
+        self.stride, self.scale = stride, scale
         self.conv = nn.Conv2d(n_f, n_f * stride, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        _, channels, height, width = x.shape
-        out: Tensor = self.conv(x).reshape(-1, channels, height, width)
-        return out
+        pixels = F.linear(x.permute(0, 2, 3, 1), self.conv.weight.flatten(1))
+        frames = pixels.unflatten(-1, (self.stride, -1)).permute(0, 3, 1, 2, 4).flatten(0, 1).permute(0, 3, 1, 2)
+        return F.interpolate(frames, scale_factor=self.scale) if self.scale > 1 else frames
 
 
 @dataclass
@@ -160,7 +164,7 @@ class TAEHV(nn.Module):
         layers = [Clamp(), _conv(config.latent_channels, d[0]), nn.ReLU(inplace=True)]
         for i in range(3):
             layers += [MemBlock(d[i], d[i]) for _ in range(db[i])]
-            layers += [nn.Upsample(scale_factor=config.decoder_space[i]), TGrow(d[i], config.decoder_time[i])]
+            layers += [nn.Identity(), TGrow(d[i], config.decoder_time[i], config.decoder_space[i])]
             layers += [_conv(d[i], d[i + 1], bias=False)]
         self.decoder = nn.Sequential(*layers, nn.ReLU(inplace=True), _conv(d[3], image))
 

@@ -44,7 +44,7 @@ class Stage:
         """Allocate the session's caches. Mutates: self."""
         spec = self.spec
         spare = in_flight_limit(kv_context, steps=steps, stages=stages) - 1
-        plan = RingPlan(spec.sink_latents // spec.chunk_latents, spec.window_latents // spec.chunk_latents, spare)
+        plan = RingPlan(spec.sink_latents // spec.chunk_latents, spec.window_chunks(kv_context), spare)
         state = StageState.allocate(
             plan,
             caches=steps if kv_context == "matched" else 1,

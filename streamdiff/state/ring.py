@@ -7,6 +7,7 @@ chunk's number, the same on every rank; a stream of a million chunks is as valid
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -90,8 +91,8 @@ class RowView:
     in_sink: bool
     sink: int
     rest: slice | Tensor
-    own: rotary.Rotary
-    sink_table: rotary.Rotary | None
+    own: Tensor
+    sink_table: Tensor | None
 
 
 class RingAttention:
@@ -106,6 +107,8 @@ class RingAttention:
         self.frames, self.grid, self.head_dim, self.device = frames, (height, width), head_dim, device
         self.rows: list[RowView] = []
         self.first_layer = 0
+        # All micro-steps of a chunk turn by the same angles; few chunks are in flight at once.
+        self._table = lru_cache(maxsize=32)(self._make_table)
 
     def view(self, plan: RingPlan, state: StageState, cache: int, chunk: int) -> RowView:
         """The view of `chunk` in a ring."""
@@ -142,6 +145,6 @@ class RingAttention:
             mixed.append(attend(turned[None], seen_keys[None], seen_values[None]))
         return torch.cat(mixed)
 
-    def _table(self, chunk: int, count: int) -> rotary.Rotary:
+    def _make_table(self, chunk: int, count: int) -> Tensor:
         positions = torch.arange(chunk * self.frames, (chunk + count) * self.frames, device=self.device)
         return rotary.table(positions, *self.grid, self.head_dim)

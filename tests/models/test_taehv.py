@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamdiff.models.taehv import TAEHV, Config, Memory
+from streamdiff.models.taehv import TAEHV, Config, Memory, TGrow
 from tests.small import AUTOENCODER, small_autoencoder
 
 LATENTS = 6
@@ -48,6 +48,14 @@ def test_decoding_in_any_pieces_equals_decoding_whole(config: Config, pieces: li
     parts = [model.decode(piece, memory) for piece in latents.split(pieces, 1)]
     assert whole.std() > 1e-3
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("stride", "scale"), [(1, 1), (2, 1), (1, 2), (2, 3)])
+def test_growing_equals_enlarging_first(stride: int, scale: int) -> None:
+    grow = TGrow(5, stride, scale)
+    x = torch.randn(3, 5, 4, 6, generator=torch.Generator().manual_seed(4))
+    plain = grow.conv(torch.nn.functional.interpolate(x, scale_factor=scale))
+    torch.testing.assert_close(grow(x), plain.unflatten(1, (stride, 5)).flatten(0, 1))
 
 
 @settings(max_examples=25)

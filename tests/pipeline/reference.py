@@ -21,10 +21,11 @@ from streamdiff.models.wan.transformer import KeyValue, attend
 Row = tuple[int, int]  # (chunk, step); step == steps is the clean pass
 
 
-def window(model: Model, chunk: int) -> list[int]:
+def window(model: Model, chunk: int, kv_context: str) -> list[int]:
     """Chunks that `chunk` sees: the sink and the newest that fit, itself last."""
     spec = model.spec
-    total, sink = spec.window_latents // spec.chunk_latents, spec.sink_latents // spec.chunk_latents
+    short = spec.clean_window_latents if kv_context == "clean" else None
+    total, sink = (short or spec.window_latents) // spec.chunk_latents, spec.sink_latents // spec.chunk_latents
     return [c for c in range(chunk + 1) if c < sink or c > chunk - (total - sink)]
 
 
@@ -36,7 +37,7 @@ def sees(model: Model, row: Row, steps: int, kv_context: str) -> list[Row]:
         "staircase": lambda distance: min(step + distance, steps),
         "matched": lambda distance: step,
     }
-    return [(c, at[kv_context](chunk - c) if c < chunk else step) for c in window(model, chunk)]
+    return [(c, at[kv_context](chunk - c) if c < chunk else step) for c in window(model, chunk, kv_context)]
 
 
 @dataclass
@@ -54,8 +55,8 @@ class Explicit:
         tokens = query.shape[1]
         for row, seen in enumerate(self.seen):
             keys, values = key[seen].flatten(0, 1), value[seen].flatten(0, 1)
-            places = rotary.Rotary(table.cos[: len(keys)], table.sin[: len(keys)])
-            own = rotary.Rotary(places.cos[-tokens:], places.sin[-tokens:])
+            places = table[: len(keys)]
+            own = places[-tokens:]
             turned = rotary.rotate(query[row], own)
             mixed.append(attend(turned[None], rotary.rotate(keys, places)[None], values[None]))
         return torch.cat(mixed)

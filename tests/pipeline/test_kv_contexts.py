@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -34,6 +36,12 @@ def streamed(
     return [done[chunk] for chunk in range(chunks)]
 
 
+def referenced(model: Model, *, steps: int, kv_context: str) -> list[torch.Tensor]:
+    """The same stream from the reference."""
+    text = lambda chunk: RED if chunk < CHANGE_AT else BLUE  # noqa: E731
+    return Reference(model, text, seed=11, steps=steps, kv_context=kv_context).chunks(CHUNKS)
+
+
 @pytest.mark.parametrize("sink", [0, 2])
 @pytest.mark.parametrize(
     ("kv_context", "steps"), [("clean", 4), ("clean", 2), ("staircase", 4), ("staircase", 2), ("matched", 2)]
@@ -42,11 +50,22 @@ def test_a_stream_equals_the_uncached_reference(kv_context: str, steps: int, sin
     """Nine chunks with a window of three: six evictions, one prompt change."""
     model = small_model(1, sink=sink)
     got = streamed(model, steps=steps, kv_context=kv_context)
-    text = lambda chunk: RED if chunk < CHANGE_AT else BLUE  # noqa: E731
-    expected = Reference(model, text, seed=11, steps=steps, kv_context=kv_context).chunks(CHUNKS)
-    for chunk in range(CHUNKS):
-        assert expected[chunk].std() > 0.1
-        torch.testing.assert_close(got[chunk], expected[chunk], rtol=1e-4, atol=1e-4, msg=f"chunk {chunk}")
+    for one, expected in zip(got, referenced(model, steps=steps, kv_context=kv_context), strict=True):
+        assert expected.std() > 0.1
+        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_may_see_less_where_its_past_is_clean() -> None:
+    """Of three chunks' window two in `clean`; in `staircase` nothing changes."""
+    model = small_model(1)
+    short = replace(model, spec=replace(model.spec, clean_window_latents=4))
+    assert (short.spec.window_chunks("clean"), short.spec.window_chunks("staircase")) == (2, 3)
+    got, far = streamed(short, steps=2, kv_context="clean"), streamed(model, steps=2, kv_context="clean")
+    for one, expected in zip(got, referenced(short, steps=2, kv_context="clean"), strict=True):
+        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
+    assert [torch.equal(one, other) for one, other in zip(got[:3], far[:3], strict=True)] == [True, True, False]
+    noisy = [streamed(one, steps=2, kv_context="staircase") for one in (short, model)]
+    assert torch.equal(torch.stack(noisy[0]), torch.stack(noisy[1]))
 
 
 def test_the_contexts_are_different_streams() -> None:
@@ -91,7 +110,7 @@ def test_a_causal_forward_over_chunks_equals_one_block_causal_forward(sink: int)
         parts.append(denoiser.head(tokens, spec.chunk_shape[1:]))
 
     text = [KeyValue(*layer) for layer in denoiser.text(embeddings[None].expand(count, -1, -1))]
-    attention = Explicit([window(model, chunk) for chunk in range(count)], spec.chunk_latents, (2, 2))
+    attention = Explicit([window(model, chunk, "clean") for chunk in range(count)], spec.chunk_latents, (2, 2))
     whole = denoiser.run_blocks(0, 3, denoiser.embed(latents, timestep), text, attention)
     torch.testing.assert_close(torch.cat(parts), denoiser.head(whole, spec.chunk_shape[1:]), rtol=1e-4, atol=1e-4)
 

@@ -1,8 +1,16 @@
 """Stage two of training the embedded model: the causal transformer, on latents of the trained autoencoder.
 
-Diffusion forcing on windows of five chunks: every chunk has its own noise level and sees the chunks before it, at
-theirs. Two kinds of steps alternate: *staircase* windows, whose levels fall with age as in a full ring, and *clean*
-windows, where noisy copies of the chunks each see the clean copies of their past. Loss: the flow, mean squared.
+Diffusion forcing: every chunk has its own noise level and sees the chunks before it, at theirs. A step adds up three
+losses, each the flow's mean squared error:
+
+- *window*, five chunks: either `staircase`, whose levels fall with age as in a full ring, or `clean`, where noisy
+  copies of the chunks each see the clean copies of their past;
+- *first*: first chunks of streams, alone;
+- *next*: a chunk after one clean chunk, at several levels.
+
+Only where a stream starts or its prompt changes must a chunk be drawn from words; everywhere else it can be copied
+from the past. The two short kinds hold many such places at a fraction of a window's cost. A fourth loss teaches the
+text encoder to read: every word's embedding must tell the whole scene, so that cross-attention need not search for it.
 """
 
 from __future__ import annotations
@@ -20,7 +28,7 @@ from streamdiff.models import sampling
 from streamdiff.models.taehv import TAEHV
 from streamdiff.models.tiny import prompts, training, world
 from streamdiff.models.tiny.text import WIDTH, TinyText, build_encoder, build_tokenizer
-from streamdiff.models.tiny.windows import CHUNK, CHUNKS, Pool, Windows, latent_statistics
+from streamdiff.models.tiny.windows import CHUNK, CHUNKS, Pool, Starts, Windows, latent_statistics
 from streamdiff.models.wan import rotary
 from streamdiff.models.wan.transformer import KeyValue, WanDenoiser, attend
 
@@ -40,9 +48,12 @@ MATRIX_LR = 1e-2
 OTHER_LR = 2e-3
 LEVELS = {4: sampling.schedule(4), 2: sampling.schedule(2)}
 POOL = 6000
+COPIES = 2
+SHARES = {"staircase": 0.4, "clean": 0.4, "first": 0.2, "next": 0.4, "reading": 0.1}
 # Matrices that AdamW trains: tables, embeddings and the two ends, for which orthogonal updates make no sense.
 ADAM_PARTS: tuple[str, ...] = (
     "encoder",
+    "reader",
     "transformer.patch_embedding",
     "transformer.proj_out",
     "transformer.scale_shift_table",
@@ -50,6 +61,7 @@ ADAM_PARTS: tuple[str, ...] = (
     *(f"transformer.blocks.{i}.scale_shift_table" for i in range(TRANSFORMER["num_layers"])),
 )
 FIRST_WINDOWS = 80
+ATTRIBUTES: tuple[tuple[str, ...], ...] = (world.COLOR_NAMES, world.SHAPES, world.MOTION_NAMES, world.BACKGROUNDS)
 
 
 class BlockCausal:
@@ -62,7 +74,7 @@ class BlockCausal:
         self.windows, self.visible = windows, visible
         frames = torch.tensor([[p * CHUNK + f for f in range(CHUNK)] for p in positions])
         self.frames, self.tokens = frames, tokens
-        self.table: rotary.Rotary | None = None
+        self.table: Tensor | None = None
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.table is None:
@@ -109,16 +121,34 @@ def staircase_rows(windows: Windows, chance: random.Random, generator: torch.Gen
 def clean_rows(windows: Windows, chance: random.Random, generator: torch.Generator) -> Rows:
     """Clean copies of chunks 0..3 and noisy copies of 0..4; a noisy copy sees the clean past and itself."""
     batch = windows.latents.shape[0]
-    levels = torch.tensor(LEVELS[4])
     past = CHUNKS - 1
-    noisy = levels[torch.randint(4, (batch, CHUNKS), generator=generator)]
-    anywhere = torch.rand(batch, CHUNKS, generator=generator).clamp(min=0.02)
-    noisy = torch.where(torch.rand(batch, CHUNKS, generator=generator) < 0.85, noisy, anywhere)
-    sigma = torch.cat([torch.zeros(batch, past), noisy], 1)
+    sigma = torch.cat([torch.zeros(batch, past), _step_noise(batch, CHUNKS, generator)], 1)
     target = torch.cat([torch.zeros(batch, past, dtype=torch.bool), torch.ones(batch, CHUNKS, dtype=torch.bool)], 1)
     target[:, past] = windows.start.cpu()
     visible = [list(range(i + 1)) for i in range(past)] + [[*range(i), past + i] for i in range(CHUNKS)]
     return Rows([*range(past), *range(CHUNKS)], visible, _context_noise(sigma, generator), target)
+
+
+def first_rows(windows: Windows, chance: random.Random, generator: torch.Generator) -> Rows:
+    """First chunks of streams, one a window, that see nothing but themselves."""
+    sigma = _step_noise(windows.latents.shape[0], 1, generator)
+    return Rows([0], [[0]], sigma, torch.ones_like(sigma, dtype=torch.bool))
+
+
+def next_rows(windows: Windows, chance: random.Random, generator: torch.Generator) -> Rows:
+    """Of two chunks the first, clean, and `COPIES` noisy copies of the second, each of which sees it."""
+    batch = windows.latents.shape[0]
+    sigma = torch.cat([torch.zeros(batch, 1), _step_noise(batch, COPIES, generator)], 1)
+    target = torch.arange(1 + COPIES).expand(batch, -1) > 0
+    visible = [[0], *([0, 1 + copy] for copy in range(COPIES))]
+    return Rows([0, *[1] * COPIES], visible, _context_noise(sigma, generator), target)
+
+
+def _step_noise(batch: int, chunks: int, generator: torch.Generator) -> Tensor:
+    """Levels `[batch, chunks]`: mostly those of the four sampling steps, the others anywhere."""
+    levels = torch.tensor(LEVELS[4])[torch.randint(4, (batch, chunks), generator=generator)]
+    anywhere = torch.rand(batch, chunks, generator=generator).clamp(min=0.02)
+    return torch.where(torch.rand(batch, chunks, generator=generator) < 0.85, levels, anywhere)
 
 
 def _context_noise(sigma: Tensor, generator: torch.Generator) -> Tensor:
@@ -137,6 +167,7 @@ class TinyNetwork(nn.Module):
         self.encoder = self.text.encoder
         self.transformer = WanTransformer3DModel(**TRANSFORMER)
         self.denoiser = WanDenoiser(self.transformer)
+        self.reader = nn.Linear(WIDTH, sum(map(len, ATTRIBUTES)))  # used in training only
 
     def flow(self, latents: Tensor, sigma: Tensor, ids: Tensor, rows: Rows) -> Tensor:
         """Predicted flow `[B * rows, C, F, h, w]` for noisy latents of the same shape."""
@@ -152,26 +183,54 @@ class TinyNetwork(nn.Module):
         return self.denoiser.head(state, (frames, height, width))
 
 
+def reading_loss(network: TinyNetwork, chance: random.Random, generator: torch.Generator, batch: int = 64) -> Tensor:
+    """Cross-entropy of all four attributes, read off the embedding of every word of random captions."""
+    fields = [torch.randint(len(names), (batch,), generator=generator) for names in ATTRIBUTES]
+    ids = network.text.tokens(captions(torch.stack(fields, -1)[:, None], chance))
+    words = ids != 0
+    scores = network.reader(network.text.embed(ids)).split([len(names) for names in ATTRIBUTES], -1)
+    losses = []
+    for score, field in zip(scores, fields, strict=True):
+        truth = field.to(ids.device)[:, None].expand_as(ids)
+        losses.append(nn.functional.cross_entropy(score[words], truth[words]))
+    return torch.stack(losses).mean()
+
+
 def captions(scenes: Tensor, chance: random.Random) -> list[str]:
     """One caption per row of `scenes` `[..., 4]`; a chunk keeps its predecessor's words while the scene stays."""
-    names = (world.COLOR_NAMES, world.SHAPES, world.MOTION_NAMES, world.BACKGROUNDS)
     result = []
     for window in scenes.tolist():
         last: tuple[list[int], str] | None = None
         for row in window:
             if last is None or last[0] != row:
-                scene = world.Scene(*(table[i] for table, i in zip(names, row, strict=True)))
+                scene = world.Scene(*(table[i] for table, i in zip(ATTRIBUTES, row, strict=True)))
                 last = (row, prompts.caption(scene, chance))
             result.append(last[1])
     return result
 
 
-def loss_of(
-    network: TinyNetwork, windows: Windows, chance: random.Random, generator: torch.Generator
-) -> tuple[Tensor, str]:
-    """Weighted mean squared flow error over the rows that have a target, and the kind of step."""
+ROWS = {"staircase": staircase_rows, "clean": clean_rows, "first": first_rows, "next": next_rows}
+
+
+def draw(
+    pool: Pool, starts: Starts, batch: int, chance: random.Random, generator: torch.Generator
+) -> dict[str, Windows]:
+    """One step's windows by kind: half of `batch` five chunks long, half as many first chunks again as `batch`, and
+    `batch` of two chunks."""
     kind = "staircase" if chance.random() < 0.65 else "clean"
-    rows = (staircase_rows if kind == "staircase" else clean_rows)(windows, chance, generator)
+    offset = torch.randint(CHUNKS - 1, (batch,), generator=generator).to(pool.device)
+    return {
+        kind: pool.sample(max(1, batch // 2), generator),
+        "first": starts.sample(batch + batch // 2, generator),
+        "next": pool.sample(batch, generator).cut(offset, 2),
+    }
+
+
+def loss_of(
+    network: TinyNetwork, windows: Windows, kind: str, chance: random.Random, generator: torch.Generator
+) -> Tensor:
+    """Weighted mean squared flow error over the rows that have a target; `kind` is a key of `ROWS`."""
+    rows = ROWS[kind](windows, chance, generator)
     device = windows.latents.device
     sigma, target = rows.sigma.to(device), rows.target.to(device)
     clean = windows.latents[:, rows.chunk]
@@ -183,7 +242,8 @@ def loss_of(
     weight = windows.weight()[:, rows.chunk]
     error = weight * (flow - (noise - clean).flatten(0, 1)).square().unflatten(0, sigma.shape)
     error = error.mean((2, 3, 4, 5)) / weight.mean()
-    return (error * target).sum() / target.sum().clamp(min=1), kind
+    loss: Tensor = (error * target).sum() / target.sum().clamp(min=1)
+    return loss
 
 
 class Average:
@@ -241,16 +301,23 @@ def train(
 
     pool = Pool(autoencoder, mean, std, POOL, device)
     pool.grow(FIRST_WINDOWS, training.step_generator(seed + 1, progress.step))
+    starts = Starts(autoencoder, mean, std, device)
     smooth: dict[str, float] = {}
     for done in training.steps(budget, progress, "denoiser"):
         generator = training.step_generator(seed, progress.step)
         shared = random.Random(seed * 1_000_003 + progress.step)
         if progress.step % 2 == 0:
             pool.grow(max(1, batch // 4), generator)
-        loss, kind = loss_of(network, pool.sample(batch, generator), shared, generator)
-        optimizer.step(loss, done, progress.step)
+        losses = {
+            kind: loss_of(network, windows, kind, shared, generator)
+            for kind, windows in draw(pool, starts, batch, shared, generator).items()
+        }
+        losses["reading"] = reading_loss(network, shared, generator)
+        total = torch.stack([SHARES[kind] * loss for kind, loss in losses.items()]).sum()
+        optimizer.step(total, done, progress.step)
         average.update(network, progress.step)
-        smooth[kind] = 0.97 * smooth.get(kind, float(loss.detach())) + 0.03 * float(loss.detach())
+        for kind, loss in losses.items():
+            smooth[kind] = 0.97 * smooth.get(kind, float(loss.detach())) + 0.03 * float(loss.detach())
         if progress.step % 100 == 99:
             if training.rank() == 0:
                 print(f"denoiser step {progress.step + 1}: {smooth}", flush=True)

@@ -112,6 +112,11 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def processes() -> int:
+    """How many processes train together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def join_group() -> None:
     """Train together with the other processes when started by torchrun; otherwise do nothing."""
     if "RANK" in os.environ and not dist.is_initialized():

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.taehv import TAEHV
-from streamdiff.models.tiny import world
+from streamdiff.models.tiny import training, world
 from streamdiff.models.tiny.train_autoencoder import encode_groups
 
 CHUNK = 3
 CHUNKS = 5
-CHANGE, REDRAW = 0.3, 0.45
+CHANGE, REDRAW = 0.5, 0.45
 STARTS = 0.25
 GROUP = 8
 
 
 @dataclass(frozen=True)
 class Windows:
-    """A batch of training windows.
+    """A batch of training windows of n chunks, CHUNKS unless cut.
 
-    latents `[B, CHUNKS, C, CHUNK, h, w]`, normalised; scenes int64 `[B, CHUNKS, 4]` (color, shape, motion, background);
-    start bool `[B]`: the window's first chunk is its stream's first; place float `[B, CHUNKS, CHUNK, 2]`: centre
+    latents `[B, n, C, CHUNK, h, w]`, normalised; scenes int64 `[B, n, 4]` (color, shape, motion, background);
+    start bool `[B]`: the window's first chunk is its stream's first; place float `[B, n, CHUNK, 2]`: centre
     (y, x) of the shape in pixels, halfway through each latent frame.
     """
 
@@ -35,6 +35,13 @@ class Windows:
     scenes: Tensor
     start: Tensor
     place: Tensor
+
+    def cut(self, first: Tensor, chunks: int) -> Windows:
+        """`chunks` chunks of every window from chunk `first` `[B]` on."""
+        window = torch.arange(len(first), device=first.device)[:, None]
+        chunk = first[:, None] + torch.arange(chunks, device=first.device)
+        start = self.start & (first == 0)
+        return Windows(self.latents[window, chunk], self.scenes[window, chunk], start, self.place[window, chunk])
 
     def weight(self, near: float = 6.0, reach_px: float = 36.0) -> Tensor:
         """Loss weights `[B, CHUNKS, 1, CHUNK, h, w]`: `near` around the shape, 1 elsewhere.
@@ -52,7 +59,7 @@ class Windows:
 
 
 def draw_scenes(count: int, chunks: int, generator: torch.Generator) -> Tensor:
-    """Scenes `[count, chunks, 4]`: at three boundaries in ten a prompt change that redraws about half of it."""
+    """Scenes `[count, chunks, 4]`: at every other boundary a prompt change that redraws about half of it."""
     sizes = (len(world.COLORS), len(world.SHAPES), len(world.MOTIONS), len(world.BACKGROUNDS))
     fresh = torch.stack([torch.randint(n, (count, chunks), generator=generator) for n in sizes], -1)
     change = torch.rand(count, chunks, 1, generator=generator) < CHANGE
@@ -77,6 +84,27 @@ def render_windows(scenes: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
     frames: Tensor = video.unflatten(0, per_frame.shape[:2])
     middle = place[:, :: world.FRAMES_PER_LATENT] + step[:, :: world.FRAMES_PER_LATENT] * 1.5
     return frames, middle.float()
+
+
+class Starts:
+    """The first chunk of every stream there is: it follows from the scene alone. With several processes, a share."""
+
+    @torch.inference_mode()
+    def __init__(self, autoencoder: TAEHV, mean: Tensor, std: Tensor, device: torch.device) -> None:
+        scenes = torch.tensor([scene.indices() for scene in world.all_scenes()], device=device)
+        self.scenes = scenes[training.rank() :: training.processes(), None]
+        latents, places = [], []
+        for group in self.scenes.split(GROUP * CHUNKS):
+            frames, place = render_windows(group, torch.full((len(group), 2), world.SIZE // 2, device=device))
+            latents.append((encode_groups(autoencoder, frames) - mean.view(1, 1, -1, 1, 1)) / std.view(1, 1, -1, 1, 1))
+            places.append(place)
+        self.latents, self.place = torch.cat(latents).transpose(1, 2).unsqueeze(1), torch.cat(places).unsqueeze(1)
+
+    def sample(self, count: int, generator: torch.Generator) -> Windows:
+        """`count` windows of one chunk."""
+        rows = torch.randint(len(self.scenes), (count,), generator=generator).to(self.scenes.device)
+        start = torch.ones(count, dtype=torch.bool, device=self.scenes.device)
+        return Windows(self.latents[rows], self.scenes[rows], start, self.place[rows])
 
 
 class Pool:

@@ -11,6 +11,7 @@ H heads, d head width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -46,11 +47,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-def position_planes(count: int, height: int, width: int) -> Tensor:
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)
+def position_planes(count: int, height: int, width: int, device: torch.device | None = None) -> Tensor:
     """`count` fixed planes `[count, h, w]` that tell where a latent pixel lies; fed beside the latents.
 
     Rotary positions are relative, so a small model cannot know the picture's borders without them. They use the same
-    door as the condition channels of Wan's image-to-video models: more input than output channels.
+    door as the condition channels of Wan's image-to-video models: more input than output channels. Not to be written.
     """
     planes: list[Tensor] = []
     y = (torch.arange(height) + 0.5) / height
@@ -59,7 +62,7 @@ def position_planes(count: int, height: int, width: int) -> Tensor:
         for wave in (torch.cos, torch.sin):
             planes.append(wave(torch.pi * order * y)[:, None].expand(height, width))
             planes.append(wave(torch.pi * order * x)[None, :].expand(height, width))
-    return torch.stack(planes[:count]) if count else torch.zeros(0, height, width)
+    return (torch.stack(planes[:count]) if count else torch.zeros(0, height, width)).to(device)
 
 
 class WanDenoiser:
@@ -88,7 +91,7 @@ class WanDenoiser:
     def embed(self, latents: Tensor, timestep: Tensor) -> Tokens:
         """Latents `[R, C, F, h, w]` and timesteps in [0, 1000] `[R, F]` to tokens."""
         if self.extra_channels:
-            planes = position_planes(self.extra_channels, *latents.shape[-2:]).to(latents)
+            planes = position_planes(self.extra_channels, *latents.shape[-2:], latents.device).to(latents)
             planes = planes[None, :, None].expand(latents.shape[0], -1, latents.shape[2], -1, -1)
             latents = torch.cat([latents, planes], 1)
         hidden = self.model.patch_embedding(latents).flatten(2).transpose(1, 2).contiguous()

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamdiff.models.taehv import TAEHV
-from streamdiff.models.tiny import model, train, train_autoencoder, train_denoiser, training
+from streamdiff.models.tiny import model, train, train_autoencoder, train_denoiser, training, world
 from tests.small import CPU
 
 steps_taken = st.integers(0, 10_000)
@@ -176,9 +176,33 @@ def test_bad_arguments_end_with_two_and_a_reason(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--threads", "-1"], "--threads is -1; it must be at least 1"),
+        (["--minutes", "nan"], "--minutes is nan; it must be more than 0"),
+        (["--stage", "denoiser"], "autoencoder.pt; train the autoencoder first"),
+        (["--device", "cuda"], "torch sees no CUDA device"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_before_anything_is_written(
+    arguments: list[str],
+    reason: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert train.main([*arguments, "--out", str(tmp_path / "run")]) == 2
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.fixture
 def few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small pool: encoding the usual one takes longer than the test."""
+    scenes = world.all_scenes()[:4]
+    monkeypatch.setattr(world, "all_scenes", lambda: scenes)
     monkeypatch.setattr(train_denoiser, "FIRST_WINDOWS", 2)
     monkeypatch.setattr(train_denoiser, "POOL", 4)
 

@@ -16,6 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 MEDIA_CLOCK_HZ = 90_000
+RESTART_S = 3.0
+# After a dry buffer a little under the rate seen, so that frames gather again. Then, while enough are left over when
+# the next ones come, by so much more; by the second factor when half of `start_frames` are.
+FOLLOW, LEFT_OVER, RISE, RISE_FAST = 0.98, 2, 1.03, 1.25
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,13 @@ class Playout:
     Frames are shown in order and none is left out, except by `clear_before` and when more than `capacity_frames`
     wait (an engine that keeps to its lead never gets there); both are counted in `dropped`.
 
-    At the start, and again after the buffer ran dry, frames wait until `start_frames` are there, or until the first
-    has waited `start_wait_s` (the engine may have stopped short of that number).
+    At the start, and after nothing came for `RESTART_S`, frames wait until `start_frames` are there, or until the
+    first has waited `start_wait_s` (the engine may have stopped short of that number).
+
+    An engine that makes fewer frames than there are slots is followed: when the buffer has run dry, the share of slots
+    that show a new frame is lowered to that seen since it last did, so that slow video moves evenly instead of in
+    leaps. Only a dry buffer says how fast the engine can be (with a full one it waits for us). The share rises again
+    while frames are left over when the next ones come.
 
     A caller who asks late by up to `catch_up_s` gets the slots it missed one by one, at once, with their regular
     presentation times. Later than that, the missed slots pass without a picture (counted in `slots_missed`): the
@@ -93,6 +102,8 @@ class Playout:
         self._zero_s: float | None = None  # time of slot 0; None before the first frame is shown
         self._filling = True
         self._filling_since_s: float | None = None
+        self._credit = 0.0  # of the next new frame, which takes 1
+        self._begin_cycle(1.0)
         self._paused_at_s: float | None = None
 
     # ---- frames in ----------------------------------------------------------------------------------------------
@@ -124,6 +135,7 @@ class Playout:
         before = len(self._queue)
         while self._queue and self._queue[0].epoch < self._oldest_epoch:
             self._drop(self._queue.popleft())
+        self._begin_cycle(1.0)
         return before - len(self._queue)
 
     def _drop(self, waiting: _Waiting) -> None:
@@ -173,6 +185,7 @@ class Playout:
         self._follow_clock(now_s)
         if now_s < self._slot_s(self._slot):
             return None
+        self._follow_engine()
         return self._hand_out()
 
     def _end_filling(self, now_s: float) -> None:
@@ -200,11 +213,37 @@ class Playout:
             self.slots_missed += late_slots
             self._slot += late_slots
 
-    def _hand_out(self) -> Due:
+    def _begin_cycle(self, speed: float) -> None:
+        """Count afresh, showing a new frame in a share of `speed` of the slots."""
+        self._speed = min(1.0, speed)
+        self._cycle_slots = self._cycle_shown = self._dry_slots = 0
+        self._watched, self._lowest = 0, self._capacity_frames
+
+    def _follow_engine(self) -> None:
+        """Before every slot: adapt the share of slots with a new frame to what the engine makes."""
+        self._cycle_slots += 1
+        if self._filling:
+            return
         if not self._queue:
-            self._filling = True
-        repeated = self._filling
+            self._dry_slots += 1
+            if self._dry_slots * self._per_s > RESTART_S * self._slots:
+                self._filling = True
+                self._begin_cycle(1.0)
+        elif self._dry_slots:
+            self._begin_cycle(min(self._speed, FOLLOW * self._cycle_shown / self._cycle_slots))
+        elif self._watched >= 2 * self._start_frames:  # two bursts: the lowest was among them
+            if self._lowest >= LEFT_OVER:
+                self._speed = min(1.0, self._speed * (RISE_FAST if 2 * self._lowest >= self._start_frames else RISE))
+            self._watched, self._lowest = 0, self._capacity_frames
+
+    def _hand_out(self) -> Due:
+        self._credit = min(2.0, self._credit + self._speed)
+        repeated = self._filling or not self._queue or self._credit < 1.0
         if not repeated:
+            self._credit -= 1.0
+            self._lowest = min(self._lowest, len(self._queue) - 1)
+            self._watched += 1
+            self._cycle_shown += 1
             waiting = self._queue.popleft()
             self.shown += 1
             self.passed_frames = waiting.frame + 1

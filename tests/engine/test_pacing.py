@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
@@ -69,6 +71,52 @@ def test_bursts_of_chunks_do_not_stall_with_a_start_buffer() -> None:
     assert repeated[16] == 0
 
 
+def live(seconds: float, chunk_s: Callable[[float], float], lead: int = 24) -> list[tuple[float, Due]]:
+    """An engine of chunks of 12 frames, handed over in three pieces, that keeps `lead` frames ahead at most."""
+    playout = Playout(40, start_frames=12)
+    taken: list[tuple[float, Due]] = []
+    made, begun_s, pushed_s = 0, 0.0, 0.0
+    while begun_s < seconds:
+        for piece in range(3):
+            at_s = begun_s + chunk_s(begun_s) * (0.8 + 0.1 * piece)
+            taken += take(playout, at_s, pushed_s)
+            playout.push(made, frames(made, 4))
+            pushed_s = at_s
+            made += 4
+        begun_s += chunk_s(begun_s)
+        while made - playout.passed_frames > lead - 12:
+            wait_s = playout.next_due_s
+            assert wait_s is not None
+            begun_s = max(begun_s, wait_s)
+            taken += take(playout, begun_s, pushed_s)
+    return taken
+
+
+def gaps(taken: list[tuple[float, Due]], from_s: float) -> list[int]:
+    """Slots from each new frame to the next."""
+    slots = [due.pts // 2250 for now_s, due in taken if now_s >= from_s and not due.repeated]
+    return [after - before for before, after in itertools.pairwise(slots)]
+
+
+@pytest.mark.parametrize("fps", [36, 30, 20, 10, 5])
+def test_a_slow_engine_is_followed_evenly(fps: float) -> None:
+    seen = gaps(live(60.0, lambda _: 12 / fps), from_s=10.0)
+    assert 40 * len(seen) / sum(seen) == pytest.approx(fps, rel=0.03)
+    # Evenly would be 40 / fps slots each; a chunk shown at full rate and then waited for leaves 480 / fps - 11.
+    assert max(seen) <= 1.5 * 40 / fps + 1.5
+
+
+@pytest.mark.parametrize("fps", [41, 45, 80])
+def test_an_engine_that_is_fast_enough_is_never_slowed_down(fps: float) -> None:
+    assert set(gaps(live(60.0, lambda _: 12 / fps), from_s=1.0)) == {1}
+
+
+def test_an_engine_that_was_slow_for_a_while_is_shown_at_full_rate_again() -> None:
+    taken = live(90.0, lambda now_s: 12 / (20 if 10 < now_s < 30 else 60))
+    assert max(gaps(taken, from_s=15.0)) <= 4
+    assert set(gaps(taken, from_s=40.0)) == {1}
+
+
 def test_start_waits_for_the_start_buffer_but_not_for_ever() -> None:
     playout = Playout(10, start_frames=5, start_wait_s=0.5)
     playout.push(0, frames(0, 2))
@@ -83,7 +131,7 @@ def test_start_waits_for_the_start_buffer_but_not_for_ever() -> None:
     assert eager.due(10.0) is not None
 
 
-def test_a_dry_buffer_repeats_and_goes_on_at_the_regular_rate() -> None:
+def test_a_dry_buffer_repeats_and_goes_on_at_once_a_little_slower() -> None:
     playout = Playout(10, start_frames=3, start_wait_s=5)
     playout.push(0, frames(0, 3))
     taken = take(playout, 0.5)
@@ -92,11 +140,19 @@ def test_a_dry_buffer_repeats_and_goes_on_at_the_regular_rate() -> None:
     ]  # fmt: skip
     assert playout.repeated == 3
     playout.push(3, frames(3, 2))
-    refilling = take(playout, 0.7)
-    assert [due.frame for _, due in refilling] == [2, 2], "waits until three frames are there again"
+    later = take(playout, 0.9)
+    assert [(due.frame, due.repeated) for _, due in later] == [(3, False), (4, False), (4, True), (4, True)]
+    assert [due.pts for _, due in [*taken, *later]] == [9000 * slot for slot in range(10)]
+
+
+def test_after_a_long_stall_frames_gather_as_at_the_start() -> None:
+    playout = Playout(10, start_frames=3, start_wait_s=5)
+    playout.push(0, frames(0, 3))
+    take(playout, 10.0)
+    playout.push(3, frames(3, 2))
+    assert {due.frame for _, due in take(playout, 10.5)} == {2}
     playout.push(5, frames(5, 1))
-    assert [(due.frame, due.repeated) for _, due in take(playout, 0.9)] == [(3, False), (4, False)]
-    assert [due.pts for _, due in [*taken, *refilling]] == [9000 * slot for slot in range(8)]
+    assert [(due.frame, due.repeated) for _, due in take(playout, 10.8)] == [(3, False), (4, False), (5, False)]
 
 
 def test_pause_holds_the_media_clock() -> None:

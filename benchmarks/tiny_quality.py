@@ -4,6 +4,7 @@
     python -m benchmarks.tiny_quality --contexts clean --steps 4 --prompts 40
     python -m benchmarks.tiny_quality --quick    # minutes: does it run, roughly how good is it
 
+What is done is kept beside the result until all is done: the same command goes on after an interruption.
 Judged from decoded pixels alone; benchmarks/README.md defines every figure. Knows nothing about how latents are made:
 a `Subject` makes them and decodes them.
 """
@@ -11,6 +12,8 @@ a `Subject` makes them and decodes them.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,6 +88,33 @@ class Plan:
         return self.marks[-1] + 1, self.change_at + 2
 
 
+class Kept:
+    """Figures of the batches that are done, in a file, so that hours of work survive an interruption.
+
+    `stamp` says what they belong to (plan, weights); figures of anything else are forgotten.
+    """
+
+    def __init__(self, path: Path | None, stamp: str = "") -> None:
+        self.path, self.stamp = path, stamp
+        self.parts: dict[str, Any] = {}
+        if path is not None and path.is_file():
+            stored = json.loads(path.read_text())
+            self.parts = stored["parts"] if stored["stamp"] == stamp else {}
+
+    def put(self, name: str, part: Any) -> None:
+        """Keep a batch. Mutates: self, the file."""
+        self.parts[name] = part
+        if self.path is not None:
+            fresh = self.path.with_suffix(".new")
+            fresh.write_text(json.dumps({"stamp": self.stamp, "parts": self.parts}))
+            fresh.replace(self.path)
+
+    def done(self) -> None:
+        """The result is written; the parts are not needed any more. Mutates: the file, which goes."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """One context and number of steps: figures for the JSON and the table, strips for the contact sheet."""
@@ -119,40 +149,52 @@ def _weighted(parts: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
     return {name: sum(count * part[name] for count, part in parts) / total for name in parts[0][1]}
 
 
-def long_run(subject: Subject, plan: Plan, context: str, steps: int, advance: Callable[[int], object]) -> Outcome:
+def long_run(
+    subject: Subject, plan: Plan, context: str, steps: int, advance: Callable[[int], object], kept: Kept
+) -> Outcome:
     """Streams that keep their prompt, judged at the marks. `advance` is told the stream-chunks done."""
     generator = torch.Generator().manual_seed(plan.seed)
     scenes = world_clips.draw_scenes(plan.prompts, generator)
-    keep = {chunk for mark in plan.marks for chunk in range(max(0, mark - RUN_UP), mark + 1)}
-    found: dict[int, list[tuple[int, dict[str, float]]]] = {mark: [] for mark in plan.marks}
-    wrong: list[str] = []
+    parts: list[dict[str, Any]] = []
     strips: list[world_clips.Strip] = []
     for first in range(0, plan.prompts, plan.batch):
-        some = scenes[first : first + plan.batch]
-        latents = subject.rollout(
-            [canonical(scene) for scene in some],
-            chunks=plan.chunks[0],
-            steps=steps,
-            kv_context=context,
-            seed=plan.seed + first,
-            keep=keep,
-        )
-        rows, pictures = world_clips.rows_of(some), []
-        for mark in plan.marks:
-            frames = decode(subject, latents, range(max(0, mark - RUN_UP), mark + 1))
-            figures, verdict = _at_mark(rows, frames)
-            found[mark].append((len(some), figures))
-            wrong += [f"chunk {mark} {text}" for text in world_clips.mistakes(verdict, rows)]
-            pictures.append(frames[:, -1, [0, frames.shape[2] // 2, -1]])
-        right, seen = verdict.right(rows).all(1), torch.cat(pictures, 1)
-        for row in range(min(len(some), SHEET_STREAMS - len(strips))):
-            text = f"{canonical(some[row])} | chunks {plan.marks}, last judged: {world_clips.describe(verdict, row)}"
-            strips.append(world_clips.Strip(text, seen[row], bool(right[row])))
+        some, name = scenes[first : first + plan.batch], f"{context} {steps} steady {first}"
+        if name not in kept.parts:
+            kept.put(name, _steady_part(subject, plan, context, steps, some, plan.seed + first, strips))
+        parts.append(kept.parts[name])
         advance(len(some) * plan.chunks[0])
-    marks = {mark: _weighted(parts) for mark, parts in found.items()}
+    marks = {mark: _weighted([(part["count"], part["marks"][str(mark)]) for part in parts]) for mark in plan.marks}
     start, end = marks[plan.marks[0]], marks[plan.marks[-1]]
     drift = {name: end[name] - start[name] for name in start}
+    wrong = [text for part in parts for text in part["wrong"]]
     return Outcome({"marks": {str(mark): part for mark, part in marks.items()}, "drift": drift, "wrong": wrong}, strips)
+
+
+def _steady_part(
+    subject: Subject,
+    plan: Plan,
+    context: str,
+    steps: int,
+    scenes: Sequence[world.Scene],
+    seed: int,
+    strips: list[world_clips.Strip],
+) -> dict[str, Any]:
+    """Figures of one batch of streams at all marks. Mutates: strips, until there are enough."""
+    keep = {chunk for mark in plan.marks for chunk in range(max(0, mark - RUN_UP), mark + 1)}
+    prompts = [canonical(scene) for scene in scenes]
+    latents = subject.rollout(prompts, chunks=plan.chunks[0], steps=steps, kv_context=context, seed=seed, keep=keep)
+    part: dict[str, Any] = {"count": len(scenes), "marks": {}, "wrong": []}
+    rows, pictures = world_clips.rows_of(scenes), []
+    for mark in plan.marks:
+        frames = decode(subject, latents, range(max(0, mark - RUN_UP), mark + 1))
+        part["marks"][str(mark)], verdict = _at_mark(rows, frames)
+        part["wrong"] += [f"chunk {mark} {text}" for text in world_clips.mistakes(verdict, rows)]
+        pictures.append(frames[:, -1, [0, frames.shape[2] // 2, -1]])
+    right, seen = verdict.right(rows).all(1), torch.cat(pictures, 1)
+    for row in range(min(len(scenes), SHEET_STREAMS - len(strips))):
+        text = f"{prompts[row]} | chunks {plan.marks}, last judged: {world_clips.describe(verdict, row)}"
+        strips.append(world_clips.Strip(text, seen[row], bool(right[row])))
+    return part
 
 
 def _changed(scenes: Sequence[world.Scene], generator: torch.Generator) -> list[world.Scene]:
@@ -172,38 +214,54 @@ def _changed(scenes: Sequence[world.Scene], generator: torch.Generator) -> list[
     ]
 
 
-def prompt_change(subject: Subject, plan: Plan, context: str, steps: int, advance: Callable[[int], object]) -> Outcome:
+def prompt_change(
+    subject: Subject, plan: Plan, context: str, steps: int, advance: Callable[[int], object], kept: Kept
+) -> Outcome:
     """Streams whose prompt changes at chunk `change_at`; the first two chunks under the new prompt are judged."""
     generator = torch.Generator().manual_seed(plan.seed + 1)
     old = world_clips.draw_scenes(plan.prompts, generator)
     new = _changed(old, generator)
     shown: list[Tensor] = []
     strips: list[world_clips.Strip] = []
-    chunks = range(max(0, plan.change_at - RUN_UP), plan.change_at + 2)
     for first in range(0, plan.prompts, plan.batch):
-        span = slice(first, first + plan.batch)
-        latents = subject.rollout(
-            [canonical(scene) for scene in old[span]],
-            chunks=plan.chunks[1],
-            steps=steps,
-            kv_context=context,
-            seed=plan.seed + first,
-            switch={plan.change_at: [canonical(scene) for scene in new[span]]},
-            keep=set(chunks),
-        )
-        frames, rows = decode(subject, latents, chunks), world_clips.rows_of(new[span])
-        verdicts = [judge(frames[:, position]) for position in (-2, -1)]
-        right = torch.stack([verdict.right(rows) for verdict in verdicts], 1)
-        shown.append(right)
-        last = len(frames[0, 0]) - 1
-        for row in range(min(len(rows), SHEET_STREAMS - len(strips))):
-            text = f"{canonical(old[first + row])} -> {canonical(new[first + row])}"
-            pictures = torch.cat(
-                [frames[row, -3, [last]], *(frames[row, c, [0, 3, last // 2, last]] for c in (-2, -1))]
-            )
-            strips.append(world_clips.Strip(text, pictures, bool(right[row, -1].all())))
-        advance(len(rows) * plan.chunks[1])
+        span, name = slice(first, first + plan.batch), f"{context} {steps} change {first}"
+        if name not in kept.parts:
+            part = _change_part(subject, plan, context, steps, (old[span], new[span]), plan.seed + first, strips)
+            kept.put(name, part.tolist())
+        shown.append(torch.tensor(kept.parts[name]))
+        advance(len(old[span]) * plan.chunks[1])
     return Outcome(_change_figures(torch.cat(shown)), strips)
+
+
+def _change_part(
+    subject: Subject,
+    plan: Plan,
+    context: str,
+    steps: int,
+    scenes: tuple[Sequence[world.Scene], Sequence[world.Scene]],
+    seed: int,
+    strips: list[world_clips.Strip],
+) -> Tensor:
+    """Verdicts bool `[N, 2, 4]` on one batch whose scenes change from the first to the second of `scenes`. Mutates:
+    strips, until there are enough."""
+    old, new = ([canonical(scene) for scene in each] for each in scenes)
+    chunks = range(max(0, plan.change_at - RUN_UP), plan.change_at + 2)
+    latents = subject.rollout(
+        old,
+        chunks=plan.chunks[1],
+        steps=steps,
+        kv_context=context,
+        seed=seed,
+        switch={plan.change_at: new},
+        keep=set(chunks),
+    )
+    frames, rows = decode(subject, latents, chunks), world_clips.rows_of(scenes[1])
+    right = torch.stack([judge(frames[:, position]).right(rows) for position in (-2, -1)], 1)
+    last = len(frames[0, 0]) - 1
+    for row in range(min(len(rows), SHEET_STREAMS - len(strips))):
+        pictures = torch.cat([frames[row, -3, [last]], *(frames[row, c, [0, 3, last // 2, last]] for c in (-2, -1))])
+        strips.append(world_clips.Strip(f"{old[row]} -> {new[row]}", pictures, bool(right[row, -1].all())))
+    return right
 
 
 def _change_figures(right: Tensor) -> dict[str, Any]:
@@ -259,24 +317,28 @@ def estimate_s(subject: Subject, plan: Plan) -> float:
     return per_pass * passes + per_look * looks
 
 
-def run(subject: Subject, plan: Plan, out: Path, head: report.Header) -> dict[str, Any]:
-    """Carry out the plan; write `out` (JSON) anew and contact sheets beside it after every configuration."""
+def run(subject: Subject, plan: Plan, out: Path, head: report.Header, kept: Kept | None = None) -> dict[str, Any]:
+    """Carry out what `kept` does not hold of the plan; write `out` (JSON) anew and contact sheets beside it after every
+    configuration."""
+    kept = kept or Kept(None)
     results: dict[str, Any] = {}
     lines: list[dict[str, report.Value]] = []
     total = len(plan.configurations) * plan.prompts * sum(plan.chunks)
     with tqdm(total=total, unit="chunk", smoothing=0.05) as bar:
         for context, steps in plan.configurations:
             bar.set_description(f"{context} {steps} steps")
-            steady = long_run(subject, plan, context, steps, bar.update)
-            change = prompt_change(subject, plan, context, steps, bar.update)
+            steady = long_run(subject, plan, context, steps, bar.update, kept)
+            change = prompt_change(subject, plan, context, steps, bar.update, kept)
             met = bars_met(context, steady.figures, change.figures)
             figures: dict[str, Any] = {"steady": steady.figures, "change": change.figures, "met": met}
             results[f"{context} {steps}"] = figures
             lines += table_rows(context, steps, figures)
             for kind, outcome in (("steady", steady), ("change", change)):
                 name = f"{out.stem}_{context}_{steps}_{kind}.png"
-                world_clips.contact_sheet(out.with_name(name), outcome.strips)
+                if outcome.strips:  # none when the first batch was done before an interruption
+                    world_clips.contact_sheet(out.with_name(name), outcome.strips)
             report.write_json(out, head, results, plan=vars(plan))
+    kept.done()
     print(report.table(lines))
     for name, figures in results.items():
         for bar_name, ok in figures["met"].items():
@@ -349,7 +411,9 @@ def main(argv: list[str] | None = None) -> int:
     streams = f"{len(plan.configurations)} x {plan.prompts} streams to chunk {plan.marks[-1]}"
     print(f"{streams} on {name}; this takes about {report.duration(estimate_s(subject, plan))}", flush=True)
     out = options.out or report.RESULTS / f"tiny_quality{'_quick' if options.quick else ''}.json"
-    run(subject, plan, out, head)
+    weights = (options.weights or WEIGHTS) / "transformer" / "diffusion_pytorch_model.safetensors"
+    stamp = f"{plan} {hashlib.sha256(weights.read_bytes()).hexdigest()}"
+    run(subject, plan, out, head, Kept(out.with_suffix(".parts"), stamp))
     print(f"written: {report.public_path(str(out.resolve()))} and contact sheets beside it")
     return 0
 

@@ -48,6 +48,7 @@ _MODEL = (
     Option("--seed", "session.seed", int, "N", "the same seed and prompts give the same video (default 0)"),
     Option("--fps", "playback.fps", float, "N", "frames shown per second (default 40)"),
 )
+_PLAN_MODEL = tuple(option for option in _MODEL if option.flag in ("--model", "--steps", "--kv-context"))
 _PROMPT = Option("--prompt", "session.prompt", str, "TEXT", "what to show")
 _ADDRESS = (
     Option("--host", "serve.host", str, "ADDRESS", "address to listen on (default 127.0.0.1: this machine only)"),
@@ -64,6 +65,7 @@ _SERVE = (
 _EXAMPLES = """examples:
   streamdiff serve                              live video in the browser
   streamdiff generate --prompt "a blue star moving up in the desert" --output star.mp4
+  streamdiff plan --stages 4                    what several devices would make of it
   streamdiff doctor                             what was found here, and what will be used
 
 streamdiff COMMAND --help tells more.
@@ -81,6 +83,17 @@ _GENERATE_EXAMPLES = """examples:
   streamdiff generate --prompt "a red circle" --prompt-at "4:a blue circle" --prompt-at "8:a white star" \\
       --seconds 12 --output changes.webm
   streamdiff generate --prompt "a purple square" --seconds 1 --output frames/    one PNG per frame
+"""
+_PLAN_EXAMPLES = """examples:
+  streamdiff plan --stages 4 --kv-context staircase --trace ring.json
+  streamdiff plan --stages 4 --kv-context matched --stage-times 0.1,0.1,0.1,0.1 --decode-time 0.02
+  streamdiff plan --stages 2 --sessions 2 --profile measured.json --plot ring.png
+
+Times come from --stage-times, else from --profile, else from an estimate at --tflops and --gbps. A profile is JSON:
+  {"block_s": [0.01, 0.01, 0.01, 0.01], "embed_s": 0.001, "head_s": 0.001, "decode_s": 0.02, "link_s": 0.0005}
+all in seconds: one entry per block, embedding, output layer, a chunk's decode, a message between stages. An entry of
+block_s, embed_s and head_s may be a list: the time of a forward with 1 row, 2 rows, and so on.
+Open a trace in ui.perfetto.dev.
 """
 _DOCTOR_EXAMPLES = """examples:
   streamdiff doctor
@@ -116,6 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _serve(arguments)
             case "generate":
                 return _generate(arguments)
+            case "plan":
+                return _plan(arguments)
             case "doctor":
                 return _doctor(arguments)
         _parsers()[""].print_help()
@@ -168,6 +183,14 @@ def _generate(arguments: argparse.Namespace) -> int:
     return generate.run(config, job)
 
 
+def _plan(arguments: argparse.Namespace) -> int:
+    config = _config(arguments)
+    from streamdiff.pipeline import plan_report
+
+    given = {name: getattr(arguments, name) for name in plan_report.Job.__dataclass_fields__}
+    return plan_report.run(config.model, plan_report.Job(**given))
+
+
 def _config(arguments: argparse.Namespace, extra: Mapping[str, object] | None = None) -> Config:
     """The file given with --config, or the defaults, with the options laid over it."""
     from streamdiff.config import load
@@ -213,9 +236,46 @@ def _parsers() -> dict[str, _Parser]:
         help="change the prompt at this time; may be given several times",
     )
 
+    plan = _command(commands, "plan", "simulate the ring: throughput, latency, memory per rank", _PLAN_EXAMPLES)
+    _add(plan, _PLAN_MODEL)
+    _add_plan(plan)
+
     doctor = _command(commands, "doctor", "say what was found here and what will be used", _DOCTOR_EXAMPLES)
     _add(doctor, (*_ADDRESS, *_MODEL))
-    return {"": parser, "serve": serve, "generate": generate, "doctor": doctor}
+    return {"": parser, "serve": serve, "generate": generate, "plan": plan, "doctor": doctor}
+
+
+def _add_plan(plan: _Parser) -> None:
+    """The options of `plan` that are no part of a configuration; their names are the fields of its `Job`."""
+    numbers: tuple[tuple[str, int, str], ...] = (
+        ("--stages", 4, "stages of the ring, one device each (default 4)"),
+        ("--sessions", 1, "sessions at the same time (default 1)"),
+        ("--max-rows", 1, "micro-steps that may share a forward, at most (default 1)"),
+        ("--chunks", 100, "chunks to simulate per session (default 100)"),
+    )
+    for flag, default, text in numbers:
+        plan.add_argument(flag, type=int, default=default, metavar="N", help=text)
+    plan.add_argument("--stage-times", metavar="S,S,...", help="seconds of each stage, for a forward of one row")
+    plan.add_argument("--profile", type=Path, metavar="FILE", help="measured times as JSON, see below")
+    ceilings: tuple[tuple[str, str, str], ...] = (
+        ("--tflops", "N", "10^12 operations per second that a device reaches (default 400)"),
+        ("--gbps", "N", "GB/s of memory that a device reaches (default 2,500)"),
+        ("--link-gbps", "N", "GB/s of a link between devices (default 25)"),
+        ("--link-time", "SECONDS", "of a message between stages, in place of what the times' source says"),
+        ("--decode-time", "SECONDS", "of a chunk's decode, in place of what the times' source says"),
+    )
+    for flag, metavar, text in ceilings:
+        plan.add_argument(flag, type=float, metavar=metavar, help=text)
+    plan.add_argument(
+        "--decode",
+        default="auto",
+        metavar="PLACE",
+        help="where chunks are decoded: head, last, own-rank, own-stream (default auto: head or last)",
+    )
+    plan.add_argument("--dtype", default="float32", metavar="TYPE", help="float32 or bfloat16 (default float32)")
+    plan.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome/Perfetto trace")
+    plan.add_argument("--plot", type=Path, metavar="FILE", help="draw the first chunks as .png, .svg or .pdf")
+    plan.add_argument("--json", dest="as_json", action="store_true", help="print the plan as JSON")
 
 
 def _command(commands: argparse._SubParsersAction[_Parser], name: str, purpose: str, examples: str) -> _Parser:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import signal
 import socket
@@ -55,6 +56,18 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("generate --output x.mp4 --seconds nan", "--seconds is nan"),
         ("generate --output x.mp4 --prompt-at 3", "must be SECONDS:TEXT"),
         ("generate --output x.mp4 --seconds 2 --prompt-at 3:x", "--prompt-at 3 lies after the end"),
+        ("plan --stage 4", "unknown option --stage; did you mean --stages"),
+        ("plan --stages four", "--stages"),
+        ("plan --stages 5", "stages is 5, but must be 1 to 4: every stage needs a block"),
+        ("plan --stage-times 0.1,0.2", "--stage-times is '0.1,0.2', but must be 4 times in seconds"),
+        ("plan --stage-times 0.1,0.1,0.1,-0.1", "each above 0"),
+        ("plan --decode-time -1", "--decode-time is -1"),
+        ("plan --kv-context foggy", "--kv-context is 'foggy', but must be one of clean, staircase, matched"),
+        ("plan --steps 3", "--steps is 3, but must be one of 2, 4"),
+        ("plan --model nowhere", "--model is 'nowhere'; it can be `tiny`"),
+        ("plan --profile none.json", "none.json: cannot be read"),
+        ("plan --trace none/t.json", "--trace is 'none/t.json', which lies in none, which is no folder"),
+        ("plan --plot t.gif", "--plot is 't.gif', but must end in .png"),
     ],
 )
 def test_a_mistake_gets_one_line_and_status_2(
@@ -76,7 +89,7 @@ def test_a_change_that_says_nothing_is_refused(text: str) -> None:
         cli.parse_change(text)
 
 
-@pytest.mark.parametrize("command", ["", "serve", "generate", "doctor"])
+@pytest.mark.parametrize("command", ["", "serve", "generate", "plan", "doctor"])
 def test_help_teaches_with_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([*command.split(), "--help"])
@@ -91,12 +104,18 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_example_in_the_help_parses() -> None:
-    texts = (cli._EXAMPLES, cli._SERVE_EXAMPLES, cli._GENERATE_EXAMPLES, cli._DOCTOR_EXAMPLES)
+    texts = (
+        cli._EXAMPLES,
+        cli._SERVE_EXAMPLES,
+        cli._GENERATE_EXAMPLES,
+        cli._PLAN_EXAMPLES,
+        cli._DOCTOR_EXAMPLES,
+    )
     for text in texts:
         for line in text.replace("\\\n", " ").splitlines():
             if line.startswith("  streamdiff ") and "COMMAND" not in line:
                 words = shlex.split(line[2:].split("   ")[0])
-                assert cli._parse(words[1:]).command in ("serve", "generate", "doctor")
+                assert cli._parse(words[1:]).command in ("serve", "generate", "plan", "doctor")
 
 
 def test_help_and_version_import_nothing_heavy() -> None:
@@ -108,6 +127,23 @@ def test_help_and_version_import_nothing_heavy() -> None:
     )
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert process.stdout.splitlines() == [f"streamdiff {__version__}", "[]"]
+
+
+def test_plan_answers_without_torch(tmp_path: Path) -> None:
+    """The whole command in a fresh interpreter: JSON on stdout, a trace in its file, and nothing heavy imported."""
+    path = tmp_path / "trace.json"
+    words = ["plan", "--stages", "2", "--kv-context", "matched", "--chunks", "8", "--json", "--trace", str(path)]
+    script = (
+        "import sys; from streamdiff import cli\n"
+        f"status = cli.main({words!r})\n"
+        "print(status, sorted({'torch', 'diffusers', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
+    )
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert process.stderr.strip() == "0 []"
+    tree = json.loads(process.stdout)
+    assert (tree["model"], tree["workload"]["stages"], tree["workload"]["kv_context"]) == ("tiny", 2, "matched")
+    assert len(tree["ranks"]) == 2
+    assert json.loads(path.read_text())["traceEvents"]
 
 
 def test_doctor_finds_this_machine_ready(streamdiff_command: Command) -> None:

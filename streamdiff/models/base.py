@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -92,3 +92,12 @@ class Model:
     text: TextEncoder
     denoiser: WanDenoiser
     decoder: StreamDecoder
+
+    @property
+    def blocks(self) -> int:
+        """Transformer blocks of `denoiser`."""
+        return len(self.denoiser.blocks)
+
+    def part(self, first: int, last: int) -> Model:
+        """The same model with blocks `first` to `last` (exclusive) only."""
+        return replace(self, denoiser=self.denoiser.part(first, last))

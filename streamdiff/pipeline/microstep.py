@@ -1,8 +1,22 @@
-"""MicroStep: one (session, chunk, step) through all blocks, the unit that the scheduler hands out."""
+"""MicroStep: one (session, chunk, step) through all blocks, the unit that the scheduler hands out; and its wire record.
+
+A field says by its metadata whether rows of one forward may differ in it. What may share a forward, and what a record
+looks like, is derived from the fields; neither is listed anywhere else.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields
+from typing import Any
+
+SHARED: Mapping[str, str] = {"in_a_forward": "shared"}
+"""Metadata of a field that must be equal in all rows of a forward."""
+PER_ROW: Mapping[str, str] = {"in_a_forward": "per_row"}
+"""Metadata of a field that each row of a forward has for itself: the model takes a vector of it."""
+
+_LEAST, _MOST = -(2**63), 2**63 - 1
+_HEAD = 2  # sequence number and count go before the rows
 
 
 @dataclass(frozen=True, order=True)
@@ -13,11 +27,11 @@ class MicroStep:
     is the session's epoch when the chunk was admitted: all of a chunk's steps use the same prompt.
     """
 
-    session: int
-    chunk: int
-    step: int
-    steps: int
-    epoch: int
+    session: int = field(metadata=PER_ROW)
+    chunk: int = field(metadata=PER_ROW)
+    step: int = field(metadata=PER_ROW)
+    steps: int = field(metadata=PER_ROW)
+    epoch: int = field(metadata=PER_ROW)
 
     @property
     def clean(self) -> bool:
@@ -28,3 +42,78 @@ class MicroStep:
     def last(self) -> bool:
         """Whether the chunk's latents are finished when this step has come back."""
         return self.step == self.steps - 1
+
+
+def shared_fields(kind: type[Any]) -> tuple[str, ...]:
+    """Fields of a dataclass in which all rows of a forward must be equal.
+
+    Raises:
+        TypeError: a field does not say whether it is shared.
+    """
+    for each in fields(kind):
+        if each.metadata not in (SHARED, PER_ROW):
+            raise TypeError(
+                f"{kind.__name__}.{each.name} does not say whether rows of one forward may differ in it; "
+                "declare it as field(metadata=SHARED) or field(metadata=PER_ROW)"
+            )
+    return tuple(each.name for each in fields(kind) if each.metadata == SHARED)
+
+
+def compatible(one: Any, other: Any) -> bool:
+    """Whether two rows of the same kind may share a forward. If each of some rows may with the first, all may."""
+    kind = type(one)
+    shared = _SHARED if kind is MicroStep else shared_fields(kind)
+    return all(getattr(one, name) == getattr(other, name) for name in shared)
+
+
+_SHARED = shared_fields(MicroStep)
+_FIELDS = len(fields(MicroStep))
+
+
+def record_length(max_rows: int) -> int:
+    """Integers in the record of a forward of up to `max_rows` rows."""
+    return _HEAD + max_rows * _FIELDS
+
+
+def pack(rows: Sequence[MicroStep], max_rows: int, sequence: int) -> list[int]:
+    """The record of a forward: sequence number, count, each row's fields in order, zeros up to `record_length`.
+
+    Raises:
+        ValueError: more rows than `max_rows`, or a value that is no integer of 64 bits.
+    """
+    if len(rows) > max_rows:
+        raise ValueError(f"there are {len(rows)} rows; a record for max_rows {max_rows} holds at most {max_rows}")
+    record = [sequence, len(rows)]
+    for row in rows:
+        record += astuple(row)
+    for place, value in enumerate(record):
+        if not isinstance(value, int) or not _LEAST <= value <= _MOST:
+            raise ValueError(f"{_name(place)} is {value!r}; a record holds integers from -2^63 to 2^63 - 1")
+    return record + [0] * (record_length(max_rows) - len(record))
+
+
+def unpack(record: Sequence[int], max_rows: int) -> tuple[int, list[MicroStep]]:
+    """Sequence number and rows of a record that `pack` made for the same `max_rows`.
+
+    Raises:
+        ValueError: the record has another length, a count that cannot be, or something behind its rows.
+    """
+    if len(record) != record_length(max_rows):
+        raise ValueError(
+            f"a record has {len(record)} integers; for max_rows {max_rows} it must have {record_length(max_rows)}"
+        )
+    sequence, count = record[:_HEAD]
+    if not 0 <= count <= max_rows:
+        raise ValueError(f"a record's count is {count}; for max_rows {max_rows} it must be from 0 to {max_rows}")
+    end = record_length(count)
+    if any(record[end:]):
+        raise ValueError(f"a record of {count} rows has something other than zeros behind them: {list(record[end:])}")
+    return sequence, [MicroStep(*record[at : at + _FIELDS]) for at in range(_HEAD, end, _FIELDS)]
+
+
+def _name(place: int) -> str:
+    """What stands at a place of a record, for messages."""
+    if place < _HEAD:
+        return ("the sequence number", "the count")[place]
+    row, index = divmod(place - _HEAD, _FIELDS)
+    return f"{fields(MicroStep)[index].name} of row {row}"

@@ -1,6 +1,6 @@
 """Many streams at once, faster than real time: what quality benchmarks and tests generate with.
 
-The same worker that plays live, with one row per stream in every forward.
+The same ring that plays live, with one row per stream in every forward.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.base import Model
-from streamdiff.pipeline.worker import Worker
+from streamdiff.pipeline.ring import Ring
 
 
 def rollout(
@@ -40,25 +40,25 @@ def rollout(
     """
     device = next(model.denoiser.model.parameters()).device
     count, room = len(prompts), model.spec.chunk_frames
-    worker = Worker(model, device, max_rows=count)
+    ring = Ring(model, device, max_rows=count)
     for i, text in enumerate(prompts):
-        worker.open(i, model.text.encode(text), seed=seed + i, epoch=0, steps=steps, kv_context=kv_context)
+        ring.open(i, model.text.encode(text), seed=seed + i, epoch=0, steps=steps, kv_context=kv_context)
     changes = sorted((switch or {}).items())
     pending = [list(changes) for _ in range(count)]
     done: dict[int, dict[int, Tensor]] = {}
     left = [chunks] * count
     while any(left):
         for i in (i for i in range(count) if left[i]):
-            if pending[i] and worker.scheduler.next_chunk(i) == pending[i][0][0]:
+            if pending[i] and ring.scheduler.next_chunk(i) == pending[i][0][0]:
                 chunk, texts = pending[i].pop(0)
-                worker.set_text(i, chunk, model.text.encode(texts[i]))
-            worker.scheduler.set_room(i, room)
-        for row, latents in worker.turn()[1]:
+                ring.set_text(i, chunk, model.text.encode(texts[i]))
+            ring.scheduler.set_room(i, room)
+        for row, latents in ring.turn()[1]:
             left[row.session] = max(0, chunks - 1 - row.chunk)
             if row.chunk < chunks and (keep is None or row.chunk in keep):
                 done.setdefault(row.chunk, {})[row.session] = latents
             if progress is not None and row.chunk < chunks:
                 progress(1)
             if left[row.session] == 0:
-                worker.close(row.session)
+                ring.close(row.session)
     return {chunk: torch.stack([rows[i] for i in range(count)]) for chunk, rows in sorted(done.items())}

@@ -1,4 +1,4 @@
-"""Runtime: what the engine drives. A worker for the transformer, a thread for decoding, and nothing about viewers."""
+"""Runtime: what the engine drives. A ring for the transformer, a thread for decoding, and nothing about viewers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.base import Model, StreamDecoder, TextEncoder
 from streamdiff.models.tiny import model as tiny
+from streamdiff.pipeline.head import Finished
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.scheduler import minimum_lead
-from streamdiff.pipeline.worker import Finished, Worker
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Runtime:
         self.info = ModelInfo(
             spec.name, str(device), spec.width, spec.height, spec.native_fps, spec.chunk_frames, steps, kv_context
         )
-        self._worker = Worker(model, device)
+        self._ring = Ring(model, device)
         self._streams: dict[int, _Stream] = {}
         self._ready: queue.SimpleQueue[tuple[_Stream, Frames] | None] = queue.SimpleQueue()
         self._decoding: set[Future[None]] = set()
@@ -91,37 +92,37 @@ class Runtime:
             raise ValueError(
                 f"steps is {steps}; model {self.info.name} has {', '.join(map(str, self.model.spec.steps))}"
             )
-        self._worker.open(session, conditioning, seed=seed, epoch=epoch, steps=steps, kv_context=kv_context)
+        self._ring.open(session, conditioning, seed=seed, epoch=epoch, steps=steps, kv_context=kv_context)
         self._streams[session] = _Stream(self.model.decoder.new_memory(), {})
 
     def set_conditioning(self, session: int, conditioning: Tensor, *, epoch: int) -> None:
         """Use this conditioning from the next admitted chunk on."""
-        self._worker.set_text(session, epoch, conditioning)
+        self._ring.set_text(session, epoch, conditioning)
 
     def reset(self, session: int, conditioning: Tensor, *, seed: int, epoch: int) -> None:
         """Drop what is in flight and start afresh at chunk 0; the session has no room until it is set again."""
-        self._worker.reset(session, conditioning, seed=seed, epoch=epoch)
+        self._ring.reset(session, conditioning, seed=seed, epoch=epoch)
         self._streams[session] = _Stream(self.model.decoder.new_memory(), {})
 
     def set_paused(self, session: int, paused: bool) -> None:
-        self._worker.scheduler.set_paused(session, paused)
+        self._ring.scheduler.set_paused(session, paused)
 
     def set_room(self, session: int, frames: int) -> None:
         """Let `frames` frames come beyond those `step` has returned; those in flight or decoding count.
 
         A chunk is admitted when it fits whole.
         """
-        self._worker.scheduler.set_room(session, frames - self._streams[session].ahead_frames)
+        self._ring.scheduler.set_room(session, frames - self._streams[session].ahead_frames)
 
     def close_session(self, session: int) -> None:
         """End a stream and free its state; no more frames of it come out."""
-        self._worker.close(session)
+        self._ring.close(session)
         self._streams.pop(session, None)
 
     def step(self, wait_s: float = 0.0) -> list[Frames]:
         """Run at most one forward and hand out what is decoded; when nothing is ready, wait for decoding."""
         now_s = clock.monotonic_s()
-        rows, finished = self._worker.turn()
+        rows, finished = self._ring.turn()
         for row in rows:
             if row.step == 0:
                 self._streams[row.session].admitted_s[row.chunk] = now_s
@@ -133,7 +134,7 @@ class Runtime:
     @property
     def busy(self) -> bool:
         """Whether a step can run now, or something is decoding or decoded and not handed out yet."""
-        return self._worker.scheduler.has_work or bool(self._decoding) or not self._ready.empty()
+        return self._ring.has_work or bool(self._decoding) or not self._ready.empty()
 
     def close(self) -> None:
         """End the decoding thread."""
@@ -219,3 +220,4 @@ def _warm_up(runtime: Runtime) -> None:
     while not any(frames.last for frames in runtime.step(wait_s=1.0)):
         pass
     runtime.close_session(0)
+    runtime.step()

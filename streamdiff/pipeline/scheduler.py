@@ -2,60 +2,185 @@
 
 Pure logic: no torch, no clock, no I/O. Events in (`open`, `returned`, `set_room`, ...), decisions out (`next`). The
 rules are DESIGN section 4; what a micro-step attends to follows from them, never from timing.
+
+**Paced admission.** Chunks of one `matched` session that enter as soon as they may finish together, and then nothing
+finishes for long. So such a session has a timetable. In a ring of equal stages a forward moves on by one stage per
+tick, and a micro-step is back after P ticks (P stages). Chunk n is put on tick `timetable_tick(n)`, about every S ticks
+(S steps), and its step s on P * s ticks later. That is a perfect packing, one micro-step on every tick, and micro-steps
+enter in its order: a new chunk is admitted when all steps of the session's chunks in flight that stand before it have
+entered, and then goes before those that stand after it. Nobody looks at a clock, only the order counts; whatever the
+stages take, chunks finish one by one. Admission waits for nothing but steps of the same session that are in flight,
+which wait for nothing but the ring; so it never stalls, and a chunk that comes late (there was no room) only moves the
+chunks after it. `staircase` and `clean` space themselves by their own rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import gcd
 
-from streamdiff.pipeline.microstep import MicroStep
+from streamdiff.pipeline.microstep import MicroStep, compatible
 
 KV_CONTEXTS = ("clean", "staircase", "matched")
 
+PATIENCE = 4
+"""A session that has waited for this many forwards per open session goes first, whatever its slack."""
 
-@dataclass
+
+@dataclass(slots=True)
 class _Chunk:
-    """A chunk in flight: the last step that entered the ring (-1: none), the last that came back."""
+    """A chunk in flight: the last step that entered the ring (-1: none), the last that came back.
+
+    `tick` is where the timetable has its first step.
+    """
 
     number: int
     epoch: int
+    tick: int
     entered: int = -1
     back: int = -1
 
 
-@dataclass
+@dataclass(slots=True)
 class _Session:
+    """`chunks` are those in flight, oldest first; their numbers have no holes, and the last is `next_chunk` - 1.
+
+    `choice` is the index in `chunks` of the one whose step is due next, `len(chunks)` for a new one, None for none. It
+    is found anew where it is `stale`. `waiting_since` counts forwards: when there first was a choice, or the last row
+    was handed out.
+    """
+
+    name: int
     steps: int
     kv_context: str
     epoch: int
+    stages: int
+    chunk_frames: int
     in_flight_limit: int
+    waiting_since: int
     room: int = 0
     paused: bool = False
     next_chunk: int = 0
     chunks: list[_Chunk] = field(default_factory=list)
+    choice: int | None = None
+    stale: bool = True
 
     @property
     def passes(self) -> int:
         """Micro-steps of one chunk; `matched` needs no clean pass."""
         return self.steps if self.kv_context == "matched" else self.steps + 1
 
+    def next_tick(self, chunk: _Chunk) -> int:
+        """Where the timetable has the chunk's next step."""
+        return chunk.tick + (chunk.entered + 1) * self.stages
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for one more chunk."""
+        return self.room >= self.chunk_frames
+
+    def choose(self) -> int | None:
+        """What `choice` should be now."""
+        count = len(self.chunks)
+        may_admit = self.fits and count < self.in_flight_limit
+        if self.paused:
+            return None
+        if self.kv_context == "matched":
+            if may_admit and self._nothing_stands_before(self._tick_of_next()):
+                return count
+            ready = [index for index in range(count) if self._ready(index)]
+            return min(ready, key=lambda index: self.next_tick(self.chunks[index]), default=None)
+        for index in range(count):
+            if self._ready(index):
+                return index
+        return count if may_admit and self._behind(count, 0) else None
+
+    def row(self, choice: int) -> MicroStep:
+        """The next step of the chunk at that index; changes nothing."""
+        if choice == len(self.chunks):
+            return MicroStep(self.name, self.next_chunk, 0, self.steps, self.epoch)
+        chunk = self.chunks[choice]
+        return MicroStep(self.name, chunk.number, chunk.entered + 1, self.steps, chunk.epoch)
+
+    def enter(self, choice: int) -> None:
+        """That step has entered the ring."""
+        if choice == len(self.chunks):
+            self.chunks.append(_Chunk(self.next_chunk, self.epoch, self._tick_of_next()))
+            self.next_chunk += 1
+            self.room -= self.chunk_frames
+        self.chunks[choice].entered += 1
+        self.choice, self.stale = None, True
+
+    def come_back(self, row: MicroStep) -> None:
+        """That step's result is here; nothing happens if it is not one of a chunk in flight."""
+        index = row.chunk - self.chunks[0].number if self.chunks else -1
+        if not 0 <= index < len(self.chunks):
+            return
+        chunk = self.chunks[index]
+        if chunk.epoch != row.epoch or chunk.back != row.step - 1 or chunk.entered < row.step:
+            return
+        chunk.back, self.stale = row.step, True
+        while self.chunks and self.chunks[0].back == self.passes - 1:
+            del self.chunks[0]
+
+    def _tick_of_next(self) -> int:
+        return timetable_tick(self.next_chunk, stages=self.stages, passes=self.passes)
+
+    def _nothing_stands_before(self, tick: int) -> bool:
+        """Whether every step in flight that the timetable has before `tick`, a new chunk's, has entered.
+
+        Of a chunk whose steps have all entered the next would be P * S ticks after its first. That is after any chunk
+        that may be admitted while it is in flight.
+        """
+        return all(self.next_tick(chunk) > tick for chunk in self.chunks)
+
+    def _ready(self, index: int) -> bool:
+        """Rules 1 and 2 of DESIGN section 4 for the next step of a chunk in flight."""
+        chunk = self.chunks[index]
+        step = chunk.entered + 1
+        if chunk.back != chunk.entered or step >= self.passes or not self._behind(index, step):
+            return False
+        # Chunk n + k reads this one's step s - 1 in its own step s - 1 - k: all of those enter before step s does. They
+        # have when chunk n + s - 1 is in flight, for it entered when the one before it was at step 1, and so on.
+        return self.kv_context != "staircase" or len(self.chunks) >= index + step
+
+    def _behind(self, index: int, step: int) -> bool:
+        """Whether the chunk before `index` is as far as its KV context wants it for `step`; finished chunks are."""
+        if index == 0:
+            return True
+        ahead = {"clean": self.steps, "staircase": step + 1, "matched": step}[self.kv_context]
+        return self.chunks[index - 1].entered >= min(ahead, self.passes - 1)
+
 
 class StreamBatchScheduler:
     """Sessions in, micro-steps out.
+
+    Between sessions the one with the most room (the least playout slack) goes first, then the one that has waited
+    longest. Nobody starves: a session that has something to hand out gets a row in one of the next
+    `(PATIENCE + 1) * N` forwards, where N sessions are open, whatever the rooms are.
+
+    A row that is ready is held back by paced admission alone, which concerns new chunks of `matched` sessions, and by
+    its forward being full or not `compatible`.
 
     Args:
         stages: stages of the ring, P.
         chunk_frames: frames that one chunk adds, the unit of `set_room`.
         max_rows: micro-steps that may share a forward.
+
+    Raises:
+        ValueError: one of them is below 1.
     """
 
     def __init__(self, *, stages: int, chunk_frames: int, max_rows: int = 1) -> None:
+        for name, value in (("stages", stages), ("chunk_frames", chunk_frames), ("max_rows", max_rows)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; at least 1 is needed")
         self.stages, self.chunk_frames, self.max_rows = stages, chunk_frames, max_rows
         self._sessions: dict[int, _Session] = {}
+        self._forwards = 0  # handed out so far: what waiting is counted in
 
     def open(self, session: int, *, steps: int, kv_context: str, epoch: int) -> None:
-        """Add a session; it has no room yet.
+        """Add a session; it has no room yet. `epoch` must be one that this slot never had, see `returned`.
 
         Raises:
             ValueError: the session is open already, or a value is out of range.
@@ -65,17 +190,19 @@ class StreamBatchScheduler:
         if steps < 1:
             raise ValueError(f"steps is {steps}; at least 1 is needed")
         limit = in_flight_limit(kv_context, steps=steps, stages=self.stages)
-        self._sessions[session] = _Session(steps, kv_context, epoch, limit)
+        self._sessions[session] = _Session(
+            session, steps, kv_context, epoch, self.stages, self.chunk_frames, limit, self._forwards
+        )
 
     def close(self, session: int) -> None:
         """Drop a session and what it has in flight; micro-steps that still come back are ignored."""
         self._sessions.pop(session, None)
 
     def reset(self, session: int, epoch: int) -> None:
-        """Forget what is in flight and start again at chunk 0."""
+        """Forget what is in flight and start again at chunk 0. `epoch` must be one that this slot never had."""
         state = self._sessions[session]
         state.chunks.clear()
-        state.next_chunk, state.epoch, state.room = 0, epoch, 0
+        state.next_chunk, state.epoch, state.room, state.stale = 0, epoch, 0, True
 
     def set_epoch(self, session: int, epoch: int) -> None:
         """Chunks admitted from now on belong to `epoch`."""
@@ -91,11 +218,15 @@ class StreamBatchScheduler:
         return min([chunk.epoch for chunk in state.chunks], default=state.epoch)
 
     def set_paused(self, session: int, paused: bool) -> None:
-        self._sessions[session].paused = paused
+        """While a session is paused, nothing of it enters; what is in the ring comes back."""
+        state = self._sessions[session]
+        state.paused, state.stale = paused, True
 
     def set_room(self, session: int, frames: int) -> None:
         """How many more frames may be admitted now; admitting a chunk uses up `chunk_frames` of it."""
-        self._sessions[session].room = frames
+        state = self._sessions[session]
+        did_fit, state.room = state.fits, frames
+        state.stale |= state.fits != did_fit
 
     @property
     def in_flight(self) -> int:
@@ -105,80 +236,68 @@ class StreamBatchScheduler:
     def next(self) -> list[MicroStep]:
         """The rows of the next forward, at most `max_rows`, possibly none. They count as entered.
 
-        Oldest chunk first within a session; between sessions, the one with the most room (the least playout slack).
-        A chunk gives at most one row, since its next step needs this one's result.
+        Within a session: oldest chunk first, `matched` by its timetable. A chunk gives at most one row, since its next
+        step needs this one's result. All rows are `compatible` with the first.
         """
         rows: list[MicroStep] = []
         while len(rows) < self.max_rows and (row := self._pick(rows)):
             rows.append(row)
+        if rows:
+            self._forwards += 1
         return rows
 
     def returned(self, row: MicroStep) -> None:
-        """A micro-step's result has come back to the head. Results of closed or reset streams are ignored."""
+        """A micro-step's result has come back to the head. Results of closed or reset streams are ignored.
+
+        Streams that had the same slot one after the other are told apart by their epochs and by nothing else. So an
+        epoch must never be used twice in a slot: not after `reset`, and not after `close` and `open`.
+        """
         state = self._sessions.get(row.session)
-        chunk = (
-            next((c for c in state.chunks if (c.number, c.epoch) == (row.chunk, row.epoch)), None) if state else None
-        )
-        if state is None or chunk is None or chunk.back != row.step - 1 or chunk.entered < row.step:
-            return
-        chunk.back = row.step
-        while state.chunks and state.chunks[0].back == state.passes - 1:
-            state.chunks.pop(0)
+        if state is not None:
+            state.come_back(row)
 
     @property
     def has_work(self) -> bool:
         """Whether `next` would hand out anything."""
-        return self._find([]) is not None
+        return any(self._choice(state) is not None for state in self._sessions.values())
 
     def _pick(self, taken: list[MicroStep]) -> MicroStep | None:
-        found = self._find(taken)
-        if found is None:
-            return None
-        name, chunk = found
-        state = self._sessions[name]
-        if chunk.number == state.next_chunk:
-            self._admit(state, chunk)
-        chunk.entered += 1
-        return MicroStep(name, chunk.number, chunk.entered, state.steps, chunk.epoch)
-
-    def _find(self, taken: list[MicroStep]) -> tuple[int, _Chunk] | None:
-        """The session and chunk whose next micro-step is due, changing nothing."""
-        order = sorted(self._sessions.items(), key=lambda item: (-item[1].room, item[0]))
-        for name, state in order:
-            busy = {row.chunk for row in taken if row.session == name}
-            for chunk in self._candidates(state):
-                if chunk.number not in busy and self._ready(state, chunk):
-                    return name, chunk
+        """Hand out one more row for the forward that has `taken`."""
+        waiting = [state for state in self._sessions.values() if self._choice(state) is not None]
+        for state in sorted(waiting, key=self._rank):
+            choice = state.choice
+            assert choice is not None
+            row = state.row(choice)
+            if not taken or compatible(taken[0], row):
+                state.enter(choice)
+                state.waiting_since = self._forwards + 1
+                return row
         return None
 
-    def _candidates(self, state: _Session) -> Iterator[_Chunk]:
-        """Chunks in flight, oldest first, then the one that could be admitted."""
-        if state.paused:
-            return
-        yield from list(state.chunks)
-        if len(state.chunks) < state.in_flight_limit and state.room >= self.chunk_frames:
-            yield _Chunk(state.next_chunk, state.epoch)
+    def _rank(self, state: _Session) -> tuple[bool, int, int, int]:
+        """Sessions with a smaller rank go first."""
+        patient = self._forwards - state.waiting_since < PATIENCE * len(self._sessions)
+        return patient, -state.room if patient else 0, state.waiting_since, state.name
 
-    def _admit(self, state: _Session, chunk: _Chunk) -> None:
-        state.chunks.append(chunk)
-        state.next_chunk += 1
-        state.room -= self.chunk_frames
+    def _choice(self, state: _Session) -> int | None:
+        """The session's choice, found anew where something has happened to it. Mutates: state."""
+        if state.stale:
+            waited, state.choice, state.stale = state.choice is not None, state.choose(), False
+            if not waited and state.choice is not None:
+                state.waiting_since = max(state.waiting_since, self._forwards)
+        return state.choice
 
-    def _ready(self, state: _Session, chunk: _Chunk) -> bool:
-        """Rules 1 and 2 of DESIGN section 4 for the chunk's next step."""
-        step = chunk.entered + 1
-        if step >= state.passes or chunk.back != chunk.entered:
-            return False
-        before = next((c for c in state.chunks if c.number == chunk.number - 1), None)
-        if before is not None:
-            ahead = {"clean": state.steps, "staircase": step + 1, "matched": step}[state.kv_context]
-            if before.entered < min(ahead, state.passes - 1):
-                return False
-        if state.kv_context == "staircase":
-            # Chunk n + k reads this one's step s - 1 in its own step s - 1 - k: all of those enter before step s does.
-            entered = {c.number: c.entered for c in state.chunks}
-            return all(entered.get(chunk.number + k, -1) >= step - 1 - k for k in range(1, step))
-        return True
+
+def timetable_tick(chunk: int, *, stages: int, passes: int) -> int:
+    """Tick on which the timetable of a paced session has step 0 of a chunk; step s stands `s * stages` ticks later.
+
+    With P stages and S passes per chunk, a round is P chunks in P * S ticks: chunk i of it stands on tick
+    `i * S + floor(i * gcd(P, S) / P)`. The second term moves chunks on by a tick whenever the first falls on the same
+    stage (modulo P) as an earlier one; so all micro-steps of all chunks stand on ticks of their own, without a hole,
+    and starts are S or S + 1 ticks apart, once a round `S + 1 - gcd(P, S)`.
+    """
+    rounds, place = divmod(chunk, stages)
+    return rounds * stages * passes + place * passes + place * gcd(stages, passes) // stages
 
 
 def in_flight_limit(kv_context: str, *, steps: int, stages: int) -> int:

@@ -1,10 +1,11 @@
 """A stage: a run of transformer blocks with the caches of those blocks, for every open session.
 
-Does what micro-steps say; never decides anything itself. Knows nothing about latents' noise or about sampling.
+Does what works say; never decides anything itself. Knows nothing about latents' noise or about sampling.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,7 @@ from streamdiff.models.base import Model
 from streamdiff.models.wan.transformer import KeyValue, Tokens
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.scheduler import in_flight_limit
+from streamdiff.pipeline.work import Kind, Work
 from streamdiff.state.ring import RingAttention, RingPlan, RowView, StageState
 
 
@@ -28,11 +30,12 @@ class StageSession:
 
 
 class Stage:
-    """Blocks `first` to `last` (exclusive) of the model; with all of them, the whole transformer."""
+    """Stage `index` of `stages`: the blocks of `model.denoiser`, which are its own only. The last one has the output
+    layer too."""
 
-    def __init__(self, model: Model, first: int, last: int, device: torch.device) -> None:
-        self.denoiser, self.spec = model.denoiser, model.spec
-        self.first, self.last, self.device = first, last, device
+    def __init__(self, model: Model, device: torch.device, index: int = 0, stages: int = 1) -> None:
+        self.denoiser, self.spec, self.device = model.denoiser, model.spec, device
+        self.index, self.stages = index, stages
         spec, patch = model.spec, model.denoiser.patch
         self.frames = spec.chunk_latents // patch[0]
         self.grid = (spec.latent_height // patch[1], spec.latent_width // patch[2])
@@ -40,19 +43,41 @@ class Stage:
         self.sessions: dict[int, StageSession] = {}
 
     @torch.inference_mode()
-    def open(self, session: int, *, steps: int, kv_context: str, stages: int) -> None:
+    def carry_out(self, work: Work) -> Work:
+        """Do what `work` says; returns what the next rank gets. Mutates: self."""
+        control = work.control
+        if control is None:
+            tokens = self.forward(work.rows, Tokens(*work.tensors))
+            if self.index < self.stages - 1:
+                return Work(work.kind, work.rows, None, tuple(tokens))
+            return Work(work.kind, work.rows, None, (self.denoiser.head(tokens, self.spec.chunk_shape[1:]),))
+        match work.kind:
+            case Kind.OPEN:
+                self.open(control.session, steps=control.steps, kv_context=control.kv_context)
+            case Kind.TEXT:
+                self.set_text(control.session, control.epoch, work.tensors[0], control.oldest)
+            case Kind.RESET:
+                self.reset(control.session)
+            case Kind.CLOSE:
+                self.close(control.session)
+        return work
+
+    @torch.inference_mode()
+    def open(self, session: int, *, steps: int, kv_context: str) -> None:
         """Allocate the session's caches. Mutates: self."""
         spec = self.spec
-        spare = in_flight_limit(kv_context, steps=steps, stages=stages) - 1
+        # Only a staircase's newcomers write into the cache that older chunks still read; a cache of `matched` holds one
+        # step, which chunks pass in order. So no cache depends on the number of stages.
+        spare = in_flight_limit(kv_context, steps=steps, stages=self.stages) - 1 if kv_context == "staircase" else 0
         plan = RingPlan(spec.sink_latents // spec.chunk_latents, spec.window_chunks(kv_context), spare)
         state = StageState.allocate(
             plan,
             caches=steps if kv_context == "matched" else 1,
-            layers=self.last - self.first,
+            layers=len(self.denoiser.blocks),
             tokens=self.frames * self.grid[0] * self.grid[1],
             heads=self.denoiser.heads,
             head_dim=self.denoiser.head_dim,
-            like=self.denoiser.blocks[self.first].scale_shift_table.detach(),
+            like=self.denoiser.blocks[0].attn1.to_k.weight.detach(),
         )
         self.sessions[session] = StageSession(plan, state, kv_context == "matched")
 
@@ -70,20 +95,19 @@ class Stage:
     def set_text(self, session: int, epoch: int, embeddings: Tensor, oldest: int) -> None:
         """Project text embeddings `[T, text_dim]` for `epoch`; epochs before `oldest` are forgotten. Mutates: self."""
         text = self.sessions[session].text
-        text[epoch] = self.denoiser.text(embeddings[None].to(self.device))
+        text[epoch] = self.denoiser.text(embeddings[None].to(self.device, self.denoiser.dtype))
         for epoch_gone in [e for e in text if e < oldest]:
             del text[epoch_gone]
 
     @torch.inference_mode()
-    def forward(self, rows: list[MicroStep], tokens: Tokens) -> Tokens:
+    def forward(self, rows: Sequence[MicroStep], tokens: Tokens) -> Tokens:
         """Run this stage's blocks for `rows`. Mutates: the rows' caches."""
         views = [self._view(row) for row in rows]
         texts = [self.sessions[row.session].text[row.epoch] for row in rows]
         text = [
             KeyValue(*(torch.cat(parts) for parts in zip(*layer, strict=True))) for layer in zip(*texts, strict=True)
         ]
-        attention = self.attention.on(views, self.first)
-        return self.denoiser.run_blocks(self.first, self.last, tokens, text, attention)
+        return self.denoiser.run_blocks(tokens, text, self.attention.on(views))
 
     def _view(self, row: MicroStep) -> RowView:
         session = self.sessions[row.session]

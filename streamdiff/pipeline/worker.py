@@ -1,73 +1,51 @@
-"""The loop of a rank: one micro-step at a time through head, stage and back.
+"""The loop of every rank: take work, run it through the stage, pass it on.
 
-With one stage the ring has no links; the hidden states of a forward are simply the next thing the head sees.
+The head's work comes from its scheduler, everybody else's from the link before it; nothing else is different.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Protocol
 
-import torch
-from torch import Tensor
-
-from streamdiff.models.base import Model
-from streamdiff.pipeline.head import Head
-from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.scheduler import StreamBatchScheduler
+from streamdiff.pipeline.links import Inbox, Outbox
 from streamdiff.pipeline.stage import Stage
+from streamdiff.pipeline.work import Kind, Work
 
 
-class Finished(NamedTuple):
-    """A chunk whose latents `[C, F, h, w]` are done."""
+class Source(Protocol):
+    """Where a rank's work comes from."""
 
-    row: MicroStep
-    latents: Tensor
+    def take(self, wait_s: float | None = 0.0) -> Work | None:
+        """The next work, or None when there is none within `wait_s` (None: wait for ever)."""
+
+
+class LinkSource:
+    """Work from the stage before."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self.inbox = inbox
+
+    def take(self, wait_s: float | None = 0.0) -> Work | None:
+        return self.inbox.receive(wait_s)
 
 
 class Worker:
-    """Scheduler, head and the one stage of this rank."""
+    """One rank. `now` is what it works on, for whoever has to say where an error happened."""
 
-    def __init__(self, model: Model, device: torch.device, max_rows: int = 1) -> None:
-        self.scheduler = StreamBatchScheduler(stages=1, chunk_frames=model.spec.chunk_frames, max_rows=max_rows)
-        self.head = Head(model, device)
-        self.stage = Stage(model, 0, len(model.denoiser.blocks), device)
+    def __init__(self, source: Source, stage: Stage, outbox: Outbox) -> None:
+        self.source, self.stage, self.outbox = source, stage, outbox
+        self.now: Work | None = None
 
-    def turn(self) -> tuple[list[MicroStep], list[Finished]]:
-        """Run what the scheduler hands out: the rows that ran (none when nothing is ready), the finished chunks."""
-        rows = self.scheduler.next()
-        if not rows:
-            return [], []
-        tokens = self.head.embed(rows)
-        tokens = self.stage.forward(rows, tokens)
-        finished = [Finished(*item) for item in self.head.advance(rows, tokens)]
-        for row in rows:
-            self.scheduler.returned(row)
-        for done in finished:
-            if self.stage.sessions[done.row.session].matched:
-                self.head.forget(done.row.session, done.row.chunk)
-        return rows, finished
+    def turn(self, wait_s: float | None = 0.0) -> Work | None:
+        """Take one work, carry it out, hand the result on; returns what was taken."""
+        work = self.source.take(wait_s)
+        if work is not None:
+            self.now = work
+            self.outbox.send(self.stage.carry_out(work))
+            self.now = None
+        return work
 
-    def open(self, session: int, embeddings: Tensor, *, seed: int, epoch: int, steps: int, kv_context: str) -> None:
-        """Open a session on scheduler, head and stage; ValueError on bad values. Mutates: self."""
-        self.scheduler.open(session, steps=steps, kv_context=kv_context, epoch=epoch)
-        self.head.open(session, seed=seed, steps=steps)
-        self.stage.open(session, steps=steps, kv_context=kv_context, stages=self.scheduler.stages)
-        self.stage.set_text(session, epoch, embeddings, oldest=epoch)
-
-    def set_text(self, session: int, epoch: int, embeddings: Tensor) -> None:
-        """Chunks admitted from now on use these embeddings. Mutates: self."""
-        self.stage.set_text(session, epoch, embeddings, oldest=self.scheduler.oldest_epoch(session))
-        self.scheduler.set_epoch(session, epoch)
-
-    def reset(self, session: int, embeddings: Tensor, *, seed: int, epoch: int) -> None:
-        """Drop what is in flight and start afresh at chunk 0. Mutates: self."""
-        self.scheduler.reset(session, epoch)
-        self.head.open(session, seed=seed, steps=len(self.head.sessions[session].sigmas))
-        self.stage.reset(session)
-        self.stage.set_text(session, epoch, embeddings, oldest=epoch)
-
-    def close(self, session: int) -> None:
-        """Free a session everywhere. Mutates: self."""
-        self.scheduler.close(session)
-        self.head.close(session)
-        self.stage.close(session)
+    def run(self) -> None:
+        """Work until the ring is stopped. Mutates: everything."""
+        while (work := self.turn(None)) is None or work.kind is not Kind.STOP:
+            pass

@@ -106,7 +106,6 @@ class RingAttention:
     def __init__(self, frames: int, height: int, width: int, head_dim: int, device: torch.device) -> None:
         self.frames, self.grid, self.head_dim, self.device = frames, (height, width), head_dim, device
         self.rows: list[RowView] = []
-        self.first_layer = 0
         # All micro-steps of a chunk turn by the same angles; few chunks are in flight at once.
         self._table = lru_cache(maxsize=32)(self._make_table)
 
@@ -123,17 +122,16 @@ class RingAttention:
         sink_table = self._table(sink_at, sink) if sink else None
         return RowView(state, cache, plan.slot(chunk), chunk < plan.sink, sink, rest, self._table(chunk, 1), sink_table)
 
-    def on(self, rows: list[RowView], first_layer: int = 0) -> RingAttention:
-        """Point at the rows of the next forward; `first_layer` is the stage's first block. Mutates: self."""
-        self.rows, self.first_layer = rows, first_layer
+    def on(self, rows: list[RowView]) -> RingAttention:
+        """Point at the rows of the next forward. Mutates: self."""
+        self.rows = rows
         return self
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `models.wan.transformer.SelfAttention`. Mutates: the rows' states."""
-        local = layer - self.first_layer
+        """See `models.wan.transformer.SelfAttention`; `layer` counts the stage's blocks. Mutates: the rows' states."""
         mixed = []
         for index, row in enumerate(self.rows):
-            keys, values = row.state.key[row.cache, local], row.state.value[row.cache, local]
+            keys, values = row.state.key[row.cache, layer], row.state.value[row.cache, layer]
             keys[row.slot].copy_(key[index] if row.in_sink else rotary.rotate(key[index], row.own))
             values[row.slot].copy_(value[index])
             seen_keys, seen_values = keys[row.rest].flatten(0, 1), values[row.rest].flatten(0, 1)

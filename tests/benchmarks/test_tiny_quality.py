@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +113,30 @@ def test_a_changed_scene_differs_in_color_and_background() -> None:
     scenes = world.all_scenes()[:60]
     changed = tiny_quality._changed(scenes, torch.Generator().manual_seed(0))
     assert all(a.color != b.color and a.background != b.background for a, b in zip(scenes, changed, strict=True))
+
+
+def test_an_interrupted_run_goes_on_and_ends_with_the_same_figures(tmp_path: Path) -> None:
+    """Interrupted in its second batch: the first is not made again, and the parts go when all is done."""
+    whole = run(Painter(), tmp_path)
+    parts, calls = tmp_path / "quality.parts", []
+
+    def interrupted(prompts: list[str], **wanted: Any) -> dict[int, Tensor]:
+        calls.append(len(prompts))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return Painter().rollout(prompts, **wanted)
+
+    subject = replace(Painter().subject(), rollout=interrupted)
+    for _ in range(2):
+        kept = tiny_quality.Kept(parts, "same")
+        try:
+            tiny_quality.run(subject, PLAN, tmp_path / "cut.json", report.header(["quality"]), kept)
+        except KeyboardInterrupt:
+            assert len(tiny_quality.Kept(parts, "same").parts) == 1
+            assert not tiny_quality.Kept(parts, "of other weights").parts
+    assert json.loads((tmp_path / "cut.json").read_text())["results"]["clean 4"] == whole
+    assert calls == [4, 2, 2, 4, 2]  # steady: 4 and 2 (interrupted), 2; change: 4, 2
+    assert not parts.exists()
 
 
 def test_contexts_without_a_bar_are_reported_without_one() -> None:

@@ -103,7 +103,7 @@ class Reference:
         grid = (spec.latent_height // denoiser.patch[1], spec.latent_width // denoiser.patch[2])
         tokens = denoiser.embed(latents, timestep)
         attention = Explicit(seen, spec.chunk_latents, grid)
-        tokens = denoiser.run_blocks(0, len(denoiser.blocks), tokens, text, attention)
+        tokens = denoiser.run_blocks(tokens, text, attention)
         return denoiser.head(tokens, spec.chunk_shape[1:])[rows.index(row)]
 
     def _closure(self, row: Row) -> set[Row]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from streamdiff.pipeline.worker import Worker
+from streamdiff.pipeline.ring import Ring
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 CHUNKS = 5
@@ -32,8 +32,8 @@ ORDERS = {
 }
 
 
-def open_session(worker: Worker, session: int, order: Order, epoch: int = 0) -> None:
-    worker.open(
+def open_session(ring: Ring, session: int, order: Order, epoch: int = 0) -> None:
+    ring.open(
         session,
         MODEL.text.encode(order.text),
         seed=order.seed,
@@ -43,14 +43,14 @@ def open_session(worker: Worker, session: int, order: Order, epoch: int = 0) -> 
     )
 
 
-def run(worker: Worker, sessions: list[int], chunks: int) -> dict[int, list[torch.Tensor]]:
+def run(ring: Ring, sessions: list[int], chunks: int) -> dict[int, list[torch.Tensor]]:
     """Run until every session has finished `chunks` chunks; their latents. The session furthest behind goes first."""
     done: dict[int, list[torch.Tensor]] = {session: [] for session in sessions}
     while any(len(latents) < chunks for latents in done.values()):
         for session in sessions:
-            ahead = chunks + 6 - worker.scheduler.next_chunk(session)
-            worker.scheduler.set_room(session, ahead * MODEL.spec.chunk_frames)
-        rows, finished = worker.turn()
+            ahead = chunks + 6 - ring.scheduler.next_chunk(session)
+            ring.scheduler.set_room(session, ahead * MODEL.spec.chunk_frames)
+        rows, finished = ring.turn()
         assert rows, "nothing is ready"
         for row, latents in finished:
             assert row.chunk == len(done[row.session])
@@ -59,9 +59,9 @@ def run(worker: Worker, sessions: list[int], chunks: int) -> dict[int, list[torc
 
 
 def alone(order: Order, chunks: int = CHUNKS) -> list[torch.Tensor]:
-    worker = Worker(MODEL, CPU)
-    open_session(worker, 7, order)
-    return run(worker, [7], chunks)[7]
+    ring = Ring(MODEL, CPU)
+    open_session(ring, 7, order)
+    return run(ring, [7], chunks)[7]
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -69,10 +69,10 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def test_interleaved_sessions_are_bit_identical_to_each_alone() -> None:
-    worker = Worker(MODEL, CPU, max_rows=1)
+    ring = Ring(MODEL, CPU, max_rows=1)
     for session, order in ORDERS.items():
-        open_session(worker, session, order)
-    together = run(worker, list(ORDERS), CHUNKS)
+        open_session(ring, session, order)
+    together = run(ring, list(ORDERS), CHUNKS)
     for session, order in ORDERS.items():
         assert same(together[session], alone(order)), f"session {session}"
     assert not torch.equal(together[0][0], together[2][0]), "the same seed with another prompt is another stream"
@@ -80,30 +80,30 @@ def test_interleaved_sessions_are_bit_identical_to_each_alone() -> None:
 
 @pytest.mark.parametrize("max_rows", [2, 4])
 def test_batched_sessions_equal_each_alone(max_rows: int) -> None:
-    worker = Worker(MODEL, CPU, max_rows=max_rows)
+    ring = Ring(MODEL, CPU, max_rows=max_rows)
     for session, order in ORDERS.items():
-        open_session(worker, session, order)
-    together = run(worker, list(ORDERS), CHUNKS)
+        open_session(ring, session, order)
+    together = run(ring, list(ORDERS), CHUNKS)
     for session, order in ORDERS.items():
         for got, expected in zip(together[session], alone(order), strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_session_that_comes_and_one_that_goes_do_not_disturb() -> None:
-    worker = Worker(MODEL, CPU)
-    open_session(worker, 0, ORDERS[0])
-    got = run(worker, [0], 2)[0]
-    open_session(worker, 1, ORDERS[1])
-    worker.scheduler.set_room(1, MODEL.spec.chunk_frames)
-    worker.turn()
-    worker.close(1)
-    open_session(worker, 1, ORDERS[2], epoch=1)
-    worker.scheduler.set_room(0, MODEL.spec.chunk_frames)
+    ring = Ring(MODEL, CPU)
+    open_session(ring, 0, ORDERS[0])
+    got = run(ring, [0], 2)[0]
+    open_session(ring, 1, ORDERS[1])
+    ring.scheduler.set_room(1, MODEL.spec.chunk_frames)
+    ring.turn()
+    ring.close(1)
+    open_session(ring, 1, ORDERS[2], epoch=1)
+    ring.scheduler.set_room(0, MODEL.spec.chunk_frames)
     finished: list[torch.Tensor] = []
     while len(finished) < 2:
         for session in (0, 1):
-            worker.scheduler.set_room(session, MODEL.spec.chunk_frames)
-        rows, latest = worker.turn()
+            ring.scheduler.set_room(session, MODEL.spec.chunk_frames)
+        rows, latest = ring.turn()
         assert rows, "nothing is ready"
         finished += [latents for row, latents in latest if row.session == 0]
     assert same([*got, *finished], alone(ORDERS[0], 4))
@@ -113,18 +113,18 @@ def test_a_session_that_comes_and_one_that_goes_do_not_disturb() -> None:
 def test_a_prompt_change_touches_later_chunks_only_and_no_chunk_mixes(kv_context: str) -> None:
     order = Order(RED, 4, 4, kv_context)
     plain = alone(order, 6)
-    worker = Worker(MODEL, CPU)
-    open_session(worker, 0, order)
+    ring = Ring(MODEL, CPU)
+    open_session(ring, 0, order)
     changed: list[torch.Tensor] = []
     epochs: dict[int, set[int]] = {}
     first_new = None
     turns = 0
     while len(changed) < 6:
         if turns == 9:  # in the middle of a chunk
-            first_new = worker.scheduler.next_chunk(0)
-            worker.set_text(0, 1, MODEL.text.encode(BLUE))
-        worker.scheduler.set_room(0, MODEL.spec.chunk_frames)
-        rows, finished = worker.turn()
+            first_new = ring.scheduler.next_chunk(0)
+            ring.set_text(0, 1, MODEL.text.encode(BLUE))
+        ring.scheduler.set_room(0, MODEL.spec.chunk_frames)
+        rows, finished = ring.turn()
         assert rows, "the stream stands still"
         for row in rows:
             epochs.setdefault(row.chunk, set()).add(row.epoch)
@@ -137,15 +137,15 @@ def test_a_prompt_change_touches_later_chunks_only_and_no_chunk_mixes(kv_context
 
 
 def test_texts_of_past_epochs_are_forgotten() -> None:
-    worker = Worker(MODEL, CPU)
-    open_session(worker, 0, ORDERS[1])
+    ring = Ring(MODEL, CPU)
+    open_session(ring, 0, ORDERS[1])
     texts = [MODEL.text.encode(RED), MODEL.text.encode(BLUE)]
     for epoch in range(1, 30):
-        worker.set_text(0, epoch, texts[epoch % 2])
-        worker.scheduler.set_room(0, MODEL.spec.chunk_frames)
+        ring.set_text(0, epoch, texts[epoch % 2])
+        ring.scheduler.set_room(0, MODEL.spec.chunk_frames)
         for _ in range(4):
-            worker.turn()
-        assert len(worker.stage.sessions[0].text) <= 6
+            ring.turn()
+        assert len(ring.stage.sessions[0].text) <= 6
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3, 4, 5, 11, 17])
@@ -153,13 +153,13 @@ def test_texts_of_past_epochs_are_forgotten() -> None:
 def test_a_reset_stream_is_a_fresh_one_bit_for_bit(kv_context: str, turns: int) -> None:
     """Wherever the reset falls: before the start, inside a chunk, between denoising and the clean pass."""
     order = Order(WHITE, 8, 4, kv_context)
-    worker = Worker(MODEL, CPU)
-    open_session(worker, 0, Order(RED, 1, 4, kv_context))
+    ring = Ring(MODEL, CPU)
+    open_session(ring, 0, Order(RED, 1, 4, kv_context))
     for _ in range(turns):
-        worker.scheduler.set_room(0, MODEL.spec.chunk_frames)
-        worker.turn()
-    worker.reset(0, MODEL.text.encode(WHITE), seed=8, epoch=1)
-    assert same(run(worker, [0], 4)[0], alone(order, 4))
+        ring.scheduler.set_room(0, MODEL.spec.chunk_frames)
+        ring.turn()
+    ring.reset(0, MODEL.text.encode(WHITE), seed=8, epoch=1)
+    assert same(run(ring, [0], 4)[0], alone(order, 4))
 
 
 def test_seed_and_steps_make_other_streams() -> None:

@@ -10,8 +10,8 @@ import torch
 from streamdiff.models.base import Model
 from streamdiff.models.wan.transformer import KeyValue
 from streamdiff.pipeline.microstep import MicroStep
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.stage import Stage
-from streamdiff.pipeline.worker import Worker
 from tests.pipeline.reference import Explicit, Reference, window
 from tests.small import BLUE, CPU, RED, small_model
 
@@ -23,14 +23,14 @@ def streamed(
     model: Model, *, steps: int, kv_context: str, max_rows: int = 1, chunks: int = CHUNKS, seed: int = 11
 ) -> list[torch.Tensor]:
     """Latents of a stream whose prompt changes at chunk `CHANGE_AT`."""
-    worker = Worker(model, CPU, max_rows=max_rows)
-    worker.open(0, model.text.encode(RED), seed=seed, epoch=0, steps=steps, kv_context=kv_context)
+    ring = Ring(model, CPU, max_rows=max_rows)
+    ring.open(0, model.text.encode(RED), seed=seed, epoch=0, steps=steps, kv_context=kv_context)
     done: dict[int, torch.Tensor] = {}
     while len(done) < chunks:
-        if worker.scheduler.next_chunk(0) == CHANGE_AT:
-            worker.set_text(0, 1, model.text.encode(BLUE))
-        worker.scheduler.set_room(0, model.spec.chunk_frames)
-        rows, finished = worker.turn()
+        if ring.scheduler.next_chunk(0) == CHANGE_AT:
+            ring.set_text(0, 1, model.text.encode(BLUE))
+        ring.scheduler.set_room(0, model.spec.chunk_frames)
+        rows, finished = ring.turn()
         assert rows, "the stream stands still"
         done |= {row.chunk: latents for row, latents in finished}
     return [done[chunk] for chunk in range(chunks)]
@@ -100,8 +100,8 @@ def test_a_causal_forward_over_chunks_equals_one_block_causal_forward(sink: int)
     timestep = 1000 * torch.rand(count, spec.chunk_latents, generator=generator)
     embeddings = model.text.encode(RED)
 
-    stage = Stage(model, 0, 3, CPU)
-    stage.open(0, steps=4, kv_context="clean", stages=1)
+    stage = Stage(model, CPU)
+    stage.open(0, steps=4, kv_context="clean")
     stage.set_text(0, 0, embeddings, oldest=0)
     parts = []
     for chunk in range(count):
@@ -111,7 +111,7 @@ def test_a_causal_forward_over_chunks_equals_one_block_causal_forward(sink: int)
 
     text = [KeyValue(*layer) for layer in denoiser.text(embeddings[None].expand(count, -1, -1))]
     attention = Explicit([window(model, chunk, "clean") for chunk in range(count)], spec.chunk_latents, (2, 2))
-    whole = denoiser.run_blocks(0, 3, denoiser.embed(latents, timestep), text, attention)
+    whole = denoiser.run_blocks(denoiser.embed(latents, timestep), text, attention)
     torch.testing.assert_close(torch.cat(parts), denoiser.head(whole, spec.chunk_shape[1:]), rtol=1e-4, atol=1e-4)
 
 
@@ -121,8 +121,8 @@ def test_a_chunk_far_into_a_stream_is_computed_as_one_of_the_first() -> None:
     model = small_model(2, window=8, sink=2)
 
     def last(first: int) -> torch.Tensor:
-        stage = Stage(model, 0, 2, CPU)
-        stage.open(0, steps=4, kv_context="clean", stages=1)
+        stage = Stage(model, CPU)
+        stage.open(0, steps=4, kv_context="clean")
         stage.set_text(0, 0, model.text.encode(RED), oldest=0)
         generator = torch.Generator().manual_seed(4)
         for chunk in [0, *range(first, first + 5)]:  # the sink, then chunks until none of those skipped is in view

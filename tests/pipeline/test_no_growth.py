@@ -9,36 +9,36 @@ import pytest
 import torch
 
 from streamdiff.models.base import Model
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runtime import Runtime
-from streamdiff.pipeline.worker import Worker
 from tests.small import BLUE, CPU, RED, small_model
 
 PROCESS = psutil.Process()
 MEBIBYTE = 1 << 20
 
 
-def run(worker: Worker, model: Model, chunks: int, first_epoch: int) -> None:
+def run(ring: Ring, model: Model, chunks: int, first_epoch: int) -> None:
     """Make `chunks` more chunks of session 0, with a prompt change now and then."""
     texts = [model.text.encode(RED), model.text.encode(BLUE)]
     done = 0
     while done < chunks:
-        worker.scheduler.set_room(0, model.spec.chunk_frames)
-        finished = worker.turn()[1]
+        ring.scheduler.set_room(0, model.spec.chunk_frames)
+        finished = ring.turn()[1]
         if finished and done % 50 == 0:
-            worker.set_text(0, first_epoch + done, texts[done // 50 % 2])
+            ring.set_text(0, first_epoch + done, texts[done // 50 % 2])
         done += len(finished)
 
 
-def kept(worker: Worker) -> dict[str, int]:
+def kept(ring: Ring) -> dict[str, int]:
     """Lengths of everything that could grow, and the addresses of what must stay where it is."""
-    stage, head = worker.stage.sessions[0], worker.head.sessions[0]
-    state = worker.scheduler._sessions[0]
+    stage, head = ring.stage.sessions[0], ring.head.sessions[0]
+    state = ring.scheduler._sessions[0]
     assert len(stage.text) <= 3 and len(head.latents) <= 5 and len(state.chunks) <= 5
     return {
         "key": stage.state.key.data_ptr(),
         "value": stage.state.value.data_ptr(),
         "bytes": stage.state.nbytes,
-        "sessions": len(worker.scheduler._sessions) + len(worker.head.sessions) + len(worker.stage.sessions),
+        "sessions": len(ring.scheduler._sessions) + len(ring.head.sessions) + len(ring.stage.sessions),
         "files": PROCESS.num_fds(),
         "threads": PROCESS.num_threads(),
     }
@@ -46,17 +46,17 @@ def kept(worker: Worker) -> dict[str, int]:
 
 def flat(chunks: int, kv_context: str) -> None:
     model = small_model(6, layers=1)
-    worker = Worker(model, CPU)
-    worker.open(0, model.text.encode(RED), seed=1, epoch=0, steps=2, kv_context=kv_context)
-    run(worker, model, 120, 1)
+    ring = Ring(model, CPU)
+    ring.open(0, model.text.encode(RED), seed=1, epoch=0, steps=2, kv_context=kv_context)
+    run(ring, model, 120, 1)
     gc.collect()
-    before, memory, objects = kept(worker), PROCESS.memory_info().rss, len(gc.get_objects())
-    run(worker, model, chunks, 1000)
+    before, memory, objects = kept(ring), PROCESS.memory_info().rss, len(gc.get_objects())
+    run(ring, model, chunks, 1000)
     gc.collect()
-    assert kept(worker) == before
+    assert kept(ring) == before
     assert len(gc.get_objects()) - objects < 200
     assert PROCESS.memory_info().rss - memory < 8 * MEBIBYTE
-    assert all(torch.isfinite(latents).all() for latents in worker.head.sessions[0].latents.values())
+    assert all(torch.isfinite(latents).all() for latents in ring.head.sessions[0].latents.values())
 
 
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])

@@ -84,7 +84,7 @@ def test_the_frames_are_the_decoded_latents(runtime: Runtime) -> None:
 
 def test_no_room_no_frames_and_room_counts_what_is_under_way(runtime: Runtime) -> None:
     open_session(runtime)
-    assert not runtime.busy and runtime.step() == []
+    assert runtime.step() == [] and not runtime.busy
     runtime.set_room(0, CHUNK - 1)
     assert not runtime.busy and drain(runtime) == []
     runtime.set_room(0, 2 * CHUNK + 1)
@@ -129,7 +129,7 @@ def test_a_pause_stops_the_stream_and_its_end_goes_on_where_it_was(runtime: Runt
     runtime.step()
     runtime.set_paused(0, True)
     late = drain(runtime)
-    assert not runtime.busy and runtime.step() == []
+    assert runtime.step() == [] and not runtime.busy
     runtime.set_paused(0, False)
     after = take(runtime, 0, 2)
     got = pictures([*before, *late, *after])[: 3 * CHUNK]
@@ -165,7 +165,7 @@ def test_after_a_reset_come_the_frames_of_a_fresh_stream(runtime: Runtime, kv_co
         runtime.set_room(0, 10 * CHUNK)
         runtime.step()
     runtime.reset(0, runtime.text.encode(BLUE), seed=9, epoch=4)
-    assert not runtime._worker.scheduler.has_work, "a reset session waits for room"
+    assert not runtime._ring.scheduler.has_work, "a reset session waits for room"
     pieces = take(runtime, 0, 3)
     assert {piece.epoch for piece in pieces} == {4} and pieces[0].chunk == 0
     fresh = Runtime(MODEL, CPU)

@@ -20,6 +20,7 @@ COLD = {
 }
 ALLOWED = {
     "streamdiff.models.tiny.model:save": "writes files",
+    "streamdiff.pipeline.links_gloo:receive": "a record in host memory, where gloo put it",
     "streamdiff.pipeline.runtime:_decode": "the decoding thread: here, and only here, pictures leave the device",
 }
 

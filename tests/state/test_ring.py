@@ -139,7 +139,7 @@ def test_rows_of_several_sessions_write_only_their_own_state() -> None:
     attention = RingAttention(1, 2, 2, 12, CPU)
     rows = [attention.view(plan, first, 1, 1), attention.view(plan, second, 0, 0)]
     query, key, value = torch.randn(3, 2, 4, 2, 12, generator=torch.Generator().manual_seed(1))
-    attention.on(rows, first_layer=6)(7, query, key, value)
+    attention.on(rows)(1, query, key, value)
     assert torch.equal(first.value[1, 1, 1], value[0]) and first.key[1, 1, 1].any()
     assert torch.equal(second.value[0, 1, 0], value[1]) and second.key[0, 1, 0].any()
     assert not first.key[0].any() and not first.key[1, 0].any() and not first.key[1, 1, 0].any()

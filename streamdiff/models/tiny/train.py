@@ -27,6 +27,7 @@ STREAM: dict[str, object] = {
     "latent_width": world.SIZE // train_autoencoder.AUTOENCODER.spatial,
     "chunk_latents": CHUNK,
     "window_latents": CHUNK * CHUNKS,
+    "clean_window_latents": CHUNK * 3,
     "sink_latents": 0,
     "native_fps": 40.0,
     "shift": 5.0,

@@ -179,7 +179,7 @@ class TinyNetwork(nn.Module):
         text: list[KeyValue] = self.denoiser.text(self.text.embed(ids))
         state = self.denoiser.embed(latents, timestep)
         attention = BlockCausal(batch, rows.chunk, rows.visible, tokens)
-        state = self.denoiser.run_blocks(0, len(self.denoiser.blocks), state, text, attention)
+        state = self.denoiser.run_blocks(state, text, attention)
         return self.denoiser.head(state, (frames, height, width))
 
 

@@ -11,7 +11,9 @@ H heads, d head width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import lru_cache
+from math import pi, prod
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -78,8 +80,28 @@ class WanDenoiser:
         self.extra_channels: int = config.in_channels - config.out_channels
         self.blocks = cast("list[WanTransformerBlock]", list(model.blocks))
 
+    def part(self, first: int, last: int) -> WanDenoiser:
+        """The same weights with blocks `first` to `last` (exclusive) only: what a stage runs."""
+        part = copy(self)
+        part.blocks = self.blocks[first:last]
+        return part
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states, and of everything that travels between stages."""
+        return self.blocks[0].attn1.to_q.weight.dtype
+
+    @property
+    def width(self) -> int:
+        """Model width D."""
+        return self.heads * self.head_dim
+
+    def tokens(self, grid: tuple[int, int, int]) -> int:
+        """Tokens of a chunk of (F, h, w) latent pixels."""
+        return prod(size // patch for size, patch in zip(grid, self.patch, strict=True))
+
     def text(self, embeddings: Tensor) -> list[KeyValue]:
-        """Cross-attention keys and values of every block for text embeddings `[R, T, text_dim]`."""
+        """Cross-attention keys and values of each of the blocks for text embeddings `[R, T, text_dim]`."""
         context: Tensor = self.model.condition_embedder.text_embedder(embeddings)
         result = []
         for block in self.blocks:
@@ -105,13 +127,11 @@ class WanDenoiser:
         embedder = self.model.condition_embedder
         return cast(Tensor, embedder.time_proj(embedder.act_fn(time)).unflatten(-1, (6, -1)))
 
-    def run_blocks(
-        self, first: int, last: int, tokens: Tokens, text: Sequence[KeyValue], self_attention: SelfAttention
-    ) -> Tokens:
-        """Run blocks `first` to `last` (exclusive). `text` holds one entry per block of the whole model."""
+    def run_blocks(self, tokens: Tokens, text: Sequence[KeyValue], self_attention: SelfAttention) -> Tokens:
+        """Run the blocks. `text` holds one entry per block."""
         modulation = self.modulation(tokens.time)
         hidden = tokens.hidden
-        for layer in range(first, last):
+        for layer in range(len(self.blocks)):
             hidden = self._block(layer, hidden, modulation, text[layer], self_attention)
         return Tokens(hidden, tokens.time)
 
@@ -145,7 +165,16 @@ class WanDenoiser:
         hidden = hidden + cross.to_out[0](attend(query, text.key, text.value).flatten(2))
 
         normal = _modulate(block.norm3(hidden.float()), ff_shift, ff_scale).type_as(hidden)
-        return _gated(hidden, block.ffn(normal), ff_gate)
+        widen, _, narrow = cast(Any, block.ffn.net)
+        return _gated(hidden, narrow(gelu(widen.proj(normal))), ff_gate)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU in its tanh form, x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)): torch's kernel for it is slow on CPUs."""
+    if x.device.type != "cpu" or torch.is_grad_enabled():
+        return F.gelu(x, approximate="tanh")
+    twice = 2 * (2 / pi) ** 0.5
+    return torch.square(x).mul_(0.044715 * twice).add_(twice).mul_(x).sigmoid_().mul_(x)
 
 
 def _modulate(normal: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

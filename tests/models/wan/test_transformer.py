@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from streamdiff.models.wan import rotary
-from streamdiff.models.wan.transformer import Tokens, WanDenoiser, attend, position_planes
+from streamdiff.models.wan.transformer import Tokens, WanDenoiser, attend, gelu, position_planes
 from tests.small import LATENT_CHANNELS, small_transformer
 
 
@@ -46,7 +46,7 @@ def test_one_chunk_over_a_whole_clip_equals_diffusers(batch: int, per_frame: boo
     denoiser = WanDenoiser(transformer)
     tokens = denoiser.embed(latents, timestep)
     attention = Whole(frames, height // 2, width // 2)
-    tokens = denoiser.run_blocks(0, 3, tokens, denoiser.text(text), attention)
+    tokens = denoiser.run_blocks(tokens, denoiser.text(text), attention)
     got = denoiser.head(tokens, (frames, height, width))
 
     assert expected.std() > 0.1, "the comparison would mean nothing for a model that predicts zero"
@@ -63,10 +63,17 @@ def test_blocks_in_two_runs_equal_blocks_in_one() -> None:
     )
     text = denoiser.text(torch.randn(1, 16, 64, generator=generator))
     attention = Whole(2, 2, 2)
-    whole = denoiser.run_blocks(0, 3, tokens, text, attention)
-    middle = denoiser.run_blocks(0, 1, tokens, text, attention)
-    parts = denoiser.run_blocks(1, 3, Tokens(*middle), text, attention)
+    whole = denoiser.run_blocks(tokens, text, attention)
+    middle = denoiser.part(0, 1).run_blocks(tokens, text, attention)
+    parts = denoiser.part(1, 3).run_blocks(Tokens(*middle), text[1:], attention)
     assert torch.equal(parts.hidden, whole.hidden)
+
+
+@torch.inference_mode()
+def test_the_quick_gelu_is_gelu() -> None:
+    x = torch.linspace(-30, 30, 4001)
+    torch.testing.assert_close(gelu(x), torch.nn.functional.gelu(x, approximate="tanh"), rtol=1e-5, atol=2e-6)
+    assert gelu(x.bfloat16()).dtype == torch.bfloat16
 
 
 def test_position_planes_tell_every_place_apart() -> None:

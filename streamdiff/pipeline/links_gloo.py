@@ -1,0 +1,164 @@
+"""The gloo link: real processes on any machine. CUDA tensors are staged through host memory.
+
+A message is one packed buffer, the record first. Each end has a thread that waits for gloo, since gloo tells that an
+operation is done only to who waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streamdiff.pipeline.links import SLOTS, LinkClosed, check_order
+from streamdiff.pipeline.work import Wire, Work
+
+
+class _Slots:
+    """Packed buffers `[record | tensors]` of one end of an edge; `tag` tells edges between the same two ranks apart."""
+
+    def __init__(self, wire: Wire, peer: int, tag: int, group: dist.ProcessGroup | None) -> None:
+        self.wire, self.peer, self.tag, self.group = wire, peer, tag, group
+        self.head = 8 * wire.record_length
+        self.buffers = [torch.zeros(self.head + wire.nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
+        self.error: BaseException | None = None
+
+    def record(self, slot: int) -> Tensor:
+        return self.buffers[slot][: self.head].view(torch.int64)
+
+    def tensors(self, slot: int) -> Tensor:
+        return self.buffers[slot][self.head :]
+
+    def closed(self) -> LinkClosed:
+        """The error to raise, with what ended the link."""
+        message = f"the link with rank {self.peer} is closed"
+        return LinkClosed(f"{message}: {self.error}" if self.error else message)
+
+
+class GlooOutbox:
+    """The sending end of an edge to rank `peer`."""
+
+    def __init__(self, wire: Wire, peer: int, tag: int, group: dist.ProcessGroup | None = None) -> None:
+        self._slots = _Slots(wire, peer, tag, group)
+        self._free: SimpleQueue[int | None] = SimpleQueue()
+        self._full: SimpleQueue[int | None] = SimpleQueue()
+        for slot in range(SLOTS):
+            self._free.put(slot)
+        self._sent = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"send-to-{peer}", daemon=True)
+        self._thread.start()
+
+    @property
+    def ready(self) -> bool:
+        return self._closed or not self._free.empty()
+
+    def send(self, work: Work) -> None:
+        slot = None if self._closed else self._free.get()
+        if slot is None:
+            self._closed = True
+            raise self._slots.closed()
+        slots = self._slots
+        slots.record(slot).copy_(torch.tensor(slots.wire.record(work, self._sent)))
+        slots.wire.write(work, slots.tensors(slot))
+        self._sent += 1
+        self._full.put(slot)
+
+    def close(self) -> None:
+        """Send what is waiting, then end."""
+        if not self._closed:
+            self._closed = True
+            self._full.put(None)
+            self._thread.join()
+
+    def abort(self) -> None:
+        """End without waiting for anybody; the process group has to be dropped by the caller."""
+        self._closed = True
+        self._full.put(None)
+
+    def _run(self) -> None:
+        slots = self._slots
+        while (slot := self._full.get()) is not None:
+            try:
+                sending = dist.isend(slots.buffers[slot], slots.peer, group=slots.group, tag=slots.tag)
+                assert sending is not None
+                sending.wait()
+            except RuntimeError as error:  # the peer is gone: whoever sends next is told
+                slots.error = error
+                self._free.put(None)
+                return
+            self._free.put(slot)
+
+
+class GlooInbox:
+    """The receiving end of an edge from rank `peer`. Both slots have a receive posted before anything is sent."""
+
+    def __init__(
+        self, wire: Wire, peer: int, tag: int, device: torch.device, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._slots = _Slots(wire, peer, tag, group)
+        self._device = device
+        self._posted: SimpleQueue[tuple[int, dist.Work] | None] = SimpleQueue()
+        self._arrived: SimpleQueue[int | None] = SimpleQueue()
+        self._reading: int | None = None
+        self._received = 0
+        self._closed = False
+        for slot in range(SLOTS):
+            self._post(slot)
+        self._thread = threading.Thread(target=self._run, name=f"receive-from-{peer}", daemon=True)
+        self._thread.start()
+
+    def receive(self, wait_s: float | None = 0.0) -> Work | None:
+        if self._closed:
+            raise self._slots.closed()
+        self._release()
+        try:
+            slot = self._arrived.get_nowait() if wait_s == 0.0 else self._arrived.get(timeout=wait_s)
+        except Empty:
+            return None
+        if slot is None:
+            self._closed = True
+            raise self._slots.closed()
+        self._reading = slot
+        sequence, work = self._slots.wire.read(self._slots.record(slot).tolist(), self._slots.tensors(slot))
+        check_order(sequence, self._received)
+        self._received += 1
+        if self._device.type == "cpu":
+            return work
+        return replace(work, tensors=tuple(tensor.to(self._device) for tensor in work.tensors))
+
+    def close(self) -> None:
+        self._closed = True
+        self._posted.put(None)
+
+    def _release(self) -> None:
+        """Post the next receive into the slot that was read. Mutates: self."""
+        if self._reading is not None:
+            slot, self._reading = self._reading, None
+            try:
+                self._post(slot)
+            except RuntimeError as error:
+                self._slots.error = error
+                self._closed = True
+                raise self._slots.closed() from error
+
+    def _post(self, slot: int) -> None:
+        slots = self._slots
+        posted = dist.irecv(slots.buffers[slot], slots.peer, group=slots.group, tag=slots.tag)
+        assert posted is not None
+        self._posted.put((slot, posted))
+
+    def _run(self) -> None:
+        while (item := self._posted.get()) is not None:
+            slot, posted = item
+            try:
+                posted.wait()
+            except RuntimeError as error:  # the peer is gone: whoever receives next is told
+                self._slots.error = error
+                self._arrived.put(None)
+                return
+            self._arrived.put(slot)

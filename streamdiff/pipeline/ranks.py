@@ -1,0 +1,77 @@
+"""Ranks over real processes: who is linked to whom.
+
+Edge i leads from stage i to stage i + 1, the last one back to the head. All ranks of a ring build the same edges.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streamdiff.models.base import Model
+from streamdiff.pipeline.links_gloo import GlooInbox, GlooOutbox
+from streamdiff.pipeline.ring import Ring, split
+from streamdiff.pipeline.stage import Stage
+from streamdiff.pipeline.work import Wire
+from streamdiff.pipeline.worker import LinkSource, Worker
+
+
+@dataclass(frozen=True)
+class Place:
+    """Rank `rank` of a ring of `stages`; `ring` tells rings over the same processes apart."""
+
+    rank: int
+    stages: int
+    ring: int = 0
+
+    @property
+    def edge_in(self) -> int:
+        return (self.rank - 1) % self.stages
+
+    @property
+    def edge_out(self) -> int:
+        return self.rank
+
+    def tag(self, edge: int) -> int:
+        return self.ring * self.stages + edge
+
+
+def stage_of(model: Model, place: Place, device: torch.device) -> Stage:
+    """This rank's stage, of a model that has all blocks."""
+    first, last = split(model.blocks, place.stages)[place.rank]
+    return Stage(model.part(first, last), device, place.rank, place.stages)
+
+
+def connect(
+    model: Model,
+    place: Place,
+    device: torch.device,
+    max_rows: int,
+    text: Tensor,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[GlooOutbox, GlooInbox]:
+    """This rank's ends of its two edges. `text` is an example of text embeddings; needs an initialised group."""
+
+    def wire(edge: int) -> Wire:
+        back = edge == place.stages - 1
+        return Wire.back_to_head(model, max_rows) if back else Wire.between_stages(model, max_rows, text)
+
+    after, before = (place.rank + 1) % place.stages, (place.rank - 1) % place.stages
+    outbox = GlooOutbox(wire(place.edge_out), after, place.tag(place.edge_out), group)
+    inbox = GlooInbox(wire(place.edge_in), before, place.tag(place.edge_in), device, group)
+    return outbox, inbox
+
+
+def head_ring(model: Model, place: Place, device: torch.device, max_rows: int, text: Tensor) -> Ring:
+    """The ring, for rank 0."""
+    links = connect(model, place, device, max_rows, text)
+    return Ring(model, device, max_rows, stage=stage_of(model, place, device), links=links)
+
+
+def follower(model: Model, place: Place, device: torch.device, max_rows: int, text: Tensor) -> Worker:
+    """The loop of any other rank."""
+    outbox, inbox = connect(model, place, device, max_rows, text)
+    return Worker(LinkSource(inbox), stage_of(model, place, device), outbox)

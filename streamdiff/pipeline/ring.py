@@ -1,0 +1,187 @@
+"""The ring, seen from its head: sessions go in, finished chunks come out.
+
+The head's own part of the loop is to decide what enters next (`StreamBatchScheduler`), to embed it, and to take back
+what has been around (`Head`). With one stage there are no links, and the same loop runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from streamdiff.models.base import Model
+from streamdiff.pipeline.head import Finished, Head
+from streamdiff.pipeline.links import Inbox, LocalLink, NoLink, Outbox
+from streamdiff.pipeline.microstep import MicroStep
+from streamdiff.pipeline.scheduler import StreamBatchScheduler
+from streamdiff.pipeline.stage import Stage
+from streamdiff.pipeline.work import Control, Kind, Wire, Work
+from streamdiff.pipeline.worker import LinkSource, Worker
+
+
+class Admission:
+    """The head's source of work: controls first, in the order they were given, then what the scheduler hands out.
+
+    At most `limit` works are in the ring at once, controls included. Every link has two slots, so the ring can never
+    fill up and stand still.
+    """
+
+    def __init__(self, scheduler: StreamBatchScheduler, head: Head, limit: int) -> None:
+        self.scheduler, self.head, self.limit = scheduler, head, limit
+        self.controls: deque[Work] = deque()
+        self.in_ring = 0
+        self.stopping = False
+
+    def take(self, wait_s: float | None = 0.0) -> Work | None:
+        """The next work that may enter, or None; never waits. Mutates: self, scheduler, head."""
+        if self.in_ring >= self.limit:
+            return None
+        if self.controls:
+            work = self.controls.popleft()
+        elif not self.stopping and (rows := self.scheduler.next()):
+            work = Work(Kind.ROWS, tuple(rows), None, tuple(self.head.embed(rows)))
+        else:
+            return None
+        self.in_ring += 1
+        return work
+
+    def back(self, work: Work) -> list[Finished]:
+        """Take in what has been around. Mutates: self, scheduler, head."""
+        self.in_ring -= 1
+        if work.kind is not Kind.ROWS:
+            return []
+        finished = self.head.advance(work.rows, work.tensors[0])
+        for row in work.rows:
+            self.scheduler.returned(row)
+        return finished
+
+
+class Ring:
+    """Scheduler, head and stage 0 of `stages`, with the links to stage 1 and from the last stage."""
+
+    def __init__(
+        self,
+        model: Model,
+        device: torch.device,
+        max_rows: int = 1,
+        *,
+        stage: Stage | None = None,
+        links: tuple[Outbox, Inbox] | None = None,
+    ) -> None:
+        """`stage` is this rank's part (all blocks of `model` by default), `links` lead to stage 1 and back."""
+        self.stage = stage or Stage(model, device)
+        if links is None:
+            loop = NoLink()
+            links = (loop, loop)
+        stages = self.stage.stages
+        self.scheduler = StreamBatchScheduler(stages=stages, chunk_frames=model.spec.chunk_frames, max_rows=max_rows)
+        self.head = Head(model, device)
+        self._admission = Admission(self.scheduler, self.head, limit=stages + 1 if stages > 1 else 1)
+        self._worker = Worker(self._admission, self.stage, links[0])
+        self._outbox, self._inbox = links
+
+    def turn(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:
+        """One micro-step through this rank: the rows that entered the ring (none when nothing may), the chunks that
+        came back finished. Waits up to `wait_s` for something to come back when nothing may enter."""
+        finished = self._take_back(0.0)
+        work = self._enter()
+        while work is not None and work.kind is not Kind.ROWS:  # controls go on at once
+            finished += self._take_back(0.0)
+            work = self._enter()
+        finished += self._take_back(wait_s if work is None and not finished else 0.0)
+        return list(work.rows) if work else [], finished
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something can enter the ring now, or is in it."""
+        return self.scheduler.has_work or bool(self._admission.controls) or self._admission.in_ring > 0
+
+    def open(self, session: int, embeddings: Tensor, *, seed: int, epoch: int, steps: int, kv_context: str) -> None:
+        """Open a session on scheduler, head and all stages; ValueError on bad values. Mutates: self."""
+        self.scheduler.open(session, steps=steps, kv_context=kv_context, epoch=epoch)
+        self.head.open(session, seed=seed, steps=steps, clean_pass=kv_context != "matched")
+        self._tell(Kind.OPEN, Control(session, epoch, epoch, steps, kv_context))
+        self._tell(Kind.TEXT, Control(session, epoch, epoch), embeddings)
+
+    def set_text(self, session: int, epoch: int, embeddings: Tensor) -> None:
+        """Chunks admitted from now on use these embeddings. Mutates: self."""
+        self._tell(Kind.TEXT, Control(session, epoch, self.scheduler.oldest_epoch(session)), embeddings)
+        self.scheduler.set_epoch(session, epoch)
+
+    def reset(self, session: int, embeddings: Tensor, *, seed: int, epoch: int) -> None:
+        """Drop what is in flight and start afresh at chunk 0. `epoch` is one the slot never had. Mutates: self."""
+        self.scheduler.reset(session, epoch)
+        old = self.head.sessions[session]
+        self.head.open(session, seed=seed, steps=len(old.sigmas), clean_pass=old.clean_pass)
+        self._tell(Kind.RESET, Control(session, epoch))
+        self._tell(Kind.TEXT, Control(session, epoch, epoch), embeddings)
+
+    def close(self, session: int) -> None:
+        """Free a session everywhere. Mutates: self."""
+        self.scheduler.close(session)
+        self.head.close(session)
+        self._tell(Kind.CLOSE, Control(session))
+
+    def stop(self) -> None:
+        """End the loops of all ranks, after what is in the ring has come back. Nothing enters afterwards."""
+        self._admission.stopping = True
+        self._tell(Kind.STOP, Control(0))
+        while self._admission.controls or self._admission.in_ring:
+            self._enter()
+            self._take_back(None if self._admission.in_ring else 0.0)
+
+    def _enter(self) -> Work | None:
+        """One work through this rank, if the link takes it: the head never waits to send, it must take back."""
+        return self._worker.turn() if self._outbox.ready else None
+
+    def _tell(self, kind: Kind, control: Control, *tensors: Tensor) -> None:
+        self._admission.controls.append(Work(kind, (), control, tensors))
+
+    def _take_back(self, wait_s: float | None) -> list[Finished]:
+        finished: list[Finished] = []
+        while self._admission.in_ring and (work := self._inbox.receive(wait_s)) is not None:
+            finished += self._admission.back(work)
+            wait_s = 0.0
+        return finished
+
+
+def split(blocks: int, stages: int) -> list[tuple[int, int]]:
+    """Runs of blocks (first, last exclusive) as even as can be, the longer ones first.
+
+    Raises:
+        ValueError: a stage would have no block.
+    """
+    if not 1 <= stages <= blocks:
+        raise ValueError(f"stages is {stages}; the model has {blocks} blocks, so it can be from 1 to {blocks}")
+    ends = [-(-blocks * (index + 1) // stages) for index in range(stages)]
+    return list(zip([0, *ends], ends, strict=False))
+
+
+class LocalRing(Ring):
+    """All stages in this process, one after the other in one thread: deterministic, for tests and for looking at."""
+
+    def __init__(
+        self,
+        model: Model,
+        device: torch.device,
+        stages: int,
+        max_rows: int = 1,
+        link: Callable[[Wire], LocalLink] = LocalLink,
+    ) -> None:
+        """`link` makes each edge's link."""
+        text = model.text.encode(model.text.examples[0])
+        forward = Wire.between_stages(model, max_rows, text)
+        links = [link(forward) for _ in range(stages - 1)] + [link(Wire.back_to_head(model, max_rows))]
+        parts = [Stage(model.part(*run), device, i, stages) for i, run in enumerate(split(model.blocks, stages))]
+        super().__init__(model, device, max_rows, stage=parts[0], links=(links[0], links[-1]))
+        self.others = [Worker(LinkSource(links[i - 1]), part, links[i]) for i, part in enumerate(parts) if i > 0]
+
+    def turn(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:
+        """One turn of every rank, the last one first: a work moves on by one stage per turn, as in processes."""
+        for worker in reversed(self.others):
+            if worker.outbox.ready:
+                worker.turn()
+        return super().turn(0.0)

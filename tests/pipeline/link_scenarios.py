@@ -1,0 +1,125 @@
+"""What both ends of a link do in a scenario of the contract; played by two threads or by two processes.
+
+As a program (`python -m tests.pipeline.link_scenarios RANK PORT`) it plays one end of gloo links, one per scenario.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from streamdiff.pipeline.links import Inbox, LinkClosed, Outbox
+from streamdiff.pipeline.links_gloo import GlooInbox, GlooOutbox
+from streamdiff.pipeline.microstep import MicroStep
+from streamdiff.pipeline.work import Control, Kind, Wire, Work
+from tests.small import CPU
+
+ROWS = 3
+SMALL = Wire(ROWS, (((4, 6), torch.float32), ((2, 6), torch.float32)), ((5, 3), torch.float32))
+LARGE = Wire(ROWS, (((2_000_000,), torch.float32),), None)
+
+
+def work(number: int, wire: Wire = SMALL) -> Work:
+    """The work number `number`: every fifth a text, otherwise one to three rows; all values follow from the number."""
+    generator = torch.Generator().manual_seed(number)
+    if number % 5 == 4 and wire.text is not None:
+        return Work(
+            Kind.TEXT, (), Control(number, 1, 2, 3, "matched"), (torch.randn(wire.text[0], generator=generator),)
+        )
+    count = number % ROWS + 1
+    rows = tuple(MicroStep(row, number, 1, 4, 2**40 + number) for row in range(count))
+    return Work(Kind.ROWS, rows, None, tuple(torch.randn(count, *shape, generator=generator) for shape, _ in wire.rows))
+
+
+def check(got: Work | None, number: int, wire: Wire = SMALL) -> None:
+    expected = work(number, wire)
+    assert got is not None
+    assert (got.kind, got.rows, got.control) == (expected.kind, expected.rows, expected.control), number
+    assert len(got.tensors) == len(expected.tensors)
+    for one, other in zip(got.tensors, expected.tensors, strict=True):
+        assert torch.equal(one, other), f"tensors of work {number}"
+
+
+def send_in_order(outbox: Outbox, count: int = 60, wire: Wire = SMALL) -> None:
+    """Send works and write over their tensors at once: they were copied."""
+    for number in range(count):
+        sent = work(number, wire)
+        outbox.send(sent)
+        for tensor in sent.tensors:
+            tensor.fill_(float("nan"))
+
+
+def receive_in_order(inbox: Inbox) -> None:
+    for number in range(60):
+        check(inbox.receive(60.0), number)
+
+
+def receive_and_hold(inbox: Inbox) -> None:
+    """What was received stays as it is while the sender goes on, until the next receive."""
+    for number in range(60):
+        got = inbox.receive(60.0)
+        for _ in range(20):  # the sender fills whatever slots it may meanwhile
+            torch.randn(64, 64) @ torch.randn(64, 64)
+        check(got, number)
+
+
+def send_large(outbox: Outbox) -> None:
+    send_in_order(outbox, 5, LARGE)
+
+
+def receive_large(inbox: Inbox) -> None:
+    for number in range(5):
+        check(inbox.receive(60.0), number, LARGE)
+
+
+def send_three_and_close(outbox: Outbox) -> None:
+    send_in_order(outbox, 3)
+    outbox.close()
+
+
+def receive_three_and_the_end(inbox: Inbox) -> None:
+    for number in range(3):
+        check(inbox.receive(60.0), number)
+    try:
+        inbox.receive(60.0)
+    except LinkClosed:
+        return
+    raise AssertionError("nothing said that the link is closed")
+
+
+def receive_none_then_some(inbox: Inbox) -> None:
+    """Without waiting nothing is there or the first is; waiting brings it."""
+    got = inbox.receive(0.0)
+    check(got if got is not None else inbox.receive(60.0), 0)
+    for number in range(1, 60):
+        check(inbox.receive(None), number)
+
+
+SCENARIOS: dict[str, tuple[Wire, Callable[[Outbox], None], Callable[[Inbox], None]]] = {
+    "order": (SMALL, send_in_order, receive_in_order),
+    "held": (SMALL, send_in_order, receive_and_hold),
+    "large": (LARGE, send_large, receive_large),
+    "wait": (SMALL, send_in_order, receive_none_then_some),
+    "close": (SMALL, send_three_and_close, receive_three_and_the_end),
+}
+
+
+def main(rank: int, port: int) -> None:
+    """Play all scenarios over gloo; the last one ends with the sender's process."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(days=3650))
+    for tag, (name, (wire, send, receive)) in enumerate(SCENARIOS.items()):
+        if rank == 0:
+            receive(GlooInbox(wire, 1, tag, CPU))
+            print(f"{name} passed", flush=True)
+        else:
+            send(GlooOutbox(wire, 0, tag))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

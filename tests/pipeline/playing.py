@@ -1,0 +1,54 @@
+"""Orders for sessions, and how tests play them on any ring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from streamdiff.models.base import Model
+from streamdiff.pipeline.ring import Ring
+from tests.small import BLUE, RED, WHITE
+
+CHUNKS, CHUNKS_LONG = 8, 30  # with a window of three chunks: evictions
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a session is opened with, and the chunk before which its prompt changes."""
+
+    text: str
+    seed: int
+    steps: int
+    kv_context: str
+    change_at: int = 4
+
+
+def play(ring: Ring, model: Model, orders: dict[int, Order], chunks: int = CHUNKS) -> dict[int, list[torch.Tensor]]:
+    """Latents of `chunks` chunks of every session, made together."""
+    for name, order in orders.items():
+        text = model.text.encode(order.text)
+        ring.open(name, text, seed=order.seed, epoch=0, steps=order.steps, kv_context=order.kv_context)
+    done: dict[int, list[torch.Tensor]] = {name: [] for name in orders}
+    changed: set[int] = set()
+    while any(len(latents) < chunks for latents in done.values()):
+        for name, order in orders.items():
+            admitted = ring.scheduler.next_chunk(name)
+            if admitted == order.change_at and name not in changed:
+                changed.add(name)
+                ring.set_text(name, 1, model.text.encode(BLUE))
+            limit = chunks + 6 if name in changed else order.change_at  # a staircase needs newcomers
+            ring.scheduler.set_room(name, (limit - admitted) * model.spec.chunk_frames)
+        assert ring.has_work, "the ring stands still"
+        for row, latents in ring.turn(1.0)[1]:
+            assert row.chunk == len(done[row.session])
+            assert row.epoch == int(row.chunk >= orders[row.session].change_at), "no chunk mixes two epochs"
+            done[row.session].append(latents.clone())
+    return {name: latents[:chunks] for name, latents in done.items()}
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+THREE = {0: Order(RED, 5, 4, "clean"), 1: Order(WHITE, 6, 4, "staircase"), 2: Order(RED, 7, 4, "matched")}

@@ -1,0 +1,254 @@
+"""A judge of the scheduler: the rules of DESIGN section 4, written down here once more, and a ring under virtual time.
+
+The judge keeps its own log and checks every micro-step that is handed out.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from streamdiff.pipeline.microstep import MicroStep
+from streamdiff.pipeline.scheduler import PATIENCE, StreamBatchScheduler, in_flight_limit
+
+FRAMES = 12
+
+
+@cache
+def timetable(stages: int, steps: int, chunks: int) -> tuple[int, ...]:
+    """First tick of each chunk: one every `steps` ticks, later where a step would fall on a tick that is taken."""
+    taken: set[int] = set()
+    starts = []
+    for chunk in range(chunks):
+        start = chunk * steps
+        while any(start + step * stages in taken for step in range(steps)):
+            start += 1
+        taken.update(start + step * stages for step in range(steps))
+        starts.append(start)
+    return tuple(starts)
+
+
+@dataclass
+class Log:
+    """What the judge knows of one session."""
+
+    steps: int
+    kv_context: str
+    epoch: int
+    stages: int
+    room: int = 0
+    paused: bool = False
+    entered: dict[int, int] = field(default_factory=dict)  # chunk -> last step that entered
+    back: dict[int, int] = field(default_factory=dict)  # chunk -> last step that came back
+    epochs: dict[int, int] = field(default_factory=dict)  # chunk -> epoch at admission
+    oldest: int = 0  # all chunks before it are finished
+
+    @property
+    def passes(self) -> int:
+        return self.steps if self.kv_context == "matched" else self.steps + 1
+
+    @property
+    def flight(self) -> list[int]:
+        while self.back.get(self.oldest, -1) == self.passes - 1:
+            self.oldest += 1
+        return [c for c in range(self.oldest, len(self.entered)) if self.back.get(c, -1) < self.passes - 1]
+
+    def at(self, chunk: int) -> int:
+        return self.entered.get(chunk, -1)
+
+    def may_enter(self, chunk: int, step: int) -> bool:
+        """The rules for micro-step (chunk, step), from the log alone."""
+        if self.paused or step >= self.passes or step != self.at(chunk) + 1 or self.back.get(chunk, -1) != step - 1:
+            return False
+        if step == 0:
+            limit = {"clean": 1, "staircase": self.steps + 1, "matched": self.stages}[self.kv_context]
+            oldest = min(self.flight, default=chunk)
+            if self.room < FRAMES or chunk != len(self.entered) or chunk - oldest >= limit:
+                return False
+            if self.kv_context == "matched" and not all(
+                self.stands(c, self.at(c) + 1) > self.stands(chunk, 0)
+                for c in self.flight
+                if self.at(c) + 1 < self.steps
+            ):
+                return False
+        if chunk > 0:
+            needed = {"clean": self.steps, "staircase": min(step + 1, self.steps), "matched": step}[self.kv_context]
+            if self.at(chunk - 1) < needed:
+                return False
+        if self.kv_context == "staircase":  # whoever sees this chunk at step - 1 must have done so
+            return all(self.at(chunk + k) >= step - 1 - k for k in range(1, step))
+        return True
+
+    def ready(self) -> list[tuple[int, int]]:
+        """(chunk, step) of all that may enter now, in the order in which they should."""
+        waiting = [(chunk, self.at(chunk) + 1) for chunk in [*self.flight, len(self.entered)]]
+        ready = [(chunk, step) for chunk, step in waiting if self.may_enter(chunk, step)]
+        return sorted(ready, key=lambda row: self.stands(*row)) if self.kv_context == "matched" else ready
+
+    def stands(self, chunk: int, step: int) -> int:
+        """Tick of a micro-step in the timetable of a `matched` session."""
+        rounds, place = divmod(chunk, self.stages)
+        starts = timetable(self.stages, self.steps, self.stages)
+        return (rounds * self.steps + step) * self.stages + starts[place]
+
+    def sees_what_its_context_says(self, chunk: int, step: int) -> bool:
+        """At the moment (chunk, step) enters, every earlier chunk's keys are those that its context defines."""
+        past = range(max(0, chunk - 2 * self.passes), chunk)
+        if self.kv_context == "clean":
+            return all(self.back[c] == self.steps for c in past)
+        if self.kv_context == "matched":
+            return all(self.at(c) >= step for c in past)
+        return all(self.at(c) == min(step + chunk - c, self.steps) for c in past)
+
+
+class Judge:
+    """A scheduler, the ring behind it, and a log of everything."""
+
+    def __init__(self, stages: int, max_rows: int) -> None:
+        self.scheduler = StreamBatchScheduler(stages=stages, chunk_frames=FRAMES, max_rows=max_rows)
+        self.stages, self.max_rows = stages, max_rows
+        self.logs: dict[int, Log] = {}
+        self.ring: deque[MicroStep] = deque()
+        self.epoch = 0
+        self.waited: dict[int, int] = {}  # session -> forwards that passed it over although it had a row
+        self.most_open = 0
+
+    def open(self, session: int, steps: int, kv_context: str) -> None:
+        self.epoch += 1
+        self.scheduler.open(session, steps=steps, kv_context=kv_context, epoch=self.epoch)
+        self.logs[session] = Log(steps, kv_context, self.epoch, self.stages)
+        self.most_open = max(self.most_open, len(self.logs))
+
+    def close(self, session: int) -> None:
+        self.scheduler.close(session)
+        self.waited.pop(session, None)
+        del self.logs[session]
+
+    def reset(self, session: int) -> None:
+        self.epoch += 1
+        self.scheduler.reset(session, self.epoch)
+        old = self.logs[session]
+        self.logs[session] = Log(old.steps, old.kv_context, self.epoch, self.stages, paused=old.paused)
+
+    def change_prompt(self, session: int) -> None:
+        self.epoch += 1
+        self.scheduler.set_epoch(session, self.epoch)
+        self.logs[session].epoch = self.epoch
+        oldest = min([self.logs[session].epochs[c] for c in self.logs[session].flight], default=self.epoch)
+        assert self.scheduler.oldest_epoch(session) == oldest
+
+    def set_room(self, session: int, frames: int) -> None:
+        self.scheduler.set_room(session, frames)
+        self.logs[session].room = frames
+
+    def set_paused(self, session: int, paused: bool) -> None:
+        self.scheduler.set_paused(session, paused)
+        self.logs[session].paused = paused
+
+    def forward(self) -> list[MicroStep]:
+        """Ask for the next rows and check each against the rules."""
+        ready = {name for name, log in self.logs.items() if log.ready()}
+        assert self.scheduler.has_work == bool(ready), "work-conserving: rows exactly when the rules allow one"
+        rows = self.scheduler.next()
+        assert bool(rows) == bool(ready)
+        assert len(rows) <= self.max_rows
+        assert len({(row.session, row.chunk) for row in rows}) == len(rows), "one row per chunk and forward"
+        for row in rows:
+            self._entered(row)
+        assert all(self.scheduler.next_chunk(name) == len(log.entered) for name, log in self.logs.items())
+        if len(rows) < self.max_rows:
+            assert not any(log.ready() for log in self.logs.values()), "no row is left out while there is place"
+        self._nobody_starves(ready - {row.session for row in rows})
+        self.ring.extend(rows)
+        assert self.scheduler.in_flight == sum(
+            log.at(c) - log.back.get(c, -1) for log in self.logs.values() for c in log.flight
+        )
+        return rows
+
+    def _nobody_starves(self, passed_over: set[int]) -> None:
+        self.waited = {name: self.waited.get(name, 0) + 1 for name in passed_over}
+        assert all(wait < (PATIENCE + 1) * self.most_open for wait in self.waited.values()), self.waited
+
+    def _entered(self, row: MicroStep) -> None:
+        log = self.logs[row.session]
+        assert row.steps == log.steps
+        assert log.may_enter(row.chunk, row.step), row
+        assert log.ready()[0] == (row.chunk, row.step), "a session's rows enter in its order"
+        assert log.sees_what_its_context_says(row.chunk, row.step), row
+        if row.step == 0:
+            assert row.epoch == log.epoch
+            log.room -= FRAMES
+            log.epochs[row.chunk] = row.epoch
+        assert row.epoch == log.epochs[row.chunk], "all steps of a chunk use one prompt"
+        assert all(log.at(c) >= row.step for c in range(log.oldest, row.chunk)), "order is kept within a session"
+        log.entered[row.chunk] = row.step
+        assert len(log.flight) <= in_flight_limit(log.kv_context, steps=log.steps, stages=self.stages)
+
+    def come_back(self) -> None:
+        """The oldest micro-step leaves the ring."""
+        if not self.ring:
+            return
+        row = self.ring.popleft()
+        self.scheduler.returned(row)
+        log = self.logs.get(row.session)
+        if log is not None and log.epochs.get(row.chunk) == row.epoch:
+            log.back[row.chunk] = row.step
+
+
+class VirtualRing:
+    """A judge's rows in a ring of stages that take `ticks[p]` ticks each, one forward at a time, with free links.
+
+    The head asks for a forward as soon as stage 0 is idle, or, `ahead`, while less than P + 1 forwards are in the ring.
+    It learns nothing else: no tick passes unless a stage ends or a result comes back.
+    """
+
+    def __init__(self, judge: Judge, ticks: Sequence[int], *, ahead: bool = False) -> None:
+        self.judge, self.ticks, self.ahead = judge, ticks, ahead
+        self.now = self.in_ring = 0
+        self.admitted: dict[tuple[int, int], int] = {}
+        self.finished: dict[int, list[int]] = defaultdict(list)
+        self.latencies: dict[int, list[int]] = defaultdict(list)
+        self._free = [0] * len(ticks)
+        self._events: list[tuple[int, int]] = [(0, 0)]  # (tick, rows that come back then)
+
+    def run(self, done: Callable[[], bool], rooms: Callable[[], None]) -> None:
+        """Until `done`; `rooms` is called before anything is asked for."""
+        while not done():
+            assert self._events, "the ring stands still"
+            self.now = self._events[0][0]
+            while self._events and self._events[0][0] == self.now:
+                self._take_back(heapq.heappop(self._events)[1])
+            rooms()
+            while self._may_ask() and (rows := self.judge.forward()):
+                self._enter(rows)
+
+    def wake(self, tick: int) -> None:
+        """Something happens outside the ring at `tick`."""
+        heapq.heappush(self._events, (tick, 0))
+
+    def _may_ask(self) -> bool:
+        return self.in_ring <= len(self.ticks) if self.ahead else self._free[0] <= self.now
+
+    def _enter(self, rows: list[MicroStep]) -> None:
+        self.in_ring += 1
+        for row in rows:
+            if row.step == 0:
+                self.admitted[row.session, row.chunk] = self.now
+        end = self.now
+        for stage, ticks in enumerate(self.ticks):
+            end = self._free[stage] = max(end, self._free[stage]) + ticks
+            if stage == 0:
+                self.wake(end)
+        heapq.heappush(self._events, (end, len(rows)))
+
+    def _take_back(self, count: int) -> None:
+        self.in_ring -= bool(count)
+        for _ in range(count):
+            row = self.judge.ring[0]
+            self.judge.come_back()
+            if row.last:
+                self.finished[row.session].append(self.now)
+                self.latencies[row.session].append(self.now - self.admitted[row.session, row.chunk])

@@ -20,6 +20,8 @@ RESTART_S = 3.0
 # After a dry buffer a little under the rate seen, so that frames gather again. Then, while enough are left over when
 # the next ones come, by so much more; by the second factor when half of `start_frames` are.
 FOLLOW, LEFT_OVER, RISE, RISE_FAST = 0.98, 2, 1.03, 1.25
+# One stall must not make video crawl: the least share, and how much of `start_frames` waiting for a second doubles it.
+SLOWEST, PLENTY = 0.1, 0.75
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ class Playout:
         """Count afresh, showing a new frame in a share of `speed` of the slots."""
         self._speed = min(1.0, speed)
         self._cycle_slots = self._cycle_shown = self._dry_slots = 0
-        self._watched, self._lowest = 0, self._capacity_frames
+        self._watched, self._lowest, self._plenty_slots = 0, self._capacity_frames, 0
 
     def _follow_engine(self) -> None:
         """Before every slot: adapt the share of slots with a new frame to what the engine makes."""
@@ -230,7 +232,10 @@ class Playout:
                 self._filling = True
                 self._begin_cycle(1.0)
         elif self._dry_slots:
-            self._begin_cycle(min(self._speed, FOLLOW * self._cycle_shown / self._cycle_slots))
+            self._begin_cycle(max(SLOWEST, min(self._speed, FOLLOW * self._cycle_shown / self._cycle_slots)))
+        self._plenty_slots = self._plenty_slots + 1 if len(self._queue) >= PLENTY * self._start_frames else 0
+        if self._plenty_slots * self._per_s >= self._slots:  # for a second
+            self._begin_cycle(2 * self._speed)
         elif self._watched >= 2 * self._start_frames:  # two bursts: the lowest was among them
             if self._lowest >= LEFT_OVER:
                 self._speed = min(1.0, self._speed * (RISE_FAST if 2 * self._lowest >= self._start_frames else RISE))

@@ -117,6 +117,17 @@ def test_an_engine_that_was_slow_for_a_while_is_shown_at_full_rate_again() -> No
     assert set(gaps(taken, from_s=40.0)) == {1}
 
 
+@pytest.mark.parametrize("stall_s", [0.5, 1.0, 2.0, 2.9, 3.5])
+def test_a_stall_of_a_fast_engine_is_forgotten_within_seconds(stall_s: float) -> None:
+    taken = live(60.0, lambda now_s: stall_s if 10 < now_s < 10.3 else 12 / 60)
+    assert set(gaps(taken, from_s=10.3 + stall_s + 6)) == {1}
+
+
+def test_a_stall_right_after_the_start_is_too() -> None:
+    taken = live(60.0, lambda now_s: 2.5 if now_s < 2.5 else 12 / 60)
+    assert set(gaps(taken, from_s=12.0)) == {1}
+
+
 def test_start_waits_for_the_start_buffer_but_not_for_ever() -> None:
     playout = Playout(10, start_frames=5, start_wait_s=0.5)
     playout.push(0, frames(0, 2))

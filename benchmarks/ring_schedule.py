@@ -1,0 +1,202 @@
+"""What the schedule and the transport of the ring are worth: processes over gloo whose stages sleep for their cost.
+
+    python -m benchmarks.ring_schedule            # 1 and 4 stages, all KV contexts: minutes
+
+A whole forward costs `--forward-s` seconds of sleep, split evenly over the stages, so four ranks fit on two cores and
+nothing but the schedule, the links and the head's own work is measured. **This says nothing about GPUs.** The embedded
+model's tensors travel; its blocks are not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import report
+from streamdiff import clock
+from streamdiff.models.tiny import model as tiny
+from streamdiff.models.wan.transformer import Tokens
+from streamdiff.pipeline.microstep import MicroStep
+from streamdiff.pipeline.ranks import Place, connect, stage_of
+from streamdiff.pipeline.ring import Ring
+from streamdiff.pipeline.scheduler import KV_CONTEXTS
+from streamdiff.pipeline.stage import Stage
+from streamdiff.pipeline.worker import LinkSource, Worker
+
+SUMMARY = "1 against P stages that sleep for their cost: a measurement of schedule and transport, not of any device."
+CPU = torch.device("cpu")
+RATE_AIM, LATENCY_AIM = 3.7, 1.15  # of 4 stages against 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`chunks` are measured per session, after `warm_up` that are not."""
+
+    stages: int = 4
+    steps: int = 4
+    forward_s: float = 0.4
+    chunks: int = 10
+    warm_up: int = 3
+    kv_context: str = "matched"
+
+    @property
+    def sessions(self) -> int:
+        """As many as fill a ring of `stages`: `clean` needs one per stage."""
+        return self.stages if self.kv_context == "clean" else 1
+
+
+class Sleeping(Stage):
+    """A stage that takes its time and changes nothing."""
+
+    seconds: float = 0.0
+
+    def forward(self, rows: Sequence[MicroStep], tokens: Tokens) -> Tokens:
+        time.sleep(self.seconds)
+        return tokens
+
+
+def sleeping_stage(place: Place, seconds: float) -> Sleeping:
+    stage = stage_of(tiny.load(tiny.WEIGHTS, CPU), place, CPU)
+    stage.__class__ = Sleeping
+    assert isinstance(stage, Sleeping)
+    stage.seconds = seconds / place.stages
+    return stage
+
+
+def measure(ring: Ring, plan: Plan) -> dict[str, float]:
+    """Figures of the head: chunks per second, a chunk's seconds from its admission to its latents, first and second."""
+    text = torch.zeros(16, 64)
+    for session in range(plan.sessions):
+        ring.open(session, text, seed=session, epoch=0, steps=plan.steps, kv_context=plan.kv_context)
+    admitted: dict[tuple[int, int], float] = {}
+    finished: list[tuple[float, float]] = []  # when, after how long
+    began_s = clock.monotonic_s()
+    wanted = plan.sessions * (plan.chunks + plan.warm_up)
+    while len(finished) < wanted:
+        for session in range(plan.sessions):
+            ring.scheduler.set_room(session, 10**6)
+        begin_s = clock.monotonic_s()
+        rows, done = ring.turn(1.0)
+        now_s = clock.monotonic_s()
+        admitted |= {(row.session, row.chunk): begin_s for row in rows if row.step == 0}
+        finished += [(now_s, now_s - admitted[chunk.row.session, chunk.row.chunk]) for chunk in done]
+    measured = finished[plan.sessions * plan.warm_up - 1 :]
+    span_s = measured[-1][0] - measured[0][0]
+    return {
+        "chunks_per_s": (len(measured) - 1) / span_s,
+        "latency_s": sum(after_s for _, after_s in measured[1:]) / (len(measured) - 1),
+        "first_chunk_s": finished[0][0] - began_s,
+        "second_chunk_s": finished[1][0] - began_s,
+    }
+
+
+def run_rank(rank: int, stages: int, port: int, plans: Sequence[Plan]) -> list[dict[str, float]]:
+    """One process of the ring, through all plans; the head's figures."""
+    torch.set_num_threads(1)
+    address, patience = f"tcp://127.0.0.1:{port}", timedelta(days=3650)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=stages, timeout=patience)
+    results = []
+    for number, plan in enumerate(plans):
+        place = Place(rank, stages, number)
+        stage = sleeping_stage(place, plan.forward_s)
+        model, text = tiny.load(tiny.WEIGHTS, CPU), torch.zeros(16, 64)
+        links = connect(model, place, CPU, 1, text) if stages > 1 else None
+        if rank > 0 and links is not None:
+            Worker(LinkSource(links[1]), stage, links[0]).run()
+            continue
+        ring = Ring(model, CPU, stage=stage, links=links)
+        results.append(measure(ring, plan))
+        ring.stop()
+    dist.barrier()
+    return results
+
+
+def run_ring(stages: int, plans: Sequence[Plan]) -> list[dict[str, float]]:
+    """Figures of every plan, from a ring of so many processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "benchmarks.ring_schedule", json.dumps([asdict(plan) for plan in plans]), "--rank"]
+    ranks = [
+        subprocess.Popen([*command, f"{rank}/{stages}/{port}"], stdout=subprocess.PIPE, text=True, cwd=report.ROOT)
+        for rank in range(stages)
+    ]
+    try:
+        said = [rank.communicate()[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    figures: list[dict[str, float]] = json.loads(said[0].splitlines()[-1])
+    return figures
+
+
+def compare(plan: Plan) -> dict[str, Any]:
+    """One stage against `plan.stages`, every KV context, with the ideal ratios."""
+    plans = [replace(plan, kv_context=context) for context in KV_CONTEXTS]
+    one, many = run_ring(1, plans), run_ring(plan.stages, plans)
+    results: dict[str, Any] = {}
+    for each, alone, together in zip(plans, one, many, strict=True):
+        forward_latency_s = plan.steps * plan.forward_s
+        results[each.kv_context] = {
+            "sessions": each.sessions,
+            "one_stage": alone,
+            "stages": together,
+            "rate_ratio": together["chunks_per_s"] / alone["chunks_per_s"],
+            "latency_in_steps": together["latency_s"] / forward_latency_s,
+        }
+    return results
+
+
+def rows_of(results: dict[str, Any]) -> list[dict[str, report.Value]]:
+    """Lines of the printed table."""
+    lines: list[dict[str, report.Value]] = []
+    for context, found in results.items():
+        for name in ("one_stage", "stages"):
+            figures = found[name]
+            ratio = found["rate_ratio"] if name == "stages" else None
+            lines.append({"context": context, "sessions": found["sessions"], "ring": name, **figures, "ratio": ratio})
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ring_schedule", description=SUMMARY)
+    plain = Plan()
+    parser.add_argument("--stages", type=int, default=plain.stages, help="ranks of the larger ring (default 4)")
+    parser.add_argument("--steps", type=int, choices=(1, 2, 4), default=plain.steps)
+    parser.add_argument("--forward-s", type=float, default=plain.forward_s, help="seconds of a whole forward")
+    parser.add_argument("--chunks", type=int, default=plain.chunks, help="measured chunks per session")
+    parser.add_argument("--out", type=Path, default=report.RESULTS / "ring_schedule.json", help="JSON file to write")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    parser.add_argument("plans", nargs="?", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.rank:
+        rank, stages, port = (int(part) for part in options.rank.split("/"))
+        figures = run_rank(rank, stages, port, [Plan(**plan) for plan in json.loads(options.plans)])
+        print(json.dumps(figures), flush=True)
+        os._exit(0)  # links have receives posted that will never be answered
+    if not (options.stages >= 2 and options.forward_s > 0 and options.chunks >= 2):
+        parser.error("--stages and --chunks must be at least 2, --forward-s more than 0")
+    head = report.header()
+    plan = Plan(options.stages, options.steps, options.forward_s, options.chunks)
+    results = compare(plan)
+    report.write_json(options.out, head, results, plan=asdict(plan), claim="schedule and transport only; stages sleep")
+    print(report.table(rows_of(results)))
+    print(f"written: {report.public_path(str(options.out.resolve()))}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -185,6 +185,7 @@ class PaintedPipeline:
             print("about to leave without a word", file=sys.stderr)
             os._exit(7)
         if text == "fail hang":
+            print("hanging", file=sys.stderr, flush=True)
             time.sleep(3600)
 
     def close(self) -> None:

@@ -118,7 +118,9 @@ async def test_an_engine_that_hangs_is_killed_when_stopped() -> None:
     running = supervisor(stop_limit_s=0.3)
     client = await running.start()
     await client.send(Open("a", "fail hang"))
-    await until(client, Opened)
+    async with asyncio.timeout(LIMIT_S):
+        while "hanging" not in running._last_lines:  # before that a Shutdown would still be read
+            await asyncio.sleep(0.01)
     async with asyncio.timeout(LIMIT_S):
         await running.stop()
     assert await running.wait() == -signal.SIGKILL
@@ -204,6 +206,8 @@ async def main():
         client = await starting
         await client.send(Open("a", {prompt!r}))
         await anext(client.events())
+        while {prompt!r} == "fail hang" and "hanging" not in running._last_lines:
+            await asyncio.sleep(0.01)
     else:
         while not running._last_lines:
             await asyncio.sleep(0.05)

@@ -103,6 +103,10 @@ class StreamSession:
                         self._frames.extend(event.pictures)
                         self._made = event.first + len(event.pictures)
 
+    def occupancy(self) -> list[float]:
+        """Share of the time since loading that each stage of a ring has spent in its blocks; empty with one stage."""
+        return self._engine.occupancy()
+
     # ---- control ------------------------------------------------------------------------------------------------
 
     def prompt(self, text: str) -> str:
@@ -192,6 +196,7 @@ def open(
     steps: int = 4,
     kv_context: str = "clean",
     threads: int = 1,
+    stages: int = 1,
 ) -> StreamSession:
     """Load a model and open a stream that can be steered. Use it in a `with`, or call `close`.
 
@@ -203,13 +208,42 @@ def open(
         steps: denoise steps per chunk, 2 or 4.
         kv_context: what a chunk sees of earlier chunks: `clean`, `staircase` or `matched`.
         threads: CPU threads of the transformer.
+        stages: ranks over which the transformer is split. With more than one this process must be rank 0 of as many
+            (torchrun starts them), and the others must call `follow` with the same options.
 
     Raises:
         ConfigError: an option that cannot be used, or an unknown model.
         RequestError: a prompt or seed that cannot be used.
     """
-    config = _model_config(name=model, device=device, steps=steps, kv_context=kv_context, threads=threads)
+    config = _model_config(
+        name=model, device=device, steps=steps, kv_context=kv_context, threads=threads, stages=stages
+    )
     return StreamSession(_load(config), config, prompt, seed=seed)
+
+
+def follow(
+    *,
+    model: str = "tiny",
+    device: str = "auto",
+    steps: int = 4,
+    kv_context: str = "clean",
+    threads: int = 1,
+    stages: int = 1,
+) -> None:
+    """Work for rank 0 as one stage of its ring, until it closes the stream. For ranks 1 and up under torchrun.
+
+    The options are those of `streamdiff.open`, and must be the same on all ranks. The process ends with exit code 1
+    when the ring breaks.
+
+    Raises:
+        ConfigError: an option that cannot be used, or ranks that are not alike.
+    """
+    config = _model_config(
+        name=model, device=device, steps=steps, kv_context=kv_context, threads=threads, stages=stages
+    )
+    from streamdiff.pipeline import follower  # imports torch
+
+    follower.follow(config)
 
 
 def stream(
@@ -222,6 +256,7 @@ def stream(
     steps: int = 4,
     kv_context: str = "clean",
     threads: int = 1,
+    stages: int = 1,
 ) -> Iterator[Frame]:
     """Frames of a video of `prompt`, uint8 `[H, W, 3]`: `seconds` of it at the model's own rate, or without end.
 
@@ -230,7 +265,9 @@ def stream(
     """
     if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
         raise ConfigError(f"seconds is {seconds}; it must be above 0, or None for a stream without end")
-    config = _model_config(name=model, device=device, steps=steps, kv_context=kv_context, threads=threads)
+    config = _model_config(
+        name=model, device=device, steps=steps, kv_context=kv_context, threads=threads, stages=stages
+    )
     return _frames(config, prompt, seed, seconds)
 
 

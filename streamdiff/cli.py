@@ -55,6 +55,7 @@ _ADDRESS = (
     Option("--port", "serve.port", int, "N", "port to listen on (default 8000; 0 picks a free one)"),
 )
 _SERVE = (
+    Option("--stages", "model.stages", int, "N", "ranks over which the model's blocks are split (default 1)"),
     Option("--codec", "serve.codec", str, "CODEC", "auto, h264 or vp8 (default auto)"),
     Option("--scale", "serve.scale", int, "N", "enlarge the picture this many times before encoding (default 2)"),
     Option("--bitrate", "serve.bitrate", int, "BITS", "bit/s of the video (default: fits size and fps)"),
@@ -74,6 +75,7 @@ _SERVE_EXAMPLES = """examples:
   streamdiff serve
   streamdiff serve --prompt "a yellow star moving left at night" --port 9000
   streamdiff serve --host 0.0.0.0               let others on the network watch (and steer!)
+  streamdiff serve --stages 4 --kv-context staircase    four ranks, started here, work on one stream
   streamdiff serve --config configs/lan.yaml
 
 An option given here wins over the file given with --config.

@@ -30,6 +30,9 @@ class ModelConfig(_Section):
     threads: int = Field(1, ge=1, le=64, description="CPU threads of the transformer; decoding has one of its own")
     steps: Literal[2, 4] = Field(4, description="denoise steps per chunk")
     kv_context: KVContext = Field("clean", description="what a chunk sees of earlier chunks (DESIGN: KV context)")
+    stages: int = Field(1, ge=1, le=64, description="ranks over which the transformer's blocks are split")
+    hang_s: float = Field(60.0, ge=1, description="a rank that is silent or busy with one forward for so long hangs")
+    memory_gb: float | None = Field(None, gt=0, description="for sessions' caches, per rank; default: what is free")
 
 
 class SessionConfig(_Section):

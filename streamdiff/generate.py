@@ -49,6 +49,7 @@ def run(config: Config, job: Job) -> int:
         steps=config.model.steps,
         kv_context=config.model.kv_context,
         threads=config.model.threads,
+        stages=config.model.stages,
     )
     with session:
         fps = config.playback.fps if "fps" in config.playback.model_fields_set else session.fps

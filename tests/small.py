@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from streamdiff.models.base import Model, ModelSpec
 from streamdiff.models.taehv import TAEHV, Config
 from streamdiff.models.tiny.model import TinyDecoder
-from streamdiff.models.tiny.text import WIDTH, TinyText, build_encoder, build_tokenizer
+from streamdiff.models.tiny.text import TEXT_TOKENS, WIDTH, TinyText, build_encoder, build_tokenizer
 from streamdiff.models.wan.transformer import WanDenoiser
 
 CPU = torch.device("cpu")
@@ -124,6 +124,7 @@ def small_model(
         native_fps=40.0,
         shift=5.0,
         steps=(4, 2),
+        text_shape=(TEXT_TOKENS, WIDTH),
     )
     decoder = TinyDecoder(parts.autoencoder, parts.mean, parts.std)
-    return Model(spec, parts.text, WanDenoiser(parts.transformer), decoder)
+    return Model(spec, WanDenoiser(parts.transformer), parts.text, decoder)

@@ -115,5 +115,11 @@ class Pipeline(Protocol):
     def busy(self) -> bool:
         """Whether `step` has anything to do or to wait for."""
 
+    def check(self, wait_s: float = 0.0) -> None:
+        """Raise the EngineFailure that ends the pipeline, if there is one or comes within `wait_s`."""
+
+    def occupancy(self) -> list[float]:
+        """Share of the time that each stage has been busy since it was loaded; empty with one stage."""
+
     def close(self) -> None:
         """Free everything."""

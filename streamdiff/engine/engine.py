@@ -105,6 +105,14 @@ class Engine:
         """Whether `step` has anything to do before the next command."""
         return self._pipeline.busy
 
+    def check(self, wait_s: float = 0.0) -> None:
+        """Raise the EngineFailure that ends the pipeline, if there is one or comes within `wait_s`."""
+        self._pipeline.check(wait_s)
+
+    def occupancy(self) -> list[float]:
+        """See `Pipeline.occupancy`."""
+        return self._pipeline.occupancy()
+
     def describe(self) -> str:
         """Where every session is, for an error message."""
         if not self._sessions:

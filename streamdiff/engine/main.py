@@ -27,6 +27,10 @@ from streamdiff.errors import ConfigError, EngineFailure
 
 # How long `step` may wait for a decode with nothing else to do: the most by which a command can be late then.
 _DECODE_WAIT_S = 0.01
+# How often an idle engine looks whether its pipeline is well.
+_IDLE_WAIT_S = 0.5
+# A launcher that lost a rank ends the others at once; what happened may be known a moment later.
+_TOLD_WHY_S = 1.0
 # How long the process may take to end by itself after its parent died.
 _ORPHAN_LIMIT_S = 5.0
 
@@ -81,6 +85,12 @@ def _load_runtime(config: ModelConfig) -> Pipeline:
     return load_runtime(config)
 
 
+def _follow(config: ModelConfig) -> None:
+    from streamdiff.pipeline.follower import follow
+
+    follow(config)
+
+
 def lead_frames(config: Config) -> int:
     """How many frames the engine may make ahead of what is shown."""
     return math.ceil(config.playback.lead_s * config.playback.fps)
@@ -89,13 +99,14 @@ def lead_frames(config: Config) -> int:
 def _serve(server: EngineServer, engine: Engine, stop: Stop) -> None:
     """The loop: take commands, work, tell. Waits in `poll` when there is nothing to do."""
     while not stop.requested:
-        for command in server.poll(0.0 if engine.busy else None):
+        for command in server.poll(0.0 if engine.busy else _IDLE_WAIT_S):
             for event in engine.handle(command):
                 server.send(event)
             if isinstance(command, Shutdown):
                 return
         for event in engine.step(_DECODE_WAIT_S):
             server.send(event)
+    engine.check(_TOLD_WHY_S)
 
 
 def main(argv: Sequence[str] | None = None, *, load: Callable[[ModelConfig], Pipeline] = _load_runtime) -> int:
@@ -104,6 +115,8 @@ def main(argv: Sequence[str] | None = None, *, load: Callable[[ModelConfig], Pip
     parser.add_argument("--address", type=Path, required=True, help="private folder of the bridge's socket")
     parser.add_argument("--config-json", required=True, help="the whole configuration as JSON")
     arguments = parser.parse_args(argv)
+    if int(os.environ.get("RANK", "0")) > 0:
+        return _be_follower(arguments.config_json)
     stop = Stop(arguments.address)
     stop.listen()
     server = EngineServer(arguments.address, wake_fd=stop.fd)
@@ -128,6 +141,16 @@ def main(argv: Sequence[str] | None = None, *, load: Callable[[ModelConfig], Pip
             engine.close()
         server.close()
         stop.clean_up()
+    return 0
+
+
+def _be_follower(config_json: str) -> int:
+    """Work for rank 0, which says what is wrong with the configuration."""
+    try:
+        _follow(Config.model_validate_json(config_json).model)
+    except ConfigError:
+        threading.Event().wait(_ORPHAN_LIMIT_S)
+        return EXIT_CONFIG
     return 0
 
 

@@ -25,6 +25,8 @@ from streamdiff.errors import ConfigError, EngineFailure
 
 _LAST_LINES = 20
 _LINE_CHARACTERS = 2000
+_STOP_LIMIT_S = 1.5
+_STOP_RANKS_LIMIT_S = 10.0
 
 
 def _environment() -> dict[str, str]:
@@ -52,17 +54,17 @@ class Supervisor:
         config: Config,
         *,
         start_limit_s: float = 300.0,
-        stop_limit_s: float = 1.5,
+        stop_limit_s: float | None = None,
         module: str = "streamdiff.engine.main",
     ) -> None:
         """Args:
         start_limit_s: how long loading and warming up may take.
-        stop_limit_s: how long the process may take to end by itself before it is killed.
+        stop_limit_s: how long the process may take to end by itself before it is killed; by default more for ranks.
         module: what runs with `python -m`; takes `--address` and `--config-json`.
         """
         self._config = config
         self._start_limit_s = start_limit_s
-        self._stop_limit_s = stop_limit_s
+        self._stop_limit_s = stop_limit_s or (_STOP_LIMIT_S if config.model.stages == 1 else _STOP_RANKS_LIMIT_S)
         self._module = module
         self._folder: Path | None = None
         self._process: Process | None = None
@@ -97,8 +99,8 @@ class Supervisor:
             self._client = EngineClient(self._folder)
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", self._module, "--address", str(self._folder)),
-                *("--config-json", self._config.model_dump_json()),
+                *self._program(),
+                *("--address", str(self._folder), "--config-json", self._config.model_dump_json()),
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=STDOUT,
@@ -112,6 +114,12 @@ class Supervisor:
             await self.stop()
             raise
         return self._client
+
+    def _program(self) -> tuple[str, ...]:
+        """What to run: the engine's module, or the launcher of as many of them as there are stages."""
+        if self._config.model.stages == 1:
+            return "-m", self._module
+        return "-m", "streamdiff.engine.launch", "--module", self._module
 
     async def _wait_until_ready(self, client: EngineClient) -> None:
         try:

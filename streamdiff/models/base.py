@@ -47,7 +47,8 @@ class StreamDecoder(Protocol):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Facts about a model that everyone plans with. Sizes of chunk, window and sink are in latent frames.
+    """Facts about a model that everyone plans with. Sizes of chunk, window and sink are in latent frames; `text_shape`
+    is (text tokens, text width) of a prompt's embeddings.
 
     `clean_window_latents` is the window of KV context `clean` where that may be shorter: its past is finished, and one
     finished chunk says more than several noisy ones.
@@ -66,6 +67,7 @@ class ModelSpec:
     native_fps: float
     shift: float
     steps: tuple[int, ...]
+    text_shape: tuple[int, int]
     clean_window_latents: int | None = None
 
     def window_chunks(self, kv_context: str) -> int:
@@ -85,12 +87,18 @@ class ModelSpec:
 
 
 @dataclass(frozen=True)
-class Model:
-    """Weights of everything that makes a stream, on one device."""
+class Trunk:
+    """What a stage needs of a model: facts, and a run of transformer blocks on one device."""
 
     spec: ModelSpec
-    text: TextEncoder
     denoiser: WanDenoiser
+
+
+@dataclass(frozen=True)
+class Model(Trunk):
+    """What the head needs of a model: a trunk, and what stands before and behind it. With one stage that is all."""
+
+    text: TextEncoder
     decoder: StreamDecoder
 
     @property

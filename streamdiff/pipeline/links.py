@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -20,7 +21,11 @@ SLOTS = 2
 
 
 class LinkClosed(Exception):
-    """The other side closed the link, or it was aborted; nothing more comes."""
+    """The other side (rank `peer`, where there are ranks) closed the link or is gone; nothing more comes."""
+
+    def __init__(self, message: str, peer: int | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
 
 
 class Outbox(Protocol):
@@ -38,7 +43,10 @@ class Outbox(Protocol):
         """
 
     def close(self) -> None:
-        """Nothing more will be sent. What was sent still arrives."""
+        """Nothing more will be sent. What was sent still arrives. Does not wait."""
+
+    def flush(self, limit_s: float) -> None:
+        """After `close`: wait until all has been sent, at most so long."""
 
     def abort(self) -> None:
         """Drop everything; whoever waits on either end gets `LinkClosed`."""
@@ -56,8 +64,11 @@ class Inbox(Protocol):
             LinkClosed: the link was closed and everything sent before has been received.
         """
 
-    def close(self) -> None:
-        """Nothing more is wanted."""
+    def notify(self, call: Callable[[], None]) -> None:
+        """Have `call` called, from any thread, whenever something comes or the link ends."""
+
+    def close(self, limit_s: float = 0.0) -> None:
+        """Nothing more is wanted; waits up to `limit_s` for the other end to close too."""
 
 
 class NoLink:
@@ -74,8 +85,14 @@ class NoLink:
     def receive(self, wait_s: float | None = 0.0) -> Work | None:
         return self._works.popleft() if self._works else None
 
-    def close(self) -> None:
+    def notify(self, call: Callable[[], None]) -> None:
+        """What comes has been sent by the caller itself."""
+
+    def close(self, limit_s: float = 0.0) -> None:
         self._works.clear()
+
+    def flush(self, limit_s: float) -> None:
+        """Nothing travels."""
 
     def abort(self) -> None:
         self._works.clear()
@@ -94,6 +111,7 @@ class LocalLink:
         self._closed = self._aborted = False
         self._sent = self._received = 0
         self._changed = threading.Condition()
+        self._call: Callable[[], None] | None = None
 
     @property
     def ready(self) -> bool:
@@ -110,7 +128,7 @@ class LocalLink:
         with self._changed:
             self._full.append((self.wire.record(work, self._sent), slot))
             self._sent += 1
-            self._changed.notify_all()
+            self._tell()
 
     def receive(self, wait_s: float | None = 0.0) -> Work | None:
         with self._changed:
@@ -126,16 +144,28 @@ class LocalLink:
         self._received += 1
         return work
 
-    def close(self) -> None:
+    def notify(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def close(self, limit_s: float = 0.0) -> None:
         with self._changed:
             self._closed = True
-            self._changed.notify_all()
+            self._tell()
+
+    def flush(self, limit_s: float) -> None:
+        """What was sent lies in the slots already."""
 
     def abort(self) -> None:
         with self._changed:
             self._closed = self._aborted = True
             self._full.clear()
-            self._changed.notify_all()
+            self._tell()
+
+    def _tell(self) -> None:
+        """Wake who waits, and who asked to be told. Needs the lock."""
+        self._changed.notify_all()
+        if self._call is not None:
+            self._call()
 
     def _release(self) -> None:
         if self._reading is not None:

@@ -2,11 +2,16 @@
 
 A message is one packed buffer, the record first. Each end has a thread that waits for gloo, since gloo tells that an
 operation is done only to who waits for it.
+
+gloo cannot take back a posted receive, and a process that ends with one is aborted. So whoever closes an edge sends as
+many last messages as receives are posted at the other end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 
@@ -17,6 +22,9 @@ from torch import Tensor
 from streamdiff.pipeline.links import SLOTS, LinkClosed, check_order
 from streamdiff.pipeline.work import Wire, Work
 
+_END = -1
+"""Kind of a last message."""
+
 
 class _Slots:
     """Packed buffers `[record | tensors]` of one end of an edge; `tag` tells edges between the same two ranks apart."""
@@ -26,6 +34,7 @@ class _Slots:
         self.head = 8 * wire.record_length
         self.buffers = [torch.zeros(self.head + wire.nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
         self.error: BaseException | None = None
+        self.aborted = False
 
     def record(self, slot: int) -> Tensor:
         return self.buffers[slot][: self.head].view(torch.int64)
@@ -33,10 +42,20 @@ class _Slots:
     def tensors(self, slot: int) -> Tensor:
         return self.buffers[slot][self.head :]
 
+    def send(self, slot: int) -> None:
+        """Send a slot and wait until it may be written again.
+
+        Raises:
+            RuntimeError: the peer is gone.
+        """
+        sending = dist.isend(self.buffers[slot], self.peer, group=self.group, tag=self.tag)
+        assert sending is not None
+        sending.wait()
+
     def closed(self) -> LinkClosed:
         """The error to raise, with what ended the link."""
         message = f"the link with rank {self.peer} is closed"
-        return LinkClosed(f"{message}: {self.error}" if self.error else message)
+        return LinkClosed(f"{message}: {self.error}" if self.error else message, self.peer)
 
 
 class GlooOutbox:
@@ -69,29 +88,31 @@ class GlooOutbox:
         self._full.put(slot)
 
     def close(self) -> None:
-        """Send what is waiting, then end."""
         if not self._closed:
             self._closed = True
             self._full.put(None)
-            self._thread.join()
+
+    def flush(self, limit_s: float) -> None:
+        self._thread.join(limit_s)
 
     def abort(self) -> None:
-        """End without waiting for anybody; the process group has to be dropped by the caller."""
-        self._closed = True
-        self._full.put(None)
+        """End without waiting for anybody; the other end hears of it when this process ends."""
+        self._slots.aborted = True
+        self.close()
 
     def _run(self) -> None:
         slots = self._slots
-        while (slot := self._full.get()) is not None:
-            try:
-                sending = dist.isend(slots.buffers[slot], slots.peer, group=slots.group, tag=slots.tag)
-                assert sending is not None
-                sending.wait()
-            except RuntimeError as error:  # the peer is gone: whoever sends next is told
-                slots.error = error
-                self._free.put(None)
-                return
-            self._free.put(slot)
+        try:
+            while (slot := self._full.get()) is not None:
+                slots.send(slot)
+                self._free.put(slot)
+            if not slots.aborted:
+                for slot in range(SLOTS):  # nothing is on its way any more
+                    slots.record(slot)[0] = _END
+                    slots.send(slot)
+        except RuntimeError as error:  # the peer is gone: whoever sends next is told
+            slots.error = error
+            self._free.put(None)
 
 
 class GlooInbox:
@@ -102,11 +123,12 @@ class GlooInbox:
     ) -> None:
         self._slots = _Slots(wire, peer, tag, group)
         self._device = device
-        self._posted: SimpleQueue[tuple[int, dist.Work] | None] = SimpleQueue()
+        self._posted: SimpleQueue[tuple[int, dist.Work]] = SimpleQueue()
         self._arrived: SimpleQueue[int | None] = SimpleQueue()
         self._reading: int | None = None
         self._received = 0
         self._closed = False
+        self._call: Callable[[], None] | None = None
         for slot in range(SLOTS):
             self._post(slot)
         self._thread = threading.Thread(target=self._run, name=f"receive-from-{peer}", daemon=True)
@@ -131,9 +153,15 @@ class GlooInbox:
             return work
         return replace(work, tensors=tuple(tensor.to(self._device) for tensor in work.tensors))
 
-    def close(self) -> None:
+    def notify(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def close(self, limit_s: float = 0.0) -> None:
         self._closed = True
-        self._posted.put(None)
+        if self._slots.error is None:
+            with contextlib.suppress(LinkClosed):  # then nothing is posted any more
+                self._release()
+            self._thread.join(limit_s)
 
     def _release(self) -> None:
         """Post the next receive into the slot that was read. Mutates: self."""
@@ -153,12 +181,24 @@ class GlooInbox:
         self._posted.put((slot, posted))
 
     def _run(self) -> None:
-        while (item := self._posted.get()) is not None:
-            slot, posted = item
+        """Hand on what comes, until all last messages have come."""
+        ends = 0
+        while ends < SLOTS:
+            slot, posted = self._posted.get()
             try:
                 posted.wait()
             except RuntimeError as error:  # the peer is gone: whoever receives next is told
                 self._slots.error = error
-                self._arrived.put(None)
+                self._hand_on(None)
                 return
-            self._arrived.put(slot)
+            if int(self._slots.record(slot)[0]) == _END:
+                ends += 1
+                if ends == 1:
+                    self._hand_on(None)
+            else:
+                self._hand_on(slot)
+
+    def _hand_on(self, slot: int | None) -> None:
+        self._arrived.put(slot)
+        if self._call is not None:
+            self._call()

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from streamdiff.models.base import Model
+from streamdiff.models.base import Model, Trunk
 from streamdiff.pipeline.links_gloo import GlooInbox, GlooOutbox
-from streamdiff.pipeline.ring import Ring, split
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.stage import Stage
 from streamdiff.pipeline.work import Wire
 from streamdiff.pipeline.worker import LinkSource, Worker
@@ -39,25 +38,14 @@ class Place:
         return self.ring * self.stages + edge
 
 
-def stage_of(model: Model, place: Place, device: torch.device) -> Stage:
-    """This rank's stage, of a model that has all blocks."""
-    first, last = split(model.blocks, place.stages)[place.rank]
-    return Stage(model.part(first, last), device, place.rank, place.stages)
-
-
 def connect(
-    model: Model,
-    place: Place,
-    device: torch.device,
-    max_rows: int,
-    text: Tensor,
-    group: dist.ProcessGroup | None = None,
+    trunk: Trunk, place: Place, device: torch.device, max_rows: int, group: dist.ProcessGroup | None = None
 ) -> tuple[GlooOutbox, GlooInbox]:
-    """This rank's ends of its two edges. `text` is an example of text embeddings; needs an initialised group."""
+    """This rank's ends of its two edges. Needs an initialised group."""
 
     def wire(edge: int) -> Wire:
         back = edge == place.stages - 1
-        return Wire.back_to_head(model, max_rows) if back else Wire.between_stages(model, max_rows, text)
+        return Wire.back_to_head(trunk, max_rows) if back else Wire.between_stages(trunk, max_rows)
 
     after, before = (place.rank + 1) % place.stages, (place.rank - 1) % place.stages
     outbox = GlooOutbox(wire(place.edge_out), after, place.tag(place.edge_out), group)
@@ -65,13 +53,13 @@ def connect(
     return outbox, inbox
 
 
-def head_ring(model: Model, place: Place, device: torch.device, max_rows: int, text: Tensor) -> Ring:
-    """The ring, for rank 0."""
-    links = connect(model, place, device, max_rows, text)
-    return Ring(model, device, max_rows, stage=stage_of(model, place, device), links=links)
+def head_ring(model: Model, place: Place, device: torch.device, max_rows: int = 1) -> Ring:
+    """The ring, for rank 0. `model` has the blocks of rank 0 only."""
+    links = connect(model, place, device, max_rows)
+    return Ring(model, device, max_rows, stage=Stage(model, device, place.rank, place.stages), links=links)
 
 
-def follower(model: Model, place: Place, device: torch.device, max_rows: int, text: Tensor) -> Worker:
-    """The loop of any other rank."""
-    outbox, inbox = connect(model, place, device, max_rows, text)
-    return Worker(LinkSource(inbox), stage_of(model, place, device), outbox)
+def follower(trunk: Trunk, place: Place, device: torch.device, max_rows: int = 1) -> Worker:
+    """The loop of any other rank. `trunk` has this rank's blocks only."""
+    outbox, inbox = connect(trunk, place, device, max_rows)
+    return Worker(LinkSource(inbox), Stage(trunk, device, place.rank, place.stages), outbox)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from streamdiff import clock
 from streamdiff.models.base import Model
 from streamdiff.pipeline.head import Finished, Head
 from streamdiff.pipeline.links import Inbox, LocalLink, NoLink, Outbox
@@ -19,7 +20,7 @@ from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.stage import Stage
 from streamdiff.pipeline.work import Control, Kind, Wire, Work
-from streamdiff.pipeline.worker import LinkSource, Worker
+from streamdiff.pipeline.worker import LEAVE_S, LinkSource, Worker
 
 
 class Admission:
@@ -47,6 +48,10 @@ class Admission:
             return None
         self.in_ring += 1
         return work
+
+    def close(self, limit_s: float = 0.0) -> None:
+        """Nothing enters any more. Mutates: self."""
+        self.stopping = True
 
     def back(self, work: Work) -> list[Finished]:
         """Take in what has been around. Mutates: self, scheduler, head."""
@@ -97,7 +102,21 @@ class Ring:
     @property
     def has_work(self) -> bool:
         """Whether something can enter the ring now, or is in it."""
-        return self.scheduler.has_work or bool(self._admission.controls) or self._admission.in_ring > 0
+        return self.scheduler.has_work or bool(self._admission.controls) or self.waiting
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is in the ring that will come back."""
+        return self._admission.in_ring > 0
+
+    @property
+    def worker(self) -> Worker:
+        """This rank's loop."""
+        return self._worker
+
+    def notify(self, call: Callable[[], None]) -> None:
+        """Have `call` called, from any thread, when something comes back."""
+        self._inbox.notify(call)
 
     def open(self, session: int, embeddings: Tensor, *, seed: int, epoch: int, steps: int, kv_context: str) -> None:
         """Open a session on scheduler, head and all stages; ValueError on bad values. Mutates: self."""
@@ -125,13 +144,24 @@ class Ring:
         self.head.close(session)
         self._tell(Kind.CLOSE, Control(session))
 
-    def stop(self) -> None:
-        """End the loops of all ranks, after what is in the ring has come back. Nothing enters afterwards."""
-        self._admission.stopping = True
+    def stop(self, limit_s: float = LEAVE_S) -> None:
+        """End the loops of all ranks, after what is in the ring has come back. Nothing enters afterwards.
+
+        Raises:
+            LinkClosed: a rank is gone.
+            RuntimeError: it took longer than `limit_s`.
+        """
+        self._admission.close()
         self._tell(Kind.STOP, Control(0))
+        end_s = clock.monotonic_s() + limit_s
         while self._admission.controls or self._admission.in_ring:
+            if clock.monotonic_s() > end_s:
+                raise RuntimeError(f"the ring did not come to rest within {limit_s:g} s")
             self._enter()
-            self._take_back(None if self._admission.in_ring else 0.0)
+            self._take_back(limit_s / 10 if self._admission.in_ring else 0.0)
+        self._outbox.close()
+        self._inbox.close(limit_s)
+        self._outbox.flush(limit_s)
 
     def _enter(self) -> Work | None:
         """One work through this rank, if the link takes it: the head never waits to send, it must take back."""
@@ -172,8 +202,7 @@ class LocalRing(Ring):
         link: Callable[[Wire], LocalLink] = LocalLink,
     ) -> None:
         """`link` makes each edge's link."""
-        text = model.text.encode(model.text.examples[0])
-        forward = Wire.between_stages(model, max_rows, text)
+        forward = Wire.between_stages(model, max_rows)
         links = [link(forward) for _ in range(stages - 1)] + [link(Wire.back_to_head(model, max_rows))]
         parts = [Stage(model.part(*run), device, i, stages) for i, run in enumerate(split(model.blocks, stages))]
         super().__init__(model, device, max_rows, stage=parts[0], links=(links[0], links[-1]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,10 +13,13 @@ from torch import Tensor
 
 from streamdiff import clock
 from streamdiff.config import ModelConfig
-from streamdiff.errors import ConfigError
 from streamdiff.models.base import Model, StreamDecoder, TextEncoder
-from streamdiff.models.tiny import model as tiny
+from streamdiff.pipeline import loading, ranks
+from streamdiff.pipeline.company import Company
+from streamdiff.pipeline.group import check_world
 from streamdiff.pipeline.head import Finished
+from streamdiff.pipeline.links import LinkClosed
+from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.scheduler import minimum_lead
 
@@ -64,23 +66,36 @@ class _Stream:
 class Runtime:
     """Sessions by number; call `step` again and again from one thread."""
 
-    def __init__(self, model: Model, device: torch.device, steps: int = 4, kv_context: str = "clean") -> None:
+    def __init__(
+        self,
+        model: Model,
+        device: torch.device,
+        steps: int = 4,
+        kv_context: str = "clean",
+        company: Company | None = None,
+    ) -> None:
+        """`company` are the other ranks of the ring; without them all blocks of `model` run here."""
         spec = model.spec
         self.model, self.text = model, model.text
         self.info = ModelInfo(
             spec.name, str(device), spec.width, spec.height, spec.native_fps, spec.chunk_frames, steps, kv_context
         )
-        self._ring = Ring(model, device)
+        self._company = company
+        self._ring = company.ring if company else Ring(model, device)
         self._streams: dict[int, _Stream] = {}
         self._ready: queue.SimpleQueue[tuple[_Stream, Frames] | None] = queue.SimpleQueue()
         self._decoding: set[Future[None]] = set()
         self._pool = ThreadPoolExecutor(1, "decode", initializer=torch.set_num_threads, initargs=(1,))
+        self._ring.notify(self._wake)
+        if company is not None:
+            company.start(self._wake)
 
     text: TextEncoder
 
     def minimum_lead(self, *, steps: int, kv_context: str) -> int:
         """Frames that a session's lead must allow at least."""
-        return minimum_lead(kv_context, steps=steps, stages=1, chunk_frames=self.info.chunk_frames)
+        stages = self._ring.stage.stages
+        return minimum_lead(kv_context, steps=steps, stages=stages, chunk_frames=self.info.chunk_frames)
 
     def open(self, session: int, conditioning: Tensor, *, seed: int, epoch: int, steps: int, kv_context: str) -> None:
         """Start a stream; it makes nothing before it has room.
@@ -120,31 +135,59 @@ class Runtime:
         self._streams.pop(session, None)
 
     def step(self, wait_s: float = 0.0) -> list[Frames]:
-        """Run at most one forward and hand out what is decoded; when nothing is ready, wait for decoding."""
+        """Run at most one forward and hand out what is decoded; when nothing can run, wait for what comes back.
+
+        Raises:
+            EngineFailure: a rank of the ring is gone, failed or hangs; names it, with session and chunk.
+        """
         now_s = clock.monotonic_s()
-        rows, finished = self._ring.turn()
+        rows, finished = self._turn()
         for row in rows:
             if row.step == 0:
                 self._streams[row.session].admitted_s[row.chunk] = now_s
                 self._streams[row.session].ahead_frames += self.info.chunk_frames
         for done in finished:
             self._submit(done)
-        return self._collect(wait_s if not rows else 0.0)
+        return self._collect(wait_s if not rows and not finished else 0.0)
 
     @property
     def busy(self) -> bool:
         """Whether a step can run now, or something is decoding or decoded and not handed out yet."""
         return self._ring.has_work or bool(self._decoding) or not self._ready.empty()
 
+    def check(self, wait_s: float = 0.0) -> None:
+        """Raise the `EngineFailure` that ends the ring, if there is one or comes within `wait_s`."""
+        if self._company is not None:
+            self._company.check(wait_s)
+
+    def occupancy(self) -> list[float]:
+        """Share of the time since loading that each stage has spent in its blocks; empty with one stage."""
+        return self._company.occupancy() if self._company is not None else []
+
     def close(self) -> None:
-        """End the decoding thread."""
+        """End the other ranks and the decoding thread."""
+        if self._company is not None:
+            self._company.leave()
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _turn(self) -> tuple[list[MicroStep], list[Finished]]:
+        if self._company is None:
+            return self._ring.turn()
+        self._company.check()
+        try:
+            return self._ring.turn()
+        except LinkClosed as error:
+            raise self._company.broken(error) from error
+
+    def _wake(self) -> None:
+        """Let a waiting `step` look again. From any thread."""
+        self._ready.put(None)
 
     def _submit(self, done: Finished) -> None:
         stream = self._streams[done.row.session]
         future = self._pool.submit(self._decode, stream, done)
         self._decoding.add(future)
-        future.add_done_callback(lambda _: self._ready.put(None))
+        future.add_done_callback(lambda _: self._wake())
 
     def _decode(self, stream: _Stream, done: Finished) -> None:
         """Decode latent frame by latent frame, so that the first picture is out early. Runs on the decoding thread."""
@@ -161,16 +204,17 @@ class Runtime:
         return self.model.decoder
 
     def _collect(self, wait_s: float) -> list[Frames]:
-        """Everything decoded so far, waiting up to `wait_s` for the first piece while something is decoding."""
+        """Everything decoded so far; waits up to `wait_s` while something is decoding or in the ring."""
         out: list[Frames] = []
         while True:
             try:
-                wait = wait_s if self._decoding and not out else 0.0
+                wait = wait_s if (self._decoding or self._ring.waiting) and not out else 0.0
                 item = self._ready.get(timeout=wait) if wait > 0 else self._ready.get_nowait()
             except queue.Empty:
                 return out
             if item is None:
                 self._reap()
+                wait_s = 0.0  # something came back: it may let something enter
             elif self._streams.get(item[1].session) is item[0]:
                 # A piece is one latent frame; a stream's first may show fewer frames than it was admitted for.
                 item[0].ahead_frames -= self.model.spec.frames_per_latent
@@ -183,31 +227,22 @@ class Runtime:
             future.result()
 
 
-def pick_device(wanted: str) -> torch.device:
-    """`auto` is CUDA where there is one, else the CPU.
-
-    Raises:
-        ConfigError: CUDA is asked for and there is none.
-    """
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("model.device is cuda, but torch sees no CUDA device; use `auto` or `cpu`")
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)
-
-
 def load_runtime(config: ModelConfig) -> Runtime:
-    """Load the model's weights and warm up with one chunk.
+    """Load the model's weights, as the head of a ring if there are several stages, and warm up with one chunk.
 
     Raises:
-        ConfigError: unknown model, or a device that is not there.
+        ConfigError: unknown model, a device that is not there, or a ring that cannot be built.
     """
-    folder = tiny.WEIGHTS if config.name == "tiny" else Path(config.name)
-    if not folder.is_dir():
-        raise ConfigError(f"model.name is {config.name!r}; it can be `tiny`, the embedded model, or a model's folder")
-    device = pick_device(config.device)
-    torch.set_num_threads(config.threads)
-    runtime = Runtime(tiny.load(folder, device, config.name), device, config.steps, config.kv_context)
+    device = loading.pick_device(config.device)
+    if config.stages == 1:
+        check_world(1)
+        model = loading.load_model(config, device)
+        runtime = Runtime(model, device, config.steps, config.kv_context)
+    else:
+        member, blocks = loading.join(config)
+        model = loading.load_model(config, device, blocks)
+        ring = ranks.head_ring(model, ranks.Place(0, config.stages), device)
+        runtime = Runtime(model, device, config.steps, config.kv_context, Company(member, ring, config.hang_s))
     _warm_up(runtime)
     return runtime
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from streamdiff.models.base import Model
+from streamdiff.models.base import Trunk
 from streamdiff.models.wan.transformer import KeyValue, Tokens
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.scheduler import in_flight_limit
@@ -33,7 +33,7 @@ class Stage:
     """Stage `index` of `stages`: the blocks of `model.denoiser`, which are its own only. The last one has the output
     layer too."""
 
-    def __init__(self, model: Model, device: torch.device, index: int = 0, stages: int = 1) -> None:
+    def __init__(self, model: Trunk, device: torch.device, index: int = 0, stages: int = 1) -> None:
         self.denoiser, self.spec, self.device = model.denoiser, model.spec, device
         self.index, self.stages = index, stages
         spec, patch = model.spec, model.denoiser.patch

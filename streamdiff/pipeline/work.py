@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from streamdiff.models.base import Model
+from streamdiff.models.base import Trunk
 from streamdiff.pipeline.microstep import MicroStep, pack, record_length, unpack
 from streamdiff.pipeline.scheduler import KV_CONTEXTS
 
@@ -61,6 +61,12 @@ class Work:
     control: Control | None = None
     tensors: tuple[Tensor, ...] = ()
 
+    def __str__(self) -> str:
+        """What it is about, for messages: `session 0, chunk 17, step 2`."""
+        if self.control is not None:
+            return f"session {self.control.session}, {self.kind.name.lower()}"
+        return "; ".join(f"session {row.session}, chunk {row.chunk}, step {row.step}" for row in self.rows)
+
 
 Shape = tuple[int, ...]
 
@@ -77,16 +83,16 @@ class Wire:
     text: tuple[Shape, torch.dtype] | None
 
     @classmethod
-    def between_stages(cls, model: Model, max_rows: int, text: Tensor) -> Wire:
-        """Hidden states and time embeddings forward, and text embeddings like `text`."""
+    def between_stages(cls, model: Trunk, max_rows: int) -> Wire:
+        """Hidden states and time embeddings forward, and text embeddings."""
         denoiser, spec = model.denoiser, model.spec
         dtype = denoiser.dtype
         frames, tokens = spec.chunk_latents // denoiser.patch[0], denoiser.tokens(spec.chunk_shape[1:])
         shapes = ((tokens, denoiser.width), (frames, denoiser.width))
-        return cls(max_rows, tuple((shape, dtype) for shape in shapes), (tuple(text.shape), text.dtype))
+        return cls(max_rows, tuple((shape, dtype) for shape in shapes), (spec.text_shape, dtype))
 
     @classmethod
-    def back_to_head(cls, model: Model, max_rows: int) -> Wire:
+    def back_to_head(cls, model: Trunk, max_rows: int) -> Wire:
         """The predicted flow."""
         return cls(max_rows, ((model.spec.chunk_shape, model.denoiser.dtype),), None)
 

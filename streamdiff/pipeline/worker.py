@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from streamdiff import clock
 from streamdiff.pipeline.links import Inbox, Outbox
 from streamdiff.pipeline.stage import Stage
 from streamdiff.pipeline.work import Kind, Work
+
+LEAVE_S = 5.0
+"""How long ranks wait for each other when they end."""
 
 
 class Source(Protocol):
@@ -17,6 +21,9 @@ class Source(Protocol):
 
     def take(self, wait_s: float | None = 0.0) -> Work | None:
         """The next work, or None when there is none within `wait_s` (None: wait for ever)."""
+
+    def close(self, limit_s: float = 0.0) -> None:
+        """No more is taken; see `Inbox.close`."""
 
 
 class LinkSource:
@@ -28,24 +35,45 @@ class LinkSource:
     def take(self, wait_s: float | None = 0.0) -> Work | None:
         return self.inbox.receive(wait_s)
 
+    def close(self, limit_s: float = 0.0) -> None:
+        self.inbox.close(limit_s)
+
 
 class Worker:
-    """One rank. `now` is what it works on, for whoever has to say where an error happened."""
+    """One rank.
+
+    `now` is what it computes and `last` what it had computed before: who has to say where an error happened reads them,
+    from any thread. `done` counts works, `busy_s` the seconds spent on them (on a GPU: on handing them to it).
+    """
 
     def __init__(self, source: Source, stage: Stage, outbox: Outbox) -> None:
         self.source, self.stage, self.outbox = source, stage, outbox
         self.now: Work | None = None
+        self.last: Work | None = None
+        self.done, self.busy_s = 0, 0.0
 
     def turn(self, wait_s: float | None = 0.0) -> Work | None:
         """Take one work, carry it out, hand the result on; returns what was taken."""
         work = self.source.take(wait_s)
         if work is not None:
-            self.now = work
-            self.outbox.send(self.stage.carry_out(work))
-            self.now = None
+            self.now, begun_s = work, clock.monotonic_s()
+            result = self.stage.carry_out(work)
+            self.busy_s += clock.monotonic_s() - begun_s
+            self.done += 1
+            self.now, self.last = None, work
+            self.outbox.send(result)
         return work
 
     def run(self) -> None:
-        """Work until the ring is stopped. Mutates: everything."""
+        """Work until the ring is stopped, then take leave of the neighbours. Mutates: everything."""
         while (work := self.turn(None)) is None or work.kind is not Kind.STOP:
             pass
+        self.outbox.close()
+        self.source.close(LEAVE_S)
+        self.outbox.flush(LEAVE_S)
+
+    def where(self) -> str:
+        """What it is at, for messages."""
+        if self.now is not None:
+            return f"at {self.now}"
+        return f"after {self.last}" if self.last is not None else "before its first work"

@@ -188,6 +188,12 @@ class PaintedPipeline:
             print("hanging", file=sys.stderr, flush=True)
             time.sleep(3600)
 
+    def check(self, wait_s: float = 0.0) -> None:
+        """A painter is always well."""
+
+    def occupancy(self) -> list[float]:
+        return []
+
     def close(self) -> None:
         self.streams.clear()
         self.closed = True

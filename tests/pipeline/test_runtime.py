@@ -14,7 +14,8 @@ from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.tiny import model as tiny
 from streamdiff.models.tiny.model import TinyDecoder
-from streamdiff.pipeline.runtime import Frames, Runtime, load_runtime, pick_device
+from streamdiff.pipeline.loading import pick_device
+from streamdiff.pipeline.runtime import Frames, Runtime, load_runtime
 from tests.small import AUTOENCODER, BLUE, CPU, LATENT_SIDE, RED, WHITE, small_autoencoder, small_model, small_parts
 
 MODEL = small_model(4)

@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.base import Model, ModelSpec
+from streamdiff.models.base import Model, ModelSpec, Trunk
 from streamdiff.models.taehv import TAEHV, Config, Memory
-from streamdiff.models.tiny.text import TinyText
+from streamdiff.models.tiny.text import TEXT_TOKENS, TinyText
 from streamdiff.models.wan.transformer import WanDenoiser
+from streamdiff.models.wan.weights import load_blocks
 
 WEIGHTS = Path(__file__).parent / "weights"
 _WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
@@ -55,11 +56,23 @@ class TinyDecoder:
         return self.autoencoder.decode(latents.transpose(1, 2) * self.std + self.mean, memory)
 
 
-def load(folder: Path, device: torch.device, name: str = "tiny") -> Model:
-    """Load the model under `folder` in float32.
+def load(folder: Path, device: torch.device, name: str = "tiny", blocks: tuple[int, int] | None = None) -> Model:
+    """Load the model under `folder` in float32; of the transformer only `blocks` (first, last exclusive) if given.
 
     Raises:
-        ConfigError: the folder or one of its parts is missing.
+        ConfigError: the folder or one of its parts is missing, or the weights do not fit the configuration.
+    """
+    trunk = load_trunk(folder, device, name, blocks)
+    text = TinyText.load(folder)
+    torch.nn.Module.to(text.encoder, device)
+    return Model(trunk.spec, trunk.denoiser, text, load_autoencoder(folder, device)[1])
+
+
+def load_trunk(folder: Path, device: torch.device, name: str = "tiny", blocks: tuple[int, int] | None = None) -> Trunk:
+    """What one stage needs of the model under `folder`, in float32: reads and keeps nothing else.
+
+    Raises:
+        ConfigError: as `load`.
     """
     for part in PARTS:
         if not (folder / part).exists():
@@ -68,35 +81,41 @@ def load(folder: Path, device: torch.device, name: str = "tiny") -> Model:
                 "text_encoder, tokenizer and vae. Use the embedded model with `--model tiny`, or train one with "
                 "`python -m streamdiff.models.tiny.train`"
             )
-    transformer = WanTransformer3DModel.from_config(json.loads((folder / "transformer" / "config.json").read_text()))
-    transformer.load_state_dict(_weights(folder / "transformer"))
-    text = TinyText.load(folder)
-    torch.nn.Module.to(text.encoder, device)
-    autoencoder, decoder = load_autoencoder(folder, device)
-    index = json.loads((folder / "model_index.json").read_text())["stream"]
+    transformer = load_blocks(folder / "transformer", device, blocks)
+    autoencoder = _autoencoder_config(_read(folder / "vae" / "config.json"))
+    index = _read(folder / "model_index.json")["stream"]
     spec = ModelSpec(
         name=name,
-        latent_channels=autoencoder.config.latent_channels,
-        frames_per_latent=autoencoder.config.temporal,
-        width=index["latent_width"] * autoencoder.config.spatial,
-        height=index["latent_height"] * autoencoder.config.spatial,
+        latent_channels=autoencoder.latent_channels,
+        frames_per_latent=autoencoder.temporal,
+        width=index["latent_width"] * autoencoder.spatial,
+        height=index["latent_height"] * autoencoder.spatial,
         steps=tuple(index.pop("steps")),
+        text_shape=(TEXT_TOKENS, _read(folder / "transformer" / "config.json")["text_dim"]),
         **index,
     )
-    return Model(spec, text, WanDenoiser(transformer.eval().to(device)), decoder)
+    return Trunk(spec, WanDenoiser(transformer))
 
 
 def load_autoencoder(folder: Path, device: torch.device) -> tuple[TAEHV, TinyDecoder]:
     """The autoencoder and its decoder half ready for streaming."""
-    stored = json.loads((folder / "vae" / "config.json").read_text())
-    known = {field.name for field in fields(Config)}
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known}
-    config = Config(**values)
-    autoencoder = TAEHV(config)
+    stored = _read(folder / "vae" / "config.json")
+    autoencoder = TAEHV(_autoencoder_config(stored))
     autoencoder.load_state_dict(_weights(folder / "vae"))
     autoencoder.eval().to(device).channels_last()
     mean, std = (torch.tensor(stored[key], device=device) for key in ("latents_mean", "latents_std"))
     return autoencoder, TinyDecoder(autoencoder, mean, std)
+
+
+def _autoencoder_config(stored: dict[str, Any]) -> Config:
+    known = {field.name for field in fields(Config)}
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known}
+    return Config(**values)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    tree: dict[str, Any] = json.loads(path.read_text())
+    return tree
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:

@@ -1,0 +1,68 @@
+"""Starts the ranks of a ring on this machine and waits for them: `python -m streamdiff.engine.launch --stages 4 ...`.
+
+torch elastic does the work. All other options go to the engine process of every rank (`engine.main`), where rank 0
+becomes the engine and the others work for it. When one ends before its time, all are ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from streamdiff.engine.bridge import EXIT_CONFIG
+
+EXIT_FAILED = 1
+
+
+def launch(module: str, stages: int, arguments: Sequence[str], log_folder: str) -> int:
+    """Run `python -m module` as `stages` ranks until all have ended; returns the exit code.
+
+    `log_folder` is one that somebody removes afterwards.
+    """
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=stages,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=log_folder),
+        local_addr="127.0.0.1",
+        event_log_handler="null",
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", module, *arguments)
+    except ChildFailedError as error:  # the ranks have said why
+        codes = {failure.exitcode for failure in error.failures.values()}
+        return EXIT_CONFIG if EXIT_CONFIG in codes else EXIT_FAILED
+    except SignalException:
+        return EXIT_FAILED
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m streamdiff.engine.launch", description="the ranks of a ring")
+    parser.add_argument("--module", default="streamdiff.engine.main", help="what every rank runs")
+    parser.add_argument("--address", required=True, help="private folder of the bridge's socket")
+    parser.add_argument("--config-json", required=True, help="the whole configuration as JSON")
+    options = parser.parse_args(argv)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share this machine; each sets its own number later
+    stages = json.loads(options.config_json)["model"]["stages"]
+    passed = ("--address", options.address, "--config-json", options.config_json)
+    return launch(options.module, stages, passed, options.address)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,77 @@
+"""The other ranks, as the head sees them: how busy they are, whether they are well, how to end together."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+from collections.abc import Callable
+
+from streamdiff.errors import EngineFailure
+from streamdiff.pipeline.follower import gone, leave
+from streamdiff.pipeline.group import Member
+from streamdiff.pipeline.links import LinkClosed
+from streamdiff.pipeline.ring import Ring
+from streamdiff.pipeline.watch import Beat, Watch
+
+_NOTICE_S = 2.0
+"""How long ranks may take to tell why a link is closed."""
+_STUCK_S = 5.0
+
+
+class Company:
+    """The head's side of a ring over several processes."""
+
+    def __init__(self, member: Member, ring: Ring, hang_s: float) -> None:
+        self.member, self.ring = member, ring
+        self._watch = Watch(member, ring.worker, self._on_fault, hang_s)
+        self._wake: Callable[[], None] = lambda: None
+        self._fault: str | None = None
+        self._since: list[Beat] = []
+
+    def start(self, wake: Callable[[], None]) -> None:
+        """Begin to watch; `wake` is called, from another thread, when there is a fault."""
+        self._wake = wake
+        atexit.register(leave)
+        self._watch.start()
+
+    def check(self, wait_s: float = 0.0) -> None:
+        """Raises EngineFailure when the ring has a fault, or one is told within `wait_s`."""
+        fault = self._fault or (self._watch.fault(wait_s) if wait_s > 0 else None)
+        if fault is not None:
+            raise EngineFailure(fault)
+
+    def broken(self, error: LinkClosed) -> EngineFailure:
+        """What a closed link means: the fault that was told first, else that the neighbour is gone."""
+        own = gone(error, self.member.rank, self.ring.worker)
+        self._fault = self._watch.fault(_NOTICE_S) or self._watch.report(own)
+        return EngineFailure(self._fault)
+
+    def occupancy(self) -> list[float]:
+        """Share of the time since the ring was warm that each rank has spent in its blocks. The first call, when it is
+        warm, begins to count."""
+        now = [beat for rank in range(self.member.stages) if (beat := self._watch.beat_of(rank)) is not None]
+        if not self._since:
+            self._since = now
+        pairs = zip(self._since, now, strict=True)
+        return [(b.busy_s - a.busy_s) / (b.at_s - a.at_s) if b.at_s > a.at_s else 0.0 for a, b in pairs]
+
+    def leave(self) -> None:
+        """End the ring: in order where it is whole, else at once."""
+        if self._fault is not None or self._watch.fault() is not None:
+            return
+        try:
+            self.ring.stop()
+        except LinkClosed as error:
+            raise self.broken(error) from error
+        self._watch.finish()
+        atexit.unregister(leave)
+
+    def _on_fault(self, fault: str) -> None:
+        self._fault = fault
+        self._wake()
+        if self.ring.worker.now is not None:  # the main thread may be what hangs, and nobody else can end this process
+            threading.Event().wait(_STUCK_S)
+            if self.ring.worker.now is not None:
+                print(f"streamdiff: rank {self.member.rank} ends: {fault}", file=sys.stderr)
+                leave()

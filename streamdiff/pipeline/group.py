@@ -1,0 +1,77 @@
+"""The processes of one ring: who they are, and whether they are alike. torchrun, or `engine.launch`, started them.
+
+Beside the links the ranks have a store (a small key-value server that the launcher keeps) for what is said at start and
+for what must be heard when links are broken.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from streamdiff.errors import ConfigError
+
+START_LIMIT = timedelta(minutes=10)
+"""How long ranks wait for each other while weights are loaded."""
+_FOR_EVER = timedelta(days=3650)  # a receive is posted long before anybody has to send; `Watch` finds who hangs
+
+
+@dataclass(frozen=True)
+class Member:
+    """This process among the `stages` of its ring."""
+
+    rank: int
+    stages: int
+    store: Store
+
+
+def own_rank() -> int:
+    """This process's rank, 0 where it was not launched as one of several."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def check_world(stages: int) -> None:
+    """Raises ConfigError unless as many ranks were launched as the configuration has stages."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == stages:
+        return
+    if world == 1:
+        raise ConfigError(
+            f"stages is {stages}, but this is one process. `streamdiff serve --stages {stages}` starts its ranks by "
+            f"itself; for a program of your own use torchrun --nproc-per-node {stages}, see examples/torchrun_stream.py"
+        )
+    raise ConfigError(
+        f"stages is {stages}, but torchrun started {world} ranks; every stage needs one. Start {stages} ranks, or set "
+        f"stages to {world}"
+    )
+
+
+def join(stages: int, facts: Mapping[str, str]) -> Member:
+    """Meet the other ranks and compare `facts`, which must be the same everywhere; then gloo's group is up.
+
+    Mutates: torch.distributed's default group.
+
+    Raises:
+        ConfigError: another number of ranks than stages, or a fact that differs; names rank, fact and both values.
+    """
+    check_world(stages)
+    store, rank, _ = next(rendezvous("env://", timeout=START_LIMIT))
+    store = PrefixStore("streamdiff", store)
+    store.set(f"facts/{rank}", json.dumps(dict(facts)))
+    everybody = [json.loads(store.get(f"facts/{other}")) for other in range(stages)]
+    for other, theirs in enumerate(everybody):
+        for name in sorted({*everybody[0], *theirs}):
+            if theirs.get(name) != everybody[0].get(name):
+                raise ConfigError(
+                    f"rank {other} has {name} {theirs.get(name)}, but rank 0 has {everybody[0].get(name)}; all ranks "
+                    "of a ring need the same"
+                )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=stages, timeout=_FOR_EVER)
+    return Member(rank, stages, store)

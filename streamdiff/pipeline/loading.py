@@ -1,0 +1,88 @@
+"""From a configuration to this rank's place, device and weights."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import torch
+
+from streamdiff.config import ModelConfig
+from streamdiff.errors import ConfigError
+from streamdiff.models.base import Model, Trunk
+from streamdiff.models.tiny import model as tiny
+from streamdiff.pipeline import group
+from streamdiff.pipeline.facts import read_facts
+from streamdiff.pipeline.ring import split
+from streamdiff.version import __version__
+
+
+def model_folder(config: ModelConfig) -> Path:
+    """Raises ConfigError for a model that is not there."""
+    folder = tiny.WEIGHTS if config.name == "tiny" else Path(config.name)
+    if not folder.is_dir():
+        raise ConfigError(f"model.name is {config.name!r}; it can be `tiny`, the embedded model, or a model's folder")
+    return folder
+
+
+def pick_device(wanted: str) -> torch.device:
+    """`auto` is CUDA where there is one, else the CPU. Of several CUDA devices a rank takes that of its number on this
+    machine.
+
+    Raises:
+        ConfigError: CUDA is asked for and there is none.
+    """
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("model.device is cuda, but torch sees no CUDA device; use `auto` or `cpu`")
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and "LOCAL_RANK" in os.environ:
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    return torch.device(wanted)
+
+
+def join(config: ModelConfig) -> tuple[group.Member, tuple[int, int]]:
+    """Meet the other ranks; returns this rank's place and its blocks (first, last exclusive).
+
+    Raises:
+        ConfigError: more stages than blocks, another number of ranks than stages, or ranks that are not alike.
+    """
+    runs = split(read_facts(config.name).blocks, config.stages)
+    group.check_world(config.stages)
+    member = group.join(config.stages, _facts(config))
+    return member, runs[member.rank]
+
+
+def load_model(config: ModelConfig, device: torch.device, blocks: tuple[int, int] | None = None) -> Model:
+    """What the head needs, with `blocks` only. Mutates: torch's number of threads."""
+    torch.set_num_threads(config.threads)
+    return tiny.load(model_folder(config), device, config.name, blocks)
+
+
+def load_trunk(config: ModelConfig, device: torch.device, blocks: tuple[int, int]) -> Trunk:
+    """What any other stage needs. Mutates: torch's number of threads."""
+    torch.set_num_threads(config.threads)
+    return tiny.load_trunk(model_folder(config), device, config.name, blocks)
+
+
+def _facts(config: ModelConfig) -> dict[str, str]:
+    """What must be the same on all ranks: the program, torch, the configuration, and the weights' shapes and names."""
+    return {
+        "streamdiff": __version__,
+        "torch": torch.__version__,
+        **{f"model.{name}": str(value) for name, value in config.model_dump().items()},
+        "weights": _digest(model_folder(config)),
+    }
+
+
+def _digest(folder: Path) -> str:
+    """Of all configuration files, and of the weights' headers and sizes: no weights are read."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.json")):
+        digest.update(path.read_bytes())
+    for path in sorted(folder.rglob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(file.read(min(int.from_bytes(file.read(8), "little"), path.stat().st_size)))
+        digest.update(str(path.stat().st_size).encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,114 @@
+"""Watch: the thread of a rank that says how the rank does, notices who died or hangs, and names it.
+
+It writes a *beat* into the ring's store twice a second and reads that of the next rank. The first fault that anybody
+notices is kept in the store; everybody reads it there and ends. So a ring ends as a whole, within a bounded time, with
+one message.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from streamdiff import clock
+from streamdiff.pipeline.group import Member
+from streamdiff.pipeline.worker import Worker
+
+BEAT_S = 0.5
+_FAULT = "fault"
+
+
+@dataclass(frozen=True)
+class Beat:
+    """How a rank does: `number` counts beats, `done` works; `where` is what it works on, `at_s` its own clock."""
+
+    number: int
+    at_s: float
+    done: int
+    busy_s: float
+    where: str
+    ended: bool = False
+
+
+class Watch:
+    """One rank's. `on_fault` is called from its thread, once, with the fault; `hang_s` is how long a forward may take,
+    and how long a rank may be silent."""
+
+    def __init__(self, member: Member, worker: Worker, on_fault: Callable[[str], None], hang_s: float) -> None:
+        self._member, self._worker, self._on_fault, self._hang_s = member, worker, on_fault, hang_s
+        self._ended = threading.Event()
+        self._number = 0
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin. The next rank must begin within `hang_s` too."""
+        self._beat()
+        self._thread.start()
+
+    def finish(self) -> None:
+        """The rank ends in order. Mutates: the store, with a last beat."""
+        self._ended.set()
+        self._thread.join()
+        self._beat(ended=True)
+
+    def report(self, fault: str) -> str:
+        """Tell everybody of a fault; returns the first that anybody has told."""
+        first: bytes = self._member.store.compare_set(_FAULT, "", fault)
+        return first.decode()
+
+    def fault(self, wait_s: float = 0.0) -> str | None:
+        """The fault that ends the ring, if there is one; waits up to `wait_s` for it."""
+        end_s = clock.monotonic_s() + wait_s
+        while not self._member.store.check([_FAULT]):
+            if clock.monotonic_s() >= end_s:
+                return None
+            threading.Event().wait(BEAT_S / 10)
+        first: bytes = self._member.store.get(_FAULT)
+        return first.decode()
+
+    def beat_of(self, rank: int) -> Beat | None:
+        """The last beat of a rank, or None before its first."""
+        key = f"beat/{rank}"
+        if not self._member.store.check([key]):
+            return None
+        return Beat(**json.loads(self._member.store.get(key)))
+
+    def _beat(self, ended: bool = False) -> None:
+        worker, self._number = self._worker, self._number + 1
+        beat = Beat(self._number, clock.monotonic_s(), worker.done, worker.busy_s, worker.where(), ended)
+        self._member.store.set(f"beat/{self._member.rank}", json.dumps(asdict(beat)))
+
+    def _run(self) -> None:
+        own = _Stillness(self._hang_s)
+        other = _Stillness(self._hang_s)
+        after = (self._member.rank + 1) % self._member.stages
+        try:
+            while not self._ended.wait(BEAT_S):
+                self._beat()
+                if own.lasts((self._worker.done, self._worker.now is None), self._worker.now is not None):
+                    self.report(f"rank {self._member.rank} hangs: {self._hang_s:g} s {self._worker.where()}")
+                beat = self.beat_of(after)
+                if beat is not None and other.lasts(beat.number, not beat.ended):
+                    self.report(f"rank {after} hangs: silent for {self._hang_s:g} s {beat.where}")
+                if (fault := self.fault()) is not None:
+                    self._on_fault(fault)
+                    return
+        except RuntimeError as error:  # the store's server is gone, and the launcher with it
+            self._on_fault(f"the launcher of the ranks is gone: {error}")
+
+
+class _Stillness:
+    """Whether a value has stayed the same for too long while it should change."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._value: object = None
+        self._since_s = clock.monotonic_s()
+
+    def lasts(self, value: object, should_change: bool) -> bool:
+        now_s = clock.monotonic_s()
+        if value != self._value or not should_change:
+            self._value, self._since_s = value, now_s
+        return now_s - self._since_s >= self._limit_s

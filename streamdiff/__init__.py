@@ -2,8 +2,8 @@
 
     for frame in streamdiff.stream("a red circle moving left", seconds=10): ...
 
-`stream` gives frames, `open` a session that takes new prompts while it runs. Importing this package is light: the rest,
-torch above all, is imported when it is used.
+`stream` gives frames, `open` a session that takes new prompts while it runs; `follow` is for the other ranks of a ring.
+Importing this package is light: the rest, torch above all, is imported when it is used.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from streamdiff.version import __version__
 
 if TYPE_CHECKING:
-    from streamdiff.api import StreamSession, open, stream
+    from streamdiff.api import StreamSession, follow, open, stream
 
-__all__ = ["StreamSession", "__version__", "open", "stream"]
+__all__ = ["StreamSession", "__version__", "follow", "open", "stream"]
 
 
 def __getattr__(name: str) -> object:
-    if name in {"StreamSession", "open", "stream"}:
+    if name in {"StreamSession", "follow", "open", "stream"}:
         from streamdiff import api
 
         return getattr(api, name)

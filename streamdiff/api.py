@@ -65,6 +65,8 @@ class StreamSession:
         info = pipeline.info
         self.fps: float = info.native_fps
         """Frames per second at which the motion looks as intended."""
+        self.chunk_frames: int = info.chunk_frames
+        """Frames that are made together."""
         self.width: int = info.width
         self.height: int = info.height
         self._engine = Engine(pipeline, defaults, _LEAD_CHUNKS * info.chunk_frames)

@@ -22,7 +22,7 @@ from streamdiff.config import Config, ModelConfig
 from streamdiff.engine.bridge import EXIT_CONFIG, EngineServer
 from streamdiff.engine.contract import Pipeline
 from streamdiff.engine.engine import Engine
-from streamdiff.engine.messages import Failed, Shutdown
+from streamdiff.engine.messages import Event, Failed, Shutdown
 from streamdiff.errors import ConfigError, EngineFailure
 
 # How long `step` may wait for a decode with nothing else to do: the most by which a command can be late then.
@@ -31,6 +31,7 @@ _DECODE_WAIT_S = 0.01
 _IDLE_WAIT_S = 0.5
 # A launcher that lost a rank ends the others at once; what happened may be known a moment later.
 _TOLD_WHY_S = 1.0
+Tap = Callable[[Engine, Event], None]
 # How long the process may take to end by itself after its parent died.
 _ORPHAN_LIMIT_S = 5.0
 
@@ -53,9 +54,13 @@ class Stop:
         return self._reader.fileno()
 
     def listen(self) -> None:
-        """Take SIGTERM, and watch standard input for the parent's end."""
+        """Take SIGTERM and SIGINT."""
         signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+
+    def watch_parent(self) -> None:
+        """Take the end of standard input for the parent's end."""
         threading.Thread(target=self._watch_parent, name="parent-watch", daemon=True).start()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -96,16 +101,18 @@ def lead_frames(config: Config) -> int:
     return math.ceil(config.playback.lead_s * config.playback.fps)
 
 
-def _serve(server: EngineServer, engine: Engine, stop: Stop) -> None:
+def _serve(server: EngineServer, engine: Engine, stop: Stop, tap: Tap) -> None:
     """The loop: take commands, work, tell. Waits in `poll` when there is nothing to do."""
     while not stop.requested:
         for command in server.poll(0.0 if engine.busy else _IDLE_WAIT_S):
             for event in engine.handle(command):
                 server.send(event)
+                tap(engine, event)
             if isinstance(command, Shutdown):
                 return
         for event in engine.step(_DECODE_WAIT_S):
             server.send(event)
+            tap(engine, event)
     engine.check(_TOLD_WHY_S)
 
 
@@ -119,14 +126,28 @@ def main(argv: Sequence[str] | None = None, *, load: Callable[[ModelConfig], Pip
         return _be_follower(arguments.config_json)
     stop = Stop(arguments.address)
     stop.listen()
-    server = EngineServer(arguments.address, wake_fd=stop.fd)
+    stop.watch_parent()
+    return run(arguments.address, arguments.config_json, stop, load=load)
+
+
+def run(
+    address: Path,
+    config_json: str,
+    stop: Stop,
+    *,
+    load: Callable[[ModelConfig], Pipeline] = _load_runtime,
+    tap: Tap = lambda engine, event: None,
+) -> int:
+    """Be the engine of the web process whose bridge is in the folder `address`, until `stop` or the web process says
+    so; returns the exit code. `tap` sees all that the stream brings after the web process has been sent it."""
+    server = EngineServer(address, wake_fd=stop.fd)
     engine: Engine | None = None
     try:
-        config = Config.model_validate_json(arguments.config_json)
+        config = Config.model_validate_json(config_json)
         engine = Engine(load(config.model), config.model, lead_frames(config))
         stop.loading = False
         server.send(engine.ready())
-        _serve(server, engine, stop)
+        _serve(server, engine, stop, tap)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         server.send(Failed(str(error)))

@@ -17,6 +17,7 @@ import tempfile
 from asyncio.subprocess import PIPE, STDOUT, Process
 from collections import deque
 from pathlib import Path
+from typing import Protocol
 
 from streamdiff.config import Config
 from streamdiff.engine.bridge import EXIT_CONFIG, EngineClient
@@ -44,6 +45,20 @@ def _name_exit(code: int) -> str:
     known = {number.value: number.name for number in signal.Signals}
     hint = " (often: out of memory)" if code == -signal.SIGKILL else ""
     return f"by signal {known.get(-code, str(-code))}{hint}"
+
+
+class EngineProcess(Protocol):
+    """The engine, as the web process sees it: `Supervisor` starts one, `attached.Attached` belongs to one."""
+
+    @property
+    def ready(self) -> Ready:
+        """What the engine said of itself; after `start`."""
+
+    async def start(self) -> EngineClient:
+        """Wait until the engine is warm. Raises ConfigError, EngineFailure."""
+
+    async def stop(self) -> None:
+        """End the engine. May be called at any time, and again."""
 
 
 class Supervisor:

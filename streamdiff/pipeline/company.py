@@ -13,6 +13,7 @@ from streamdiff.pipeline.group import Member
 from streamdiff.pipeline.links import LinkClosed
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.watch import Beat, Watch
+from streamdiff.pipeline.worker import LEAVE_S
 
 _NOTICE_S = 2.0
 """How long ranks may take to tell why a link is closed."""
@@ -36,10 +37,16 @@ class Company:
         self._watch.start()
 
     def check(self, wait_s: float = 0.0) -> None:
-        """Raises EngineFailure when the ring has a fault, or one is told within `wait_s`."""
-        fault = self._fault or (self._watch.fault(wait_s) if wait_s > 0 else None)
-        if fault is not None:
-            raise EngineFailure(fault)
+        """Raises EngineFailure when the ring has a fault, or one shows within `wait_s`; chunks that come back in that
+        time are dropped."""
+        if self._fault is None and wait_s > 0:
+            try:
+                self.ring.listen(wait_s)
+            except LinkClosed as error:
+                raise self.broken(error) from error
+            self._fault = self._watch.fault()
+        if self._fault is not None:
+            raise EngineFailure(self._fault)
 
     def broken(self, error: LinkClosed) -> EngineFailure:
         """What a closed link means: the fault that was told first, else that the neighbour is gone."""
@@ -65,6 +72,7 @@ class Company:
         except LinkClosed as error:
             raise self.broken(error) from error
         self._watch.finish()
+        self._watch.await_ends(LEAVE_S)
         atexit.unregister(leave)
 
     def _on_fault(self, fault: str) -> None:

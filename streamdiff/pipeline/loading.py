@@ -14,6 +14,7 @@ from streamdiff.models.base import Model, Trunk
 from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline import group
 from streamdiff.pipeline.facts import read_facts
+from streamdiff.pipeline.plan import check_stages
 from streamdiff.pipeline.ring import split
 from streamdiff.version import __version__
 
@@ -48,10 +49,11 @@ def join(config: ModelConfig) -> tuple[group.Member, tuple[int, int]]:
     Raises:
         ConfigError: more stages than blocks, another number of ranks than stages, or ranks that are not alike.
     """
-    runs = split(read_facts(config.name).blocks, config.stages)
+    blocks = read_facts(config.name).blocks
+    check_stages(config.stages, blocks)
     group.check_world(config.stages)
     member = group.join(config.stages, _facts(config))
-    return member, runs[member.rank]
+    return member, split(blocks, config.stages)[member.rank]
 
 
 def load_model(config: ModelConfig, device: torch.device, blocks: tuple[int, int] | None = None) -> Model:

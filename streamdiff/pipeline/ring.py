@@ -163,6 +163,17 @@ class Ring:
         self._inbox.close(limit_s)
         self._outbox.flush(limit_s)
 
+    def listen(self, wait_s: float) -> None:
+        """Let nothing enter and drop what comes back for `wait_s`: for somebody who ends anyway. Mutates: self.
+
+        Raises:
+            LinkClosed: the last stage is gone.
+        """
+        end_s = clock.monotonic_s() + wait_s
+        while (left_s := end_s - clock.monotonic_s()) > 0:
+            if (work := self._inbox.receive(left_s)) is not None:
+                self._admission.back(work)
+
     def _enter(self) -> Work | None:
         """One work through this rank, if the link takes it: the head never waits to send, it must take back."""
         return self._worker.turn() if self._outbox.ready else None

@@ -244,6 +244,7 @@ def load_runtime(config: ModelConfig) -> Runtime:
         ring = ranks.head_ring(model, ranks.Place(0, config.stages), device)
         runtime = Runtime(model, device, config.steps, config.kv_context, Company(member, ring, config.hang_s))
     _warm_up(runtime)
+    runtime.occupancy()  # counts from here
     return runtime
 
 

@@ -7,7 +7,11 @@ one message.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,13 +22,17 @@ from streamdiff.pipeline.worker import Worker
 
 BEAT_S = 0.5
 _FAULT = "fault"
+_HOST = socket.gethostname()
 
 
 @dataclass(frozen=True)
 class Beat:
-    """How a rank does: `number` counts beats, `done` works; `where` is what it works on, `at_s` its own clock."""
+    """How a rank does: `number` counts beats, `done` works; `where` is what it works on, `at_s` its own clock.
+    `host` and `pid` tell which process it is."""
 
     number: int
+    host: str
+    pid: int
     at_s: float
     done: int
     busy_s: float
@@ -75,14 +83,24 @@ class Watch:
             return None
         return Beat(**json.loads(self._member.store.get(key)))
 
+    def await_ends(self, limit_s: float) -> None:
+        """Wait until all ranks have said that they ended, at most so long: they need the store until then."""
+        end_s = clock.monotonic_s() + limit_s
+        for rank in range(self._member.stages):
+            while ((beat := self.beat_of(rank)) is None or not beat.ended) and clock.monotonic_s() < end_s:
+                threading.Event().wait(BEAT_S / 10)
+
     def _beat(self, ended: bool = False) -> None:
         worker, self._number = self._worker, self._number + 1
-        beat = Beat(self._number, clock.monotonic_s(), worker.done, worker.busy_s, worker.where(), ended)
+        beat = Beat(
+            self._number, _HOST, os.getpid(), clock.monotonic_s(), worker.done, worker.busy_s, worker.where(), ended
+        )
         self._member.store.set(f"beat/{self._member.rank}", json.dumps(asdict(beat)))
 
     def _run(self) -> None:
         own = _Stillness(self._hang_s)
         other = _Stillness(self._hang_s)
+        parent = os.getppid()
         after = (self._member.rank + 1) % self._member.stages
         try:
             while not self._ended.wait(BEAT_S):
@@ -92,11 +110,22 @@ class Watch:
                 beat = self.beat_of(after)
                 if beat is not None and other.lasts(beat.number, not beat.ended):
                     self.report(f"rank {after} hangs: silent for {self._hang_s:g} s {beat.where}")
+                    _kill(beat)
+                if os.getppid() != parent:
+                    self._on_fault("the launcher of the ranks is gone")
+                    return
                 if (fault := self.fault()) is not None:
                     self._on_fault(fault)
                     return
         except RuntimeError as error:  # the store's server is gone, and the launcher with it
             self._on_fault(f"the launcher of the ranks is gone: {error}")
+
+
+def _kill(beat: Beat) -> None:
+    """End a rank that cannot end by itself, where it can be reached."""
+    if beat.host == _HOST:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(beat.pid, signal.SIGKILL)
 
 
 class _Stillness:

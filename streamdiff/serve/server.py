@@ -22,7 +22,7 @@ import uvicorn
 from streamdiff.config import Config
 from streamdiff.engine.bridge import EngineClient
 from streamdiff.engine.messages import Ready
-from streamdiff.engine.supervisor import Supervisor
+from streamdiff.engine.supervisor import EngineProcess, Supervisor
 from streamdiff.errors import ConfigError, EngineFailure, StreamdiffError
 from streamdiff.serve.app import Services, create_app
 
@@ -48,7 +48,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def run(config: Config, *, supervise: Callable[[Config], Supervisor] = Supervisor) -> int:
+def run(config: Config, *, supervise: Callable[[Config], EngineProcess] = Supervisor) -> int:
     """Serve until Ctrl-C, SIGTERM or the engine's end; returns the exit code.
 
     0: asked to end. 1: the engine could not start or ended by itself. 2: a setting that cannot be used, for example
@@ -101,7 +101,7 @@ def address_of(listener: socket.socket) -> str:
     return f"http://[{address}]:{port}/" if address.version == 6 else f"http://{address}:{port}/"
 
 
-async def _serve(config: Config, listener: socket.socket, supervise: Callable[[Config], Supervisor]) -> int:
+async def _serve(config: Config, listener: socket.socket, supervise: Callable[[Config], EngineProcess]) -> int:
     asked = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -116,7 +116,7 @@ async def _serve(config: Config, listener: socket.socket, supervise: Callable[[C
         await supervisor.stop()
 
 
-async def _start_engine(config: Config, supervisor: Supervisor, asked: asyncio.Event) -> EngineClient | None:
+async def _start_engine(config: Config, supervisor: EngineProcess, asked: asyncio.Event) -> EngineClient | None:
     """Start the engine; None when the user asked to end before it was ready."""
     print(f"streamdiff: loading the model {config.model.name!r} ...", flush=True)
     starting = asyncio.create_task(supervisor.start())

@@ -16,6 +16,7 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 COVERED = {"hello.py", "generate_file.py", "prompt_switch.py", "custom_viewer.py", "custom_viewer.html"}
+COVERED |= {"torchrun_stream.py"}  # in test_torchrun_stream.py
 
 
 def run(name: str, *arguments: str, cwd: Path) -> str:

@@ -1,0 +1,168 @@
+"""One stream over several ranks, each with its own blocks of the transformer: to a file, and live with --serve.
+
+    torchrun --nproc-per-node 4 examples/torchrun_stream.py --seconds 10 --output ring.mp4
+    torchrun --nproc-per-node 4 examples/torchrun_stream.py --serve --port 8000
+
+Two machines, the same command on both; the first one's name or address in --rdzv-endpoint:
+
+    torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
+        examples/torchrun_stream.py --output ring.mp4
+
+Ctrl-C ends the stream; the file then holds what was made so far. At the end: frames per second, time to the first
+frame, and how busy each rank has been.
+"""
+
+import argparse
+import os
+import queue
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+import streamdiff
+from streamdiff import clock
+from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig, SessionConfig
+from streamdiff.engine.engine import Engine
+from streamdiff.engine.hosting import host
+from streamdiff.engine.messages import Event, FrameBatch, Opened
+from streamdiff.serve.files import Frame, check_target, write_video
+
+
+class Tally:
+    """Counts frames by the clock. The rate leaves out the first chunk, which nothing came before."""
+
+    def __init__(self, chunk_frames: int) -> None:
+        self.chunk_frames = chunk_frames
+        self.frames = 0
+        self.asked_s = self.first_s = self.start_s = self.last_s = clock.monotonic_s()
+
+    def add(self, count: int = 1) -> None:
+        self.last_s = clock.monotonic_s()
+        if self.frames == 0:
+            self.first_s = self.last_s
+        if self.frames < self.chunk_frames:
+            self.start_s = self.last_s
+        self.frames += count
+
+    def report(self, occupancy: list[float]) -> None:
+        steady, spent_s = self.frames - self.chunk_frames, self.last_s - self.start_s
+        rate = f"{steady / spent_s:.1f} frames per second" if steady > 0 and spent_s > 0 else "too short for a rate"
+        print(f"{self.frames} frames, {rate}; first frame after {self.first_s - self.asked_s:.2f} s")
+        for rank, share in enumerate(occupancy):
+            print(f"rank {rank}: {share:4.0%} of the time in its blocks")
+
+
+class Recorder:
+    """Writes frames to a file on a thread of its own, until `seconds` are full or `stop` is called."""
+
+    def __init__(self, path: Path, fps: float, seconds: float) -> None:
+        self._left = round(seconds * fps)
+        self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=write_video, args=(path, self._taken(), fps))
+
+    def put(self, frame: Frame) -> None:
+        if self._left > 0:
+            if not self._thread.ident:
+                self._thread.start()
+            self._left -= 1
+            self._frames.put(frame)
+            if self._left == 0:
+                self._frames.put(None)
+
+    def _taken(self) -> Iterator[Frame]:
+        while (frame := self._frames.get()) is not None:
+            yield frame
+
+    def stop(self) -> None:
+        if self._left > 0:
+            self._left = 0
+            self._frames.put(None)
+        if self._thread.ident:
+            self._thread.join()
+
+
+def to_file(options: argparse.Namespace, model: dict[str, object]) -> None:
+    """Rank 0 without --serve."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    with streamdiff.open(options.prompt, seed=options.seed, **model) as session:  # type: ignore[arg-type]
+        tally = Tally(session.chunk_frames)
+
+        def frames() -> Iterator[Frame]:
+            total = max(1, round(options.seconds * session.fps))
+            with tqdm(total=total, unit="frame", desc=options.output.name) as bar:
+                for frame in session:
+                    tally.add()
+                    yield frame
+                    bar.update()
+                    if stop.is_set() or tally.frames == total:
+                        return
+
+        write_video(options.output, frames(), session.fps)
+    tally.report(session.occupancy())
+    print(f"wrote {options.output}")
+
+
+def live(options: argparse.Namespace, model: dict[str, object]) -> int:
+    """Rank 0 with --serve: the web server is a child. Frames are made, and written too, while somebody watches."""
+    config = Config(
+        model=ModelConfig.model_validate(model),
+        session=SessionConfig(prompt=options.prompt, seed=options.seed),
+        serve=ServeConfig(host=options.host, port=options.port),
+    )
+    recorder = Recorder(options.output, PlaybackConfig().fps, options.seconds)
+    seen: list[tuple[Engine, Tally]] = []
+
+    def tap(engine: Engine, event: Event) -> None:
+        if isinstance(event, Opened) and not seen:
+            seen.append((engine, Tally(engine.ready().chunk_frames)))
+        if isinstance(event, FrameBatch):
+            seen[0][1].add(len(event.pictures))
+            for picture in event.pictures:
+                recorder.put(picture.copy())
+
+    code = host(config, tap)
+    recorder.stop()
+    for engine, tally in seen:
+        tally.report(engine.occupancy())
+        print(f"wrote {options.output}")
+    return code
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompt", default="a red circle moving right over a meadow")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("ring.mp4"), help=".mp4 or .webm (default ring.mp4)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of the file (default 10)")
+    parser.add_argument("--kv-context", default="staircase", help="staircase (default): one stream fills the ring")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument(
+        "--serve", action="store_true", help="also show it live, until Ctrl-C; made while somebody watches"
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    options = parser.parse_args()
+    model: dict[str, object] = {
+        "stages": int(os.environ.get("WORLD_SIZE", "1")),
+        "kv_context": options.kv_context,
+        "steps": options.steps,
+        "device": options.device,
+    }
+    if int(os.environ.get("RANK", "0")) > 0:
+        streamdiff.follow(**model)  # type: ignore[arg-type]
+        return 0
+    check_target(options.output)
+    if options.serve:
+        return live(options, model)
+    to_file(options, model)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

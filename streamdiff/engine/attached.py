@@ -1,0 +1,66 @@
+"""The web process of an engine that has started it, instead of the other way round: what `hosting.host` runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from pathlib import Path
+
+from streamdiff.engine.bridge import EngineClient
+from streamdiff.engine.messages import Failed, Ready, Shutdown
+from streamdiff.errors import EngineFailure
+
+BYE = b"bye"
+"""What the engine writes to standard input when it ends in order."""
+
+
+class Attached:
+    """The engine that is this process's parent: it waits at the bridge, and is gone when standard input ends."""
+
+    def __init__(self, folder: Path, *, start_limit_s: float = 300.0) -> None:
+        self._folder, self._start_limit_s = folder, start_limit_s
+        self._client: EngineClient | None = None
+        self._ready: Ready | None = None
+
+    @property
+    def ready(self) -> Ready:
+        """What the engine said of itself; after `start`."""
+        assert self._ready is not None, "start first"
+        return self._ready
+
+    async def start(self) -> EngineClient:
+        """Wait until the engine is warm.
+
+        Raises:
+            EngineFailure: it ended, or was not ready in time.
+        """
+        client = self._client = EngineClient(self._folder)
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._watch, args=(client, loop), name="engine-watch", daemon=True).start()
+        async with asyncio.timeout(self._start_limit_s):
+            events = client.events()
+            event = await anext(events, None)
+            await events.aclose()
+        if not isinstance(event, Ready):
+            raise EngineFailure(event.reason if isinstance(event, Failed) else "the engine ended before it was ready")
+        self._ready = event
+        return client
+
+    async def stop(self) -> None:
+        """Tell the engine to end, if it has not."""
+        if self._client is not None:
+            if self._ready is not None:
+                with contextlib.suppress(EngineFailure):  # it has ended
+                    await self._client.send(Shutdown())
+            self._client.close()
+
+    def _watch(self, client: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
+        said = b""
+        while data := os.read(0, 4096):
+            said += data
+        if said == BYE:
+            os.kill(os.getpid(), signal.SIGTERM)  # the server then ends in order
+        loop.call_soon_threadsafe(client.end, None if said == BYE else Failed("the engine ended without a word"))

@@ -1,0 +1,25 @@
+"""`python -m streamdiff.serve.attached`: the web server of an engine that started it (`engine.hosting`)."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from streamdiff.config import Config
+from streamdiff.engine.attached import Attached
+from streamdiff.serve import server
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m streamdiff.serve.attached", description="a running engine's web side"
+    )
+    parser.add_argument("--address", type=Path, required=True, help="private folder of the bridge's socket")
+    parser.add_argument("--config-json", required=True, help="the whole configuration as JSON")
+    options = parser.parse_args()
+    config = Config.model_validate_json(options.config_json)
+    return server.run(config, supervise=lambda _: Attached(options.address))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,49 @@
+"""An engine process of which one rank fails: `FAULT` says how, after some chunks of a stream, `FAULT_RANK` which one.
+
+Everything but the fault itself is the product.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+from streamdiff.engine import main as engine
+from streamdiff.models.wan.transformer import Tokens
+from streamdiff.pipeline.microstep import MicroStep
+from streamdiff.pipeline.stage import Stage
+
+AT_CHUNK = 3
+
+
+def _strike() -> None:
+    match os.environ["FAULT"]:
+        case "raise":
+            raise ArithmeticError("the test's own fault")
+        case "hang":
+            threading.Event().wait()
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class FaultyStage(Stage):
+    def forward(self, rows: Sequence[MicroStep], tokens: Tokens) -> Tokens:
+        if rows[0].chunk == AT_CHUNK and rows[0].session == 0:
+            _strike()
+        return super().forward(rows, tokens)
+
+
+if __name__ == "__main__":
+    if os.environ.get("RANK") == os.environ["FAULT_RANK"]:
+        from streamdiff.pipeline import ranks
+
+        ranks.Stage = FaultyStage  # type: ignore[misc]
+    code = engine.main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,124 @@
+"""Real ranks behind a supervisor: they stream, and when one of them fails it is named and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streamdiff.config import Config, ModelConfig
+from streamdiff.engine.bridge import EngineClient
+from streamdiff.engine.messages import Failed, FrameBatch, Open, Shown
+from streamdiff.engine.supervisor import Supervisor
+from streamdiff.errors import ConfigError
+
+LIMIT_S = 120.0
+pytestmark = pytest.mark.slow
+STAGES = 4
+
+
+@asynccontextmanager
+async def ring(
+    folder: Path, module: str = "streamdiff.engine.main", stages: int = STAGES, hang_s: float = 60.0
+) -> AsyncIterator[tuple[EngineClient, list[psutil.Process]]]:
+    """A ring with a session; its processes too: the launcher first. Afterwards none of them and no file is left."""
+    model = ModelConfig(stages=stages, kv_context="staircase", hang_s=hang_s)
+    shared = set(Path("/dev/shm").iterdir())
+    supervisor = Supervisor(Config(model=model), start_limit_s=LIMIT_S, module=module)
+    client = await supervisor.start()
+    launcher = psutil.Process(supervisor.pid)
+    processes = [launcher, *sorted(launcher.children(), key=lambda process: int(process.environ()["RANK"]))]
+    try:
+        await client.send(Open("one", "a red circle moving left"))
+        yield client, processes
+    finally:
+        await supervisor.stop()
+        _, alive = psutil.wait_procs(processes, timeout=LIMIT_S)
+        for process in alive:
+            process.kill()
+    assert not alive
+    assert not left(folder)
+    assert set(Path("/dev/shm").iterdir()) <= shared
+
+
+def left(folder: Path) -> list[Path]:
+    """Files in `folder`, but for the cache that torch's compiler keeps for the next time."""
+    return [path for path in folder.iterdir() if not path.name.startswith("torchinductor_")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files of this process and of the ranks go."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path
+
+
+async def watch(client: EngineClient, chunks: int) -> str:
+    """Look at a stream until it has brought so many chunks, or ends; returns why it ended, or an empty text."""
+    async with asyncio.timeout(LIMIT_S):
+        async for event in client.events():
+            if isinstance(event, Failed):
+                return event.reason
+            if isinstance(event, FrameBatch):
+                await client.send(Shown("one", event.first + len(event.pictures)))
+                if event.chunk == chunks:
+                    return ""
+    return "ended"
+
+
+async def test_ranks_stream_and_end_together(folder: Path) -> None:
+    async with ring(folder) as (client, processes):
+        assert len(processes) == 1 + STAGES
+        assert await watch(client, 4) == ""
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "words"),
+    [
+        ("raise", 1, r"rank 1 failed at session 0, chunk 3, step \d: ArithmeticError: the test's own fault"),
+        ("kill", 2, r"rank 2 is gone .*rank \d noticed it after session 0, chunk \d, step \d"),
+        ("kill", 3, r"rank 3 is gone .*rank \d noticed it after session 0, chunk \d, step \d"),
+        ("hang", 2, r"rank 2 hangs: 2 s at session 0, chunk 3, step \d"),
+        ("stop", 3, r"rank 3 hangs: silent for 2 s (at|after) session 0, chunk \d, step \d"),
+    ],
+    ids=["raise", "kill", "kill-last", "hang", "stop"],
+)
+async def test_a_rank_that_fails_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str, rank: int, words: str
+) -> None:
+    monkeypatch.setenv("FAULT", fault)
+    monkeypatch.setenv("FAULT_RANK", str(rank))
+    async with ring(folder, "tests.engine.faulty", hang_s=2.0) as (client, _):
+        reason = await watch(client, 1000)
+    assert re.search(words, reason), reason
+    assert "session 'one' at chunk" in reason, "the session's own name too"
+
+
+async def test_the_head_dies(folder: Path) -> None:
+    """The others end too: `ring` looks."""
+    async with ring(folder) as (client, processes):
+        assert await watch(client, 2) == ""
+        os.kill(processes[1].pid, signal.SIGKILL)
+        assert "the engine ended with exit code 1" in await watch(client, 1000)
+
+
+async def test_the_launcher_dies(folder: Path) -> None:
+    async with ring(folder) as (client, processes):
+        assert await watch(client, 2) == ""
+        os.kill(processes[0].pid, signal.SIGKILL)
+        assert await watch(client, 1000)
+
+
+async def test_more_stages_than_blocks(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"stages is 5.* 1 to 4"):
+        async with ring(folder, stages=5):
+            pass
+    assert not left(folder)

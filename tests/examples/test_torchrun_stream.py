@@ -1,0 +1,117 @@
+"""The torchrun example as a user runs it: ranks on one machine, on two (agents), live, and ended by Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+import streamdiff
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "torchrun_stream.py"
+LIMIT_S = 240
+PROMPT = "a yellow star moving up at night"
+FRAMES = 20
+
+pytestmark = pytest.mark.slow
+
+
+def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1]), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """No process of an example outlives its test."""
+    yield
+    mine = [p for p in psutil.process_iter(["cmdline"]) if str(EXAMPLE) in (p.info["cmdline"] or [])]
+    for process in mine:
+        process.kill()
+    assert not mine
+
+
+def pictures(folder: Path) -> list[np.ndarray]:
+    return [np.asarray(Image.open(path)) for path in sorted(folder.iterdir())]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[np.ndarray]:
+    """The same stream on one stage."""
+    with streamdiff.open(PROMPT, seed=3, steps=2, kv_context="staircase") as session:
+        return [frame for _, frame in zip(range(FRAMES), session, strict=False)]
+
+
+def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    return len(one) == len(other) and all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+ARGUMENTS = ("--prompt", PROMPT, "--seed", "3", "--steps", "2", "--seconds", str(FRAMES / 40), "--output", "out")
+
+
+def test_four_ranks_make_the_very_frames_of_one(tmp_path: Path, plain: list[np.ndarray], nothing_left: None) -> None:
+    process = start("--nproc-per-node", "4", str(EXAMPLE), *ARGUMENTS, cwd=tmp_path)
+    said, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, said
+    assert re.search(rf"{FRAMES} frames, [\d.]+ frames per second; first frame after [\d.]+ s", said)
+    shares = [int(share) for share in re.findall(r"rank \d: +(\d+)% of the time in its blocks", said)]
+    assert len(shares) == 4
+    assert all(0 < share <= 100 for share in shares)
+    assert same(pictures(tmp_path / "out"), plain)
+
+
+def test_two_nodes(tmp_path: Path, plain: list[np.ndarray], nothing_left: None) -> None:
+    """Two agents that meet over a port, each with one rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meet = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    agents = [
+        start(*meet, "--local-addr", "127.0.0.1", "--rdzv-id", "two", str(EXAMPLE), *ARGUMENTS, cwd=tmp_path)
+        for _ in range(2)
+    ]
+    said = [agent.communicate(timeout=LIMIT_S)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
+    assert same(pictures(tmp_path / "out"), plain)
+
+
+def test_ctrl_c_keeps_what_was_made(tmp_path: Path, nothing_left: None) -> None:
+    process = start("--nproc-per-node", "2", str(EXAMPLE), "--seconds", "3600", "--output", "a.mp4", cwd=tmp_path)
+    assert process.stdout is not None
+    heard = ""
+    while not re.search(r"\| [1-9]\d*/144000", heard):
+        heard += process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=LIMIT_S)
+    assert "wrote a.mp4" in said, said
+    assert (tmp_path / "a.mp4").stat().st_size > 1000
+
+
+def test_live(tmp_path: Path, nothing_left: None) -> None:
+    process = start("--nproc-per-node", "2", str(EXAMPLE), "--serve", "--port", "0", cwd=tmp_path)
+    assert process.stdout is not None
+    heard = ""
+    while not (found := re.search(r"open (http://\S+/) ", heard)):
+        line = process.stdout.readline()
+        assert line, heard
+        heard += line
+    assert "<video" in httpx.get(found[1]).text
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=LIMIT_S)
+    assert "streamdiff:" not in said, "no complaint at the end"
+    assert re.search(r"rank 1: ", said), said

@@ -1,13 +1,16 @@
-"""What the pipeline and the engine need of a model. Pure: weights are held, a stream's state is an argument."""
+"""What the pipeline and the engine need of a model. Pure: weights are held, a stream's state is an argument.
+
+Imports no torch, so that whoever only plans can ask for a model's sizes.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
-
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from streamdiff.models.wan.transformer import WanDenoiser
 
 
@@ -45,14 +48,20 @@ class StreamDecoder(Protocol):
         """Normalised latents `[1, C, F, h, w]` to frames uint8 `[n, H, W, 3]`. Mutates: memory."""
 
 
-@dataclass(frozen=True)
-class ModelSpec:
-    """Facts about a model that everyone plans with. Sizes of chunk, window and sink are in latent frames; `text_shape`
-    is (text tokens, text width) of a prompt's embeddings.
+def window_chunks(kv_context: str, *, chunk_latents: int, window_latents: int, clean_window_latents: int | None) -> int:
+    """Chunks that a chunk sees, itself included; sizes in latent frames.
 
     `clean_window_latents` is the window of KV context `clean` where that may be shorter: its past is finished, and one
     finished chunk says more than several noisy ones.
     """
+    short = clean_window_latents if kv_context == "clean" else None
+    return (short or window_latents) // chunk_latents
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Facts about a model that everyone plans with. Sizes of chunk, windows and sink are in latent frames; `text_shape`
+    is (text tokens, text width) of a prompt's embeddings."""
 
     name: str
     latent_channels: int
@@ -72,8 +81,12 @@ class ModelSpec:
 
     def window_chunks(self, kv_context: str) -> int:
         """Chunks that a chunk sees, itself included."""
-        short = self.clean_window_latents if kv_context == "clean" else None
-        return (short or self.window_latents) // self.chunk_latents
+        return window_chunks(
+            kv_context,
+            chunk_latents=self.chunk_latents,
+            window_latents=self.window_latents,
+            clean_window_latents=self.clean_window_latents,
+        )
 
     @property
     def chunk_frames(self) -> int:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline.scheduler import in_flight_limit
+from streamdiff.models.base import window_chunks
+from streamdiff.pipeline.scheduler import cache_count, spare_slots
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,12 @@ class Facts:
 
     def window_chunks(self, kv_context: str) -> int:
         """Chunks that a chunk sees, itself included."""
-        short = self.clean_window_latents if kv_context == "clean" else None
-        return (short or self.window_latents) // self.chunk_latents
+        return window_chunks(
+            kv_context,
+            chunk_latents=self.chunk_latents,
+            window_latents=self.window_latents,
+            clean_window_latents=self.clean_window_latents,
+        )
 
     # ---- weights, in numbers -----------------------------------------------------------------------------------
 
@@ -126,11 +131,11 @@ class Facts:
 
     # ---- caches, in numbers ------------------------------------------------------------------------------------
 
-    def cache_values(self, blocks: int, *, steps: int, kv_context: str, stages: int) -> int:
-        """Keys and values that one session keeps on a stage of `blocks` blocks: the window, the slots of chunks in
-        flight, times the steps for `matched`; and the text's, for one epoch."""
-        slots = self.window_chunks(kv_context) + in_flight_limit(kv_context, steps=steps, stages=stages) - 1
-        caches = steps if kv_context == "matched" else 1
+    def cache_values(self, blocks: int, *, steps: int, kv_context: str) -> int:
+        """Keys and values that one session keeps on a stage of `blocks` blocks: each cache with its window and spare
+        slots, and the text's for one epoch. The number of stages does not matter."""
+        slots = self.window_chunks(kv_context) + spare_slots(kv_context, steps=steps)
+        caches = cache_count(kv_context, steps=steps)
         return 2 * blocks * self.width * (caches * slots * self.tokens + self.text_tokens)
 
 

@@ -171,9 +171,7 @@ def memory(facts: Facts, layout: Layout, load: Workload, value_bytes: int) -> tu
         weights += facts.embed_values + facts.text_values if rank == 0 else 0
         weights += facts.output_values if rank == last else 0
         weights += facts.decoder_values if rank == home else 0
-        caches = load.sessions * facts.cache_values(
-            count, steps=load.steps, kv_context=load.kv_context, stages=load.stages
-        )
+        caches = load.sessions * facts.cache_values(count, steps=load.steps, kv_context=load.kv_context)
         received = facts.flow_values if rank == 0 else facts.hidden_values
         sent = facts.flow_values if rank == last else facts.hidden_values
         slots = 2 * (received + sent) if load.stages > 1 else 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from streamdiff.models.base import Trunk
 from streamdiff.models.wan.transformer import KeyValue, Tokens
 from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.scheduler import in_flight_limit
+from streamdiff.pipeline.scheduler import cache_count, spare_slots
 from streamdiff.pipeline.work import Kind, Work
 from streamdiff.state.ring import RingAttention, RingPlan, RowView, StageState
 
@@ -65,14 +65,11 @@ class Stage:
     @torch.inference_mode()
     def open(self, session: int, *, steps: int, kv_context: str) -> None:
         """Allocate the session's caches. Mutates: self."""
-        spec = self.spec
-        # Only a staircase's newcomers write into the cache that older chunks still read; a cache of `matched` holds one
-        # step, which chunks pass in order. So no cache depends on the number of stages.
-        spare = in_flight_limit(kv_context, steps=steps, stages=self.stages) - 1 if kv_context == "staircase" else 0
-        plan = RingPlan(spec.sink_latents // spec.chunk_latents, spec.window_chunks(kv_context), spare)
+        spec, sink = self.spec, self.spec.sink_latents // self.spec.chunk_latents
+        plan = RingPlan(sink, spec.window_chunks(kv_context), spare_slots(kv_context, steps=steps))
         state = StageState.allocate(
             plan,
-            caches=steps if kv_context == "matched" else 1,
+            caches=cache_count(kv_context, steps=steps),
             layers=len(self.denoiser.blocks),
             tokens=self.frames * self.grid[0] * self.grid[1],
             heads=self.denoiser.heads,

@@ -6,7 +6,7 @@ import json
 import shutil
 from itertools import combinations, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from streamdiff.config import ModelConfig
+from streamdiff.config import KVContext, ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.base import Model
 from streamdiff.models.tiny import model as tiny
@@ -25,8 +25,8 @@ from streamdiff.pipeline.costs import Ceilings, Costs, estimate, in_proportion, 
 from streamdiff.pipeline.facts import Facts, read_facts
 from streamdiff.pipeline.plan import Workload, lay_out, memory, split_blocks
 from streamdiff.pipeline.plan_report import Job, as_text, as_tree, make
-from streamdiff.pipeline.scheduler import KV_CONTEXTS, in_flight_limit
-from streamdiff.state.ring import RingPlan, StageState
+from streamdiff.pipeline.scheduler import KV_CONTEXTS
+from streamdiff.pipeline.stage import Stage
 
 MATCHED = ModelConfig(kv_context="matched")
 QUARTERS = "0.25,0.25,0.25,0.25"
@@ -139,22 +139,20 @@ def test_weights_add_up_to_the_models(facts: Facts, model: Model) -> None:
     assert ours == sum(parts.values())
 
 
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("steps", [2, 4])
 @pytest.mark.parametrize("kv_context", KV_CONTEXTS)
-def test_caches_are_as_large_as_those_that_a_stage_allocates(facts: Facts, model: Model, kv_context: str) -> None:
-    spec, denoiser = model.spec, model.denoiser
-    spare = in_flight_limit(kv_context, steps=4, stages=4) - 1
-    state = StageState.allocate(
-        RingPlan(spec.sink_latents // spec.chunk_latents, spec.window_chunks(kv_context), spare),
-        caches=4 if kv_context == "matched" else 1,
-        layers=3,
-        tokens=facts.tokens,
-        heads=denoiser.heads,
-        head_dim=denoiser.head_dim,
-        like=torch.empty(0, device="meta"),
-    )
-    text = denoiser.text(torch.zeros(1, facts.text_tokens, facts.text_dim))[:3]
-    real = state.nbytes + sum(layer.key.nbytes + layer.value.nbytes for layer in text)
-    assert 4 * facts.cache_values(3, steps=4, kv_context=kv_context, stages=4) == real
+def test_planned_caches_are_as_large_as_those_of_open_stages(
+    model: Model, kv_context: KVContext, steps: Literal[2, 4], stages: int
+) -> None:
+    plan = make(ModelConfig(kv_context=kv_context, steps=steps), Job(stages=stages, sessions=2, decode="head"))
+    for (first, last), row in zip(plan.layout.blocks, plan.memory, strict=True):
+        stage = Stage(model.part(first, last), torch.device("cpu"), row.rank, stages)
+        for session in range(2):
+            stage.open(session, steps=steps, kv_context=kv_context)
+            stage.set_text(session, 0, model.text.encode(model.text.examples[0]), oldest=0)
+        kept = [(each.state.nbytes, *each.text[0]) for each in stage.sessions.values()]
+        assert row.caches == sum(size + sum(kv.key.nbytes + kv.value.nbytes for kv in text) for size, *text in kept)
 
 
 def test_the_estimate_counts_the_operations_of_the_real_model(facts: Facts, model: Model) -> None:
@@ -184,7 +182,7 @@ def test_memory_holds_everything_once_and_where_it_lives(facts: Facts) -> None:
         assert [row.rank for row in rows if "decode" in row.role] == [home]
         stored = model + 4 * facts.shared_values + facts.text_values + facts.decoder_values
         assert sum(row.weights for row in rows) == 2 * stored
-        caches = 2 * 2 * facts.cache_values(4, steps=4, kv_context="matched", stages=4)
+        caches = 2 * 2 * facts.cache_values(4, steps=4, kv_context="matched")
         assert sum(row.caches for row in rows) == caches
     one_row = memory(facts, lay_out(costs(4), load, "head"), Workload(4, 1, 4, "matched", 1), 2)
     assert [row.activations * 3 for row in one_row] == [row.activations for row in rows[:4]]

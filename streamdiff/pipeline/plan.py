@@ -71,7 +71,7 @@ def split_blocks(block_s: Sequence[float], extra_s: Sequence[float]) -> tuple[tu
     """Give each rank a contiguous run of blocks, at least one, so that the slowest rank is as fast as possible.
 
     Exact, by dynamic programming over (rank, blocks given out), O(ranks * blocks^2). Among the splits that are equally
-    good by that, the most even one (least sum of squares).
+    good by that, the most even one (least sum of squares); among those, the one whose first ranks have the most blocks.
 
     Args:
         block_s: seconds of each block.
@@ -96,12 +96,13 @@ def split_blocks(block_s: Sequence[float], extra_s: Sequence[float]) -> tuple[tu
     for cost in cost_of:
         slowest = [min((max(slowest[i], cost[i][j]) for i in range(j)), default=math.inf) for j in range(blocks + 1)]
     bound = slowest[blocks]
+    # (Sum of squares, where the runs end); ends are negative, so that among equal sums long first runs are the least.
     best: list[tuple[float, tuple[int, ...]]] = [(0.0, (0,))] + [(math.inf, ())] * blocks
     for cost in cost_of:
         best = [
             min(
                 (
-                    (best[i][0] + cost[i][j] ** 2, (*best[i][1], j))
+                    (best[i][0] + cost[i][j] ** 2, (*best[i][1], -j))
                     for i in range(j)
                     if cost[i][j] <= bound and best[i][1]
                 ),
@@ -109,8 +110,17 @@ def split_blocks(block_s: Sequence[float], extra_s: Sequence[float]) -> tuple[tu
             )
             for j in range(blocks + 1)
         ]
-    ends = best[blocks][1]
-    return tuple(pairwise(ends))
+    return tuple(pairwise(-end for end in best[blocks][1]))
+
+
+def split_evenly(blocks: int, stages: int) -> tuple[tuple[int, int], ...]:
+    """Runs (first, last exclusive) of equal blocks, the longer ones first.
+
+    Raises:
+        ConfigError: a stage would have no block.
+    """
+    check_stages(stages, blocks)
+    return split_blocks([1.0] * blocks, [0.0] * stages)
 
 
 def check_stages(stages: int, blocks: int) -> None:

@@ -13,7 +13,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.pipeline import costs as cost
 from streamdiff.pipeline import trace
 from streamdiff.pipeline.facts import Facts, read_facts
-from streamdiff.pipeline.plan import PLACES, Layout, Memory, Workload, check_stages, lay_out, memory, split_blocks
+from streamdiff.pipeline.plan import PLACES, Layout, Memory, Workload, check_stages, lay_out, memory, split_evenly
 from streamdiff.pipeline.simulate import Run, Setup, Stream, simulate
 
 DTYPES = {"float32": 4, "bfloat16": 2}
@@ -163,7 +163,7 @@ def _by_hand(text: str, job: Job, facts: Facts, load: Workload) -> tuple[str, La
         return max(time_s + (share if heads.get(place) == rank else 0.0) for rank, time_s in enumerate(full))
 
     place = min(options, key=slowest)
-    blocks = split_blocks([1.0] * facts.blocks, [0.0] * load.stages)
+    blocks = split_evenly(facts.blocks, load.stages)
     stage_s = tuple(cost.in_proportion(time_s, load.max_rows) for time_s in times)
     layout = Layout(blocks, stage_s, place, slowest(place))
     return "stage times given by hand; blocks spread evenly", layout, decode_s, (job.link_time or 0.0,) * load.stages

@@ -17,10 +17,13 @@ from streamdiff.models.base import Model
 from streamdiff.pipeline.head import Finished, Head
 from streamdiff.pipeline.links import Inbox, LocalLink, NoLink, Outbox
 from streamdiff.pipeline.microstep import MicroStep
+from streamdiff.pipeline.plan import split_evenly
 from streamdiff.pipeline.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.stage import Stage
 from streamdiff.pipeline.work import Control, Kind, Wire, Work
 from streamdiff.pipeline.worker import LEAVE_S, LinkSource, Worker
+
+split = split_evenly  # the name by which ranks ask for their blocks
 
 
 class Admission:
@@ -189,18 +192,6 @@ class Ring:
         return finished
 
 
-def split(blocks: int, stages: int) -> list[tuple[int, int]]:
-    """Runs of blocks (first, last exclusive) as even as can be, the longer ones first.
-
-    Raises:
-        ValueError: a stage would have no block.
-    """
-    if not 1 <= stages <= blocks:
-        raise ValueError(f"stages is {stages}; the model has {blocks} blocks, so it can be from 1 to {blocks}")
-    ends = [-(-blocks * (index + 1) // stages) for index in range(stages)]
-    return list(zip([0, *ends], ends, strict=False))
-
-
 class LocalRing(Ring):
     """All stages in this process, one after the other in one thread: deterministic, for tests and for looking at."""
 
@@ -215,7 +206,7 @@ class LocalRing(Ring):
         """`link` makes each edge's link."""
         forward = Wire.between_stages(model, max_rows)
         links = [link(forward) for _ in range(stages - 1)] + [link(Wire.back_to_head(model, max_rows))]
-        parts = [Stage(model.part(*run), device, i, stages) for i, run in enumerate(split(model.blocks, stages))]
+        parts = [Stage(model.part(*run), device, i, stages) for i, run in enumerate(split_evenly(model.blocks, stages))]
         super().__init__(model, device, max_rows, stage=parts[0], links=(links[0], links[-1]))
         self.others = [Worker(LinkSource(links[i - 1]), part, links[i]) for i, part in enumerate(parts) if i > 0]
 

@@ -1,17 +1,15 @@
-"""Plans: the split is the best there is, sizes are those of the real model, and wrong input is told before any work."""
+"""Plans: decode goes where it costs least, sizes are those of the real model, wrong input is told before any work."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from itertools import combinations, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,7 +21,7 @@ from streamdiff.models.wan.transformer import attend
 from streamdiff.pipeline import plan_report, trace
 from streamdiff.pipeline.costs import Ceilings, Costs, estimate, in_proportion, read_profile
 from streamdiff.pipeline.facts import Facts, read_facts
-from streamdiff.pipeline.plan import Workload, lay_out, memory, split_blocks
+from streamdiff.pipeline.plan import Workload, lay_out, memory
 from streamdiff.pipeline.plan_report import Job, as_text, as_tree, make
 from streamdiff.pipeline.scheduler import KV_CONTEXTS
 from streamdiff.pipeline.stage import Stage
@@ -42,50 +40,7 @@ def model() -> Model:
     return tiny.load(tiny.WEIGHTS, torch.device("cpu"))
 
 
-# ---- the split -------------------------------------------------------------------------------------------------
-
-
-def slowest(ends: tuple[int, ...], block_s: list[float], extra_s: list[float]) -> float:
-    return max(sum(block_s[a:b]) + extra for (a, b), extra in zip(pairwise(ends), extra_s, strict=True))
-
-
-@given(st.data())
-def test_no_other_split_is_faster(data: st.DataObject) -> None:
-    block_s = [n / 8 for n in data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=9))]
-    ranks = data.draw(st.integers(1, len(block_s)))
-    extra_s = [n / 8 for n in data.draw(st.lists(st.integers(0, 60), min_size=ranks, max_size=ranks))]
-    blocks = len(block_s)
-    every = [(0, *inner, blocks) for inner in combinations(range(1, blocks), ranks - 1)]
-    split = split_blocks(block_s, extra_s)
-    ends = (0, *(last for _, last in split))
-    assert ends in every, "contiguous, all blocks, none empty"
-    assert [first for first, _ in split] == list(ends[:-1])
-    best = min(slowest(other, block_s, extra_s) for other in every)
-    assert slowest(ends, block_s, extra_s) == best
-
-    def unevenness(ends: tuple[int, ...]) -> float:
-        return sum((sum(block_s[a:b]) + x) ** 2 for (a, b), x in zip(pairwise(ends), extra_s, strict=True))
-
-    assert unevenness(ends) == min(unevenness(o) for o in every if slowest(o, block_s, extra_s) == best)
-
-
-def test_the_slowest_rank_counts_before_evenness() -> None:
-    """(3, 7, 2) is more even by its squares than (5, 6, 1), but its slowest rank is slower."""
-    assert split_blocks([3.0, 2.0, 1.0, 1.0], [0.0, 5.0, 0.0]) == ((0, 2), (2, 3), (3, 4))
-
-
-def test_forty_blocks_over_eight_ranks_make_way_for_what_else_a_rank_does() -> None:
-    assert split_blocks([1.0] * 40, [0.0] * 8) == tuple((5 * n, 5 * n + 5) for n in range(8))
-    extra_s = [3.0, *[0.0] * 6, 4.5]
-    counts = [last - first for first, last in split_blocks([1.0] * 40, extra_s)]
-    assert (counts[0], counts[-1], sum(counts)) == (3, 1, 40)
-    assert sorted(counts[1:-1]) == [6] * 6
-
-
-@pytest.mark.parametrize("block_s", [[1.0, -0.5], [float("nan"), 1.0], [float("inf"), 1.0]])
-def test_times_that_cannot_be_are_refused(block_s: list[float]) -> None:
-    with pytest.raises(ConfigError, match="must be 0 or more"):
-        split_blocks(block_s, [0.0])
+# ---- the place of decode ----------------------------------------------------------------------------------------
 
 
 def costs(blocks: int, *, embed: float = 0.0, head: float = 0.0, decode: float = 0.0) -> Costs:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from streamdiff.models.base import Model
-from streamdiff.pipeline.ring import LocalRing, Ring, split
+from streamdiff.pipeline.ring import LocalRing, Ring
 from tests.pipeline.playing import THREE, play, same
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
@@ -142,20 +142,6 @@ class Life:
             ring.scheduler.set_room(0, ahead * MODEL.spec.chunk_frames)
             done += [latents for _, latents in ring.turn()[1]]
         return done[: len(self.done)]
-
-
-@pytest.mark.parametrize(
-    ("blocks", "stages", "expected"),
-    [(4, 1, [(0, 4)]), (4, 3, [(0, 2), (2, 3), (3, 4)]), (30, 4, [(0, 8), (8, 15), (15, 23), (23, 30)])],
-)
-def test_split_is_even(blocks: int, stages: int, expected: list[tuple[int, int]]) -> None:
-    assert split(blocks, stages) == expected
-
-
-@pytest.mark.parametrize("stages", [0, 5, -1])
-def test_a_stage_without_a_block_is_refused(stages: int) -> None:
-    with pytest.raises(ValueError, match=f"stages is {stages}; the model has 4 blocks, so it can be from 1 to 4"):
-        split(4, stages)
 
 
 def test_model_is_cut_without_copies() -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks import report
+from streamdiff import clock
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.scheduler import KV_CONTEXTS, StreamBatchScheduler
 
@@ -49,11 +49,11 @@ def measure(plan: Plan, context: str) -> list[float]:
         for session in range(plan.sessions):
             scheduler.set_room(session, CHUNK_FRAMES * (1 + (7 * decision + 3 * session) % 5))
         back = ring.popleft() if len(ring) == plan.stages else []
-        begin_ns = time.perf_counter_ns()
+        begin_s = clock.monotonic_s()
         for row in back:
             scheduler.returned(row)
         rows = scheduler.next()
-        samples.append((time.perf_counter_ns() - begin_ns) / 1000)
+        samples.append((clock.monotonic_s() - begin_s) * 1e6)
         ring.append(rows)
     return samples[plan.decisions // 10 :]
 

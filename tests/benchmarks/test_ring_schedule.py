@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import ring_schedule
+from benchmarks.ring_schedule import Plan
+from streamdiff.pipeline.scheduler import KV_CONTEXTS
 
 
 def test_two_stages_are_compared_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,7 +25,28 @@ def test_two_stages_are_compared_with_one(tmp_path: Path, capsys: pytest.Capture
             assert found[name]["chunks_per_s"] > 0
             # Two steps of 0.02 s each at least: what sleeps cannot be quicker.
             assert found[name]["first_chunk_s"] >= 0.04
-    assert "| matched" in capsys.readouterr().out
+        # Of two stages twice the rate is the best; what is judged is the share of it.
+        assert found["ideal_rate_ratio"] == pytest.approx(2, rel=0.34)
+        assert found["met"]["rate"] == (found["rate_ratio"] >= 3.7 / 4 * found["ideal_rate_ratio"])
+        assert found["met"]["latency"] == (found["latency_of_ideal"] <= 1.15)
+    printed = capsys.readouterr().out
+    assert "| matched" in printed and len([line for line in printed.splitlines() if "times" in line]) == 6
+
+
+def test_the_ideal_of_the_design_is_four_times_the_chunks_at_the_same_latency() -> None:
+    for context in KV_CONTEXTS:
+        plan = Plan(kv_context=context, forward_s=1.0)
+        many, one = ring_schedule.ideal(plan, 4), ring_schedule.ideal(plan, 1)
+        assert many.chunks_per_s / one.chunks_per_s == pytest.approx(4, rel=0.02)
+        assert many.latency_s == pytest.approx(4, rel=0.07)
+
+
+@pytest.mark.parametrize(("rate", "latency", "words"), [(3.71, 1.15, ["met", "met"]), (3.69, 1.16, ["MISSED"] * 2)])
+def test_what_is_missed_is_said(rate: float, latency: float, words: list[str]) -> None:
+    figures = {"chunks_per_s": rate, "latency_s": 4 * latency}
+    found = ring_schedule.judged(Plan(forward_s=1.0), {**figures, "chunks_per_s": 1.0}, figures)
+    lines = ring_schedule.verdicts({"matched": found})
+    assert [line.split()[0] for line in lines] == words
 
 
 @pytest.mark.parametrize("words", [["--stages", "1"], ["--forward-s", "0"], ["--chunks", "1"]])

@@ -1,6 +1,6 @@
 """What both ends of a link do in a scenario of the contract; played by two threads or by two processes.
 
-As a program (`python -m tests.pipeline.link_scenarios RANK PORT`) it plays one end of gloo links, one per scenario.
+As a program (`python -m tests.pipeline.link_scenarios RANK 2 PORT`) it plays one end of gloo links, one per scenario.
 """
 
 from __future__ import annotations
@@ -122,4 +122,4 @@ def main(rank: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[3]))

@@ -15,7 +15,7 @@ CHUNKS, CHUNKS_LONG = 8, 30  # with a window of three chunks: evictions
 
 @dataclass(frozen=True)
 class Order:
-    """What a session is opened with, and the chunk before which its prompt changes."""
+    """What a session is opened with, and the chunk before which `play` changes its prompt."""
 
     text: str
     seed: int

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
 from streamdiff.pipeline.ring import Ring
+from tests.pipeline.playing import Order, same
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 CHUNKS = 5
 MODEL = small_model(3, sink=2)
 CONTEXTS = ("clean", "staircase", "matched")
-
-
-@dataclass(frozen=True)
-class Order:
-    """What one session is opened with."""
-
-    text: str
-    seed: int
-    steps: int
-    kv_context: str
 
 
 ORDERS = {
@@ -62,10 +51,6 @@ def alone(order: Order, chunks: int = CHUNKS) -> list[torch.Tensor]:
     ring = Ring(MODEL, CPU)
     open_session(ring, 7, order)
     return run(ring, [7], chunks)[7]
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_interleaved_sessions_are_bit_identical_to_each_alone() -> None:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
-import socket
-import subprocess
-import sys
 import threading
 from collections import deque
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,18 +14,11 @@ from streamdiff.pipeline.ring import LocalRing, Ring
 from streamdiff.pipeline.work import Wire, Work
 from tests.pipeline.link_scenarios import SCENARIOS, SMALL, check, work
 from tests.pipeline.playing import THREE, play, same
+from tests.pipeline.processes import run_ranks
 from tests.small import CPU, small_model
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240.0
 MODEL = small_model(1, layers=4, sink=2)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -57,21 +45,7 @@ def test_local(scenario: str) -> None:
 @pytest.fixture(scope="module")
 def gloo() -> str:
     """All scenarios between two processes; what the receiver says."""
-    port = str(free_port())
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.pipeline.link_scenarios", str(rank), port],
-            cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=LIMIT_S)[0] for process in both]
-    finally:
-        for process in both:
-            process.kill()
-    return said[0] + said[1]
+    return run_ranks("tests.pipeline.link_scenarios", [], 2, LIMIT_S)[0]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from streamdiff.pipeline.ring import Ring
 from tests.pipeline.playing import CHUNKS_LONG, THREE, play, same
+from tests.pipeline.processes import run_ranks
 from tests.pipeline.ring_process import model_of, parse
-from tests.pipeline.test_links import free_port
 from tests.small import CPU
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 400.0
 ALONE = [f"{dtype}/1/{name}" for dtype in ("float32", "bfloat16") for name in THREE]
 TOGETHER = ["float32/1/0,1,2", "bfloat16/1/0,1,2"]
@@ -30,20 +24,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """What a ring of so many processes makes, by case."""
     stages: int = request.param
     out = tmp_path_factory.mktemp("ring") / "latents.pt"
-    arguments = [str(stages), str(free_port()), str(out), *CASES[stages]]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.pipeline.ring_process", str(rank), *arguments],
-            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, stderr=subprocess.PIPE,
-        )
-        for rank in range(stages)
-    ]  # fmt: skip
-    try:
-        said = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * stages, "\n".join(said)
+    run_ranks("tests.pipeline.ring_process", [str(out), *CASES[stages]], stages, LIMIT_S)
     results: dict[str, Latents] = torch.load(out, weights_only=True)
     assert list(results) == CASES[stages]
     return results

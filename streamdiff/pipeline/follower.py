@@ -27,9 +27,11 @@ def follow(config: ModelConfig) -> None:
     Raises:
         ConfigError: the ring cannot be built as configured.
     """
-    member, blocks = loading.join(config)
+    member = loading.join(config)
     device = loading.pick_device(config.device)
-    worker = ranks.follower(loading.load_trunk(config, device, blocks), ranks.Place(member.rank, member.stages), device)
+    trunk, _ = loading.load_share(config, member, device, lambda blocks: loading.load_trunk(config, device, blocks))
+    member.tell_room(loading.own_room(config, device))
+    worker = ranks.follower(trunk, ranks.Place(member.rank, member.stages), device)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _told_to_end)
     atexit.register(leave)

@@ -31,6 +31,14 @@ class Member:
     stages: int
     store: Store
 
+    def tell_room(self, room: int) -> None:
+        """Tell the head how many bytes this rank has for caches."""
+        self.store.set(f"room/{self.rank}", str(room))
+
+    def hear_rooms(self) -> list[int]:
+        """What all ranks have told; waits for them."""
+        return [int(self.store.get(f"room/{rank}")) for rank in range(self.stages)]
+
 
 def own_rank() -> int:
     """This process's rank, 0 where it was not launched as one of several."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -12,11 +14,15 @@ from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.base import Model, Trunk
 from streamdiff.models.tiny import model as tiny
-from streamdiff.pipeline import group
+from streamdiff.pipeline import balance, group
+from streamdiff.pipeline.budget import free_bytes
 from streamdiff.pipeline.facts import read_facts
-from streamdiff.pipeline.plan import check_stages
-from streamdiff.pipeline.ring import split
+from streamdiff.pipeline.plan import check_stages, split_evenly
 from streamdiff.version import __version__
+
+Run = tuple[int, int]
+"""First and last block (exclusive) of a stage."""
+T = TypeVar("T", bound=Trunk)
 
 
 def model_folder(config: ModelConfig) -> Path:
@@ -43,26 +49,47 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
-def join(config: ModelConfig) -> tuple[group.Member, tuple[int, int]]:
-    """Meet the other ranks; returns this rank's place and its blocks (first, last exclusive).
+def join(config: ModelConfig) -> group.Member:
+    """Meet the other ranks.
 
     Raises:
         ConfigError: more stages than blocks, another number of ranks than stages, or ranks that are not alike.
     """
-    blocks = read_facts(config.name).blocks
-    check_stages(config.stages, blocks)
+    check_stages(config.stages, read_facts(config.name).blocks)
     group.check_world(config.stages)
-    member = group.join(config.stages, _facts(config))
-    return member, split(blocks, config.stages)[member.rank]
+    return group.join(config.stages, _facts(config))
 
 
-def load_model(config: ModelConfig, device: torch.device, blocks: tuple[int, int] | None = None) -> Model:
+def load_share(
+    config: ModelConfig, member: group.Member, device: torch.device, load: Callable[[Run], T]
+) -> tuple[T, tuple[Run, ...]]:
+    """This rank's part of the model, and the blocks of all ranks. `load` reads a part.
+
+    Without a profile an even share is loaded and measured first; on a rank whose share then turns out to be another,
+    that one is loaded instead.
+    """
+    even = split_evenly(read_facts(config.name).blocks, config.stages)[member.rank]
+    if config.profile is not None:
+        runs = balance.share_out(config, member, None)
+        return load(runs[member.rank]), runs
+    trunk = load(even)
+    own = balance.measure(trunk, device, (member.rank, member.stages), config.kv_context)
+    runs = balance.share_out(config, member, own)
+    return (trunk if runs[member.rank] == even else load(runs[member.rank])), runs
+
+
+def own_room(config: ModelConfig, device: torch.device) -> int:
+    """Bytes that this rank has for caches, once its weights are loaded."""
+    return free_bytes(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), config.memory_gb)
+
+
+def load_model(config: ModelConfig, device: torch.device, blocks: Run | None = None) -> Model:
     """What the head needs, with `blocks` only. Mutates: torch's number of threads."""
     torch.set_num_threads(config.threads)
     return tiny.load(model_folder(config), device, config.name, blocks)
 
 
-def load_trunk(config: ModelConfig, device: torch.device, blocks: tuple[int, int]) -> Trunk:
+def load_trunk(config: ModelConfig, device: torch.device, blocks: Run) -> Trunk:
     """What any other stage needs. Mutates: torch's number of threads."""
     torch.set_num_threads(config.threads)
     return tiny.load_trunk(model_folder(config), device, config.name, blocks)

@@ -15,7 +15,9 @@ from streamdiff import clock
 from streamdiff.config import ModelConfig
 from streamdiff.models.base import Model, StreamDecoder, TextEncoder
 from streamdiff.pipeline import loading, ranks
+from streamdiff.pipeline.budget import Budget
 from streamdiff.pipeline.company import Company
+from streamdiff.pipeline.facts import read_facts
 from streamdiff.pipeline.group import check_world
 from streamdiff.pipeline.head import Finished
 from streamdiff.pipeline.links import LinkClosed
@@ -73,14 +75,16 @@ class Runtime:
         steps: int = 4,
         kv_context: str = "clean",
         company: Company | None = None,
+        budget: Budget | None = None,
     ) -> None:
-        """`company` are the other ranks of the ring; without them all blocks of `model` run here."""
+        """`company` are the other ranks of the ring; without them all blocks of `model` run here. `budget` is the
+        memory for caches; None: without limit."""
         spec = model.spec
         self.model, self.text = model, model.text
         self.info = ModelInfo(
             spec.name, str(device), spec.width, spec.height, spec.native_fps, spec.chunk_frames, steps, kv_context
         )
-        self._company = company
+        self._company, self._budget = company, budget
         self._ring = company.ring if company else Ring(model, device)
         self._streams: dict[int, _Stream] = {}
         self._ready: queue.SimpleQueue[tuple[_Stream, Frames] | None] = queue.SimpleQueue()
@@ -101,13 +105,16 @@ class Runtime:
         """Start a stream; it makes nothing before it has room.
 
         Raises:
-            ValueError: bad steps or KV context, or the session is open.
+            ValueError: bad steps or KV context, the session is open, or its caches do not fit.
         """
         if steps not in self.model.spec.steps:
             raise ValueError(
                 f"steps is {steps}; model {self.info.name} has {', '.join(map(str, self.model.spec.steps))}"
             )
+        need = self._budget.need(steps=steps, kv_context=kv_context) if self._budget is not None else []
         self._ring.open(session, conditioning, seed=seed, epoch=epoch, steps=steps, kv_context=kv_context)
+        if self._budget is not None:
+            self._budget.take(session, need)
         self._streams[session] = _Stream(self.model.decoder.new_memory(), {})
 
     def set_conditioning(self, session: int, conditioning: Tensor, *, epoch: int) -> None:
@@ -132,6 +139,8 @@ class Runtime:
     def close_session(self, session: int) -> None:
         """End a stream and free its state; no more frames of it come out."""
         self._ring.close(session)
+        if self._budget is not None:
+            self._budget.give_back(session)
         self._streams.pop(session, None)
 
     def step(self, wait_s: float = 0.0) -> list[Frames]:
@@ -234,15 +243,23 @@ def load_runtime(config: ModelConfig) -> Runtime:
         ConfigError: unknown model, a device that is not there, or a ring that cannot be built.
     """
     device = loading.pick_device(config.device)
+    company: Company | None = None
+    runs: tuple[loading.Run, ...]
     if config.stages == 1:
         check_world(1)
         model = loading.load_model(config, device)
-        runtime = Runtime(model, device, config.steps, config.kv_context)
+        runs, rooms = ((0, model.blocks),), [loading.own_room(config, device)]
     else:
-        member, blocks = loading.join(config)
-        model = loading.load_model(config, device, blocks)
-        ring = ranks.head_ring(model, ranks.Place(0, config.stages), device)
-        runtime = Runtime(model, device, config.steps, config.kv_context, Company(member, ring, config.hang_s))
+        member = loading.join(config)
+        model, runs = loading.load_share(
+            config, member, device, lambda blocks: loading.load_model(config, device, blocks)
+        )
+        member.tell_room(loading.own_room(config, device))
+        company = Company(member, ranks.head_ring(model, ranks.Place(0, config.stages), device), config.hang_s)
+        rooms = member.hear_rooms()
+    counts = [last - first for first, last in runs]
+    budget = Budget(read_facts(config.name), rooms, counts, model.denoiser.dtype.itemsize)
+    runtime = Runtime(model, device, config.steps, config.kv_context, company, budget)
     _warm_up(runtime)
     runtime.occupancy()  # counts from here
     return runtime

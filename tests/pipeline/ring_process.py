@@ -13,8 +13,8 @@ import torch.distributed as dist
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
 from streamdiff.models.base import Model
+from streamdiff.pipeline.plan import split_evenly
 from streamdiff.pipeline.ranks import Place, follower, head_ring
-from streamdiff.pipeline.ring import split
 from tests.pipeline.playing import CHUNKS_LONG, THREE, play
 from tests.small import CPU, small_model
 
@@ -45,7 +45,7 @@ def main(rank: int, stages: int, port: int, out: str, cases: list[str]) -> None:
         dtype, max_rows, names = parse(case)
         model = model_of(dtype)
         place = Place(rank, stages, number)
-        part = model.part(*split(model.blocks, stages)[rank])
+        part = model.part(*split_evenly(model.blocks, stages)[rank])
         if rank:
             follower(part, place, CPU, max_rows).run()
             continue

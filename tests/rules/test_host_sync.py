@@ -17,6 +17,7 @@ COLD = {
     "streamdiff.models.tiny.train": "training and its parts",
     "streamdiff.models.tiny.world": "draws the training world",
     "streamdiff.models.tiny.weights": "files",
+    "streamdiff.pipeline.balance": "measures before the first chunk",
 }
 ALLOWED = {
     "streamdiff.models.tiny.model:save": "writes files",

@@ -1,0 +1,67 @@
+"""Memory for the caches of sessions: what every rank has, what a session needs, the refusal of one too many.
+
+Pure: bytes in, an error out. The head keeps it for all ranks, since it opens the sessions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+
+from streamdiff.pipeline.facts import Facts
+
+_KEPT_BACK = 0.1
+"""Share of the free memory that is left for everything else."""
+_GB = 1e9
+
+
+@dataclass
+class Budget:
+    """`room[r]` bytes for caches on rank r, which has `blocks[r]` blocks; numbers have `value_bytes` bytes."""
+
+    facts: Facts
+    room: Sequence[int]
+    blocks: Sequence[int]
+    value_bytes: int
+    _taken: dict[int, list[int]] = field(default_factory=dict)
+
+    def need(self, *, steps: int, kv_context: str) -> list[int]:
+        """Bytes of a session on every rank.
+
+        Raises:
+            ValueError: it does not fit; says on which rank, and the numbers.
+        """
+        need = [
+            self.value_bytes * self.facts.cache_values(count, steps=steps, kv_context=kv_context)
+            for count in self.blocks
+        ]
+        for rank, wanted in enumerate(need):
+            left = self.room[rank] - sum(taken[rank] for taken in self._taken.values())
+            if wanted > left:
+                raise ValueError(
+                    f"the session does not fit: its caches ({kv_context}, {steps} steps) need {wanted / _GB:.3g} GB on "
+                    f"rank {rank}, where {left / _GB:.3g} of {self.room[rank] / _GB:.3g} GB are left "
+                    f"({len(self._taken)} sessions open). Close one, or give more with model.memory_gb"
+                )
+        return need
+
+    def take(self, session: int, need: list[int]) -> None:
+        """The session is open. Mutates: self."""
+        self._taken[session] = need
+
+    def give_back(self, session: int) -> None:
+        """The session is closed. Mutates: self."""
+        self._taken.pop(session, None)
+
+
+def free_bytes(device: torch.device, sharers: int, memory_gb: float | None) -> int:
+    """What this rank has for caches: `memory_gb`, or what is free now less a tenth; on a CPU `sharers` share that."""
+    if memory_gb is not None:
+        return round(memory_gb * _GB)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * (1 - _KEPT_BACK))
+    return int(psutil.virtual_memory().available * (1 - _KEPT_BACK) / sharers)

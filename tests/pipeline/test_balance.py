@@ -1,0 +1,62 @@
+"""The split that ranks agree on: measured or from a profile, the same for all, with less for who has more to do."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from streamdiff.config import ModelConfig
+from streamdiff.errors import ConfigError
+from streamdiff.pipeline import balance
+from streamdiff.pipeline.balance import Measured, measure, share_out
+from streamdiff.pipeline.group import Member
+from tests.small import CPU, small_model
+
+
+def agree(config: ModelConfig, everybody: list[Measured | None]) -> set[tuple[tuple[int, int], ...]]:
+    """What the ranks come to, each in a thread of its own."""
+    store, stages = dist.HashStore(), len(everybody)
+    with ThreadPoolExecutor(stages) as pool:
+        asked = [pool.submit(share_out, config, Member(rank, stages, store), own) for rank, own in enumerate(everybody)]
+        return {each.result(timeout=60) for each in asked}
+
+
+def test_equal_ranks_share_evenly() -> None:
+    config = ModelConfig(stages=2)
+    assert agree(config, [Measured(0.1), Measured(0.1)]) == {((0, 2), (2, 4))}
+
+
+def test_a_head_that_decodes_gets_fewer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk takes five forwards with `clean`, so a fifth of its decode counts."""
+    busy = [Measured(0.1, decode_s=1.0), Measured(0.11, head_s=0.01)]
+    monkeypatch.setattr(balance, "decode_place", lambda stages: "head")
+    assert agree(ModelConfig(stages=2), [*busy]) == {((0, 1), (1, 4))}
+    monkeypatch.setattr(balance, "decode_place", lambda stages: "own-stream")
+    assert agree(ModelConfig(stages=2), [*busy]) == {((0, 2), (2, 4))}
+
+
+def test_a_disturbed_rank_does_not_count() -> None:
+    """Blocks are alike: that one rank measured long does not make its blocks longer."""
+    assert agree(ModelConfig(stages=2), [Measured(0.1), Measured(7.0)]) == {((0, 2), (2, 4))}
+
+
+def test_a_profile_is_used_instead(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    times = {"block_s": [3, 1, 1, 1], "embed_s": 0, "head_s": 0, "decode_s": 0, "link_s": 0}
+    path.write_text(json.dumps(times))
+    config = ModelConfig(stages=2, profile=str(path))
+    assert agree(config, [None, None]) == {((0, 1), (1, 4))}
+    with pytest.raises(ConfigError, match="gone"):
+        agree(ModelConfig(stages=2, profile=str(tmp_path / "gone.json")), [None, None])
+
+
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+def test_measuring_takes_what_each_rank_does(kv_context: str) -> None:
+    model = small_model()
+    head, last = (measure(model.part(*run), CPU, (rank, 2), kv_context) for rank, run in enumerate([(0, 1), (1, 2)]))
+    assert min(head.block_s, head.embed_s, head.decode_s, last.block_s, last.head_s) > 0
+    assert (head.head_s, last.embed_s, last.decode_s) == (0, 0, 0)

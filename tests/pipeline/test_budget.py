@@ -1,0 +1,65 @@
+"""Caches that do not fit are refused, with the numbers, before anything is allocated; what is closed is given back."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+import torch
+
+from streamdiff.config import ModelConfig
+from streamdiff.pipeline.budget import Budget, free_bytes
+from streamdiff.pipeline.facts import read_facts
+from streamdiff.pipeline.runtime import Runtime, load_runtime
+from tests.small import CPU
+
+FACTS = read_facts("tiny")
+
+
+def test_sessions_fit_until_one_rank_is_full() -> None:
+    need = 4 * FACTS.cache_values(2, steps=4, kv_context="matched")
+    budget = Budget(FACTS, [10 * need, 3 * need - 1], [1, 2], 4)
+    for session in range(2):
+        budget.take(session, budget.need(steps=4, kv_context="matched"))
+    with pytest.raises(ValueError, match=r"on rank 1, where .* \(2 sessions open\).*model\.memory_gb"):
+        budget.need(steps=4, kv_context="matched")
+    assert budget.need(steps=4, kv_context="clean")[1] < need, "a smaller one still fits"
+    budget.give_back(0)
+    assert budget.need(steps=4, kv_context="matched")[1] == need
+
+
+def test_room_is_what_is_given_or_a_share_of_what_is_free() -> None:
+    assert free_bytes(CPU, 4, 1.5) == 1_500_000_000
+    assert 0 < free_bytes(CPU, 4, None) < free_bytes(CPU, 1, None)
+
+
+def test_the_runtime_asks_before_it_opens() -> None:
+    config = ModelConfig(memory_gb=1e-9 * 4 * FACTS.cache_values(FACTS.blocks, steps=4, kv_context="clean") * 1.01)
+    runtime = load_runtime(config)
+    text = runtime.text.encode(runtime.text.examples[0])
+    epochs = count(1)
+
+    def start(runtime: Runtime, session: int, kv_context: str) -> None:
+        runtime.open(session, text, seed=0, epoch=next(epochs), steps=4, kv_context=kv_context)
+
+    with pytest.raises(ValueError, match=r"staircase, 4 steps.* \(0 sessions open\)"):
+        start(runtime, 0, "staircase")
+    start(runtime, 0, "clean")
+    with pytest.raises(ValueError, match="1 sessions open"):
+        start(runtime, 1, "clean")
+    runtime.close_session(0)
+    start(runtime, 1, "clean")
+    runtime.close()
+
+
+def test_what_is_counted_is_what_is_allocated() -> None:
+    runtime = load_runtime(ModelConfig())
+    text = runtime.text.encode(runtime.text.examples[0])
+    for session, kv_context in enumerate(("clean", "staircase", "matched")):
+        runtime.open(session, text, seed=0, epoch=1, steps=4, kv_context=kv_context)
+        runtime.step()
+        kept = runtime._ring.stage.sessions[session]
+        texts = sum(pair.key.nbytes + pair.value.nbytes for pair in kept.text[1])
+        counted = torch.float32.itemsize * FACTS.cache_values(FACTS.blocks, steps=4, kv_context=kv_context)
+        assert kept.state.nbytes + texts == counted, kv_context
+    runtime.close()

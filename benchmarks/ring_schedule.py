@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -27,10 +26,12 @@ import torch.distributed as dist
 
 from benchmarks import report
 from streamdiff import clock
+from streamdiff.models.base import Model
 from streamdiff.models.tiny import model as tiny
 from streamdiff.models.wan.transformer import Tokens
 from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.ranks import Place, connect, stage_of
+from streamdiff.pipeline.plan import split_evenly
+from streamdiff.pipeline.ranks import Place, connect
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.scheduler import KV_CONTEXTS
 from streamdiff.pipeline.simulate import Figures, Setup, Stream, simulate
@@ -39,6 +40,7 @@ from streamdiff.pipeline.worker import LinkSource, Worker
 
 SUMMARY = "1 against P stages that sleep for their cost: a measurement of schedule and transport, not of any device."
 CPU = torch.device("cpu")
+LIMIT_S = 60.0  # for the ring to come to rest
 # What may be lost to transport and to the head's work: 3.7 times one stage's chunks where 4 times is the ideal, a chunk
 # 15 % later than by the schedule alone.
 RATE_AIM, LATENCY_AIM = 3.7 / 4, 1.15
@@ -64,25 +66,19 @@ class Plan:
 class Sleeping(Stage):
     """A stage that takes its time and changes nothing."""
 
-    seconds: float = 0.0
-    never = Event()
+    def __init__(self, model: Model, place: Place, forward_s: float) -> None:
+        super().__init__(model, CPU, place.rank, place.stages)
+        self.seconds = forward_s / place.stages
+        self.never = Event()
 
     def forward(self, rows: Sequence[MicroStep], tokens: Tokens) -> Tokens:
         self.never.wait(self.seconds)
         return tokens
 
 
-def sleeping_stage(place: Place, seconds: float) -> Sleeping:
-    stage = stage_of(tiny.load(tiny.WEIGHTS, CPU), place, CPU)
-    stage.__class__ = Sleeping
-    assert isinstance(stage, Sleeping)
-    stage.seconds = seconds / place.stages
-    return stage
-
-
 def measure(ring: Ring, plan: Plan) -> dict[str, float]:
     """Figures of the head: chunks per second, a chunk's seconds from its admission to its latents, first and second."""
-    text = torch.zeros(16, 64)
+    text = torch.zeros(ring.stage.spec.text_shape)
     for session in range(plan.sessions):
         ring.open(session, text, seed=session, epoch=0, steps=plan.steps, kv_context=plan.kv_context)
     admitted: dict[tuple[int, int], float] = {}
@@ -112,19 +108,19 @@ def run_rank(rank: int, stages: int, port: int, plans: Sequence[Plan]) -> list[d
     torch.set_num_threads(1)
     address, patience = f"tcp://127.0.0.1:{port}", timedelta(days=3650)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=stages, timeout=patience)
+    whole = tiny.load(tiny.WEIGHTS, CPU)
+    model = whole.part(*split_evenly(whole.blocks, stages)[rank])
     results = []
     for number, plan in enumerate(plans):
         place = Place(rank, stages, number)
-        stage = sleeping_stage(place, plan.forward_s)
-        model, text = tiny.load(tiny.WEIGHTS, CPU), torch.zeros(16, 64)
-        links = connect(model, place, CPU, 1, text) if stages > 1 else None
+        stage = Sleeping(model, place, plan.forward_s)
+        links = connect(model, place, CPU, 1) if stages > 1 else None
         if rank > 0 and links is not None:
             Worker(LinkSource(links[1]), stage, links[0]).run()
             continue
         ring = Ring(model, CPU, stage=stage, links=links)
         results.append(measure(ring, plan))
-        ring.stop()
-    dist.barrier()
+        ring.stop(LIMIT_S)
     return results
 
 
@@ -217,7 +213,7 @@ def main(argv: list[str] | None = None) -> int:
         rank, stages, port = (int(part) for part in options.rank.split("/"))
         figures = run_rank(rank, stages, port, [Plan(**plan) for plan in json.loads(options.plans)])
         print(json.dumps(figures), flush=True)
-        os._exit(0)  # links have receives posted that will never be answered
+        return 0
     if not (options.stages >= 2 and options.forward_s > 0 and options.chunks >= 2):
         parser.error("--stages and --chunks must be at least 2, --forward-s more than 0")
     head = report.header()

@@ -19,6 +19,7 @@ from streamdiff.pipeline.work import Control, Kind, Wire, Work
 from tests.small import CPU
 
 ROWS = 3
+LEAVE_S = 60.0
 SMALL = Wire(ROWS, (((4, 6), torch.float32), ((2, 6), torch.float32)), ((5, 3), torch.float32))
 LARGE = Wire(ROWS, (((2_000_000,), torch.float32),), None)
 
@@ -109,16 +110,21 @@ SCENARIOS: dict[str, tuple[Wire, Callable[[Outbox], None], Callable[[Inbox], Non
 
 
 def main(rank: int, port: int) -> None:
-    """Play all scenarios over gloo; the last one ends with the sender's process."""
+    """Play all scenarios over gloo; rank 0 receives. Each link is closed in order after its scenario."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(days=3650))
     for tag, (name, (wire, send, receive)) in enumerate(SCENARIOS.items()):
         if rank == 0:
-            receive(GlooInbox(wire, 1, tag, CPU))
+            inbox = GlooInbox(wire, 1, tag, CPU)
+            receive(inbox)
+            inbox.close(LEAVE_S)
             print(f"{name} passed", flush=True)
         else:
-            send(GlooOutbox(wire, 0, tag))
+            outbox = GlooOutbox(wire, 0, tag)
+            send(outbox)
+            outbox.close()
+            outbox.flush(LEAVE_S)
 
 
 if __name__ == "__main__":

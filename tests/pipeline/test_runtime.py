@@ -237,7 +237,7 @@ def test_a_model_folder_is_loaded_and_warm(tmp_path: Path) -> None:
     runtime = load_runtime(ModelConfig(name=str(tmp_path), device="cpu", steps=2))
     assert runtime.info.steps == 2 and not runtime.busy
     open_session(runtime)
-    assert len(pictures(take(runtime, 0, 1))) == CHUNK
+    assert len(pictures(take(runtime, 0, 1, room=CHUNK))) == CHUNK
     runtime.close()
 
 

@@ -52,7 +52,7 @@ class Tally:
         rate = f"{steady / spent_s:.1f} frames per second" if steady > 0 and spent_s > 0 else "too short for a rate"
         print(f"{self.frames} frames, {rate}; first frame after {self.first_s - self.asked_s:.2f} s")
         for rank, share in enumerate(occupancy):
-            print(f"rank {rank}: {share:4.0%} of the time in its blocks")
+            print(f"rank {rank}: {share:4.0%} of the time at work")
 
 
 class Recorder:
@@ -140,6 +140,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("ring.mp4"), help=".mp4 or .webm (default ring.mp4)")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of the file (default 10)")
     parser.add_argument("--kv-context", default="staircase", help="staircase (default): one stream fills the ring")
+    parser.add_argument("--decode", default="head", help="rank that decodes: head (default), last or own-rank")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--device", default="auto")
     parser.add_argument(
@@ -148,8 +149,10 @@ def main() -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     model: dict[str, object] = {
-        "stages": int(os.environ.get("WORLD_SIZE", "1")),
+        "stages": world - 1 if options.decode == "own-rank" else world,
+        "decode": options.decode,
         "kv_context": options.kv_context,
         "steps": options.steps,
         "device": options.device,

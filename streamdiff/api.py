@@ -199,6 +199,7 @@ def open(
     kv_context: str = "clean",
     threads: int = 1,
     stages: int = 1,
+    decode: str = "head",
 ) -> StreamSession:
     """Load a model and open a stream that can be steered. Use it in a `with`, or call `close`.
 
@@ -212,13 +213,14 @@ def open(
         threads: CPU threads of the transformer.
         stages: ranks over which the transformer is split. With more than one this process must be rank 0 of as many
             (torchrun starts them), and the others must call `follow` with the same options.
+        decode: which rank decodes: `head`, `last`, or `own-rank`, which takes one rank more.
 
     Raises:
         ConfigError: an option that cannot be used, or an unknown model.
         RequestError: a prompt or seed that cannot be used.
     """
     config = _model_config(
-        name=model, device=device, steps=steps, kv_context=kv_context, threads=threads, stages=stages
+        name=model, device=device, steps=steps, kv_context=kv_context, threads=threads, stages=stages, decode=decode
     )
     return StreamSession(_load(config), config, prompt, seed=seed)
 
@@ -231,6 +233,7 @@ def follow(
     kv_context: str = "clean",
     threads: int = 1,
     stages: int = 1,
+    decode: str = "head",
 ) -> None:
     """Work for rank 0 as one stage of its ring, until it closes the stream. For ranks 1 and up under torchrun.
 
@@ -241,7 +244,7 @@ def follow(
         ConfigError: an option that cannot be used, or ranks that are not alike.
     """
     config = _model_config(
-        name=model, device=device, steps=steps, kv_context=kv_context, threads=threads, stages=stages
+        name=model, device=device, steps=steps, kv_context=kv_context, threads=threads, stages=stages, decode=decode
     )
     from streamdiff.pipeline import follower  # imports torch
 
@@ -259,6 +262,7 @@ def stream(
     kv_context: str = "clean",
     threads: int = 1,
     stages: int = 1,
+    decode: str = "head",
 ) -> Iterator[Frame]:
     """Frames of a video of `prompt`, uint8 `[H, W, 3]`: `seconds` of it at the model's own rate, or without end.
 
@@ -268,7 +272,7 @@ def stream(
     if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
         raise ConfigError(f"seconds is {seconds}; it must be above 0, or None for a stream without end")
     config = _model_config(
-        name=model, device=device, steps=steps, kv_context=kv_context, threads=threads, stages=stages
+        name=model, device=device, steps=steps, kv_context=kv_context, threads=threads, stages=stages, decode=decode
     )
     return _frames(config, prompt, seed, seconds)
 

@@ -56,6 +56,7 @@ _ADDRESS = (
 )
 _SERVE = (
     Option("--stages", "model.stages", int, "N", "ranks over which the model's blocks are split (default 1)"),
+    Option("--decode", "model.decode", str, "PLACE", "rank of a ring that decodes: head (default), last or own-rank"),
     Option("--codec", "serve.codec", str, "CODEC", "auto, h264 or vp8 (default auto)"),
     Option("--scale", "serve.scale", int, "N", "enlarge the picture this many times before encoding (default 2)"),
     Option("--bitrate", "serve.bitrate", int, "BITS", "bit/s of the video (default: fits size and fps)"),
@@ -197,14 +198,10 @@ def _config(arguments: argparse.Namespace, extra: Mapping[str, object] | None = 
     """The file given with --config, or the defaults, with the options laid over it."""
     from streamdiff.config import load
 
-    given = {option: getattr(arguments, _attribute(option), None) for option in (*_ADDRESS, _PROMPT, *_MODEL, *_SERVE)}
+    given = {option: getattr(arguments, option.key, None) for option in (*_ADDRESS, _PROMPT, *_MODEL, *_SERVE)}
     overrides = {option.key: value for option, value in given.items() if value is not None}
     names = {option.key: option.flag for option in given}
     return load(arguments.config, {**overrides, **(extra or {})}, names)
-
-
-def _attribute(option: Option) -> str:
-    return option.flag.removeprefix("--").replace("-", "_")
 
 
 # ---- parsing ---------------------------------------------------------------------------------------------------
@@ -295,7 +292,8 @@ def _command(commands: argparse._SubParsersAction[_Parser], name: str, purpose: 
 
 def _add(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
     for option in options:
-        parser.add_argument(option.flag, type=option.type, metavar=option.metavar, help=option.help)
+        # The key as the name keeps these apart from options that a command has for itself, as `plan` has its --stages.
+        parser.add_argument(option.flag, dest=option.key, type=option.type, metavar=option.metavar, help=option.help)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -50,6 +50,7 @@ def run(config: Config, job: Job) -> int:
         kv_context=config.model.kv_context,
         threads=config.model.threads,
         stages=config.model.stages,
+        decode=config.model.decode,
     )
     with session:
         fps = config.playback.fps if "fps" in config.playback.model_fields_set else session.fps

@@ -7,7 +7,6 @@ becomes the engine and the others work for it. When one ends before its time, al
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -18,20 +17,21 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from streamdiff.config import Config
 from streamdiff.engine.bridge import EXIT_CONFIG
 
 EXIT_FAILED = 1
 
 
-def launch(module: str, stages: int, arguments: Sequence[str], log_folder: str) -> int:
-    """Run `python -m module` as `stages` ranks until all have ended; returns the exit code.
+def launch(module: str, ranks: int, arguments: Sequence[str], log_folder: str) -> int:
+    """Run `python -m module` as so many `ranks` until all have ended; returns the exit code.
 
     `log_folder` is one that somebody removes afterwards.
     """
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=stages,
+        nproc_per_node=ranks,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
@@ -59,9 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share this machine; each sets its own number later
-    stages = json.loads(options.config_json)["model"]["stages"]
+    ranks = Config.model_validate_json(options.config_json).model.ranks
     passed = ("--address", options.address, "--config-json", options.config_json)
-    return launch(options.module, stages, passed, options.address)
+    return launch(options.module, ranks, passed, options.address)
 
 
 if __name__ == "__main__":

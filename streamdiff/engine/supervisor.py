@@ -79,7 +79,7 @@ class Supervisor:
         """
         self._config = config
         self._start_limit_s = start_limit_s
-        self._stop_limit_s = stop_limit_s or (_STOP_LIMIT_S if config.model.stages == 1 else _STOP_RANKS_LIMIT_S)
+        self._stop_limit_s = stop_limit_s or (_STOP_LIMIT_S if config.model.ranks == 1 else _STOP_RANKS_LIMIT_S)
         self._module = module
         self._folder: Path | None = None
         self._process: Process | None = None
@@ -132,7 +132,7 @@ class Supervisor:
 
     def _program(self) -> tuple[str, ...]:
         """What to run: the engine's module, or the launcher of as many of them as there are stages."""
-        if self._config.model.stages == 1:
+        if self._config.model.ranks == 1:
             return "-m", self._module
         return "-m", "streamdiff.engine.launch", "--module", self._module
 

@@ -109,10 +109,11 @@ class Trunk:
 
 @dataclass(frozen=True)
 class Model(Trunk):
-    """What the head needs of a model: a trunk, and what stands before and behind it. With one stage that is all."""
+    """What the head needs of a model: a trunk, and what stands before and behind it. With one stage that is all.
+    `decoder` is None where another rank decodes."""
 
     text: TextEncoder
-    decoder: StreamDecoder
+    decoder: StreamDecoder | None
 
     @property
     def blocks(self) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from streamdiff import clock
 from streamdiff.config import ModelConfig
-from streamdiff.models.base import Model, Trunk
+from streamdiff.models.base import StreamDecoder, Trunk
 from streamdiff.models.wan.transformer import Tokens
 from streamdiff.pipeline.costs import Costs, in_proportion, read_profile
 from streamdiff.pipeline.facts import read_facts
@@ -31,7 +31,7 @@ ROUNDS = 5
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds on one rank: of a block, and of what only the head (embed, decode of a chunk) and the last (head) do."""
+    """Seconds on one rank: of a block, and of what only one rank does: embedding, output layer, a chunk's decode."""
 
     block_s: float
     embed_s: float = 0.0
@@ -39,8 +39,10 @@ class Measured:
     decode_s: float = 0.0
 
 
-def measure(trunk: Trunk, device: torch.device, place: tuple[int, int], kv_context: str) -> Measured:
-    """Time this rank's parts, with the attention window full. `place` is (rank, stages); rank 0 needs a `Model`."""
+def measure(
+    trunk: Trunk, decoder: StreamDecoder | None, device: torch.device, place: tuple[int, int], kv_context: str
+) -> Measured:
+    """Time this rank's parts, with the attention window full. `place` is (rank, stages)."""
     rank, stages = place
     spec, denoiser = trunk.spec, trunk.denoiser
     stage = Stage(trunk, device, rank, stages)
@@ -54,11 +56,11 @@ def measure(trunk: Trunk, device: torch.device, place: tuple[int, int], kv_conte
     forward_s = _seconds(lambda: stage.forward([row], tokens), device)
     embed_s = head_s = decode_s = 0.0
     if rank == 0:
-        assert isinstance(trunk, Model)
-        memory = trunk.decoder.new_memory()
         timestep = torch.zeros(1, spec.chunk_latents, device=device)
         embed_s = _seconds(lambda: denoiser.embed(latents, timestep), device)
-        decode_s = _seconds(lambda: trunk.decoder.decode(latents, memory), device)
+    if decoder is not None:
+        memory = decoder.new_memory()
+        decode_s = _seconds(lambda: decoder.decode(latents, memory), device)
     if rank == stages - 1:
         head_s = _seconds(lambda: denoiser.head(tokens, grid), device)
     return Measured(forward_s / len(denoiser.blocks), embed_s, head_s, decode_s)
@@ -77,16 +79,17 @@ def share_out(config: ModelConfig, member: Member, own: Measured | None) -> tupl
         costs = read_profile(Path(config.profile or ""), facts, max_rows=1)
     else:
         member.store.set(f"cost/{member.rank}", json.dumps(asdict(own)))
-        everybody = [Measured(**json.loads(member.store.get(f"cost/{rank}"))) for rank in range(member.stages)]
+        everybody = [Measured(**json.loads(member.store.get(f"cost/{rank}"))) for rank in range(config.stages)]
         costs = _combined(everybody, facts.blocks)
     workload = Workload(config.stages, 1, config.steps, config.kv_context, 1)
-    return lay_out(costs, workload, decode_place(member.stages)).blocks
+    return lay_out(costs, workload, decode_place(config)).blocks
 
 
-def decode_place(stages: int) -> str:
-    """Where decoding counts: it has a thread of the head, which is free only with a core that no rank needs."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", str(stages)))
-    return "own-stream" if (os.cpu_count() or 1) > here else "head"
+def decode_place(config: ModelConfig) -> str:
+    """Where decoding counts: a thread of the head costs it nothing if there is a core that no rank needs."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", str(config.ranks)))
+    spare_core = (os.cpu_count() or 1) > here
+    return "own-stream" if config.decode == "head" and spare_core else config.decode
 
 
 def _combined(everybody: list[Measured], blocks: int) -> Costs:
@@ -97,7 +100,7 @@ def _combined(everybody: list[Measured], blocks: int) -> Costs:
         block_s=(in_proportion(block_s, 1),) * blocks,
         embed_s=in_proportion(everybody[0].embed_s, 1),
         head_s=in_proportion(everybody[-1].head_s, 1),
-        decode_s=everybody[0].decode_s,
+        decode_s=max(measured.decode_s for measured in everybody),
         link_s=0.0,
         flow_s=0.0,
     )

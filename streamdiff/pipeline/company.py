@@ -8,9 +8,11 @@ import threading
 from collections.abc import Callable
 
 from streamdiff.errors import EngineFailure
+from streamdiff.models.base import ModelSpec
+from streamdiff.pipeline.decoding import Deliver, RemoteDecoding
 from streamdiff.pipeline.follower import gone, leave
 from streamdiff.pipeline.group import Member
-from streamdiff.pipeline.links import LinkClosed
+from streamdiff.pipeline.links import Inbox, LinkClosed, Outbox
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.watch import Beat, Watch
 from streamdiff.pipeline.worker import LEAVE_S
@@ -23,9 +25,12 @@ _STUCK_S = 5.0
 class Company:
     """The head's side of a ring over several processes."""
 
-    def __init__(self, member: Member, ring: Ring, hang_s: float) -> None:
-        self.member, self.ring = member, ring
-        self._watch = Watch(member, ring.worker, self._on_fault, hang_s)
+    def __init__(
+        self, member: Member, ring: Ring, hang_s: float, decode_links: tuple[Outbox, Inbox] | None = None
+    ) -> None:
+        """`decode_links` lead to the rank that decodes and back; None: this one does."""
+        self.member, self.ring, self._decode_links = member, ring, decode_links
+        self._watch = Watch(member, [ring.worker], self._on_fault, hang_s)
         self._wake: Callable[[], None] = lambda: None
         self._fault: str | None = None
         self._since: list[Beat] = []
@@ -35,6 +40,10 @@ class Company:
         self._wake = wake
         atexit.register(leave)
         self._watch.start()
+
+    def decoding(self, spec: ModelSpec, deliver: Deliver, wake: Callable[[], None]) -> RemoteDecoding | None:
+        """The way to the rank that decodes, if that is another one."""
+        return RemoteDecoding(*self._decode_links, spec, deliver, wake) if self._decode_links else None
 
     def check(self, wait_s: float = 0.0) -> None:
         """Raises EngineFailure when the ring has a fault, or one shows within `wait_s`; chunks that come back in that
@@ -50,14 +59,14 @@ class Company:
 
     def broken(self, error: LinkClosed) -> EngineFailure:
         """What a closed link means: the fault that was told first, else that the neighbour is gone."""
-        own = gone(error, self.member.rank, self.ring.worker)
+        own = gone(error, self.member.rank, self._watch)
         self._fault = self._watch.fault(_NOTICE_S) or self._watch.report(own)
         return EngineFailure(self._fault)
 
     def occupancy(self) -> list[float]:
-        """Share of the time since the ring was warm that each rank has spent in its blocks. The first call, when it is
+        """Share of the time since the ring was warm that each rank has spent at work. The first call, when it is
         warm, begins to count."""
-        now = [beat for rank in range(self.member.stages) if (beat := self._watch.beat_of(rank)) is not None]
+        now = [beat for rank in range(self.member.ranks) if (beat := self._watch.beat_of(rank)) is not None]
         if not self._since:
             self._since = now
         pairs = zip(self._since, now, strict=True)

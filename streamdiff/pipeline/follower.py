@@ -7,10 +7,15 @@ import os
 import signal
 import sys
 import threading
+import traceback
+from collections.abc import Sequence
 from types import FrameType
+
+import torch
 
 from streamdiff.config import ModelConfig
 from streamdiff.pipeline import loading, ranks
+from streamdiff.pipeline.decoding import DecodeWorker
 from streamdiff.pipeline.group import Member
 from streamdiff.pipeline.links import LinkClosed
 from streamdiff.pipeline.watch import Watch
@@ -29,21 +34,52 @@ def follow(config: ModelConfig) -> None:
     """
     member = loading.join(config)
     device = loading.pick_device(config.device)
-    trunk, _ = loading.load_share(config, member, device, lambda blocks: loading.load_trunk(config, device, blocks))
-    member.tell_room(loading.own_room(config, device))
-    worker = ranks.follower(trunk, ranks.Place(member.rank, member.stages), device)
+    decoder = loading.load_decoder(config, device) if member.rank == config.decode_rank else None
+    workers: list[Worker | DecodeWorker] = []
+    if member.rank < config.stages:
+        trunk, _ = loading.load_share(
+            config, member, device, lambda blocks: loading.load_trunk(config, device, blocks), decoder
+        )
+        member.tell_room(loading.own_room(config, device))
+        workers.append(ranks.follower(trunk, ranks.Place(member.rank, config.stages), device))
+    if decoder is not None:
+        outbox, inbox = ranks.decode_links(loading.read_spec(config), member.rank, config.decode_rank, device)
+        workers.append(DecodeWorker(decoder, inbox, outbox))
+    _work(workers, member, config.hang_s)
+
+
+def _work(workers: Sequence[Worker | DecodeWorker], member: Member, hang_s: float) -> None:
+    """Run the loops of this rank to their end, each but the first on a thread of its own."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _told_to_end)
     atexit.register(leave)
-    watch = Watch(member, worker, lambda fault: leave(f"rank {member.rank} ends: {fault}"), config.hang_s)
+    watch = Watch(member, workers, lambda fault: leave(f"rank {member.rank} ends: {fault}"), hang_s)
     watch.start()
-    _run(worker, watch, member)
+    others = [threading.Thread(target=_beside, args=(worker, watch, member), daemon=True) for worker in workers[1:]]
+    for thread in others:
+        thread.start()
+    _run(workers[0], watch, member)
+    for thread in others:
+        thread.join()
     watch.finish()
     atexit.unregister(leave)
 
 
-def _run(worker: Worker, watch: Watch, member: Member) -> None:
-    """The one outer frame of a follower: it says where it was, tells the others, and lets the error go on."""
+def _beside(worker: Worker | DecodeWorker, watch: Watch, member: Member) -> None:
+    """A loop on a thread; the rank does not go on without it."""
+    torch.set_num_threads(1)
+    threading.excepthook = _die
+    _run(worker, watch, member)
+
+
+def _die(raised: threading.ExceptHookArgs) -> None:
+    if raised.exc_value is not None:
+        traceback.print_exception(raised.exc_value)
+    leave()
+
+
+def _run(worker: Worker | DecodeWorker, watch: Watch, member: Member) -> None:
+    """The one outer frame of a follower's loop: it says where it was, tells the others, and lets the error go on."""
     try:
         worker.run()
     except LinkClosed as error:
@@ -54,7 +90,7 @@ def _run(worker: Worker, watch: Watch, member: Member) -> None:
         raise
 
 
-def gone(error: LinkClosed, rank: int, worker: Worker) -> str:
+def gone(error: LinkClosed, rank: int, worker: Worker | DecodeWorker | Watch) -> str:
     """The fault that a closed link means to `rank`."""
     return f"rank {error.peer} is gone ({error}); rank {rank} noticed it {worker.where()}"
 

@@ -25,19 +25,19 @@ _FOR_EVER = timedelta(days=3650)  # a receive is posted long before anybody has 
 
 @dataclass(frozen=True)
 class Member:
-    """This process among the `stages` of its ring."""
+    """This process among the `ranks` of its ring: those of the stages first, then one that only decodes, if any."""
 
     rank: int
-    stages: int
+    ranks: int
     store: Store
 
     def tell_room(self, room: int) -> None:
         """Tell the head how many bytes this rank has for caches."""
         self.store.set(f"room/{self.rank}", str(room))
 
-    def hear_rooms(self) -> list[int]:
-        """What all ranks have told; waits for them."""
-        return [int(self.store.get(f"room/{rank}")) for rank in range(self.stages)]
+    def hear_rooms(self, stages: int) -> list[int]:
+        """What the ranks of the stages have told; waits for them."""
+        return [int(self.store.get(f"room/{rank}")) for rank in range(stages)]
 
 
 def own_rank() -> int:
@@ -45,35 +45,32 @@ def own_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def check_world(stages: int) -> None:
-    """Raises ConfigError unless as many ranks were launched as the configuration has stages."""
+def check_world(stages: int, ranks: int) -> None:
+    """Raises ConfigError unless as many ranks were launched as a ring of `stages` needs."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == stages:
+    if world == ranks:
         return
+    wanted = f"stages is {stages}" + (" and decoding has a rank of its own" if ranks > stages else "")
     if world == 1:
         raise ConfigError(
-            f"stages is {stages}, but this is one process. `streamdiff serve --stages {stages}` starts its ranks by "
-            f"itself; for a program of your own use torchrun --nproc-per-node {stages}, see examples/torchrun_stream.py"
+            f"{wanted}, but this is one process. `streamdiff serve --stages {stages}` starts its ranks by itself; a "
+            f"program of your own needs torchrun --nproc-per-node {ranks}, see examples/torchrun_stream.py"
         )
-    raise ConfigError(
-        f"stages is {stages}, but torchrun started {world} ranks; every stage needs one. Start {stages} ranks, or set "
-        f"stages to {world}"
-    )
+    raise ConfigError(f"{wanted}, but torchrun started {world} ranks; start {ranks}, or change the configuration")
 
 
-def join(stages: int, facts: Mapping[str, str]) -> Member:
+def join(facts: Mapping[str, str]) -> Member:
     """Meet the other ranks and compare `facts`, which must be the same everywhere; then gloo's group is up.
 
     Mutates: torch.distributed's default group.
 
     Raises:
-        ConfigError: another number of ranks than stages, or a fact that differs; names rank, fact and both values.
+        ConfigError: a fact that differs; names rank, fact and both values.
     """
-    check_world(stages)
-    store, rank, _ = next(rendezvous("env://", timeout=START_LIMIT))
+    store, rank, world = next(rendezvous("env://", timeout=START_LIMIT))
     store = PrefixStore("streamdiff", store)
     store.set(f"facts/{rank}", json.dumps(dict(facts)))
-    everybody = [json.loads(store.get(f"facts/{other}")) for other in range(stages)]
+    everybody = [json.loads(store.get(f"facts/{other}")) for other in range(world)]
     for other, theirs in enumerate(everybody):
         for name in sorted({*everybody[0], *theirs}):
             if theirs.get(name) != everybody[0].get(name):
@@ -81,5 +78,5 @@ def join(stages: int, facts: Mapping[str, str]) -> Member:
                     f"rank {other} has {name} {theirs.get(name)}, but rank 0 has {everybody[0].get(name)}; all ranks "
                     "of a ring need the same"
                 )
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=stages, timeout=_FOR_EVER)
-    return Member(rank, stages, store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_FOR_EVER)
+    return Member(rank, world, store)

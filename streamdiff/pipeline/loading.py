@@ -12,7 +12,7 @@ import torch
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.base import Model, Trunk
+from streamdiff.models.base import Model, ModelSpec, StreamDecoder, Trunk
 from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline import balance, group
 from streamdiff.pipeline.budget import free_bytes
@@ -56,14 +56,18 @@ def join(config: ModelConfig) -> group.Member:
         ConfigError: more stages than blocks, another number of ranks than stages, or ranks that are not alike.
     """
     check_stages(config.stages, read_facts(config.name).blocks)
-    group.check_world(config.stages)
-    return group.join(config.stages, _facts(config))
+    group.check_world(config.stages, config.ranks)
+    return group.join(_facts(config))
 
 
 def load_share(
-    config: ModelConfig, member: group.Member, device: torch.device, load: Callable[[Run], T]
+    config: ModelConfig,
+    member: group.Member,
+    device: torch.device,
+    load: Callable[[Run], T],
+    decoder: StreamDecoder | None,
 ) -> tuple[T, tuple[Run, ...]]:
-    """This rank's part of the model, and the blocks of all ranks. `load` reads a part.
+    """This stage's part of the model, and the blocks of all stages. `load` reads a part.
 
     Without a profile an even share is loaded and measured first; on a rank whose share then turns out to be another,
     that one is loaded instead.
@@ -73,7 +77,7 @@ def load_share(
         runs = balance.share_out(config, member, None)
         return load(runs[member.rank]), runs
     trunk = load(even)
-    own = balance.measure(trunk, device, (member.rank, member.stages), config.kv_context)
+    own = balance.measure(trunk, decoder, device, (member.rank, config.stages), config.kv_context)
     runs = balance.share_out(config, member, own)
     return (trunk if runs[member.rank] == even else load(runs[member.rank])), runs
 
@@ -84,15 +88,25 @@ def own_room(config: ModelConfig, device: torch.device) -> int:
 
 
 def load_model(config: ModelConfig, device: torch.device, blocks: Run | None = None) -> Model:
-    """What the head needs, with `blocks` only. Mutates: torch's number of threads."""
+    """What the head needs, with `blocks` only; without the decoder. Mutates: torch's number of threads."""
     torch.set_num_threads(config.threads)
-    return tiny.load(model_folder(config), device, config.name, blocks)
+    return tiny.load(model_folder(config), device, config.name, blocks, decodes=False)
 
 
 def load_trunk(config: ModelConfig, device: torch.device, blocks: Run) -> Trunk:
     """What any other stage needs. Mutates: torch's number of threads."""
     torch.set_num_threads(config.threads)
     return tiny.load_trunk(model_folder(config), device, config.name, blocks)
+
+
+def load_decoder(config: ModelConfig, device: torch.device) -> StreamDecoder:
+    """What the rank needs that decodes."""
+    return tiny.load_autoencoder(model_folder(config), device)[1]
+
+
+def read_spec(config: ModelConfig) -> ModelSpec:
+    """The model's facts."""
+    return tiny.read_spec(model_folder(config), config.name)
 
 
 def _facts(config: ModelConfig) -> dict[str, str]:

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from streamdiff.models.base import Model, Trunk
+from streamdiff.models.base import Model, ModelSpec, Trunk
+from streamdiff.pipeline.decoding import latents_wire, pictures_wire
 from streamdiff.pipeline.links_gloo import GlooInbox, GlooOutbox
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.stage import Stage
 from streamdiff.pipeline.work import Wire
 from streamdiff.pipeline.worker import LinkSource, Worker
+
+_LATENTS_TAG, _PICTURES_TAG = 1_000_001, 1_000_002  # beyond those of any ring's edges
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ def connect(
 
 def head_ring(model: Model, place: Place, device: torch.device, max_rows: int = 1) -> Ring:
     """The ring, for rank 0. `model` has the blocks of rank 0 only."""
+    if place.stages == 1:
+        return Ring(model, device, max_rows)
     links = connect(model, place, device, max_rows)
     return Ring(model, device, max_rows, stage=Stage(model, device, place.rank, place.stages), links=links)
 
@@ -63,3 +68,14 @@ def follower(trunk: Trunk, place: Place, device: torch.device, max_rows: int = 1
     """The loop of any other rank. `trunk` has this rank's blocks only."""
     outbox, inbox = connect(trunk, place, device, max_rows)
     return Worker(LinkSource(inbox), Stage(trunk, device, place.rank, place.stages), outbox)
+
+
+def decode_links(
+    spec: ModelSpec, rank: int, decode_rank: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> tuple[GlooOutbox, GlooInbox]:
+    """The ends, on the head or on the rank that decodes, of the edges between the two: latents there, pictures back."""
+    there, back = latents_wire(spec), pictures_wire(spec)
+    if rank == 0:
+        outbox = GlooOutbox(there, decode_rank, _LATENTS_TAG, group)
+        return outbox, GlooInbox(back, decode_rank, _PICTURES_TAG, torch.device("cpu"), group)
+    return GlooOutbox(back, 0, _PICTURES_TAG, group), GlooInbox(there, 0, _LATENTS_TAG, device, group)

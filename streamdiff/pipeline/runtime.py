@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import queue
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import count
 
 import numpy as np
 import torch
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from streamdiff import clock
 from streamdiff.config import ModelConfig
-from streamdiff.models.base import Model, StreamDecoder, TextEncoder
+from streamdiff.models.base import Model, TextEncoder
 from streamdiff.pipeline import loading, ranks
 from streamdiff.pipeline.budget import Budget
 from streamdiff.pipeline.company import Company
+from streamdiff.pipeline.decoding import Decoding, LocalDecoding, Piece
 from streamdiff.pipeline.facts import read_facts
 from streamdiff.pipeline.group import check_world
 from streamdiff.pipeline.head import Finished
@@ -57,11 +58,20 @@ class Frames:
 
 
 @dataclass
-class _Stream:
-    """Decoder side of a session. A reset makes a new one, so that late pieces of the old stream can be told apart."""
+class _Chunk:
+    """A chunk that is in the ring or decoding."""
 
-    memory: object
-    admitted_s: dict[int, float]
+    admitted_s: float
+    epoch: int
+
+
+@dataclass
+class _Stream:
+    """A session from its start or reset to the next, which has another number: so that late pieces are told apart."""
+
+    number: int
+    session: int
+    chunks: dict[int, _Chunk] = field(default_factory=dict)
     ahead_frames: int = 0  # admitted and not handed out yet
 
 
@@ -86,10 +96,11 @@ class Runtime:
         )
         self._company, self._budget = company, budget
         self._ring = company.ring if company else Ring(model, device)
-        self._streams: dict[int, _Stream] = {}
-        self._ready: queue.SimpleQueue[tuple[_Stream, Frames] | None] = queue.SimpleQueue()
-        self._decoding: set[Future[None]] = set()
-        self._pool = ThreadPoolExecutor(1, "decode", initializer=torch.set_num_threads, initargs=(1,))
+        self._streams: dict[int, _Stream] = {}  # by session
+        self._numbers = count()
+        self._ready: queue.SimpleQueue[tuple[Piece, float] | None] = queue.SimpleQueue()
+        self._pending = 0  # chunks that are decoding
+        self._decoding = self._decode_where(model, company)
         self._ring.notify(self._wake)
         if company is not None:
             company.start(self._wake)
@@ -115,7 +126,7 @@ class Runtime:
         self._ring.open(session, conditioning, seed=seed, epoch=epoch, steps=steps, kv_context=kv_context)
         if self._budget is not None:
             self._budget.take(session, need)
-        self._streams[session] = _Stream(self.model.decoder.new_memory(), {})
+        self._begin(session)
 
     def set_conditioning(self, session: int, conditioning: Tensor, *, epoch: int) -> None:
         """Use this conditioning from the next admitted chunk on."""
@@ -124,7 +135,7 @@ class Runtime:
     def reset(self, session: int, conditioning: Tensor, *, seed: int, epoch: int) -> None:
         """Drop what is in flight and start afresh at chunk 0; the session has no room until it is set again."""
         self._ring.reset(session, conditioning, seed=seed, epoch=epoch)
-        self._streams[session] = _Stream(self.model.decoder.new_memory(), {})
+        self._begin(session)
 
     def set_paused(self, session: int, paused: bool) -> None:
         self._ring.scheduler.set_paused(session, paused)
@@ -141,7 +152,7 @@ class Runtime:
         self._ring.close(session)
         if self._budget is not None:
             self._budget.give_back(session)
-        self._streams.pop(session, None)
+        self._end(session)
 
     def step(self, wait_s: float = 0.0) -> list[Frames]:
         """Run at most one forward and hand out what is decoded; when nothing can run, wait for what comes back.
@@ -153,16 +164,17 @@ class Runtime:
         rows, finished = self._turn()
         for row in rows:
             if row.step == 0:
-                self._streams[row.session].admitted_s[row.chunk] = now_s
+                self._streams[row.session].chunks[row.chunk] = _Chunk(now_s, row.epoch)
                 self._streams[row.session].ahead_frames += self.info.chunk_frames
-        for done in finished:
-            self._submit(done)
+        for row, latents in finished:
+            self._pending += 1
+            self._decoding.submit(self._streams[row.session].number, row.chunk, latents)
         return self._collect(wait_s if not rows and not finished else 0.0)
 
     @property
     def busy(self) -> bool:
         """Whether a step can run now, or something is decoding or decoded and not handed out yet."""
-        return self._ring.has_work or bool(self._decoding) or not self._ready.empty()
+        return self._ring.has_work or self._pending > 0 or not self._ready.empty()
 
     def check(self, wait_s: float = 0.0) -> None:
         """Raise the `EngineFailure` that ends the ring, if there is one or comes within `wait_s`."""
@@ -174,10 +186,10 @@ class Runtime:
         return self._company.occupancy() if self._company is not None else []
 
     def close(self) -> None:
-        """End the other ranks and the decoding thread."""
+        """End decoding and the other ranks."""
+        self._decoding.close()
         if self._company is not None:
             self._company.leave()
-        self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _turn(self) -> tuple[list[MicroStep], list[Finished]]:
         if self._company is None:
@@ -192,48 +204,60 @@ class Runtime:
         """Let a waiting `step` look again. From any thread."""
         self._ready.put(None)
 
-    def _submit(self, done: Finished) -> None:
-        stream = self._streams[done.row.session]
-        future = self._pool.submit(self._decode, stream, done)
-        self._decoding.add(future)
-        future.add_done_callback(lambda _: self._wake())
+    def _decode_where(self, model: Model, company: Company | None) -> Decoding:
+        remote = company.decoding(model.spec, self._deliver, self._wake) if company is not None else None
+        if remote is not None:
+            return remote
+        if model.decoder is None:
+            raise ValueError("a runtime that decodes needs a model with a decoder")
+        return LocalDecoding(model.decoder, self._deliver, self._wake)
 
-    def _decode(self, stream: _Stream, done: Finished) -> None:
-        """Decode latent frame by latent frame, so that the first picture is out early. Runs on the decoding thread."""
-        row, decoder = done.row, self._decoder
-        count = done.latents.shape[1]
-        for index in range(count):
-            pictures = decoder.decode(done.latents[None, :, index : index + 1], stream.memory).cpu().numpy()
-            last = index == count - 1
-            spent_s = clock.monotonic_s() - stream.admitted_s.pop(row.chunk) if last else None
-            self._ready.put((stream, Frames(row.session, row.chunk, row.epoch, pictures, last, spent_s)))
+    def _begin(self, session: int) -> None:
+        self._end(session)
+        self._streams[session] = _Stream(next(self._numbers), session)
 
-    @property
-    def _decoder(self) -> StreamDecoder:
-        return self.model.decoder
+    def _end(self, session: int) -> None:
+        if (stream := self._streams.pop(session, None)) is not None:
+            self._decoding.forget(stream.number)
+
+    def _deliver(self, piece: Piece) -> None:
+        """Take in what is decoded. From a thread."""
+        self._ready.put((piece, clock.monotonic_s()))
 
     def _collect(self, wait_s: float) -> list[Frames]:
         """Everything decoded so far; waits up to `wait_s` while something is decoding or in the ring."""
         out: list[Frames] = []
         while True:
+            wait = wait_s if (self._pending or self._ring.waiting) and not out else 0.0
             try:
-                wait = wait_s if (self._decoding or self._ring.waiting) and not out else 0.0
                 item = self._ready.get(timeout=wait) if wait > 0 else self._ready.get_nowait()
             except queue.Empty:
                 return out
             if item is None:
-                self._reap()
+                self._look()
                 wait_s = 0.0  # something came back: it may let something enter
-            elif self._streams.get(item[1].session) is item[0]:
-                # A piece is one latent frame; a stream's first may show fewer frames than it was admitted for.
-                item[0].ahead_frames -= self.model.spec.frames_per_latent
-                out.append(item[1])
+            else:
+                out += self._frames(*item)
 
-    def _reap(self) -> None:
-        """Forget finished decodes; an error in one is raised here, on the caller's thread."""
-        for future in [f for f in self._decoding if f.done()]:
-            self._decoding.discard(future)
-            future.result()
+    def _frames(self, piece: Piece, ready_s: float) -> list[Frames]:
+        """A decoded piece as frames, none if its stream has ended. Mutates: self."""
+        self._pending -= piece.last
+        stream = next((each for each in self._streams.values() if each.number == piece.stream), None)
+        if stream is None:
+            return []
+        # A piece is one latent frame; a stream's first may show fewer frames than it was admitted for.
+        stream.ahead_frames -= self.model.spec.frames_per_latent
+        chunk = stream.chunks.pop(piece.chunk) if piece.last else stream.chunks[piece.chunk]
+        chunk_s = ready_s - chunk.admitted_s if piece.last else None
+        return [Frames(stream.session, piece.chunk, chunk.epoch, piece.pictures, piece.last, chunk_s)]
+
+    def _look(self) -> None:
+        """Raise what went wrong where decoding is done, on the caller's thread."""
+        try:
+            self._decoding.check()
+        except LinkClosed as error:
+            assert self._company is not None
+            raise self._company.broken(error) from error
 
 
 def load_runtime(config: ModelConfig) -> Runtime:
@@ -243,20 +267,24 @@ def load_runtime(config: ModelConfig) -> Runtime:
         ConfigError: unknown model, a device that is not there, or a ring that cannot be built.
     """
     device = loading.pick_device(config.device)
+    decoder = loading.load_decoder(config, device) if config.decode_rank == 0 else None
     company: Company | None = None
     runs: tuple[loading.Run, ...]
-    if config.stages == 1:
-        check_world(1)
+    if config.ranks == 1:
+        check_world(1, 1)
         model = loading.load_model(config, device)
         runs, rooms = ((0, model.blocks),), [loading.own_room(config, device)]
     else:
         member = loading.join(config)
         model, runs = loading.load_share(
-            config, member, device, lambda blocks: loading.load_model(config, device, blocks)
+            config, member, device, lambda blocks: loading.load_model(config, device, blocks), decoder
         )
         member.tell_room(loading.own_room(config, device))
-        company = Company(member, ranks.head_ring(model, ranks.Place(0, config.stages), device), config.hang_s)
-        rooms = member.hear_rooms()
+        ring = ranks.head_ring(model, ranks.Place(0, config.stages), device)
+        links = ranks.decode_links(model.spec, 0, config.decode_rank, device) if decoder is None else None
+        company = Company(member, ring, config.hang_s, links)
+        rooms = member.hear_rooms(config.stages)
+    model = replace(model, decoder=decoder)
     counts = [last - first for first, last in runs]
     budget = Budget(read_facts(config.name), rooms, counts, model.denoiser.dtype.itemsize)
     runtime = Runtime(model, device, config.steps, config.kv_context, company, budget)

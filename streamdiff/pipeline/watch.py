@@ -13,12 +13,13 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 from streamdiff import clock
 from streamdiff.pipeline.group import Member
-from streamdiff.pipeline.worker import Worker
+from streamdiff.pipeline.work import Work
 
 BEAT_S = 0.5
 _FAULT = "fault"
@@ -40,12 +41,23 @@ class Beat:
     ended: bool = False
 
 
+class Busy(Protocol):
+    """A loop of a rank: `pipeline.worker.Worker`, or `pipeline.decoding.DecodeWorker`."""
+
+    now: Work | None
+    done: int
+    busy_s: float
+
+    def where(self) -> str: ...
+
+
 class Watch:
     """One rank's. `on_fault` is called from its thread, once, with the fault; `hang_s` is how long a forward may take,
     and how long a rank may be silent."""
 
-    def __init__(self, member: Member, worker: Worker, on_fault: Callable[[str], None], hang_s: float) -> None:
-        self._member, self._worker, self._on_fault, self._hang_s = member, worker, on_fault, hang_s
+    def __init__(self, member: Member, workers: Sequence[Busy], on_fault: Callable[[str], None], hang_s: float) -> None:
+        """`workers` are the loops of this rank."""
+        self._member, self._workers, self._on_fault, self._hang_s = member, workers, on_fault, hang_s
         self._ended = threading.Event()
         self._number = 0
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -76,6 +88,10 @@ class Watch:
         first: bytes = self._member.store.get(_FAULT)
         return first.decode()
 
+    def where(self) -> str:
+        """What this rank is at, for messages."""
+        return ", ".join(worker.where() for worker in self._workers)
+
     def beat_of(self, rank: int) -> Beat | None:
         """The last beat of a rank, or None before its first."""
         key = f"beat/{rank}"
@@ -86,27 +102,27 @@ class Watch:
     def await_ends(self, limit_s: float) -> None:
         """Wait until all ranks have said that they ended, at most so long: they need the store until then."""
         end_s = clock.monotonic_s() + limit_s
-        for rank in range(self._member.stages):
+        for rank in range(self._member.ranks):
             while ((beat := self.beat_of(rank)) is None or not beat.ended) and clock.monotonic_s() < end_s:
                 threading.Event().wait(BEAT_S / 10)
 
     def _beat(self, ended: bool = False) -> None:
-        worker, self._number = self._worker, self._number + 1
-        beat = Beat(
-            self._number, _HOST, os.getpid(), clock.monotonic_s(), worker.done, worker.busy_s, worker.where(), ended
-        )
+        self._number += 1
+        done, busy_s = sum(worker.done for worker in self._workers), sum(worker.busy_s for worker in self._workers)
+        beat = Beat(self._number, _HOST, os.getpid(), clock.monotonic_s(), done, busy_s, self.where(), ended)
         self._member.store.set(f"beat/{self._member.rank}", json.dumps(asdict(beat)))
 
     def _run(self) -> None:
-        own = _Stillness(self._hang_s)
+        own = [(worker, _Stillness(self._hang_s)) for worker in self._workers]
         other = _Stillness(self._hang_s)
         parent = os.getppid()
-        after = (self._member.rank + 1) % self._member.stages
+        after = (self._member.rank + 1) % self._member.ranks
         try:
             while not self._ended.wait(BEAT_S):
                 self._beat()
-                if own.lasts((self._worker.done, self._worker.now is None), self._worker.now is not None):
-                    self.report(f"rank {self._member.rank} hangs: {self._hang_s:g} s {self._worker.where()}")
+                for worker, still in own:
+                    if still.lasts((worker.done, worker.now is None), worker.now is not None):
+                        self.report(f"rank {self._member.rank} hangs: {self._hang_s:g} s {worker.where()}")
                 beat = self.beat_of(after)
                 if beat is not None and other.lasts(beat.number, not beat.ended):
                     self.report(f"rank {after} hangs: silent for {self._hang_s:g} s {beat.where}")

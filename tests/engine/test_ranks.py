@@ -86,8 +86,8 @@ async def test_ranks_stream_and_end_together(folder: Path) -> None:
         ("raise", 1, r"rank 1 failed at session 0, chunk 3, step \d: ArithmeticError: the test's own fault"),
         ("kill", 2, r"rank 2 is gone .*rank \d noticed it after session 0, chunk \d, step \d"),
         ("kill", 3, r"rank 3 is gone .*rank \d noticed it after session 0, chunk \d, step \d"),
-        ("hang", 2, r"rank 2 hangs: 2 s at session 0, chunk 3, step \d"),
-        ("stop", 3, r"rank 3 hangs: silent for 2 s (at|after) session 0, chunk \d, step \d"),
+        ("hang", 2, r"rank 2 hangs: 6 s at session 0, chunk 3, step \d"),
+        ("stop", 3, r"rank 3 hangs: silent for 6 s (at|after) session 0, chunk \d, step \d"),
     ],
     ids=["raise", "kill", "kill-last", "hang", "stop"],
 )
@@ -96,7 +96,7 @@ async def test_a_rank_that_fails_is_named(
 ) -> None:
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("FAULT_RANK", str(rank))
-    async with ring(folder, "tests.engine.faulty", hang_s=2.0) as (client, _):
+    async with ring(folder, "tests.engine.faulty", hang_s=6.0 if fault in ("hang", "stop") else 60.0) as (client, _):
         reason = await watch(client, 1000)
     assert re.search(words, reason), reason
     assert "session 'one' at chunk" in reason, "the session's own name too"

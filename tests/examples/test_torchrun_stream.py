@@ -69,9 +69,17 @@ def test_four_ranks_make_the_very_frames_of_one(tmp_path: Path, plain: list[np.n
     said, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, said
     assert re.search(rf"{FRAMES} frames, [\d.]+ frames per second; first frame after [\d.]+ s", said)
-    shares = [int(share) for share in re.findall(r"rank \d: +(\d+)% of the time in its blocks", said)]
+    shares = [int(share) for share in re.findall(r"rank \d: +(\d+)% of the time at work", said)]
     assert len(shares) == 4
     assert all(0 < share <= 100 for share in shares)
+    assert same(pictures(tmp_path / "out"), plain)
+
+
+@pytest.mark.parametrize("place", ["last", "own-rank"])
+def test_another_rank_decodes(tmp_path: Path, plain: list[np.ndarray], nothing_left: None, place: str) -> None:
+    process = start("--nproc-per-node", "2", str(EXAMPLE), *ARGUMENTS, "--decode", place, cwd=tmp_path)
+    said, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, said
     assert same(pictures(tmp_path / "out"), plain)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import torch.distributed as dist
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline import balance
 from streamdiff.pipeline.balance import Measured, measure, share_out
 from streamdiff.pipeline.group import Member
 from tests.small import CPU, small_model
@@ -33,10 +33,12 @@ def test_equal_ranks_share_evenly() -> None:
 def test_a_head_that_decodes_gets_fewer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk takes five forwards with `clean`, so a fifth of its decode counts."""
     busy = [Measured(0.1, decode_s=1.0), Measured(0.11, head_s=0.01)]
-    monkeypatch.setattr(balance, "decode_place", lambda stages: "head")
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     assert agree(ModelConfig(stages=2), [*busy]) == {((0, 1), (1, 4))}
-    monkeypatch.setattr(balance, "decode_place", lambda stages: "own-stream")
-    assert agree(ModelConfig(stages=2), [*busy]) == {((0, 2), (2, 4))}
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert agree(ModelConfig(stages=2), [*busy]) == {((0, 2), (2, 4))}, "a core is left for decoding"
+    assert agree(ModelConfig(stages=2, decode="last"), [*busy]) == {((0, 3), (3, 4))}
+    assert agree(ModelConfig(stages=2, decode="own-rank"), [*busy]) == {((0, 2), (2, 4))}
 
 
 def test_a_disturbed_rank_does_not_count() -> None:
@@ -57,6 +59,7 @@ def test_a_profile_is_used_instead(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
 def test_measuring_takes_what_each_rank_does(kv_context: str) -> None:
     model = small_model()
-    head, last = (measure(model.part(*run), CPU, (rank, 2), kv_context) for rank, run in enumerate([(0, 1), (1, 2)]))
+    head = measure(model.part(0, 1), model.decoder, CPU, (0, 2), kv_context)
+    last = measure(model.part(1, 2), None, CPU, (1, 2), kv_context)
     assert min(head.block_s, head.embed_s, head.decode_s, last.block_s, last.head_s) > 0
     assert (head.head_s, last.embed_s, last.decode_s) == (0, 0, 0)

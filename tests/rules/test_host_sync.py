@@ -22,7 +22,9 @@ COLD = {
 ALLOWED = {
     "streamdiff.models.tiny.model:save": "writes files",
     "streamdiff.pipeline.links_gloo:receive": "a record in host memory, where gloo put it",
-    "streamdiff.pipeline.runtime:_decode": "the decoding thread: here, and only here, pictures leave the device",
+    "streamdiff.pipeline.decoding:decode_chunk": "on a decoding thread: here, and only here, pictures leave the device",
+    "streamdiff.pipeline.decoding:_decode": "pictures in host memory",
+    "streamdiff.pipeline.decoding:_receive": "pictures in host memory, where gloo put them",
 }
 
 

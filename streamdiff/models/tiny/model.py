@@ -56,8 +56,15 @@ class TinyDecoder:
         return self.autoencoder.decode(latents.transpose(1, 2) * self.std + self.mean, memory)
 
 
-def load(folder: Path, device: torch.device, name: str = "tiny", blocks: tuple[int, int] | None = None) -> Model:
-    """Load the model under `folder` in float32; of the transformer only `blocks` (first, last exclusive) if given.
+def load(
+    folder: Path,
+    device: torch.device,
+    name: str = "tiny",
+    blocks: tuple[int, int] | None = None,
+    decodes: bool = True,
+) -> Model:
+    """Load the model under `folder` in float32; of the transformer only `blocks` (first, last exclusive) if given, and
+    no decoder unless this rank `decodes`.
 
     Raises:
         ConfigError: the folder or one of its parts is missing, or the weights do not fit the configuration.
@@ -65,7 +72,8 @@ def load(folder: Path, device: torch.device, name: str = "tiny", blocks: tuple[i
     trunk = load_trunk(folder, device, name, blocks)
     text = TinyText.load(folder)
     torch.nn.Module.to(text.encoder, device)
-    return Model(trunk.spec, trunk.denoiser, text, load_autoencoder(folder, device)[1])
+    decoder = load_autoencoder(folder, device)[1] if decodes else None
+    return Model(trunk.spec, trunk.denoiser, text, decoder)
 
 
 def load_trunk(folder: Path, device: torch.device, name: str = "tiny", blocks: tuple[int, int] | None = None) -> Trunk:
@@ -74,6 +82,16 @@ def load_trunk(folder: Path, device: torch.device, name: str = "tiny", blocks: t
     Raises:
         ConfigError: as `load`.
     """
+    spec = read_spec(folder, name)
+    return Trunk(spec, WanDenoiser(load_blocks(folder / "transformer", device, blocks)))
+
+
+def read_spec(folder: Path, name: str = "tiny") -> ModelSpec:
+    """The facts of the model under `folder`, without any weights.
+
+    Raises:
+        ConfigError: the folder or one of its parts is missing.
+    """
     for part in PARTS:
         if not (folder / part).exists():
             raise ConfigError(
@@ -81,10 +99,9 @@ def load_trunk(folder: Path, device: torch.device, name: str = "tiny", blocks: t
                 "text_encoder, tokenizer and vae. Use the embedded model with `--model tiny`, or train one with "
                 "`python -m streamdiff.models.tiny.train`"
             )
-    transformer = load_blocks(folder / "transformer", device, blocks)
     autoencoder = _autoencoder_config(_read(folder / "vae" / "config.json"))
     index = _read(folder / "model_index.json")["stream"]
-    spec = ModelSpec(
+    return ModelSpec(
         name=name,
         latent_channels=autoencoder.latent_channels,
         frames_per_latent=autoencoder.temporal,
@@ -94,7 +111,6 @@ def load_trunk(folder: Path, device: torch.device, name: str = "tiny", blocks: t
         text_shape=(TEXT_TOKENS, _read(folder / "transformer" / "config.json")["text_dim"]),
         **index,
     )
-    return Trunk(spec, WanDenoiser(transformer))
 
 
 def load_autoencoder(folder: Path, device: torch.device) -> tuple[TAEHV, TinyDecoder]:

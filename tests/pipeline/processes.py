@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class RankFailed(Exception):
-    """A rank ended with an error, or did not end in time; the message has what it wrote to stderr."""
+    """A rank ended with an error, or did not end in time; the message has what it and the others wrote to stderr."""
 
 
 def free_port() -> int:
@@ -56,10 +56,10 @@ def run_ranks(module: str, arguments: Sequence[str], stages: int, limit_s: float
         finally:  # before the pool waits for its threads, which listen to these
             for process in ranks:
                 process.kill()
-    failed = [error for each in ended if (error := each.exception()) is not None]
-    if failed:
-        raise failed[0]
-    if late:
-        numbers = [str(rank) for rank, each in enumerate(heard) if each in late]
-        raise RankFailed(f"rank {', '.join(numbers)} of {module} did not end within {limit_s:g} s")
+    failed = [each for each in ended if each.exception() is not None]
+    if failed or late:
+        numbers = ", ".join(str(rank) for rank, each in enumerate(heard) if each in late)
+        headline = [] if failed else [f"rank {numbers} of {module} did not end within {limit_s:g} s"]
+        others = [each for each in heard if each not in failed and each.exception() is not None]  # ended by us
+        raise RankFailed("\n".join([*headline, *(str(each.exception()) for each in [*failed, *others])]))
     return [each.result() for each in heard]

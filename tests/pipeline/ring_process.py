@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
 from streamdiff.models.base import Model
+from streamdiff.pipeline import ranks
 from streamdiff.pipeline.plan import split_evenly
 from streamdiff.pipeline.ranks import Place, follower, head_ring
-from tests.pipeline.playing import CHUNKS_LONG, THREE, play
+from tests.pipeline.playing import CHUNKS, CHUNKS_LONG, THREE, play
+from tests.pipeline.rough_links import BROKEN, LINKS
 from tests.small import CPU, small_model
 
+LEAVE_S = 60.0  # on a busy machine
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -30,10 +34,23 @@ def model_of(dtype: str) -> Model:
     return model
 
 
-def parse(case: str) -> tuple[str, int, list[int]]:
-    """`float32/1/0,2`: data type, rows per forward, sessions."""
-    dtype, max_rows, names = case.split("/")
-    return dtype, int(max_rows), [int(name) for name in names.split(",")]
+class Case(NamedTuple):
+    """What a ring is to make; `links` is a name in `LINKS`."""
+
+    dtype: str
+    max_rows: int
+    names: list[int]
+    links: str
+
+    @classmethod
+    def of(cls, text: str) -> Case:
+        """From `float32/1/0,2` or `float32/1/0,2/rough`: data type, rows per forward, sessions, links."""
+        dtype, max_rows, names, links = [*text.split("/"), "plain"][:4]
+        return cls(dtype, int(max_rows), [int(name) for name in names.split(",")], links)
+
+    @property
+    def chunks(self) -> int:
+        return CHUNKS if self.links in BROKEN else CHUNKS_LONG
 
 
 def main(rank: int, stages: int, port: int, out: str, cases: list[str]) -> None:
@@ -41,17 +58,18 @@ def main(rank: int, stages: int, port: int, out: str, cases: list[str]) -> None:
     store = dist.TCPStore("127.0.0.1", port, stages, rank == 0, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=stages, timeout=timedelta(days=3650))
     results = {}
-    for number, case in enumerate(cases):
-        dtype, max_rows, names = parse(case)
-        model = model_of(dtype)
+    for number, text in enumerate(cases):
+        case = Case.of(text)
+        ranks.GlooOutbox, ranks.GlooInbox = LINKS[case.links]  # type: ignore[misc]
+        model = model_of(case.dtype)
         place = Place(rank, stages, number)
         part = model.part(*split_evenly(model.blocks, stages)[rank])
         if rank:
-            follower(part, place, CPU, max_rows).run()
+            follower(part, place, CPU, case.max_rows).run()
             continue
-        ring = head_ring(part, place, CPU, max_rows)
-        results[case] = play(ring, model, {name: THREE[name] for name in names}, CHUNKS_LONG)
-        ring.stop()
+        ring = head_ring(part, place, CPU, case.max_rows)
+        results[text] = play(ring, model, {name: THREE[name] for name in case.names}, case.chunks)
+        ring.stop(LEAVE_S)
     if rank == 0:
         torch.save(results, out)
 

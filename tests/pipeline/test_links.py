@@ -17,7 +17,7 @@ from tests.pipeline.playing import THREE, play, same
 from tests.pipeline.processes import run_ranks
 from tests.small import CPU, small_model
 
-LIMIT_S = 240.0
+LIMIT_S = 900.0
 MODEL = small_model(1, layers=4, sink=2)
 
 

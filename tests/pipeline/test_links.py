@@ -54,14 +54,14 @@ def test_local(scenario: str) -> None:
     assert not errors
 
 
-@pytest.fixture(scope="module")
-def gloo() -> str:
+@pytest.fixture(scope="module", params=["gloo", "lanes", "lanes-ahead"])
+def said(request: pytest.FixtureRequest) -> str:
     """All scenarios between two processes; what the receiver says."""
     port = str(free_port())
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     both = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.pipeline.link_scenarios", str(rank), port],
+            [sys.executable, "-m", "tests.pipeline.link_scenarios", request.param, str(rank), port],
             cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for rank in (0, 1)
@@ -75,8 +75,8 @@ def gloo() -> str:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_gloo(scenario: str, gloo: str) -> None:
-    assert f"{scenario} passed" in gloo, gloo
+def test_processes(scenario: str, said: str) -> None:
+    assert f"{scenario} passed" in said, said
 
 
 def test_a_sender_waits_while_both_slots_are_full() -> None:

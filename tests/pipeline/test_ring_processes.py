@@ -21,7 +21,12 @@ LIMIT_S = 400.0
 ALONE = [f"{dtype}/1/{name}" for dtype in ("float32", "bfloat16") for name in THREE]
 TOGETHER = ["float32/1/0,1,2", "bfloat16/1/0,1,2"]
 SEVERAL_ROWS = ["float32/4/1", "float32/4/0,1,2"]
-CASES = {2: [*TOGETHER, "float32/1/1"], 3: [*TOGETHER, "float32/1/1"], 4: [*ALONE, *TOGETHER, *SEVERAL_ROWS]}
+LANES = "float32/1/0,1,2/lanes"
+CASES = {
+    2: [*TOGETHER, "float32/1/1", LANES],
+    3: [*TOGETHER, "float32/1/1", LANES],
+    4: [*ALONE, *TOGETHER, *SEVERAL_ROWS],
+}
 Latents = dict[int, list[torch.Tensor]]
 
 

@@ -42,6 +42,7 @@ class ModelConfig(_Section):
     kv_context: KVContext = Field("clean", description="what a chunk sees of earlier chunks (DESIGN: KV context)")
     stages: int = Field(1, ge=1, le=64, description="ranks over which the transformer's blocks are split")
     decode: Literal["head", "last", "own-rank"] = Field("head", description="which rank of a ring decodes")
+    link: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl between GPUs, else gloo")
     hang_s: float = Field(60.0, ge=1, description="a rank that is silent or busy with one forward for so long hangs")
     profile: str | None = Field(None, description="measured times to split the blocks by; default: measure at start")
     memory_gb: float | None = Field(None, gt=0, description="for sessions' caches, per rank; default: what is free")

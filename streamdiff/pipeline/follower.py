@@ -18,6 +18,7 @@ from streamdiff.pipeline import loading, ranks
 from streamdiff.pipeline.decoding import DecodeWorker
 from streamdiff.pipeline.group import Member
 from streamdiff.pipeline.links import LinkClosed
+from streamdiff.pipeline.links_nccl import edge_groups
 from streamdiff.pipeline.watch import Watch
 from streamdiff.pipeline.worker import Worker
 
@@ -34,6 +35,7 @@ def follow(config: ModelConfig) -> None:
     """
     member = loading.join(config)
     device = loading.pick_device(config.device)
+    link = ranks.link_of(config, device)
     decoder = loading.load_decoder(config, device) if member.rank == config.decode_rank else None
     workers: list[Worker | DecodeWorker] = []
     if member.rank < config.stages:
@@ -41,7 +43,9 @@ def follow(config: ModelConfig) -> None:
             config, member, device, lambda blocks: loading.load_trunk(config, device, blocks), decoder
         )
         member.tell_room(loading.own_room(config, device))
-        workers.append(ranks.follower(trunk, ranks.Place(member.rank, config.stages), device))
+        workers.append(ranks.follower(trunk, ranks.Place(member.rank, config.stages), device, link=link))
+    elif link == "nccl":
+        edge_groups(config.stages, device)  # all ranks make them together, also who has none
     if decoder is not None:
         outbox, inbox = ranks.decode_links(loading.read_spec(config), member.rank, config.decode_rank, device)
         workers.append(DecodeWorker(decoder, inbox, outbox))

@@ -76,6 +76,11 @@ class GlooOutbox:
     def ready(self) -> bool:
         return self._closed or not self._free.empty()
 
+    @property
+    def broken(self) -> bool:
+        """Whether the other end is known to be gone."""
+        return self._slots.error is not None
+
     def send(self, work: Work) -> None:
         slot = None if self._closed else self._free.get()
         if slot is None:

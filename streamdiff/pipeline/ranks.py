@@ -5,19 +5,26 @@ Edge i leads from stage i to stage i + 1, the last one back to the head. All ran
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from streamdiff.config import ModelConfig
+from streamdiff.errors import ConfigError
 from streamdiff.models.base import Model, ModelSpec, Trunk
 from streamdiff.pipeline.decoding import latents_wire, pictures_wire
+from streamdiff.pipeline.links import Inbox, Outbox
 from streamdiff.pipeline.links_gloo import GlooInbox, GlooOutbox
+from streamdiff.pipeline.links_nccl import NcclInbox, NcclOutbox, edge_groups, warm_up
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.stage import Stage
 from streamdiff.pipeline.work import Wire
 from streamdiff.pipeline.worker import LinkSource, Worker
 
+Link = Literal["gloo", "nccl"]
 _LATENTS_TAG, _PICTURES_TAG = 1_000_001, 1_000_002  # beyond those of any ring's edges
 
 
@@ -42,31 +49,90 @@ class Place:
 
 
 def connect(
-    trunk: Trunk, place: Place, device: torch.device, max_rows: int, group: dist.ProcessGroup | None = None
-) -> tuple[GlooOutbox, GlooInbox]:
-    """This rank's ends of its two edges. Needs an initialised group."""
+    trunk: Trunk,
+    place: Place,
+    device: torch.device,
+    max_rows: int,
+    group: dist.ProcessGroup | None = None,
+    link: Link = "gloo",
+) -> tuple[Outbox, Inbox]:
+    """This rank's ends of its two edges. `group` is one of gloo, the default one when it is None. With `nccl` all ranks
+    of the default group have to call this, and it returns when the neighbours have."""
 
     def wire(edge: int) -> Wire:
         back = edge == place.stages - 1
         return Wire.back_to_head(trunk, max_rows) if back else Wire.between_stages(trunk, max_rows)
 
+    if link == "nccl":
+        return _connect_nccl(place, device, wire(place.edge_out), wire(place.edge_in), group)
     after, before = (place.rank + 1) % place.stages, (place.rank - 1) % place.stages
     outbox = GlooOutbox(wire(place.edge_out), after, place.tag(place.edge_out), group)
     inbox = GlooInbox(wire(place.edge_in), before, place.tag(place.edge_in), device, group)
     return outbox, inbox
 
 
-def head_ring(model: Model, place: Place, device: torch.device, max_rows: int = 1) -> Ring:
+def _connect_nccl(
+    place: Place, device: torch.device, wire_out: Wire, wire_in: Wire, records: dist.ProcessGroup | None
+) -> tuple[NcclOutbox, NcclInbox]:
+    """Communicators of all edges, this rank's ends, and a message each way before anything depends on one."""
+    groups = edge_groups(place.stages, device)
+    out, into = groups[place.edge_out], groups[place.edge_in]
+    assert out is not None and into is not None
+    after, before = (place.rank + 1) % place.stages, (place.rank - 1) % place.stages
+    outbox = NcclOutbox(wire_out, after, place.tag(place.edge_out), device, out, records)
+    inbox = NcclInbox(wire_in, before, place.tag(place.edge_in), device, into, records)
+    warm_up(outbox, inbox)
+    return outbox, inbox
+
+
+def link_of(config: ModelConfig, device: torch.device) -> Link:
+    """The link of a configuration; the same on all ranks of machines that are alike.
+
+    Raises:
+        ConfigError: as `pick_link`.
+    """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    shared = device.type == "cuda" and here > torch.cuda.device_count()
+    return pick_link(config.link, device, shared)
+
+
+def pick_link(wanted: str, device: torch.device, shared_device: bool = False) -> Link:
+    """The kind of link for `wanted` (`auto`, `gloo` or `nccl`) between ranks on devices like `device`.
+
+    `auto` is NCCL between CUDA devices where torch has it, unless ranks share a device (`shared_device`), which NCCL
+    refuses before 2.30; else gloo.
+
+    Raises:
+        ConfigError: NCCL is asked for and cannot be, or `wanted` is something else.
+    """
+    if wanted not in ("auto", "gloo", "nccl"):
+        raise ConfigError(f"the link is {wanted!r}; it can be `auto`, `gloo` or `nccl`")
+    if wanted == "nccl" and device.type != "cuda":
+        raise ConfigError(
+            f"the link is nccl, but the device is {device.type}: NCCL moves data between CUDA devices only; "
+            "use `auto` or `gloo`, or a CUDA device"
+        )
+    if wanted == "nccl" and not dist.is_nccl_available():
+        raise ConfigError(
+            "the link is nccl, but this build of torch has no NCCL; use `auto` or `gloo`, or install torch for CUDA on "
+            "Linux"
+        )
+    if wanted == "auto":
+        return "nccl" if device.type == "cuda" and dist.is_nccl_available() and not shared_device else "gloo"
+    return "nccl" if wanted == "nccl" else "gloo"
+
+
+def head_ring(model: Model, place: Place, device: torch.device, max_rows: int = 1, link: Link = "gloo") -> Ring:
     """The ring, for rank 0. `model` has the blocks of rank 0 only."""
     if place.stages == 1:
         return Ring(model, device, max_rows)
-    links = connect(model, place, device, max_rows)
+    links = connect(model, place, device, max_rows, link=link)
     return Ring(model, device, max_rows, stage=Stage(model, device, place.rank, place.stages), links=links)
 
 
-def follower(trunk: Trunk, place: Place, device: torch.device, max_rows: int = 1) -> Worker:
+def follower(trunk: Trunk, place: Place, device: torch.device, max_rows: int = 1, link: Link = "gloo") -> Worker:
     """The loop of any other rank. `trunk` has this rank's blocks only."""
-    outbox, inbox = connect(trunk, place, device, max_rows)
+    outbox, inbox = connect(trunk, place, device, max_rows, link=link)
     return Worker(LinkSource(inbox), Stage(trunk, device, place.rank, place.stages), outbox)
 
 

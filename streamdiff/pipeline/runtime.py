@@ -280,7 +280,8 @@ def load_runtime(config: ModelConfig) -> Runtime:
             config, member, device, lambda blocks: loading.load_model(config, device, blocks), decoder
         )
         member.tell_room(loading.own_room(config, device))
-        ring = ranks.head_ring(model, ranks.Place(0, config.stages), device)
+        link = ranks.link_of(config, device)
+        ring = ranks.head_ring(model, ranks.Place(0, config.stages), device, link=link)
         links = ranks.decode_links(model.spec, 0, config.decode_rank, device) if decoder is None else None
         company = Company(member, ring, config.hang_s, links)
         rooms = member.hear_rooms(config.stages)

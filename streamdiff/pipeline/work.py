@@ -7,7 +7,7 @@ what the record says, in the order it comes; they never decide from a clock of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import prod
 
@@ -97,6 +97,11 @@ class Wire:
         return cls(max_rows, ((model.spec.chunk_shape, model.denoiser.dtype),), None)
 
     @property
+    def bare(self) -> Wire:
+        """The same records without tensors."""
+        return Wire(self.max_rows, (), None)
+
+    @property
     def record_length(self) -> int:
         """Integers of a record: the kind, then the rows or the control."""
         return 1 + max(record_length(self.max_rows), 6)
@@ -120,9 +125,12 @@ class Wire:
         kind = Kind(record[0])
         if kind is Kind.ROWS:
             sequence, rows = unpack(record[1 : 1 + record_length(self.max_rows)], self.max_rows)
-            return sequence, Work(kind, tuple(rows), None, tuple(self._views(buffer, kind, len(rows))))
-        control = Control.of(record[2:7])
-        return record[1], Work(kind, (), control, tuple(self._views(buffer, kind, 0)))
+            return sequence, self.attach(Work(kind, tuple(rows)), buffer)
+        return record[1], self.attach(Work(kind, (), Control.of(record[2:7])), buffer)
+
+    def attach(self, work: Work, buffer: Tensor) -> Work:
+        """`work` with tensors that are views of `buffer` `[nbytes]` uint8."""
+        return replace(work, tensors=tuple(self._views(buffer, work.kind, len(work.rows))))
 
     def write(self, work: Work, buffer: Tensor) -> None:
         """Copy the tensors of `work` into `buffer` `[nbytes]` uint8. Mutates: buffer."""

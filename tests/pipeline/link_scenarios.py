@@ -1,12 +1,14 @@
 """What both ends of a link do in a scenario of the contract; played by two threads or by two processes.
 
-As a program (`python -m tests.pipeline.link_scenarios RANK 2 PORT`) it plays one end of gloo links, one per scenario.
+As a program (`python -m tests.pipeline.link_scenarios RANK 2 PORT KIND`) it plays one end of links between two
+processes, one per scenario. KIND is `gloo`; or `lanes` or `lanes-ahead`, the NCCL link with gloo in NCCL's place.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 
 from streamdiff.pipeline.links import Inbox, LinkClosed, Outbox
 from streamdiff.pipeline.links_gloo import GlooInbox, GlooOutbox
+from streamdiff.pipeline.links_nccl import NcclInbox, NcclOutbox, edge_groups, warm_up
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.work import Control, Kind, Wire, Work
 from tests.small import CPU
@@ -42,7 +45,7 @@ def check(got: Work | None, number: int, wire: Wire = SMALL) -> None:
     assert (got.kind, got.rows, got.control) == (expected.kind, expected.rows, expected.control), number
     assert len(got.tensors) == len(expected.tensors)
     for one, other in zip(got.tensors, expected.tensors, strict=True):
-        assert torch.equal(one, other), f"tensors of work {number}"
+        assert torch.equal(one.cpu(), other), f"tensors of work {number}"
 
 
 def send_in_order(outbox: Outbox, count: int = 60, wire: Wire = SMALL) -> None:
@@ -78,13 +81,14 @@ def receive_large(inbox: Inbox) -> None:
 
 
 def send_three_and_close(outbox: Outbox) -> None:
-    send_in_order(outbox, 3)
+    """Large ones, and then the sender may be gone at once: what was sent still arrives."""
+    send_in_order(outbox, 3, LARGE)
     outbox.close()
 
 
 def receive_three_and_the_end(inbox: Inbox) -> None:
     for number in range(3):
-        check(inbox.receive(60.0), number)
+        check(inbox.receive(60.0), number, LARGE)
     try:
         inbox.receive(60.0)
     except LinkClosed:
@@ -105,27 +109,68 @@ SCENARIOS: dict[str, tuple[Wire, Callable[[Outbox], None], Callable[[Inbox], Non
     "held": (SMALL, send_in_order, receive_and_hold),
     "large": (LARGE, send_large, receive_large),
     "wait": (SMALL, send_in_order, receive_none_then_some),
-    "close": (SMALL, send_three_and_close, receive_three_and_the_end),
+    "close": (LARGE, send_three_and_close, receive_three_and_the_end),
 }
 
 
-def main(rank: int, port: int) -> None:
-    """Play all scenarios over gloo; rank 0 receives. Each link is closed in order after its scenario."""
+class HostStreams:
+    """Of a device that has done everything when a call returns: who waits for a transfer waits on the host."""
+
+    def current(self) -> None:
+        pass
+
+    def new(self) -> None:
+        pass
+
+    def event(self) -> Done:
+        return Done()
+
+    def use(self, stream: None) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class Done:
+    """An event of such a device."""
+
+    def record(self, stream: None) -> None:
+        pass
+
+    def wait(self, stream: None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+def ends(kind: str, rank: int, tag: int, wire: Wire) -> tuple[Outbox, Inbox]:
+    """The sending end to the other of two ranks and the receiving end from it. Called by both together."""
+    if kind == "gloo":
+        return GlooOutbox(wire, 1 - rank, 2 * tag + rank), GlooInbox(wire, 1 - rank, 2 * tag + 1 - rank, CPU)
+    groups, streams = edge_groups(2, CPU, backend="gloo"), HostStreams()
+    out, into = groups[rank], groups[1 - rank]
+    assert out is not None and into is not None and out is not into
+    outbox = NcclOutbox(wire, 1 - rank, 2 * tag + rank, CPU, out, streams=streams)
+    inbox = NcclInbox(wire, 1 - rank, 2 * tag + 1 - rank, CPU, into, streams=streams, ahead=kind == "lanes-ahead")
+    warm_up(outbox, inbox)
+    return outbox, inbox
+
+
+def main(rank: int, port: int, kind: str) -> None:
+    """Play all scenarios; rank 0 receives. Each link is closed in order after its scenario."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(days=3650))
     for tag, (name, (wire, send, receive)) in enumerate(SCENARIOS.items()):
+        outbox, inbox = ends(kind, rank, tag, wire)
         if rank == 0:
-            inbox = GlooInbox(wire, 1, tag, CPU)
             receive(inbox)
-            inbox.close(LEAVE_S)
             print(f"{name} passed", flush=True)
         else:
-            outbox = GlooOutbox(wire, 0, tag)
             send(outbox)
-            outbox.close()
-            outbox.flush(LEAVE_S)
+        outbox.close()
+        inbox.close(LEAVE_S)
+        outbox.flush(LEAVE_S)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[3]), sys.argv[4])

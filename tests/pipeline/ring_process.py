@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,11 +15,12 @@ import torch.distributed as dist
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
 from streamdiff.models.base import Model
-from streamdiff.pipeline import ranks
+from streamdiff.pipeline import links_nccl, ranks
 from streamdiff.pipeline.plan import split_evenly
 from streamdiff.pipeline.ranks import Place, follower, head_ring
+from tests.pipeline.link_scenarios import HostStreams
 from tests.pipeline.playing import CHUNKS, CHUNKS_LONG, THREE, play
-from tests.pipeline.rough_links import BROKEN, LINKS
+from tests.pipeline.rough_links import BROKEN, LANES, LINKS
 from tests.small import CPU, small_model
 
 LEAVE_S = 60.0  # on a busy machine
@@ -55,6 +57,8 @@ class Case(NamedTuple):
 
 def main(rank: int, stages: int, port: int, out: str, cases: list[str]) -> None:
     torch.set_num_threads(1)
+    ranks.edge_groups = partial(links_nccl.edge_groups, backend="gloo")
+    links_nccl.CudaStreams = lambda device: HostStreams()  # type: ignore[misc, assignment]
     store = dist.TCPStore("127.0.0.1", port, stages, rank == 0, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=stages, timeout=timedelta(days=3650))
     results = {}
@@ -63,11 +67,12 @@ def main(rank: int, stages: int, port: int, out: str, cases: list[str]) -> None:
         ranks.GlooOutbox, ranks.GlooInbox = LINKS[case.links]  # type: ignore[misc]
         model = model_of(case.dtype)
         place = Place(rank, stages, number)
+        link: ranks.Link = "nccl" if case.links == LANES else "gloo"
         part = model.part(*split_evenly(model.blocks, stages)[rank])
         if rank:
-            follower(part, place, CPU, case.max_rows).run()
+            follower(part, place, CPU, case.max_rows, link).run()
             continue
-        ring = head_ring(part, place, CPU, case.max_rows)
+        ring = head_ring(part, place, CPU, case.max_rows, link)
         results[text] = play(ring, model, {name: THREE[name] for name in case.names}, case.chunks)
         ring.stop(LEAVE_S)
     if rank == 0:

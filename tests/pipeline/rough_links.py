@@ -95,5 +95,8 @@ LINKS: dict[str, tuple[type[GlooOutbox], type[GlooInbox]]] = {
     "rough": (RoughOutbox, RoughInbox),
     "hasty": (HastyOutbox, RoughInbox),
     "eager": (RoughOutbox, EagerInbox),
+    "lanes": (GlooOutbox, GlooInbox),
 }
+LANES = "lanes"
+"""The NCCL link, started as the product starts it, with gloo in the place of NCCL."""
 BROKEN = ("hasty", "eager")

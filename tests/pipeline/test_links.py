@@ -42,15 +42,15 @@ def test_local(scenario: str) -> None:
     assert not errors
 
 
-@pytest.fixture(scope="module")
-def gloo() -> str:
+@pytest.fixture(scope="module", params=["gloo", "lanes", "lanes-ahead"])
+def said(request: pytest.FixtureRequest) -> str:
     """All scenarios between two processes; what the receiver says."""
-    return run_ranks("tests.pipeline.link_scenarios", [], 2, LIMIT_S)[0]
+    return run_ranks("tests.pipeline.link_scenarios", [request.param], 2, LIMIT_S)[0]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_gloo(scenario: str, gloo: str) -> None:
-    assert f"{scenario} passed" in gloo, gloo
+def test_processes(scenario: str, said: str) -> None:
+    assert f"{scenario} passed" in said, said
 
 
 def test_a_sender_waits_while_both_slots_are_full() -> None:

@@ -11,17 +11,17 @@ from streamdiff.pipeline.ring import Ring
 from tests.pipeline.playing import CHUNKS, CHUNKS_LONG, THREE, play, same
 from tests.pipeline.processes import RankFailed, run_ranks
 from tests.pipeline.ring_process import Case, model_of
-from tests.pipeline.rough_links import BROKEN
+from tests.pipeline.rough_links import BROKEN, LANES
 from tests.small import CPU
 
 LIMIT_S = 900.0  # ends what hangs; a busy machine takes minutes
 ALONE = [f"{dtype}/1/{name}" for dtype in ("float32", "bfloat16") for name in THREE]
 TOGETHER = ["float32/1/0,1,2", "bfloat16/1/0,1,2"]
 SEVERAL_ROWS = ["float32/4/1", "float32/4/0,1,2"]
-ROUGH, EAGER, HASTY = (f"float32/1/0,1,2/{links}" for links in ("rough", "eager", "hasty"))
+ROUGH, EAGER, HASTY, OVER_LANES = (f"float32/1/0,1,2/{links}" for links in ("rough", "eager", "hasty", LANES))
 CASES = {
-    2: [*TOGETHER, "float32/1/1"],
-    3: [*TOGETHER, "float32/1/1"],
+    2: [*TOGETHER, "float32/1/1", OVER_LANES],
+    3: [*TOGETHER, "float32/1/1", OVER_LANES],
     4: [*ALONE, *TOGETHER, *SEVERAL_ROWS, ROUGH, EAGER],
 }
 Latents = dict[int, list[torch.Tensor]]

@@ -1,0 +1,127 @@
+"""The NCCL link on real GPUs: `python -m tests.gpu.nccl_ring --stages 2`.
+
+One rank per GPU where there are enough. Otherwise ranks share them, which NCCL allows from 2.30 on, as an experiment
+(`NCCL_MULTI_RANK_GPU_ENABLE`): what is measured then shows that it is right, and says nothing about speed. An older
+NCCL that torch brought along can be replaced with `LD_PRELOAD=.../libnccl.so.2`. Ranks on one GPU take turns unless an
+MPS daemon runs, and a rank that waits inside NCCL keeps its turn: slow is normal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.pipeline.processes import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED_FROM = (2, 30)
+PARTS = {"links": 2, "steady": 2, "ring": None}
+"""Programs of `nccl_rank.py` and how many ranks play them; None: as many as there are stages."""
+
+
+def loaded_nccl() -> tuple[int, int, int] | None:
+    """The version of the NCCL in this process, which LD_PRELOAD may have changed; None without NCCL."""
+    if not torch.cuda.is_available() or not dist.is_nccl_available():
+        return None
+    torch.cuda.nccl.version()  # whatever torch loads late is loaded now
+    try:
+        library = ctypes.CDLL("libnccl.so.2")
+    except OSError:  # linked into torch
+        return torch.cuda.nccl.version()[:3]
+    number = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(number))
+    return number.value // 10000, number.value // 100 % 100, number.value % 100
+
+
+def refusal(stages: int, devices: int, version: tuple[int, int, int] | None) -> str | None:
+    """Why a ring of `stages` ranks cannot run on `devices` GPUs with this NCCL; None when it can."""
+    if devices == 0:
+        return "torch sees no CUDA device"
+    if version is None:
+        return "this build of torch has no NCCL"
+    if devices < stages and version < SHARED_FROM:
+        name = ".".join(map(str, version))
+        return (
+            f"{stages} ranks on {devices} GPU need NCCL 2.30 or newer, loaded is {name}; see LD_PRELOAD in nccl_ring.py"
+        )
+    return None
+
+
+def refused(stages: int) -> str | None:
+    """Why not here."""
+    return refusal(stages, torch.cuda.device_count(), loaded_nccl())
+
+
+def environment(ranks: int, devices: int, ahead: bool) -> dict[str, str]:
+    """Of a rank. Ranks that share a GPU have to share its blocks, else NCCL hangs. With receives always pending no
+    kernel may be loaded at its first call."""
+    shared = {
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "NCCL_MAX_CTAS": str(max(1, 8 // ranks)),
+        "NCCL_NVLS_ENABLE": "0",
+    }
+    loaded = {"CUDA_MODULE_LOADING": "EAGER"} if ahead else {}
+    return {**os.environ, "OMP_NUM_THREADS": "1", **loaded, **(shared if devices < ranks else {})}
+
+
+def play(part: str, ranks: int, ahead: bool = False, limit_s: float = 500.0) -> str:
+    """Run a part on so many processes; what all of them said.
+
+    Raises:
+        RuntimeError: a rank failed, or did not end within `limit_s`; with what all ranks said.
+    """
+    arguments = [part, str(ranks), str(free_port()), *(["ahead"] if ahead else [])]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.nccl_rank", str(rank), *arguments],
+            cwd=ROOT, env=environment(ranks, torch.cuda.device_count(), ahead), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    late = False
+    said = []
+    for process in processes:
+        try:
+            said.append(process.communicate(timeout=limit_s)[0])
+        except subprocess.TimeoutExpired:
+            late = True
+            for each in processes:
+                each.kill()
+            said.append(process.communicate()[0])
+    everything = "\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(said))
+    if late:
+        raise RuntimeError(f"part {part} hangs (on a shared GPU: try fewer NCCL_MAX_CTAS, or MPS)\n{everything}")
+    if any(process.returncode for process in processes):
+        raise RuntimeError(f"part {part} failed\n{everything}")
+    return everything
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The NCCL link on real GPUs: is it right, and how long does it take?")
+    parser.add_argument("--stages", type=int, default=2, help="ranks of the ring (default: 2)")
+    parser.add_argument(
+        "--ahead", action="store_true", help="links and steady: receives wait for nothing to be announced"
+    )
+    options = parser.parse_args()
+    reason = refused(options.stages)
+    if reason:
+        print(f"skipped: {reason}")
+        return 0
+    print(
+        f"NCCL {loaded_nccl()}, torch {torch.__version__}, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    )
+    for part, ranks in PARTS.items():
+        print(f"== {part}\n{play(part, ranks or options.stages, options.ahead)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

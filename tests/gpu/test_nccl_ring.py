@@ -1,0 +1,58 @@
+"""The NCCL link where there is hardware for it; skipped with the reason where there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu.nccl_ring import play, refusal, refused
+from tests.pipeline.link_scenarios import SCENARIOS
+
+
+def skip_where_it_cannot_run(ranks: int) -> None:
+    reason = refused(ranks)
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_contract_of_links(ahead: bool) -> None:
+    skip_where_it_cannot_run(2)
+    said = play("links", 2, ahead)
+    for name in SCENARIOS:
+        assert f"{name} passed" in said
+
+
+@pytest.mark.gpu
+def test_the_host_never_waits_for_the_device() -> None:
+    skip_where_it_cannot_run(2)
+    assert "messages of 16 MiB" in play("steady", 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_ring_makes_what_one_stage_makes(stages: int) -> None:
+    skip_where_it_cannot_run(stages)
+    said = play("ring", stages)
+    for kv_context in ("clean", "staircase", "matched"):
+        assert f"{kv_context}: bit for bit" in said
+
+
+@pytest.mark.parametrize(
+    ("stages", "devices", "version", "reason"),
+    [
+        (2, 0, None, "no CUDA device"),
+        (2, 1, None, "no NCCL"),
+        (2, 1, (2, 29, 7), "2 ranks on 1 GPU need NCCL 2.30 or newer, loaded is 2.29.7"),
+        (4, 2, (2, 28, 9), "4 ranks on 2 GPU need"),
+        (2, 1, (2, 30, 3), None),
+        (2, 2, (2, 28, 9), None),
+        (4, 8, (2, 26, 2), None),
+    ],
+)
+def test_what_a_ring_over_nccl_needs(
+    stages: int, devices: int, version: tuple[int, int, int] | None, reason: str | None
+) -> None:
+    said = refusal(stages, devices, version)
+    assert (said is None) == (reason is None)
+    assert reason is None or reason in said

@@ -1,0 +1,28 @@
+"""One rank that joins a group: `python -m tests.pipeline.group_process RANK STAGES PORT FACTS-BY-RANK`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from streamdiff.errors import ConfigError
+from streamdiff.pipeline import group
+
+
+def main(rank: int, stages: int, port: int, facts: str) -> None:
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(stages), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)
+    }  # fmt: skip
+    try:
+        member = group.join(json.loads(facts)[rank])
+    except ConfigError as error:
+        print(error)
+    else:
+        print(f"rank {member.rank} of {member.ranks}")
+    sys.stdout.flush()
+    input()  # rank 0 keeps the store: nobody leaves before all have spoken
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -1,0 +1,85 @@
+"""Ranks that are not alike, or not as many as configured, are told so before anything is sent."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from streamdiff.config import ModelConfig
+from streamdiff.errors import ConfigError
+from streamdiff.pipeline import loading
+from streamdiff.pipeline.group import check_world
+from tests.pipeline.processes import ROOT, free_port
+
+
+def join(facts: list[dict[str, str]]) -> list[str]:
+    """What each rank says."""
+    command = [sys.executable, "-m", "tests.pipeline.group_process"]
+    rest = [str(len(facts)), str(free_port()), json.dumps(facts)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), *rest], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        for rank in range(len(facts))
+    ]
+    try:
+        said = []
+        for rank in ranks:
+            assert rank.stdout is not None
+            said.append(rank.stdout.readline().strip())
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    return said
+
+
+def test_ranks_that_are_alike_meet() -> None:
+    assert join([{"torch": "2.13"}] * 3) == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
+
+
+def test_a_rank_that_differs_is_named_by_all() -> None:
+    said = join([{"torch": "2.13", "model.steps": "4"}, {"torch": "2.13", "model.steps": "2"}])
+    assert said == ["rank 1 has model.steps 2, but rank 0 has 4; all ranks of a ring need the same"] * 2
+
+
+def test_weights_and_settings_are_among_the_facts(tmp_path: Path) -> None:
+    facts = loading._facts(ModelConfig())
+    assert {"streamdiff", "torch", "weights", "model.steps", "model.kv_context"} <= set(facts)
+    for path in loading.model_folder(ModelConfig()).rglob("*"):
+        if path.is_file():
+            copy = tmp_path / path.relative_to(loading.model_folder(ModelConfig()))
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(path.read_bytes())
+    assert loading._digest(tmp_path) == facts["weights"]
+    (tmp_path / "vae" / "config.json").write_text("{}")
+    assert loading._digest(tmp_path) != facts["weights"]
+
+
+@pytest.mark.parametrize(
+    ("world", "stages", "ranks", "words"),
+    [
+        (1, 4, 4, r"stages is 4, but this is one process.*serve --stages 4.*torchrun --nproc-per-node 4"),
+        (2, 4, 4, r"stages is 4, but torchrun started 2 ranks; start 4"),
+        (4, 4, 5, r"stages is 4 and decoding has a rank of its own, but torchrun started 4 ranks; start 5"),
+    ],
+)
+def test_another_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, world: int, stages: int, ranks: int, words: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    with pytest.raises(ConfigError, match=words):
+        check_world(stages, ranks)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    check_world(stages, ranks)
+
+
+def test_stages_in_one_process_are_refused_by_python_and_generate() -> None:
+    command = [sys.executable, "-c", "import streamdiff; streamdiff.open('a red circle', stages=2)"]
+    process = subprocess.run(command, cwd=ROOT, env={**os.environ, "WORLD_SIZE": "1"}, capture_output=True, text=True)
+    assert "stages is 2, but this is one process" in process.stderr

@@ -78,6 +78,7 @@ class ModelSpec:
     steps: tuple[int, ...]
     text_shape: tuple[int, int]
     clean_window_latents: int | None = None
+    context_sigma: float = 0.0
 
     def window_chunks(self, kv_context: str) -> int:
         """Chunks that a chunk sees, itself included."""

@@ -58,8 +58,8 @@ class Head:
             session = self.sessions[row.session]
             if row.step == 0:
                 session.latents[row.chunk, row.epoch] = self._noise(session.seed, row.chunk, 0)
-            latents.append(session.latents[row.chunk, row.epoch])
-            levels.append(0.0 if row.clean else session.sigmas[row.step])
+            latents.append(self._context(row) if row.clean else session.latents[row.chunk, row.epoch])
+            levels.append(self.spec.context_sigma if row.clean else session.sigmas[row.step])
         timestep = torch.tensor(levels, device=self.device) * sampling.TIMESTEPS
         latent = torch.stack(latents).to(self.denoiser.dtype)
         return self.denoiser.embed(latent, timestep[:, None].expand(-1, self.spec.chunk_latents))
@@ -87,6 +87,12 @@ class Head:
                 fresh = self._noise(session.seed, row.chunk, row.step + 1)
                 session.latents[key] = sampling.add_noise(x0, fresh, session.sigmas[row.step + 1])
         return finished
+
+    def _context(self, row: MicroStep) -> Tensor:
+        """What the clean pass shows of a finished chunk."""
+        session, sigma = self.sessions[row.session], self.spec.context_sigma
+        x0 = session.latents[row.chunk, row.epoch]
+        return sampling.add_noise(x0, self._noise(session.seed, row.chunk, row.step), sigma) if sigma > 0 else x0
 
     def _noise(self, seed: int, chunk: int, step: int) -> Tensor:
         return sampling.noise(self.spec.chunk_shape, seed=seed, chunk=chunk, step=step).to(self.device)

@@ -68,28 +68,27 @@ class Reference:
     def __init__(self, model: Model, text: Callable[[int], str], *, seed: int, steps: int, kv_context: str) -> None:
         self.model, self.text, self.seed = model, text, seed
         self.steps, self.kv_context = steps, kv_context
-        self.sigmas = [*sampling.schedule(steps, model.spec.shift), 0.0]
+        self.sigmas = [*sampling.schedule(steps, model.spec.shift), model.spec.context_sigma]
         self.input: dict[Row, Tensor] = {}
         self.encode = cache(model.text.encode)
 
     @torch.inference_mode()
     def chunks(self, count: int) -> list[Tensor]:
         """Latents `[C, F, h, w]` of the first `count` chunks."""
-        return [self._input((chunk, self.steps)) for chunk in range(count)]
+        return [self._clean((chunk, self.steps)) for chunk in range(count)]
+
+    def _clean(self, row: Row) -> Tensor:
+        """x0 as the step before `row` leaves it."""
+        before = (row[0], row[1] - 1)
+        return self._input(before) - self.sigmas[before[1]] * self._flow(before)
 
     def _input(self, row: Row) -> Tensor:
-        """What goes into the transformer at `row`: x_t, or for the clean pass the finished latents."""
+        """What goes into the transformer at `row`: x_t, for the clean pass at the context's level."""
         chunk, step = row
         if row not in self.input:
             shape = self.model.spec.chunk_shape
-            fresh = sampling.noise(shape, seed=self.seed, chunk=chunk, step=min(step, self.steps - 1))
-            if step == 0:
-                self.input[row] = fresh
-            else:
-                before = self._input((chunk, step - 1))
-                clean = before - self.sigmas[step - 1] * self._flow((chunk, step - 1))
-                sigma = self.sigmas[step]
-                self.input[row] = clean if step == self.steps else (1 - sigma) * clean + sigma * fresh
+            fresh, sigma = sampling.noise(shape, seed=self.seed, chunk=chunk, step=step), self.sigmas[step]
+            self.input[row] = fresh if step == 0 else (1 - sigma) * self._clean(row) + sigma * fresh
         return self.input[row]
 
     def _flow(self, row: Row) -> Tensor:

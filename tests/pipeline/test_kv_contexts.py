@@ -68,6 +68,18 @@ def test_a_model_may_see_less_where_its_past_is_clean() -> None:
     assert torch.equal(torch.stack(noisy[0]), torch.stack(noisy[1]))
 
 
+@pytest.mark.parametrize("kv_context", ["clean", "staircase"])
+def test_the_past_may_be_shown_with_a_little_noise(kv_context: str) -> None:
+    model = small_model(1)
+    noisy = replace(model, spec=replace(model.spec, context_sigma=0.1))
+    got = streamed(noisy, steps=2, kv_context=kv_context)
+    for one, expected in zip(got, referenced(noisy, steps=2, kv_context=kv_context), strict=True):
+        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
+    plain = streamed(model, steps=2, kv_context=kv_context)
+    assert torch.equal(got[0], plain[0]), "a first chunk has no past"
+    assert not torch.allclose(got[-1], plain[-1], atol=1e-2)
+
+
 def test_the_contexts_are_different_streams() -> None:
     """The comparison above would mean little if all contexts gave the same numbers."""
     model = small_model(1)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from streamdiff.models.base import Model
+from streamdiff.pipeline.decoding import LocalDecoding
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runtime import Runtime
 from tests.small import BLUE, CPU, RED, small_model
@@ -83,13 +84,20 @@ def test_the_decoding_side_is_flat_too() -> None:
 
     play(40)
     gc.collect()
-    stream = runtime._streams[0]
-    size, memory, files = stream.memory.nbytes, PROCESS.memory_info().rss, PROCESS.num_fds()  # type: ignore[attr-defined]
+    assert isinstance(runtime._decoding, LocalDecoding)
+    stream, memories = runtime._streams[0], runtime._decoding._memories._memories
+    size, memory, files = memories[stream.number].nbytes, PROCESS.memory_info().rss, PROCESS.num_fds()
     play(120)
     gc.collect()
-    assert stream.memory.nbytes == size  # type: ignore[attr-defined]
-    assert len(stream.admitted_s) <= 2 and len(runtime._decoding) <= 2
+    assert memories[stream.number].nbytes == size
+    assert len(stream.chunks) <= 4 and runtime._pending <= 3
     assert stream.ahead_frames <= 3 * model.spec.chunk_frames
     assert PROCESS.num_fds() == files
     assert PROCESS.memory_info().rss - memory < 8 * MEBIBYTE
+    for epoch in range(1, 9):
+        runtime.reset(0, model.text.encode(RED), seed=epoch, epoch=epoch)
+        play(2)
+    runtime.close_session(0)
+    runtime._decoding._pool.submit(int).result()  # what was asked for before this has been done
+    assert not memories, "a stream that ended is forgotten"
     runtime.close()

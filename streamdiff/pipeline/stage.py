@@ -101,12 +101,16 @@ class Stage:
         """Run this stage's blocks for `rows`. Mutates: the rows' caches."""
         views = [self._view(row) for row in rows]
         texts = [self.sessions[row.session].text[row.epoch] for row in rows]
-        text = [
-            KeyValue(*(torch.cat(parts) for parts in zip(*layer, strict=True))) for layer in zip(*texts, strict=True)
-        ]
-        return self.denoiser.run_blocks(tokens, text, self.attention.on(views))
+        return self.denoiser.run_blocks(tokens, _side_by_side(texts), self.attention.on(views))
 
     def _view(self, row: MicroStep) -> RowView:
         session = self.sessions[row.session]
         cache = row.step if session.matched else 0
         return self.attention.view(session.plan, session.state, cache, row.chunk)
+
+
+def _side_by_side(texts: Sequence[list[KeyValue]]) -> list[KeyValue]:
+    """Text keys and values of several rows, layer by layer; those of one row as they are, without a copy."""
+    if len(texts) == 1:
+        return texts[0]
+    return [KeyValue(*(torch.cat(parts) for parts in zip(*layer, strict=True))) for layer in zip(*texts, strict=True)]

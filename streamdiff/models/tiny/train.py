@@ -31,6 +31,7 @@ STREAM: dict[str, object] = {
     "sink_latents": 0,
     "native_fps": 40.0,
     "shift": 5.0,
+    "context_sigma": 0.25,
     "steps": [4, 2],
 }
 

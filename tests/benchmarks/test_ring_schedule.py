@@ -12,6 +12,7 @@ from benchmarks.ring_schedule import Plan
 from streamdiff.pipeline.scheduler import KV_CONTEXTS
 
 
+@pytest.mark.slow
 def test_two_stages_are_compared_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "ring.json"
     words = ["--stages", "2", "--steps", "2", "--forward-s", "0.02", "--chunks", "2", "--out", str(out)]

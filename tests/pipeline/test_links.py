@@ -48,6 +48,7 @@ def said(request: pytest.FixtureRequest) -> str:
     return run_ranks("tests.pipeline.link_scenarios", [request.param], 2, LIMIT_S)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_processes(scenario: str, said: str) -> None:
     assert f"{scenario} passed" in said, said

@@ -14,6 +14,7 @@ from tests.pipeline.ring_process import Case, model_of
 from tests.pipeline.rough_links import BROKEN, LANES
 from tests.small import CPU
 
+pytestmark = pytest.mark.slow
 LIMIT_S = 900.0  # ends what hangs; a busy machine takes minutes
 ALONE = [f"{dtype}/1/{name}" for dtype in ("float32", "bfloat16") for name in THREE]
 TOGETHER = ["float32/1/0,1,2", "bfloat16/1/0,1,2"]

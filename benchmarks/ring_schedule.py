@@ -1,6 +1,6 @@
 """What the schedule and the transport of the ring are worth: processes over gloo whose stages sleep for their cost.
 
-    python -m benchmarks.ring_schedule            # 1 and 4 stages, all KV contexts: minutes
+    python -m benchmarks.ring_schedule            # 1 and 4 stages, all KV contexts: a minute and a half
 
 A whole forward costs `--forward-s` seconds of sleep, split evenly over the stages, so four ranks fit on two cores and
 nothing but the schedule, the links and the head's own work is measured. **This says nothing about GPUs.** The embedded
@@ -17,20 +17,23 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from benchmarks import report
 from streamdiff import clock
+from streamdiff.errors import ConfigError
 from streamdiff.models.base import Model
 from streamdiff.models.tiny import model as tiny
 from streamdiff.models.wan.transformer import Tokens
+from streamdiff.pipeline.facts import read_facts
 from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.plan import split_evenly
+from streamdiff.pipeline.plan import check_stages, split_evenly
 from streamdiff.pipeline.ranks import Place, connect
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.scheduler import KV_CONTEXTS
@@ -48,13 +51,15 @@ RATE_AIM, LATENCY_AIM = 3.7 / 4, 1.15
 
 @dataclass(frozen=True)
 class Plan:
-    """`chunks` are measured per session, after `warm_up` that are not."""
+    """A round is as many chunks as there are stages, of all sessions together. Chunks finish in a pattern that comes
+    back after a round, so only whole rounds give a rate that does not depend on how many: four agree to a hundredth.
+    `warm_up` rounds go before them."""
 
     stages: int = 4
     steps: int = 4
-    forward_s: float = 0.4
-    chunks: int = 10
-    warm_up: int = 3
+    forward_s: float = 0.2
+    rounds: int = 4
+    warm_up: int = 1
     kv_context: str = "matched"
 
     @property
@@ -76,30 +81,49 @@ class Sleeping(Stage):
         return tokens
 
 
+class Done(NamedTuple):
+    """A finished chunk: when its latents were done, how long after its admission, and whose it is."""
+
+    at_s: float
+    after_s: float
+    session: int
+
+
 def measure(ring: Ring, plan: Plan) -> dict[str, float]:
-    """Figures of the head: chunks per second, a chunk's seconds from its admission to its latents, first and second."""
+    """Figures of the head, as `figures_of` has them; `first_chunk_s` and `second_chunk_s` count from the start."""
     text = torch.zeros(ring.stage.spec.text_shape)
     for session in range(plan.sessions):
         ring.open(session, text, seed=session, epoch=0, steps=plan.steps, kv_context=plan.kv_context)
     admitted: dict[tuple[int, int], float] = {}
-    finished: list[tuple[float, float]] = []  # when, after how long
+    finished: list[Done] = []
     began_s = clock.monotonic_s()
-    wanted = plan.sessions * (plan.chunks + plan.warm_up)
-    while len(finished) < wanted:
+    while len(finished) < plan.stages * (plan.warm_up + plan.rounds):
         for session in range(plan.sessions):
             ring.scheduler.set_room(session, 10**6)
         begin_s = clock.monotonic_s()
         rows, done = ring.turn(1.0)
         now_s = clock.monotonic_s()
         admitted |= {(row.session, row.chunk): begin_s for row in rows if row.step == 0}
-        finished += [(now_s, now_s - admitted[chunk.row.session, chunk.row.chunk]) for chunk in done]
-    measured = finished[plan.sessions * plan.warm_up - 1 :]
-    span_s = measured[-1][0] - measured[0][0]
+        finished += [Done(now_s, now_s - admitted[row.session, row.chunk], row.session) for row, _ in done]
+    first, second = finished[:2]
     return {
-        "chunks_per_s": (len(measured) - 1) / span_s,
-        "latency_s": sum(after_s for _, after_s in measured[1:]) / (len(measured) - 1),
-        "first_chunk_s": finished[0][0] - began_s,
-        "second_chunk_s": finished[1][0] - began_s,
+        **figures_of(finished, plan.stages * plan.warm_up),
+        "first_chunk_s": first.at_s - began_s,
+        "second_chunk_s": second.at_s - began_s,
+    }
+
+
+def figures_of(finished: Sequence[Done], warm_up: int) -> dict[str, float]:
+    """Chunks per second of all sessions, a chunk's seconds from admission to latents, and the seconds between chunks of
+    one session. The last chunk of the warm-up is where measuring begins."""
+    begin_s, measured = finished[warm_up - 1].at_s, finished[warm_up:]
+    times = [[done.at_s for done in finished if done.session == n] for n in {done.session for done in finished}]
+    gaps = [later - earlier for own in times for earlier, later in pairwise(own) if later > begin_s]
+    return {
+        "chunks_per_s": len(measured) / (measured[-1].at_s - begin_s),
+        "latency_s": sum(done.after_s for done in measured) / len(measured),
+        "mean_gap_s": sum(gaps) / len(gaps),
+        "longest_gap_s": max(gaps),
     }
 
 
@@ -161,6 +185,8 @@ def judged(plan: Plan, alone: dict[str, float], together: dict[str, float]) -> d
         "rate_ratio": rate,
         "ideal_rate_ratio": best_rate,
         "latency_of_ideal": latency,
+        "longest_gap_of_mean": together["longest_gap_s"] / together["mean_gap_s"],
+        "ideal_longest_gap_of_mean": max(gap.longest_s / gap.mean_s for gap in best.gaps),
         "met": {"rate": rate >= RATE_AIM * best_rate, "latency": latency <= LATENCY_AIM},
     }
 
@@ -204,7 +230,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--stages", type=int, default=plain.stages, help="ranks of the larger ring (default 4)")
     parser.add_argument("--steps", type=int, choices=(1, 2, 4), default=plain.steps)
     parser.add_argument("--forward-s", type=float, default=plain.forward_s, help="seconds of a whole forward")
-    parser.add_argument("--chunks", type=int, default=plain.chunks, help="measured chunks per session")
+    parser.add_argument("--rounds", type=int, default=plain.rounds, help="measured rounds, of a chunk per stage each")
     parser.add_argument("--out", type=Path, default=report.RESULTS / "ring_schedule.json", help="JSON file to write")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     parser.add_argument("plans", nargs="?", help=argparse.SUPPRESS)
@@ -214,10 +240,14 @@ def main(argv: list[str] | None = None) -> int:
         figures = run_rank(rank, stages, port, [Plan(**plan) for plan in json.loads(options.plans)])
         print(json.dumps(figures), flush=True)
         return 0
-    if not (options.stages >= 2 and options.forward_s > 0 and options.chunks >= 2):
-        parser.error("--stages and --chunks must be at least 2, --forward-s more than 0")
+    if not (options.stages >= 2 and options.forward_s > 0 and options.rounds >= 1):
+        parser.error("--stages must be at least 2, --rounds at least 1, --forward-s more than 0")
+    try:
+        check_stages(options.stages, read_facts("tiny").blocks)
+    except ConfigError as error:
+        parser.error(str(error))
     head = report.header()
-    plan = Plan(options.stages, options.steps, options.forward_s, options.chunks)
+    plan = Plan(options.stages, options.steps, options.forward_s, options.rounds)
     results = compare(plan)
     aims = {"rate_of_ideal": RATE_AIM, "latency_of_ideal": LATENCY_AIM}
     claim = "schedule and transport only; stages sleep"

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks import ring_schedule
-from benchmarks.ring_schedule import Plan
+from benchmarks.ring_schedule import Done, Plan, figures_of
 from streamdiff.pipeline.scheduler import KV_CONTEXTS
 
 
 @pytest.mark.slow
 def test_two_stages_are_compared_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "ring.json"
-    words = ["--stages", "2", "--steps", "2", "--forward-s", "0.02", "--chunks", "2", "--out", str(out)]
+    words = ["--stages", "2", "--steps", "2", "--forward-s", "0.02", "--rounds", "1", "--out", str(out)]
     assert ring_schedule.main(words) == 0
     stored = json.loads(out.read_text())
     assert stored["plan"]["stages"] == 2 and "sleep" in stored["claim"]
@@ -34,6 +34,16 @@ def test_two_stages_are_compared_with_one(tmp_path: Path, capsys: pytest.Capture
     assert "| matched" in printed and len([line for line in printed.splitlines() if "times" in line]) == 6
 
 
+def test_figures_are_those_of_what_was_finished_after_the_warm_up() -> None:
+    """Two sessions in turn, a chunk a second; one of the second session's comes late."""
+    done = [Done(float(at), 2.0 if at < 4 else 3.0, at % 2) for at in range(9)]
+    done[7] = done[7]._replace(at_s=7.5)
+    found = figures_of(done, 3)
+    assert found["chunks_per_s"] == pytest.approx(6 / (8 - 2))
+    assert found["latency_s"] == pytest.approx((2 + 5 * 3) / 6)
+    assert (found["mean_gap_s"], found["longest_gap_s"]) == pytest.approx(((3 * 2 + 2 + 2 + 2.5) / 6, 2.5))
+
+
 def test_the_ideal_of_the_design_is_four_times_the_chunks_at_the_same_latency() -> None:
     for context in KV_CONTEXTS:
         plan = Plan(kv_context=context, forward_s=1.0)
@@ -44,14 +54,24 @@ def test_the_ideal_of_the_design_is_four_times_the_chunks_at_the_same_latency() 
 
 @pytest.mark.parametrize(("rate", "latency", "words"), [(3.71, 1.15, ["met", "met"]), (3.69, 1.16, ["MISSED"] * 2)])
 def test_what_is_missed_is_said(rate: float, latency: float, words: list[str]) -> None:
-    figures = {"chunks_per_s": rate, "latency_s": 4 * latency}
+    figures = {"chunks_per_s": rate, "latency_s": 4 * latency, "mean_gap_s": 1.0, "longest_gap_s": 1.5}
     found = ring_schedule.judged(Plan(forward_s=1.0), {**figures, "chunks_per_s": 1.0}, figures)
     lines = ring_schedule.verdicts({"matched": found})
     assert [line.split()[0] for line in lines] == words
 
 
-@pytest.mark.parametrize("words", [["--stages", "1"], ["--forward-s", "0"], ["--chunks", "1"]])
-def test_plans_that_measure_nothing_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--stages", "1"], "--stages must be at least 2"),
+        (["--stages", "5"], "stages is 5, but must be 1 to 4: every stage needs a block"),
+        (["--forward-s", "0"], "--forward-s more than 0"),
+        (["--rounds", "0"], "--rounds at least 1"),
+    ],
+)
+def test_plans_that_measure_nothing_are_refused(
+    words: list[str], answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         ring_schedule.main(words)
-    assert ended.value.code == 2 and "at least 2" in capsys.readouterr().err
+    assert ended.value.code == 2 and answer in capsys.readouterr().err

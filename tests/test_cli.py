@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import signal
 import socket
@@ -215,7 +216,7 @@ def test_an_interrupted_video_leaves_nothing(tmp_path: Path, number: signal.Sign
     with subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True, preexec_fn=defaults) as process:
         assert process.stderr is not None
         seen = ""
-        while " 1/" not in seen:  # the bar has begun to move
+        while not re.search(r" [1-9]\d*/", seen):  # the bar has begun to move
             part = process.stderr.read(1)
             assert part, f"ended before the first frame: {seen}"
             seen += part

@@ -55,13 +55,16 @@ class Company:
                 raise self.broken(error) from error
             self._fault = self._watch.fault()
         if self._fault is not None:
-            raise EngineFailure(self._fault)
+            raise self._failure(self._fault)
 
     def broken(self, error: LinkClosed) -> EngineFailure:
         """What a closed link means: the fault that was told first, else that the neighbour is gone."""
         own = gone(error, self.member.rank, self._watch)
         self._fault = self._watch.fault(_NOTICE_S) or self._watch.report(own)
-        return EngineFailure(self._fault)
+        return self._failure(self._fault)
+
+    def _failure(self, fault: str) -> EngineFailure:
+        return EngineFailure(f"{fault}; in the ring: {self.ring.contents}")
 
     def occupancy(self) -> list[float]:
         """Share of the time since the ring was warm that each rank has spent at work. The first call, when it is

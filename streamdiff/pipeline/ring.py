@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -36,12 +37,12 @@ class Admission:
     def __init__(self, scheduler: StreamBatchScheduler, head: Head, limit: int) -> None:
         self.scheduler, self.head, self.limit = scheduler, head, limit
         self.controls: deque[Work] = deque()
-        self.in_ring = 0
+        self.works: deque[Work] = deque()  # in the ring, in order, without their tensors
         self.stopping = False
 
     def take(self, wait_s: float | None = 0.0) -> Work | None:
         """The next work that may enter, or None; never waits. Mutates: self, scheduler, head."""
-        if self.in_ring >= self.limit:
+        if len(self.works) >= self.limit:
             return None
         if self.controls:
             work = self.controls.popleft()
@@ -49,7 +50,7 @@ class Admission:
             work = Work(Kind.ROWS, tuple(rows), None, tuple(self.head.embed(rows)))
         else:
             return None
-        self.in_ring += 1
+        self.works.append(replace(work, tensors=()))
         return work
 
     def close(self, limit_s: float = 0.0) -> None:
@@ -58,7 +59,7 @@ class Admission:
 
     def back(self, work: Work) -> list[Finished]:
         """Take in what has been around. Mutates: self, scheduler, head."""
-        self.in_ring -= 1
+        self.works.popleft()
         if work.kind is not Kind.ROWS:
             return []
         finished = self.head.advance(work.rows, work.tensors[0])
@@ -110,7 +111,12 @@ class Ring:
     @property
     def waiting(self) -> bool:
         """Whether something is in the ring that will come back."""
-        return self._admission.in_ring > 0
+        return bool(self._admission.works)
+
+    @property
+    def contents(self) -> str:
+        """What is in the ring, oldest first, for messages."""
+        return ", ".join(str(work) for work in self._admission.works) or "nothing"
 
     @property
     def worker(self) -> Worker:
@@ -157,11 +163,11 @@ class Ring:
         self._admission.close()
         self._tell(Kind.STOP, Control(0))
         end_s = clock.monotonic_s() + limit_s
-        while self._admission.controls or self._admission.in_ring:
+        while self._admission.controls or self._admission.works:
             if clock.monotonic_s() > end_s:
                 raise RuntimeError(f"the ring did not come to rest within {limit_s:g} s")
             self._enter()
-            self._take_back(limit_s / 10 if self._admission.in_ring else 0.0)
+            self._take_back(limit_s / 10 if self._admission.works else 0.0)
         self._outbox.close()
         self._inbox.close(limit_s)
         self._outbox.flush(limit_s)
@@ -186,7 +192,7 @@ class Ring:
 
     def _take_back(self, wait_s: float | None) -> list[Finished]:
         finished: list[Finished] = []
-        while self._admission.in_ring and (work := self._inbox.receive(wait_s)) is not None:
+        while self._admission.works and (work := self._inbox.receive(wait_s)) is not None:
             finished += self._admission.back(work)
             wait_s = 0.0
         return finished

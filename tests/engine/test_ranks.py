@@ -87,7 +87,7 @@ async def test_ranks_stream_and_end_together(folder: Path) -> None:
         ("kill", 2, r"rank 2 is gone .*rank \d noticed it after session 0, chunk \d, step \d"),
         ("kill", 3, r"rank 3 is gone .*rank \d noticed it after session 0, chunk \d, step \d"),
         ("hang", 2, r"rank 2 hangs: 6 s at session 0, chunk 3, step \d"),
-        ("stop", 3, r"rank 3 hangs: silent for 6 s (at|after) session 0, chunk \d, step \d"),
+        ("stop", 3, r"rank 3 hangs: silent for 6 s .*in the ring: session 0, chunk \d, step \d"),
     ],
     ids=["raise", "kill", "kill-last", "hang", "stop"],
 )
@@ -99,6 +99,7 @@ async def test_a_rank_that_fails_is_named(
     async with ring(folder, "tests.engine.faulty", hang_s=6.0 if fault in ("hang", "stop") else 60.0) as (client, _):
         reason = await watch(client, 1000)
     assert re.search(words, reason), reason
+    assert "in the ring: session 0, chunk" in reason
     assert "session 'one' at chunk" in reason, "the session's own name too"
 
 

@@ -105,7 +105,7 @@ class Counter(Worker):
             "queued": outbox._full.qsize() + inbox._arrived.qsize() + inbox._posted.qsize(),
             "texts": sum(len(session.text) for session in sessions),
             "latents": sum(len(session.latents) for session in heads),
-            "in_ring": self.ring._admission.in_ring if self.ring else 0,
+            "in_ring": len(self.ring._admission.works) if self.ring else 0,
         }
 
 

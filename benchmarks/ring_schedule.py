@@ -52,13 +52,13 @@ RATE_AIM, LATENCY_AIM = 3.7 / 4, 1.15
 @dataclass(frozen=True)
 class Plan:
     """A round is as many chunks as there are stages, of all sessions together. Chunks finish in a pattern that comes
-    back after a round, so only whole rounds give a rate that does not depend on how many: four agree to a hundredth.
-    `warm_up` rounds go before them."""
+    back after a round, so only whole rounds give a rate that does not depend on how many there are; three agree to a
+    hundredth. `warm_up` rounds go before them."""
 
     stages: int = 4
     steps: int = 4
     forward_s: float = 0.2
-    rounds: int = 4
+    rounds: int = 3
     warm_up: int = 1
     kv_context: str = "matched"
 

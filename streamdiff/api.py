@@ -106,7 +106,7 @@ class StreamSession:
                         self._made = event.first + len(event.pictures)
 
     def occupancy(self) -> list[float]:
-        """Share of the time since loading that each stage of a ring has spent in its blocks; empty with one stage."""
+        """Share of the time since loading that each stage of a ring was at work; empty with one stage."""
         return self._engine.occupancy()
 
     # ---- control ------------------------------------------------------------------------------------------------

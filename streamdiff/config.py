@@ -25,16 +25,6 @@ class _Section(BaseModel):
 class ModelConfig(_Section):
     """Which weights run, where, and how."""
 
-    @property
-    def ranks(self) -> int:
-        """Processes that it takes: one per stage, and one more where decoding has its own."""
-        return self.stages + (self.decode == "own-rank")
-
-    @property
-    def decode_rank(self) -> int:
-        """The rank that decodes."""
-        return {"head": 0, "last": self.stages - 1, "own-rank": self.stages}[self.decode]
-
     name: str = Field("tiny", description="`tiny`, the embedded model, or a folder in the same layout")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")
     threads: int = Field(1, ge=1, le=64, description="CPU threads of the transformer; decoding has one of its own")
@@ -46,6 +36,16 @@ class ModelConfig(_Section):
     hang_s: float = Field(60.0, ge=1, description="a rank that is silent or busy with one forward for so long hangs")
     profile: str | None = Field(None, description="measured times to split the blocks by; default: measure at start")
     memory_gb: float | None = Field(None, gt=0, description="for sessions' caches, per rank; default: what is free")
+
+    @property
+    def ranks(self) -> int:
+        """Processes that it takes: one per stage, and one more where decoding has its own."""
+        return self.stages + (self.decode == "own-rank")
+
+    @property
+    def decode_rank(self) -> int:
+        """The rank that decodes."""
+        return {"head": 0, "last": self.stages - 1, "own-rank": self.stages}[self.decode]
 
 
 class SessionConfig(_Section):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-import threading
+import sys
 from pathlib import Path
 
 from streamdiff.engine.bridge import EngineClient
@@ -24,6 +24,7 @@ class Attached:
         self._folder, self._start_limit_s = folder, start_limit_s
         self._client: EngineClient | None = None
         self._ready: Ready | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def ready(self) -> Ready:
@@ -38,11 +39,14 @@ class Attached:
             EngineFailure: it ended, or was not ready in time.
         """
         client = self._client = EngineClient(self._folder)
-        loop = asyncio.get_running_loop()
-        threading.Thread(target=self._watch, args=(client, loop), name="engine-watch", daemon=True).start()
-        async with asyncio.timeout(self._start_limit_s):
-            events = client.events()
-            event = await anext(events, None)
+        self._watching = asyncio.create_task(self._watch(client))
+        events = client.events()
+        try:
+            async with asyncio.timeout(self._start_limit_s):
+                event = await anext(events, None)
+        except TimeoutError:
+            raise EngineFailure(f"the engine was not ready within {self._start_limit_s:g} s") from None
+        finally:
             await events.aclose()
         if not isinstance(event, Ready):
             raise EngineFailure(event.reason if isinstance(event, Failed) else "the engine ended before it was ready")
@@ -51,16 +55,23 @@ class Attached:
 
     async def stop(self) -> None:
         """Tell the engine to end, if it has not."""
+        if self._watching is not None:
+            self._watching.cancel()
         if self._client is not None:
             if self._ready is not None:
                 with contextlib.suppress(EngineFailure):  # it has ended
                     await self._client.send(Shutdown())
             self._client.close()
 
-    def _watch(self, client: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
-        said = b""
-        while data := os.read(0, 4096):
-            said += data
+    async def _watch(self, client: EngineClient) -> None:
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+        )
+        try:
+            said = await reader.read()
+        finally:
+            transport.close()
         if said == BYE:
             os.kill(os.getpid(), signal.SIGTERM)  # the server then ends in order
-        loop.call_soon_threadsafe(client.end, None if said == BYE else Failed("the engine ended without a word"))
+        client.end(None if said == BYE else Failed("the engine ended without a word"))

@@ -61,7 +61,8 @@ def window_chunks(kv_context: str, *, chunk_latents: int, window_latents: int, c
 @dataclass(frozen=True)
 class ModelSpec:
     """Facts about a model that everyone plans with. Sizes of chunk, windows and sink are in latent frames; `text_shape`
-    is (text tokens, text width) of a prompt's embeddings."""
+    is (text tokens, text width) of a prompt's embeddings; `context_sigma`, 0 to 1, is the noise level at which the
+    clean pass writes a finished chunk into the cache (0: as it is)."""
 
     name: str
     latent_channels: int

@@ -187,8 +187,8 @@ def read_facts(model: str) -> Facts:
         text_values=stored_values(folder / "text_encoder"),
         decoder_values=stored_values(folder / "vae"),
     )
-    if facts.tokens < 1 or facts.window_chunks("matched") < 1:
-        raise ConfigError(f"{folder}: a chunk has {facts.tokens} tokens and the window holds less than one chunk")
+    if facts.tokens < 1 or min(map(facts.window_chunks, ("matched", "clean"))) < 1:
+        raise ConfigError(f"{folder}: a chunk has {facts.tokens} tokens and a window holds less than one chunk")
     return facts
 
 
@@ -201,12 +201,17 @@ def stored_values(folder: Path) -> int:
     count = 0
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            with path.open("rb") as file:  # 8 bytes of length, then that much JSON
-                header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), path.stat().st_size)))
+            header = json.loads(read_header(path))
             count += sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path}: not a readable safetensors file: {error}") from None
     return count
+
+
+def read_header(path: Path) -> bytes:
+    """The header of a safetensors file, JSON: 8 bytes of length come before it, the weights after it."""
+    with path.open("rb") as file:
+        return file.read(min(int.from_bytes(file.read(8), "little"), path.stat().st_size))
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -40,11 +40,6 @@ class Member:
         return [int(self.store.get(f"room/{rank}")) for rank in range(stages)]
 
 
-def own_rank() -> int:
-    """This process's rank, 0 where it was not launched as one of several."""
-    return int(os.environ.get("RANK", "0"))
-
-
 def check_world(stages: int, ranks: int) -> None:
     """Raises ConfigError unless as many ranks were launched as a ring of `stages` needs."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -71,6 +66,9 @@ def join(facts: Mapping[str, str]) -> Member:
     store = PrefixStore("streamdiff", store)
     store.set(f"facts/{rank}", json.dumps(dict(facts)))
     everybody = [json.loads(store.get(f"facts/{other}")) for other in range(world)]
+    store.set(f"read/{rank}", "")
+    if rank == 0:  # the store may live in this process and goes with it: nobody leaves before all have read
+        store.wait([f"read/{other}" for other in range(world)])
     for other, theirs in enumerate(everybody):
         for name in sorted({*everybody[0], *theirs}):
             if theirs.get(name) != everybody[0].get(name):

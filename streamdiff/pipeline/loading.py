@@ -16,7 +16,7 @@ from streamdiff.models.base import Model, ModelSpec, StreamDecoder, Trunk
 from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline import balance, group
 from streamdiff.pipeline.budget import free_bytes
-from streamdiff.pipeline.facts import read_facts
+from streamdiff.pipeline.facts import read_facts, read_header
 from streamdiff.pipeline.plan import check_stages, split_evenly
 from streamdiff.version import __version__
 
@@ -125,7 +125,6 @@ def _digest(folder: Path) -> str:
     for path in sorted(folder.rglob("*.json")):
         digest.update(path.read_bytes())
     for path in sorted(folder.rglob("*.safetensors")):
-        with path.open("rb") as file:
-            digest.update(file.read(min(int.from_bytes(file.read(8), "little"), path.stat().st_size)))
+        digest.update(read_header(path))
         digest.update(str(path.stat().st_size).encode())
     return digest.hexdigest()[:16]

@@ -24,8 +24,6 @@ from streamdiff.pipeline.stage import Stage
 from streamdiff.pipeline.work import Control, Kind, Wire, Work
 from streamdiff.pipeline.worker import LEAVE_S, LinkSource, Worker
 
-split = split_evenly  # the name by which ranks ask for their blocks
-
 
 class Admission:
     """The head's source of work: controls first, in the order they were given, then what the scheduler hands out.

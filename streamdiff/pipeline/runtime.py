@@ -182,7 +182,7 @@ class Runtime:
             self._company.check(wait_s)
 
     def occupancy(self) -> list[float]:
-        """Share of the time since loading that each stage has spent in its blocks; empty with one stage."""
+        """Share of the time since loading that each stage was at work, its decoding included; empty with one stage."""
         return self._company.occupancy() if self._company is not None else []
 
     def close(self) -> None:

@@ -22,21 +22,15 @@ def join(facts: list[dict[str, str]]) -> list[str]:
     command = [sys.executable, "-m", "tests.pipeline.group_process"]
     rest = [str(len(facts)), str(free_port()), json.dumps(facts)]
     ranks = [
-        subprocess.Popen(
-            [*command, str(rank), *rest], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        subprocess.Popen([*command, str(rank), *rest], cwd=ROOT, text=True, stdout=subprocess.PIPE)
         for rank in range(len(facts))
     ]
     try:
-        said = []
-        for rank in ranks:
-            assert rank.stdout is not None
-            said.append(rank.stdout.readline().strip())
+        return [rank.communicate()[0].strip() for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-            rank.communicate()
-    return said
+            rank.wait()
 
 
 def test_ranks_that_are_alike_meet() -> None:
@@ -79,7 +73,26 @@ def test_another_number_of_ranks(
     check_world(stages, ranks)
 
 
-def test_stages_in_one_process_are_refused_by_python_and_generate() -> None:
-    command = [sys.executable, "-c", "import streamdiff; streamdiff.open('a red circle', stages=2)"]
-    process = subprocess.run(command, cwd=ROOT, env={**os.environ, "WORLD_SIZE": "1"}, capture_output=True, text=True)
+@pytest.mark.parametrize("asked", ["python", "generate"])
+def test_stages_in_one_process_are_refused(asked: str, tmp_path: Path) -> None:
+    config, output = tmp_path / "two.yaml", tmp_path / "out.mp4"
+    config.write_text("model: {stages: 2}")
+    command = {
+        "python": ["-c", "import streamdiff; streamdiff.open('a red circle', stages=2)"],
+        "generate": [
+            "-m",
+            "streamdiff",
+            "generate",
+            "--prompt",
+            "a red circle",
+            "--config",
+            config,
+            "--output",
+            output,
+        ],
+    }[asked]
+    environment = {**os.environ, "WORLD_SIZE": "1"}
+    process = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert process.returncode != 0
     assert "stages is 2, but this is one process" in process.stderr
+    assert not output.exists()

@@ -20,19 +20,18 @@ from streamdiff.models.base import Model, ModelSpec, Trunk
 from streamdiff.models.taehv import TAEHV, Config, Memory
 from streamdiff.models.tiny.text import TEXT_TOKENS, TinyText
 from streamdiff.models.wan.transformer import WanDenoiser
-from streamdiff.models.wan.weights import load_blocks
+from streamdiff.models.wan.weights import FILE, load_blocks
 
 WEIGHTS = Path(__file__).parent / "weights"
-_WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 PARTS = (
     "model_index.json",
     "transformer/config.json",
-    f"transformer/{_WEIGHTS_FILE}",
+    f"transformer/{FILE}",
     "text_encoder/config.json",
     "text_encoder/model.safetensors",
     "tokenizer/tokenizer.json",
     "vae/config.json",
-    f"vae/{_WEIGHTS_FILE}",
+    f"vae/{FILE}",
 )
 
 
@@ -135,7 +134,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor.float() for name, tensor in load_file(folder / _WEIGHTS_FILE).items()}
+    return {name: tensor.float() for name, tensor in load_file(folder / FILE).items()}
 
 
 def save(
@@ -154,7 +153,7 @@ def save(
     config = {**asdict(autoencoder.config), "latents_mean": mean.tolist(), "latents_std": std.tolist()}
     (folder / "vae" / "config.json").write_text(json.dumps({"_class_name": "TAEHV", **config}, indent=2) + "\n")
     weights = {name: tensor.half().contiguous() for name, tensor in autoencoder.state_dict().items()}
-    save_file(weights, folder / "vae" / _WEIGHTS_FILE)
+    save_file(weights, folder / "vae" / FILE)
     if parts is None:
         return
     text, transformer = parts

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from streamdiff.engine.attached import Attached
+from streamdiff.errors import EngineFailure
+
+
+@pytest.fixture
+def engine_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.BufferedWriter]:
+    """The end of this process's standard input that its parent, the engine, would hold."""
+    reads, writes = os.pipe()
+    with os.fdopen(reads) as standard_input, os.fdopen(writes, "wb") as end:
+        monkeypatch.setattr("sys.stdin", standard_input)
+        yield end
+
+
+def test_an_engine_that_never_gets_ready_is_told_with_the_limit(tmp_path: Path, engine_end: io.BufferedWriter) -> None:
+    async def scene() -> None:
+        engine = Attached(tmp_path, start_limit_s=0.1)
+        with pytest.raises(EngineFailure, match=r"the engine was not ready within 0\.1 s"):
+            await engine.start()
+        await engine.stop()
+
+    asyncio.run(scene())
+
+
+def test_an_engine_that_ends_before_it_is_ready_is_told(tmp_path: Path, engine_end: io.BufferedWriter) -> None:
+    async def scene() -> None:
+        engine = Attached(tmp_path)
+        engine_end.close()
+        with pytest.raises(EngineFailure, match="the engine ended without a word"):
+            await engine.start()
+        await engine.stop()
+
+    asyncio.run(scene())

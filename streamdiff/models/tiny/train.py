@@ -2,6 +2,7 @@
 
     python -m streamdiff.models.tiny.train --minutes 180          # both stages, on the CPU or the GPU that is there
     python -m streamdiff.models.tiny.train --stage denoiser       # go on with one stage
+    python -m streamdiff.models.tiny.train --stage denoiser --begin tiny --rate 0.2 --minutes 30  # improve a model
     torchrun --nproc-per-node 2 -m streamdiff.models.tiny.train   # several processes, gradients averaged
 
 Checkpoints lie under --out; the same command goes on where it stopped. At the end the model is written to
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from streamdiff.errors import ConfigError
 from streamdiff.models.tiny import model, train_autoencoder, train_denoiser, training, world
 from streamdiff.models.tiny.windows import CHUNK, CHUNKS, latent_statistics
 
@@ -48,6 +50,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--minutes", type=float, help="stop after this many minutes, learning rate cooled down to zero")
     made.add_argument("--steps", type=int, help="updates of each trained stage (default 6000 and 8000)")
     made.add_argument("--batch", type=int, default=8, help="samples per process and step (default 8)")
+    made.add_argument(
+        "--begin", metavar="MODEL", help="stage denoiser begins with this model instead of nothing: `tiny` or a folder"
+    )
+    made.add_argument("--rate", type=float, default=1.0, help="factor on the denoiser's learning rates (default 1)")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     made.add_argument("--threads", type=int, default=0, help="CPU threads per process (default: torch's choice)")
@@ -58,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = parser().parse_args(argv)
-    for name in ("minutes", "steps", "batch"):
+    for name in ("minutes", "steps", "batch", "rate"):
         value = getattr(args, name)
         if value is not None and not value > 0:
             print(f"train: --{name} is {value}; it must be more than 0", file=sys.stderr)
@@ -69,7 +75,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("train: --device is cuda, but torch sees no CUDA device; use auto or cpu", file=sys.stderr)
         return 2
-    if args.stage == "denoiser" and not (args.out / "autoencoder.pt").is_file():
+    if args.begin and args.stage != "denoiser":
+        print("train: --begin goes with --stage denoiser: the autoencoder is that of the model", file=sys.stderr)
+        return 2
+    if args.stage == "denoiser" and not args.begin and not (args.out / "autoencoder.pt").is_file():
         print(f"train: --stage denoiser needs {args.out}/autoencoder.pt; train the autoencoder first", file=sys.stderr)
         return 2
     if args.threads:
@@ -85,13 +94,24 @@ def main(argv: list[str] | None = None) -> int:
         return training.Budget(args.steps or STEPS[stage], minutes[stage]) if train else training.Budget(1, 1e-9)
 
     try:
+        begin = None
+        if args.begin:
+            begin = model.load(model.WEIGHTS if args.begin == "tiny" else Path(args.begin), device)
+    except ConfigError as error:
+        print(f"train: {error}", file=sys.stderr)
+        return 2
+    try:
         first = budget("autoencoder", args.stage in ("all", "autoencoder"))
-        autoencoder = train_autoencoder.train(args.out, first, args.seed, device, args.batch)
+        if begin is not None:
+            assert isinstance(begin.decoder, model.TinyDecoder)
+            autoencoder = begin.decoder.autoencoder
+        else:
+            autoencoder = train_autoencoder.train(args.out, first, args.seed, device, args.batch)
         parts = None
         mean, std = latent_statistics(autoencoder, torch.Generator().manual_seed(args.seed), device)
         if args.stage in ("all", "denoiser"):
-            second = budget("denoiser", True)
-            trained = train_denoiser.train(args.out, autoencoder, second, args.seed, device, args.batch)
+            plan = train_denoiser.Plan(args.batch, args.rate, begin)
+            trained = train_denoiser.train(args.out, autoencoder, budget("denoiser", True), args.seed, device, plan)
             parts = (trained.network.text, trained.network.transformer)
             mean, std = trained.mean, trained.std
     except KeyboardInterrupt:

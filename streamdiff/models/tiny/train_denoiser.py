@@ -6,11 +6,13 @@ losses, each the flow's mean squared error:
 - *window*, five chunks: either `staircase`, whose levels fall with age as in a full ring, or `clean`, where noisy
   copies of the chunks each see the clean copies of their past;
 - *first*: first chunks of streams, alone;
-- *next*: a chunk after one clean chunk, at several levels.
+- *next*: a chunk after one clean chunk, at several levels;
+- *again*: a stream's first chunk after a bare background, which is what is left of a shape that was lost.
 
 Only where a stream starts or its prompt changes must a chunk be drawn from words; everywhere else it can be copied
-from the past. The two short kinds hold many such places at a fraction of a window's cost. A fourth loss teaches the
-text encoder to read: every word's embedding must tell the whole scene, so that cross-attention need not search for it.
+from the past. The short kinds hold many such places at a fraction of a window's cost. What is only seen, and has no
+target, is worn in a share of the windows (`wear`). One more loss teaches the text encoder to read: every word's
+embedding must tell the whole scene, so that cross-attention need not search for it.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 
 from streamdiff.models import sampling
+from streamdiff.models.base import Model
 from streamdiff.models.taehv import TAEHV
-from streamdiff.models.tiny import prompts, training, world
+from streamdiff.models.tiny import prompts, training, wear, world
+from streamdiff.models.tiny.model import TinyDecoder
 from streamdiff.models.tiny.text import WIDTH, TinyText, build_encoder, build_tokenizer
 from streamdiff.models.tiny.windows import CHUNK, CHUNKS, Pool, Starts, Windows, latent_statistics
 from streamdiff.models.wan import rotary
@@ -49,7 +53,7 @@ OTHER_LR = 2e-3
 LEVELS = {4: sampling.schedule(4), 2: sampling.schedule(2)}
 POOL = 6000
 COPIES = 2
-SHARES = {"staircase": 0.4, "clean": 0.4, "first": 0.2, "next": 0.4, "reading": 0.1}
+SHARES = {"staircase": 0.4, "clean": 0.4, "first": 0.2, "next": 0.4, "again": 0.1, "reading": 0.1}
 # Matrices that AdamW trains: tables, embeddings and the two ends, for which orthogonal updates make no sense.
 ADAM_PARTS: tuple[str, ...] = (
     "encoder",
@@ -152,9 +156,9 @@ def _step_noise(batch: int, chunks: int, generator: torch.Generator) -> Tensor:
 
 
 def _context_noise(sigma: Tensor, generator: torch.Generator) -> Tensor:
-    """Lift a third of the clean levels to at most 0.15: the model's own output is never perfectly clean."""
-    lifted = 0.15 * torch.rand(sigma.shape, generator=generator)
-    pick = torch.rand(sigma.shape, generator=generator) < 0.33
+    """Lift half of the clean levels to at most 0.3: a finished chunk is remembered at 0.25 (decision 0011)."""
+    lifted = 0.3 * torch.rand(sigma.shape, generator=generator)
+    pick = torch.rand(sigma.shape, generator=generator) < 0.5
     return torch.where((sigma == 0) & pick, lifted, sigma)
 
 
@@ -209,34 +213,50 @@ def captions(scenes: Tensor, chance: random.Random) -> list[str]:
     return result
 
 
-ROWS = {"staircase": staircase_rows, "clean": clean_rows, "first": first_rows, "next": next_rows}
+ROWS = {
+    "staircase": staircase_rows, "clean": clean_rows, "first": first_rows, "next": next_rows, "again": next_rows
+}  # fmt: skip
 
 
-def draw(
-    pool: Pool, starts: Starts, batch: int, chance: random.Random, generator: torch.Generator
-) -> dict[str, Windows]:
-    """One step's windows by kind: half of `batch` five chunks long, half as many first chunks again as `batch`, and
-    `batch` of two chunks."""
+@dataclass(frozen=True)
+class Data:
+    """What a step draws from. `empty` `[backgrounds, C, h, w]`: latents of the bare backgrounds."""
+
+    pool: Pool
+    starts: Starts
+    empty: Tensor
+
+
+def draw(data: Data, batch: int, chance: random.Random, generator: torch.Generator) -> dict[str, Windows]:
+    """One step's windows by kind: half of `batch` five chunks long, half as many first chunks again as `batch`, `batch`
+    of two chunks, and a quarter of `batch` that begin again."""
     kind = "staircase" if chance.random() < 0.65 else "clean"
-    offset = torch.randint(CHUNKS - 1, (batch,), generator=generator).to(pool.device)
+    offset = torch.randint(CHUNKS - 1, (batch,), generator=generator).to(data.pool.device)
     return {
-        kind: pool.sample(max(1, batch // 2), generator),
-        "first": starts.sample(batch + batch // 2, generator),
-        "next": pool.sample(batch, generator).cut(offset, 2),
+        kind: data.pool.sample(max(1, batch // 2), generator),
+        "first": data.starts.sample(batch + batch // 2, generator),
+        "next": data.pool.sample(batch, generator).cut(offset, 2),
+        "again": wear.after_nothing(data.starts.sample(max(1, batch // 4), generator), data.empty),
     }
 
 
 def loss_of(
-    network: TinyNetwork, windows: Windows, kind: str, chance: random.Random, generator: torch.Generator
+    network: TinyNetwork,
+    windows: Windows,
+    empty: Tensor,
+    kind: str,
+    chance: random.Random,
+    generator: torch.Generator,
 ) -> Tensor:
-    """Weighted mean squared flow error over the rows that have a target; `kind` is a key of `ROWS`."""
+    """Weighted mean squared flow error over the rows that have a target, the others worn; `kind` is a key of `ROWS`."""
     rows = ROWS[kind](windows, chance, generator)
     device = windows.latents.device
     sigma, target = rows.sigma.to(device), rows.target.to(device)
     clean = windows.latents[:, rows.chunk]
     noise = torch.randn(clean.shape, generator=generator).to(device)
     level = sigma.view(*sigma.shape, 1, 1, 1, 1)
-    noisy = sampling.add_noise(clean, noise, level).flatten(0, 1)
+    seen = torch.where(target.view(level.shape), clean, wear.worn(windows, empty, generator)[:, rows.chunk])
+    noisy = sampling.add_noise(seen, noise, level).flatten(0, 1)
     ids = network.text.tokens(captions(windows.scenes, chance)).unflatten(0, windows.scenes.shape[:2])
     flow = network.flow(noisy, sigma, ids[:, rows.chunk].flatten(0, 1), rows)
     weight = windows.weight()[:, rows.chunk]
@@ -269,16 +289,40 @@ class Trained:
     std: Tensor
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How to train: samples per process and step, a factor on the learning rates, and what to begin with: a finished
+    model, whose text encoder then stays as it is, or nothing."""
+
+    batch: int = 8
+    rate: float = 1.0
+    begin: Model | None = None
+
+
+def _begin(
+    plan: Plan, autoencoder: TAEHV, seed: int, device: torch.device
+) -> tuple[TinyNetwork, tuple[Tensor, Tensor]]:
+    """The network to train, and mean and standard deviation of the latents."""
+    network = TinyNetwork().to(device)
+    if plan.begin is None:
+        return network, latent_statistics(autoencoder, torch.Generator().manual_seed(seed), device)
+    assert isinstance(plan.begin.text, TinyText)
+    assert isinstance(plan.begin.decoder, TinyDecoder)
+    network.transformer.load_state_dict(plan.begin.denoiser.model.state_dict())
+    network.encoder.load_state_dict(plan.begin.text.encoder.state_dict())
+    network.encoder.requires_grad_(False)
+    return network, (plan.begin.decoder.mean.flatten(), plan.begin.decoder.std.flatten())
+
+
 def train(
-    out: Path, autoencoder: TAEHV, budget: training.Budget, seed: int, device: torch.device, batch: int = 8
+    out: Path, autoencoder: TAEHV, budget: training.Budget, seed: int, device: torch.device, plan: Plan
 ) -> Trained:
     """Train, or go on with, the transformer under `out`. Writes `out/denoiser.pt` every 100 steps."""
     torch.manual_seed(seed)
-    network = TinyNetwork().to(device)
-    optimizer = training.Optimizer(network, MATRIX_LR, OTHER_LR, adam=ADAM_PARTS)
+    network, (mean, std) = _begin(plan, autoencoder, seed, device)
+    optimizer = training.Optimizer(network, MATRIX_LR * plan.rate, OTHER_LR * plan.rate, adam=ADAM_PARTS)
     average = Average(network)
     progress = training.Progress()
-    mean, std = latent_statistics(autoencoder, torch.Generator().manual_seed(seed), device)
     checkpoint = training.Checkpoint(out / "denoiser.pt")
     state = checkpoint.load(device)
     if state is not None:
@@ -301,18 +345,20 @@ def train(
 
     pool = Pool(autoencoder, mean, std, POOL, device)
     pool.grow(FIRST_WINDOWS, training.step_generator(seed + 1, progress.step))
-    starts = Starts(autoencoder, mean, std, device)
+    empty = wear.empty_latents(autoencoder, mean, std, device)
+    data = Data(pool, Starts(autoencoder, mean, std, device), empty)
     smooth: dict[str, float] = {}
     for done in training.steps(budget, progress, "denoiser"):
         generator = training.step_generator(seed, progress.step)
         shared = random.Random(seed * 1_000_003 + progress.step)
         if progress.step % 2 == 0:
-            pool.grow(max(1, batch // 4), generator)
+            pool.grow(max(1, plan.batch // 4), generator)
         losses = {
-            kind: loss_of(network, windows, kind, shared, generator)
-            for kind, windows in draw(pool, starts, batch, shared, generator).items()
+            kind: loss_of(network, windows, empty, kind, shared, generator)
+            for kind, windows in draw(data, plan.batch, shared, generator).items()
         }
-        losses["reading"] = reading_loss(network, shared, generator)
+        if plan.begin is None:
+            losses["reading"] = reading_loss(network, shared, generator)
         total = torch.stack([SHARES[kind] * loss for kind, loss in losses.items()]).sum()
         optimizer.step(total, done, progress.step)
         average.update(network, progress.step)

@@ -48,14 +48,19 @@ class Windows:
 
         The shape covers a tenth of the picture and is all that moves; unweighted, it is learnt last.
         """
+        dy, dx = self.from_shape()
+        far = dy[..., :, None].square() + dx[..., None, :].square() > reach_px**2
+        return torch.where(far, 1.0, near).unsqueeze(2)
+
+    def from_shape(self) -> tuple[Tensor, Tensor]:
+        """How far each row `[B, n, CHUNK, h]` and column `[B, n, CHUNK, w]` is from the shape's centre, in pixels."""
         height, width = self.latents.shape[-2:]
         y = (torch.arange(height, device=self.place.device) + 0.5) * (world.SIZE / height)
         x = (torch.arange(width, device=self.place.device) + 0.5) * (world.SIZE / width)
         half = world.SIZE / 2
         dy = (y - self.place[..., 0:1] + half).remainder(world.SIZE) - half
         dx = (x - self.place[..., 1:2] + half).remainder(world.SIZE) - half
-        far = dy[..., :, None].square() + dx[..., None, :].square() > reach_px**2
-        return torch.where(far, 1.0, near).unsqueeze(2)
+        return dy, dx
 
 
 def draw_scenes(count: int, chunks: int, generator: torch.Generator) -> Tensor:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from streamdiff.models.taehv import TAEHV
 from streamdiff.models.tiny import model, train, train_autoencoder, train_denoiser, training, world
+from streamdiff.models.tiny.text import TinyText
 from tests.small import CPU
 
 steps_taken = st.integers(0, 10_000)
@@ -162,7 +163,15 @@ def test_an_interrupted_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--steps", "0"], ["--batch", "-1"], ["--minutes", "0"], ["--steps", "many"], ["--stage", "x"], ["--colour"]],
+    [
+        ["--steps", "0"],
+        ["--batch", "-1"],
+        ["--minutes", "0"],
+        ["--rate", "0"],
+        ["--steps", "many"],
+        ["--stage", "x"],
+        ["--colour"],
+    ],
 )
 def test_bad_arguments_end_with_two_and_a_reason(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -183,6 +192,8 @@ def test_bad_arguments_end_with_two_and_a_reason(
         (["--minutes", "nan"], "--minutes is nan; it must be more than 0"),
         (["--stage", "denoiser"], "autoencoder.pt; train the autoencoder first"),
         (["--device", "cuda"], "torch sees no CUDA device"),
+        (["--begin", "tiny"], "--begin goes with --stage denoiser"),
+        (["--begin", "/nowhere", "--stage", "denoiser"], "model folder /nowhere has no model_index.json"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_before_anything_is_written(
@@ -222,6 +233,26 @@ def test_a_few_steps_write_a_model_that_loads_and_the_command_goes_on(tmp_path: 
     assert torch.load(out / "autoencoder.pt", weights_only=True)["step"] == 1
     second = model.load(out / "model", CPU).denoiser.model.state_dict()
     assert not equal(second, first.denoiser.model.state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_windows")
+def test_a_finished_model_is_trained_further(tmp_path: Path) -> None:
+    """Its text encoder and autoencoder stay; the transformer moves by what the learning rate allows."""
+    arguments = ["--stage", "denoiser", "--batch", "1", "--device", "cpu", "--threads", "1", "--begin", "tiny"]
+    old = model.load(model.WEIGHTS, CPU)
+    moved = []
+    for rate in ("0.01", "1"):
+        out = tmp_path / rate
+        assert train.main([*arguments, "--steps", "2", "--rate", rate, "--out", str(out)]) == 0
+        new = model.load(out / "model", CPU)
+        assert isinstance(new.text, TinyText) and isinstance(old.text, TinyText)
+        assert equal(new.text.encoder.state_dict(), old.text.encoder.state_dict())
+        assert isinstance(new.decoder, model.TinyDecoder) and isinstance(old.decoder, model.TinyDecoder)
+        assert equal(new.decoder.autoencoder.state_dict(), old.decoder.autoencoder.state_dict())
+        pairs = zip(new.denoiser.model.parameters(), old.denoiser.model.parameters(), strict=True)
+        moved.append(max(float((a - b).detach().abs().max()) for a, b in pairs))
+    assert 0 < moved[0] < 0.1 * moved[1]
 
 
 @pytest.mark.slow

@@ -1,0 +1,97 @@
+"""Worn pasts: only the shape wears, alike in a whole window, and what is left of the picture is the background."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from streamdiff.models.tiny import train_denoiser, wear, world
+from streamdiff.models.tiny.windows import CHUNK, Windows
+from tests.small import CPU
+
+BATCH, CHUNKS = 64, 2
+
+
+@pytest.fixture
+def windows() -> Windows:
+    """Latents are 1 everywhere; the backgrounds' are 0, so a latent says how much of it is left."""
+    generator = torch.Generator().manual_seed(0)
+    place = torch.randint(world.CELLS, (BATCH, CHUNKS, CHUNK, 2), generator=generator) * float(world.LATTICE)
+    scenes = torch.zeros(BATCH, CHUNKS, 4, dtype=torch.int64)
+    return Windows(torch.ones(BATCH, CHUNKS, 8, CHUNK, 16, 16), scenes, torch.zeros(BATCH, dtype=torch.bool), place)
+
+
+@pytest.fixture
+def empty() -> Tensor:
+    return torch.zeros(len(world.BACKGROUNDS), 8, 16, 16)
+
+
+def test_a_share_of_the_windows_is_worn_and_the_others_are_untouched(windows: Windows, empty: Tensor) -> None:
+    left = wear.worn(windows, empty, torch.Generator().manual_seed(1))
+    untouched = (left == 1).flatten(1).all(1)
+    assert 0.5 < untouched.float().mean() < 0.9
+    assert (left >= 0).all() and (left <= 1).all()
+
+
+def test_wear_belongs_to_the_shape_and_goes_where_it_goes(windows: Windows, empty: Tensor) -> None:
+    """What is left around the centre of the shape is the same picture in every chunk and frame."""
+    left = wear.worn(windows, empty, torch.Generator().manual_seed(1))
+    for window in (left != 1).flatten(1).any(1).nonzero().flatten().tolist():
+        centred = []
+        for chunk in range(CHUNKS):
+            for frame in range(CHUNK):
+                y, x = (int(v) // world.LATTICE for v in windows.place[window, chunk, frame].tolist())
+                centred.append(left[window, chunk, 0, frame].roll((-y, -x), (0, 1)))
+        assert all(torch.equal(picture, centred[0]) for picture in centred)
+
+
+def test_every_background_stands_in_for_the_shape_of_its_own_scene(windows: Windows) -> None:
+    empty = torch.arange(5.0).view(5, 1, 1, 1).expand(5, 8, 16, 16) + 10
+    scenes = windows.scenes.clone()
+    scenes[:, 1, 3] = 3
+    left = wear.worn(replace(windows, scenes=scenes), empty, torch.Generator().manual_seed(1))
+    gone = (left >= 10).flatten(2).any(2).all(1)
+    assert gone.any(), "some shapes are cut or shrunk"
+    assert (left[gone, 0].amax((1, 2, 3, 4)) == 10).all() and (left[gone, 1].amax((1, 2, 3, 4)) == 13).all()
+
+
+def test_after_nothing_comes_the_first_chunk(windows: Windows, empty: Tensor) -> None:
+    starts = windows.cut(torch.zeros(BATCH, dtype=torch.int64), 1)
+    two = wear.after_nothing(starts, empty)
+    assert (two.latents[:, 0] == 0).all() and torch.equal(two.latents[:, 1:], starts.latents)
+    assert two.scenes.shape == (BATCH, 2, 4) and two.place.shape == (BATCH, 2, CHUNK, 2) and not two.start.any()
+
+
+def test_only_what_has_no_target_is_worn(windows: Windows, empty: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss compares with whole shapes, noises whole shapes, and shows worn ones."""
+    monkeypatch.setattr(wear, "SHARE", 1.0)
+    network = train_denoiser.TinyNetwork()
+    seen: list[tuple[Tensor, Tensor, train_denoiser.Rows]] = []
+
+    def flow(latents: Tensor, sigma: Tensor, ids: Tensor, rows: train_denoiser.Rows) -> Tensor:
+        seen.append((latents.unflatten(0, sigma.shape), sigma, rows))
+        return torch.zeros_like(latents)
+
+    monkeypatch.setattr(network, "flow", flow)
+    monkeypatch.setattr(torch, "randn", lambda shape, generator: torch.zeros(shape))
+    train_denoiser.loss_of(network, windows, empty, "next", random.Random(0), torch.Generator().manual_seed(0))
+    ((latents, sigma, rows),) = seen
+    level = (1 - sigma).view(*sigma.shape, 1, 1, 1, 1)
+    assert torch.equal(latents[rows.target], level.expand_as(latents)[rows.target])
+    assert (latents[:, 0] < level[:, 0]).flatten(1).any(1).all()
+
+
+@torch.inference_mode()
+def test_empty_latents_are_those_of_the_bare_backgrounds() -> None:
+    from streamdiff.models.tiny import model
+    from streamdiff.models.tiny.model import WEIGHTS
+
+    autoencoder, decoder = model.load_autoencoder(WEIGHTS, CPU)
+    latents = wear.empty_latents(autoencoder, decoder.mean.flatten(), decoder.std.flatten(), CPU)
+    frames = decoder.decode_float(latents[:, :, None].expand(-1, -1, CHUNK, -1, -1), decoder.new_memory())[:, -1]
+    truth = world.empty(torch.arange(len(world.BACKGROUNDS)))
+    assert (frames - truth).abs().mean() < 0.02

@@ -62,7 +62,8 @@ def window_chunks(kv_context: str, *, chunk_latents: int, window_latents: int, c
 class ModelSpec:
     """Facts about a model that everyone plans with. Sizes of chunk, windows and sink are in latent frames; `text_shape`
     is (text tokens, text width) of a prompt's embeddings; `context_sigma`, 0 to 1, is the noise level at which the
-    clean pass writes a finished chunk into the cache (0: as it is)."""
+    clean pass writes a finished chunk into the cache (0: as it is); `rope` says whether the sink keeps its rotary
+    positions (`absolute`) or stands right before the window (`relative`)."""
 
     name: str
     latent_channels: int
@@ -80,6 +81,7 @@ class ModelSpec:
     text_shape: tuple[int, int]
     clean_window_latents: int | None = None
     context_sigma: float = 0.0
+    rope: str = "relative"
 
     def window_chunks(self, kv_context: str) -> int:
         """Chunks that a chunk sees, itself included."""

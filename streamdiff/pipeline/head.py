@@ -16,6 +16,8 @@ from streamdiff.models import sampling
 from streamdiff.models.base import Model
 from streamdiff.models.wan.transformer import Tokens
 from streamdiff.pipeline.microstep import MicroStep
+from streamdiff.pipeline.stage import ring_plan
+from streamdiff.state.ring import RingPlan
 
 
 class Finished(NamedTuple):
@@ -25,15 +27,36 @@ class Finished(NamedTuple):
     latents: Tensor
 
 
+PROMPT_SWITCHES = ("keep", "flush", "recache")
+"""What a new prompt may do to the past, see `Ring.set_text`. To start afresh is `Ring.reset`."""
+
+
 @dataclass
 class HeadSession:
     """Noise source, schedule and the latents `[C, F, h, w]` of chunks in flight (x_t, or x0 for the clean pass), by
-    chunk and epoch: what comes back for a stream that was reset meanwhile is nobody's."""
+    chunk and epoch: what comes back for a stream that was reset meanwhile is nobody's.
+
+    `kept` holds the finished latents of all chunks that the next one may see; those admitted see none before `since`
+    but the sink.
+    """
 
     seed: int
     sigmas: tuple[float, ...]
-    clean_pass: bool
+    kv_context: str
+    plan: RingPlan
     latents: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    kept: dict[int, Tensor] = field(default_factory=dict)
+    since: int = 0
+
+    @property
+    def clean_pass(self) -> bool:
+        return self.kv_context != "matched"
+
+    def keep(self, chunk: int, latents: Tensor) -> None:
+        """Remember a finished chunk as long as a later one may see it. Mutates: self."""
+        self.kept[chunk] = latents
+        if (gone := chunk - self.plan.slots) >= self.plan.sink:
+            self.kept.pop(gone, None)
 
 
 class Head:
@@ -43,12 +66,32 @@ class Head:
         self.denoiser, self.spec, self.device = model.denoiser, model.spec, device
         self.sessions: dict[int, HeadSession] = {}
 
-    def open(self, session: int, *, seed: int, steps: int, clean_pass: bool) -> None:
+    def open(self, session: int, *, seed: int, steps: int, kv_context: str) -> None:
         """Start a stream, or start it again with another seed. Mutates: self."""
-        self.sessions[session] = HeadSession(seed, sampling.schedule(steps, self.spec.shift), clean_pass)
+        plan = ring_plan(self.spec, kv_context, steps=steps)
+        self.sessions[session] = HeadSession(seed, sampling.schedule(steps, self.spec.shift), kv_context, plan)
 
     def close(self, session: int) -> None:
         self.sessions.pop(session, None)
+
+    def switch(self, session: int, chunk: int, policy: str) -> tuple[int, list[int]]:
+        """What `policy` means for a prompt in force from `chunk` on: the chunk before which nothing but the sink is
+        seen, and the chunks whose clean pass has to run again, oldest first. Mutates: self.
+
+        Raises:
+            ValueError: unknown policy, or one that the session's KV context cannot have.
+        """
+        state = self.sessions[session]
+        if policy not in PROMPT_SWITCHES:
+            raise ValueError(f"prompt switch is {policy!r}; it can be {', '.join(PROMPT_SWITCHES)}")
+        if policy == "recache" and not state.clean_pass:
+            raise ValueError("prompt switch recache needs a KV context with a clean pass: clean or staircase")
+        seen = state.plan.visible(chunk, state.since)[:-1]
+        if policy == "flush":
+            state.since = chunk
+        elif policy == "recache":
+            state.since = next((each for each in seen if each >= state.plan.sink), chunk)
+        return state.since, seen if policy == "recache" else []
 
     @torch.inference_mode()
     def embed(self, rows: Sequence[MicroStep]) -> Tokens:
@@ -81,6 +124,7 @@ class Head:
             x0 = sampling.clean_from_flow(x_t, flow.to(x_t.dtype), session.sigmas[row.step])
             if row.last:
                 finished.append(Finished(row, x0))
+                session.keep(row.chunk, x0)
                 if session.clean_pass:
                     session.latents[key] = x0
             else:
@@ -89,9 +133,9 @@ class Head:
         return finished
 
     def _context(self, row: MicroStep) -> Tensor:
-        """What the clean pass shows of a finished chunk."""
+        """What the clean pass shows of a finished chunk, the first time or again."""
         session, sigma = self.sessions[row.session], self.spec.context_sigma
-        x0 = session.latents[row.chunk, row.epoch]
+        x0 = session.kept[row.chunk]
         return sampling.add_noise(x0, self._noise(session.seed, row.chunk, row.step), sigma) if sigma > 0 else x0
 
     def _noise(self, seed: int, chunk: int, step: int) -> Tensor:

@@ -128,20 +128,32 @@ class Ring:
     def open(self, session: int, embeddings: Tensor, *, seed: int, epoch: int, steps: int, kv_context: str) -> None:
         """Open a session on scheduler, head and all stages; ValueError on bad values. Mutates: self."""
         self.scheduler.open(session, steps=steps, kv_context=kv_context, epoch=epoch)
-        self.head.open(session, seed=seed, steps=steps, clean_pass=kv_context != "matched")
+        self.head.open(session, seed=seed, steps=steps, kv_context=kv_context)
         self._tell(Kind.OPEN, Control(session, epoch, epoch, steps, kv_context))
         self._tell(Kind.TEXT, Control(session, epoch, epoch), embeddings)
 
-    def set_text(self, session: int, epoch: int, embeddings: Tensor) -> None:
-        """Chunks admitted from now on use these embeddings. Mutates: self."""
-        self._tell(Kind.TEXT, Control(session, epoch, self.scheduler.oldest_epoch(session)), embeddings)
+    def set_text(self, session: int, epoch: int, embeddings: Tensor, policy: str = "keep") -> None:
+        """Chunks admitted from now on use these embeddings; `policy`, one of PROMPT_SWITCHES, says what they see of
+        earlier chunks. Mutates: self.
+
+        `keep`: all that is cached. `flush`: the sink only. `recache`: the chunks of the window, their clean latents run
+        through the clean pass afresh under the new text (LongLive, arXiv 2509.22622).
+
+        Raises:
+            ValueError: unknown policy, or one that the session's KV context cannot have.
+        """
+        since, again = self.head.switch(session, self.scheduler.next_chunk(session), policy)
+        if again:
+            self.scheduler.rerun(session, again)
+        control = Control(session, epoch, self.scheduler.oldest_epoch(session), since=since)
+        self._tell(Kind.TEXT, control, embeddings)
         self.scheduler.set_epoch(session, epoch)
 
     def reset(self, session: int, embeddings: Tensor, *, seed: int, epoch: int) -> None:
         """Drop what is in flight and start afresh at chunk 0. `epoch` is one the slot never had. Mutates: self."""
         self.scheduler.reset(session, epoch)
         old = self.head.sessions[session]
-        self.head.open(session, seed=seed, steps=len(old.sigmas), clean_pass=old.clean_pass)
+        self.head.open(session, seed=seed, steps=len(old.sigmas), kv_context=old.kv_context)
         self._tell(Kind.RESET, Control(session, epoch))
         self._tell(Kind.TEXT, Control(session, epoch, epoch), embeddings)
 

@@ -16,12 +16,16 @@ chunks after it. `staircase` and `clean` space themselves by their own rules.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import gcd
 
 from streamdiff.pipeline.microstep import MicroStep, compatible
 
 KV_CONTEXTS = ("clean", "staircase", "matched")
+
+RERUN = -1
+"""The choice of a session that lets a finished chunk's clean pass run once more."""
 
 PATIENCE = 4
 """A session that has waited for this many forwards per open session goes first, whatever its slack."""
@@ -45,9 +49,10 @@ class _Chunk:
 class _Session:
     """`chunks` are those in flight, oldest first; their numbers have no holes, and the last is `next_chunk` - 1.
 
-    `choice` is the index in `chunks` of the one whose step is due next, `len(chunks)` for a new one, None for none. It
-    is found anew where it is `stale`. `waiting_since` counts forwards: when there first was a choice, or the last row
-    was handed out.
+    `rerun` are finished chunks whose clean pass is due once more, oldest first, before a new chunk is admitted.
+    `choice` is the index in `chunks` of the one whose step is due next, `len(chunks)` for a new one, RERUN for a clean
+    pass once more, None for none. It is found anew where it is `stale`. `waiting_since` counts forwards: when there
+    first was a choice, or the last row was handed out.
     """
 
     name: int
@@ -62,6 +67,7 @@ class _Session:
     paused: bool = False
     next_chunk: int = 0
     chunks: list[_Chunk] = field(default_factory=list)
+    rerun: list[int] = field(default_factory=list)
     choice: int | None = None
     stale: bool = True
 
@@ -82,9 +88,11 @@ class _Session:
     def choose(self) -> int | None:
         """What `choice` should be now."""
         count = len(self.chunks)
-        may_admit = self.fits and count < self.in_flight_limit
+        may_admit = self.fits and count < self.in_flight_limit and not self.rerun
         if self.paused:
             return None
+        if self.rerun and all(chunk.entered == self.passes - 1 for chunk in self.chunks):
+            return RERUN  # whatever could read the old keys has gone ahead
         if self.kv_context == "matched":
             if may_admit and self._nothing_stands_before(self._tick_of_next()):
                 return count
@@ -97,6 +105,8 @@ class _Session:
 
     def row(self, choice: int) -> MicroStep:
         """The next step of the chunk at that index; changes nothing."""
+        if choice == RERUN:
+            return MicroStep(self.name, self.rerun[0], self.steps, self.steps, self.epoch)
         if choice == len(self.chunks):
             return MicroStep(self.name, self.next_chunk, 0, self.steps, self.epoch)
         chunk = self.chunks[choice]
@@ -104,6 +114,10 @@ class _Session:
 
     def enter(self, choice: int) -> None:
         """That step has entered the ring."""
+        if choice == RERUN:
+            del self.rerun[0]
+            self.choice, self.stale = None, True
+            return
         if choice == len(self.chunks):
             self.chunks.append(_Chunk(self.next_chunk, self.epoch, self._tick_of_next()))
             self.next_chunk += 1
@@ -141,8 +155,12 @@ class _Session:
         if chunk.back != chunk.entered or step >= self.passes or not self._behind(index, step):
             return False
         # Chunk n + k reads this one's step s - 1 in its own step s - 1 - k: all of those enter before step s does. They
-        # have when chunk n + s - 1 is in flight, for it entered when the one before it was at step 1, and so on.
-        return self.kv_context != "staircase" or len(self.chunks) >= index + step
+        # have when chunk n + s - 1 is in flight, for it entered when the one before it was at step 1, and so on. Before
+        # a rerun no more are to come, and those there are have to be asked.
+        if self.kv_context != "staircase" or len(self.chunks) >= index + step:
+            return True
+        readers = enumerate(self.chunks[index + 1 :], start=1)
+        return bool(self.rerun) and all(reader.entered >= step - 1 - k for k, reader in readers)
 
     def _behind(self, index: int, step: int) -> bool:
         """Whether the chunk before `index` is as far as its KV context wants it for `step`; finished chunks are."""
@@ -202,11 +220,25 @@ class StreamBatchScheduler:
         """Forget what is in flight and start again at chunk 0. `epoch` must be one that this slot never had."""
         state = self._sessions[session]
         state.chunks.clear()
+        state.rerun.clear()
         state.next_chunk, state.epoch, state.room, state.stale = 0, epoch, 0, True
 
     def set_epoch(self, session: int, epoch: int) -> None:
         """Chunks admitted from now on belong to `epoch`."""
         self._sessions[session].epoch = epoch
+
+    def rerun(self, session: int, chunks: Sequence[int]) -> None:
+        """Let the clean pass of these finished chunks (or chunks in flight), oldest first, run once more under the
+        session's epoch before a new chunk is admitted. What is in flight runs to its end first; nothing is told of a
+        rerun's coming back.
+
+        Raises:
+            ValueError: the session's KV context has no clean pass.
+        """
+        state = self._sessions[session]
+        if state.kv_context == "matched":
+            raise ValueError("KV context matched has no clean pass that could run once more")
+        state.rerun, state.stale = list(chunks), True
 
     def next_chunk(self, session: int) -> int:
         """Number of the chunk that is admitted next."""
@@ -268,7 +300,7 @@ class StreamBatchScheduler:
             choice = state.choice
             assert choice is not None
             row = state.row(choice)
-            if not taken or compatible(taken[0], row):
+            if not taken or (compatible(taken[0], row) and not any(_same_chunk(row, other) for other in taken)):
                 state.enter(choice)
                 state.waiting_since = self._forwards + 1
                 return row
@@ -286,6 +318,11 @@ class StreamBatchScheduler:
             if not waited and state.choice is not None:
                 state.waiting_since = max(state.waiting_since, self._forwards)
         return state.choice
+
+
+def _same_chunk(row: MicroStep, other: MicroStep) -> bool:
+    """Whether both write the same keys; a clean pass and its rerun could meet in a forward."""
+    return (row.session, row.chunk) == (other.session, other.chunk)
 
 
 def timetable_tick(chunk: int, *, stages: int, passes: int) -> int:

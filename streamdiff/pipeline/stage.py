@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from streamdiff.models.base import Trunk
+from streamdiff.models.base import ModelSpec, Trunk
 from streamdiff.models.wan.transformer import KeyValue, Tokens
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.scheduler import cache_count, spare_slots
@@ -21,12 +21,14 @@ from streamdiff.state.ring import RingAttention, RingPlan, RowView, StageState
 
 @dataclass
 class StageSession:
-    """What the stage keeps of a session: its ring, and cross-attention keys of each epoch still in use."""
+    """What the stage keeps of a session: its ring, and of each epoch still in use the cross-attention keys, and the
+    chunk before which its chunks see nothing but the sink."""
 
     plan: RingPlan
     state: StageState
     matched: bool
     text: dict[int, list[KeyValue]] = field(default_factory=dict)
+    since: dict[int, int] = field(default_factory=dict)
 
 
 class Stage:
@@ -55,7 +57,7 @@ class Stage:
             case Kind.OPEN:
                 self.open(control.session, steps=control.steps, kv_context=control.kv_context)
             case Kind.TEXT:
-                self.set_text(control.session, control.epoch, work.tensors[0], control.oldest)
+                self.set_text(control.session, control.epoch, work.tensors[0], control.oldest, control.since)
             case Kind.RESET:
                 self.reset(control.session)
             case Kind.CLOSE:
@@ -65,8 +67,7 @@ class Stage:
     @torch.inference_mode()
     def open(self, session: int, *, steps: int, kv_context: str) -> None:
         """Allocate the session's caches. Mutates: self."""
-        spec, sink = self.spec, self.spec.sink_latents // self.spec.chunk_latents
-        plan = RingPlan(sink, spec.window_chunks(kv_context), spare_slots(kv_context, steps=steps))
+        plan = ring_plan(self.spec, kv_context, steps=steps)
         state = StageState.allocate(
             plan,
             caches=cache_count(kv_context, steps=steps),
@@ -87,14 +88,17 @@ class Stage:
         """Empty the session's caches. Mutates: self."""
         self.sessions[session].state.reset()
         self.sessions[session].text.clear()
+        self.sessions[session].since.clear()
 
     @torch.inference_mode()
-    def set_text(self, session: int, epoch: int, embeddings: Tensor, oldest: int) -> None:
-        """Project text embeddings `[T, text_dim]` for `epoch`; epochs before `oldest` are forgotten. Mutates: self."""
-        text = self.sessions[session].text
-        text[epoch] = self.denoiser.text(embeddings[None].to(self.device, self.denoiser.dtype))
-        for epoch_gone in [e for e in text if e < oldest]:
-            del text[epoch_gone]
+    def set_text(self, session: int, epoch: int, embeddings: Tensor, oldest: int, since: int = 0) -> None:
+        """Project text embeddings `[T, text_dim]` for `epoch`, whose chunks see none before `since` but the sink;
+        epochs before `oldest` are forgotten. Mutates: self."""
+        kept = self.sessions[session]
+        kept.text[epoch] = self.denoiser.text(embeddings[None].to(self.device, self.denoiser.dtype))
+        kept.since[epoch] = since
+        for epoch_gone in [e for e in kept.text if e < oldest]:
+            del kept.text[epoch_gone], kept.since[epoch_gone]
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[MicroStep], tokens: Tokens) -> Tokens:
@@ -106,7 +110,13 @@ class Stage:
     def _view(self, row: MicroStep) -> RowView:
         session = self.sessions[row.session]
         cache = row.step if session.matched else 0
-        return self.attention.view(session.plan, session.state, cache, row.chunk)
+        return self.attention.view(session.plan, session.state, cache, row.chunk, session.since[row.epoch])
+
+
+def ring_plan(spec: ModelSpec, kv_context: str, *, steps: int) -> RingPlan:
+    """The geometry of a session's caches, the same on every stage."""
+    sink, window = spec.sink_latents // spec.chunk_latents, spec.window_chunks(kv_context)
+    return RingPlan(sink, window, spare_slots(kv_context, steps=steps), spec.rope == "absolute")
 
 
 def _side_by_side(texts: Sequence[list[KeyValue]]) -> list[KeyValue]:

@@ -34,21 +34,27 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Control:
-    """A change to one session. `oldest` is the oldest epoch still in use; `steps` and `kv_context` matter to OPEN."""
+    """A change to one session. `oldest` is the oldest epoch still in use; chunks of the epoch of TEXT see none before
+    `since` but the sink; `steps` and `kv_context` matter to OPEN."""
 
     session: int
     epoch: int = 0
     oldest: int = 0
     steps: int = 0
     kv_context: str = "clean"
+    since: int = 0
 
     def values(self) -> list[int]:
-        return [self.session, self.epoch, self.oldest, self.steps, KV_CONTEXTS.index(self.kv_context)]
+        return [self.session, self.epoch, self.oldest, self.steps, KV_CONTEXTS.index(self.kv_context), self.since]
 
     @classmethod
     def of(cls, values: Sequence[int]) -> Control:
-        session, epoch, oldest, steps, context = values
-        return cls(session, epoch, oldest, steps, KV_CONTEXTS[context])
+        session, epoch, oldest, steps, context, since = values
+        return cls(session, epoch, oldest, steps, KV_CONTEXTS[context], since)
+
+
+CONTROL_LENGTH = len(Control(0).values())
+"""Integers of a control."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,7 @@ class Wire:
     @property
     def record_length(self) -> int:
         """Integers of a record: the kind, then the rows or the control."""
-        return 1 + max(record_length(self.max_rows), 6)
+        return 1 + max(record_length(self.max_rows), 1 + CONTROL_LENGTH)
 
     @property
     def nbytes(self) -> int:
@@ -126,7 +132,7 @@ class Wire:
         if kind is Kind.ROWS:
             sequence, rows = unpack(record[1 : 1 + record_length(self.max_rows)], self.max_rows)
             return sequence, self.attach(Work(kind, tuple(rows)), buffer)
-        return record[1], self.attach(Work(kind, (), Control.of(record[2:7])), buffer)
+        return record[1], self.attach(Work(kind, (), Control.of(record[2 : 2 + CONTROL_LENGTH])), buffer)
 
     def attach(self, work: Work, buffer: Tensor) -> Work:
         """`work` with tensors that are views of `buffer` `[nbytes]` uint8."""

@@ -19,11 +19,13 @@ from streamdiff.models.wan.transformer import attend
 @dataclass(frozen=True)
 class RingPlan:
     """Geometry of a ring: `sink` first chunks that stay, `window` chunks that a chunk sees (sink and itself included),
-    `spare` slots beyond that for newer chunks that are in flight at the same time."""
+    `spare` slots beyond that for newer chunks that are in flight at the same time. Where positions are `absolute` the
+    sink's keys keep theirs, otherwise the sink stands right before the window."""
 
     sink: int
     window: int
     spare: int = 0
+    absolute: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.sink < self.window or self.spare < 0:
@@ -42,9 +44,10 @@ class RingPlan:
             return chunk
         return self.sink + (chunk - self.sink) % (self.slots - self.sink)
 
-    def visible(self, chunk: int) -> list[int]:
-        """Chunks that `chunk` sees, oldest first, itself last; the n-th of them has rotary position n."""
-        first = max(self.sink, chunk + 1 - (self.window - self.sink))
+    def visible(self, chunk: int, since: int = 0) -> list[int]:
+        """Chunks that `chunk` sees, oldest first, itself last; where positions are relative the n-th of them has
+        position n. Chunks before `since` are forgotten, except for the sink."""
+        first = max(self.sink, chunk + 1 - (self.window - self.sink), since)
         return [*range(min(self.sink, chunk)), *range(min(first, chunk), chunk + 1)]
 
 
@@ -99,8 +102,8 @@ class RingAttention:
     """Self-attention of a forward over streams: each row writes its keys into its ring, then attends to its view.
 
     Only differences of rotary positions matter, so a key is rotated once, at its chunk's number in the stream, with
-    angles computed in float64 (no table that ends). The sink alone moves: it always stands right before the window,
-    and is re-placed at every read. Rows of different sessions never share keys.
+    angles computed in float64 (no table that ends). The sink alone moves, unless positions are absolute: it stands
+    right before the window, and is re-placed at every read. Rows of different sessions never share keys.
     """
 
     def __init__(self, frames: int, height: int, width: int, head_dim: int, device: torch.device) -> None:
@@ -109,16 +112,16 @@ class RingAttention:
         # All micro-steps of a chunk turn by the same angles; few chunks are in flight at once.
         self._table = lru_cache(maxsize=32)(self._make_table)
 
-    def view(self, plan: RingPlan, state: StageState, cache: int, chunk: int) -> RowView:
-        """The view of `chunk` in a ring."""
-        visible = plan.visible(chunk)
+    def view(self, plan: RingPlan, state: StageState, cache: int, chunk: int, since: int = 0) -> RowView:
+        """The view of `chunk` in a ring where chunks before `since` are forgotten, except for the sink."""
+        visible = plan.visible(chunk, since)
         sink = min(plan.sink, chunk + 1)
         slots = sorted(plan.slot(c) for c in visible[sink:])
         first = slots[0] if slots else 0
         adjacent = slots == list(range(first, first + len(slots)))
         rest = slice(first, first + len(slots)) if adjacent else torch.tensor(slots, device=self.device)
-        # The n-th visible chunk stands n places after the first: count back from the chunk itself.
-        sink_at = chunk - (len(visible) - 1)
+        # Relative: the n-th visible chunk stands n places after the first, so count back from the chunk itself.
+        sink_at = 0 if plan.absolute else chunk - (len(visible) - 1)
         sink_table = self._table(sink_at, sink) if sink else None
         return RowView(state, cache, plan.slot(chunk), chunk < plan.sink, sink, rest, self._table(chunk, 1), sink_table)
 

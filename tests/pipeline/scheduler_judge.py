@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
+import pytest
+
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.scheduler import PATIENCE, StreamBatchScheduler, in_flight_limit
 
@@ -45,6 +47,9 @@ class Log:
     back: dict[int, int] = field(default_factory=dict)  # chunk -> last step that came back
     epochs: dict[int, int] = field(default_factory=dict)  # chunk -> epoch at admission
     oldest: int = 0  # all chunks before it are finished
+    rerun: list[int] = field(default_factory=list)  # chunks whose clean pass has to enter once more
+    rerun_at: int = 0  # the first chunk after the latest rerun: it finds everything finished
+    bounds: dict[int, int] = field(default_factory=dict)  # chunk -> that chunk, at admission
 
     @property
     def passes(self) -> int:
@@ -66,7 +71,7 @@ class Log:
         if step == 0:
             limit = {"clean": 1, "staircase": self.steps + 1, "matched": self.stages}[self.kv_context]
             oldest = min(self.flight, default=chunk)
-            if self.room < FRAMES or chunk != len(self.entered) or chunk - oldest >= limit:
+            if self.rerun or self.room < FRAMES or chunk != len(self.entered) or chunk - oldest >= limit:
                 return False
             if self.kv_context == "matched" and not all(
                 self.stands(c, self.at(c) + 1) > self.stands(chunk, 0)
@@ -79,11 +84,20 @@ class Log:
             if self.at(chunk - 1) < needed:
                 return False
         if self.kv_context == "staircase":  # whoever sees this chunk at step - 1 must have done so
-            return all(self.at(chunk + k) >= step - 1 - k for k in range(1, step))
+            last = len(self.entered) if self.rerun else chunk + step  # after that nobody comes who would
+            return all(
+                self.at(other) >= step - 1 - (other - chunk) for other in range(chunk + 1, min(last, chunk + step))
+            )
         return True
+
+    def may_rerun(self) -> bool:
+        """Whether a clean pass may enter once more: when every step that could read the old keys has entered."""
+        return bool(self.rerun) and not self.paused and all(self.at(c) == self.passes - 1 for c in self.flight)
 
     def ready(self) -> list[tuple[int, int]]:
         """(chunk, step) of all that may enter now, in the order in which they should."""
+        if self.may_rerun():
+            return [(self.rerun[0], self.steps)]
         waiting = [(chunk, self.at(chunk) + 1) for chunk in [*self.flight, len(self.entered)]]
         ready = [(chunk, step) for chunk, step in waiting if self.may_enter(chunk, step)]
         return sorted(ready, key=lambda row: self.stands(*row)) if self.kv_context == "matched" else ready
@@ -101,7 +115,9 @@ class Log:
             return all(self.back[c] == self.steps for c in past)
         if self.kv_context == "matched":
             return all(self.at(c) >= step for c in past)
-        return all(self.at(c) == min(step + chunk - c, self.steps) for c in past)
+        return all(
+            self.at(c) == (self.steps if c < self.bounds[chunk] else min(step + chunk - c, self.steps)) for c in past
+        )
 
 
 class Judge:
@@ -140,6 +156,17 @@ class Judge:
         oldest = min([self.logs[session].epochs[c] for c in self.logs[session].flight], default=self.epoch)
         assert self.scheduler.oldest_epoch(session) == oldest
 
+    def rerun(self, session: int) -> None:
+        """A new prompt under which the clean passes of the last three chunks run again."""
+        log = self.logs[session]
+        if log.kv_context == "matched":
+            with pytest.raises(ValueError, match="no clean pass"):
+                self.scheduler.rerun(session, [0])
+            return
+        self.change_prompt(session)
+        log.rerun, log.rerun_at = list(range(max(0, len(log.entered) - 3), len(log.entered))), len(log.entered)
+        self.scheduler.rerun(session, log.rerun)
+
     def set_room(self, session: int, frames: int) -> None:
         self.scheduler.set_room(session, frames)
         self.logs[session].room = frames
@@ -160,7 +187,9 @@ class Judge:
             self._entered(row)
         assert all(self.scheduler.next_chunk(name) == len(log.entered) for name, log in self.logs.items())
         if len(rows) < self.max_rows:
-            assert not any(log.ready() for log in self.logs.values()), "no row is left out while there is place"
+            taken = {(row.session, row.chunk) for row in rows}
+            left = {(name, log.ready()[0][0]) for name, log in self.logs.items() if log.ready()}
+            assert left <= taken, "no row is left out while there is place, but for a chunk that has one already"
         self._nobody_starves(ready - {row.session for row in rows})
         self.ring.extend(rows)
         assert self.scheduler.in_flight == sum(
@@ -175,8 +204,12 @@ class Judge:
     def _entered(self, row: MicroStep) -> None:
         log = self.logs[row.session]
         assert row.steps == log.steps
+        if log.may_rerun():
+            assert (row.chunk, row.step, row.epoch) == (log.rerun.pop(0), log.steps, log.epoch), row
+            return
         assert log.may_enter(row.chunk, row.step), row
         assert log.ready()[0] == (row.chunk, row.step), "a session's rows enter in its order"
+        log.bounds.setdefault(row.chunk, log.rerun_at)
         assert log.sees_what_its_context_says(row.chunk, row.step), row
         if row.step == 0:
             assert row.epoch == log.epoch

@@ -29,6 +29,7 @@ events = st.one_of(
     st.tuples(st.just("room"), sessions, st.just(200)),
     st.tuples(st.just("pause"), sessions, st.booleans()),
     st.tuples(st.just("prompt"), sessions),
+    st.tuples(st.just("rerun"), sessions),
     st.tuples(st.just("reset"), sessions),
     st.tuples(st.just("close"), sessions),
 )
@@ -55,7 +56,8 @@ def play(judge: Judge, event: tuple[object, ...]) -> None:
         elif name == "pause":
             judge.set_paused(session, bool(rest[1]))
         else:
-            {"prompt": judge.change_prompt, "reset": judge.reset, "close": judge.close}[str(name)](session)
+            change = {"prompt": judge.change_prompt, "rerun": judge.rerun, "reset": judge.reset, "close": judge.close}
+            change[str(name)](session)
 
 
 @settings(max_examples=300)

@@ -61,25 +61,28 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    args = parser().parse_args(argv)
+def _refusal(args: argparse.Namespace) -> str | None:
+    """What cannot work, before anything is written."""
     for name in ("minutes", "steps", "batch", "rate"):
         value = getattr(args, name)
         if value is not None and not value > 0:
-            print(f"train: --{name} is {value}; it must be more than 0", file=sys.stderr)
-            return 2
+            return f"--{name} is {value}; it must be more than 0"
     if args.threads < 0:
-        print(f"train: --threads is {args.threads}; it must be at least 1, or 0 for torch's choice", file=sys.stderr)
-        return 2
+        return f"--threads is {args.threads}; it must be at least 1, or 0 for torch's choice"
     if args.device == "cuda" and not torch.cuda.is_available():
-        print("train: --device is cuda, but torch sees no CUDA device; use auto or cpu", file=sys.stderr)
-        return 2
+        return "--device is cuda, but torch sees no CUDA device; use auto or cpu"
     if args.begin and args.stage != "denoiser":
-        print("train: --begin goes with --stage denoiser: the autoencoder is that of the model", file=sys.stderr)
-        return 2
+        return "--begin goes with --stage denoiser: the autoencoder is that of the model"
     if args.stage == "denoiser" and not args.begin and not (args.out / "autoencoder.pt").is_file():
-        print(f"train: --stage denoiser needs {args.out}/autoencoder.pt; train the autoencoder first", file=sys.stderr)
+        return f"--stage denoiser needs {args.out}/autoencoder.pt; train the autoencoder first"
+    return None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    args = parser().parse_args(argv)
+    if refusal := _refusal(args):
+        print(f"train: {refusal}", file=sys.stderr)
         return 2
     if args.threads:
         torch.set_num_threads(args.threads)

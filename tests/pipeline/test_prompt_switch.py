@@ -1,0 +1,148 @@
+"""What a new prompt does to the past, against streams computed without scheduler, ring or caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from streamdiff.models import sampling
+from streamdiff.models.base import Model
+from streamdiff.models.wan.transformer import KeyValue
+from streamdiff.pipeline.head import PROMPT_SWITCHES
+from streamdiff.pipeline.ring import LocalRing, Ring
+from tests.pipeline.reference import Explicit
+from tests.small import BLUE, CPU, RED, small_model
+
+SEED, STEPS, CHUNKS = 11, 2, 9
+
+
+def streamed(model: Model, policy: str, at: int, kv_context: str = "clean", make: Callable[..., Ring] = Ring) -> Tensor:
+    """Latents `[CHUNKS, C, F, h, w]` of a stream whose prompt changes at chunk `at`."""
+    ring = make(model, CPU)
+    ring.open(0, model.text.encode(RED), seed=SEED, epoch=0, steps=STEPS, kv_context=kv_context)
+    done: dict[int, Tensor] = {}
+    changed = False
+    while len(done) < CHUNKS:
+        if not changed and ring.scheduler.next_chunk(0) == at:
+            ring.set_text(0, 1, model.text.encode(BLUE), policy)
+            changed = True
+        ring.scheduler.set_room(0, model.spec.chunk_frames)
+        rows, finished = ring.turn()
+        assert rows or finished or ring.waiting, "the stream stands still"
+        done |= {row.chunk: latents for row, latents in finished if row.chunk < CHUNKS}
+    return torch.stack([done[chunk] for chunk in range(CHUNKS)])
+
+
+@torch.inference_mode()
+def next_chunk(model: Model, chunk: int, past: Tensor) -> Tensor:
+    """Latents of `chunk` under the new prompt with nothing but the clean latents `past` `[n, C, F, h, w]` before it,
+    each of which is run through the clean pass under the new prompt too: in one forward per step."""
+    spec, denoiser = model.spec, model.denoiser
+    sigmas, count = sampling.schedule(STEPS, spec.shift), len(past)
+    grid = (spec.latent_height // denoiser.patch[1], spec.latent_width // denoiser.patch[2])
+    text = [KeyValue(*layer) for layer in denoiser.text(model.text.encode(BLUE)[None].expand(count + 1, -1, -1))]
+    draw = lambda step: sampling.noise(spec.chunk_shape, seed=SEED, chunk=chunk, step=step)  # noqa: E731
+    x0 = torch.zeros(spec.chunk_shape)
+    for step, sigma in enumerate(sigmas):
+        x_t = sampling.add_noise(x0, draw(step), sigma)
+        level = torch.tensor([0.0] * count + [1000 * sigma])[:, None].expand(-1, spec.chunk_latents)
+        seen = [list(range(row + 1)) for row in range(count + 1)]
+        tokens = denoiser.embed(torch.cat([past, x_t[None]]), level)
+        tokens = denoiser.run_blocks(tokens, text, Explicit(seen, spec.chunk_latents, grid))
+        x0 = sampling.clean_from_flow(x_t, denoiser.head(tokens, spec.chunk_shape[1:])[-1], sigma)
+    return x0
+
+
+@pytest.mark.parametrize("kv_context", ["clean", "staircase"])
+@pytest.mark.parametrize("sink", [0, 2])
+@pytest.mark.parametrize("at", [1, 2, 6])
+def test_recache_equals_the_window_run_afresh_under_the_new_prompt(at: int, sink: int, kv_context: str) -> None:
+    """A window of three chunks; at chunk 6 the caches have rolled over."""
+    model = small_model(1, sink=sink)
+    got = streamed(model, "recache", at, kv_context)
+    window, first = model.spec.window_chunks(kv_context), sink // model.spec.chunk_latents
+    seen = [chunk for chunk in range(at) if chunk < first or chunk > at - (window - first)]
+    torch.testing.assert_close(got[at], next_chunk(model, at, got[seen]), rtol=1e-4, atol=1e-4)
+    kept = streamed(model, "keep", at, kv_context)
+    assert torch.equal(got[:at], kept[:at]), "what was shown already stays"
+    assert (got[at] - kept[at]).abs().max() > 1e-3, "the policy makes a difference"
+
+
+@pytest.mark.parametrize("at", [3, 6])
+def test_flush_without_a_sink_sees_nothing(at: int) -> None:
+    model = small_model(1)
+    got = streamed(model, "flush", at)
+    torch.testing.assert_close(got[at], next_chunk(model, at, got[:0]), rtol=1e-4, atol=1e-4)
+
+
+def test_flush_keeps_the_sink_and_nothing_else() -> None:
+    """What the chunks between sink and change were does not matter; what the sink was does."""
+    model = small_model(1, sink=2)
+
+    def last(change: int) -> Tensor:
+        """Chunk 6 after a flush, with the latents of chunk `change` made with another noise."""
+        ring = Ring(model, CPU)
+        ring.open(0, model.text.encode(RED), seed=SEED, epoch=0, steps=STEPS, kv_context="clean")
+        while True:
+            chunk = ring.scheduler.next_chunk(0)
+            if chunk == 6 and 1 not in ring.stage.sessions[0].text:
+                ring.set_text(0, 1, model.text.encode(BLUE), "flush")
+            ring.head.sessions[0].seed = 99 if chunk == change else SEED
+            ring.scheduler.set_room(0, model.spec.chunk_frames)
+            finished = {}
+            while ring.scheduler.next_chunk(0) == chunk or ring.scheduler.has_work:
+                finished |= {row.chunk: latents for row, latents in ring.turn()[1]}
+            if 6 in finished:
+                return finished[6]
+
+    assert torch.equal(last(change=4), last(change=-1))
+    assert not torch.equal(last(change=0), last(change=-1))
+
+
+@pytest.mark.parametrize("policy", PROMPT_SWITCHES)
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+def test_any_number_of_stages_gives_the_same(policy: str, kv_context: str) -> None:
+    model = small_model(3, layers=3, sink=2)
+    if (policy, kv_context) == ("recache", "matched"):
+        with pytest.raises(ValueError, match="recache needs a KV context with a clean pass"):
+            streamed(model, policy, 5, kv_context)
+        return
+    one = streamed(model, policy, 5, kv_context)
+    three = streamed(model, policy, 5, kv_context, lambda *args: LocalRing(*args, stages=3))
+    assert torch.equal(one, three)
+
+
+def test_only_what_the_next_chunk_may_see_is_kept() -> None:
+    model = small_model(1, sink=2)
+    ring = Ring(model, CPU)
+    ring.open(0, model.text.encode(RED), seed=SEED, epoch=0, steps=STEPS, kv_context="clean")
+    done = 0
+    while done < 20:
+        ring.scheduler.set_room(0, model.spec.chunk_frames)
+        done += len(ring.turn()[1])
+    assert sorted(ring.head.sessions[0].kept) == [0, 17, 18, 19]
+
+
+def test_an_unknown_policy_is_refused_and_changes_nothing() -> None:
+    model = small_model(1)
+    ring = Ring(model, CPU)
+    ring.open(0, model.text.encode(RED), seed=SEED, epoch=0, steps=STEPS, kv_context="clean")
+    with pytest.raises(ValueError, match="prompt switch is 'forget'; it can be keep, flush, recache"):
+        ring.set_text(0, 1, model.text.encode(BLUE), "forget")
+    ring.scheduler.set_room(0, model.spec.chunk_frames)
+    assert ring.turn()[0][0].epoch == 0
+
+
+@torch.inference_mode()
+def test_absolute_positions_leave_the_sink_where_it_was() -> None:
+    """They differ from relative ones as soon as chunks have been evicted, and not before."""
+    relative = small_model(1, sink=2)
+    absolute = replace(relative, spec=replace(relative.spec, rope="absolute"))
+    one, other = (streamed(model, "keep", CHUNKS) for model in (relative, absolute))
+    window = relative.spec.window_chunks("clean")
+    torch.testing.assert_close(one[:window], other[:window], rtol=1e-5, atol=1e-5)
+    assert (one[window] - other[window]).abs().max() > 1e-4

@@ -2,14 +2,25 @@
 
 Convention (Self-Forcing): x_t = (1 - sigma) x0 + sigma noise, the model predicts the flow v = noise - x0 and is told
 timestep = 1000 sigma. Between steps x0 is re-noised with fresh noise, there is no ODE step.
+
+Schedules need no torch, and this module imports it only to draw noise: whoever only lists or plans can read it.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from streamdiff.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TIMESTEPS = 1000.0
+_GRID = 1000  # points of the grid on which the trainers' schedulers look noise levels up
 
 
 def shifted(sigma: float, shift: float) -> float:
@@ -28,14 +39,123 @@ def schedule(steps: int, shift: float = 5.0) -> tuple[float, ...]:
     return tuple(shifted(1 - i * (4 // steps) / 4, shift) for i in range(steps))
 
 
+# ---- schedules as they are published -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Denoise steps: `timesteps` is what the model is told, `sigmas` the noise levels that x0 and x_t are made with.
+
+    Both have one entry per step and fall strictly; timesteps lie in (0, 1000], sigmas in (0, 1]. After the last step
+    the latents are x0; nothing is added any more.
+
+    Raises:
+        ConfigError: no step, other lengths, a value out of range or not below the one before it.
+    """
+
+    timesteps: tuple[float, ...]
+    sigmas: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        _check("steps", self.timesteps, TIMESTEPS)
+        _check("sigmas", self.sigmas, 1.0)
+        if len(self.timesteps) != len(self.sigmas):
+            raise ConfigError(
+                f"steps are {len(self.timesteps)} and sigmas {len(self.sigmas)}; every step needs one sigma"
+            )
+
+    @property
+    def steps(self) -> int:
+        """Denoise steps per chunk."""
+        return len(self.timesteps)
+
+
+def told(timesteps: Sequence[float], sigmas: Sequence[float] | None = None) -> Schedule:
+    """The schedule from timesteps as the model is told them; sigmas are timestep / 1000 unless they are given.
+
+    A 0 at the end of either list is dropped, see `without_end`.
+
+    Raises:
+        ConfigError: see `Schedule`.
+    """
+    steps = without_end(timesteps)
+    levels = tuple(step / TIMESTEPS for step in steps) if sigmas is None else without_end(sigmas)
+    return Schedule(steps, levels)
+
+
+def published(steps: Sequence[float], *, shift: float = 1.0, warp: bool = False, nearest: bool = False) -> Schedule:
+    """The schedule from a list as a model's authors give it.
+
+    Args:
+        steps: timesteps, falling, in (0, 1000]; a 0 at the end is dropped, see `without_end`.
+        shift: Wan's timestep shift; 1 shifts nothing.
+        warp: the list is meant before the shift: the model is told 1000 * shifted(step / 1000). Otherwise it is told
+            the list as it stands.
+        nearest: the authors' code does not take timestep / 1000 as the noise level, it looks up the nearest of 1,000
+            shifted grid points, as Self-Forcing's scheduler and all that grew from it do. Told 700 at shift 8, they
+            mix with 0.70023. What was warped from whole numbers lies on the grid already.
+
+    Raises:
+        ConfigError: see `Schedule`; or a shift that is not above 0.
+    """
+    if not 0 < shift < math.inf:
+        raise ConfigError(f"shift is {shift:g}, but must be a number above 0")
+    raw = without_end(steps)
+    _check("steps", raw, TIMESTEPS)
+    timesteps = tuple(TIMESTEPS * shifted(step / TIMESTEPS, shift) for step in raw) if warp else raw
+    if nearest:
+        sigmas = tuple(nearest_sigma(step, shift) for step in timesteps)
+    else:
+        sigmas = tuple(shifted(step / TIMESTEPS, shift) if warp else step / TIMESTEPS for step in raw)
+    return Schedule(timesteps, sigmas)
+
+
+def without_end(steps: Sequence[float]) -> tuple[float, ...]:
+    """The list without a 0 at its end.
+
+    Some lists are published as 1000, ..., 0. The 0 says where the way ends, at the clean latents; it is no step of its
+    own, since there is no noise left to take away. Self-Forcing's authors ask to remove it, StreamDiffusionV2 drops it
+    for video to video. (Krea's server does run its model on it, at the lowest grid point's sigma of 0.005.)
+    """
+    steps = tuple(float(step) for step in steps)
+    return steps[:-1] if len(steps) > 1 and steps[-1] == 0 else steps
+
+
+def nearest_sigma(timestep: float, shift: float) -> float:
+    """The grid point nearest to `timestep`: shifted(i / 1000) for i = 1 to 1,000; of two equally near, the larger.
+
+    In the authors' code the grid is float32, so theirs is off by up to 6e-8.
+    """
+    wanted = timestep / TIMESTEPS
+    return min((shifted(i / _GRID, shift) for i in range(_GRID, 0, -1)), key=lambda sigma: abs(sigma - wanted))
+
+
+def _check(name: str, values: tuple[float, ...], high: float) -> None:
+    """Raises ConfigError unless `values` fall strictly within (0, high]."""
+    shown = ", ".join(f"{value:g}" for value in values) or "empty"
+    if not values or not all(0 < value <= high for value in values):
+        raise ConfigError(f"{name} is {shown}, but must be numbers above 0 and at most {high:g}, at least one")
+    if any(later >= earlier for earlier, later in pairwise(values)):
+        raise ConfigError(f"{name} is {shown}, but every entry must be below the one before it")
+
+
+# ---- one step ----------------------------------------------------------------------------------------------------
+
+
 def add_noise(x0: Tensor, noise: Tensor, sigma: Tensor | float) -> Tensor:
     """x_t at `sigma`, a number or a tensor that broadcasts."""
     return (1 - sigma) * x0 + sigma * noise
 
 
-def clean_from_flow(x_t: Tensor, flow: Tensor, sigma: Tensor | float) -> Tensor:
-    """x0 = x_t - sigma * v."""
-    return x_t - sigma * flow
+def clean_from_flow(x_t: Tensor, flow: Tensor, sigma: Tensor | float, *, double: bool = False) -> Tensor:
+    """x0 = x_t - sigma * v, in the dtype of `x_t`.
+
+    With `double` it is computed in float64 and rounded once at the end, as Self-Forcing's code does; that matters where
+    latents are bfloat16.
+    """
+    if not double:
+        return x_t - sigma * flow
+    return (x_t.double() - sigma * flow.double()).to(x_t.dtype)
 
 
 _MASK = (1 << 64) - 1
@@ -62,4 +182,6 @@ def noise(shape: tuple[int, ...], *, seed: int, chunk: int, step: int) -> Tensor
 
     Drawn on the CPU so that every device, number of stages and batch size sees the same values.
     """
+    import torch
+
     return torch.randn(shape, generator=torch.Generator().manual_seed(counter_seed(seed, chunk, step)))

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 
 counters = st.integers(-(2**31), 2**40)
@@ -89,3 +90,126 @@ def test_noise_of_neighbours_is_normal_and_unrelated() -> None:
     assert rows.mean().abs() < 0.02 and abs(rows.std() - 1) < 0.02
     related = torch.corrcoef(rows).fill_diagonal_(0)
     assert related.abs().max() < 0.08
+
+
+# ---- schedules as they are published ------------------------------------------------------------------------------
+
+
+def test_the_embedded_models_schedules_stay_as_they_are() -> None:
+    """To the last bit, also as the head tells them: sigmas in float32, times 1,000."""
+    assert sampling.schedule(4) == (1.0, 0.9375, 0.8333333333333334, 0.625)
+    assert sampling.schedule(2) == (1.0, 0.8333333333333334)
+    for steps, raw in ((4, (1000, 750, 500, 250)), (2, (1000, 500))):
+        made = sampling.published(raw, shift=5.0, warp=True)
+        assert made.sigmas == sampling.schedule(steps)
+        head = torch.tensor(sampling.schedule(steps)) * sampling.TIMESTEPS
+        assert torch.equal(torch.tensor(made.timesteps), head)
+
+
+@pytest.mark.parametrize(
+    ("raw", "shift", "warp", "timesteps", "sigmas"),
+    [
+        # Self-Forcing: t' = 5t / (1 + 4t), which lies on the grid.
+        ((1000, 750, 500, 250), 5.0, True, (1000, 937.5, 833.33333, 625), (1, 0.9375, 0.8333333, 0.625)),
+        # StreamDiffusionV2, read off its scheduler.
+        ((700, 500, 400, 200, 0), 8.0, False, (700, 500, 400, 200), (0.70023, 0.49972, 0.40026, 0.19835)),
+        # The neighbours of 937 on Krea's grid are 936.8737 and 937.1873, those of 833 are 832.777 and 833.3333.
+        ((1000, 937, 833, 625, 0), 5.0, False, (1000, 937, 833, 625), (1, 0.9368737, 0.8327770, 0.625)),
+    ],
+)
+def test_published_lists_become_what_the_authors_code_makes_of_them(
+    raw: tuple[float, ...],
+    shift: float,
+    warp: bool,
+    timesteps: tuple[float, ...],
+    sigmas: tuple[float, ...],
+) -> None:
+    made = sampling.published(raw, shift=shift, warp=warp, nearest=True)
+    assert made.timesteps == pytest.approx(timesteps, abs=1e-4)
+    assert made.sigmas == pytest.approx(sigmas, abs=6e-6)
+    assert made.steps == len(timesteps)
+
+
+def authors_grid(shift: float) -> torch.Tensor:
+    """The noise levels of Self-Forcing's scheduler: float32, from 1 to the last one above 0."""
+    raw = torch.linspace(1.0, 0.0, 1001)[:-1]
+    return shift * raw / (1 + (shift - 1) * raw)
+
+
+@given(st.floats(0.5, 1000.0), st.sampled_from([1.0, 3.0, 5.0, 8.0]))
+def test_rounding_is_that_of_the_authors_grid(timestep: float, shift: float) -> None:
+    grid = authors_grid(shift).double()
+    theirs = grid[(grid * 1000 - timestep).abs().argmin()].item()
+    ours = sampling.nearest_sigma(timestep, shift)
+    wanted = timestep / 1000
+    # Half way between two points either may win, as float32 falls.
+    assert abs(abs(ours - wanted) - abs(theirs - wanted)) < 2e-7
+    assert (grid - ours).abs().min() < 1e-7
+
+
+def test_what_was_warped_from_whole_numbers_lies_on_the_grid() -> None:
+    for nearest in (False, True):
+        made = sampling.published(range(1000, 0, -37), shift=5.0, warp=True, nearest=nearest)
+        assert made.sigmas == pytest.approx([step / 1000 for step in made.timesteps], abs=1e-12)
+
+
+def test_without_rounding_a_sigma_is_the_timestep() -> None:
+    assert sampling.published((700, 500), shift=8.0) == sampling.Schedule((700.0, 500.0), (0.7, 0.5))
+    assert sampling.told((1000, 937.5)) == sampling.Schedule((1000.0, 937.5), (1.0, 0.9375))
+
+
+def test_a_zero_at_the_end_is_no_step() -> None:
+    assert sampling.told((1000, 500, 0)) == sampling.told((1000, 500))
+    assert sampling.told((1000, 500, 0), (0.9, 0.4, 0)) == sampling.told((1000, 500), (0.9, 0.4))
+    assert sampling.published((1000, 500, 0), shift=5.0, warp=True).steps == 2
+
+
+def test_sigmas_may_differ_from_the_timesteps() -> None:
+    """StreamDiffusionV2 tells its model 0.1 less noise than it mixed in."""
+    made = sampling.told((600, 500), (0.7, 0.5))
+    assert (made.timesteps, made.sigmas) == ((600.0, 500.0), (0.7, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("timesteps", "sigmas", "words"),
+    [
+        ((), None, "steps is empty"),
+        ((0,), None, "above 0"),
+        ((1001, 5), None, "at most 1000"),
+        ((500, -1), None, "steps is 500, -1"),
+        ((float("nan"),), None, "steps is nan"),
+        ((500, 500), None, "below the one before it"),
+        ((500, 750), None, "steps is 500, 750, but every entry must be below"),
+        ((500, 0, 250), None, "above 0"),
+        ((1000, 500), (1.0,), "steps are 2 and sigmas 1"),
+        ((1000, 500), (1.5, 0.5), "sigmas is 1.5, 0.5"),
+        ((1000, 500), (0.5, 0.7), "sigmas is 0.5, 0.7"),
+    ],
+)
+def test_a_list_that_is_no_schedule_is_refused(
+    timesteps: tuple[float, ...], sigmas: tuple[float, ...] | None, words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        sampling.told(timesteps, sigmas)
+    assert words in str(caught.value)
+    if sigmas is None:
+        with pytest.raises(ConfigError):
+            sampling.published(timesteps, shift=5.0, warp=True, nearest=True)
+
+
+@pytest.mark.parametrize("shift", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_shift_that_shifts_nothing_sensible_is_refused(shift: float) -> None:
+    with pytest.raises(ConfigError, match="shift is"):
+        sampling.published((1000, 500), shift=shift)
+
+
+def test_clean_latents_in_float64_are_rounded_once() -> None:
+    """As the reference has it: everything to float64, and back at the end."""
+    x_t, flow = torch.randn(2, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
+    clean = sampling.clean_from_flow(x_t, flow, 0.9375, double=True)
+    assert clean.dtype == torch.bfloat16
+    exact = x_t.double() - 0.9375 * flow.double()
+    assert torch.equal(clean, exact.bfloat16())
+    assert not torch.equal(clean, sampling.clean_from_flow(x_t, flow, 0.9375))
+    level = torch.full((4096,), 0.9375)
+    assert torch.equal(clean, sampling.clean_from_flow(x_t, flow, level, double=True))

@@ -1,0 +1,314 @@
+"""The catalogue: what is known of every published model, so that a name is all a user has to give.
+
+One YAML file per model in `catalogue/`, and `parts.yaml` with what models share: architectures, autoencoders, text
+encoders. Every file is validated when it is read; an unknown key is an error. `None` means not known: nobody
+published it, or nobody has read it. It never stands for a default. Needs no torch.
+
+Sizes of chunk, window and sink are in latent frames; a window counts the sink and the chunk itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.resources
+import json
+from functools import cache
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from streamdiff.config import KVContext
+from streamdiff.errors import ConfigError
+from streamdiff.models.sampling import Schedule, published
+
+PromptSwitch = Literal["keep", "recache", "flush", "reset"]
+Rope = Literal["absolute", "relative"]
+_PARTS = "parts.yaml"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Architecture(_Section):
+    """Sizes of a transformer in diffusers' Wan layout."""
+
+    width: int = Field(ge=1, description="model width D, heads * head_dim")
+    ffn_dim: int = Field(ge=1)
+    heads: int = Field(ge=1)
+    blocks: int = Field(ge=1)
+    in_channels: int = Field(ge=1)
+    out_channels: int = Field(ge=1)
+    freq_dim: int = Field(ge=1)
+    patch: tuple[int, int, int] = (1, 2, 2)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.width // self.heads
+
+
+class Files(_Section):
+    """Files of one repository. `repo` is a hub id, or the address of a repository elsewhere (then it has a slash more);
+    `licence` is that of the files, not of any code."""
+
+    repo: str
+    files: tuple[str, ...] = Field(min_length=1)
+    licence: str | None
+    licence_note: str | None = None
+
+    @property
+    def on_hub(self) -> bool:
+        """Whether `repo` is a hub id."""
+        return self.repo.count("/") == 1
+
+
+class Weights(Files):
+    """Transformer weights. `container` is the top-level key that holds the tensors, `flat` where they lie at the top
+    themselves, None where nobody has said (the loader then looks). `others` are files of the same repository for other
+    uses, by name."""
+
+    container: str | None
+    others: dict[str, str] = {}
+
+
+class Lora(Files):
+    """An adapter on top of the weights, in PEFT's layout; `alpha / rank` is its scale."""
+
+    container: str | None
+    rank: int = Field(ge=1)
+    alpha: float = Field(gt=0)
+
+    @property
+    def scale(self) -> float:
+        """Factor on B @ A."""
+        return self.alpha / self.rank
+
+
+class TinyDecoder(Files):
+    """A small decoder for the same latents. `latents` says in which space it wants them: `model`, as the transformer
+    makes them, or `vae`, after mean and deviation are put back. The wrong one gives washed-out colour and no error."""
+
+    latents: Literal["model", "vae"]
+    note: str | None = None
+
+
+class Autoencoder(_Section):
+    """An autoencoder: channels, and pixels per latent pixel in time and space."""
+
+    title: str
+    weights: Files | None
+    channels: int = Field(ge=1)
+    temporal: int = Field(ge=1)
+    spatial: int = Field(ge=1)
+    values: int | None = Field(ge=1, description="stored numbers")
+    tiny: tuple[TinyDecoder, ...] = ()
+
+
+class TextEncoder(_Section):
+    """A text encoder: `tokens` is the fixed length that texts are padded to, `width` that of an embedding."""
+
+    title: str
+    weights: Files | None
+    tokens: int = Field(ge=1)
+    width: int = Field(ge=1)
+    gigabytes: float | None = Field(gt=0, description="of its weights in bfloat16")
+
+
+class Parts(_Section):
+    """What models share, by name."""
+
+    architectures: dict[str, Architecture]
+    autoencoders: dict[str, Autoencoder]
+    text_encoders: dict[str, TextEncoder]
+
+
+class Sampling(_Section):
+    """Denoise steps as they are published; see `sampling.published` for shift, warp and nearest."""
+
+    steps: tuple[float, ...] = Field(min_length=1)
+    first_chunk_steps: tuple[float, ...] | None = None
+    shift: float = Field(gt=0)
+    warp: bool
+    nearest: bool = Field(description="the authors' code rounds noise levels to its grid of 1,000")
+
+    def schedule(self, *, first_chunk: bool = False) -> Schedule:
+        """What the model is told and what it is mixed with; `first_chunk` has its own steps in some models.
+
+        Raises:
+            ConfigError: the list is no schedule.
+        """
+        steps = self.first_chunk_steps if first_chunk and self.first_chunk_steps else self.steps
+        return published(steps, shift=self.shift, warp=self.warp, nearest=self.nearest)
+
+
+class Stream(_Section):
+    """How chunks follow one another. `first_chunk_latents` where the first chunk differs, `clean_window_latents` where
+    the window of KV context `clean` does; `trained_latents` is the longest stream it was trained on, None where that is
+    not known."""
+
+    chunk_latents: int = Field(ge=1)
+    first_chunk_latents: int | None = Field(None, ge=1)
+    window_latents: int = Field(ge=1)
+    clean_window_latents: int | None = Field(None, ge=1)
+    sink_latents: int = Field(ge=0)
+    sink_policy: Literal["fixed", "average", "adaptive"] | None = None
+    trained_latents: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Stream:
+        if self.sink_latents + self.chunk_latents > min(self.window("clean"), self.window_latents):
+            raise ValueError("a window holds at least the sink and one chunk")
+        return self
+
+    def window(self, kv_context: KVContext) -> int:
+        """Latent frames that a chunk sees, sink and itself included."""
+        return (self.clean_window_latents if kv_context == "clean" else None) or self.window_latents
+
+
+class Context(_Section):
+    """KV contexts: the one the weights were trained for (None: not known), and others that are known to work.
+    `noise` is the timestep told in the clean pass, None where there is none."""
+
+    trained: KVContext | None
+    works: tuple[KVContext, ...] = ()
+    noise: float | None = Field(ge=0, le=1000)
+
+    @property
+    def default(self) -> KVContext:
+        """The context to run with when nothing else is asked for."""
+        return self.trained or (self.works[0] if self.works else "clean")
+
+
+class Switches(_Section):
+    """Policies of a prompt change: what the model was trained with, and what is known to work. `reset` always does."""
+
+    trained: PromptSwitch | None = None
+    works: tuple[PromptSwitch, ...] = ()
+
+
+class Positions(_Section):
+    """Rotary positions as published, and others that the authors offer."""
+
+    published: Rope
+    works: tuple[Rope, ...] = ()
+
+
+class Entry(_Section):
+    """One model. `sampling`, `stream`, `context`, `switches` and `positions` are None where it makes whole clips and
+    cannot stream; `weights` is None for the embedded model. `encode_normalised` says whether the authors' code
+    normalises what the autoencoder encodes."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.\-]*$")
+    title: str
+    family: str
+    kind: Literal["causal", "bidirectional"]
+    use: str = Field(description="what it is good for")
+    architecture: str
+    weights: Weights | None
+    lora: Lora | None = None
+    height: int = Field(ge=16, description="of the picture it was trained for, or shown with")
+    width: int = Field(ge=16)
+    native_fps: float | None = Field(gt=0)
+    autoencoder: str
+    encode_normalised: bool | None
+    text_encoder: str
+    sampling: Sampling | None
+    stream: Stream | None
+    context: Context | None
+    switches: Switches | None
+    positions: Positions | None
+    notes: tuple[str, ...] = ()
+    sources: tuple[str, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Entry:
+        streaming = (self.sampling, self.stream, self.context, self.switches, self.positions)
+        if any((part is None) == (self.kind == "causal") for part in streaming):
+            raise ValueError("a causal model has sampling, stream, context, switches and positions, another has none")
+        if self.sampling is not None:
+            for first_chunk in (False, True):
+                self.sampling.schedule(first_chunk=first_chunk)
+        return self
+
+
+# ---- reading -----------------------------------------------------------------------------------------------------
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+@cache
+def entries() -> dict[str, Entry]:
+    """Every packaged model by name: the embedded one first, then by family and name."""
+    found = [read_entry(path) for path in _folder().iterdir() if path.name.endswith(".yaml") and path.name != _PARTS]
+    return {entry.name: entry for entry in sorted(found, key=lambda entry: (entry.name != "tiny", _rank(entry)))}
+
+
+@cache
+def parts() -> Parts:
+    """What the packaged models share."""
+    return _read(_folder() / _PARTS, Parts)
+
+
+def find(name: str) -> Entry:
+    """The entry called `name`.
+
+    Raises:
+        ConfigError: there is none; the nearest known name is told.
+    """
+    known = entries()
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+    raise ConfigError(f"no model is called {name!r}; {hint}")
+
+
+def read_entry(path: Path | Traversable) -> Entry:
+    """A model's file.
+
+    Raises:
+        ConfigError: it cannot be read, a key is unknown or missing, a value is out of range, a part is not in
+            `parts.yaml`, or the name is not that of the file. All that pydantic finds is listed, one per line.
+    """
+    entry = _read(path, Entry)
+    if f"{entry.name}.yaml" != path.name:
+        raise ConfigError(f"{path}: name is {entry.name!r}, but the file is called {path.name}")
+    shared = parts()
+    for key, value, known in (
+        ("architecture", entry.architecture, shared.architectures),
+        ("autoencoder", entry.autoencoder, shared.autoencoders),
+        ("text_encoder", entry.text_encoder, shared.text_encoders),
+    ):
+        if value not in known:
+            raise ConfigError(f"{path}: {key} is {value!r}, but must be one of {', '.join(known)}")
+    return entry
+
+
+def _folder() -> Traversable:
+    return importlib.resources.files("streamdiff") / "models" / "catalogue"
+
+
+def _rank(entry: Entry) -> tuple[bool, str, int, str]:
+    """Bases first; within a family the smaller architecture, then the name."""
+    return entry.kind == "causal", entry.family, parts().architectures[entry.architecture].width, entry.name
+
+
+def _read(path: Path | Traversable, model: type[_Model]) -> _Model:
+    try:
+        tree: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        # By way of JSON, where a strict model takes a list for a tuple.
+        return model.model_validate_json(json.dumps(tree))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ValidationError as error:
+        lines = [
+            f"{path}: {'.'.join(map(str, problem['loc'])) or 'the file'}: {problem['msg']}"
+            for problem in error.errors(include_url=False)
+        ]
+        raise ConfigError("\n".join(lines)) from None
+    except (yaml.YAMLError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: not valid YAML for a model: {error}") from None

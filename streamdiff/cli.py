@@ -69,6 +69,7 @@ _EXAMPLES = """examples:
   streamdiff generate --prompt "a blue star moving up in the desert" --output star.mp4
   streamdiff plan --stages 4                    what several devices would make of it
   streamdiff doctor                             what was found here, and what will be used
+  streamdiff models                             published models: files, licences, memory
 
 streamdiff COMMAND --help tells more.
 """
@@ -101,6 +102,11 @@ Open a trace in ui.perfetto.dev.
 _DOCTOR_EXAMPLES = """examples:
   streamdiff doctor
   streamdiff doctor --config configs/lan.yaml   judge this machine for that configuration
+"""
+_MODELS_EXAMPLES = """examples:
+  streamdiff models                     all of them, what is on disk, memory per stage
+  streamdiff models longlive-1.3b       one, with what to download, licence and source
+  streamdiff models --json
 """
 
 
@@ -136,6 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _plan(arguments)
             case "doctor":
                 return _doctor(arguments)
+            case "models":
+                return _models(arguments)
         _parsers()[""].print_help()
         return OK
     except (ConfigError, RequestError) as error:
@@ -194,6 +202,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     return plan_report.run(config.model, plan_report.Job(**given))
 
 
+def _models(arguments: argparse.Namespace) -> int:
+    from streamdiff import models_report
+
+    return models_report.run(arguments.name, as_json=arguments.as_json)
+
+
 def _config(arguments: argparse.Namespace, extra: Mapping[str, object] | None = None) -> Config:
     """The file given with --config, or the defaults, with the options laid over it."""
     from streamdiff.config import load
@@ -241,7 +255,11 @@ def _parsers() -> dict[str, _Parser]:
 
     doctor = _command(commands, "doctor", "say what was found here and what will be used", _DOCTOR_EXAMPLES)
     _add(doctor, (*_ADDRESS, *_MODEL))
-    return {"": parser, "serve": serve, "generate": generate, "plan": plan, "doctor": doctor}
+
+    models = _command(commands, "models", "list published models: files, licences, memory", _MODELS_EXAMPLES, False)
+    models.add_argument("name", nargs="?", metavar="NAME", help="show all of this one")
+    models.add_argument("--json", dest="as_json", action="store_true", help="print as JSON")
+    return {"": parser, "serve": serve, "generate": generate, "plan": plan, "doctor": doctor, "models": models}
 
 
 def _add_plan(plan: _Parser) -> None:
@@ -277,7 +295,9 @@ def _add_plan(plan: _Parser) -> None:
     plan.add_argument("--json", dest="as_json", action="store_true", help="print the plan as JSON")
 
 
-def _command(commands: argparse._SubParsersAction[_Parser], name: str, purpose: str, examples: str) -> _Parser:
+def _command(
+    commands: argparse._SubParsersAction[_Parser], name: str, purpose: str, examples: str, configured: bool = True
+) -> _Parser:
     parser = commands.add_parser(
         name,
         help=purpose,
@@ -286,7 +306,9 @@ def _command(commands: argparse._SubParsersAction[_Parser], name: str, purpose: 
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a YAML file with the same settings, see configs/")
+    if configured:
+        text = "a YAML file with the same settings, see configs/"
+        parser.add_argument("--config", type=Path, metavar="FILE", help=text)
     return parser
 
 

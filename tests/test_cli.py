@@ -68,6 +68,9 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("plan --model nowhere", "--model is 'nowhere'; it can be `tiny`"),
         ("plan --profile none.json", "none.json: cannot be read"),
         ("plan --trace none/t.json", "--trace is 'none/t.json', which lies in none, which is no folder"),
+        ("models longlive", "no model is called 'longlive'; did you mean longlive-1.3b?"),
+        ("models --jsn", "unknown option --jsn; did you mean --json"),
+        ("models tiny krea", "unexpected argument 'krea'"),
         ("plan --plot t.gif", "--plot is 't.gif', but must end in .png"),
     ],
 )
@@ -90,7 +93,7 @@ def test_a_change_that_says_nothing_is_refused(text: str) -> None:
         cli.parse_change(text)
 
 
-@pytest.mark.parametrize("command", ["", "serve", "generate", "plan", "doctor"])
+@pytest.mark.parametrize("command", ["", "serve", "generate", "plan", "doctor", "models"])
 def test_help_teaches_with_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([*command.split(), "--help"])
@@ -111,12 +114,13 @@ def test_every_example_in_the_help_parses() -> None:
         cli._GENERATE_EXAMPLES,
         cli._PLAN_EXAMPLES,
         cli._DOCTOR_EXAMPLES,
+        cli._MODELS_EXAMPLES,
     )
     for text in texts:
         for line in text.replace("\\\n", " ").splitlines():
             if line.startswith("  streamdiff ") and "COMMAND" not in line:
                 words = shlex.split(line[2:].split("   ")[0])
-                assert cli._parse(words[1:]).command in ("serve", "generate", "plan", "doctor")
+                assert cli._parse(words[1:]).command in ("serve", "generate", "plan", "doctor", "models")
 
 
 def test_help_and_version_import_nothing_heavy() -> None:

@@ -78,6 +78,9 @@ def test_weights_and_page_are_inside(wheel: Path) -> None:
     assert weights == expected
     assert any(name.endswith(".safetensors") for name in weights)
     assert sum(weights.values()) <= 12e6
+    catalogue = {name for name in sizes if name.startswith("streamdiff/models/catalogue/")}
+    entries = ROOT / "streamdiff" / "models" / "catalogue"
+    assert catalogue == {str(path.relative_to(ROOT)) for path in entries.glob("*.yaml")} and len(catalogue) > 15
     for page in ("index.html", "app.js", "style.css"):
         assert sizes[f"streamdiff/serve/static/{page}"] > 0
     assert "streamdiff/py.typed" in sizes
@@ -102,6 +105,7 @@ def test_the_command_runs_away_from_the_repository(installed: Installed, tmp_pat
     assert installed.run("--version", cwd=tmp_path) == f"streamdiff {__version__}\n"
     report = installed.run("doctor", "--port", "0", cwd=tmp_path)
     assert "Ready: streamdiff serve" in report
+    assert "longlive-1.3b" in installed.run("models", cwd=tmp_path)
     assert make_a_video(installed, tmp_path) == 20
 
 

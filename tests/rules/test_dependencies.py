@@ -9,7 +9,13 @@ import tomllib
 from tests.rules.source import ROOT, imports, modules
 
 # Where the name to install and the name to import differ.
-IMPORT_NAMES = {"pillow": "PIL", "pyyaml": "yaml", "pyzmq": "zmq", "prometheus-client": "prometheus_client"}
+IMPORT_NAMES = {
+    "huggingface-hub": "huggingface_hub",
+    "pillow": "PIL",
+    "prometheus-client": "prometheus_client",
+    "pyyaml": "yaml",
+    "pyzmq": "zmq",
+}
 # Comes with another one of ours by contract: a part of it, not a choice of its own.
 COMES_WITH = {"starlette": "fastapi", "annotated_types": "pydantic"}
 # Needed at run time by a library that we call, though we do not import it ourselves.

@@ -13,7 +13,7 @@ from tests.rules.source import ROOT, Module, imports, modules, parse
 LAYERS = (
     ("__main__",),
     ("cli",),
-    ("doctor", "generate"),
+    ("doctor", "generate", "models_report"),
     ("api",),
     ("serve",),
     ("engine",),
@@ -47,6 +47,7 @@ TORCH_FREE = (
     "streamdiff.engine.supervisor",
     "streamdiff.models.catalogue",
     "streamdiff.models.sampling",
+    "streamdiff.models_report",
     "streamdiff.pipeline.costs",
     "streamdiff.pipeline.facts",
     "streamdiff.pipeline.known",

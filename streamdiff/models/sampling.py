@@ -83,6 +83,12 @@ def told(timesteps: Sequence[float], sigmas: Sequence[float] | None = None) -> S
     return Schedule(steps, levels)
 
 
+def own(steps: int, shift: float) -> Schedule:
+    """The schedule of `steps` of the embedded model's steps, see `schedule`."""
+    sigmas = schedule(steps, shift)
+    return Schedule(tuple(TIMESTEPS * sigma for sigma in sigmas), sigmas)
+
+
 def published(steps: Sequence[float], *, shift: float = 1.0, warp: bool = False, nearest: bool = False) -> Schedule:
     """The schedule from a list as a model's authors give it.
 

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from streamdiff.models import sampling
 from streamdiff.models.base import Model
+from streamdiff.models.sampling import Schedule
 from streamdiff.models.wan.transformer import Tokens
 from streamdiff.pipeline.microstep import MicroStep
+from streamdiff.pipeline.noise import Noise
 from streamdiff.pipeline.stage import ring_plan
 from streamdiff.state.ring import RingPlan
 
@@ -40,8 +42,8 @@ class HeadSession:
     but the sink.
     """
 
-    seed: int
-    sigmas: tuple[float, ...]
+    noise: Noise
+    schedule: Schedule
     kv_context: str
     plan: RingPlan
     latents: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -66,10 +68,10 @@ class Head:
         self.denoiser, self.spec, self.device = model.denoiser, model.spec, device
         self.sessions: dict[int, HeadSession] = {}
 
-    def open(self, session: int, *, seed: int, steps: int, kv_context: str) -> None:
-        """Start a stream, or start it again with another seed. Mutates: self."""
-        plan = ring_plan(self.spec, kv_context, steps=steps)
-        self.sessions[session] = HeadSession(seed, sampling.schedule(steps, self.spec.shift), kv_context, plan)
+    def open(self, session: int, *, noise: Noise, schedule: Schedule, kv_context: str) -> None:
+        """Start a stream, or start it again with other noise. Mutates: self."""
+        plan = ring_plan(self.spec, kv_context, steps=schedule.steps)
+        self.sessions[session] = HeadSession(noise, schedule, kv_context, plan)
 
     def close(self, session: int) -> None:
         self.sessions.pop(session, None)
@@ -100,10 +102,11 @@ class Head:
         for row in rows:
             session = self.sessions[row.session]
             if row.step == 0:
-                session.latents[row.chunk, row.epoch] = self._noise(session.seed, row.chunk, 0)
+                session.latents[row.chunk, row.epoch] = self._noise(row)
             latents.append(self._context(row) if row.clean else session.latents[row.chunk, row.epoch])
-            levels.append(self.spec.context_sigma if row.clean else session.sigmas[row.step])
-        timestep = torch.tensor(levels, device=self.device) * sampling.TIMESTEPS
+            clean_level = self.spec.context_sigma * sampling.TIMESTEPS
+            levels.append(clean_level if row.clean else session.schedule.timesteps[row.step])
+        timestep = torch.tensor(levels, device=self.device)
         latent = torch.stack(latents).to(self.denoiser.dtype)
         return self.denoiser.embed(latent, timestep[:, None].expand(-1, self.spec.chunk_latents))
 
@@ -121,22 +124,23 @@ class Head:
             x_t = session.latents.pop(key)
             if row.clean:
                 continue
-            x0 = sampling.clean_from_flow(x_t, flow.to(x_t.dtype), session.sigmas[row.step])
+            sigmas = session.schedule.sigmas
+            x0 = sampling.clean_from_flow(x_t, flow.to(x_t.dtype), sigmas[row.step])
             if row.last:
                 finished.append(Finished(row, x0))
                 session.keep(row.chunk, x0)
                 if session.clean_pass:
                     session.latents[key] = x0
             else:
-                fresh = self._noise(session.seed, row.chunk, row.step + 1)
-                session.latents[key] = sampling.add_noise(x0, fresh, session.sigmas[row.step + 1])
+                fresh = self._noise(row, row.step + 1)
+                session.latents[key] = sampling.add_noise(x0, fresh, sigmas[row.step + 1])
         return finished
 
     def _context(self, row: MicroStep) -> Tensor:
         """What the clean pass shows of a finished chunk, the first time or again."""
         session, sigma = self.sessions[row.session], self.spec.context_sigma
         x0 = session.kept[row.chunk]
-        return sampling.add_noise(x0, self._noise(session.seed, row.chunk, row.step), sigma) if sigma > 0 else x0
+        return sampling.add_noise(x0, self._noise(row, row.step), sigma) if sigma > 0 else x0
 
-    def _noise(self, seed: int, chunk: int, step: int) -> Tensor:
-        return sampling.noise(self.spec.chunk_shape, seed=seed, chunk=chunk, step=step).to(self.device)
+    def _noise(self, row: MicroStep, step: int = 0) -> Tensor:
+        return self.sessions[row.session].noise.draw(row.chunk, step).to(self.device)

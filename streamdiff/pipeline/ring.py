@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from streamdiff import clock
+from streamdiff.models import sampling
 from streamdiff.models.base import Model
+from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.head import Finished, Head
 from streamdiff.pipeline.links import Inbox, LocalLink, NoLink, Outbox
 from streamdiff.pipeline.microstep import MicroStep
+from streamdiff.pipeline.noise import Noise, SeededNoise
 from streamdiff.pipeline.plan import split_evenly
 from streamdiff.pipeline.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.stage import Stage
@@ -125,10 +128,25 @@ class Ring:
         """Have `call` called, from any thread, when something comes back."""
         self._inbox.notify(call)
 
-    def open(self, session: int, embeddings: Tensor, *, seed: int, epoch: int, steps: int, kv_context: str) -> None:
-        """Open a session on scheduler, head and all stages; ValueError on bad values. Mutates: self."""
+    def open(
+        self,
+        session: int,
+        embeddings: Tensor,
+        *,
+        seed: int = 0,
+        epoch: int,
+        steps: int | Schedule,
+        kv_context: str,
+        noise: Noise | None = None,
+    ) -> None:
+        """Open a session on scheduler, head and all stages; ValueError on bad values. Mutates: self.
+
+        `steps` is a schedule or a number of the model's own steps; `noise` takes the place of the seed's.
+        """
+        schedule = sampling.own(steps, self.head.spec.shift) if isinstance(steps, int) else steps
+        steps = schedule.steps
         self.scheduler.open(session, steps=steps, kv_context=kv_context, epoch=epoch)
-        self.head.open(session, seed=seed, steps=steps, kv_context=kv_context)
+        self.head.open(session, noise=noise or self._seeded(seed), schedule=schedule, kv_context=kv_context)
         self._tell(Kind.OPEN, Control(session, epoch, epoch, steps, kv_context))
         self._tell(Kind.TEXT, Control(session, epoch, epoch), embeddings)
 
@@ -149,11 +167,11 @@ class Ring:
         self._tell(Kind.TEXT, control, embeddings)
         self.scheduler.set_epoch(session, epoch)
 
-    def reset(self, session: int, embeddings: Tensor, *, seed: int, epoch: int) -> None:
+    def reset(self, session: int, embeddings: Tensor, *, seed: int = 0, epoch: int, noise: Noise | None = None) -> None:
         """Drop what is in flight and start afresh at chunk 0. `epoch` is one the slot never had. Mutates: self."""
         self.scheduler.reset(session, epoch)
         old = self.head.sessions[session]
-        self.head.open(session, seed=seed, steps=len(old.sigmas), kv_context=old.kv_context)
+        self.head.open(session, noise=noise or self._seeded(seed), schedule=old.schedule, kv_context=old.kv_context)
         self._tell(Kind.RESET, Control(session, epoch))
         self._tell(Kind.TEXT, Control(session, epoch, epoch), embeddings)
 
@@ -196,6 +214,9 @@ class Ring:
     def _enter(self) -> Work | None:
         """One work through this rank, if the link takes it: the head never waits to send, it must take back."""
         return self._worker.turn() if self._outbox.ready else None
+
+    def _seeded(self, seed: int) -> Noise:
+        return SeededNoise(self.head.spec.chunk_shape, seed)
 
     def _tell(self, kind: Kind, control: Control, *tensors: Tensor) -> None:
         self._admission.controls.append(Work(kind, (), control, tensors))

@@ -13,6 +13,7 @@ from streamdiff.models import sampling
 from streamdiff.models.base import Model
 from streamdiff.models.wan.transformer import KeyValue
 from streamdiff.pipeline.head import PROMPT_SWITCHES
+from streamdiff.pipeline.noise import SeededNoise
 from streamdiff.pipeline.ring import LocalRing, Ring
 from tests.pipeline.reference import Explicit
 from tests.small import BLUE, CPU, RED, small_model
@@ -91,7 +92,7 @@ def test_flush_keeps_the_sink_and_nothing_else() -> None:
             chunk = ring.scheduler.next_chunk(0)
             if chunk == 6 and 1 not in ring.stage.sessions[0].text:
                 ring.set_text(0, 1, model.text.encode(BLUE), "flush")
-            ring.head.sessions[0].seed = 99 if chunk == change else SEED
+            ring.head.sessions[0].noise = SeededNoise(model.spec.chunk_shape, 99 if chunk == change else SEED)
             ring.scheduler.set_room(0, model.spec.chunk_frames)
             finished = {}
             while ring.scheduler.next_chunk(0) == chunk or ring.scheduler.has_work:

@@ -1,0 +1,125 @@
+"""One stream to the letter: conditioning, noise, schedule and prompt switches are given, by chunk; latents come out.
+
+The same ring that plays live. What comes out is a function of weights and `Script` alone, on any number of stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from streamdiff.errors import ConfigError
+from streamdiff.models.base import Model
+from streamdiff.models.sampling import Schedule
+from streamdiff.pipeline.head import PROMPT_SWITCHES
+from streamdiff.pipeline.noise import GivenNoise, Noise, SeededNoise
+from streamdiff.pipeline.ring import LocalRing, Ring
+
+POLICIES = (*PROMPT_SWITCHES, "reset")
+_NAME = 0
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A change of prompt that chunk `chunk` is the first to see; `embeddings` `[T, text_dim]`, `policy` one of
+    POLICIES (`reset` starts a fresh stream there)."""
+
+    chunk: int
+    embeddings: Tensor
+    policy: str = "keep"
+
+
+@dataclass(frozen=True)
+class Script:
+    """What to make.
+
+    embeddings `[T, text_dim]`; `initial` `[n, C, F, h, w]` and `renoise` `[n, steps - 1, C, F, h, w]` take the place of
+    the noise of `seed` for the first n chunks; `switches` rise by chunk.
+
+    Raises:
+        ConfigError: a switch that is out of order, outside the stream, or of an unknown policy.
+    """
+
+    embeddings: Tensor
+    chunks: int
+    schedule: Schedule
+    kv_context: str = "clean"
+    seed: int = 0
+    initial: Tensor | None = None
+    renoise: Tensor | None = None
+    switches: tuple[Switch, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.chunks < 1:
+            raise ConfigError(f"chunks is {self.chunks}; at least 1 is needed")
+        before = 0
+        for switch in self.switches:
+            if switch.policy not in POLICIES:
+                raise ConfigError(f"a prompt switch is {switch.policy!r}; it can be {', '.join(POLICIES)}")
+            if not before < switch.chunk < self.chunks:
+                raise ConfigError(
+                    f"a prompt switch is at chunk {switch.chunk}, but must be after chunk {before} and before chunk "
+                    f"{self.chunks}, the end; chunks count from 0"
+                )
+            if switch.policy == "recache" and self.kv_context == "matched":
+                raise ConfigError("prompt switch recache needs a KV context with a clean pass: clean or staircase")
+            before = switch.chunk
+
+    def noise(self, model: Model, first: int) -> Noise:
+        """Noise of the stream that begins at chunk `first`: its own seed's, or what is given from there on."""
+        seeded = SeededNoise(model.spec.chunk_shape, self.seed)
+        if self.initial is None:
+            return seeded
+        return GivenNoise(self.initial[first:], None if self.renoise is None else self.renoise[first:], seeded)
+
+    @property
+    def segments(self) -> list[tuple[Switch, list[Switch], int]]:
+        """The fresh streams of which it consists: how each begins, its other switches, and the chunk where it ends."""
+        begins = [Switch(0, self.embeddings, "reset"), *(each for each in self.switches if each.policy == "reset")]
+        ends = [begin.chunk for begin in begins[1:]] + [self.chunks]
+        return [
+            (begin, [each for each in self.switches if begin.chunk < each.chunk < end], end)
+            for begin, end in zip(begins, ends, strict=True)
+        ]
+
+
+def play(
+    model: Model, device: torch.device, script: Script, *, stages: int = 1, fresh: Callable[[], object] = lambda: None
+) -> Iterator[Tensor]:
+    """The latents `[C, F, h, w]` of each chunk, in order; `fresh` is called before the first of a stream that a switch
+    has started. With several stages they take turns in this process.
+
+    Raises:
+        ValueError: an unknown KV context, or one that the schedule does not go with.
+    """
+    ring = Ring(model, device) if stages == 1 else LocalRing(model, device, stages)
+    epochs = count(1)
+    for begin, switches, end in script.segments:
+        noise = script.noise(model, begin.chunk)
+        if begin.chunk == 0:
+            context = script.kv_context
+            ring.open(_NAME, begin.embeddings, epoch=0, steps=script.schedule, kv_context=context, noise=noise)
+        else:
+            ring.reset(_NAME, begin.embeddings, epoch=next(epochs), noise=noise)
+            fresh()
+        due = {switch.chunk - begin.chunk: switch for switch in switches}
+        yield from _stream(ring, end - begin.chunk, due, epochs)
+
+
+def _stream(ring: Ring, chunks: int, due: dict[int, Switch], epochs: Iterator[int]) -> Iterator[Tensor]:
+    """`chunks` chunks from the stream's first on; `due`: switches by the chunk that sees them first. Mutates: due."""
+    done: dict[int, Tensor] = {}
+    for chunk in range(chunks):
+        while chunk not in done:
+            following = ring.scheduler.next_chunk(_NAME)
+            if (switch := due.pop(following, None)) is not None:
+                ring.set_text(_NAME, next(epochs), switch.embeddings, switch.policy)
+            ring.scheduler.set_room(_NAME, ring.head.spec.chunk_frames if following < chunks else 0)
+            rows, finished = ring.turn()
+            assert rows or finished or ring.waiting, "the stream stands still"
+            done |= {row.chunk: latents for row, latents in finished}
+        yield done.pop(chunk)

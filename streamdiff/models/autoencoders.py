@@ -1,0 +1,149 @@
+"""Any autoencoder that is there, by its path: which kind it is, and its two halves behind one interface each."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from streamdiff.errors import ConfigError
+from streamdiff.models.base import StreamDecoder
+from streamdiff.models.checkpoint import read_tensors
+from streamdiff.models.latents import Normalisation
+from streamdiff.models.taehv import Config
+from streamdiff.models.taehv_stream import (
+    StreamingTaehv,
+    TaehvDecoder,
+    TaehvEncoder,
+    build,
+    from_tensors,
+    is_taehv,
+    space_of,
+)
+from streamdiff.models.tiny.model import WEIGHTS
+from streamdiff.models.wan import vae_weights
+from streamdiff.models.wan.vae import WanDecoder, WanEncoder
+from streamdiff.models.wan.weights import FILE
+
+WAN_FPS = 16.0
+
+
+class _Half(Protocol):
+    """Sizes: `spatial` pixels per latent pixel each way, `temporal` frames per latent frame (but the first)."""
+
+    latent_channels: int
+    spatial: int
+    temporal: int
+    device: torch.device
+
+
+class VideoDecoder(_Half, StreamDecoder, Protocol):
+    """A stream decoder that also gives frames as numbers."""
+
+    def frames_of(self, latents: int) -> int:
+        """Frames that a stream's first `latents` latent frames give."""
+
+    def decode_video(self, latents: Tensor, memory: Any) -> Tensor:
+        """Normalised latents `[B, C, F, h, w]` to frames float32 `[B, 3, n, H, W]` in [-1, 1]. Mutates: memory."""
+
+
+class VideoEncoder(_Half, Protocol):
+    """Frames to latents, in any pieces: encoding a stream in pieces gives the latents of encoding it whole."""
+
+    def new_memory(self) -> Any:
+        """The memory of a stream that has not begun."""
+
+    def latents_of(self, frames: int) -> int:
+        """Latent frames that a clip becomes; ConfigError for a length that cannot be encoded."""
+
+    def encode(self, video: Tensor, memory: Any) -> Tensor:
+        """Frames `[B, 3, n, H, W]` in [-1, 1] to normalised latents float32 `[B, C, F, h, w]`, F 0 or more; frames
+        that do not make a latent frame yet wait in the memory. Mutates: memory."""
+
+    def finish(self, memory: Any) -> Tensor | None:
+        """At a stream's end: latents of frames that wait, None if there are none. Mutates: memory."""
+
+
+def load_decoder(
+    path: str | Path, device: torch.device, dtype: torch.dtype = torch.float32, latent_space: str | None = None
+) -> VideoDecoder:
+    """The decoder half of the autoencoder at `path`.
+
+    Args:
+        path: `tiny`, the embedded model's; a folder with `config.json` and weights, or one that has it in `vae/`; or a
+            .safetensors or .pth file: `Wan2.1_VAE.pth`, `taew2_1.pth` and their like.
+        latent_space: for TAEHV files, `normalised` or `raw`; None: by the file's published name.
+
+    Raises:
+        ConfigError: nothing there, nothing known, or weights that do not fit (listed).
+    """
+    model = _load(path, "decoder", device, dtype, latent_space)
+    return TaehvDecoder(model) if isinstance(model, StreamingTaehv) else WanDecoder(model)
+
+
+def load_encoder(
+    path: str | Path, device: torch.device, dtype: torch.dtype = torch.float32, latent_space: str | None = None
+) -> VideoEncoder:
+    """The encoder half of the autoencoder at `path`; as `load_decoder`."""
+    model = _load(path, "encoder", device, dtype, latent_space)
+    return TaehvEncoder(model) if isinstance(model, StreamingTaehv) else WanEncoder(model)
+
+
+def native_fps(path: str | Path) -> float:
+    """Frames per second at which a video of this autoencoder's model moves as intended; Wan's where nothing says."""
+    index = _resolve(path).parent / "model_index.json"
+    tree = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else {}
+    return float(tree.get("stream", {}).get("native_fps", WAN_FPS))
+
+
+def _resolve(path: str | Path) -> Path:
+    """The folder that has the autoencoder's config.json, or its file."""
+    given = WEIGHTS if str(path) == "tiny" else Path(path)
+    if given.is_dir() and not (given / "config.json").is_file() and (given / "vae").is_dir():
+        return given / "vae"
+    return given
+
+
+def _load(
+    path: str | Path, half: vae_weights.Half, device: torch.device, dtype: torch.dtype, latent_space: str | None
+) -> StreamingTaehv | Any:
+    place = _resolve(path)
+    if not place.exists():
+        raise ConfigError(
+            f"there is no autoencoder at {place}; it can be `tiny`, a folder with config.json and {FILE}, "
+            "or a .safetensors or .pth file"
+        )
+    if place.is_dir():
+        _refuse_space(place, latent_space)
+        return _load_folder(place, half, device, dtype)
+    tensors = read_tensors(place)
+    if is_taehv(tensors):
+        return from_tensors(place, tensors, space_of(place, latent_space), device, dtype)
+    _refuse_space(place, latent_space)
+    return vae_weights.load(place, half, device, dtype, tensors)
+
+
+def _refuse_space(place: Path, latent_space: str | None) -> None:
+    if latent_space is not None:
+        raise ConfigError(f"--latent-space is for TAEHV files; {place} says itself which latents it takes")
+
+
+def _load_folder(
+    folder: Path, half: vae_weights.Half, device: torch.device, dtype: torch.dtype
+) -> StreamingTaehv | Any:
+    if vae_weights.read_config(folder / "config.json") is not None:
+        return vae_weights.load(folder, half, device, dtype)
+    path = folder / "config.json"
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if stored.get("_class_name") != "TAEHV":
+        held = f"_class_name {stored.get('_class_name')!r}" if stored else "nothing"
+        raise ConfigError(f"{path} says {held}; an autoencoder's says {vae_weights.CLASS} or TAEHV")
+    known = {field.name for field in fields(Config)}
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known}
+    tensors = read_tensors(folder / FILE)
+    autoencoder = build(folder / FILE, tensors, Config(**values), device, dtype)
+    return StreamingTaehv(autoencoder, Normalisation(stored["latents_mean"], stored["latents_std"], device))

@@ -1,0 +1,228 @@
+"""TAEHV autoencoders behind the same interface as Wan's: files in the published layout, streams, and what latents they
+take.
+
+Published files look alike and differ in their latents, which nothing in them tells: `taew2_1` takes *normalised* ones,
+as the transformer makes them; `lighttaew2_1` takes *raw* ones. The wrong choice gives washed-out colours and no error,
+so it is a field, never a guess. (Words: `streamdiff/models/latents.py`.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from streamdiff.errors import ConfigError
+from streamdiff.models.checkpoint import check_finite, check_fit
+from streamdiff.models.latents import (
+    WAN_CHANNELS,
+    WAN_MEAN,
+    WAN_STD,
+    Normalisation,
+    split_whole,
+    to_bytes,
+)
+from streamdiff.models.taehv import TAEHV, Config, Memory
+
+LatentSpace = Literal["normalised", "raw"]
+_RAW_NAME, _NORMALISED_NAME = "lighttae", "tae"
+
+
+@dataclass(frozen=True)
+class StreamingTaehv:
+    """An autoencoder and the latents it takes: `normalisation` leads to them, None if they are the normalised ones."""
+
+    autoencoder: TAEHV
+    normalisation: Normalisation | None
+
+    @property
+    def latent_space(self) -> LatentSpace:
+        """What the network itself takes."""
+        return "normalised" if self.normalisation is None else "raw"
+
+
+@dataclass
+class EncodeMemory:
+    """What a stream of frames remembers; `pending`: frames `[B, 3, n, H, W]` that do not make a latent frame yet."""
+
+    past: Memory = field(default_factory=Memory)
+    pending: Tensor | None = None
+
+
+class _Half:
+    """What decoder and encoder share."""
+
+    def __init__(self, model: StreamingTaehv) -> None:
+        self.model, self.config = model, model.autoencoder.config
+        self.latent_channels, self.spatial = self.config.latent_channels, self.config.spatial
+        self.temporal = self.config.temporal
+        weight = next(model.autoencoder.parameters())
+        self.device, self.dtype = weight.device, weight.dtype
+
+
+class TaehvDecoder(_Half):
+    """Latents to frames, behind the `StreamDecoder` protocol."""
+
+    def new_memory(self) -> Memory:
+        return Memory()
+
+    def frames_of(self, latents: int) -> int:
+        """Frames that a stream's first `latents` latent frames give."""
+        return max(0, latents * self.temporal - self.config.frames_to_trim)
+
+    def decode(self, latents: Tensor, memory: Memory) -> Tensor:
+        """Normalised latents `[1, C, F, h, w]` to frames uint8 `[n, H, W, 3]`. Mutates: memory.
+
+        Raises:
+            ValueError: latents of another shape.
+        """
+        return to_bytes(self.decode_video(latents, memory))
+
+    @torch.inference_mode()
+    def decode_video(self, latents: Tensor, memory: Memory) -> Tensor:
+        """Normalised latents `[B, C, F, h, w]` to frames float32 `[B, 3, n, H, W]` in [-1, 1]. Mutates: memory.
+
+        Raises:
+            ValueError: as `decode`.
+        """
+        if latents.ndim != 5 or latents.shape[1] != self.latent_channels or 0 in latents.shape:
+            raise ValueError(f"latents are {list(latents.shape)}; expected [B, {self.latent_channels}, F, h, w]")
+        if self.model.normalisation is not None:
+            latents = self.model.normalisation.undo(latents)
+        frames = self.model.autoencoder.decode(latents.to(self.dtype).transpose(1, 2), memory)
+        return frames.transpose(1, 2).float().clamp(0, 1) * 2 - 1
+
+
+class TaehvEncoder(_Half):
+    """Frames to latents. Each latent frame takes `temporal` frames, the first one too; others wait in the memory."""
+
+    def new_memory(self) -> EncodeMemory:
+        return EncodeMemory()
+
+    def latents_of(self, frames: int) -> int:
+        """Latent frames that a clip of `frames` frames becomes.
+
+        Raises:
+            ConfigError: no frame.
+        """
+        if frames < 1:
+            raise ConfigError("there are no frames to encode")
+        return math.ceil(frames / self.temporal)
+
+    @torch.inference_mode()
+    def encode(self, video: Tensor, memory: EncodeMemory) -> Tensor:
+        """Frames `[B, 3, n, H, W]` in [-1, 1], n at least 1, to normalised latents float32 `[B, C, F, h, w]`; F may be
+        0. Mutates: memory.
+
+        Raises:
+            ValueError: frames of another shape; sides that are no multiple of `spatial`.
+        """
+        if video.ndim != 5 or video.shape[1] != 3 or 0 in video.shape:
+            raise ValueError(f"frames are {list(video.shape)}; expected [B, 3, n, H, W], n at least 1")
+        batch, _, _, height, width = video.shape
+        if height % self.spatial or width % self.spatial:
+            raise ValueError(f"frames are {width} x {height}; both sides must be multiples of {self.spatial}")
+        whole, memory.pending = split_whole(memory.pending, video, self.temporal, self.temporal)
+        if not whole.shape[2]:
+            shape = (batch, self.latent_channels, 0, height // self.spatial, width // self.spatial)
+            return video.new_empty(shape, dtype=torch.float32)
+        frames = ((whole.float() + 1) / 2).to(self.dtype).transpose(1, 2)
+        latents = self.model.autoencoder.encode(frames, memory.past).transpose(1, 2).float()
+        return latents if self.model.normalisation is None else self.model.normalisation.apply(latents)
+
+    def finish(self, memory: EncodeMemory) -> Tensor | None:
+        """The last latent frame, if frames are left over: the last one is repeated until they are enough, as the
+        published code does. Mutates: memory."""
+        if memory.pending is None:
+            return None
+        missing = self.temporal - memory.pending.shape[2]
+        return self.encode(memory.pending[:, :, -1:].repeat(1, 1, missing, 1, 1), memory)
+
+
+# ---- files ------------------------------------------------------------------------------------------------------
+
+
+def is_taehv(names: Mapping[str, Tensor]) -> bool:
+    """Whether tensors of these names are in the published layout: numbered modules."""
+    return "encoder.0.weight" in names
+
+
+def space_of(path: Path, given: str | None) -> LatentSpace:
+    """The latents that the network in a file takes: as `given`, else by the name that its author published it under.
+
+    Raises:
+        ConfigError: neither says.
+    """
+    name = path.name.lower()
+    if given == "raw" or (given is None and name.startswith(_RAW_NAME)):
+        return "raw"
+    if given == "normalised" or (given is None and name.startswith(_NORMALISED_NAME)):
+        return "normalised"
+    allowed = " or ".join(get_args(LatentSpace))
+    if given is not None:
+        raise ConfigError(f"the latent space is {given!r}, but must be {allowed}")
+    raise ConfigError(
+        f"{path} does not tell which latents it takes: say so with --latent-space {allowed} (taew2_1 takes "
+        "normalised, lighttaew2_1 raw ones; the wrong one gives washed-out colours)"
+    )
+
+
+def from_tensors(
+    path: Path, tensors: Mapping[str, Tensor], space: LatentSpace, device: torch.device, dtype: torch.dtype
+) -> StreamingTaehv:
+    """The autoencoder of a file in the published layout; channels, patch size and strides come from the shapes.
+
+    Raises:
+        ConfigError: tensors missing, unexpected, misshapen or not finite, which are listed; raw latents with another
+            number of channels than Wan2.1's, whose mean and standard deviation are then unknown.
+    """
+    config = _config_of(path, tensors)
+    normalisation = None
+    if space == "raw":
+        if config.latent_channels != WAN_CHANNELS:
+            raise ConfigError(
+                f"{path} has {config.latent_channels} latent channels; mean and standard deviation are known for "
+                f"{WAN_CHANNELS} only, so it can take normalised latents only"
+            )
+        normalisation = Normalisation(WAN_MEAN, WAN_STD, device)
+    return StreamingTaehv(build(path, tensors, config, device, dtype), normalisation)
+
+
+def build(path: Path, tensors: Mapping[str, Tensor], config: Config, device: torch.device, dtype: torch.dtype) -> TAEHV:
+    """The module with these weights.
+
+    Raises:
+        ConfigError: tensors missing, unexpected, misshapen or not finite, which are listed.
+    """
+    with torch.device("meta"):
+        autoencoder = TAEHV(config)
+    check_fit(path, tensors, {name: tensor.shape for name, tensor in autoencoder.state_dict().items()})
+    check_finite(path, tensors)
+    autoencoder.load_state_dict({name: tensor.to(device, dtype) for name, tensor in tensors.items()}, assign=True)
+    autoencoder.eval().requires_grad_(False).channels_last()
+    return autoencoder
+
+
+def _config_of(path: Path, tensors: Mapping[str, Tensor]) -> Config:
+    """The published shape, with what the tensors tell otherwise: channels, patch size and strides in time."""
+
+    def size(name: str, axis: int) -> int:
+        if name not in tensors or tensors[name].ndim != 4:
+            raise ConfigError(
+                f"{path} has no tensor {name} [.., .., .., ..]; expected a TAEHV in the published layout (its wider "
+                "`super` decoders are not supported)"
+            )
+        return tensors[name].shape[axis]
+
+    time = [size(f"decoder.{index}.conv.weight", 0) // size(f"decoder.{index}.conv.weight", 1) for index in (7, 13, 19)]
+    return Config(
+        latent_channels=size("decoder.1.weight", 1),
+        patch_size=math.isqrt(size("encoder.0.weight", 1) // 3),
+        decoder_time=(time[0], time[1], time[2]),
+        frames_to_trim=math.prod(time) - 1,
+    )

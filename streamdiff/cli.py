@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from streamdiff import cli_convert
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
 from streamdiff.version import __version__
 
@@ -68,6 +69,7 @@ _EXAMPLES = """examples:
   streamdiff serve                              live video in the browser
   streamdiff generate --prompt "a blue star moving up in the desert" --output star.mp4
   streamdiff plan --stages 4                    what several devices would make of it
+  streamdiff decode --vae tiny --latents latents.safetensors --out video.mp4
   streamdiff doctor                             what was found here, and what will be used
   streamdiff models                             published models: files, licences, memory
 
@@ -144,6 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _doctor(arguments)
             case "models":
                 return _models(arguments)
+            case "decode" | "encode":
+                return _convert(arguments)
         _parsers()[""].print_help()
         return OK
     except (ConfigError, RequestError) as error:
@@ -208,6 +212,14 @@ def _models(arguments: argparse.Namespace) -> int:
     return models_report.run(arguments.name, as_json=arguments.as_json)
 
 
+def _convert(arguments: argparse.Namespace) -> int:
+    from streamdiff import convert
+
+    given = {name: getattr(arguments, name) for name in convert.Job.__dataclass_fields__}
+    job = convert.Job(**given)
+    return convert.decode(job) if arguments.command == "decode" else convert.encode(job)
+
+
 def _config(arguments: argparse.Namespace, extra: Mapping[str, object] | None = None) -> Config:
     """The file given with --config, or the defaults, with the options laid over it."""
     from streamdiff.config import load
@@ -253,13 +265,21 @@ def _parsers() -> dict[str, _Parser]:
     _add(plan, _PLAN_MODEL)
     _add_plan(plan)
 
+    decode = _command(commands, "decode", "latents in a file to a video", cli_convert.DECODE_EXAMPLES, config=False)
+    cli_convert.add_decode(decode)
+    encode = _command(commands, "encode", "a video to latents in a file", cli_convert.ENCODE_EXAMPLES, config=False)
+    cli_convert.add_encode(encode)
+
     doctor = _command(commands, "doctor", "say what was found here and what will be used", _DOCTOR_EXAMPLES)
     _add(doctor, (*_ADDRESS, *_MODEL))
 
-    models = _command(commands, "models", "list published models: files, licences, memory", _MODELS_EXAMPLES, False)
+    models = _command(
+        commands, "models", "list published models: files, licences, memory", _MODELS_EXAMPLES, config=False
+    )
     models.add_argument("name", nargs="?", metavar="NAME", help="show all of this one")
     models.add_argument("--json", dest="as_json", action="store_true", help="print as JSON")
-    return {"": parser, "serve": serve, "generate": generate, "plan": plan, "doctor": doctor, "models": models}
+    made = {"serve": serve, "generate": generate, "plan": plan, "decode": decode, "encode": encode}
+    return {"": parser, **made, "doctor": doctor, "models": models}
 
 
 def _add_plan(plan: _Parser) -> None:
@@ -296,7 +316,7 @@ def _add_plan(plan: _Parser) -> None:
 
 
 def _command(
-    commands: argparse._SubParsersAction[_Parser], name: str, purpose: str, examples: str, configured: bool = True
+    commands: argparse._SubParsersAction[_Parser], name: str, purpose: str, examples: str, config: bool = True
 ) -> _Parser:
     parser = commands.add_parser(
         name,
@@ -306,9 +326,10 @@ def _command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    if configured:
-        text = "a YAML file with the same settings, see configs/"
-        parser.add_argument("--config", type=Path, metavar="FILE", help=text)
+    if config:
+        parser.add_argument(
+            "--config", type=Path, metavar="FILE", help="a YAML file with the same settings, see configs/"
+        )
     return parser
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import av
 import pytest
 
-from streamdiff import cli
+from streamdiff import cli, cli_convert
 from streamdiff.errors import ConfigError
 from streamdiff.version import __version__
 
@@ -93,7 +93,7 @@ def test_a_change_that_says_nothing_is_refused(text: str) -> None:
         cli.parse_change(text)
 
 
-@pytest.mark.parametrize("command", ["", "serve", "generate", "plan", "doctor", "models"])
+@pytest.mark.parametrize("command", ["", "serve", "generate", "plan", "decode", "encode", "doctor", "models"])
 def test_help_teaches_with_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([*command.split(), "--help"])
@@ -113,6 +113,8 @@ def test_every_example_in_the_help_parses() -> None:
         cli._SERVE_EXAMPLES,
         cli._GENERATE_EXAMPLES,
         cli._PLAN_EXAMPLES,
+        cli_convert.DECODE_EXAMPLES,
+        cli_convert.ENCODE_EXAMPLES,
         cli._DOCTOR_EXAMPLES,
         cli._MODELS_EXAMPLES,
     )
@@ -120,7 +122,7 @@ def test_every_example_in_the_help_parses() -> None:
         for line in text.replace("\\\n", " ").splitlines():
             if line.startswith("  streamdiff ") and "COMMAND" not in line:
                 words = shlex.split(line[2:].split("   ")[0])
-                assert cli._parse(words[1:]).command in ("serve", "generate", "plan", "doctor", "models")
+                assert cli._parse(words[1:]).command in cli._parsers()
 
 
 def test_help_and_version_import_nothing_heavy() -> None:

@@ -13,14 +13,14 @@ from tests.rules.source import ROOT, Module, imports, modules, parse
 LAYERS = (
     ("__main__",),
     ("cli",),
-    ("doctor", "generate", "models_report"),
+    ("cli_convert", "convert", "doctor", "generate", "models_report"),
     ("api",),
     ("serve",),
     ("engine",),
     ("pipeline",),
     ("state",),
     ("models",),
-    ("config",),
+    ("config", "tensor_files"),
     ("errors", "clock", "version"),
 )
 RANK = {name: rank for rank, names in enumerate(reversed(LAYERS)) for name in names}
@@ -57,6 +57,7 @@ TORCH_FREE = (
     "streamdiff.pipeline.trace",
     "streamdiff.serve.app",
     "streamdiff.serve.files",
+    "streamdiff.serve.reading",
     "streamdiff.serve.server",
 )
 

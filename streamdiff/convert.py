@@ -1,0 +1,231 @@
+"""Latents to video and back, from file to file: what `streamdiff decode` and `streamdiff encode` do.
+
+Knows nothing about the command line, codecs or networks: `models/autoencoders.py` has the networks, `serve/files.py`
+and `serve/reading.py` the videos, `tensor_files.py` the tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
+
+from streamdiff import tensor_files
+from streamdiff.errors import ConfigError
+from streamdiff.models import autoencoders
+from streamdiff.models.autoencoders import VideoDecoder, VideoEncoder
+from streamdiff.serve import files
+from streamdiff.serve.reading import Clip, open_clip
+
+LATENTS, VIDEO = "latents", "video"
+LATENT_LAYOUTS = ("C, F, h, w", "chunks, C, f, h, w")
+_VIDEO_LAYOUT = "C, F, H, W"
+_CHUNK = 4
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_RANGE_SLACK = 1e-3
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to convert. `chunk_frames`: latent frames per call of the network, which only time and memory depend on;
+    `fps`: of a video file that is written, None for the model's own."""
+
+    vae: str
+    source: Path
+    out: Path
+    chunk_frames: int | None = None
+    latent_space: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    fps: float | None = None
+
+
+def decode(job: Job) -> int:
+    """Latents in a file to a video file, pictures, or a tensor `video`; returns the exit status.
+
+    Raises:
+        ConfigError: what was asked for cannot be done; nothing is written then.
+    """
+    _check(job)
+    if job.out.suffix == tensor_files.SUFFIX:
+        tensor_files.check_target(job.out)
+    else:
+        files.check_target(job.out)
+    latents, length = read_latents(job.source)
+    device, dtype = _place(job)
+    decoder = autoencoders.load_decoder(job.vae, device, dtype, job.latent_space)
+    if latents.shape[0] != decoder.latent_channels:
+        raise ConfigError(
+            f"{job.source}: `{LATENTS}` has {latents.shape[0]} channels, but {job.vae} takes {decoder.latent_channels}"
+        )
+    pieces = latents.split(job.chunk_frames or length, 1)
+    total = decoder.frames_of(latents.shape[1])
+    height, width = (side * decoder.spatial for side in latents.shape[2:])
+    with _leaving(), tqdm(total=total, unit="frame", desc=job.out.name, dynamic_ncols=True) as bar:
+        if job.out.suffix == tensor_files.SUFFIX:
+            tensor_files.write_tensor(job.out, VIDEO, _decode_video(decoder, pieces, (3, total, height, width), bar))
+        else:
+            fps = autoencoders.native_fps(job.vae) if job.fps is None else job.fps
+            files.write_video(job.out, _pictures(decoder, pieces, bar), fps)
+    print(f"{job.out}: {total} frames, {width} x {height}, from {latents.shape[1]} latent frames")
+    return 0
+
+
+def encode(job: Job) -> int:
+    """A video file, pictures or a tensor `video` to a tensor `latents`; returns the exit status.
+
+    Raises:
+        ConfigError: what was asked for cannot be done; nothing is written then.
+    """
+    _check(job)
+    tensor_files.check_target(job.out)
+    clip = read_clip(job.source)
+    frames, height, width = _size(clip)
+    device, dtype = _place(job)
+    encoder = autoencoders.load_encoder(job.vae, device, dtype, job.latent_space)
+    if height % encoder.spatial or width % encoder.spatial:
+        raise ConfigError(
+            f"{job.source} is {width} x {height}; {job.vae} takes sides that are multiples of {encoder.spatial}"
+        )
+    if frames is not None:
+        encoder.latents_of(frames)
+    with _leaving(), tqdm(total=frames, unit="frame", desc=job.out.name, dynamic_ncols=True) as bar:
+        pieces = _pieces(clip, (job.chunk_frames or _CHUNK) * encoder.temporal)
+        latents = _encode(encoder, pieces, bar)
+        tensor_files.write_tensor(job.out, LATENTS, latents)
+        read = bar.n
+    print(f"{job.out}: `{LATENTS}` {list(latents.shape)}, from {read} frames, {width} x {height}")
+    return 0
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------
+
+
+def read_latents(path: Path) -> tuple[Tensor, int]:
+    """Latents `[C, F, h, w]` of a file, chunks laid end to end, and the latent frames of a piece.
+
+    Raises:
+        ConfigError: no such file or tensor, or another shape, dtype or values than latents have.
+    """
+    latents = tensor_files.read_tensor(path, LATENTS, *LATENT_LAYOUTS)
+    if latents.ndim == 5:
+        return latents.transpose(0, 1).flatten(1, 2), latents.shape[2]
+    return latents, _CHUNK
+
+
+def read_clip(path: Path) -> Clip | Tensor:
+    """A tensor `video` `[3, F, H, W]` in [-1, 1], or what `open_clip` finds.
+
+    Raises:
+        ConfigError: nothing there that can be read, or a tensor of another shape, dtype or range.
+    """
+    if path.suffix != tensor_files.SUFFIX:
+        return open_clip(path)
+    video = tensor_files.read_tensor(path, VIDEO, _VIDEO_LAYOUT)
+    if video.shape[0] != 3:
+        raise ConfigError(f"{path}: `{VIDEO}` has shape {list(video.shape)}; expected [3, F, H, W]")
+    low, high = (float(limit) for limit in video.aminmax())
+    if max(-low, high) > 1 + _RANGE_SLACK:
+        raise ConfigError(f"{path}: `{VIDEO}` has values from {low:g} to {high:g}; expected -1 to 1")
+    return video
+
+
+def _size(clip: Clip | Tensor) -> tuple[int | None, int, int]:
+    """Frames (None: not known before they are read), height, width."""
+    if isinstance(clip, Tensor):
+        return clip.shape[1], clip.shape[2], clip.shape[3]
+    return clip.frames, clip.height, clip.width
+
+
+def _pieces(clip: Clip | Tensor, length: int) -> Iterator[Tensor]:
+    """Frames `[3, n, H, W]` in [-1, 1], n at most `length`."""
+    if isinstance(clip, Tensor):
+        yield from clip.split(length, 1)
+        return
+    frames = iter(clip)
+    while piece := list(islice(frames, length)):
+        yield torch.from_numpy(np.stack(piece)).permute(3, 0, 1, 2).float() / 127.5 - 1
+
+
+# ---- converting -------------------------------------------------------------------------------------------------
+
+
+def _pictures(decoder: VideoDecoder, pieces: tuple[Tensor, ...], bar: tqdm[NoReturn]) -> Iterator[NDArray[np.uint8]]:
+    """Frames uint8 `[H, W, 3]` of pieces `[C, F, h, w]`. Mutates: bar."""
+    memory = decoder.new_memory()
+    for piece in pieces:
+        for picture in decoder.decode(piece[None].to(decoder.device), memory).cpu().numpy():
+            yield picture
+            bar.update()
+
+
+def _decode_video(
+    decoder: VideoDecoder, pieces: tuple[Tensor, ...], shape: tuple[int, ...], bar: tqdm[NoReturn]
+) -> Tensor:
+    """Frames float32 of that `shape` `[3, F, H, W]`. Mutates: bar."""
+    video, memory, done = torch.empty(shape), decoder.new_memory(), 0
+    for piece in pieces:
+        part = decoder.decode_video(piece[None].to(decoder.device), memory)[0]
+        video[:, done : done + part.shape[1]] = part
+        done += part.shape[1]
+        bar.update(part.shape[1])
+    return video
+
+
+def _encode(encoder: VideoEncoder, pieces: Iterator[Tensor], bar: tqdm[NoReturn]) -> Tensor:
+    """Normalised latents float32 `[C, F, h, w]` on the CPU. Mutates: bar."""
+    memory, parts = encoder.new_memory(), []
+    for piece in pieces:
+        parts.append(encoder.encode(piece[None].to(encoder.device), memory)[0].cpu())
+        bar.update(piece.shape[1])
+    last = encoder.finish(memory)
+    return torch.cat([*parts, *(() if last is None else (last[0].cpu(),))], 1)
+
+
+# ---- what was asked for -----------------------------------------------------------------------------------------
+
+
+def _check(job: Job) -> None:
+    if job.chunk_frames is not None and job.chunk_frames < 1:
+        raise ConfigError(f"--chunk-frames is {job.chunk_frames}, but must be 1 or more")
+    if job.fps is not None and not (math.isfinite(job.fps) and 0 < job.fps <= 1000):
+        raise ConfigError(f"--fps is {job.fps:g}, but must be above 0 and at most 1000")
+    if job.out.exists() and job.source.exists() and job.out.samefile(job.source):
+        raise ConfigError(f"--out is {job.out}, which is what is read; name another file")
+
+
+def _place(job: Job) -> tuple[torch.device, torch.dtype]:
+    """The device and dtype that the network runs in."""
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    if job.device not in ("auto", "cpu", "cuda") or (job.device == "cuda" and found == "cpu"):
+        raise ConfigError(f"--device is {job.device}, but must be auto, cpu or cuda, and torch sees {found} here")
+    device = torch.device(found if job.device == "auto" else job.device)
+    if job.dtype not in ("auto", *_DTYPES):
+        raise ConfigError(f"--dtype is {job.dtype}, but must be one of auto, {', '.join(_DTYPES)}")
+    usual = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return device, _DTYPES.get(job.dtype, usual)
+
+
+@contextmanager
+def _leaving() -> Iterator[None]:
+    """A polite request to end leaves nothing half-written either, as Ctrl-C does."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

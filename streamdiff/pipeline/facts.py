@@ -12,6 +12,7 @@ from typing import Any
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.base import window_chunks
+from streamdiff.models.headers import read_header
 from streamdiff.pipeline.scheduler import cache_count, spare_slots
 
 
@@ -206,12 +207,6 @@ def stored_values(folder: Path) -> int:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path}: not a readable safetensors file: {error}") from None
     return count
-
-
-def read_header(path: Path) -> bytes:
-    """The header of a safetensors file, JSON: 8 bytes of length come before it, the weights after it."""
-    with path.open("rb") as file:
-        return file.read(min(int.from_bytes(file.read(8), "little"), path.stat().st_size))
 
 
 def read_object(path: Path) -> dict[str, Any]:

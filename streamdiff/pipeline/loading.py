@@ -13,10 +13,11 @@ import torch
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.base import Model, ModelSpec, StreamDecoder, Trunk
+from streamdiff.models.headers import read_header
 from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline import balance, group
 from streamdiff.pipeline.budget import free_bytes
-from streamdiff.pipeline.facts import read_facts, read_header
+from streamdiff.pipeline.facts import read_facts
 from streamdiff.pipeline.plan import check_stages, split_evenly
 from streamdiff.version import __version__
 

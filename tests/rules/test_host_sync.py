@@ -17,6 +17,8 @@ COLD = {
     "streamdiff.models.tiny.train": "training and its parts",
     "streamdiff.models.tiny.world": "draws the training world",
     "streamdiff.models.tiny.weights": "files",
+    "streamdiff.models.conditioning": "files",
+    "streamdiff.models.latents_file": "files",
     "streamdiff.pipeline.balance": "measures before the first chunk",
 }
 ALLOWED = {

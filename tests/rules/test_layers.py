@@ -46,6 +46,7 @@ TORCH_FREE = (
     "streamdiff.engine.session",
     "streamdiff.engine.supervisor",
     "streamdiff.models.catalogue",
+    "streamdiff.models.headers",
     "streamdiff.models.sampling",
     "streamdiff.models_report",
     "streamdiff.pipeline.costs",

@@ -1,0 +1,140 @@
+"""Headers of safetensors files: what a file says of its tensors, checked against its size before any of it is read.
+
+Imports no torch, so that whoever only plans can ask for sizes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from streamdiff.errors import ConfigError
+
+ITEM_BYTES = {
+    **{"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2},
+    **{"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1},
+}
+"""Bytes of a number, by the names that safetensors gives to its kinds."""
+LENGTH_BYTES = 8
+"""Before the header stands its length: so many bytes, little-endian."""
+_MAX_HEADER_BYTES = 100_000_000  # what safetensors itself allows
+_HOW = "write it with safetensors.torch.save_file"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor: `dtype` by safetensors' name (`F32`, `BF16`), and its bytes, `begin` to `end`, after the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the file at `path`, of `file_bytes` bytes in all, says of its tensors, by name."""
+
+    path: Path
+    file_bytes: int
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+
+
+def read_header(path: Path) -> bytes:
+    """The header of a safetensors file, JSON: 8 bytes of length come before it, the weights after it."""
+    with path.open("rb") as file:
+        return file.read(min(int.from_bytes(file.read(LENGTH_BYTES), "little"), path.stat().st_size))
+
+
+def parse_header(path: Path) -> Header:
+    """The header of a safetensors file whose tensors fill the rest of the file without gap or overlap.
+
+    Raises:
+        ConfigError: it cannot be read, is another kind of file (a pickle is called one), or says what cannot be.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(LENGTH_BYTES)
+            file_bytes = path.stat().st_size
+            length = int.from_bytes(start, "little")
+            if len(start) < LENGTH_BYTES or length > min(file_bytes - LENGTH_BYTES, _MAX_HEADER_BYTES):
+                raise _other_kind(path, start, file_bytes, length)
+            text = file.read(length)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    try:
+        tree = json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a safetensors file: its header is not JSON: {error}; {_HOW}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: not a safetensors file: its header holds no names; {_HOW}")
+    metadata = tree.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ConfigError(f"{path}: __metadata__ must hold texts by name, but is {json.dumps(metadata)[:60]}")
+    entries = {name: _entry(path, name, value) for name, value in tree.items()}
+    _check_layout(path, entries, file_bytes - LENGTH_BYTES - length)
+    return Header(path, file_bytes, entries, metadata)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; a name that comes twice could be read in two ways."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands in it twice")
+    return found
+
+
+def _other_kind(path: Path, start: bytes, file_bytes: int, length: int) -> ConfigError:
+    """Why it is not safetensors. Only asked when the length is wrong: a good one may begin with the same bytes."""
+    if start.startswith(b"PK\x03\x04") or (start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")):
+        return ConfigError(
+            f"{path}: this is a pickle (as torch.save writes it), and those are not read, because reading one can run "
+            f"whatever is in it. Expected safetensors: {_HOW}"
+        )
+    if start.startswith(b"\x93NUMPY"):
+        return ConfigError(f"{path}: this is a NumPy array file; expected safetensors: {_HOW}")
+    return ConfigError(
+        f"{path}: not a safetensors file, or cut off: it has {file_bytes:,} bytes, but would begin with a header of "
+        f"{length:,}; {_HOW}"
+    )
+
+
+def _entry(path: Path, name: str, value: Any) -> Entry:
+    fields: dict[str, Any] = value if isinstance(value, dict) else {}
+    offsets: Any = fields.get("data_offsets")
+    dtype: Any = fields.get("dtype")
+    shape: Any = fields.get("shape")
+    good = isinstance(dtype, str) and _counts(shape) and _counts(offsets) and len(offsets) == 2
+    if not good or offsets[0] > offsets[1]:
+        raise ConfigError(
+            f"{path}: {name}: expected dtype, shape and data_offsets (begin and end), but the header says "
+            f"{json.dumps(value)[:80]}"
+        )
+    entry = Entry(dtype, tuple(shape), *offsets)
+    if entry.dtype in ITEM_BYTES and prod(entry.shape) * ITEM_BYTES[entry.dtype] != entry.end - entry.begin:
+        raise ConfigError(
+            f"{path}: {name}: {entry.dtype} {list(entry.shape)} takes {prod(entry.shape) * ITEM_BYTES[entry.dtype]:,} "
+            f"bytes, but the header declares {entry.end - entry.begin:,}"
+        )
+    return entry
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _check_layout(path: Path, entries: dict[str, Entry], data_bytes: int) -> None:
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != end:
+            raise ConfigError(
+                f"{path}: {name}: its bytes begin at {entry.begin:,}, but those of the tensor before it end at {end:,}"
+            )
+        end = entry.end
+    if end != data_bytes:
+        raise ConfigError(f"{path}: the header declares {end:,} bytes of tensors, but {data_bytes:,} follow it")

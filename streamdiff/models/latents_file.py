@@ -66,7 +66,7 @@ class LatentsWriter:
         """
         if tuple(latents.shape) != self.chunk_shape:
             raise ValueError(f"chunk {self.chunks}: expected shape {list(self.chunk_shape)}, got {list(latents.shape)}")
-        chunk = latents.detach().to("cpu", torch.float32).contiguous()
+        chunk = latents.detach().to("cpu", torch.float32)
         if fault := not_finite(chunk):
             raise ValueError(f"chunk {self.chunks}: expected finite latents, got {fault}")
         self._file.write(chunk.numpy().tobytes())

@@ -41,6 +41,13 @@ def test_chunks_may_come_one_by_one_in_any_float_format(tmp_path: Path) -> None:
     assert torch.equal(load_file(path)["latents"], latents.float())
 
 
+def test_a_file_that_was_there_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "out.safetensors"
+    for value in (1.0, 2.0):
+        write_latents(path, torch.full((1, *CHUNK), value))
+        assert read_latents(path, CHUNK)[0, 0, 0, 0, 0] == value
+
+
 def test_numbers_begin_where_readers_expect_them(tmp_path: Path) -> None:
     """At a multiple of 8 bytes, as safetensors writes them: a reader may map them as they lie."""
     write_latents(tmp_path / "out.safetensors", torch.ones(1, *CHUNK), {"note": "abc"})

@@ -183,6 +183,19 @@ def test_the_table_of_words_may_have_either_name(
     assert torch.equal(WanText(changed(rename), length=LENGTH).encode(FOX), text.encode(FOX))
 
 
+@pytest.mark.parametrize("found", range(2))
+def test_a_table_that_was_left_empty_becomes_the_one_that_was_found(
+    original: tuple[Path, UMT5EncoderModel], found: int
+) -> None:
+    """Some versions of transformers believe a configuration which says that there are two."""
+    encoder = UMT5EncoderModel(original[1].config)
+    tables = (torch.nn.Embedding(9, umt5.WIDTH), torch.nn.Embedding(9, umt5.WIDTH))
+    encoder.shared, encoder.encoder.embed_tokens = tables
+    missing = {wan_text._WORDS[1 - found]}
+    wan_text._tie(encoder, missing)
+    assert encoder.shared is encoder.encoder.embed_tokens is tables[found] and not missing
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [

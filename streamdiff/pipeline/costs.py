@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline.facts import Facts, read_object
+from streamdiff.models.files import read_object
+from streamdiff.pipeline.facts import Facts
 
 PROFILE_KEYS = {
     "block_s": "seconds of each block, in order",

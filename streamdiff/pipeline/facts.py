@@ -12,6 +12,7 @@ from typing import Any
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.base import window_chunks
+from streamdiff.models.files import read_object
 from streamdiff.models.headers import read_header
 from streamdiff.pipeline.scheduler import cache_count, spare_slots
 
@@ -207,23 +208,6 @@ def stored_values(folder: Path) -> int:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path}: not a readable safetensors file: {error}") from None
     return count
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object.
-
-    Raises:
-        ConfigError: it cannot be read, is not JSON, or holds something else.
-    """
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are both
-        raise ConfigError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: must hold a JSON object with keys, but holds {type(tree).__name__}")
-    return tree
 
 
 class _Table:

@@ -1,53 +1,222 @@
 """Reads a Wan transformer's weights: the blocks that are wanted, and what goes with them. Nothing else is read.
 
 The file is memory-mapped, and the module is built without memory (on the meta device), so a stage of a large model
-never holds more than its own part, and never twice.
+never holds more than its own part, and never twice. On a CPU, weights that are stored as they are needed stay in the
+file's pages: the file must not be changed in place while the model is used.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
-from safetensors import safe_open
 from torch import Tensor
+from tqdm import tqdm
 
 from streamdiff.errors import ConfigError
+from streamdiff.models.wan.architecture import read_architecture
+from streamdiff.models.wan.checkpoint import Checkpoint, open_checkpoint
+from streamdiff.models.wan.lora import Adapter, Lora, open_lora
+from streamdiff.models.wan.names import Names, block_count, block_of, recognise, some, translate
 
 FILE = "diffusion_pytorch_model.safetensors"
+LARGE = 256 * 2**20
+"""Bytes from which on reading is worth a progress bar."""
 _FIRST_ONLY = ("patch_embedding.", "condition_embedder.time_embedder.")
 _LAST_ONLY = ("proj_out.", "scale_shift_table")
 _BLOCK = "blocks."
+_LOW = (torch.bfloat16, torch.float16)
+
+Blocks = tuple[int, int]
+Shapes = dict[str, tuple[int, ...]]
 
 
-def load_blocks(folder: Path, device: torch.device, blocks: tuple[int, int] | None = None) -> WanTransformer3DModel:
-    """The transformer in a diffusers folder with blocks `blocks` (first, last exclusive; all when None), float32.
+def load_blocks(folder: Path, device: torch.device, blocks: Blocks | None = None) -> WanTransformer3DModel:
+    """`load_transformer` in float32, as the embedded model is used."""
+    return load_transformer(folder, device=device, dtype=torch.float32, blocks=blocks)
+
+
+def load_transformer(
+    source: Path | Checkpoint,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    blocks: Blocks | None = None,
+    container: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    loras: Sequence[Lora] = (),
+    progress: bool | None = None,
+) -> WanTransformer3DModel:
+    """The transformer in a checkpoint, with blocks `blocks` (first, last exclusive; all when None).
 
     With the first block come patch and time embedding, with the last one the output layer; the projections of text and
     modulation come always. What does not come stays on the meta device, and using it is an error.
 
+    Args:
+        source: a file or folder (see `open_checkpoint`), in original Wan's or diffusers' names.
+        dtype: of the weights; with bfloat16 or float16, those that diffusers keeps in float32 are float32 here too.
+        container: which set of tensors to take from a file with several; None for the usual one.
+        config: of diffusers or original Wan; goes before the folder's own `config.json`. What neither says is read from
+            the tensors' shapes.
+        loras: merged into the weights, in float32, block by block.
+        progress: show a bar on standard error; None for large files on a terminal.
+
     Raises:
-        ConfigError: tensors that are missing or have another shape than the configuration says.
+        ConfigError: no such file, or one that cannot be used; tensors that are missing, unexpected (also those of other
+            blocks), misshapen, not floating point or not finite; a LoRA that does not fit. Nothing is loaded then.
     """
-    config = json.loads((folder / "config.json").read_text())
-    count = config["num_layers"]
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, container)
+    names = _names(checkpoint)
+    architecture = _architecture(checkpoint, names, config)
+    count = architecture["num_layers"]
     first, last = blocks or (0, count)
+    if not 0 <= first < last <= count:
+        raise ConfigError(f"{checkpoint}: blocks {first} to {last} are asked for, but there are {count}")
     with torch.device("meta"):
-        model: WanTransformer3DModel = WanTransformer3DModel.from_config({**config, "num_layers": last - first})
+        model: WanTransformer3DModel = WanTransformer3DModel.from_config({**architecture, "num_layers": last - first})
+    shapes = {_renumbered(name, first): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     left_out = (*(() if first == 0 else _FIRST_ONLY), *(() if last == count else _LAST_ONLY))
-    wanted = {name: tensor.shape for name, tensor in model.state_dict().items() if not name.startswith(left_out)}
-    found: dict[str, Tensor] = {}
-    with safe_open(folder / FILE, "pt", device=str(device)) as file:
-        stored = set(file.keys())
-        for name in wanted:
-            if (source := _renumbered(name, first)) in stored:
-                found[name] = file.get_tensor(source).float()
-    _check(folder / FILE, wanted, found, first)
-    model.load_state_dict(found, strict=False, assign=True)
+    wanted = {name: shape for name, shape in shapes.items() if not name.startswith(left_out)}
+    whole = _whole(shapes, first, count)
+    _check(checkpoint, names, wanted, whole, architecture)
+    adapters = [open_lora(lora, whole) for lora in loras]
+    found = _read(checkpoint, names, wanted, adapters, device, dtype, progress)
+    model.load_state_dict({_renumbered(name, -first): found.pop(name) for name in wanted}, strict=False, assign=True)
     model.eval()
     return model
+
+
+def _names(checkpoint: Checkpoint) -> Names:
+    layout = recognise(checkpoint.names)
+    if layout is None:
+        raise ConfigError(
+            f"{checkpoint}: not a Wan transformer; expected names such as blocks.0.self_attn.q.weight (original Wan) "
+            f"or blocks.0.attn1.to_q.weight (diffusers), found {some(checkpoint.names) or 'no tensors'}"
+        )
+    return translate(checkpoint.names, layout)
+
+
+def _architecture(checkpoint: Checkpoint, names: Names, config: Mapping[str, Any] | None) -> dict[str, Any]:
+    def shape(name: str) -> tuple[int, ...] | None:
+        if (source := names.sources.get(name)) is None:
+            return None
+        rows, *rest = checkpoint.entry(source.name).shape or (1,)
+        return (rows // source.parts, *rest)
+
+    try:
+        return read_architecture(shape, block_count(names.sources), config, checkpoint.config)
+    except ConfigError as error:
+        raise ConfigError(f"{checkpoint}: {error}") from None
+
+
+def _whole(shapes: Shapes, first: int, count: int) -> Shapes:
+    """From the shapes of some blocks, `first` the first of them, those of the whole model."""
+    own = f"{_BLOCK}{first}."
+    block = {name.removeprefix(own): shape for name, shape in shapes.items() if name.startswith(own)}
+    outside = {name: shape for name, shape in shapes.items() if block_of(name) is None}
+    return outside | {f"{_BLOCK}{i}.{rest}": shape for i in range(count) for rest, shape in block.items()}
+
+
+# ---- what is wrong with a file -------------------------------------------------------------------------------------
+
+
+def _check(
+    checkpoint: Checkpoint, names: Names, wanted: Shapes, whole: Shapes, architecture: Mapping[str, Any]
+) -> None:
+    """Everything that can be known without reading weights. Shapes are looked at only where they are wanted."""
+    problems = []
+    if missing := [names.spell(name) for name in wanted if name not in names.sources]:
+        problems.append(f"{_count(missing, 'is', 'are')} missing, for example {some(missing)}")
+    strange = names.unmatched + [source.name for name, source in names.sources.items() if name not in whole]
+    if strange:
+        problems.append(f"{_count(strange, 'is', 'are')} unexpected, for example {some(strange)}")
+    if names.clashes:
+        told = [f"{one} and {other} are both {name}" for name, one, other in names.clashes]
+        problems.append(f"{_count(told, 'is', 'are')} there twice, for example {some(told, 1)}")
+    shapes, kinds = [], []
+    for name, expected in wanted.items():
+        if (source := names.sources.get(name)) is None:
+            continue
+        shape, dtype = checkpoint.entry(source.name)
+        if not dtype.is_floating_point:
+            kinds.append(f"{source.name} is {str(dtype).removeprefix('torch.')}")
+        if not _fits(name, shape, source.parts, expected):
+            rows = [expected[0] * source.parts, *expected[1:]]
+            shapes.append(f"{source.name} has shape {list(shape)}, but {rows} is expected")
+    if shapes:
+        problems.append(f"{_count(shapes, 'has', 'have')} another shape: {some(shapes)}")
+    if kinds:
+        problems.append(f"{_count(kinds, 'is', 'are')} not floating point: {some(kinds)}")
+    if problems:
+        raise ConfigError(f"{checkpoint}: {'; '.join(problems)}. Expected is {_expected(names, whole, architecture)}")
+
+
+def _fits(name: str, shape: tuple[int, ...], parts: int, expected: tuple[int, ...]) -> bool:
+    """Whether a stored shape is the one expected, times `parts` rows; rCM stores the patch embedding as a matrix."""
+    if name == "patch_embedding.weight" and len(shape) == 2:
+        return shape == (expected[0], prod(expected[1:]))
+    return shape == (expected[0] * parts, *expected[1:])
+
+
+def _expected(names: Names, whole: Shapes, architecture: Mapping[str, Any]) -> str:
+    width = architecture["num_attention_heads"] * architecture["attention_head_dim"]
+    return (
+        f"a Wan transformer of {architecture['num_layers']} blocks, {width} wide, feed-forward "
+        f"{architecture['ffn_dim']}: {len(whole)} tensors in {names.layout.value} names. Nothing was loaded"
+    )
+
+
+def _count(things: Sequence[str], one: str, many: str) -> str:
+    return f"{len(things)} tensor {one}" if len(things) == 1 else f"{len(things)} tensors {many}"
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+def _read(
+    checkpoint: Checkpoint,
+    names: Names,
+    wanted: Shapes,
+    adapters: Sequence[Adapter],
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: bool | None,
+) -> dict[str, Tensor]:
+    """The wanted tensors, each brought to its place and dtype before the next is read."""
+    sizes = {name: checkpoint.entry(names.sources[name].name).nbytes // names.sources[name].parts for name in wanted}
+    total = sum(sizes.values())
+    # None lets tqdm see for itself whether it writes to a terminal.
+    silent = (total < LARGE or None) if progress is None else not progress
+    found, broken = {}, []
+    with tqdm(total=total, unit="B", unit_scale=True, desc=checkpoint.path.name, disable=silent, leave=False) as bar:
+        for name, shape in wanted.items():
+            source = names.sources[name]
+            tensor = checkpoint.read(source.name).chunk(source.parts)[source.part].reshape(shape)
+            for adapter in adapters:
+                if (change := adapter.change(name, device)) is not None:
+                    # Never in place: the tensor is the file.
+                    tensor = tensor.to(device, torch.float32) + change.reshape(shape)
+            tensor = tensor.to(device, kept_dtype(name, dtype))
+            if not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
+                broken.append(source.name)
+            found[name] = tensor
+            bar.update(sizes[name])
+    if broken:
+        raise ConfigError(
+            f"{checkpoint}: {_count(broken, 'holds', 'hold')} values that are not finite in "
+            f"{str(dtype).removeprefix('torch.')}, for example {some(broken)}. Nothing was loaded"
+        )
+    return found
+
+
+def kept_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the tensor `name` of a model in `dtype`: diffusers keeps some in float32."""
+    kept = dtype in _LOW and not set(WanTransformer3DModel._keep_in_fp32_modules).isdisjoint(name.split("."))
+    return torch.float32 if kept else dtype
 
 
 def _renumbered(name: str, shift: int) -> str:
@@ -56,15 +225,3 @@ def _renumbered(name: str, shift: int) -> str:
         return name
     number, rest = name.removeprefix(_BLOCK).split(".", 1)
     return f"{_BLOCK}{int(number) + shift}.{rest}"
-
-
-def _check(path: Path, wanted: dict[str, torch.Size], found: dict[str, Tensor], first: int) -> None:
-    missing = [_renumbered(name, first) for name in wanted if name not in found]
-    if missing:
-        raise ConfigError(f"{path}: {len(missing)} tensors are missing, for example {', '.join(missing[:3])}")
-    for name, tensor in found.items():
-        if tensor.shape != wanted[name]:
-            raise ConfigError(
-                f"{path}: {_renumbered(name, first)} has shape {list(tensor.shape)}, but config.json asks for "
-                f"{list(wanted[name])}"
-            )

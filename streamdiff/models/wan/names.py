@@ -1,0 +1,198 @@
+"""Tensor names of Wan transformers: every spelling met in published files, to that of diffusers. Text only, no torch.
+
+A name is looked up whole, block by block. Replacing parts of names goes wrong: `norm3` becomes `norm2`, `cross_attn.k`
+begins `cross_attn.k_img`, and `modulation` ends `head.modulation`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+
+class Layout(Enum):
+    """Whose names a file uses; the value is for messages."""
+
+    WAN = "original Wan"
+    DIFFUSERS = "diffusers"
+
+
+# Left by wrappers of a module (FSDP, activation checkpoints, torch.compile): dropped wherever they stand.
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+# What the transformer was called in the program that saved it: dropped from the front, as often as it comes.
+_OWNERS = frozenset(
+    {"model", "net", "module", "generator", "generator_ema", "diffusion_model", "transformer", "base_model"}
+)
+
+_WEIGHT_AND_BIAS = ("weight", "bias")
+_WEIGHT = ("weight",)
+
+# Original module, diffusers module, its tensors. An empty tuple: the name is a tensor itself.
+_TOP: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("patch_embedding", "patch_embedding", _WEIGHT_AND_BIAS),
+    ("text_embedding.0", "condition_embedder.text_embedder.linear_1", _WEIGHT_AND_BIAS),
+    ("text_embedding.2", "condition_embedder.text_embedder.linear_2", _WEIGHT_AND_BIAS),
+    ("time_embedding.0", "condition_embedder.time_embedder.linear_1", _WEIGHT_AND_BIAS),
+    ("time_embedding.2", "condition_embedder.time_embedder.linear_2", _WEIGHT_AND_BIAS),
+    ("time_projection.1", "condition_embedder.time_proj", _WEIGHT_AND_BIAS),
+    ("img_emb.proj.0", "condition_embedder.image_embedder.norm1", _WEIGHT_AND_BIAS),
+    ("img_emb.proj.1", "condition_embedder.image_embedder.ff.net.0.proj", _WEIGHT_AND_BIAS),
+    ("img_emb.proj.3", "condition_embedder.image_embedder.ff.net.2", _WEIGHT_AND_BIAS),
+    ("img_emb.proj.4", "condition_embedder.image_embedder.norm2", _WEIGHT_AND_BIAS),
+    ("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed", ()),
+    ("head.modulation", "scale_shift_table", ()),
+    ("head.head", "proj_out", _WEIGHT_AND_BIAS),
+)
+_BLOCK: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("modulation", "scale_shift_table", ()),
+    *((f"self_attn.{a}", f"attn1.{b}", _WEIGHT_AND_BIAS) for a, b in zip("qkv", ("to_q", "to_k", "to_v"), strict=True)),
+    ("self_attn.o", "attn1.to_out.0", _WEIGHT_AND_BIAS),
+    ("self_attn.norm_q", "attn1.norm_q", _WEIGHT),
+    ("self_attn.norm_k", "attn1.norm_k", _WEIGHT),
+    # The pre-norm of cross-attention: third in one naming, second in the other, and the only one with weights.
+    ("norm3", "norm2", _WEIGHT_AND_BIAS),
+    *(
+        (f"cross_attn.{a}", f"attn2.{b}", _WEIGHT_AND_BIAS)
+        for a, b in zip("qkv", ("to_q", "to_k", "to_v"), strict=True)
+    ),
+    ("cross_attn.o", "attn2.to_out.0", _WEIGHT_AND_BIAS),
+    ("cross_attn.norm_q", "attn2.norm_q", _WEIGHT),
+    ("cross_attn.norm_k", "attn2.norm_k", _WEIGHT),
+    ("cross_attn.k_img", "attn2.add_k_proj", _WEIGHT_AND_BIAS),
+    ("cross_attn.v_img", "attn2.add_v_proj", _WEIGHT_AND_BIAS),
+    ("cross_attn.norm_k_img", "attn2.norm_added_k", _WEIGHT),
+    ("ffn.0", "ffn.net.0.proj", _WEIGHT_AND_BIAS),
+    ("ffn.2", "ffn.net.2", _WEIGHT_AND_BIAS),
+)
+# Projections stored as one matrix, one above the other; in diffusers' names what is inside.
+_FUSED: dict[Layout, dict[str, tuple[str, ...]]] = {
+    Layout.WAN: {
+        "self_attn.qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
+        "self_attn.to_qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
+        "cross_attn.kv": ("attn2.to_k", "attn2.to_v"),
+        "cross_attn.to_kv": ("attn2.to_k", "attn2.to_v"),
+    },
+    Layout.DIFFUSERS: {
+        "attn1.to_qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
+        "attn2.to_kv": ("attn2.to_k", "attn2.to_v"),
+        "attn2.to_added_kv": ("attn2.add_k_proj", "attn2.add_v_proj"),
+    },
+}
+# Tables that anybody computes anew, and a norm that diffusers once stored and never used.
+_SKIPPED = re.compile(r"(^|\.)freqs(_cos|_sin)?$|(^|\.)norm_added_q\.weight$")
+_IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
+
+
+def _spell(rows: Iterable[tuple[str, str, tuple[str, ...]]]) -> list[tuple[str, str]]:
+    """(original, diffusers) name of each tensor of a table."""
+    return [(f"{a}.{leaf}", f"{b}.{leaf}") for a, b, leaves in rows for leaf in leaves] + [
+        (a, b) for a, b, leaves in rows if not leaves
+    ]
+
+
+def _tables(rows: Iterable[tuple[str, str, tuple[str, ...]]]) -> dict[Layout, dict[str, str]]:
+    spelled = _spell(tuple(rows))
+    return {Layout.WAN: dict(spelled), Layout.DIFFUSERS: {name: name for _, name in spelled}}
+
+
+_TOP_NAMES, _BLOCK_NAMES = _tables(_TOP), _tables(_BLOCK)
+_TOP_ORIGINAL = {new: old for old, new in _TOP_NAMES[Layout.WAN].items()}
+_BLOCK_ORIGINAL = {new: old for old, new in _BLOCK_NAMES[Layout.WAN].items()}
+
+
+class Source(NamedTuple):
+    """Where a tensor is stored: in `name`, of whose rows it is the `part`-th of `parts` equal runs."""
+
+    name: str
+    part: int = 0
+    parts: int = 1
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a file's names mean. `sources` leads from diffusers' names to stored ones; `unmatched` are stored names
+    without a meaning, and `clashes` (diffusers' name, stored name, other stored name) tensors stored twice."""
+
+    layout: Layout
+    sources: dict[str, Source] = field(default_factory=dict)
+    unmatched: list[str] = field(default_factory=list)
+    clashes: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def spell(self, name: str) -> str:
+        """diffusers' name `name` as this file's layout would write it."""
+        return name if self.layout is Layout.DIFFUSERS else original(name)
+
+
+def some(names: Iterable[str], count: int = 3) -> str:
+    """The first few of many names, for a message."""
+    return ", ".join(list(names)[:count])
+
+
+def bare(name: str) -> str:
+    """`name` without wrappers anywhere and owners in front: `model.net._orig_mod.blocks.0.x` is `blocks.0.x`."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    while len(parts) > 1 and parts[0] in _OWNERS:
+        del parts[0]
+    return ".".join(parts)
+
+
+def original(name: str) -> str:
+    """The original Wan name of a tensor that diffusers calls `name`; one that Wan has not stays as it is."""
+    if match := _IN_BLOCK.fullmatch(name):
+        return f"blocks.{match[1]}.{_BLOCK_ORIGINAL.get(match[2], match[2])}"
+    return _TOP_ORIGINAL.get(name, name)
+
+
+def block_of(name: str) -> int | None:
+    """The number of the block that a (bare) name belongs to; None for what stands outside of blocks."""
+    match = _IN_BLOCK.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def block_count(names: Iterable[str]) -> int:
+    """How many blocks (bare) names speak of: one more than the highest number."""
+    return max((number + 1 for name in names if (number := block_of(name)) is not None), default=0)
+
+
+def recognise(stored: Iterable[str]) -> Layout | None:
+    """The layout that more of the names fit; None where none fits, as in a file of something else."""
+    found: Counter[Layout] = Counter()
+    for name in map(bare, stored):
+        # `patch_embedding` is called the same in both, and in other models too: it tells nothing.
+        found.update(layout for layout in Layout if not name.startswith("patch_embedding") and _targets(name, layout))
+    return max(found, key=lambda layout: found[layout]) if found else None
+
+
+def translate(stored: Iterable[str], layout: Layout) -> Names:
+    """What each of the stored names means to diffusers. Names of the other layout are unmatched."""
+    names = Names(layout)
+    for name in stored:
+        plain = bare(name)
+        if _SKIPPED.search(plain):
+            continue
+        targets = _targets(plain, layout)
+        if not targets:
+            names.unmatched.append(name)
+        for part, target in enumerate(targets):
+            if target in names.sources:
+                names.clashes.append((target, names.sources[target].name, name))
+            names.sources[target] = Source(name, part, len(targets))
+    return names
+
+
+def _targets(plain: str, layout: Layout) -> list[str]:
+    """diffusers' names of what a bare name holds: none if it is not known, several if it is fused."""
+    match = _IN_BLOCK.fullmatch(plain)
+    if match is None:
+        found = _TOP_NAMES[layout].get(plain)
+        return [found] if found else []
+    block, rest = f"blocks.{int(match[1])}.", match[2]
+    if found := _BLOCK_NAMES[layout].get(rest):
+        return [block + found]
+    module, _, leaf = rest.rpartition(".")
+    inside = _FUSED[layout].get(module, ()) if leaf in _WEIGHT_AND_BIAS else ()
+    return [f"{block}{target}.{leaf}" for target in inside]

@@ -48,6 +48,7 @@ TORCH_FREE = (
     "streamdiff.models.catalogue",
     "streamdiff.models.headers",
     "streamdiff.models.sampling",
+    "streamdiff.models.wan.names",
     "streamdiff.models_report",
     "streamdiff.pipeline.costs",
     "streamdiff.pipeline.facts",

@@ -62,6 +62,11 @@ class _Pair:
     up: str = ""
     alpha: str = ""
 
+    @property
+    def any(self) -> str:
+        """One of the names, for messages."""
+        return self.down or self.up or self.alpha
+
 
 @dataclass(frozen=True)
 class _Change:
@@ -115,7 +120,7 @@ def open_lora(lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> Adapter:
             variant of LoRA that is not plain.
     """
     checkpoint = open_checkpoint(lora.path, order=LORA_CONTAINERS, names=(_PEFT, "pytorch_lora_weights"))
-    pairs, strange = _pairs(checkpoint.names)
+    pairs, strange, twice = _pairs(checkpoint.names)
     layout = recognise(f"{module}.weight" for module in pairs)
     if layout is None:
         raise ConfigError(
@@ -124,13 +129,13 @@ def open_lora(lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> Adapter:
         )
     names = translate((f"{module}.weight" for module in pairs), layout)
     problems = []
-    nothing = [*strange, *names.unmatched]
-    nothing += [source.name for target, source in names.sources.items() if target not in shapes]
-    if nothing:
-        problems.append(f"{len(nothing)} names match nothing in the model, for example {some(nothing)}")
-    halves = [module for module, pair in pairs.items() if not (pair.down and pair.up)]
-    if halves:
-        problems.append(f"{len(halves)} pairs lack one half, for example {some(halves)}")
+    lost = [*names.unmatched, *(source.name for target, source in names.sources.items() if target not in shapes)]
+    if nothing := [*strange, *(pairs[name.removesuffix(".weight")].any for name in lost)]:
+        problems.append(f"names that match nothing in the model ({len(nothing)}): {some(nothing)}")
+    if twice:
+        problems.append(f"names of a second adapter ({len(twice)}): {some(twice)}; a file must hold one")
+    if halves := [pair.any for pair in pairs.values() if not (pair.down and pair.up)]:
+        problems.append(f"factors without their other half ({len(halves)}): {some(halves)}")
     changes = {
         target: _Change(pairs[source.name.removesuffix(".weight")], source.part, source.parts)
         for target, source in names.sources.items()
@@ -143,23 +148,23 @@ def open_lora(lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> Adapter:
     return Adapter(checkpoint, lora.scale, changes, alpha, stabilised)
 
 
-def _pairs(stored: tuple[str, ...]) -> tuple[dict[str, _Pair], list[str]]:
-    """Factors by the (bare) name of the module they change, and the names that are no factors."""
+def _pairs(stored: tuple[str, ...]) -> tuple[dict[str, _Pair], list[str], list[str]]:
+    """Factors by the (bare) name of the module they change, names that are no factors, and factors that come again."""
     pairs: dict[str, _Pair] = {}
-    strange = []
+    strange, twice = [], []
     for name in stored:
         plain = bare(name)
         if match := _FACTOR.fullmatch(plain):
             pair, half = pairs.setdefault(match[1], _Pair()), "down" if match[2] else "up"
             if getattr(pair, half):
-                strange.append(name)  # a second adapter in the same file
+                twice.append(name)
             else:
                 setattr(pair, half, name)
         elif plain.endswith(_ALPHA):
             pairs.setdefault(plain.removesuffix(_ALPHA), _Pair()).alpha = name
         else:
             strange.append(name)
-    return pairs, strange
+    return pairs, strange, twice
 
 
 def _misfits(
@@ -174,7 +179,7 @@ def _misfits(
             found.append(f"{change.pair.alpha} is not a single number")
         if not fits or (up[0], prod(down[1:])) != (rows, columns):
             found.append(f"{target} is {rows} x {columns}, but {list(up)} x {list(down)} is to be added")
-    return [f"{len(found)} pairs do not fit: {'; '.join(found[:3])}"] if found else []
+    return [f"changes that do not fit ({len(found)}): {'; '.join(found[:3])}"] if found else []
 
 
 def _settings(checkpoint: Checkpoint) -> tuple[float | None, bool]:

@@ -9,11 +9,11 @@ import argparse
 import difflib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from streamdiff import cli_convert
+from streamdiff import cli_convert, cli_exact
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
 from streamdiff.version import __version__
 
@@ -187,6 +187,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
+    if cli_exact.asked_for(arguments):
+        return _exact(arguments)
     config = _config(arguments)
     from streamdiff import generate
 
@@ -196,6 +198,27 @@ def _generate(arguments: argparse.Namespace) -> int:
         changes=tuple(sorted(parse_change(text) for text in arguments.prompt_at)),
     )
     return generate.run(config, job)
+
+
+def _exact(arguments: argparse.Namespace) -> int:
+    steps, model = getattr(arguments, "model.steps"), getattr(arguments, "model.name")
+    config = _config(arguments, without=("model.steps", "model.name"))
+    from streamdiff import exact
+
+    given = {name: getattr(arguments, name) for name in cli_exact.NAMES}
+    job = exact.Job(
+        model=model or config.model.name,
+        prompt=config.session.prompt,
+        seed=config.session.seed,
+        output=arguments.output,
+        device=config.model.device,
+        fps=config.playback.fps if "fps" in config.playback.model_fields_set else None,
+        kv_context=config.model.kv_context,
+        steps=steps,
+    )
+    lists = {"lora", "prompt_switch"}
+    given = {name: tuple(value) if name in lists else value for name, value in given.items() if value is not None}
+    return exact.run(replace(job, **given))
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -220,12 +243,16 @@ def _convert(arguments: argparse.Namespace) -> int:
     return convert.decode(job) if arguments.command == "decode" else convert.encode(job)
 
 
-def _config(arguments: argparse.Namespace, extra: Mapping[str, object] | None = None) -> Config:
-    """The file given with --config, or the defaults, with the options laid over it."""
+def _config(
+    arguments: argparse.Namespace, extra: Mapping[str, object] | None = None, without: Sequence[str] = ()
+) -> Config:
+    """The file given with --config, or the defaults, with the options laid over it, but for keys `without`."""
     from streamdiff.config import load
 
     given = {option: getattr(arguments, option.key, None) for option in (*_ADDRESS, _PROMPT, *_MODEL, *_SERVE)}
-    overrides = {option.key: value for option, value in given.items() if value is not None}
+    overrides = {
+        option.key: value for option, value in given.items() if value is not None and option.key not in without
+    }
     names = {option.key: option.flag for option in given}
     return load(arguments.config, {**overrides, **(extra or {})}, names)
 
@@ -249,10 +276,18 @@ def _parsers() -> dict[str, _Parser]:
     _add(serve, (*_ADDRESS, _PROMPT, *_MODEL, *_SERVE))
     serve.add_argument("--no-browser", action="store_true", help="do not open a browser")
 
-    generate = _command(commands, "generate", "make a video file", _GENERATE_EXAMPLES)
+    generate = _command(commands, "generate", "make a video file", _GENERATE_EXAMPLES + cli_exact.EXAMPLES)
     generate.add_argument("--output", type=Path, metavar="FILE", help=".mp4, .webm, or a folder for PNG frames")
     generate.add_argument("--seconds", type=float, default=10.0, metavar="S", help="length (default 10)")
-    _add(generate, (_PROMPT, *_MODEL))
+    _add(generate, (_PROMPT, *(option for option in _MODEL if option.flag != "--steps")))
+    generate.add_argument(
+        "--steps",
+        dest="model.steps",
+        type=cli_exact.parse_steps,
+        metavar="N",
+        help="denoise steps per chunk: 4, or 2 for twice the speed; or the timesteps themselves, 1000,937.5,833.33,625",
+    )
+    cli_exact.add(generate)
     generate.add_argument(
         "--prompt-at",
         action="append",

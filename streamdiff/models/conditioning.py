@@ -150,8 +150,17 @@ def read_prompt_embeds(path: Path, text_shape: tuple[int, int]) -> Tensor:
     Raises:
         ConfigError: see `read` and `prompt_embeds_contract`.
     """
-    rows = read(path, prompt_embeds_contract(text_shape))["prompt_embeds"].flatten(0, -2)
+    rows = read_rows(path, text_shape)
     return torch.cat([rows, rows.new_zeros(text_shape[0] - len(rows), text_shape[1])])
+
+
+def read_rows(path: Path, text_shape: tuple[int, int]) -> Tensor:
+    """A prompt's embeddings `[L, D]`, float32, as the file has them; `text_shape` is (most L, D).
+
+    Raises:
+        ConfigError: see `read` and `prompt_embeds_contract`.
+    """
+    return read(path, prompt_embeds_contract(text_shape))["prompt_embeds"].flatten(0, -2)
 
 
 @dataclass(frozen=True)

@@ -107,19 +107,27 @@ def play(
             ring.reset(_NAME, begin.embeddings, epoch=next(epochs), noise=noise)
             fresh()
         due = {switch.chunk - begin.chunk: switch for switch in switches}
-        yield from _stream(ring, end - begin.chunk, due, epochs)
+        # Steps of a staircase wait for chunks that come after; those made for this alone are dropped.
+        most = end - begin.chunk if script.kv_context != "staircase" else None
+        for chunk, latents in _stream(ring, most, due, epochs):
+            yield latents
+            if chunk == end - begin.chunk - 1:
+                break
 
 
-def _stream(ring: Ring, chunks: int, due: dict[int, Switch], epochs: Iterator[int]) -> Iterator[Tensor]:
-    """`chunks` chunks from the stream's first on; `due`: switches by the chunk that sees them first. Mutates: due."""
+def _stream(
+    ring: Ring, most: int | None, due: dict[int, Switch], epochs: Iterator[int]
+) -> Iterator[tuple[int, Tensor]]:
+    """Chunks from the stream's first on, of which at most `most` are begun; `due`: switches by the chunk that sees them
+    first. Mutates: due."""
     done: dict[int, Tensor] = {}
-    for chunk in range(chunks):
+    for chunk in count():
         while chunk not in done:
             following = ring.scheduler.next_chunk(_NAME)
             if (switch := due.pop(following, None)) is not None:
                 ring.set_text(_NAME, next(epochs), switch.embeddings, switch.policy)
-            ring.scheduler.set_room(_NAME, ring.head.spec.chunk_frames if following < chunks else 0)
+            ring.scheduler.set_room(_NAME, ring.head.spec.chunk_frames if most is None or following < most else 0)
             rows, finished = ring.turn()
             assert rows or finished or ring.waiting, "the stream stands still"
             done |= {row.chunk: latents for row, latents in finished}
-        yield done.pop(chunk)
+        yield chunk, done.pop(chunk)

@@ -1,0 +1,92 @@
+"""What can be typed after `streamdiff generate` to say everything by numbers and files, and what its help says of them.
+
+Options have the names of the fields of `exact.Job`; one of them given is enough for `generate` to work that way.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+EXAMPLES = """
+by numbers and files, to compare with another implementation (--help lists the options under "to the letter"):
+  streamdiff generate --model wan.safetensors --prompt-embeds text.safetensors --noise noise.safetensors \\
+      --steps 1000,937.5,833.33,625 --window 21 --chunks 7 --latents-out latents.safetensors
+  streamdiff generate --chunks 8 --latents-out latents.safetensors --no-decode
+
+Tensor files are .safetensors, all values finite; C latent channels, f latent frames of a chunk, h and w the picture's
+sides over 8 (Wan2.1), L text tokens, D text width:
+  prompt_embeds   [L, D] or [1, L, D]: used as they are; Wan's are padded with zeros to 512 rows
+  initial         [chunks, C, f, h, w]: what a chunk's first step receives, standard normal noise
+  renoise         [chunks, steps-1, C, f, h, w]: the noise before each later step; both stand in the file of --noise
+  latents         [chunks, C, f, h, w], float32, clean, normalised as the transformer has them
+x_t = (1 - sigma) x0 + sigma noise; the model predicts noise - x0. Chunks count from 0.
+"""
+
+
+def parse_steps(text: str) -> int | tuple[float, ...]:
+    """A number of steps, or timesteps with commas between them. Raises argparse.ArgumentTypeError."""
+    if "," not in text and text.strip().isdigit():
+        return int(text)
+    return parse_numbers(text)
+
+
+def parse_numbers(text: str) -> tuple[float, ...]:
+    """Numbers with commas between them. Raises argparse.ArgumentTypeError."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not numbers with commas between them") from None
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The options."""
+    group = parser.add_argument_group("to the letter (see the end)")
+    for flag, kind, metavar, text in _OPTIONS:
+        group.add_argument(flag, type=kind, metavar=metavar, help=text)
+    group.add_argument("--warp", action="store_true", default=None, help="--steps are meant before the shift")
+    group.add_argument("--no-decode", action="store_true", default=None, help="make latents only")
+    group.add_argument(
+        "--lora", action="append", metavar="FILE[:SCALE]", help="merge a LoRA; may be given several times"
+    )
+    group.add_argument(
+        "--prompt-switch",
+        action="append",
+        metavar="CHUNK:FILE[:POLICY]",
+        help="other prompt embeddings from this chunk on; POLICY is keep (default: only the text changes), flush (the "
+        "past is forgotten but for the sink), recache (the window's clean latents are run through the model again "
+        "under the new text) or reset (a fresh stream); may be given several times",
+    )
+
+
+_OPTIONS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
+    ("--chunks", int, "N", "chunks to make, instead of --seconds"),
+    ("--latents-out", Path, "FILE", "write the latents"),
+    ("--prompt-embeds", Path, "FILE", "the prompt's embeddings, instead of --prompt"),
+    ("--noise", Path, "FILE", "noise instead of --seed"),
+    ("--weights", Path, "FILE", "the transformer's weights, in any published layout, instead of the model's own"),
+    ("--container", str, "NAME", "which tensors of --weights: generator, generator_ema, ... (default: the usual)"),
+    ("--model-config", Path, "FILE", "config.json of diffusers, for what shapes cannot tell (the number of heads)"),
+    ("--vae", str, "PATH", "the autoencoder that decodes (default: the model's own)"),
+    ("--dtype", str, "TYPE", "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on CUDA)"),
+    ("--shift", float, "N", "timestep shift of --warp (default 1: none)"),
+    ("--sigmas", parse_numbers, "N,N,...", "noise levels of the steps, if they are not timestep / 1000"),
+    ("--window", int, "N", "latent frames a chunk can see, the sink and the chunk itself included; 0: all"),
+    ("--sink", int, "N", "latent frames at the stream's beginning that stay in sight (default: the model's own, or 0)"),
+    ("--rope", str, "KIND", "absolute (positions count from the stream's beginning, without end) or relative (the sink "
+     "stands next to the window); default: the model's own, or relative"),
+    ("--chunk-frames", int, "N", "latent frames of a chunk (default: those of --noise, or the model's own)"),
+    ("--context-noise", float, "T", "timestep, 0 to 1000, at which a finished chunk is remembered (default: the "
+     "model's own, or 0)"),
+    ("--size", str, "WxH", "of the picture in pixels (default: that of --noise, or the model's own)"),
+    ("--stages", int, "P", "split the blocks over P stages; the result is the same"),
+)  # fmt: skip
+NAMES = (*(flag[2:].replace("-", "_") for flag, *_ in _OPTIONS), "warp", "no_decode", "lora", "prompt_switch")
+
+
+def asked_for(arguments: argparse.Namespace) -> bool:
+    """Whether one of these options was given, or steps as a list."""
+    return isinstance(getattr(arguments, "model.steps"), tuple) or any(
+        getattr(arguments, name) is not None for name in NAMES
+    )

@@ -1,0 +1,199 @@
+"""A stream to the letter, from numbers and files: what `streamdiff generate` does when it is told more than a prompt.
+
+Knows nothing about the command line. `parts` finds and loads the model, `pipeline.scripted` makes the latents.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
+
+from streamdiff import exact_model
+from streamdiff.errors import ConfigError
+from streamdiff.models import conditioning, latents_file
+from streamdiff.models.base import Model, StreamDecoder
+from streamdiff.models.sampling import Schedule
+from streamdiff.pipeline import scripted
+from streamdiff.pipeline.scripted import Script, Switch
+from streamdiff.serve import files
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to make; see `cli_exact` for what the fields mean. None: the model's own, or nothing."""
+
+    model: str = "tiny"
+    prompt: str = ""
+    seed: int = 0
+    output: Path | None = None
+    device: str = "auto"
+    fps: float | None = None
+    kv_context: str = "clean"
+    steps: int | tuple[float, ...] | None = None
+    chunks: int | None = None
+    latents_out: Path | None = None
+    prompt_embeds: Path | None = None
+    noise: Path | None = None
+    weights: Path | None = None
+    container: str | None = None
+    model_config: Path | None = None
+    lora: tuple[str, ...] = ()
+    vae: str | None = None
+    dtype: str | None = None
+    shift: float | None = None
+    warp: bool = False
+    sigmas: tuple[float, ...] | None = None
+    window: int | None = None
+    sink: int | None = None
+    rope: str | None = None
+    chunk_frames: int | None = None
+    context_noise: float | None = None
+    size: str | None = None
+    stages: int = 1
+    prompt_switch: tuple[str, ...] = ()
+    no_decode: bool = False
+
+
+@torch.inference_mode()
+def run(job: Job) -> int:
+    """Make the latents, and the video unless that is not wanted; returns the exit status.
+
+    Raises:
+        ConfigError: what was asked for cannot be done; nothing is written then.
+    """
+    _check(job)
+    found = exact_model.load(job)
+    model, device = found.model, found.device
+    script = _script(job, model, found.schedule)
+    decoder = None if job.no_decode else found.decoder()
+    with ExitStack() as stack:
+        stack.enter_context(_leaving())
+        bar = stack.enter_context(tqdm(total=script.chunks, unit="chunk", dynamic_ncols=True))
+        writer = None
+        if job.latents_out is not None:
+            made_by = {"model": job.model, "kv_context": job.kv_context, "timesteps": str(script.schedule.timesteps)}
+            writer = stack.enter_context(latents_file.LatentsWriter(job.latents_out, model.spec.chunk_shape, made_by))
+        making = _Making(model, device, script, job.stages, writer, bar)
+        if decoder is not None and job.output is not None:
+            files.write_video(job.output, making.frames(decoder), job.fps or model.spec.native_fps)
+        else:
+            for _ in making.chunks():
+                pass
+    for path in filter(None, (job.latents_out, job.output if decoder is not None else None)):
+        print(f"{path}: {script.chunks} chunks of {model.spec.chunk_latents} latent frames")
+    return 0
+
+
+@dataclass
+class _Making:
+    """The run itself: latents come once, and are written, counted and decoded as they come."""
+
+    model: Model
+    device: torch.device
+    script: Script
+    stages: int
+    writer: latents_file.LatentsWriter | None
+    bar: tqdm[NoReturn]
+    began: bool = True  # whether the next chunk is the first of a stream
+
+    def chunks(self) -> Iterator[Tensor]:
+        """Latents `[C, F, h, w]` of each chunk. Mutates: writer, bar, self."""
+
+        def fresh() -> None:
+            self.began = True
+
+        for latents in scripted.play(self.model, self.device, self.script, stages=self.stages, fresh=fresh):
+            if self.writer is not None:
+                self.writer.add(latents)
+            yield latents
+            self.bar.update()
+
+    def frames(self, decoder: StreamDecoder) -> Iterator[NDArray[np.uint8]]:
+        """Pictures; a fresh stream begins with a fresh memory."""
+        memory = decoder.new_memory()
+        for latents in self.chunks():
+            if self.began:
+                memory, self.began = decoder.new_memory(), False
+            yield from decoder.decode(latents[None], memory).cpu().numpy()
+
+
+# ---- what was asked for -------------------------------------------------------------------------------------------
+
+
+def _check(job: Job) -> None:
+    """Everything that can be known before anything is loaded."""
+    if job.latents_out is None and (job.output is None or job.no_decode):
+        raise ConfigError("nothing would be written; give --latents-out FILE, or --output FILE without --no-decode")
+    if job.chunks is None:
+        raise ConfigError("--chunks is missing: how many chunks to make; for example --chunks 8")
+    if job.chunks < 1:
+        raise ConfigError(f"--chunks is {job.chunks}; at least 1 is needed")
+    if job.no_decode and job.output is not None:
+        raise ConfigError("--no-decode makes latents only, so there is nothing to write to --output; leave one out")
+    if job.stages < 1:
+        raise ConfigError(f"--stages is {job.stages}; at least 1 is needed")
+    if job.latents_out is not None:
+        latents_file.check_target(job.latents_out)
+    if job.output is not None:
+        files.check_target(job.output)
+
+
+def _script(job: Job, model: Model, schedule: Schedule) -> Script:
+    """What the ring plays: files are read and checked against the model here."""
+    assert job.chunks is not None
+    spec = model.spec
+    noise = None
+    if job.noise is not None:
+        noise = conditioning.read_noise(job.noise, spec.chunk_shape, steps=schedule.steps, chunks=job.chunks)
+    if job.prompt_embeds is not None:
+        embeddings = conditioning.read_rows(job.prompt_embeds, spec.text_shape)
+    else:
+        embeddings = exact_model.encode(model, job.prompt)
+    return Script(
+        embeddings,
+        job.chunks,
+        schedule,
+        kv_context=job.kv_context,
+        seed=job.seed,
+        initial=None if noise is None else noise.initial,
+        renoise=None if noise is None else noise.renoise,
+        switches=tuple(_switch(text, model) for text in job.prompt_switch),
+    )
+
+
+def _switch(text: str, model: Model) -> Switch:
+    """`CHUNK:FILE[:POLICY]`; a file's name may have colons."""
+    number, _, rest = text.partition(":")
+    name, _, policy = rest.rpartition(":")
+    if policy not in scripted.POLICIES or not name:
+        name, policy = rest, "keep"
+        if not Path(name).exists() and ":" in name:
+            policies = ", ".join(scripted.POLICIES)
+            raise ConfigError(f"--prompt-switch is {text!r}; there is no file {name}, and POLICY can be {policies}")
+    if not number.isdigit() or not name:
+        raise ConfigError(f"--prompt-switch is {text!r}; it must be CHUNK:FILE or CHUNK:FILE:POLICY")
+    return Switch(int(number), conditioning.read_rows(Path(name), model.spec.text_shape), policy)
+
+
+@contextmanager
+def _leaving() -> Iterator[None]:
+    """A polite request to end leaves nothing half-written either, as Ctrl-C does."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -213,6 +213,10 @@ def test_other_channels_patches_and_strides_come_from_the_shapes(tmp_path: Path)
     torch.save(stored, tmp_path / "taew2_2.pth")
     half = load_decoder(tmp_path / "taew2_2.pth", CPU)
     assert (half.latent_channels, half.spatial, half.temporal) == (48, 16, 4)
+    stored = TAEHV(Config(latent_channels=128, patch_size=4, decoder_time=(2, 2, 2))).state_dict()
+    torch.save(stored, tmp_path / "taeltx.pth")
+    eight = load_decoder(tmp_path / "taeltx.pth", CPU)
+    assert (eight.spatial, eight.temporal, eight.frames_of(1), eight.frames_of(3)) == (32, 8, 1, 17)
     with pytest.raises(ConfigError, match="has 48 latent channels; mean and standard deviation are known for 16 only"):
         load_decoder(tmp_path / "taew2_2.pth", CPU, latent_space="raw")
 

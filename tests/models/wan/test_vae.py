@@ -224,6 +224,17 @@ def test_frames_that_make_no_group_wait_and_are_told_at_the_end() -> None:
     assert encoder.finish(memory) is None
 
 
+def test_frames_that_wait_are_the_streams_own() -> None:
+    """The caller's buffer, here the same for every frame, may be used again at once, and is not kept alive."""
+    encoder, video, memory = WanEncoder(WAN), video_of(WAN), Memory()
+    buffer, parts = torch.empty(1, 3, 2, 16, 8), []
+    for number in range(FRAMES):
+        buffer[:, :, :1] = video[:, :, number : number + 1]
+        parts.append(encoder.encode_raw(buffer[:, :, :1], memory))
+        assert memory.pending is None or memory.pending.untyped_storage().nbytes() == memory.pending.nbytes
+    assert relative_error(torch.cat(parts, 2), whole_encode(WAN, video)) <= TOLERANCE
+
+
 @pytest.mark.parametrize(("frames", "near"), [(0, "1"), (2, "1, 5"), (80, "77, 81")])
 def test_a_length_that_cannot_be_encoded_names_the_nearest(frames: int, near: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{frames} frames cannot be encoded.* nearest lengths are {near}$"):

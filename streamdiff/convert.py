@@ -208,8 +208,10 @@ def _check(job: Job) -> None:
 def _place(job: Job) -> tuple[torch.device, torch.dtype]:
     """The device and dtype that the network runs in."""
     found = "cuda" if torch.cuda.is_available() else "cpu"
-    if job.device not in ("auto", "cpu", "cuda") or (job.device == "cuda" and found == "cpu"):
-        raise ConfigError(f"--device is {job.device}, but must be auto, cpu or cuda, and torch sees {found} here")
+    if job.device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device is {job.device}, but must be auto, cpu or cuda")
+    if job.device == "cuda" and found == "cpu":
+        raise ConfigError("--device is cuda, but torch sees no CUDA device; use auto or cpu")
     device = torch.device(found if job.device == "auto" else job.device)
     if job.dtype not in ("auto", *_DTYPES):
         raise ConfigError(f"--dtype is {job.dtype}, but must be one of auto, {', '.join(_DTYPES)}")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import TypeVar
+from typing import TypedDict, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,67 +174,75 @@ class StreamSession:
         return found[0]
 
 
-def _model_config(**options: object) -> ModelConfig:
+class ModelOptions(TypedDict, total=False):
+    """What runs, and where.
+
+    model: `tiny`, the embedded model (default), a name that `streamdiff models` lists, or a folder.
+    weights, vae, text_encoder: paths of parts in place of the model's own.
+    dtype: `float32` or `bfloat16`; default: bfloat16 on CUDA.
+    size: `WIDTHxHEIGHT` in pixels; default: the model's own.
+    device: `auto`, `cpu` or `cuda`.
+    steps: denoise steps per chunk; the embedded model has 2 and 4.
+    kv_context: what a chunk sees of earlier chunks: `clean`, `staircase` or `matched`.
+    threads: CPU threads of the transformer.
+    stages: ranks over which the transformer is split. With more than one this process must be rank 0 of as many
+        (torchrun starts them), and the others must call `follow` with the same options.
+    decode: which rank decodes: `head`, `last`, or `own-rank`, which takes one rank more.
+    """
+
+    model: str
+    weights: str
+    vae: str
+    text_encoder: str
+    dtype: str
+    size: str
+    device: str
+    steps: int
+    kv_context: str
+    threads: int
+    stages: int
+    decode: str
+
+
+def _model_config(options: Mapping[str, object]) -> ModelConfig:
+    """Raises ConfigError for a value out of range, TypeError for an option that there is not."""
+    if unknown := set(options) - ModelOptions.__annotations__.keys():
+        raise TypeError(
+            f"there is no option {', '.join(sorted(unknown))}; known are {', '.join(ModelOptions.__annotations__)}"
+        )
+    values = {"name" if option == "model" else option: value for option, value in options.items()}
     try:
-        return ModelConfig.model_validate(options)
+        return ModelConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         option = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"{option} is {first['input']!r:.80}: {first['msg']}") from error
 
 
-def _load(config: ModelConfig) -> Pipeline:
+def load(config: ModelConfig) -> Pipeline:
+    """The model, loaded and warm; what a `StreamSession` takes over."""
     from streamdiff.pipeline.runtime import load_runtime  # imports torch
 
     return load_runtime(config)
 
 
-def open(
-    prompt: str,
-    *,
-    seed: int = 0,
-    model: str = "tiny",
-    device: str = "auto",
-    steps: int = 4,
-    kv_context: str = "clean",
-    threads: int = 1,
-    stages: int = 1,
-    decode: str = "head",
-) -> StreamSession:
+def open(prompt: str, *, seed: int = 0, **options: Unpack[ModelOptions]) -> StreamSession:
     """Load a model and open a stream that can be steered. Use it in a `with`, or call `close`.
 
     Args:
         prompt: what to show.
         seed: the same seed, prompts and model give the same frames.
-        model: `tiny`, the embedded model, or a folder in the same layout.
-        device: `auto`, `cpu` or `cuda`.
-        steps: denoise steps per chunk, 2 or 4.
-        kv_context: what a chunk sees of earlier chunks: `clean`, `staircase` or `matched`.
-        threads: CPU threads of the transformer.
-        stages: ranks over which the transformer is split. With more than one this process must be rank 0 of as many
-            (torchrun starts them), and the others must call `follow` with the same options.
-        decode: which rank decodes: `head`, `last`, or `own-rank`, which takes one rank more.
+        options: see `ModelOptions`.
 
     Raises:
         ConfigError: an option that cannot be used, or an unknown model.
         RequestError: a prompt or seed that cannot be used.
     """
-    config = _model_config(
-        name=model, device=device, steps=steps, kv_context=kv_context, threads=threads, stages=stages, decode=decode
-    )
-    return StreamSession(_load(config), config, prompt, seed=seed)
+    config = _model_config(options)
+    return StreamSession(load(config), config, prompt, seed=seed)
 
 
-def follow(
-    *,
-    model: str = "tiny",
-    device: str = "auto",
-    steps: int = 4,
-    kv_context: str = "clean",
-    threads: int = 1,
-    stages: int = 1,
-    decode: str = "head",
-) -> None:
+def follow(**options: Unpack[ModelOptions]) -> None:
     """Work for rank 0 as one stage of its ring, until it closes the stream. For ranks 1 and up under torchrun.
 
     The options are those of `streamdiff.open`, and must be the same on all ranks. The process ends with exit code 1
@@ -243,42 +251,27 @@ def follow(
     Raises:
         ConfigError: an option that cannot be used, or ranks that are not alike.
     """
-    config = _model_config(
-        name=model, device=device, steps=steps, kv_context=kv_context, threads=threads, stages=stages, decode=decode
-    )
+    config = _model_config(options)
     from streamdiff.pipeline import follower  # imports torch
 
     follower.follow(config)
 
 
 def stream(
-    prompt: str,
-    *,
-    seed: int = 0,
-    seconds: float | None = None,
-    model: str = "tiny",
-    device: str = "auto",
-    steps: int = 4,
-    kv_context: str = "clean",
-    threads: int = 1,
-    stages: int = 1,
-    decode: str = "head",
+    prompt: str, *, seed: int = 0, seconds: float | None = None, **options: Unpack[ModelOptions]
 ) -> Iterator[Frame]:
     """Frames of a video of `prompt`, uint8 `[H, W, 3]`: `seconds` of it at the model's own rate, or without end.
 
-    The model is loaded when the first frame is asked for, and freed when the iteration ends. The other arguments and
-    the errors are those of `streamdiff.open`.
+    The model is loaded when the first frame is asked for, and freed when the iteration ends. The options and the errors
+    are those of `streamdiff.open`.
     """
     if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
         raise ConfigError(f"seconds is {seconds}; it must be above 0, or None for a stream without end")
-    config = _model_config(
-        name=model, device=device, steps=steps, kv_context=kv_context, threads=threads, stages=stages, decode=decode
-    )
-    return _frames(config, prompt, seed, seconds)
+    return _frames(_model_config(options), prompt, seed, seconds)
 
 
 def _frames(config: ModelConfig, prompt: str, seed: int, seconds: float | None) -> Iterator[Frame]:
-    with StreamSession(_load(config), config, prompt, seed=seed) as session:
+    with StreamSession(load(config), config, prompt, seed=seed) as session:
         limit = None if seconds is None else max(1, round(seconds * session.fps))
         for count, frame in enumerate(session, start=1):
             yield frame

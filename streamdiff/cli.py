@@ -9,11 +9,12 @@ import argparse
 import difflib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from streamdiff import cli_convert, cli_exact
+from streamdiff import cli_convert, cli_exact, cli_options
+from streamdiff.cli_options import Option
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
 from streamdiff.version import __version__
 
@@ -21,95 +22,6 @@ if TYPE_CHECKING:
     from streamdiff.config import Config
 
 OK, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
-
-
-@dataclass(frozen=True)
-class Option:
-    """An option that overrides one value of the configuration; `key` is the dotted key."""
-
-    flag: str
-    key: str
-    type: type[str] | type[int] | type[float]
-    metavar: str
-    help: str
-
-
-_MODEL = (
-    Option("--model", "model.name", str, "NAME", "`tiny`, the embedded model, or a folder in the same layout"),
-    Option("--device", "model.device", str, "DEVICE", "auto, cpu or cuda (default auto: cuda where there is one)"),
-    Option("--threads", "model.threads", int, "N", "CPU threads of the transformer"),
-    Option("--steps", "model.steps", int, "N", "denoise steps per chunk: 4, or 2 for twice the speed"),
-    Option(
-        "--kv-context",
-        "model.kv_context",
-        str,
-        "POLICY",
-        "what a chunk sees of earlier ones: clean, staircase, matched",
-    ),
-    Option("--seed", "session.seed", int, "N", "the same seed and prompts give the same video (default 0)"),
-    Option("--fps", "playback.fps", float, "N", "frames shown per second (default 40)"),
-)
-_PLAN_MODEL = tuple(option for option in _MODEL if option.flag in ("--model", "--steps", "--kv-context"))
-_PROMPT = Option("--prompt", "session.prompt", str, "TEXT", "what to show")
-_ADDRESS = (
-    Option("--host", "serve.host", str, "ADDRESS", "address to listen on (default 127.0.0.1: this machine only)"),
-    Option("--port", "serve.port", int, "N", "port to listen on (default 8000; 0 picks a free one)"),
-)
-_SERVE = (
-    Option("--stages", "model.stages", int, "N", "ranks over which the model's blocks are split (default 1)"),
-    Option("--decode", "model.decode", str, "PLACE", "rank of a ring that decodes: head (default), last or own-rank"),
-    Option("--codec", "serve.codec", str, "CODEC", "auto, h264 or vp8 (default auto)"),
-    Option("--scale", "serve.scale", int, "N", "enlarge the picture this many times before encoding (default 2)"),
-    Option("--bitrate", "serve.bitrate", int, "BITS", "bit/s of the video (default: fits size and fps)"),
-    Option("--lead", "playback.lead_s", float, "SECONDS", "video made ahead of what is shown, at most"),
-    Option("--max-viewers", "serve.max_viewers", int, "N", "viewers at the same time, at most"),
-)
-
-_EXAMPLES = """examples:
-  streamdiff serve                              live video in the browser
-  streamdiff generate --prompt "a blue star moving up in the desert" --output star.mp4
-  streamdiff plan --stages 4                    what several devices would make of it
-  streamdiff decode --vae tiny --latents latents.safetensors --out video.mp4
-  streamdiff doctor                             what was found here, and what will be used
-  streamdiff models                             published models: files, licences, memory
-
-streamdiff COMMAND --help tells more.
-"""
-_SERVE_EXAMPLES = """examples:
-  streamdiff serve
-  streamdiff serve --prompt "a yellow star moving left at night" --port 9000
-  streamdiff serve --host 0.0.0.0               let others on the network watch (and steer!)
-  streamdiff serve --stages 4 --kv-context staircase    four ranks, started here, work on one stream
-  streamdiff serve --config configs/lan.yaml
-
-An option given here wins over the file given with --config.
-"""
-_GENERATE_EXAMPLES = """examples:
-  streamdiff generate --prompt "a red circle moving left over a meadow" --output circle.mp4
-  streamdiff generate --prompt "a red circle" --prompt-at "4:a blue circle" --prompt-at "8:a white star" \\
-      --seconds 12 --output changes.webm
-  streamdiff generate --prompt "a purple square" --seconds 1 --output frames/    one PNG per frame
-"""
-_PLAN_EXAMPLES = """examples:
-  streamdiff plan --stages 4 --kv-context staircase --trace ring.json
-  streamdiff plan --stages 4 --kv-context matched --stage-times 0.1,0.1,0.1,0.1 --decode-time 0.02
-  streamdiff plan --stages 2 --sessions 2 --profile measured.json --plot ring.png
-
-Times come from --stage-times, else from --profile, else from an estimate at --tflops and --gbps. A profile is JSON:
-  {"block_s": [0.01, 0.01, 0.01, 0.01], "embed_s": 0.001, "head_s": 0.001, "decode_s": 0.02, "link_s": 0.0005}
-all in seconds: one entry per block, embedding, output layer, a chunk's decode, a message between stages. An entry of
-block_s, embed_s and head_s may be a list: the time of a forward with 1 row, 2 rows, and so on.
-Open a trace in ui.perfetto.dev.
-"""
-_DOCTOR_EXAMPLES = """examples:
-  streamdiff doctor
-  streamdiff doctor --config configs/lan.yaml   judge this machine for that configuration
-"""
-_MODELS_EXAMPLES = """examples:
-  streamdiff models                     all of them, what is on disk, memory per stage
-  streamdiff models longlive-1.3b       one, with what to download, licence and source
-  streamdiff models --json
-"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -215,10 +127,19 @@ def _exact(arguments: argparse.Namespace) -> int:
         fps=config.playback.fps if "fps" in config.playback.model_fields_set else None,
         kv_context=config.model.kv_context,
         steps=steps,
+        weights=_path(config.model.weights),
+        vae=config.model.vae,
+        text_encoder=_path(config.model.text_encoder),
+        dtype=None if config.model.dtype == "auto" else config.model.dtype,
+        size=config.model.size,
     )
     lists = {"lora", "prompt_switch"}
     given = {name: tuple(value) if name in lists else value for name, value in given.items() if value is not None}
     return exact.run(replace(job, **given))
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -249,7 +170,16 @@ def _config(
     """The file given with --config, or the defaults, with the options laid over it, but for keys `without`."""
     from streamdiff.config import load
 
-    given = {option: getattr(arguments, option.key, None) for option in (*_ADDRESS, _PROMPT, *_MODEL, *_SERVE)}
+    given = {
+        option: getattr(arguments, option.key, None)
+        for option in (
+            *cli_options.ADDRESS,
+            cli_options.PROMPT,
+            *cli_options.MODEL,
+            *cli_options.PARTS,
+            *cli_options.SERVE,
+        )
+    }
     overrides = {
         option.key: value for option, value in given.items() if value is not None and option.key not in without
     }
@@ -265,21 +195,24 @@ def _parsers() -> dict[str, _Parser]:
     parser = _Parser(
         prog="streamdiff",
         description="A prompt becomes live, steerable video.",
-        epilog=_EXAMPLES,
+        epilog=cli_options.EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"streamdiff {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
 
-    serve = _command(commands, "serve", "show a live stream in the browser", _SERVE_EXAMPLES)
-    _add(serve, (*_ADDRESS, _PROMPT, *_MODEL, *_SERVE))
+    serve = _command(commands, "serve", "show a live stream in the browser", cli_options.SERVE_EXAMPLES)
+    _add(serve, (*cli_options.ADDRESS, cli_options.PROMPT, *cli_options.MODEL, *cli_options.PARTS, *cli_options.SERVE))
     serve.add_argument("--no-browser", action="store_true", help="do not open a browser")
 
-    generate = _command(commands, "generate", "make a video file", _GENERATE_EXAMPLES + cli_exact.EXAMPLES)
+    generate = _command(commands, "generate", "make a video file", cli_options.GENERATE_EXAMPLES + cli_exact.EXAMPLES)
     generate.add_argument("--output", type=Path, metavar="FILE", help=".mp4, .webm, or a folder for PNG frames")
     generate.add_argument("--seconds", type=float, default=10.0, metavar="S", help="length (default 10)")
-    _add(generate, (_PROMPT, *(option for option in _MODEL if option.flag != "--steps")))
+    _add(
+        generate,
+        (cli_options.PROMPT, *(option for option in cli_options.MODEL if option.flag != "--steps"), *cli_options.PARTS),
+    )
     generate.add_argument(
         "--steps",
         dest="model.steps",
@@ -296,8 +229,10 @@ def _parsers() -> dict[str, _Parser]:
         help="change the prompt at this time; may be given several times",
     )
 
-    plan = _command(commands, "plan", "simulate the ring: throughput, latency, memory per rank", _PLAN_EXAMPLES)
-    _add(plan, _PLAN_MODEL)
+    plan = _command(
+        commands, "plan", "simulate the ring: throughput, latency, memory per rank", cli_options.PLAN_EXAMPLES
+    )
+    _add(plan, cli_options.PLAN_MODEL)
     _add_plan(plan)
 
     decode = _command(commands, "decode", "latents in a file to a video", cli_convert.DECODE_EXAMPLES, config=False)
@@ -305,11 +240,11 @@ def _parsers() -> dict[str, _Parser]:
     encode = _command(commands, "encode", "a video to latents in a file", cli_convert.ENCODE_EXAMPLES, config=False)
     cli_convert.add_encode(encode)
 
-    doctor = _command(commands, "doctor", "say what was found here and what will be used", _DOCTOR_EXAMPLES)
-    _add(doctor, (*_ADDRESS, *_MODEL))
+    doctor = _command(commands, "doctor", "say what was found here and what will be used", cli_options.DOCTOR_EXAMPLES)
+    _add(doctor, (*cli_options.ADDRESS, *cli_options.MODEL))
 
     models = _command(
-        commands, "models", "list published models: files, licences, memory", _MODELS_EXAMPLES, config=False
+        commands, "models", "list published models: files, licences, memory", cli_options.MODELS_EXAMPLES, config=False
     )
     models.add_argument("name", nargs="?", metavar="NAME", help="show all of this one")
     models.add_argument("--json", dest="as_json", action="store_true", help="print as JSON")

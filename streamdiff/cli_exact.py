@@ -65,11 +65,8 @@ _OPTIONS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
     ("--latents-out", Path, "FILE", "write the latents"),
     ("--prompt-embeds", Path, "FILE", "the prompt's embeddings, instead of --prompt"),
     ("--noise", Path, "FILE", "noise instead of --seed"),
-    ("--weights", Path, "FILE", "the transformer's weights, in any published layout, instead of the model's own"),
     ("--container", str, "NAME", "which tensors of --weights: generator, generator_ema, ... (default: the usual)"),
     ("--model-config", Path, "FILE", "config.json of diffusers, for what shapes cannot tell (the number of heads)"),
-    ("--vae", str, "PATH", "the autoencoder that decodes (default: the model's own)"),
-    ("--dtype", str, "TYPE", "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on CUDA)"),
     ("--shift", float, "N", "timestep shift of --warp (default 1: none)"),
     ("--sigmas", parse_numbers, "N,N,...", "noise levels of the steps, if they are not timestep / 1000"),
     ("--window", int, "N", "latent frames a chunk can see, the sink and the chunk itself included; 0: all"),
@@ -79,7 +76,6 @@ _OPTIONS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
     ("--chunk-frames", int, "N", "latent frames of a chunk (default: those of --noise, or the model's own)"),
     ("--context-noise", float, "T", "timestep, 0 to 1000, at which a finished chunk is remembered (default: the "
      "model's own, or 0)"),
-    ("--size", str, "WxH", "of the picture in pixels (default: that of --noise, or the model's own)"),
     ("--stages", int, "P", "split the blocks over P stages; the result is the same"),
 )  # fmt: skip
 NAMES = (*(flag[2:].replace("-", "_") for flag, *_ in _OPTIONS), "warp", "no_decode", "lora", "prompt_switch")

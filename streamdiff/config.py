@@ -25,10 +25,15 @@ class _Section(BaseModel):
 class ModelConfig(_Section):
     """Which weights run, where, and how."""
 
-    name: str = Field("tiny", description="`tiny`, the embedded model, or a folder in the same layout")
+    name: str = Field("tiny", description="`tiny`, a name of `streamdiff models`, or a folder in the embedded layout")
+    weights: str | None = Field(None, description="the transformer's checkpoint, instead of the published one")
+    vae: str | None = Field(None, description="the autoencoder: a folder or file, instead of the published one")
+    text_encoder: str | None = Field(None, description="a folder in diffusers' layout with text_encoder and tokenizer")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on cuda, float32 on cpu")
+    size: str | None = Field(None, description="WIDTHxHEIGHT of the picture; default: the model's own")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")
     threads: int = Field(1, ge=1, le=64, description="CPU threads of the transformer; decoding has one of its own")
-    steps: Literal[2, 4] = Field(4, description="denoise steps per chunk")
+    steps: int = Field(4, ge=1, le=50, description="denoise steps per chunk; a model has one or a few numbers of them")
     kv_context: KVContext = Field("clean", description="what a chunk sees of earlier chunks (DESIGN: KV context)")
     stages: int = Field(1, ge=1, le=64, description="ranks over which the transformer's blocks are split")
     decode: Literal["head", "last", "own-rank"] = Field("head", description="which rank of a ring decodes")

@@ -45,6 +45,7 @@ class Job:
     prompt_embeds: Path | None = None
     noise: Path | None = None
     weights: Path | None = None
+    text_encoder: Path | None = None
     container: str | None = None
     model_config: Path | None = None
     lora: tuple[str, ...] = ()

@@ -41,17 +41,8 @@ def run(config: Config, job: Job) -> int:
     """
     output = _checked(job)
     signal.signal(signal.SIGTERM, _leave)  # so that nothing half-written is left then either
-    session = api.open(
-        config.session.prompt,
-        seed=config.session.seed,
-        model=config.model.name,
-        device=config.model.device,
-        steps=config.model.steps,
-        kv_context=config.model.kv_context,
-        threads=config.model.threads,
-        stages=config.model.stages,
-        decode=config.model.decode,
-    )
+    pipeline = api.load(config.model)
+    session = api.StreamSession(pipeline, config.model, config.session.prompt, seed=config.session.seed)
     with session:
         fps = config.playback.fps if "fps" in config.playback.model_fields_set else session.fps
         total = max(1, round(job.seconds * fps))

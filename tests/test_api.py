@@ -114,7 +114,7 @@ def test_steering_from_another_thread(session: StreamSession) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": 3}, "steps is 3"),
+        ({"steps": 0}, "steps is 0"),
         ({"kv_context": "dirty"}, "kv_context is 'dirty'"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"threads": 0}, "threads is 0"),

@@ -16,7 +16,7 @@ from pathlib import Path
 import av
 import pytest
 
-from streamdiff import cli, cli_convert
+from streamdiff import cli, cli_convert, cli_options
 from streamdiff.errors import ConfigError
 from streamdiff.version import __version__
 
@@ -64,7 +64,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("plan --stage-times 0.1,0.1,0.1,-0.1", "each above 0"),
         ("plan --decode-time -1", "--decode-time is -1"),
         ("plan --kv-context foggy", "--kv-context is 'foggy', but must be one of clean, staircase, matched"),
-        ("plan --steps 3", "--steps is 3, but must be one of 2, 4"),
+        ("plan --steps 3", "--steps is 3; model tiny has 4, 2"),
         ("plan --model nowhere", "--model is 'nowhere'; it can be `tiny`"),
         ("plan --profile none.json", "none.json: cannot be read"),
         ("plan --trace none/t.json", "--trace is 'none/t.json', which lies in none, which is no folder"),
@@ -109,14 +109,14 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_example_in_the_help_parses() -> None:
     texts = (
-        cli._EXAMPLES,
-        cli._SERVE_EXAMPLES,
-        cli._GENERATE_EXAMPLES,
-        cli._PLAN_EXAMPLES,
+        cli_options.EXAMPLES,
+        cli_options.SERVE_EXAMPLES,
+        cli_options.GENERATE_EXAMPLES,
+        cli_options.PLAN_EXAMPLES,
         cli_convert.DECODE_EXAMPLES,
         cli_convert.ENCODE_EXAMPLES,
-        cli._DOCTOR_EXAMPLES,
-        cli._MODELS_EXAMPLES,
+        cli_options.DOCTOR_EXAMPLES,
+        cli_options.MODELS_EXAMPLES,
     )
     for text in texts:
         for line in text.replace("\\\n", " ").splitlines():

@@ -178,7 +178,7 @@ def test_the_embedded_model_writes_latents_and_video(tmp_path: Path) -> None:
         (["--stages", "4"], "3"),
         (["--shift", "5"], "--shift is for lists that are meant before it: add --warp"),
         (["--sigmas", "0.9,0.8"], "steps are 3 and sigmas 2"),
-        (["--dtype", "int8"], "--dtype is int8, but must be float32 or bfloat16"),
+        (["--dtype", "int8"], "--dtype is 'int8', but must be one of auto, float32, bfloat16"),
         (["--prompt-switch", "soon"], "--prompt-switch is 'soon'; it must be CHUNK:FILE"),
         (["--prompt-switch", "2:/nowhere:forget"], "POLICY can be keep, flush, recache, reset"),
         (["--chunks", "7"], "initial"),

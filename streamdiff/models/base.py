@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from streamdiff.models.sampling import Schedule, own
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -82,6 +84,11 @@ class ModelSpec:
     clean_window_latents: int | None = None
     context_sigma: float = 0.0
     rope: str = "relative"
+    schedules: tuple[Schedule, ...] = ()
+
+    def schedule(self, steps: int) -> Schedule:
+        """The denoise steps of a chunk in `steps` steps: those published, else the embedded model's."""
+        return next((each for each in self.schedules if each.steps == steps), None) or own(steps, self.shift)
 
     def window_chunks(self, kv_context: str) -> int:
         """Chunks that a chunk sees, itself included."""

@@ -20,13 +20,12 @@ def fetch(files: Files) -> list[Path]:
 
 
 def _fetch(repo: str, name: str) -> Path:
-    from httpx import HTTPError
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         return Path(hf_hub_download(repo, name))
-    except (HfHubHTTPError, LocalEntryNotFoundError, HTTPError, OSError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"{name} of {repo} is not in the hub's cache and cannot be fetched: {reason}. Fetch it elsewhere with "

@@ -19,7 +19,7 @@ from streamdiff.config import ModelConfig
 from streamdiff.models.base import StreamDecoder, Trunk
 from streamdiff.models.wan.transformer import Tokens
 from streamdiff.pipeline.costs import Costs, in_proportion, read_profile
-from streamdiff.pipeline.facts import read_facts
+from streamdiff.pipeline.facts import Facts
 from streamdiff.pipeline.group import Member
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.plan import Workload, lay_out
@@ -66,7 +66,7 @@ def measure(
     return Measured(forward_s / len(denoiser.blocks), embed_s, head_s, decode_s)
 
 
-def share_out(config: ModelConfig, member: Member, own: Measured | None) -> tuple[tuple[int, int], ...]:
+def share_out(config: ModelConfig, facts: Facts, member: Member, own: Measured | None) -> tuple[tuple[int, int], ...]:
     """The runs of blocks (first, last exclusive) of all ranks; every rank gets the same answer.
 
     `own` is what this rank has measured, or None where the configuration names a profile.
@@ -74,7 +74,6 @@ def share_out(config: ModelConfig, member: Member, own: Measured | None) -> tupl
     Raises:
         ConfigError: a profile that cannot be read, or more stages than blocks.
     """
-    facts = read_facts(config.name)
     if own is None:
         costs = read_profile(Path(config.profile or ""), facts, max_rows=1)
     else:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.base import window_chunks
+from streamdiff.models.base import ModelSpec, window_chunks
 from streamdiff.models.files import read_object
 from streamdiff.models.headers import read_header
 from streamdiff.pipeline.scheduler import cache_count, spare_slots
@@ -192,6 +192,37 @@ def read_facts(model: str) -> Facts:
     if facts.tokens < 1 or min(map(facts.window_chunks, ("matched", "clean"))) < 1:
         raise ConfigError(f"{folder}: a chunk has {facts.tokens} tokens and a window holds less than one chunk")
     return facts
+
+
+def facts_from(architecture: Mapping[str, Any], spec: ModelSpec) -> Facts:
+    """The facts of a model with a transformer of this architecture (arguments of diffusers' `WanTransformer3DModel`).
+    They are the transformer's alone: text encoder and autoencoder count as 0, and nothing is said of how long decoding
+    takes."""
+    given: Any = architecture
+    return Facts(
+        name=spec.name,
+        blocks=given["num_layers"],
+        heads=given["num_attention_heads"],
+        head_dim=given["attention_head_dim"],
+        ffn_dim=given["ffn_dim"],
+        text_dim=given["text_dim"],
+        freq_dim=given["freq_dim"],
+        in_channels=given["in_channels"],
+        out_channels=given["out_channels"],
+        patch=tuple(given["patch_size"]),
+        cross_attn_norm=given["cross_attn_norm"],
+        latent_height=spec.latent_height,
+        latent_width=spec.latent_width,
+        chunk_latents=spec.chunk_latents,
+        window_latents=spec.window_latents,
+        clean_window_latents=spec.clean_window_latents,
+        steps=spec.steps,
+        native_fps=spec.native_fps,
+        text_tokens=spec.text_shape[0],
+        decoder=Decoder(spec.latent_channels, 1, (0,) * 4, (0,) * 3, (1,) * 3, (1, 1, spec.frames_per_latent)),
+        text_values=0,
+        decoder_values=0,
+    )
 
 
 def stored_values(folder: Path) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,12 +12,12 @@ import torch
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
+from streamdiff.models import library
 from streamdiff.models.base import Model, ModelSpec, StreamDecoder, Trunk
-from streamdiff.models.headers import read_header
-from streamdiff.models.tiny import model as tiny
+from streamdiff.models.library import Parts, Place
 from streamdiff.pipeline import balance, group
 from streamdiff.pipeline.budget import free_bytes
-from streamdiff.pipeline.facts import read_facts
+from streamdiff.pipeline.facts import Facts, facts_from, read_facts
 from streamdiff.pipeline.plan import check_stages, split_evenly
 from streamdiff.version import __version__
 
@@ -26,12 +26,32 @@ Run = tuple[int, int]
 T = TypeVar("T", bound=Trunk)
 
 
-def model_folder(config: ModelConfig) -> Path:
-    """Raises ConfigError for a model that is not there."""
-    folder = tiny.WEIGHTS if config.name == "tiny" else Path(config.name)
-    if not folder.is_dir():
-        raise ConfigError(f"model.name is {config.name!r}; it can be `tiny`, the embedded model, or a model's folder")
-    return folder
+@lru_cache(maxsize=4)
+def place_of(config: ModelConfig) -> Place:
+    """Where the model's parts are; fetches published ones that are not there.
+
+    Raises:
+        ConfigError: a model or part that is not there, or of which too little is known to run it live.
+    """
+    encoder, weights = config.text_encoder, config.weights
+    parts = Parts(
+        weights=Path(weights) if weights is not None else None,
+        vae=config.vae,
+        text_encoder=Path(encoder) if encoder is not None else None,
+    )
+    place = library.find(config.name, parts)
+    if not place.embedded and (place.entry is None or place.entry.stream is None):
+        raise ConfigError(
+            f"of {config.name} neither steps nor window are known, so it cannot run live. Name a causal model of "
+            "`streamdiff models` whose kind it is, and give the file as --weights"
+        )
+    return place
+
+
+def dtype_of(config: ModelConfig, device: torch.device) -> torch.dtype:
+    """Of the transformer's weights and of everything that travels between stages."""
+    wanted = {"auto": "float32" if device.type == "cpu" else "bfloat16"}.get(config.dtype, config.dtype)
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[wanted]
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -56,7 +76,7 @@ def join(config: ModelConfig) -> group.Member:
     Raises:
         ConfigError: more stages than blocks, another number of ranks than stages, or ranks that are not alike.
     """
-    check_stages(config.stages, read_facts(config.name).blocks)
+    check_stages(config.stages, facts_of(config).blocks)
     group.check_world(config.stages, config.ranks)
     return group.join(_facts(config))
 
@@ -73,13 +93,14 @@ def load_share(
     Without a profile an even share is loaded and measured first; on a rank whose share then turns out to be another,
     that one is loaded instead.
     """
-    even = split_evenly(read_facts(config.name).blocks, config.stages)[member.rank]
+    facts = facts_of(config)
+    even = split_evenly(facts.blocks, config.stages)[member.rank]
     if config.profile is not None:
-        runs = balance.share_out(config, member, None)
+        runs = balance.share_out(config, facts, member, None)
         return load(runs[member.rank]), runs
     trunk = load(even)
     own = balance.measure(trunk, decoder, device, (member.rank, config.stages), config.kv_context)
-    runs = balance.share_out(config, member, own)
+    runs = balance.share_out(config, facts, member, own)
     return (trunk if runs[member.rank] == even else load(runs[member.rank])), runs
 
 
@@ -91,23 +112,42 @@ def own_room(config: ModelConfig, device: torch.device) -> int:
 def load_model(config: ModelConfig, device: torch.device, blocks: Run | None = None) -> Model:
     """What the head needs, with `blocks` only; without the decoder. Mutates: torch's number of threads."""
     torch.set_num_threads(config.threads)
-    return tiny.load(model_folder(config), device, config.name, blocks, decodes=False)
+    place, spec = place_of(config), read_spec(config)
+    denoiser = library.load_transformer(place, device, dtype_of(config, device), blocks)
+    return Model(spec, denoiser, library.load_text(place, spec, device), None)
 
 
 def load_trunk(config: ModelConfig, device: torch.device, blocks: Run) -> Trunk:
     """What any other stage needs. Mutates: torch's number of threads."""
     torch.set_num_threads(config.threads)
-    return tiny.load_trunk(model_folder(config), device, config.name, blocks)
+    return Trunk(
+        read_spec(config), library.load_transformer(place_of(config), device, dtype_of(config, device), blocks)
+    )
 
 
 def load_decoder(config: ModelConfig, device: torch.device) -> StreamDecoder:
     """What the rank needs that decodes."""
-    return tiny.load_autoencoder(model_folder(config), device)[1]
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return library.load_decoder(place_of(config), device, dtype)
 
 
 def read_spec(config: ModelConfig) -> ModelSpec:
-    """The model's facts."""
-    return tiny.read_spec(model_folder(config), config.name)
+    """The model's facts.
+
+    Raises:
+        ConfigError: no such model, or one that does not have as many steps as are asked for.
+    """
+    size = None if config.size is None else library.parse_size(config.size)
+    spec = library.spec_of(place_of(config), size)
+    if config.steps not in spec.steps:
+        raise ConfigError(f"steps is {config.steps}; model {spec.name} has {' or '.join(map(str, spec.steps))}")
+    return spec
+
+
+def facts_of(config: ModelConfig) -> Facts:
+    """The model's sizes, from configurations and headers."""
+    place = place_of(config)
+    return read_facts(config.name) if place.embedded else facts_from(library.architecture(place), read_spec(config))
 
 
 def _facts(config: ModelConfig) -> dict[str, str]:
@@ -116,16 +156,5 @@ def _facts(config: ModelConfig) -> dict[str, str]:
         "streamdiff": __version__,
         "torch": torch.__version__,
         **{f"model.{name}": str(value) for name, value in config.model_dump().items()},
-        "weights": _digest(model_folder(config)),
+        "weights": library.digest(place_of(config)),
     }
-
-
-def _digest(folder: Path) -> str:
-    """Of all configuration files, and of the weights' headers and sizes: no weights are read."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.json")):
-        digest.update(path.read_bytes())
-    for path in sorted(folder.rglob("*.safetensors")):
-        digest.update(read_header(path))
-        digest.update(str(path.stat().st_size).encode())
-    return digest.hexdigest()[:16]

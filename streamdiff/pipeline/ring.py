@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from streamdiff import clock
-from streamdiff.models import sampling
 from streamdiff.models.base import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.head import Finished, Head
@@ -143,7 +142,7 @@ class Ring:
 
         `steps` is a schedule or a number of the model's own steps; `noise` takes the place of the seed's.
         """
-        schedule = sampling.own(steps, self.head.spec.shift) if isinstance(steps, int) else steps
+        schedule = self.head.spec.schedule(steps) if isinstance(steps, int) else steps
         steps = schedule.steps
         self.scheduler.open(session, steps=steps, kv_context=kv_context, epoch=epoch)
         self.head.open(session, noise=noise or self._seeded(seed), schedule=schedule, kv_context=kv_context)

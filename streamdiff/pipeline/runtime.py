@@ -18,7 +18,6 @@ from streamdiff.pipeline import loading, ranks
 from streamdiff.pipeline.budget import Budget
 from streamdiff.pipeline.company import Company
 from streamdiff.pipeline.decoding import Decoding, LocalDecoding, Piece
-from streamdiff.pipeline.facts import read_facts
 from streamdiff.pipeline.group import check_world
 from streamdiff.pipeline.head import Finished
 from streamdiff.pipeline.links import LinkClosed
@@ -287,7 +286,7 @@ def load_runtime(config: ModelConfig) -> Runtime:
         rooms = member.hear_rooms(config.stages)
     model = replace(model, decoder=decoder)
     counts = [last - first for first, last in runs]
-    budget = Budget(read_facts(config.name), rooms, counts, model.denoiser.dtype.itemsize)
+    budget = Budget(loading.facts_of(config), rooms, counts, model.denoiser.dtype.itemsize)
     runtime = Runtime(model, device, config.steps, config.kv_context, company, budget)
     _warm_up(runtime)
     runtime.occupancy()  # counts from here

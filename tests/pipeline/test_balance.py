@@ -13,6 +13,7 @@ import torch.distributed as dist
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.balance import Measured, measure, share_out
+from streamdiff.pipeline.facts import read_facts
 from streamdiff.pipeline.group import Member
 from tests.small import CPU, small_model
 
@@ -20,8 +21,10 @@ from tests.small import CPU, small_model
 def agree(config: ModelConfig, everybody: list[Measured | None]) -> set[tuple[tuple[int, int], ...]]:
     """What the ranks come to, each in a thread of its own."""
     store, stages = dist.HashStore(), len(everybody)
+    facts = read_facts(config.name)
     with ThreadPoolExecutor(stages) as pool:
-        asked = [pool.submit(share_out, config, Member(rank, stages, store), own) for rank, own in enumerate(everybody)]
+        members = [Member(rank, stages, store) for rank in range(stages)]
+        asked = [pool.submit(share_out, config, facts, *each) for each in zip(members, everybody, strict=True)]
         return {each.result(timeout=60) for each in asked}
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
+from streamdiff.models.tiny.model import WEIGHTS
 from streamdiff.pipeline import loading
 from streamdiff.pipeline.group import check_world
 from tests.pipeline.processes import ROOT, free_port
@@ -45,14 +46,14 @@ def test_a_rank_that_differs_is_named_by_all() -> None:
 def test_weights_and_settings_are_among_the_facts(tmp_path: Path) -> None:
     facts = loading._facts(ModelConfig())
     assert {"streamdiff", "torch", "weights", "model.steps", "model.kv_context"} <= set(facts)
-    for path in loading.model_folder(ModelConfig()).rglob("*"):
+    for path in WEIGHTS.rglob("*"):
         if path.is_file():
-            copy = tmp_path / path.relative_to(loading.model_folder(ModelConfig()))
+            copy = tmp_path / path.relative_to(WEIGHTS)
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(path.read_bytes())
-    assert loading._digest(tmp_path) == facts["weights"]
+    assert loading._facts(ModelConfig(name=str(tmp_path)))["weights"] == facts["weights"]
     (tmp_path / "vae" / "config.json").write_text("{}")
-    assert loading._digest(tmp_path) != facts["weights"]
+    assert loading._facts(ModelConfig(name=str(tmp_path)))["weights"] != facts["weights"]
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,15 @@ def load_transformer(
     return model
 
 
+def read_config(
+    source: Path | Checkpoint, container: str | None = None, config: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Arguments of diffusers' `WanTransformer3DModel` for a checkpoint; arguments and errors as for `load_transformer`.
+    Reads headers, no weights."""
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, container)
+    return _architecture(checkpoint, _names(checkpoint), config)
+
+
 def _names(checkpoint: Checkpoint) -> Names:
     layout = recognise(checkpoint.names)
     if layout is None:

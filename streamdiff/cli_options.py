@@ -1,0 +1,106 @@
+"""Options of the command line that set a value of the configuration, and what the help of each command shows.
+
+Kept apart from `cli`, which parses and calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option that overrides one value of the configuration; `key` is the dotted key."""
+
+    flag: str
+    key: str
+    type: type[str] | type[int] | type[float]
+    metavar: str
+    help: str
+
+
+MODEL = (
+    Option("--model", "model.name", str, "NAME", "`tiny`, a name that `streamdiff models` lists, or a path"),
+    Option("--device", "model.device", str, "DEVICE", "auto, cpu or cuda (default auto: cuda where there is one)"),
+    Option("--threads", "model.threads", int, "N", "CPU threads of the transformer"),
+    Option("--steps", "model.steps", int, "N", "denoise steps per chunk: 4, or 2 for twice the speed"),
+    Option(
+        "--kv-context",
+        "model.kv_context",
+        str,
+        "POLICY",
+        "what a chunk sees of earlier ones: clean, staircase, matched",
+    ),
+    Option("--seed", "session.seed", int, "N", "the same seed and prompts give the same video (default 0)"),
+    Option("--fps", "playback.fps", float, "N", "frames shown per second (default 40)"),
+)
+PARTS = (
+    Option("--weights", "model.weights", str, "FILE", "the transformer's weights, in any published layout"),
+    Option("--vae", "model.vae", str, "PATH", "the autoencoder (default: the model's own)"),
+    Option(
+        "--text-encoder", "model.text_encoder", str, "FOLDER", "with text_encoder and tokenizer, as diffusers has it"
+    ),
+    Option("--dtype", "model.dtype", str, "TYPE", "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on CUDA)"),
+    Option("--size", "model.size", str, "WxH", "of the picture in pixels (default: the model's own)"),
+)
+PLAN_MODEL = tuple(option for option in MODEL if option.flag in ("--model", "--steps", "--kv-context"))
+PROMPT = Option("--prompt", "session.prompt", str, "TEXT", "what to show")
+ADDRESS = (
+    Option("--host", "serve.host", str, "ADDRESS", "address to listen on (default 127.0.0.1: this machine only)"),
+    Option("--port", "serve.port", int, "N", "port to listen on (default 8000; 0 picks a free one)"),
+)
+SERVE = (
+    Option("--stages", "model.stages", int, "N", "ranks over which the model's blocks are split (default 1)"),
+    Option("--decode", "model.decode", str, "PLACE", "rank of a ring that decodes: head (default), last or own-rank"),
+    Option("--codec", "serve.codec", str, "CODEC", "auto, h264 or vp8 (default auto)"),
+    Option("--scale", "serve.scale", int, "N", "enlarge the picture this many times before encoding (default 2)"),
+    Option("--bitrate", "serve.bitrate", int, "BITS", "bit/s of the video (default: fits size and fps)"),
+    Option("--lead", "playback.lead_s", float, "SECONDS", "video made ahead of what is shown, at most"),
+    Option("--max-viewers", "serve.max_viewers", int, "N", "viewers at the same time, at most"),
+)
+
+EXAMPLES = """examples:
+  streamdiff serve                              live video in the browser
+  streamdiff generate --prompt "a blue star moving up in the desert" --output star.mp4
+  streamdiff plan --stages 4                    what several devices would make of it
+  streamdiff decode --vae tiny --latents latents.safetensors --out video.mp4
+  streamdiff doctor                             what was found here, and what will be used
+  streamdiff models                             published models: files, licences, memory
+
+streamdiff COMMAND --help tells more.
+"""
+SERVE_EXAMPLES = """examples:
+  streamdiff serve
+  streamdiff serve --prompt "a yellow star moving left at night" --port 9000
+  streamdiff serve --host 0.0.0.0               let others on the network watch (and steer!)
+  streamdiff serve --stages 4 --kv-context staircase    four ranks, started here, work on one stream
+  streamdiff serve --config configs/lan.yaml
+
+An option given here wins over the file given with --config.
+"""
+GENERATE_EXAMPLES = """examples:
+  streamdiff generate --prompt "a red circle moving left over a meadow" --output circle.mp4
+  streamdiff generate --prompt "a red circle" --prompt-at "4:a blue circle" --prompt-at "8:a white star" \\
+      --seconds 12 --output changes.webm
+  streamdiff generate --prompt "a purple square" --seconds 1 --output frames/    one PNG per frame
+"""
+PLAN_EXAMPLES = """examples:
+  streamdiff plan --stages 4 --kv-context staircase --trace ring.json
+  streamdiff plan --stages 4 --kv-context matched --stage-times 0.1,0.1,0.1,0.1 --decode-time 0.02
+  streamdiff plan --stages 2 --sessions 2 --profile measured.json --plot ring.png
+
+Times come from --stage-times, else from --profile, else from an estimate at --tflops and --gbps. A profile is JSON:
+  {"block_s": [0.01, 0.01, 0.01, 0.01], "embed_s": 0.001, "head_s": 0.001, "decode_s": 0.02, "link_s": 0.0005}
+all in seconds: one entry per block, embedding, output layer, a chunk's decode, a message between stages. An entry of
+block_s, embed_s and head_s may be a list: the time of a forward with 1 row, 2 rows, and so on.
+Open a trace in ui.perfetto.dev.
+"""
+DOCTOR_EXAMPLES = """examples:
+  streamdiff doctor
+  streamdiff doctor --config configs/lan.yaml   judge this machine for that configuration
+"""
+MODELS_EXAMPLES = """examples:
+  streamdiff models                     all of them, what is on disk, memory per stage
+  streamdiff models longlive-1.3b       one, with what to download, licence and source
+  streamdiff models --json
+"""

@@ -1,0 +1,273 @@
+"""Models by name or path: where their parts lie, what is known of them, and how each part is loaded.
+
+`find` reads no weights. A *place* has a transformer, and perhaps a text encoder and an autoencoder; each of them can be
+put in from elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from streamdiff.errors import ConfigError
+from streamdiff.models import autoencoders, catalogue, hub
+from streamdiff.models.base import ModelSpec, StreamDecoder, TextEncoder
+from streamdiff.models.catalogue import Entry
+from streamdiff.models.files import read_object
+from streamdiff.models.tiny import model as tiny
+from streamdiff.models.tiny.text import TinyText
+from streamdiff.models.wan.lora import Lora
+from streamdiff.models.wan.model import SPATIAL, TEMPORAL, TransformerSource, load_denoiser
+from streamdiff.models.wan.text import TEXT_TOKENS, WanText
+from streamdiff.models.wan.transformer import WanDenoiser
+from streamdiff.models.wan.weights import read_config
+
+CHUNK_LATENTS = 3
+SIZE = (832, 480)
+FPS = 16.0
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts in place of a model's own: `weights` is a checkpoint, `vae` an autoencoder (see `autoencoders`),
+    `text_encoder` a folder in diffusers' layout, `config` a transformer's configuration where shapes do not tell."""
+
+    weights: Path | None = None
+    container: str | None = None
+    config: Mapping[str, Any] | None = None
+    loras: tuple[Lora, ...] = ()
+    vae: str | None = None
+    text_encoder: Path | None = None
+
+
+NOTHING = Parts()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model's parts lie. `folder` is one in diffusers' layout, `entry` what the catalogue knows."""
+
+    name: str
+    transformer: TransformerSource
+    folder: Path | None = None
+    vae: str | None = None
+    text_encoder: Path | None = None
+    entry: Entry | None = None
+
+    @property
+    def embedded(self) -> bool:
+        """Whether it is a folder of the embedded model's kind, which says everything about itself."""
+        return self.folder is not None and "stream" in _index(self.folder)
+
+
+def find(name: str, parts: Parts = NOTHING) -> Place:
+    """The model called `name`: `tiny`, a name of the catalogue, a folder in diffusers' layout or with weights, or a
+    file. Files of published models are fetched if they are not there and no part takes their place.
+
+    Raises:
+        ConfigError: no such model, or a file that can neither be found nor fetched.
+    """
+    folder = tiny.WEIGHTS if name == "tiny" else Path(name)
+    if folder.is_dir():
+        return _with(_of_folder(name, folder), parts)
+    if folder.is_file():
+        return _with(Place(name, TransformerSource(folder)), parts)
+    if "/" in name or folder.suffix in (".safetensors", ".pt", ".pth"):
+        raise ConfigError(f"--model is {name}: there is no such file or folder; `streamdiff models` lists names")
+    return _of_entry(catalogue.find(name), parts)
+
+
+def _of_folder(name: str, folder: Path) -> Place:
+    there = {part: folder / part for part in ("transformer", "vae", "text_encoder") if (folder / part).is_dir()}
+    source = TransformerSource(there.get("transformer", folder))
+    vae = str(there["vae"]) if "vae" in there else None
+    return Place(name, source, folder, vae, folder if "text_encoder" in there else None)
+
+
+def _of_entry(entry: Entry, parts: Parts) -> Place:
+    assert entry.weights is not None, "the embedded model is a folder"
+    if parts.weights is None:
+        loras = [Lora(path, entry.lora.scale) for path in hub.fetch(entry.lora)] if entry.lora else []
+        path, container = hub.fetch(entry.weights)[0], entry.weights.container
+        source = TransformerSource(path, container if container != "flat" else None, None, tuple(loras))
+    else:
+        source = TransformerSource(parts.weights, entry.weights.container if parts.container is None else None)
+    return _with(Place(entry.name, source, vae=None, entry=entry), replace(parts, weights=None))
+
+
+def _with(place: Place, parts: Parts) -> Place:
+    """`place` with what `parts` has instead."""
+    source = place.transformer
+    if parts.weights is not None:
+        source = TransformerSource(parts.weights)
+    source = replace(
+        source,
+        container=parts.container or source.container,
+        config=parts.config,
+        loras=(*source.loras, *parts.loras),
+    )
+    return replace(
+        place, transformer=source, vae=parts.vae or place.vae, text_encoder=parts.text_encoder or place.text_encoder
+    )
+
+
+def _index(folder: Path) -> dict[str, Any]:
+    path = folder / "model_index.json"
+    return read_object(path) if path.is_file() else {}
+
+
+# ---- what is known -------------------------------------------------------------------------------------------------
+
+
+def spec_of(place: Place, size: tuple[int, int] | None = None) -> ModelSpec:
+    """The model's own facts, for pictures of `size` (width, height); of a checkpoint without any, what is usual.
+    Reads headers, no weights."""
+    if place.embedded:
+        assert place.folder is not None
+        if size is not None:
+            raise ConfigError(f"the size of {place.name} is fixed; leave --size out")
+        return tiny.read_spec(place.folder, place.name)
+    config, entry = architecture(place), place.entry
+    stream = entry.stream if entry is not None else None
+    width, height = size or ((entry.width, entry.height) if entry is not None else SIZE)
+    schedules = (entry.sampling.schedule(),) if entry is not None and entry.sampling is not None else ()
+    noise = entry.context.noise if entry is not None and entry.context is not None else None
+    rope = entry.positions.published if entry is not None and entry.positions is not None else "relative"
+    chunk = stream.chunk_latents if stream is not None else CHUNK_LATENTS
+    return ModelSpec(
+        name=place.name,
+        latent_channels=config["out_channels"],
+        latent_height=height // SPATIAL,
+        latent_width=width // SPATIAL,
+        chunk_latents=chunk,
+        window_latents=stream.window_latents if stream is not None else 0,
+        clean_window_latents=stream.clean_window_latents if stream is not None else None,
+        sink_latents=stream.sink_latents if stream is not None else 0,
+        frames_per_latent=TEMPORAL,
+        width=width,
+        height=height,
+        native_fps=(entry.native_fps if entry is not None else None) or FPS,
+        shift=1.0,
+        steps=tuple(schedule.steps for schedule in schedules),
+        schedules=schedules,
+        text_shape=(TEXT_TOKENS, config["text_dim"]),
+        context_sigma=(noise or 0.0) / 1000,
+        rope=rope,
+    )
+
+
+def architecture(place: Place) -> dict[str, Any]:
+    """Arguments of diffusers' `WanTransformer3DModel`, from headers and configurations."""
+    source = place.transformer
+    return read_config(source.weights, source.container, source.config)
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Width and height of `WIDTHxHEIGHT`, which a latent and a patch have to fit into.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    match, unit = re.fullmatch(r"(\d+)x(\d+)", text), 2 * SPATIAL
+    if match is None or any(int(side) % unit or int(side) < unit for side in match.groups()):
+        raise ConfigError(f"--size is {text!r}; it must be WIDTHxHEIGHT, multiples of {unit}, such as 832x480")
+    return int(match[1]), int(match[2])
+
+
+def digest(place: Place) -> str:
+    """Of all configuration files, and of the weights' names, sizes and beginnings: no weights are read."""
+    found = hashlib.sha256()
+    for path in sorted(_files(place)):
+        found.update(path.name.encode() + str(path.stat().st_size).encode())
+        with path.open("rb") as file:
+            found.update(file.read(_BEGINNING))
+    return found.hexdigest()[:16]
+
+
+_BEGINNING = 2**20
+
+
+def _files(place: Place) -> set[Path]:
+    """Every file that a part of the model is read from."""
+    roots = [place.folder, place.transformer.weights, place.text_encoder, Path(place.vae) if place.vae else None]
+    roots += [lora.path for lora in place.transformer.loras]
+    found: set[Path] = set()
+    for root in roots:
+        if isinstance(root, Path):
+            found |= {path for path in root.rglob("*") if path.is_file()} if root.is_dir() else {root}
+    return found
+
+
+# ---- loading -------------------------------------------------------------------------------------------------------
+
+
+def load_transformer(
+    place: Place, device: torch.device, dtype: torch.dtype, blocks: tuple[int, int] | None = None
+) -> WanDenoiser:
+    """Blocks `blocks` (first, last exclusive; all when None) of the transformer, and what goes with them.
+
+    Raises:
+        ConfigError: weights that do not fit, or a model that is told more than latents and text.
+    """
+    denoiser = load_denoiser(place.transformer, device, dtype, blocks)
+    if denoiser.extra_channels and not place.embedded:
+        raise ConfigError(
+            f"{place.transformer.weights} takes {denoiser.extra_channels} channels beside the latents', which nothing "
+            "gives it; only text to video is supported"
+        )
+    return denoiser
+
+
+def load_text(place: Place, spec: ModelSpec, device: torch.device) -> TextEncoder:
+    """The text encoder; that of a large model stays on the CPU, and puts embeddings on `device`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if place.embedded:
+        assert place.folder is not None
+        text = TinyText.load(place.folder)
+        torch.nn.Module.to(text.encoder, device)
+        return text
+    if place.text_encoder is None:
+        raise ConfigError(
+            f"{place.name} comes without a text encoder; give a folder in diffusers' layout with text_encoder and "
+            "tokenizer as --text-encoder, or embeddings as --prompt-embeds"
+        )
+    return WanText(place.text_encoder, length=spec.text_shape[0], width=spec.text_shape[1], output=device)
+
+
+def load_decoder(place: Place, device: torch.device, dtype: torch.dtype = torch.float32) -> StreamDecoder:
+    """What turns latents into pictures.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if place.embedded and place.vae is not None:
+        return tiny.load_autoencoder(Path(place.vae).parent, device)[1]
+    vae = place.vae
+    if vae is None and place.entry is not None:
+        files = catalogue.parts().autoencoders[place.entry.autoencoder].weights
+        vae = str(hub.fetch(files)[0]) if files is not None else None
+    if vae is None:
+        raise ConfigError(f"{place.name} comes without an autoencoder; give --vae PATH, or make latents only")
+    return autoencoders.load_decoder(vae, device, dtype)
+
+
+class NoText:
+    """Stands where embeddings are given."""
+
+    examples: tuple[str, ...] = ()
+    vocabulary: str = ""
+
+    def read(self, prompt: str, previous: str | None) -> NoReturn:
+        raise ConfigError("there is no text encoder here; give embeddings")
+
+    def encode(self, text: str) -> NoReturn:
+        raise ConfigError("there is no text encoder here; give embeddings")

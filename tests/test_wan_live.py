@@ -1,0 +1,156 @@
+"""A published model, small: facts from the catalogue, parts from files in their real layouts, live and exact."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from safetensors.torch import load_file
+
+import streamdiff
+from streamdiff import cli
+from streamdiff.errors import ConfigError
+from streamdiff.models.wan.text import TEXT_TOKENS
+from tests.models.wan import umt5
+from tests.models.wan.layouts import original
+from tests.pipeline.processes import ROOT
+from tests.small_vae import small_wan_autoencoder
+
+PROMPT = "a red fox trots through fresh snow"
+FRAMES = 9 + 12  # the first latent frame of a stream is one picture, each later one four
+
+
+@dataclass
+class Files:
+    """Parts of a small model of Self-Forcing's kind."""
+
+    weights: Path
+    vae: Path
+    text: Path
+
+    @property
+    def options(self) -> dict[str, str]:
+        return {"weights": str(self.weights), "vae": str(self.vae), "text_encoder": str(self.text), "size": "64x32"}
+
+    @property
+    def flags(self) -> list[str]:
+        return [part for name, value in self.options.items() for part in (f"--{name.replace('_', '-')}", value)]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    folder = tmp_path_factory.mktemp("wan")
+    autoencoder = small_wan_autoencoder()
+    autoencoder.save_pretrained(folder / "vae")
+    umt5.write(folder / "text")
+    channels = autoencoder.config.z_dim
+    torch.manual_seed(4)
+    model = WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=1,
+        attention_head_dim=128,
+        in_channels=channels,
+        out_channels=channels,
+        text_dim=umt5.WIDTH,
+        freq_dim=32,
+        ffn_dim=64,
+        num_layers=2,
+        cross_attn_norm=True,
+    )
+    state = {f"model.{name}": tensor for name, tensor in original(model.state_dict()).items()}
+    torch.save({"generator_ema": state, "generator": {}}, folder / "self_forcing_dmd.pt")
+    return Files(folder / "self_forcing_dmd.pt", folder / "vae", folder / "text")
+
+
+def taken(files: Files, **options: str) -> np.ndarray:
+    with streamdiff.open(PROMPT, model="self-forcing", seed=3, **{**files.options, **options}) as session:  # type: ignore[arg-type]
+        assert (session.width, session.height, session.chunk_frames, session.fps) == (64, 32, 12, 16.0)
+        return np.stack(list(islice(session, FRAMES)))
+
+
+def test_it_streams_and_equals_the_way_over_files(files: Files, tmp_path: Path) -> None:
+    """The live stream's frames are those of latents that were written and decoded by themselves."""
+    live = taken(files)
+    latents, video = tmp_path / "latents.safetensors", tmp_path / "video.safetensors"
+    parts = ["--prompt", PROMPT, "--seed", "3", "--chunks", "2", "--no-decode", "--latents-out", str(latents)]
+    assert cli.main(["generate", "--model", "self-forcing", *files.flags, *parts]) == 0
+    assert cli.main(["decode", "--vae", str(files.vae), "--latents", str(latents), "--out", str(video)]) == 0
+    frames = load_file(video)["video"].permute(1, 2, 3, 0)
+    expected = ((frames + 1) / 2 * 255).round().clamp(0, 255).to(torch.uint8).numpy()
+    assert live.shape == expected.shape == (FRAMES, 32, 64, 3)
+    assert live.std() > 5
+    assert np.abs(live.astype(int) - expected.astype(int)).max() <= 1
+
+
+def test_it_runs_in_bfloat16(files: Files) -> None:
+    plain, low = taken(files), taken(files, dtype="bfloat16")
+    assert not np.array_equal(plain, low)
+    assert np.abs(plain.astype(float) - low.astype(float)).mean() < 10
+
+
+@pytest.mark.slow
+def test_two_ranks_serve_the_same_frames(files: Files, tmp_path: Path) -> None:
+    """Each of two processes reads its own blocks; PNGs are compared."""
+    program = f"""
+import os, sys
+import streamdiff
+options = dict(model="self-forcing", stages=2, **{files.options!r})
+if os.environ["RANK"] != "0":
+    streamdiff.follow(**options)
+else:
+    import itertools, numpy
+    with streamdiff.open({PROMPT!r}, seed=3, **options) as session:
+        numpy.save({str(tmp_path / "frames.npy")!r}, numpy.stack(list(itertools.islice(session, {FRAMES}))))
+"""
+    path = tmp_path / "two.py"
+    path.write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(path)]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert np.array_equal(np.load(tmp_path / "frames.npy"), taken(files))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"size": "60x32"}, "--size is '60x32'; it must be WIDTHxHEIGHT, multiples of 16"),
+        ({"model": "wan2.1-t2v-1.3b"}, "neither steps nor window are known"),
+        ({"model": "tiny", "size": "64x64"}, "the size of tiny is fixed"),
+        ({"weights": "/nowhere.pt"}, "/nowhere.pt: no such file"),
+        ({"vae": "/nowhere.pth"}, "there is no autoencoder at /nowhere.pth"),
+        ({"model": "self-forcin"}, "self-forcing"),
+    ],
+)
+def test_what_cannot_be_is_refused(files: Files, options: dict[str, str], words: str) -> None:
+    given = {"model": "self-forcing", **files.options, **options}
+    if options.get("model") == "tiny":
+        given = options
+    with pytest.raises(ConfigError, match=words):
+        streamdiff.open(PROMPT, **given)  # type: ignore[arg-type]
+
+
+def test_steps_that_the_model_does_not_have_are_refused(files: Files) -> None:
+    with pytest.raises(ConfigError, match="steps is 3; model self-forcing has 4"):
+        streamdiff.open(PROMPT, model="self-forcing", steps=3, **files.options)  # type: ignore[arg-type]
+
+
+def test_what_is_not_on_disk_and_cannot_be_fetched_is_told_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"self_forcing_dmd.pt of gdhe17/Self-Forcing is not in the hub's cache"):
+        streamdiff.open(PROMPT, model="self-forcing")
+
+
+def test_texts_are_padded_to_the_models_length(files: Files) -> None:
+    with streamdiff.open(PROMPT, model="self-forcing", **files.options) as session:  # type: ignore[arg-type]
+        assert session.text == PROMPT
+    assert TEXT_TOKENS == 512

@@ -17,7 +17,10 @@ from enum import Enum
 from fractions import Fraction
 from pathlib import Path
 
+from streamdiff import models_report
 from streamdiff.config import Config
+from streamdiff.models import catalogue
+from streamdiff.models.catalogue import Entry
 from streamdiff.version import __version__
 
 
@@ -130,6 +133,10 @@ def _look_at_torch(config: Config) -> Iterator[Finding]:
 
 
 def _look_at_weights(config: Config) -> Iterator[Finding]:
+    entry = catalogue.entries().get(config.model.name)
+    if entry is not None and entry.weights is not None:
+        yield from _look_at_published(entry, config)
+        return
     if config.model.name == "tiny":
         folder = Path(str(importlib.resources.files("streamdiff") / "models" / "tiny" / "weights"))
     else:
@@ -142,6 +149,22 @@ def _look_at_weights(config: Config) -> Iterator[Finding]:
     yield Finding(
         "model", Grade.GOOD, f"{config.model.name}: {len(files)} weight files, {megabytes:.1f} MB in {folder}"
     )
+
+
+def _look_at_published(entry: Entry, config: Config) -> Iterator[Finding]:
+    """Whether the parts are there, or will have to be fetched."""
+    assert entry.weights is not None
+    given = {"weights": config.model.weights, "vae": config.model.vae, "text encoder": config.model.text_encoder}
+    for part, path in given.items():
+        if path is not None:
+            there = Path(path).exists()
+            yield Finding(
+                "model", Grade.GOOD if there else Grade.BAD, f"{part}: {path}{'' if there else ' is missing'}"
+            )
+    if config.model.weights is None:
+        missing = [name for name, path in models_report.on_disk(entry.weights).items() if path is None]
+        grade, state = (Grade.NOTE, "will be fetched: " + ", ".join(missing)) if missing else (Grade.GOOD, "on disk")
+        yield Finding("model", grade, f"{entry.name}, {entry.weights.repo}: {state}")
 
 
 # ---- what is sent ----------------------------------------------------------------------------------------------

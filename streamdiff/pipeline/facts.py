@@ -152,7 +152,9 @@ def read_facts(model: str) -> Facts:
     else:
         folder = Path(model)
     if not folder.is_dir():
-        raise ConfigError(f"--model is {model!r}; it can be `tiny`, the embedded model, or a model's folder")
+        raise ConfigError(
+            f"--model is {model!r}; it can be `tiny`, a name that `streamdiff models` lists, or a model's folder"
+        )
     index = _Table(folder / "model_index.json")
     stream = index.table("stream")
     transformer, decoder = _Table(folder / "transformer" / "config.json"), _Table(folder / "vae" / "config.json")

@@ -10,6 +10,16 @@ from streamdiff.pipeline.plan import Layout, Memory, Workload, memory, split_eve
 BFLOAT16 = 2  # bytes of a number
 
 
+def facts_of(name: str) -> Facts:
+    """Of a model of the catalogue, or of a folder of the embedded kind.
+
+    Raises:
+        ConfigError: neither.
+    """
+    entry = catalogue.entries().get(name)
+    return known_facts(entry) if entry is not None else read_facts(name)
+
+
 def known_facts(entry: Entry, *, height: int | None = None, width: int | None = None) -> Facts:
     """Sizes of the model at `height` x `width` pixels, by default its own picture.
 

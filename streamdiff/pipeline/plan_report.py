@@ -12,7 +12,8 @@ from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline import costs as cost
 from streamdiff.pipeline import trace
-from streamdiff.pipeline.facts import Facts, read_facts
+from streamdiff.pipeline.facts import Facts
+from streamdiff.pipeline.known import facts_of
 from streamdiff.pipeline.plan import PLACES, Layout, Memory, Workload, check_stages, lay_out, memory, split_evenly
 from streamdiff.pipeline.simulate import Run, Setup, Stream, simulate
 
@@ -77,7 +78,7 @@ def make(model: ModelConfig, job: Job) -> Outcome:
         ConfigError: something cannot be planned.
     """
     _check(job)
-    facts = read_facts(model.name)
+    facts = facts_of(model.name)
     if model.steps not in facts.steps:
         raise ConfigError(f"--steps is {model.steps}; model {facts.name} has {', '.join(map(str, facts.steps))}")
     check_stages(job.stages, facts.blocks)
@@ -221,7 +222,7 @@ def as_text(outcome: Outcome) -> list[str]:
         "",
         *_table(outcome),
         "",
-        f"decode: {_time(outcome.setup.decode_s)} per chunk, {_PLACE_TEXT[layout.decode]}",
+        f"decode: {_decode_time(outcome)} per chunk, {_PLACE_TEXT[layout.decode]}",
         "",
         f"simulated, {_count(outcome.setup.chunks, 'chunk')} per session, steady state; a whole forward takes "
         f"{_time(whole_s)}",
@@ -244,6 +245,11 @@ _PLACE_TEXT = {
     "own-rank": "on a rank of its own",
     "own-stream": "beside the head's stage on a stream of its own, taken to cost that stage nothing",
 }
+
+
+def _decode_time(outcome: Outcome) -> str:
+    unknown = "not known, counted as 0 (--decode-time says it)"
+    return _time(outcome.setup.decode_s) if outcome.setup.decode_s > 0 else unknown
 
 
 def _table(outcome: Outcome) -> list[str]:

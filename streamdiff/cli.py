@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -64,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
     except (ConfigError, RequestError) as error:
         return _complain(error, USER_ERROR)
+    except BrokenPipeError:  # whoever read what is printed has had enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - or the interpreter complains when it flushes at its end
+        return OK
     except (StreamdiffError, OSError) as error:
         return _complain(error, FAILED)
     except KeyboardInterrupt:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamdiff.models import catalogue
+from streamdiff.models import catalogue, hub
 from streamdiff.models.catalogue import Entry, Files
 from streamdiff.pipeline.known import BFLOAT16, stage_memory
 
@@ -42,6 +42,8 @@ def on_disk(files: Files) -> dict[str, Path | None]:
     hub repository is not looked for."""
     from huggingface_hub import try_to_load_from_cache
 
+    if any("*" in name for name in files.files):
+        return dict.fromkeys(files.files, hub.folder_on_disk(files))
     found: dict[str, Path | None] = dict.fromkeys(files.files)
     for file in files.files if files.on_hub else ():
         path = try_to_load_from_cache(files.repo, file)
@@ -180,7 +182,7 @@ def _file_lines(entry: Entry) -> Iterator[tuple[str, str]]:
         here = sum(path is not None for path in found.values())
         state = {0: "not on disk", len(found): "on disk"}.get(here, f"{here} of {len(found)} files on disk")
         yield use, f"{files.repo}  {_short(files.files)}: {state}"
-        yield "", f"hf download {files.repo} {' '.join(files.files)}"
+        yield "", hub.download_command(files.repo, files.files)
         note = f" ({files.licence_note})" if files.licence_note else ""
         yield "", f"licence {files.licence or _UNKNOWN}{note}"
     yield "container", entry.weights.container or f"{_UNKNOWN}: found out when it is loaded"

@@ -154,3 +154,38 @@ def test_texts_are_padded_to_the_models_length(files: Files) -> None:
     with streamdiff.open(PROMPT, model="self-forcing", **files.options) as session:  # type: ignore[arg-type]
         assert session.text == PROMPT
     assert TEXT_TOKENS == 512
+
+
+def test_parts_that_are_in_the_hubs_cache_are_used(
+    files: Files, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Laid out as the hub lays out its cache, and no way to the network: name alone is enough."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    lay(tmp_path, "gdhe17/Self-Forcing", {"checkpoints/self_forcing_dmd.pt": files.weights})
+    text = {str(path.relative_to(files.text)): path for path in files.text.rglob("*") if path.is_file()}
+    lay(tmp_path, "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", text)
+    with streamdiff.open(PROMPT, model="self-forcing", vae=str(files.vae), size="64x32", seed=3) as session:
+        assert np.array_equal(np.stack(list(islice(session, FRAMES))), taken(files))
+    assert "on disk" in models_report_of("self-forcing")
+
+
+def lay(cache: Path, repo: str, parts: dict[str, Path]) -> None:
+    """A repository in the hub's cache."""
+    folder, commit = cache / f"models--{repo.replace('/', '--')}", "0" * 40
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    for name, path in parts.items():
+        target = folder / "snapshots" / commit / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.symlink_to(path)
+
+
+def models_report_of(name: str) -> str:
+    from contextlib import redirect_stdout
+    from io import StringIO
+
+    out = StringIO()
+    with redirect_stdout(out):
+        assert cli.main(["models", name]) == 0
+    return out.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from streamdiff.errors import ConfigError
@@ -19,6 +20,33 @@ def fetch(files: Files) -> list[Path]:
     return [_fetch(files.repo, name) for name in files.files]
 
 
+def fetch_folder(files: Files) -> Path:
+    """A folder with the files, which are patterns such as `text_encoder/*`; fetched first if they are not in the cache.
+
+    Raises:
+        ConfigError: see `fetch`.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(files.repo, allow_patterns=list(files.files)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise _no_way(files.repo, files.files, error) from None
+
+
+def folder_on_disk(files: Files) -> Path | None:
+    """That folder where all patterns match something in the cache, else None. Looks at folders only."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(files.repo, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    return folder if all(any(folder.glob(pattern)) for pattern in files.files) else None
+
+
 def _fetch(repo: str, name: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -26,8 +54,19 @@ def _fetch(repo: str, name: str) -> Path:
     try:
         return Path(hf_hub_download(repo, name))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"{name} of {repo} is not in the hub's cache and cannot be fetched: {reason}. Fetch it elsewhere with "
-            f"`hf download {repo} {name}` and copy the cache here (HF_HOME), or give the file's path"
-        ) from None
+        raise _no_way(repo, (name,), error) from None
+
+
+def download_command(repo: str, names: Sequence[str]) -> str:
+    """What to type to fetch files, or patterns, of a repository."""
+    patterns = any("*" in name for name in names)
+    listed = " ".join(f"'{name}'" if patterns else name for name in names)
+    return f"hf download {repo} {'--include ' if patterns else ''}{listed}"
+
+
+def _no_way(repo: str, names: Sequence[str], error: Exception) -> ConfigError:
+    reason = str(error).strip().splitlines()[0]
+    return ConfigError(
+        f"{', '.join(names)} of {repo} is not in the hub's cache and cannot be fetched: {reason}. Fetch it elsewhere "
+        f"with `{download_command(repo, names)}` and copy the cache here (HF_HOME), or give the path"
+    )

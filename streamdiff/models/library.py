@@ -235,12 +235,16 @@ def load_text(place: Place, spec: ModelSpec, device: torch.device) -> TextEncode
         text = TinyText.load(place.folder)
         torch.nn.Module.to(text.encoder, device)
         return text
-    if place.text_encoder is None:
+    folder = place.text_encoder
+    if folder is None and place.entry is not None:
+        files = catalogue.parts().text_encoders[place.entry.text_encoder].weights
+        folder = hub.fetch_folder(files) if files is not None else None
+    if folder is None:
         raise ConfigError(
             f"{place.name} comes without a text encoder; give a folder in diffusers' layout with text_encoder and "
             "tokenizer as --text-encoder, or embeddings as --prompt-embeds"
         )
-    return WanText(place.text_encoder, length=spec.text_shape[0], width=spec.text_shape[1], output=device)
+    return WanText(folder, length=spec.text_shape[0], width=spec.text_shape[1], output=device)
 
 
 def load_decoder(place: Place, device: torch.device, dtype: torch.dtype = torch.float32) -> StreamDecoder:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
+from itertools import count
 from types import TracebackType
 from typing import TypedDict, TypeVar, Unpack
 
@@ -45,7 +47,7 @@ _NAME = "stream"
 _LEAD_CHUNKS = 2
 _STEP_WAIT_S = 0.05
 
-_EventT = TypeVar("_EventT", bound=Event)
+_AnswerT = TypeVar("_AnswerT", Accepted, Opened)
 
 
 class StreamSession:
@@ -73,6 +75,9 @@ class StreamSession:
         self._lock = threading.Lock()
         self._frames: deque[Frame] = deque()
         self._made = 0
+        self._numbers = count()
+        self._answers: dict[str, Accepted | Opened | Refused] = {}  # by request
+        self._resets: set[str] = set()
         self._closed = False
         try:
             self.text, self.notice = self._begin(prompt, seed)
@@ -81,7 +86,7 @@ class StreamSession:
             raise
 
     def _begin(self, prompt: str, seed: int) -> tuple[str, str]:
-        opened = self._ask(Open(_NAME, prompt, seed), Opened)
+        opened = self._ask(Open(_NAME, prompt, seed), "", Opened)
         return opened.text, opened.notice
 
     # ---- frames -------------------------------------------------------------------------------------------------
@@ -100,10 +105,7 @@ class StreamSession:
                     return frame
                 if self._closed or not self._engine.busy:
                     return None
-                for event in self._engine.step(_STEP_WAIT_S):
-                    if isinstance(event, FrameBatch):
-                        self._frames.extend(event.pictures)
-                        self._made = event.first + len(event.pictures)
+                self._take(self._engine.step(_STEP_WAIT_S))
 
     def occupancy(self) -> list[float]:
         """Share of the time since loading that each stage of a ring was at work; empty with one stage."""
@@ -114,10 +116,13 @@ class StreamSession:
     def prompt(self, text: str) -> str:
         """Change what is shown, from the next chunk on. Returns the model's remark on the prompt, or "".
 
+        Waits until the prompt is encoded; frames may be taken in another thread meanwhile.
+
         Raises:
-            RequestError: a prompt that cannot be used; the stream goes on as before.
+            RequestError: a prompt that cannot be used or encoded; the stream goes on as before.
         """
-        accepted = self._ask(SetPrompt(_NAME, text), Accepted)
+        request = f"prompt {next(self._numbers)}"
+        accepted = self._ask(SetPrompt(_NAME, text, request), request, Accepted)
         self.text, self.notice = accepted.text, accepted.notice
         return accepted.notice
 
@@ -127,7 +132,9 @@ class StreamSession:
         Raises:
             RequestError: a seed out of range.
         """
-        self._ask(Reset(_NAME, seed), Accepted)
+        request = f"reset {next(self._numbers)}"
+        self._resets.add(request)
+        self._ask(Reset(_NAME, seed, request), request, Accepted)
 
     def pause(self) -> None:
         """Make no more chunks; those begun are finished."""
@@ -155,23 +162,48 @@ class StreamSession:
     ) -> None:
         self.close()
 
-    def _tell(self, command: Command) -> list[Event]:
+    def _tell(self, command: Command) -> None:
+        """Send a command that is carried out at once."""
         with self._lock:
-            if self._closed:
-                raise StreamdiffError("the stream is closed; open another with streamdiff.open")
-            events = self._engine.handle(command)
-            if isinstance(command, Reset) and not any(isinstance(event, Refused) for event in events):
-                self._frames.clear()
-        for event in events:
+            self._check_open()
+            self._take(self._engine.handle(command))
+
+    def _ask(self, command: Command, request: str, answer: type[_AnswerT]) -> _AnswerT:
+        """Send a command that is answered by an `answer`, and wait for it without making frames: so the same calls
+        give the same frames, however long it takes."""
+        self._tell(command)
+        while True:
+            with self._lock:
+                self._check_open()
+                self._take(self._engine.settle())
+                event = self._answers.pop(request, None)
+                waited_for = self._engine.encodings()
             if isinstance(event, Refused):
                 raise RequestError(event.field, event.reason)
-        return events
+            if event is not None:
+                assert isinstance(event, answer), f"{command} was answered by {event}"
+                return event
+            assert waited_for, f"{command} was not answered"
+            futures.wait(waited_for, _STEP_WAIT_S, futures.FIRST_COMPLETED)
 
-    def _ask(self, command: Command, answer: type[_EventT]) -> _EventT:
-        """Send a command that is answered by an `answer`."""
-        found = [event for event in self._tell(command) if isinstance(event, answer)]
-        assert len(found) == 1, f"{command} was answered by {found}"
-        return found[0]
+    def _take(self, events: Sequence[Event]) -> None:
+        """Sort out what the engine tells. Mutates: self, whose lock is held."""
+        for event in events:
+            if isinstance(event, FrameBatch):
+                self._frames.extend(event.pictures)
+                self._made = event.first + len(event.pictures)
+            elif isinstance(event, Opened):
+                self._answers[""] = event
+            elif isinstance(event, Accepted | Refused):
+                self._answers[event.request] = event
+                if event.request in self._resets:
+                    self._resets.discard(event.request)
+                    if isinstance(event, Accepted):
+                        self._frames.clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StreamdiffError("the stream is closed; open another with streamdiff.open")
 
 
 class ModelOptions(TypedDict, total=False):

@@ -7,11 +7,14 @@ user's own process (`streamdiff.api`).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent import futures
+from typing import Any
 
 from streamdiff.config import ModelConfig
 from streamdiff.engine.contract import Made, Pipeline, Reading
 from streamdiff.engine.messages import (
     Close,
+    Closed,
     Command,
     Event,
     Open,
@@ -25,10 +28,13 @@ from streamdiff.engine.messages import (
     Shutdown,
 )
 from streamdiff.engine.session import Allow, End, Hold, Output, Session, StartAfresh, UseText
-from streamdiff.errors import RequestError
+from streamdiff.engine.waiting import Answer, Asked, Waiting
+from streamdiff.errors import RequestError, StreamdiffError
 
 MAX_PROMPT_CHARACTERS = 2000
 MAX_SEED = 2**31 - 1
+# What can go wrong with one text (memory, files, numbers), and ends nothing else. Other errors are faults of a program.
+_TEXT_ERRORS = (StreamdiffError, OSError, RuntimeError, ValueError, MemoryError)
 
 
 def _check_prompt(prompt: str) -> None:
@@ -46,6 +52,16 @@ def _check_seed(seed: int | None) -> None:
         raise RequestError("seed", f"the seed is {seed}; it must be a whole number from 0 to {MAX_SEED}")
 
 
+def _asks(asked: Asked) -> bool:
+    """Whether somebody waits for an answer to it."""
+    return isinstance(asked.request, Open | SetPrompt | Reset)
+
+
+def _refused(command: Command, error: RequestError) -> Refused:
+    session = "" if isinstance(command, Shutdown) else command.session
+    return Refused(session, command.request if isinstance(command, SetPrompt | Reset) else "", error.field, str(error))
+
+
 class Engine:
     """Sessions by name, each in a slot of `pipeline`."""
 
@@ -59,6 +75,8 @@ class Engine:
         self._lead_frames = lead_frames
         self._slots: dict[str, int] = {}
         self._sessions: dict[int, Session] = {}
+        self._waiting = Waiting(pipeline.text.encode)
+        self._texts: dict[str, tuple[str, Any]] = {}  # by session: the text that was encoded last, and what came of it
         # A slot's next session starts above all epochs of the one before, so frames can never be taken for its own.
         self._next_epoch: dict[int, int] = {}
 
@@ -84,26 +102,36 @@ class Engine:
             if isinstance(command, Open):
                 return self._open(command)
             if isinstance(command, Shutdown):
-                return [event for name in list(self._slots) for event in self._close(name)]
+                names = [*self._slots, *self._waiting.opening()]
+                return [event for name in names for event in self._close(name)]
             return self._control(command)
         except RequestError as error:
-            request = command.request if isinstance(command, SetPrompt | Reset) else ""
-            session = "" if isinstance(command, Shutdown) else command.session
-            return [Refused(session, request, error.field, str(error))]
+            return [_refused(command, error)]
 
     def step(self, wait_s: float = 0.0) -> list[Event]:
-        """Give waiting prompts to the pipeline, let it work once, and number what came out."""
+        """Carry out what had to wait for its text, give new prompts to the pipeline, let it work once, and number what
+        came out. With nothing to do but wait, waits up to `wait_s`."""
+        if self._waiting and not self._pipeline.busy:
+            futures.wait(self._waiting.encodings(), wait_s, futures.FIRST_COMPLETED)
+        events = self.settle()
         for slot, session in self._sessions.items():
             self._carry_out(slot, session.take_prompt())
-        events: list[Event] = []
         for made in self._pipeline.step(wait_s):
             events += self._number(made)
         return events
 
+    def settle(self) -> list[Event]:
+        """Carry out what had to wait for its text and need not any more; `step` does so too."""
+        return [event for answer in self._waiting.turn() for event in self._answer(answer)]
+
+    def encodings(self) -> list[futures.Future[Any]]:
+        """Texts that are being encoded: when one is done, `settle` has something to do."""
+        return self._waiting.encodings()
+
     @property
     def busy(self) -> bool:
-        """Whether `step` has anything to do before the next command."""
-        return self._pipeline.busy
+        """Whether `step` has anything to do, or to wait for, before the next command."""
+        return self._pipeline.busy or bool(self._waiting)
 
     def check(self, wait_s: float = 0.0) -> None:
         """Raise the EngineFailure that ends the pipeline, if there is one or comes within `wait_s`."""
@@ -126,6 +154,8 @@ class Engine:
         """Free the pipeline and everything in it."""
         self._slots.clear()
         self._sessions.clear()
+        self._texts.clear()
+        self._waiting.close()
         self._pipeline.close()
 
     # ---- commands ----------------------------------------------------------------------------------------------
@@ -133,14 +163,21 @@ class Engine:
     def _open(self, command: Open) -> list[Event]:
         if not command.session:
             raise RequestError("session", "the session has no id; give any non-empty text")
-        if command.session in self._slots:
+        if command.session in self._slots or command.session in self._waiting:
             raise RequestError("session", f"session {command.session!r} is open already; close it or use another id")
         _check_seed(command.seed)
         reading = self._read(command.prompt, None)
+        if self._pipeline.text.slow:
+            self._lead(command)
+            return self._wait(Asked(command, reading.text, reading.notice))
+        return self._open_now(command, reading)
+
+    def _open_now(self, command: Open, reading: Reading) -> list[Event]:
         slot = next(slot for slot in range(len(self._slots) + 1) if slot not in self._sessions)
         try:
             session, events = self._start(slot, command, reading)
         except ValueError as error:
+            self._texts.pop(command.session, None)
             raise RequestError(getattr(error, "field", "session"), str(error)) from error
         self._slots[command.session] = slot
         self._sessions[slot] = session
@@ -148,51 +185,129 @@ class Engine:
 
     def _start(self, slot: int, command: Open, reading: Reading) -> tuple[Session, list[Event]]:
         """Open the stream in `slot`. Raises ValueError for what the pipeline cannot run."""
-        pipeline = self._pipeline
-        steps = self._defaults.steps if command.steps is None else command.steps
-        kv_context = self._defaults.kv_context if command.kv_context is None else command.kv_context
+        steps, kv_context = self._choice(command)
         session = Session(
             command.session,
             text=reading.text,
             seed=command.seed,
             epoch=self._next_epoch.get(slot, 0),
-            lead_frames=max(self._lead_frames, pipeline.minimum_lead(steps=steps, kv_context=kv_context)),
+            lead_frames=self._lead(command),
         )
-        conditioning = pipeline.text.encode(session.text)
-        pipeline.open(slot, conditioning, seed=session.seed, epoch=session.epoch, steps=steps, kv_context=kv_context)
+        self._pipeline.open(
+            slot,
+            self._encoded(command.session, session.text),
+            seed=session.seed,
+            epoch=session.epoch,
+            steps=steps,
+            kv_context=kv_context,
+        )
         return session, self._carry_out(slot, session.open(reading.notice))
 
+    def _choice(self, command: Open) -> tuple[int, str]:
+        """Steps and KV context of a session."""
+        steps = self._defaults.steps if command.steps is None else command.steps
+        return steps, self._defaults.kv_context if command.kv_context is None else command.kv_context
+
+    def _lead(self, command: Open) -> int:
+        """Frames that a session may be ahead. Raises RequestError for what the pipeline cannot run."""
+        steps, kv_context = self._choice(command)
+        try:
+            return max(self._lead_frames, self._pipeline.minimum_lead(steps=steps, kv_context=kv_context))
+        except ValueError as error:
+            raise RequestError(getattr(error, "field", "session"), str(error)) from error
+
     def _control(self, command: SetPrompt | Pause | Resume | Reset | Close | Shown) -> list[Event]:
-        slot = self._slots.get(command.session)
-        if slot is None and isinstance(command, Shown):
-            return []  # a report that crossed with the session's end
-        if slot is None:
-            known = ", ".join(repr(name) for name in self._slots) or "none"
-            raise RequestError("session", f"there is no session {command.session!r}; open ones: {known}")
-        session = self._sessions[slot]
-        match command:
+        if isinstance(command, Close):
+            return self._close(command.session)
+        opening = command.session in self._waiting.opening()
+        session = None if opening else self._find(command)
+        if isinstance(command, Reset):
+            _check_seed(command.seed)
+        if isinstance(command, SetPrompt):
+            previous = self._waiting.latest_text(command.session) or (session.text if session else None)
+            reading = self._read(command.prompt, previous)
+            if self._pipeline.text.slow:
+                return self._wait(Asked(command, reading.text, reading.notice))
+            return self._do(Asked(command, reading.text, reading.notice))
+        # What comes before the session is there waits for it, and a reset begins with the prompt that was asked for.
+        if opening or (isinstance(command, Reset) and command.session in self._waiting):
+            return self._wait(Asked(command))
+        return self._do(Asked(command))
+
+    def _do(self, asked: Asked) -> list[Event]:
+        """Carry out a request whose text, if it has one, need not be waited for."""
+        request = asked.request
+        if isinstance(request, Open):
+            return self._open_now(request, asked)
+        session = self._find(request)
+        if session is None:
+            return []
+        match request:
             case SetPrompt():
-                reading = self._read(command.prompt, session.text)
-                return self._carry_out(slot, session.set_prompt(reading.text, reading.notice, command.request))
+                outputs = session.set_prompt(asked.text, asked.notice, request.request)
             case Pause() | Resume():
-                return self._carry_out(slot, session.set_paused(isinstance(command, Pause)))
+                outputs = session.set_paused(isinstance(request, Pause))
             case Reset():
-                _check_seed(command.seed)
-                return self._carry_out(slot, session.reset(command.seed, command.request))
+                outputs = session.reset(request.seed, request.request)
             case Shown():
-                return self._carry_out(slot, session.shown(command.frames))
-            case Close():
-                return self._close(command.session)
+                outputs = session.shown(request.frames)
+        return self._carry_out(self._slots[request.session], outputs)
 
     def _close(self, name: str) -> list[Event]:
+        opening = name in self._waiting.opening()
+        if not opening:
+            self._find(Close(name))
+        gone = RequestError("session", f"session {name!r} was closed before this was done")
+        events: list[Event] = [_refused(asked.request, gone) for asked in self._waiting.drop(name) if _asks(asked)]
+        self._texts.pop(name, None)
+        if opening:
+            return [*events, Closed(name)]
         slot = self._slots.pop(name)
         session = self._sessions.pop(slot)
         self._next_epoch[slot] = session.epoch + 1
-        return self._carry_out(slot, session.close())
+        return [*events, *self._carry_out(slot, session.close())]
+
+    def _find(self, command: SetPrompt | Pause | Resume | Reset | Close | Shown) -> Session | None:
+        """Its session; None for a report that crossed with the session's end."""
+        slot = self._slots.get(command.session)
+        if slot is not None:
+            return self._sessions[slot]
+        if isinstance(command, Shown):
+            return None
+        known = ", ".join(repr(name) for name in self._slots) or "none"
+        raise RequestError("session", f"there is no session {command.session!r}; open ones: {known}")
 
     def _read(self, prompt: str, previous: str | None) -> Reading:
         _check_prompt(prompt)
         return self._pipeline.text.read(prompt, previous)
+
+    # ---- texts --------------------------------------------------------------------------------------------------
+
+    def _wait(self, asked: Asked) -> list[Event]:
+        self._waiting.ask(asked)
+        return self.settle()
+
+    def _answer(self, answer: Answer) -> list[Event]:
+        """Carry out a request that waited, or say why its text could not be encoded."""
+        asked, error = answer.asked, answer.error
+        if error is not None and not isinstance(error, _TEXT_ERRORS):
+            raise error
+        if answer.conditioning is not None:
+            self._texts[asked.request.session] = asked.text, answer.conditioning
+        try:
+            if error is not None:
+                what = str(error) if isinstance(error, StreamdiffError) else f"{type(error).__name__}: {error}"
+                raise RequestError("prompt", f"the prompt could not be encoded: {what}")
+            return self._do(asked)
+        except RequestError as refusal:
+            return [_refused(asked.request, refusal)] if _asks(asked) else []
+
+    def _encoded(self, name: str, text: str) -> Any:
+        """The conditioning of a session's text. Slow texts have been encoded already: a session takes none before."""
+        kept = self._texts.get(name)
+        if kept is None or kept[0] != text:
+            kept = self._texts[name] = text, self._pipeline.text.encode(text)
+        return kept[1]
 
     # ---- what sessions want -------------------------------------------------------------------------------------
 
@@ -215,9 +330,10 @@ class Engine:
         for output in outputs:
             match output:
                 case UseText():
-                    pipeline.set_conditioning(slot, pipeline.text.encode(output.text), epoch=output.epoch)
+                    conditioning = self._encoded(self._sessions[slot].name, output.text)
+                    pipeline.set_conditioning(slot, conditioning, epoch=output.epoch)
                 case StartAfresh():
-                    conditioning = pipeline.text.encode(output.text)
+                    conditioning = self._encoded(self._sessions[slot].name, output.text)
                     pipeline.reset(slot, conditioning, seed=output.seed, epoch=output.epoch)
                 case Hold():
                     pipeline.set_paused(slot, output.paused)

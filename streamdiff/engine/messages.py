@@ -32,6 +32,8 @@ class SetPrompt:
     """Change the prompt from the next chunk on. Answered by `Accepted` or `Refused`, later by `Applied`.
 
     `request` is the caller's id of this request, echoed in every answer. Of several prompts waiting, the latest wins.
+    Where encoding a text is slow, the answer comes when it is done, and the stream goes on meanwhile; so for `Open`,
+    and for a `Reset` that comes after.
     """
 
     session: str

@@ -25,10 +25,12 @@ class Reading:
 
 
 class TextEncoder(Protocol):
-    """Prompt to conditioning."""
+    """Prompt to conditioning. `slow` says that `encode` may take longer than a frame is shown: it is then called on a
+    thread of its own, while streams go on and `read` is called on theirs."""
 
     examples: tuple[str, ...]
     vocabulary: str
+    slow: bool
 
     def read(self, prompt: str, previous: str | None) -> Reading:
         """Understand a prompt; `previous` is the text in force, which fills what the new prompt leaves open."""

@@ -112,7 +112,7 @@ class CachedText:
         self, encoder: TextEncoder, cache: EmbeddingCache, *, identity: str, revision: str, length: int
     ) -> None:
         """`identity`, `revision` and `length` tell this encoder's entries from others' in the same cache: `TextKey`."""
-        self.examples, self.vocabulary = encoder.examples, encoder.vocabulary
+        self.examples, self.vocabulary, self.slow = encoder.examples, encoder.vocabulary, encoder.slow
         self.encoder, self.cache = encoder, cache
         self._identity, self._revision, self._length = identity, revision, length
 

@@ -52,6 +52,7 @@ class Info:
 class PaintedText:
     examples: tuple[str, ...] = ("red circle left", "blue star")
     vocabulary = "colours, shapes, ways"
+    slow = False
 
     def read(self, prompt: str, previous: str | None) -> Reading:
         if prompt == "refuse me":

@@ -55,6 +55,7 @@ class Reading:
 class Text:
     examples: tuple[str, ...] = ("a red circle moving right", "a blue star on grass", "a yellow square moving up")
     vocabulary: str = "colours: " + ", ".join(COLOURS)
+    slow: bool = False
 
     def read(self, prompt: str, previous: str | None) -> Reading:
         known = [word for word in prompt.lower().replace(",", " ").split() if word in COLOURS]

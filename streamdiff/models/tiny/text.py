@@ -53,6 +53,7 @@ class TinyText:
 
     examples: tuple[str, ...] = prompts.EXAMPLES
     vocabulary: str = prompts.VOCABULARY
+    slow: bool = False
 
     def __init__(self, tokenizer: Tokenizer, encoder: UMT5EncoderModel) -> None:
         self.tokenizer = tokenizer

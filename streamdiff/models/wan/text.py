@@ -53,6 +53,7 @@ class WanText:
 
     examples: tuple[str, ...] = EXAMPLES
     vocabulary: str = VOCABULARY
+    slow: bool = True
 
     def __init__(
         self,

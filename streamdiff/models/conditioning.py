@@ -128,7 +128,7 @@ def read(path: Path, contract: Contract) -> dict[str, Tensor]:
     Raises:
         ConfigError: what `check` and `parse_header` refuse, and values that are not finite.
     """
-    header = parse_header(path)
+    header = parse_header(path, contract.max_bytes)
     check(contract, header)
     found: dict[str, Tensor] = {}
     try:

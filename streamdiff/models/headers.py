@@ -50,11 +50,13 @@ def read_header(path: Path) -> bytes:
         return file.read(min(int.from_bytes(file.read(LENGTH_BYTES), "little"), path.stat().st_size))
 
 
-def parse_header(path: Path) -> Header:
-    """The header of a safetensors file whose tensors fill the rest of the file without gap or overlap.
+def parse_header(path: Path, max_bytes: int | None = None) -> Header:
+    """The header of a safetensors file whose tensors fill the rest of the file without gap or overlap. Of a file with
+    more than `max_bytes` bytes not even the header is read.
 
     Raises:
-        ConfigError: it cannot be read, is another kind of file (a pickle is called one), or says what cannot be.
+        ConfigError: it cannot be read, is another kind of file (a pickle is called one), is too large, or says what
+            cannot be.
     """
     try:
         with path.open("rb") as file:
@@ -63,6 +65,8 @@ def parse_header(path: Path) -> Header:
             length = int.from_bytes(start, "little")
             if len(start) < LENGTH_BYTES or length > min(file_bytes - LENGTH_BYTES, _MAX_HEADER_BYTES):
                 raise _other_kind(path, start, file_bytes, length)
+            if max_bytes is not None and file_bytes > max_bytes:
+                raise ConfigError(f"{path}: expected at most {max_bytes:,} bytes, got {file_bytes:,}")
             text = file.read(length)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent import futures
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,8 +35,12 @@ from streamdiff.engine.messages import (
     Shutdown,
 )
 from streamdiff.errors import RequestError, StreamdiffError
+from streamdiff.models.text_cache import CachedText, EmbeddingCache
+from streamdiff.models.wan.text import WanText
+from streamdiff.pipeline.runtime import Runtime
 from tests.engine.painted import CHUNK_FRAMES, PaintedPipeline, PaintedText, checksum
 from tests.engine.test_engine import batches, chunks, pictures, run
+from tests.models.wan import umt5
 
 LIMIT_S = 60.0
 
@@ -444,6 +449,34 @@ def test_an_opening_that_fails_frees_the_pipeline(pipeline: SlowPipeline) -> Non
     with pytest.raises(RequestError, match="could not be encoded: OSError: no such file"):
         StreamSession(pipeline, ModelConfig(), "red")
     assert pipeline.closed
+
+
+def test_the_real_model_streams_with_wans_text_encoder(tmp_path: Path) -> None:
+    """Its transformer knows nothing of these words; but a prompt changes what it shows, and each is encoded once."""
+    pipeline = _load_runtime(ModelConfig(steps=2))
+    assert isinstance(pipeline, Runtime)
+    length, width = pipeline.model.spec.text_shape
+    umt5.write(tmp_path, width=width)
+    encoder = WanText(tmp_path, length=length, width=width, keep=False)
+    cache = EmbeddingCache(2**20)
+    pipeline.text = CachedText(
+        encoder, cache, identity=encoder.identity, revision=encoder.revision, length=encoder.length
+    )
+    with StreamSession(pipeline, ModelConfig(steps=2), "a red fox", seed=3) as session:
+        frames = iter(session)
+        size = session.chunk_frames
+        first = [next(frames) for _ in range(2 * size)]
+        session.reset()
+        assert np.array_equal([next(frames) for _ in range(2 * size)], first)
+        session.prompt("two blue stars")
+        session.reset()
+        other = [next(frames) for _ in range(2 * size)]
+        assert not np.array_equal(other, first)
+        session.prompt("a red fox")
+        session.reset()
+        assert np.array_equal([next(frames) for _ in range(2 * size)], first)
+    counts = cache.counts()
+    assert (counts.misses, counts.hits, counts.bytes) == (2, 1, 2 * length * width * 4) and not encoder.loaded
 
 
 def test_slowness_changes_no_frame_of_the_real_model() -> None:

@@ -164,7 +164,7 @@ EMBEDS = prompt_embeds_contract(TEXT)
         (
             latents_contract(CHUNK, max_bytes=500),
             {"latents": torch.zeros(1, *CHUNK)},
-            r"latents: expected at most 500 bytes, got \d+",
+            r"expected at most 500 bytes, got \d+",
         ),
         (EMBEDS, {"prompt_embeds": torch.zeros(600, 600)}, r"expected at most 1,048,768 bytes, got 1,440,\d+"),
     ],
@@ -196,6 +196,19 @@ def test_values_that_are_not_finite_are_refused_with_their_place(save: Save, val
 def test_a_value_too_large_for_float32_is_refused(save: Save) -> None:
     with pytest.raises(ConfigError, match=r"expected finite values \(in float32\), got inf at \[0, 0\]"):
         read_prompt_embeds(save(prompt_embeds=torch.full(TEXT, 1e300, dtype=torch.float64)), TEXT)
+
+
+def test_not_even_the_header_of_a_file_that_is_too_large_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "given.safetensors"
+    path.write_bytes(raw(b"{" * 5000))
+    with pytest.raises(ConfigError, match="expected at most 1,000 bytes, got 5,008"):
+        read_latents_at_most(path, 1000)
+    with pytest.raises(ConfigError, match="its header is not JSON"):
+        read_latents_at_most(path, 5008)
+
+
+def read_latents_at_most(path: Path, max_bytes: int) -> None:
+    conditioning.read(path, latents_contract(CHUNK, max_bytes=max_bytes))
 
 
 def test_a_contract_of_ones_own() -> None:

@@ -17,17 +17,17 @@ WORDS = [
 ]
 
 
-def write(folder: Path, seed: int = 0) -> UMT5EncoderModel:
+def write(folder: Path, seed: int = 0, width: int = WIDTH) -> UMT5EncoderModel:
     """Write `tokenizer/` and `text_encoder/`, the weights in several files; returns the encoder that was written."""
     tokenizer = _tokenizer()
-    (folder / "tokenizer").mkdir(parents=True)
+    (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
     settings = {"tokenizer_class": "T5Tokenizer", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({**settings, "extra_ids": 0}))
     torch.manual_seed(seed)
     config = UMT5Config(
         vocab_size=tokenizer.get_vocab_size(),
-        d_model=WIDTH,
+        d_model=width,
         d_kv=8,
         d_ff=64,
         num_layers=2,

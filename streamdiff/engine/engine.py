@@ -300,6 +300,8 @@ class Engine:
                 raise RequestError("prompt", f"the prompt could not be encoded: {what}")
             return self._do(asked)
         except RequestError as refusal:
+            if asked.request.session not in self._slots:
+                self._texts.pop(asked.request.session, None)
             return [_refused(asked.request, refusal)] if _asks(asked) else []
 
     def _encoded(self, name: str, text: str) -> Any:

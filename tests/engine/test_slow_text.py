@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 import weakref
@@ -355,6 +356,10 @@ def test_what_cannot_be_opened_is_refused_with_all_that_waits(engine: Engine, pi
         ("", "session"),
         ("q", "session"),
     ]
+    pipeline.text.errors.clear()  # an error holds what was at hand when it was raised
+    gc.collect()
+    held = {made() for made in pipeline.text.made} - {None}
+    assert held == {"red"}, "nothing is kept for what could not be opened"
     assert tell(engine, Open("b", "green")) == [Opened("b", 0, "green")]
 
 

@@ -20,6 +20,7 @@ from streamdiff.models import autoencoders, catalogue, hub
 from streamdiff.models.base import ModelSpec, StreamDecoder, TextEncoder
 from streamdiff.models.catalogue import Entry
 from streamdiff.models.files import read_object
+from streamdiff.models.text_cache import CachedText, EmbeddingCache
 from streamdiff.models.tiny import model as tiny
 from streamdiff.models.tiny.text import TinyText
 from streamdiff.models.wan.lora import Lora
@@ -191,6 +192,7 @@ def digest(place: Place) -> str:
 
 
 _BEGINNING = 2**20
+_CACHE_BYTES = 256 * 2**20  # some sixty prompts of 512 x 4096 in bfloat16
 
 
 def _files(place: Place) -> set[Path]:
@@ -244,7 +246,10 @@ def load_text(place: Place, spec: ModelSpec, device: torch.device) -> TextEncode
             f"{place.name} comes without a text encoder; give a folder in diffusers' layout with text_encoder and "
             "tokenizer as --text-encoder, or embeddings as --prompt-embeds"
         )
-    return WanText(folder, length=spec.text_shape[0], width=spec.text_shape[1], output=device)
+    length, width = spec.text_shape
+    encoder = WanText(folder, length=length, width=width, output=device)
+    cache = EmbeddingCache(_CACHE_BYTES)
+    return CachedText(encoder, cache, identity=encoder.identity, revision=encoder.revision, length=length)
 
 
 def load_decoder(place: Place, device: torch.device, dtype: torch.dtype = torch.float32) -> StreamDecoder:
@@ -269,6 +274,7 @@ class NoText:
 
     examples: tuple[str, ...] = ()
     vocabulary: str = ""
+    slow = False
 
     def read(self, prompt: str, previous: str | None) -> NoReturn:
         raise ConfigError("there is no text encoder here; give embeddings")

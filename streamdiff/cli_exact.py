@@ -76,6 +76,8 @@ _OPTIONS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
     ("--chunk-frames", int, "N", "latent frames of a chunk (default: those of --noise, or the model's own)"),
     ("--context-noise", float, "T", "timestep, 0 to 1000, at which a finished chunk is remembered (default: the "
      "model's own, or 0)"),
+    ("--adaptive-sink", float, "THRESHOLD", "a chunk takes the place of the sink chunk that it is least like, if their "
+     "keys and values are less alike than this (cosine, -1 to 1; StreamDiffusionV2 has 0.2)"),
     ("--stages", int, "P", "split the blocks over P stages; the result is the same"),
 )  # fmt: skip
 NAMES = (*(flag[2:].replace("-", "_") for flag, *_ in _OPTIONS), "warp", "no_decode", "lora", "prompt_switch")

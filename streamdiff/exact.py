@@ -59,6 +59,7 @@ class Job:
     rope: str | None = None
     chunk_frames: int | None = None
     context_noise: float | None = None
+    adaptive_sink: float | None = None
     size: str | None = None
     stages: int = 1
     prompt_switch: tuple[str, ...] = ()

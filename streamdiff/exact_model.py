@@ -115,6 +115,7 @@ def _overridden(spec: ModelSpec, job: Job) -> ModelSpec:
         clean_window_latents=spec.clean_window_latents if job.window is None else None,
         sink_latents=spec.sink_latents if job.sink is None else job.sink,
         rope=job.rope or spec.rope,
+        adaptive_sink=spec.adaptive_sink if job.adaptive_sink is None else job.adaptive_sink,
         context_sigma=spec.context_sigma if job.context_noise is None else job.context_noise / sampling.TIMESTEPS,
         text_shape=_text_shape(spec, job),
     )
@@ -136,6 +137,11 @@ def _check(spec: ModelSpec) -> None:
         )
     if spec.rope not in ("absolute", "relative"):
         raise ConfigError(f"--rope is {spec.rope}, but must be absolute or relative")
+    if spec.adaptive_sink is not None and not (-1 <= spec.adaptive_sink <= 1 and spec.sink_latents):
+        raise ConfigError(
+            f"--adaptive-sink is {spec.adaptive_sink:g} with a sink of {spec.sink_latents} latent frames; it must be "
+            "from -1 to 1, and goes with a --sink"
+        )
     if not 0 <= spec.context_sigma <= 1:
         raise ConfigError(f"--context-noise is {spec.context_sigma * sampling.TIMESTEPS:g}, but must be from 0 to 1000")
 

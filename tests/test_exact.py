@@ -149,6 +149,16 @@ def test_context_noise_and_positions_are_used(given: Given) -> None:
     assert (absolute[3] - plain[3]).abs().max() > 1e-5
 
 
+def test_an_adaptive_sink_takes_in_what_is_unlike_it(given: Given) -> None:
+    parts = ["--window", "9", "--sink", "3"]
+    plain, never = given.latents(*parts), given.latents(*parts, "--adaptive-sink", "-1")
+    assert torch.equal(plain, never)
+    always = given.latents(*parts, "--adaptive-sink", "1")
+    assert torch.equal(always[:2], plain[:2]), "chunk 1 changes what chunk 2 sees as the sink"
+    assert not torch.equal(always[2], plain[2])
+    assert torch.equal(always, given.latents(*parts, "--adaptive-sink", "1", "--stages", "3"))
+
+
 def test_a_warped_list_is_what_it_becomes(given: Given) -> None:
     told = given.latents(steps="1000,937.5,833.3333333333334")
     assert torch.equal(told, given.latents("--shift", "5", "--warp", steps="1000,750,500"))
@@ -178,6 +188,8 @@ def test_the_embedded_model_writes_latents_and_video(tmp_path: Path) -> None:
         (["--stages", "4"], "3"),
         (["--shift", "5"], "--shift is for lists that are meant before it: add --warp"),
         (["--sigmas", "0.9,0.8"], "steps are 3 and sigmas 2"),
+        (["--adaptive-sink", "0.2"], "goes with a --sink"),
+        (["--adaptive-sink", "2", "--window", "9", "--sink", "3"], "--adaptive-sink is 2"),
         (["--dtype", "int8"], "--dtype is 'int8', but must be one of auto, float32, bfloat16"),
         (["--prompt-switch", "soon"], "--prompt-switch is 'soon'; it must be CHUNK:FILE"),
         (["--prompt-switch", "2:/nowhere:forget"], "POLICY can be keep, flush, recache, reset"),

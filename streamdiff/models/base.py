@@ -67,7 +67,8 @@ class ModelSpec:
     """Facts about a model that everyone plans with. Sizes of chunk, windows and sink are in latent frames; `text_shape`
     is (text tokens, text width) of a prompt's embeddings; `context_sigma`, 0 to 1, is the noise level at which the
     clean pass writes a finished chunk into the cache (0: as it is); `rope` says whether the sink keeps its rotary
-    positions (`absolute`) or stands right before the window (`relative`)."""
+    positions (`absolute`) or stands right before the window (`relative`); `adaptive_sink` is the likeness, -1 to 1,
+    below which a new chunk takes a sink chunk's place (None: the sink stays as it is)."""
 
     name: str
     latent_channels: int
@@ -86,6 +87,7 @@ class ModelSpec:
     clean_window_latents: int | None = None
     context_sigma: float = 0.0
     rope: str = "relative"
+    adaptive_sink: float | None = None
     schedules: tuple[Schedule, ...] = ()
 
     def schedule(self, steps: int) -> Schedule:

@@ -110,7 +110,9 @@ class Stage:
     def _view(self, row: MicroStep) -> RowView:
         session = self.sessions[row.session]
         cache = row.step if session.matched else 0
-        return self.attention.view(session.plan, session.state, cache, row.chunk, session.since[row.epoch])
+        # Where there is a clean pass, only what that writes stays.
+        adapt = self.spec.adaptive_sink if session.matched or row.clean else None
+        return self.attention.view(session.plan, session.state, cache, row.chunk, session.since[row.epoch], adapt)
 
 
 def ring_plan(spec: ModelSpec, kv_context: str, *, steps: int) -> RingPlan:

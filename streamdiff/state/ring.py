@@ -85,7 +85,7 @@ class RowView:
 
     `slot` is where it writes. It sees the first `sink` slots and those of `rest` (a slice where they lie side by side,
     else an index tensor). `own` turns its queries and, unless it belongs to the sink, its keys; `sink_table` turns the
-    sink's keys, which are kept un-rotated.
+    sink's keys, which are kept un-rotated. `adapt`: the similarity below which the row takes a sink chunk's place.
     """
 
     state: StageState
@@ -96,6 +96,7 @@ class RowView:
     rest: slice | Tensor
     own: Tensor
     sink_table: Tensor | None
+    adapt: float | None = None
 
 
 class RingAttention:
@@ -112,8 +113,17 @@ class RingAttention:
         # All micro-steps of a chunk turn by the same angles; few chunks are in flight at once.
         self._table = lru_cache(maxsize=32)(self._make_table)
 
-    def view(self, plan: RingPlan, state: StageState, cache: int, chunk: int, since: int = 0) -> RowView:
-        """The view of `chunk` in a ring where chunks before `since` are forgotten, except for the sink."""
+    def view(
+        self,
+        plan: RingPlan,
+        state: StageState,
+        cache: int,
+        chunk: int,
+        since: int = 0,
+        adapt: float | None = None,
+    ) -> RowView:
+        """The view of `chunk` in a ring where chunks before `since` are forgotten, except for the sink. With `adapt` it
+        takes the place of the sink chunk that it is least like, if it is less like it than that."""
         visible = plan.visible(chunk, since)
         sink = min(plan.sink, chunk + 1)
         slots = sorted(plan.slot(c) for c in visible[sink:])
@@ -123,7 +133,9 @@ class RingAttention:
         # Relative: the n-th visible chunk stands n places after the first, so count back from the chunk itself.
         sink_at = 0 if plan.absolute else chunk - (len(visible) - 1)
         sink_table = self._table(sink_at, sink) if sink else None
-        return RowView(state, cache, plan.slot(chunk), chunk < plan.sink, sink, rest, self._table(chunk, 1), sink_table)
+        in_sink = chunk < plan.sink
+        adapt = None if in_sink or not sink else adapt
+        return RowView(state, cache, plan.slot(chunk), in_sink, sink, rest, self._table(chunk, 1), sink_table, adapt)
 
     def on(self, rows: list[RowView]) -> RingAttention:
         """Point at the rows of the next forward. Mutates: self."""
@@ -144,8 +156,33 @@ class RingAttention:
                 seen_values = torch.cat([values[: row.sink].flatten(0, 1), seen_values])
             turned = rotary.rotate(query[index], row.own)
             mixed.append(attend(turned[None], seen_keys[None], seen_values[None]))
+            if row.adapt is not None:
+                adapt_sink((keys[: row.sink], values[: row.sink]), (key[index], value[index]), row.adapt)
         return torch.cat(mixed)
 
     def _make_table(self, chunk: int, count: int) -> Tensor:
         positions = torch.arange(chunk * self.frames, (chunk + count) * self.frames, device=self.device)
         return rotary.table(positions, *self.grid, self.head_dim)
+
+
+def adapt_sink(sink: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], threshold: float) -> None:
+    """Put a chunk's keys and values into the place of the sink chunk that they are least like, if they are less like it
+    than `threshold` (-1 to 1; cosines of the means over tokens, of keys and of values, averaged). Nothing is read back
+    to the host. After StreamDiffusionV2's published code (github.com/chenfengxu714/StreamDiffusionV2), a chunk at a
+    time.
+
+    Args:
+        sink: keys, not rotated, and values `[sink chunks, tokens, H, d]`.
+        own: the chunk's, `[tokens, H, d]`.
+
+    Mutates: sink.
+    """
+    alike = sum(
+        torch.cosine_similarity(kept.float().mean(1).flatten(1), new.float().mean(0).flatten()[None], dim=1)
+        for kept, new in zip(sink, own, strict=True)
+    )
+    assert isinstance(alike, Tensor)
+    place = torch.arange(len(alike), device=alike.device) == alike.argmin()
+    replace = (place & (alike / 2 < threshold)).view(-1, 1, 1, 1)
+    for kept, new in zip(sink, own, strict=True):
+        kept.copy_(torch.where(replace, new, kept))

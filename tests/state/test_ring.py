@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from streamdiff.models.wan import rotary
 from streamdiff.models.wan.transformer import attend
-from streamdiff.state.ring import RingAttention, RingPlan, StageState
+from streamdiff.state.ring import RingAttention, RingPlan, StageState, adapt_sink
 
 CPU = torch.device("cpu")
 
@@ -144,3 +144,24 @@ def test_rows_of_several_sessions_write_only_their_own_state() -> None:
     assert torch.equal(second.value[0, 1, 0], value[1]) and second.key[0, 1, 0].any()
     assert not first.key[0].any() and not first.key[1, 0].any() and not first.key[1, 1, 0].any()
     assert not second.key[0, 0].any() and not second.key[0, 1, 1].any()
+
+
+@pytest.mark.parametrize("threshold", [-1.0, 0.0, 0.3, 1.0])
+def test_the_least_similar_sink_chunk_gives_way_below_the_threshold(threshold: float) -> None:
+    """Against the same in plain loops over heads and tokens."""
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(20):
+        keys, values = (torch.randn(3, 5, 2, 4, generator=generator) + 0.5 for _ in range(2))
+        key, value = (torch.randn(5, 2, 4, generator=generator) + 0.5 for _ in range(2))
+        alike = []
+        for n in range(3):
+            pair = [(keys[n], key), (values[n], value)]
+            means = [(one.sum(0).flatten() / 5, other.sum(0).flatten() / 5) for one, other in pair]
+            alike.append(sum(float(a @ b / (a @ a).sqrt() / (b @ b).sqrt()) for a, b in means) / 2)
+        worst = min(range(3), key=lambda n: alike[n])
+        sink = (keys.clone(), values.clone())
+        adapt_sink(sink, (key, value), threshold)
+        for n in range(3):
+            taken = n == worst and alike[n] < threshold
+            assert torch.equal(sink[0][n], key if taken else keys[n])
+            assert torch.equal(sink[1][n], value if taken else values[n])

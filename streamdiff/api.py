@@ -212,6 +212,7 @@ class ModelOptions(TypedDict, total=False):
     model: `tiny`, the embedded model (default), a name that `streamdiff models` lists, or a folder.
     weights, vae, text_encoder: paths of parts in place of the model's own.
     dtype: `float32` or `bfloat16`; default: bfloat16 on CUDA.
+    attention: kernel, `auto`, `math`, `flash`, `efficient` or `cudnn`; tried out when the model is loaded.
     size: `WIDTHxHEIGHT` in pixels; default: the model's own.
     device: `auto`, `cpu` or `cuda`.
     steps: denoise steps per chunk; the embedded model has 2 and 4.
@@ -227,6 +228,7 @@ class ModelOptions(TypedDict, total=False):
     vae: str
     text_encoder: str
     dtype: str
+    attention: str
     size: str
     device: str
     steps: int

@@ -136,6 +136,7 @@ def _exact(arguments: argparse.Namespace) -> int:
         text_encoder=_path(config.model.text_encoder),
         dtype=None if config.model.dtype == "auto" else config.model.dtype,
         size=config.model.size,
+        attention=config.model.attention,
     )
     lists = {"lora", "prompt_switch"}
     given = {name: tuple(value) if name in lists else value for name, value in given.items() if value is not None}

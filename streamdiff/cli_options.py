@@ -41,6 +41,9 @@ PARTS = (
         "--text-encoder", "model.text_encoder", str, "FOLDER", "with text_encoder and tokenizer, as diffusers has it"
     ),
     Option("--dtype", "model.dtype", str, "TYPE", "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on CUDA)"),
+    Option(
+        "--attention", "model.attention", str, "KERNEL", "auto, math, flash, efficient or cudnn; tried out at start"
+    ),
     Option("--size", "model.size", str, "WxH", "of the picture in pixels (default: the model's own)"),
 )
 PLAN_MODEL = tuple(option for option in MODEL if option.flag in ("--model", "--steps", "--kv-context"))

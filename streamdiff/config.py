@@ -30,6 +30,9 @@ class ModelConfig(_Section):
     vae: str | None = Field(None, description="the autoencoder: a folder or file, instead of the published one")
     text_encoder: str | None = Field(None, description="a folder in diffusers' layout with text_encoder and tokenizer")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on cuda, float32 on cpu")
+    attention: Literal["auto", "math", "flash", "efficient", "cudnn"] = Field(
+        "auto", description="attention kernel, tried out at the start; auto: torch's choice"
+    )
     size: str | None = Field(None, description="WIDTHxHEIGHT of the picture; default: the model's own")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")
     threads: int = Field(1, ge=1, le=64, description="CPU threads of the transformer; decoding has one of its own")

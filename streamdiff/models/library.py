@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from streamdiff.errors import ConfigError
-from streamdiff.models import autoencoders, catalogue, hub
+from streamdiff.models import attention, autoencoders, catalogue, hub
 from streamdiff.models.base import ModelSpec, StreamDecoder, TextEncoder
 from streamdiff.models.catalogue import Entry
 from streamdiff.models.files import read_object
@@ -210,19 +210,28 @@ def _files(place: Place) -> set[Path]:
 
 
 def load_transformer(
-    place: Place, device: torch.device, dtype: torch.dtype, blocks: tuple[int, int] | None = None
+    place: Place,
+    device: torch.device,
+    dtype: torch.dtype,
+    blocks: tuple[int, int] | None = None,
+    kernel: str = "auto",
 ) -> WanDenoiser:
-    """Blocks `blocks` (first, last exclusive; all when None) of the transformer, and what goes with them.
+    """Blocks `blocks` (first, last exclusive; all when None) of the transformer, and what goes with them; `kernel` is
+    the attention's (`models.attention`), which is tried out first.
 
     Raises:
-        ConfigError: weights that do not fit, or a model that is told more than latents and text.
+        ConfigError: weights that do not fit, a model that is told more than latents and text, or a kernel that cannot
+            run here or is wrong.
     """
+    sizes = architecture(place)
+    attention.probe(kernel, device, dtype, sizes["num_attention_heads"], sizes["attention_head_dim"])
     denoiser = load_denoiser(place.transformer, device, dtype, blocks)
     if denoiser.extra_channels and not place.embedded:
         raise ConfigError(
             f"{place.transformer.weights} takes {denoiser.extra_channels} channels beside the latents', which nothing "
             "gives it; only text to video is supported"
         )
+    denoiser.attention = kernel
     return denoiser
 
 

@@ -113,7 +113,7 @@ def load_model(config: ModelConfig, device: torch.device, blocks: Run | None = N
     """What the head needs, with `blocks` only; without the decoder. Mutates: torch's number of threads."""
     torch.set_num_threads(config.threads)
     place, spec = place_of(config), read_spec(config)
-    denoiser = library.load_transformer(place, device, dtype_of(config, device), blocks)
+    denoiser = library.load_transformer(place, device, dtype_of(config, device), blocks, config.attention)
     return Model(spec, denoiser, library.load_text(place, spec, device), None)
 
 
@@ -121,7 +121,8 @@ def load_trunk(config: ModelConfig, device: torch.device, blocks: Run) -> Trunk:
     """What any other stage needs. Mutates: torch's number of threads."""
     torch.set_num_threads(config.threads)
     return Trunk(
-        read_spec(config), library.load_transformer(place_of(config), device, dtype_of(config, device), blocks)
+        read_spec(config),
+        library.load_transformer(place_of(config), device, dtype_of(config, device), blocks, config.attention),
     )
 
 

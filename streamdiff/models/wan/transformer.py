@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
 from torch import Tensor
 
+from streamdiff.models import attention
+
 
 class KeyValue(NamedTuple):
     """Keys and values `[R, tokens, H, d]` of one layer."""
@@ -80,6 +82,8 @@ class WanDenoiser:
         self.text_width: int = config.text_dim
         self.extra_channels: int = config.in_channels - config.out_channels
         self.blocks = cast("list[WanTransformerBlock]", list(model.blocks))
+        self.attention = "auto"
+        """The kernel that attention runs with, see `models.attention`."""
 
     def part(self, first: int, last: int) -> WanDenoiser:
         """The same weights with blocks `first` to `last` (exclusive) only: what a stage runs."""
@@ -106,8 +110,8 @@ class WanDenoiser:
         context: Tensor = self.model.condition_embedder.text_embedder(embeddings)
         result = []
         for block in self.blocks:
-            attention = block.attn2
-            key, value = attention.norm_k(attention.to_k(context)), attention.to_v(context)
+            cross = block.attn2
+            key, value = cross.norm_k(cross.to_k(context)), cross.to_v(context)
             result.append(KeyValue(self._split(key), self._split(value)))
         return result
 
@@ -132,8 +136,9 @@ class WanDenoiser:
         """Run the blocks. `text` holds one entry per block."""
         modulation = self.modulation(tokens.time)
         hidden = tokens.hidden
-        for layer in range(len(self.blocks)):
-            hidden = self._block(layer, hidden, modulation, text[layer], self_attention)
+        with attention.selected(self.attention):
+            for layer in range(len(self.blocks)):
+                hidden = self._block(layer, hidden, modulation, text[layer], self_attention)
         return Tokens(hidden, tokens.time)
 
     def head(self, tokens: Tokens, grid: tuple[int, int, int]) -> Tensor:

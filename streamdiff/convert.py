@@ -7,9 +7,7 @@ and `serve/reading.py` the videos, `tensor_files.py` the tensors.
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,17 +20,18 @@ from torch import Tensor
 from tqdm import tqdm
 
 from streamdiff import tensor_files
+from streamdiff.device import pick_device, pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models import autoencoders
 from streamdiff.models.autoencoders import VideoDecoder, VideoEncoder
 from streamdiff.serve import files
 from streamdiff.serve.reading import Clip, open_clip
+from streamdiff.whole import leaving
 
 LATENTS, VIDEO = "latents", "video"
 LATENT_LAYOUTS = ("C, F, h, w", "chunks, C, f, h, w")
 _VIDEO_LAYOUT = "C, F, H, W"
 _CHUNK = 4
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RANGE_SLACK = 1e-3
 
 
@@ -63,7 +62,8 @@ def decode(job: Job) -> int:
     else:
         files.check_target(job.out)
     latents, length = read_latents(job.source)
-    device, dtype = _place(job)
+    device = pick_device(job.device)
+    dtype = pick_dtype(job.dtype, device)
     decoder = autoencoders.load_decoder(job.vae, device, dtype, job.latent_space)
     if latents.shape[0] != decoder.latent_channels:
         raise ConfigError(
@@ -72,7 +72,7 @@ def decode(job: Job) -> int:
     pieces = latents.split(job.chunk_frames or length, 1)
     total = decoder.frames_of(latents.shape[1])
     height, width = (side * decoder.spatial for side in latents.shape[2:])
-    with _leaving(), tqdm(total=total, unit="frame", desc=job.out.name, dynamic_ncols=True) as bar:
+    with leaving(), tqdm(total=total, unit="frame", desc=job.out.name, dynamic_ncols=True) as bar:
         if job.out.suffix == tensor_files.SUFFIX:
             tensor_files.write_tensor(job.out, VIDEO, _decode_video(decoder, pieces, (3, total, height, width), bar))
         else:
@@ -92,7 +92,8 @@ def encode(job: Job) -> int:
     tensor_files.check_target(job.out)
     clip = read_clip(job.source)
     frames, height, width = _size(clip)
-    device, dtype = _place(job)
+    device = pick_device(job.device)
+    dtype = pick_dtype(job.dtype, device)
     encoder = autoencoders.load_encoder(job.vae, device, dtype, job.latent_space)
     if height % encoder.spatial or width % encoder.spatial:
         raise ConfigError(
@@ -100,7 +101,7 @@ def encode(job: Job) -> int:
         )
     if frames is not None:
         encoder.latents_of(frames)
-    with _leaving(), tqdm(total=frames, unit="frame", desc=job.out.name, dynamic_ncols=True) as bar:
+    with leaving(), tqdm(total=frames, unit="frame", desc=job.out.name, dynamic_ncols=True) as bar:
         pieces = _pieces(clip, (job.chunk_frames or _CHUNK) * encoder.temporal)
         latents = _encode(encoder, pieces, bar)
         tensor_files.write_tensor(job.out, LATENTS, latents)
@@ -203,31 +204,3 @@ def _check(job: Job) -> None:
         raise ConfigError(f"--fps is {job.fps:g}, but must be above 0 and at most 1000")
     if job.out.exists() and job.source.exists() and job.out.samefile(job.source):
         raise ConfigError(f"--out is {job.out}, which is what is read; name another file")
-
-
-def _place(job: Job) -> tuple[torch.device, torch.dtype]:
-    """The device and dtype that the network runs in."""
-    found = "cuda" if torch.cuda.is_available() else "cpu"
-    if job.device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"--device is {job.device}, but must be auto, cpu or cuda")
-    if job.device == "cuda" and found == "cpu":
-        raise ConfigError("--device is cuda, but torch sees no CUDA device; use auto or cpu")
-    device = torch.device(found if job.device == "auto" else job.device)
-    if job.dtype not in ("auto", *_DTYPES):
-        raise ConfigError(f"--dtype is {job.dtype}, but must be one of auto, {', '.join(_DTYPES)}")
-    usual = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return device, _DTYPES.get(job.dtype, usual)
-
-
-@contextmanager
-def _leaving() -> Iterator[None]:
-    """A polite request to end leaves nothing half-written either, as Ctrl-C does."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

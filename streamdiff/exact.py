@@ -5,9 +5,8 @@ Knows nothing about the command line. `parts` finds and loads the model, `pipeli
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -26,6 +25,7 @@ from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline import scripted
 from streamdiff.pipeline.scripted import Script, Switch
 from streamdiff.serve import files
+from streamdiff.whole import leaving
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Job:
     model_config: Path | None = None
     lora: tuple[str, ...] = ()
     vae: str | None = None
-    dtype: str | None = None
+    dtype: str = "auto"
     shift: float | None = None
     warp: bool = False
     sigmas: tuple[float, ...] | None = None
@@ -80,7 +80,7 @@ def run(job: Job) -> int:
     script = _script(job, model, found.schedule)
     decoder = None if job.no_decode else found.decoder()
     with ExitStack() as stack:
-        stack.enter_context(_leaving())
+        stack.enter_context(leaving())
         bar = stack.enter_context(tqdm(total=script.chunks, unit="chunk", dynamic_ncols=True))
         writer = None
         if job.latents_out is not None:
@@ -186,17 +186,3 @@ def _switch(text: str, model: Model) -> Switch:
     if not number.isdigit() or not name:
         raise ConfigError(f"--prompt-switch is {text!r}; it must be CHUNK:FILE or CHUNK:FILE:POLICY")
     return Switch(int(number), conditioning.read_rows(Path(name), model.spec.text_shape), policy)
-
-
-@contextmanager
-def _leaving() -> Iterator[None]:
-    """A polite request to end leaves nothing half-written either, as Ctrl-C does."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

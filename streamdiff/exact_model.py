@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from streamdiff.device import pick_device, pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models import library, sampling
 from streamdiff.models.base import Model, ModelSpec, StreamDecoder
@@ -22,8 +23,6 @@ from streamdiff.pipeline.plan import check_stages
 
 if TYPE_CHECKING:
     from streamdiff.exact import Job
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,8 @@ def load(job: Job) -> Found:
     loras = tuple(parse_lora(text) for text in job.lora)
     parts = Parts(job.weights, job.container, config, loras, job.vae, job.text_encoder)
     place = library.find(job.model, parts)
-    device, dtype = _device(job)
+    device = pick_device(job.device)
+    dtype = pick_dtype(job.dtype, device)
     size = None if job.size is None else library.parse_size(job.size)
     spec = _overridden(library.spec_of(place, size), job)
     schedule = _schedule(job, place, spec)
@@ -62,16 +62,6 @@ def encode(model: Model, prompt: str) -> Tensor:
     if reading.notice:
         print(reading.notice)
     return model.text.encode(reading.text)
-
-
-def _device(job: Job) -> tuple[torch.device, torch.dtype]:
-    there = "cuda" if torch.cuda.is_available() else "cpu"
-    if job.device not in ("auto", "cpu", "cuda") or (job.device == "cuda" and there == "cpu"):
-        raise ConfigError(f"--device is {job.device}, but must be auto, cpu or cuda, and torch sees {there} here")
-    device = torch.device(there if job.device == "auto" else job.device)
-    if job.dtype is not None and job.dtype not in _DTYPES:
-        raise ConfigError(f"--dtype is {job.dtype}, but must be {' or '.join(_DTYPES)}")
-    return device, _DTYPES[job.dtype or ("float32" if device.type == "cpu" else "bfloat16")]
 
 
 def _schedule(job: Job, place: Place, spec: ModelSpec) -> Schedule:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from streamdiff import api
 from streamdiff.config import Config
 from streamdiff.errors import ConfigError
 from streamdiff.serve.files import check_target, write_video
+from streamdiff.whole import leaving
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,7 @@ def run(config: Config, job: Job) -> int:
         ConfigError, RequestError: what was asked for cannot be made; nothing is written then.
     """
     output = _checked(job)
-    signal.signal(signal.SIGTERM, _leave)  # so that nothing half-written is left then either
-    pipeline = api.load(config.model)
-    session = api.StreamSession(pipeline, config.model, config.session.prompt, seed=config.session.seed)
-    with session:
+    with leaving(), _open(config) as session:
         fps = config.playback.fps if "fps" in config.playback.model_fields_set else session.fps
         total = max(1, round(job.seconds * fps))
         with tqdm(total=total, unit="frame", desc=output.name, dynamic_ncols=True) as bar:
@@ -52,6 +49,11 @@ def run(config: Config, job: Job) -> int:
             write_video(output, _frames(session, job, fps, total, bar), fps)
     print(f"{output}: {total} frames, {total / fps:g} s at {fps:g} per second, {session.width} x {session.height}")
     return 0
+
+
+def _open(config: Config) -> api.StreamSession:
+    pipeline = api.load(config.model)
+    return api.StreamSession(pipeline, config.model, config.session.prompt, seed=config.session.seed)
 
 
 def _checked(job: Job) -> Path:
@@ -80,7 +82,3 @@ def _frames(
         bar.update()
         if number + 1 == total:
             return
-
-
-def _leave(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)

@@ -192,7 +192,7 @@ ENCODE = "encode --vae vae.pth --out out.safetensors --video "
         (f"{DECODE}latents.safetensors --fps 0", "--fps is 0, but must be above 0"),
         (
             f"{DECODE}latents.safetensors --dtype float8",
-            "--dtype is float8, but must be one of auto, float32,",
+            "--dtype is float8, but must be auto, float32 or bfloat16",
         ),
         (f"{DECODE}latents.safetensors --device gpu", "--device is gpu, but must be auto, cpu or cuda"),
         (f"{DECODE}latents.safetensors --latent-space raw", "--latent-space is for TAEHV files"),

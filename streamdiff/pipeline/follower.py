@@ -34,7 +34,7 @@ def follow(config: ModelConfig) -> None:
         ConfigError: the ring cannot be built as configured.
     """
     member = loading.join(config)
-    device = loading.pick_device(config.device)
+    device = loading.own_device(config.device)
     link = ranks.link_of(config, device)
     decoder = loading.load_decoder(config, device) if member.rank == config.decode_rank else None
     workers: list[Worker | DecodeWorker] = []

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from streamdiff.config import ModelConfig
+from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
 from streamdiff.models import library
 from streamdiff.models.base import Model, ModelSpec, StreamDecoder, Trunk
@@ -54,20 +55,16 @@ def dtype_of(config: ModelConfig, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[wanted]
 
 
-def pick_device(wanted: str) -> torch.device:
-    """`auto` is CUDA where there is one, else the CPU. Of several CUDA devices a rank takes that of its number on this
-    machine.
+def own_device(wanted: str) -> torch.device:
+    """`pick_device`; of several CUDA devices a rank takes that of its number on this machine.
 
     Raises:
-        ConfigError: CUDA is asked for and there is none.
+        ConfigError: as `pick_device`.
     """
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("model.device is cuda, but torch sees no CUDA device; use `auto` or `cpu`")
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and "LOCAL_RANK" in os.environ:
+    found = pick_device(wanted, "model.device")
+    if found.type == "cuda" and "LOCAL_RANK" in os.environ:
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    return torch.device(wanted)
+    return found
 
 
 def join(config: ModelConfig) -> group.Member:

@@ -265,7 +265,7 @@ def load_runtime(config: ModelConfig) -> Runtime:
     Raises:
         ConfigError: unknown model, a device that is not there, or a ring that cannot be built.
     """
-    device = loading.pick_device(config.device)
+    device = loading.own_device(config.device)
     decoder = loading.load_decoder(config, device) if config.decode_rank == 0 else None
     company: Company | None = None
     runs: tuple[loading.Run, ...]

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -22,6 +20,7 @@ from av.video.stream import VideoStream
 from numpy.typing import NDArray
 from PIL import Image
 
+from streamdiff import whole
 from streamdiff.errors import ConfigError
 
 Frame = NDArray[np.uint8]
@@ -64,12 +63,9 @@ def write_video(path: str | Path, frames: Iterable[Frame], fps: float) -> None:
     if not (math.isfinite(fps) and 0 < fps <= 1000):
         raise ConfigError(f"fps is {fps}; it must be above 0 and at most 1000")
     target, plan = _target(path)
-    temporary = target.parent / f".streamdiff-{secrets.token_hex(6)}.part"
-    try:
+    with whole.beside(target) as temporary:
         plan.write(temporary, _checked(frames), Fraction(fps).limit_denominator(1001))
         plan.place(temporary)
-    finally:
-        _remove(temporary)
 
 
 def check_target(path: str | Path) -> None:
@@ -84,7 +80,7 @@ def check_target(path: str | Path) -> None:
 def _target(path: str | Path) -> tuple[Path, _Plan]:
     target = Path(path).absolute()
     plan = _plan(target, is_folder=str(path).endswith(("/", os.sep)))
-    _check_parent(target)
+    whole.check_parent(target)
     return target, plan
 
 
@@ -105,14 +101,6 @@ def _plan(target: Path, is_folder: bool) -> _Plan:
     if suffix not in _VIDEO:
         raise ConfigError(f"{target} has the unknown ending {target.suffix!r}; {_HOW}")
     return _Plan(_video_writer(suffix), lambda temporary: _move(temporary, target))
-
-
-def _check_parent(target: Path) -> None:
-    parent = target.parent
-    if not parent.is_dir():
-        raise ConfigError(f"the folder {parent} of {target.name} does not exist; create it first")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"the folder {parent} of {target.name} cannot be written to; choose another")
 
 
 def _checked(frames: Iterable[Frame]) -> Iterator[Frame]:
@@ -185,10 +173,3 @@ def _move(temporary: Path, target: Path) -> None:
 def _spread(temporary: Path, folder: Path) -> None:
     for picture in sorted(temporary.iterdir()):
         os.replace(picture, folder / picture.name)
-
-
-def _remove(temporary: Path) -> None:
-    if temporary.is_dir():
-        shutil.rmtree(temporary)
-    else:
-        temporary.unlink(missing_ok=True)

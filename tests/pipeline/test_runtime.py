@@ -14,7 +14,7 @@ from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.tiny import model as tiny
 from streamdiff.models.tiny.model import TinyDecoder
-from streamdiff.pipeline.loading import pick_device
+from streamdiff.pipeline.loading import own_device
 from streamdiff.pipeline.runtime import Frames, Runtime, load_runtime
 from tests.small import AUTOENCODER, BLUE, CPU, LATENT_SIDE, RED, WHITE, small_autoencoder, small_model, small_parts
 
@@ -250,8 +250,8 @@ def test_a_model_folder_is_loaded_and_warm(tmp_path: Path) -> None:
 def test_an_unknown_model_or_device_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         load_runtime(ModelConfig(name=str(tmp_path / "nowhere"), device="cpu"))
-    assert pick_device("cpu") == CPU
+    assert own_device("cpu") == CPU
     if not torch.cuda.is_available():
-        assert pick_device("auto") == CPU
+        assert own_device("auto") == CPU
         with pytest.raises(ConfigError, match="no CUDA device"):
-            pick_device("cuda")
+            own_device("cuda")

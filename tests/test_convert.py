@@ -201,7 +201,10 @@ ENCODE = "encode --vae vae.pth --out out.safetensors --video "
         ("decode --vae vae.pth --latents latents.safetensors --out no/out.safetensors", "does not exist; create it"),
         ("decode --vae vae.pth --latents latents.safetensors --out latents.safetensors", "which is what is read"),
         ("decode --vae no.pth --latents latents.safetensors --out out.mp4", "there is no autoencoder at no.pth"),
-        ("decode --vae text.mp4 --latents latents.safetensors --out out.mp4", "text.mp4 ends in '.mp4'; weights are"),
+        (
+            "decode --vae text.mp4 --latents latents.safetensors --out out.mp4",
+            "text.mp4: a checkpoint ends in",
+        ),
         (f"{ENCODE}nothing.mp4", "nothing.mp4 does not exist; expected a video file or a folder"),
         (f"{ENCODE}text.mp4", "text.mp4 cannot be read as a video"),
         (f"{ENCODE}latents.safetensors", "has no tensor `video`; it holds latents; expected `video` [C, F, H, W]"),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint import check_finite, check_fit
+from streamdiff.models.fit import check_finite, check_fit
 from streamdiff.models.latents import (
     WAN_CHANNELS,
     WAN_MEAN,

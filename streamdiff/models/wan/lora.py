@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
+from streamdiff.models.checkpoint import LORA_CONTAINERS, Checkpoint, open_checkpoint
 from streamdiff.models.files import read_object
-from streamdiff.models.wan.checkpoint import LORA_CONTAINERS, Checkpoint, open_checkpoint
 from streamdiff.models.wan.names import bare, recognise, some, translate
 
 _FACTOR = re.compile(r"(.+)\.(?:lora_(A|down)|lora_(B|up))(?:\.\w+)??\.weight")

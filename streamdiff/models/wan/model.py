@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.wan.checkpoint import Checkpoint
+from streamdiff.models.checkpoint import Checkpoint
 from streamdiff.models.wan.lora import Lora
 from streamdiff.models.wan.transformer import WanDenoiser
 from streamdiff.models.wan.weights import load_transformer

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint import shown
+from streamdiff.models.fit import shown
 
 _LEAF = r"(?P<leaf>weight|bias)"
 _HALF = r"(?P<half>encoder|decoder)"

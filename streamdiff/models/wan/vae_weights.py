@@ -16,7 +16,8 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint import check_finite, check_fit, read_tensors
+from streamdiff.models.checkpoint import read_tensors
+from streamdiff.models.fit import check_finite, check_fit
 from streamdiff.models.latents import WAN_CHANNELS
 from streamdiff.models.wan.vae_names import is_original, to_diffusers
 from streamdiff.models.wan.weights import FILE

@@ -18,8 +18,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from streamdiff.errors import ConfigError
+from streamdiff.models.checkpoint import Checkpoint, open_checkpoint
 from streamdiff.models.wan.architecture import read_architecture
-from streamdiff.models.wan.checkpoint import Checkpoint, open_checkpoint
 from streamdiff.models.wan.lora import Adapter, Lora, open_lora
 from streamdiff.models.wan.names import Names, block_count, block_of, recognise, some, translate
 

@@ -13,8 +13,8 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from safetensors.torch import save_file
 from torch import Tensor
 
+from streamdiff.models.checkpoint import Checkpoint
 from streamdiff.models.wan import rotary
-from streamdiff.models.wan.checkpoint import Checkpoint
 from streamdiff.models.wan.transformer import WanDenoiser, attend
 from streamdiff.models.wan.weights import load_transformer
 from tests.small import CPU, LATENT_CHANNELS, small_transformer

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.wan.checkpoint import open_checkpoint
+from streamdiff.models.checkpoint import open_checkpoint
 from streamdiff.models.wan.lora import Lora, open_lora, parse_lora
 from tests.models.wan.layouts import Counting, State, flow, load, original, original_name, save, small_state
 from tests.small import small_transformer

@@ -86,6 +86,18 @@ def test_every_layout_gives_the_weights_of_one_half(
         assert loaded.config[key] == stored.config[key] or tuple(loaded.config[key]) == tuple(stored.config[key])
 
 
+@pytest.mark.parametrize("write", [original_pth, old_pth, original_safetensors])
+def test_a_file_that_is_cut_off_anywhere_is_named(
+    tmp_path: Path, write: Callable[[Path, AutoencoderKLWan], Path]
+) -> None:
+    path = write(tmp_path / "a", small_wan_autoencoder())
+    content = path.read_bytes()
+    for length in (*range(0, 2000, 97), len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        with pytest.raises(ConfigError, match=rf"{path.name}: (not a|holds more)"):
+            load(path, "decoder", CPU, torch.float32)
+
+
 def test_another_dtype(tmp_path: Path) -> None:
     loaded = load(original_pth(tmp_path / "a", small_wan_autoencoder()), "decoder", CPU, torch.bfloat16)
     assert loaded.decoder.conv_in.weight.dtype == torch.bfloat16
@@ -144,15 +156,16 @@ class Evil:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("none.pth", None, r"none\.pth is no file"),
-        ("a.bin", b"x", r"ends in '\.bin'; weights are a"),
-        ("a.pth", b"", r"cannot be read as a file of plain tensors"),
-        ("a.pth", b"no tensors", r"cannot be read as a file of plain tensors"),
-        ("a.safetensors", b"no tensors", r"damaged or no safetensors file"),
-        ("a.pth", {"decoder": Evil()}, r"cannot be read as a file of plain tensors"),
-        ("a.pth", {"args": 3, "x": torch.zeros(1)}, r"holds 1 entries that are no tensors: args; expected tensors"),
-        ("a.pth", [torch.zeros(1)], r"holds a list, not tensors by name"),
-        ("a.pth", {}, r"holds nothing"),
+        ("none.pth", None, r"none\.pth: no such file"),
+        ("a.gguf", b"x", r"a\.gguf: a checkpoint ends in \.safetensors, "),
+        ("a.pth", b"", r"a\.pth: not a torch file"),
+        ("a.pth", b"no tensors", r"a\.pth: not a torch file"),
+        ("a.pth", b"\x80\x02 and nothing", r"a\.pth: "),
+        ("a.safetensors", b"no tensors", r"a\.safetensors: not a readable safetensors file"),
+        ("a.pth", {"decoder": Evil()}, r"holds more than tensors"),
+        ("a.pth", {"args": 3, "x": torch.zeros(1)}, r"has no tensor encoder\.conv_in\.weight"),
+        ("a.pth", [torch.zeros(1)], r"holds a list instead of tensors by name"),
+        ("a.pth", {}, r"no tensors by name"),
     ],
 )
 def test_files_that_are_something_else(

@@ -13,8 +13,8 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from safetensors.torch import save_file
 
 from streamdiff.errors import ConfigError
+from streamdiff.models.checkpoint import open_checkpoint
 from streamdiff.models.wan import weights
-from streamdiff.models.wan.checkpoint import open_checkpoint
 from streamdiff.models.wan.weights import FILE, load_blocks, load_transformer
 from tests.models.wan.layouts import (
     HEADS,

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.wan.checkpoint import LORA_CONTAINERS, open_checkpoint
+from streamdiff.models.checkpoint import LORA_CONTAINERS, open_checkpoint
 
 NAME = "blocks.0.self_attn.q.weight"
 

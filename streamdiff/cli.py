@@ -134,7 +134,7 @@ def _exact(arguments: argparse.Namespace) -> int:
         weights=_path(config.model.weights),
         vae=config.model.vae,
         text_encoder=_path(config.model.text_encoder),
-        dtype=None if config.model.dtype == "auto" else config.model.dtype,
+        dtype=config.model.dtype,
         size=config.model.size,
         attention=config.model.attention,
     )

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 _FILES = """
-A tensor file is a .safetensors file with one floating-point tensor, all values finite:
+A tensor file is a .safetensors file with this tensor alone, floating-point, all values finite:
   latents   [C, F, h, w] or [chunks, C, f, h, w]: chunks are laid end to end. Normalised, as the transformer has them:
             (raw - latents_mean) / latents_std per channel. F counts latent frames; h, w are the picture's sides over 8
             (Wan2.1; C is 16 there)

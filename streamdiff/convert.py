@@ -1,7 +1,7 @@
 """Latents to video and back, from file to file: what `streamdiff decode` and `streamdiff encode` do.
 
 Knows nothing about the command line, codecs or networks: `models/autoencoders.py` has the networks, `serve/files.py`
-and `serve/reading.py` the videos, `tensor_files.py` the tensors.
+and `serve/reading.py` the videos, `models/conditioning.py` and `models/tensor_files.py` the tensors.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from streamdiff import tensor_files
 from streamdiff.device import pick_device, pick_dtype
 from streamdiff.errors import ConfigError
-from streamdiff.models import autoencoders
+from streamdiff.models import autoencoders, conditioning, tensor_files
 from streamdiff.models.autoencoders import VideoDecoder, VideoEncoder
+from streamdiff.models.conditioning import Free
 from streamdiff.serve import files
 from streamdiff.serve.reading import Clip, open_clip
 from streamdiff.whole import leaving
 
 LATENTS, VIDEO = "latents", "video"
-LATENT_LAYOUTS = ("C, F, h, w", "chunks, C, f, h, w")
-_VIDEO_LAYOUT = "C, F, H, W"
+_ANY_CHUNK = (Free("C"), Free("f"), Free("h"), Free("w"))
 _CHUNK = 4
 _RANGE_SLACK = 1e-3
 
@@ -104,7 +103,7 @@ def encode(job: Job) -> int:
     with leaving(), tqdm(total=frames, unit="frame", desc=job.out.name, dynamic_ncols=True) as bar:
         pieces = _pieces(clip, (job.chunk_frames or _CHUNK) * encoder.temporal)
         latents = _encode(encoder, pieces, bar)
-        tensor_files.write_tensor(job.out, LATENTS, latents)
+        tensor_files.write_tensor(job.out, LATENTS, latents, tensor_files.NORMALISED)
         read = bar.n
     print(f"{job.out}: `{LATENTS}` {list(latents.shape)}, from {read} frames, {width} x {height}")
     return 0
@@ -119,7 +118,7 @@ def read_latents(path: Path) -> tuple[Tensor, int]:
     Raises:
         ConfigError: no such file or tensor, or another shape, dtype or values than latents have.
     """
-    latents = tensor_files.read_tensor(path, LATENTS, *LATENT_LAYOUTS)
+    latents = conditioning.read_latents(path, _ANY_CHUNK, whole=True)
     if latents.ndim == 5:
         return latents.transpose(0, 1).flatten(1, 2), latents.shape[2]
     return latents, _CHUNK
@@ -133,9 +132,7 @@ def read_clip(path: Path) -> Clip | Tensor:
     """
     if path.suffix != tensor_files.SUFFIX:
         return open_clip(path)
-    video = tensor_files.read_tensor(path, VIDEO, _VIDEO_LAYOUT)
-    if video.shape[0] != 3:
-        raise ConfigError(f"{path}: `{VIDEO}` has shape {list(video.shape)}; expected [3, F, H, W]")
+    video = conditioning.read_video(path)
     low, high = (float(limit) for limit in video.aminmax())
     if max(-low, high) > 1 + _RANGE_SLACK:
         raise ConfigError(f"{path}: `{VIDEO}` has values from {low:g} to {high:g}; expected -1 to 1")

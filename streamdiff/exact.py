@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from streamdiff import exact_model
 from streamdiff.errors import ConfigError
-from streamdiff.models import conditioning, latents_file
+from streamdiff.models import conditioning, tensor_files
 from streamdiff.models.base import Model, StreamDecoder
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline import scripted
@@ -85,7 +85,9 @@ def run(job: Job) -> int:
         writer = None
         if job.latents_out is not None:
             made_by = {"model": job.model, "kv_context": job.kv_context, "timesteps": str(script.schedule.timesteps)}
-            writer = stack.enter_context(latents_file.LatentsWriter(job.latents_out, model.spec.chunk_shape, made_by))
+            about = {**tensor_files.NORMALISED, **made_by}
+            writing = tensor_files.writing(job.latents_out, "latents", model.spec.chunk_shape, about)
+            writer = stack.enter_context(writing)
         making = _Making(model, device, script, job.stages, writer, bar)
         if decoder is not None and job.output is not None:
             files.write_video(job.output, making.frames(decoder), job.fps or model.spec.native_fps)
@@ -105,7 +107,7 @@ class _Making:
     device: torch.device
     script: Script
     stages: int
-    writer: latents_file.LatentsWriter | None
+    writer: tensor_files.TensorWriter | None
     bar: tqdm[NoReturn]
     began: bool = True  # whether the next chunk is the first of a stream
 
@@ -146,7 +148,7 @@ def _check(job: Job) -> None:
     if job.stages < 1:
         raise ConfigError(f"--stages is {job.stages}; at least 1 is needed")
     if job.latents_out is not None:
-        latents_file.check_target(job.latents_out)
+        tensor_files.check_target(job.latents_out)
     if job.output is not None:
         files.check_target(job.output)
 

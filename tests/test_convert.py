@@ -178,15 +178,15 @@ ENCODE = "encode --vae vae.pth --out out.safetensors --video "
         ("decode", "the following arguments are required: --vae, --latents, --out"),
         (
             f"{DECODE}nothing.safetensors",
-            "nothing.safetensors does not exist; expected a safetensors file with `latents` [C, F, h, w] or "
-            "[chunks, C, f, h, w]",
+            "nothing.safetensors does not exist; expected clean latents, a safetensors file: latents [C, F, h, w] or "
+            "[chunks, C, f, h, w] (C, F, chunks, f, h, w at least 1)",
         ),
-        (f"{DECODE}text.safetensors", "text.safetensors is damaged or no safetensors file"),
-        (f"{DECODE}other.safetensors", "other.safetensors has no tensor `latents`; it holds video; expected `latents`"),
-        (f"{DECODE}rank.safetensors", "`latents` has shape [16, 2, 2]; expected [C, F, h, w] or [chunks, C, f, h, w]"),
-        (f"{DECODE}none.safetensors", "`latents` has shape [16, 0, 2, 2]; expected"),
-        (f"{DECODE}whole.safetensors", "`latents` is int32; expected float32, float16 or bfloat16"),
-        (f"{DECODE}nan.safetensors", "`latents`: 4 of 128 values are NaN or infinite; all must be finite"),
+        (f"{DECODE}text.safetensors", "text.safetensors: not a safetensors file, or cut off"),
+        (f"{DECODE}other.safetensors", "latents is missing, video is unknown; expected latents [C, F, h, w] or"),
+        (f"{DECODE}rank.safetensors", "got [16, 2, 2], which has 3 dimensions"),
+        (f"{DECODE}none.safetensors", "latents: expected shape [C, F, h, w] or"),
+        (f"{DECODE}whole.safetensors", "latents: expected dtype F32 or BF16 or F16 or F64, got I32"),
+        (f"{DECODE}nan.safetensors", "got nan at [3, 1, 0, 0] (4 of 128 are not finite)"),
         (f"{DECODE}four.safetensors", "`latents` has 4 channels, but vae.pth takes 16"),
         (f"{DECODE}latents.safetensors --chunk-frames 0", "--chunk-frames is 0, but must be 1 or more"),
         (f"{DECODE}latents.safetensors --fps 0", "--fps is 0, but must be above 0"),
@@ -207,9 +207,9 @@ ENCODE = "encode --vae vae.pth --out out.safetensors --video "
         ),
         (f"{ENCODE}nothing.mp4", "nothing.mp4 does not exist; expected a video file or a folder"),
         (f"{ENCODE}text.mp4", "text.mp4 cannot be read as a video"),
-        (f"{ENCODE}latents.safetensors", "has no tensor `video`; it holds latents; expected `video` [C, F, H, W]"),
+        (f"{ENCODE}latents.safetensors", "video is missing, latents is unknown; expected video [3, F, H, W]"),
         (f"{ENCODE}bytes.safetensors", "`video` has values from 255 to 255; expected -1 to 1"),
-        (f"{ENCODE}grey.safetensors", "`video` has shape [1, 5, 16, 16]; expected [3, F, H, W]"),
+        (f"{ENCODE}grey.safetensors", "expected shape [3, F, H, W] (F, H, W at least 1), got [1, 5, 16, 16]"),
         (
             f"{ENCODE}even.safetensors",
             "8 frames cannot be encoded: the Wan autoencoder takes one frame, then",
@@ -217,7 +217,7 @@ ENCODE = "encode --vae vae.pth --out out.safetensors --video "
         (f"{ENCODE}odd.safetensors", "odd.safetensors is 20 x 16; vae.pth takes sides that are multiples of 8"),
         (
             "encode --vae vae.pth --video video.safetensors --out out.pt",
-            "out.pt must be a file whose name ends in",
+            "out.pt: expected a file's name that ends in .safetensors, but this ends in '.pt'",
         ),
     ],
 )
@@ -281,3 +281,15 @@ def test_the_file_can_be_read_by_others(place: Path, capsys: pytest.CaptureFixtu
         assert file.get_tensor("video").dtype == np.float32, "whatever the network computes in"
     (place / "plain").write_text("")
     assert (place / "out.safetensors").stat().st_mode == (place / "plain").stat().st_mode
+
+
+def test_a_network_that_gives_no_numbers_writes_nothing(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from streamdiff.models.wan.vae import WanDecoder
+
+    plain = WanDecoder.decode_raw
+    monkeypatch.setattr(WanDecoder, "decode_raw", lambda *args: plain(*args) * float("nan"))
+    assert cli.main(["decode", "--vae", "vae.pth", "--latents", "latents.safetensors", "--out", "out.safetensors"]) == 1
+    assert "video[0]: expected finite values, got nan at [0, 0, 0]" in capsys.readouterr().err
+    assert not (place / "out.safetensors").exists()

@@ -202,7 +202,7 @@ def test_the_embedded_model_writes_latents_and_video(tmp_path: Path) -> None:
         (["--kv-context", "murky"], "murky"),
         (["--lora", "/nowhere.safetensors"], "/nowhere.safetensors"),
         (["--output", "x.mp4"], "--no-decode makes latents only"),
-        (["--latents-out", "/nowhere/l.safetensors"], "/nowhere does not exist"),
+        (["--latents-out", "/nowhere/l.safetensors"], "the folder /nowhere of l.safetensors does not exist"),
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_is_written(

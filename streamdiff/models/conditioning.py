@@ -1,7 +1,7 @@
-"""What may be given to a model instead of a prompt or a seed, as files: a contract per kind, checked before reading.
+"""Tensors given as files, such as what a model takes instead of a prompt or a seed: a contract per kind, checked first.
 
 A contract is compared with a file's header first, so nothing is allocated for a file that is refused, and every
-refusal says what was expected and what is there. Reads and writes safetensors; never a pickle.
+refusal says what was expected and what is there. Reads safetensors; never a pickle.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from streamdiff.models.headers import ITEM_BYTES, Entry, Header, parse_header
 FLOATS = ("F32", "BF16", "F16", "F64")
 MAX_BYTES = 8 * 2**30
 """Size limit of a file whose number of chunks is open."""
+MAX_VIDEO_BYTES = 64 * 2**30
+"""Size limit of a file of frames, which are much larger than their latents."""
 _HEADER_BYTES = 2**20  # room for a header where a limit is computed from shapes
 
 
@@ -37,9 +39,7 @@ class Free:
     @property
     def range(self) -> str:
         """As a remark in a message."""
-        return (
-            f"{self.name} at least {self.low:,}" if self.high is None else f"{self.name} {self.low:,} to {self.high:,}"
-        )
+        return f"at least {self.low:,}" if self.high is None else f"{self.low:,} to {self.high:,}"
 
 
 Shape = tuple[int | Free, ...]
@@ -59,7 +59,10 @@ class Wanted:
         known = bound or {}
         frees = {size for shape in self.shapes for size in shape if isinstance(size, Free) and size.name not in known}
         listed = " or ".join(f"[{', '.join(_size(size, known) for size in shape)}]" for shape in self.shapes)
-        remarks = ", ".join(sorted(free.range for free in frees))
+        ranges: dict[str, list[str]] = {}
+        for free in sorted(frees, key=lambda free: free.name):
+            ranges.setdefault(free.range, []).append(free.name)
+        remarks = "; ".join(f"{', '.join(names)} {each}" for each, names in ranges.items())
         return f"{listed} ({remarks})" if remarks else listed
 
 
@@ -70,6 +73,10 @@ class Contract:
     what: str
     tensors: tuple[Wanted, ...]
     max_bytes: int = MAX_BYTES
+
+    def describe(self) -> str:
+        """The tensors in words."""
+        return ", ".join(f"{wanted.name} {wanted.describe()}" for wanted in self.tensors)
 
 
 def prompt_embeds_contract(text_shape: tuple[int, int]) -> Contract:
@@ -90,10 +97,20 @@ def noise_contract(chunk_shape: Shape, *, steps: int, chunks: int = 1, max_bytes
     return Contract("noise", (initial, renoise), max_bytes)
 
 
-def latents_contract(chunk_shape: Shape, *, chunks: int = 1, max_bytes: int = MAX_BYTES) -> Contract:
+def latents_contract(
+    chunk_shape: Shape, *, chunks: int = 1, whole: bool = False, max_bytes: int = MAX_BYTES
+) -> Contract:
     """`latents` `[chunks, C, f, h, w]`, clean and normalised as the model has them; `chunk_shape` is `[C, f, h, w]`,
-    and the file must hold at least `chunks` chunks."""
-    return Contract("latents", (Wanted("latents", ((Free("chunks", chunks), *chunk_shape),)),), max_bytes)
+    and the file must hold at least `chunks` chunks. With `whole` they may also be a clip `[C, F, h, w]`."""
+    shapes: tuple[Shape, ...] = ((Free("chunks", chunks), *chunk_shape),)
+    if whole:
+        shapes = ((chunk_shape[0], Free("F"), *chunk_shape[2:]), *shapes)
+    return Contract("clean latents", (Wanted("latents", shapes),), max_bytes)
+
+
+def video_contract(max_bytes: int = MAX_VIDEO_BYTES) -> Contract:
+    """`video` `[3, F, H, W]`: red, green and blue of F frames, from -1 to 1, which is not checked here."""
+    return Contract("frames", (Wanted("video", ((3, Free("F"), Free("H"), Free("W")),)),), max_bytes)
 
 
 def check(contract: Contract, header: Header) -> dict[str, int]:
@@ -109,11 +126,10 @@ def check(contract: Contract, header: Header) -> dict[str, int]:
     missing = [wanted for wanted in contract.tensors if wanted.required and wanted.name not in header.entries]
     unknown = sorted(set(header.entries) - known)
     if missing or unknown:
-        wanted_names = ", ".join(f"{wanted.name} {wanted.describe()}" for wanted in contract.tensors)
         faults = [f"{wanted.name} is missing" for wanted in missing] + [f"{name} is unknown" for name in unknown[:3]]
         held = ", ".join(sorted(header.entries)[:6]) or "nothing"
         raise ConfigError(
-            f"{place}: {', '.join(faults)}; expected {wanted_names}, got {held} ({len(header.entries)} in all)"
+            f"{place}: {', '.join(faults)}; expected {contract.describe()}, got {held} ({len(header.entries)} in all)"
         )
     bound: dict[str, int] = {}
     for wanted in contract.tensors:
@@ -128,6 +144,8 @@ def read(path: Path, contract: Contract) -> dict[str, Tensor]:
     Raises:
         ConfigError: what `check` and `parse_header` refuse, and values that are not finite.
     """
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist; expected {contract.what}, a safetensors file: {contract.describe()}")
     header = parse_header(path, contract.max_bytes)
     check(contract, header)
     found: dict[str, Tensor] = {}
@@ -182,13 +200,22 @@ def read_noise(path: Path, chunk_shape: tuple[int, int, int, int], *, steps: int
     return Noise(initial, found.get("renoise", initial.new_zeros(len(initial), 0, *chunk_shape)))
 
 
-def read_latents(path: Path, chunk_shape: Shape, *, chunks: int = 1) -> Tensor:
-    """Latents `[chunks, C, f, h, w]`, float32; `chunk_shape` may have `Free` sizes.
+def read_latents(path: Path, chunk_shape: Shape, *, chunks: int = 1, whole: bool = False) -> Tensor:
+    """Latents `[chunks, C, f, h, w]`, with `whole` also `[C, F, h, w]`, float32; `chunk_shape` may have `Free` sizes.
 
     Raises:
         ConfigError: see `read` and `latents_contract`.
     """
-    return read(path, latents_contract(chunk_shape, chunks=chunks))["latents"]
+    return read(path, latents_contract(chunk_shape, chunks=chunks, whole=whole))["latents"]
+
+
+def read_video(path: Path) -> Tensor:
+    """Frames `[3, F, H, W]`, float32.
+
+    Raises:
+        ConfigError: see `read` and `video_contract`.
+    """
+    return read(path, video_contract())["video"]
 
 
 def not_finite(tensor: Tensor) -> str:

@@ -18,7 +18,7 @@ COLD = {
     "streamdiff.models.tiny.world": "draws the training world",
     "streamdiff.models.tiny.weights": "files",
     "streamdiff.models.conditioning": "files",
-    "streamdiff.models.latents_file": "files",
+    "streamdiff.models.tensor_files": "files",
     "streamdiff.pipeline.balance": "measures before the first chunk",
 }
 ALLOWED = {

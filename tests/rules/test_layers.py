@@ -22,7 +22,7 @@ LAYERS = (
     ("pipeline",),
     ("state",),
     ("models",),
-    ("config", "device", "tensor_files", "whole"),
+    ("config", "device", "whole"),
     ("errors", "clock", "version"),
 )
 RANK = {name: rank for rank, names in enumerate(reversed(LAYERS)) for name in names}

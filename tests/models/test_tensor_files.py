@@ -1,4 +1,4 @@
-"""Latents to a file, chunk by chunk: whole at its place, or not there at all."""
+"""A tensor to a file, part by part: whole at its place, or not there at all."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from streamdiff.errors import ConfigError
+from streamdiff.errors import ConfigError, StreamdiffError
 from streamdiff.models.conditioning import read_latents
 from streamdiff.models.headers import parse_header
-from streamdiff.models.latents_file import LatentsWriter, check_target, write_latents
+from streamdiff.models.tensor_files import NORMALISED, check_target, write_tensor, writing
 
 CHUNK = (4, 3, 2, 5)
 
@@ -21,7 +21,7 @@ CHUNK = (4, 3, 2, 5)
 @pytest.mark.parametrize("chunks", [1, 2, 13])
 def test_what_is_written_is_read_by_safetensors_and_by_us(tmp_path: Path, chunks: int) -> None:
     path, latents = tmp_path / "out.safetensors", torch.randn(chunks, *CHUNK)
-    write_latents(path, latents, {"model": "wan"})
+    write_tensor(path, "latents", latents, {**NORMALISED, "model": "wan"})
     assert torch.equal(load_file(path)["latents"], latents)
     assert torch.equal(read_latents(path, CHUNK, chunks=chunks), latents)
     with safe_open(path, "pt") as file:
@@ -33,10 +33,10 @@ def test_what_is_written_is_read_by_safetensors_and_by_us(tmp_path: Path, chunks
 def test_chunks_may_come_one_by_one_in_any_float_format(tmp_path: Path) -> None:
     path = tmp_path / "out.safetensors"
     latents = torch.randn(3, *CHUNK).to(torch.bfloat16)
-    with LatentsWriter(path, CHUNK) as writer:
+    with writing(path, "latents", CHUNK) as writer:
         for number, chunk in enumerate(latents):
             writer.add(chunk.transpose(0, 1).contiguous().transpose(0, 1))  # its numbers lie in another order
-            assert writer.chunks == number + 1
+            assert writer.parts == number + 1
             assert not path.exists(), "nothing is at the target before the end"
     assert torch.equal(load_file(path)["latents"], latents.float())
 
@@ -44,13 +44,13 @@ def test_chunks_may_come_one_by_one_in_any_float_format(tmp_path: Path) -> None:
 def test_a_file_that_was_there_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "out.safetensors"
     for value in (1.0, 2.0):
-        write_latents(path, torch.full((1, *CHUNK), value))
+        write_tensor(path, "latents", torch.full((1, *CHUNK), value))
         assert read_latents(path, CHUNK)[0, 0, 0, 0, 0] == value
 
 
 def test_numbers_begin_where_readers_expect_them(tmp_path: Path) -> None:
     """At a multiple of 8 bytes, as safetensors writes them: a reader may map them as they lie."""
-    write_latents(tmp_path / "out.safetensors", torch.ones(1, *CHUNK), {"note": "abc"})
+    write_tensor(tmp_path / "out.safetensors", "latents", torch.ones(1, *CHUNK), {"note": "abc"})
     length = int.from_bytes((tmp_path / "out.safetensors").read_bytes()[:8], "little")
     assert length % 8 == 0
 
@@ -63,45 +63,55 @@ def test_an_error_on_the_way_leaves_what_was_there(
     path = tmp_path / "out.safetensors"
     if before is not None:
         path.write_bytes(before)
-    with pytest.raises(error), LatentsWriter(path, CHUNK) as writer:
+    with pytest.raises(error), writing(path, "latents", CHUNK) as writer:
         writer.add(torch.zeros(CHUNK))
         raise error
     assert [p.read_bytes() for p in tmp_path.iterdir()] == ([] if before is None else [before])
 
 
 @pytest.mark.parametrize(
-    ("chunk", "message"),
+    ("chunk", "error", "message"),
     [
-        (torch.zeros(4, 3, 2, 6), r"chunk 1: expected shape \[4, 3, 2, 5\], got \[4, 3, 2, 6\]"),
-        (torch.zeros(1, *CHUNK), r"got \[1, 4, 3, 2, 5\]"),
-        (torch.full(CHUNK, torch.nan), r"chunk 1: expected finite latents, got nan at \[0, 0, 0, 0\] \(120 of 120"),
+        (torch.zeros(4, 3, 2, 6), ValueError, r"latents\[1\]: expected shape \[4, 3, 2, 5\], got \[4, 3, 2, 6\]"),
+        (torch.zeros(1, *CHUNK), ValueError, r"got \[1, 4, 3, 2, 5\]"),
+        (
+            torch.full(CHUNK, torch.nan),
+            StreamdiffError,
+            r"latents\[1\]: expected finite values, got nan at \[0, 0, 0, 0\] \(120 of 120",
+        ),
+        (torch.full(CHUNK, 1e300, dtype=torch.float64), StreamdiffError, "got inf"),
     ],
 )
 def test_a_chunk_that_does_not_fit_is_refused_and_nothing_is_left(
-    tmp_path: Path, chunk: torch.Tensor, message: str
+    tmp_path: Path, chunk: torch.Tensor, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message), LatentsWriter(tmp_path / "out", CHUNK) as writer:
+    with pytest.raises(error, match=message), writing(tmp_path / "out.safetensors", "latents", CHUNK) as writer:
         writer.add(torch.zeros(CHUNK))
         writer.add(chunk)
     assert os.listdir(tmp_path) == []
 
 
 def test_a_stream_without_chunks_gives_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no chunk was made"), LatentsWriter(tmp_path / "out", CHUNK):
+    with (
+        pytest.raises(ValueError, match="no part was made"),
+        writing(tmp_path / "out.safetensors", "latents", CHUNK),
+    ):
         pass
-    with pytest.raises(ValueError, match=r"expected latents \[chunks, C, f, h, w\], got \[4, 3, 2, 5\]"):
-        write_latents(tmp_path / "out", torch.zeros(CHUNK))
     assert os.listdir(tmp_path) == []
 
 
 def test_a_target_that_cannot_be_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    (tmp_path / "folder.safetensors").mkdir()
+    before = sorted(os.listdir(tmp_path))
     for path, message in (
-        (tmp_path, "this is a folder"),
-        (tmp_path / "none" / "out", "none does not exist"),
-        (tmp_path / "file" / "out", "file does not exist"),
+        (tmp_path / "folder.safetensors", "this is a folder"),
+        (tmp_path / "none" / "out.safetensors", "none of out.safetensors does not exist; create it first"),
+        (tmp_path / "file" / "out.safetensors", "file of out.safetensors does not exist"),
+        (tmp_path / "out.pt", r"a file's name that ends in \.safetensors, but this ends in '\.pt'"),
     ):
-        for call in (lambda path=path: check_target(path), lambda path=path: LatentsWriter(path, CHUNK)):
-            with pytest.raises(ConfigError, match=message):
-                call()
-    assert os.listdir(tmp_path) == ["file"]
+        with pytest.raises(ConfigError, match=message):
+            check_target(path)
+        with pytest.raises(ConfigError, match=message), writing(path, "latents", CHUNK):
+            pass
+    assert sorted(os.listdir(tmp_path)) == before

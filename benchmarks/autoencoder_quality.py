@@ -23,7 +23,7 @@ from streamdiff import clock
 from streamdiff.errors import ConfigError, StreamdiffError
 from streamdiff.models.taehv import TAEHV, Memory
 from streamdiff.models.tiny import world
-from streamdiff.models.tiny.model import WEIGHTS, load_autoencoder
+from streamdiff.models.tiny.model import WEIGHTS, load_decoder
 from streamdiff.models.tiny.train_autoencoder import AUTOENCODER, encode_groups
 
 SUMMARY = "Judge what is left of random clips of the world after encoding and decoding."
@@ -40,7 +40,7 @@ def load_weights(path: Path) -> TAEHV:
         ConfigError: neither of the two is at `path`.
     """
     if path.is_dir():
-        return load_autoencoder(path, torch.device("cpu"))[0]
+        return load_decoder(path, torch.device("cpu")).model.autoencoder
     if path.suffix == ".pt" and path.is_file():
         model = TAEHV(AUTOENCODER)
         model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["model"])

@@ -12,8 +12,9 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
 from streamdiff.models.base import Model, ModelSpec
+from streamdiff.models.latents import Normalisation
 from streamdiff.models.taehv import TAEHV, Config
-from streamdiff.models.tiny.model import TinyDecoder
+from streamdiff.models.taehv_stream import StreamingTaehv, TaehvDecoder
 from streamdiff.models.tiny.text import TEXT_TOKENS, WIDTH, TinyText, build_encoder, build_tokenizer
 from streamdiff.models.wan.transformer import WanDenoiser
 
@@ -97,6 +98,11 @@ def small_parts(seed: int, *, layers: int = 2, heads: int = 2, head_dim: int = 1
     return Parts(small_text(seed), transformer, small_autoencoder(seed), mean, std)
 
 
+def small_decoder(autoencoder: TAEHV, mean: torch.Tensor, std: torch.Tensor) -> TaehvDecoder:
+    """The decoder half, with these statistics of its latents `[C]`."""
+    return TaehvDecoder(StreamingTaehv(autoencoder, Normalisation(mean.tolist(), std.tolist(), CPU)))
+
+
 def small_model(
     seed: int = 0,
     *,
@@ -126,5 +132,5 @@ def small_model(
         steps=(4, 2),
         text_shape=(TEXT_TOKENS, WIDTH),
     )
-    decoder = TinyDecoder(parts.autoencoder, parts.mean, parts.std)
+    decoder = small_decoder(parts.autoencoder, parts.mean, parts.std)
     return Model(spec, WanDenoiser(parts.transformer), parts.text, decoder)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,15 +11,14 @@ from torch import Tensor
 from streamdiff.errors import ConfigError
 from streamdiff.models.base import StreamDecoder
 from streamdiff.models.checkpoint import read_tensors
-from streamdiff.models.latents import Normalisation
-from streamdiff.models.taehv import Config
+from streamdiff.models.files import read_object
 from streamdiff.models.taehv_stream import (
     StreamingTaehv,
     TaehvDecoder,
     TaehvEncoder,
-    build,
     from_tensors,
     is_taehv,
+    load_folder,
     space_of,
 )
 from streamdiff.models.tiny.model import WEIGHTS
@@ -96,7 +93,7 @@ def load_encoder(
 def native_fps(path: str | Path) -> float:
     """Frames per second at which a video of this autoencoder's model moves as intended; Wan's where nothing says."""
     index = _resolve(path).parent / "model_index.json"
-    tree = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else {}
+    tree = read_object(index) if index.is_file() else {}
     return float(tree.get("stream", {}).get("native_fps", WAN_FPS))
 
 
@@ -138,12 +135,8 @@ def _load_folder(
     if vae_weights.read_config(folder / "config.json") is not None:
         return vae_weights.load(folder, half, device, dtype)
     path = folder / "config.json"
-    stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    stored = read_object(path) if path.is_file() else {}
     if stored.get("_class_name") != "TAEHV":
         held = f"_class_name {stored.get('_class_name')!r}" if stored else "nothing"
         raise ConfigError(f"{path} says {held}; an autoencoder's says {vae_weights.CLASS} or TAEHV")
-    known = {field.name for field in fields(Config)}
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known}
-    tensors = read_tensors(folder / FILE)
-    autoencoder = build(folder / FILE, tensors, Config(**values), device, dtype)
-    return StreamingTaehv(autoencoder, Normalisation(stored["latents_mean"], stored["latents_std"], device))
+    return load_folder(folder, device, dtype)

@@ -24,18 +24,21 @@ WAN_STD = (
 
 
 class Normalisation:
-    """Between raw and normalised latents `[B, C, F, h, w]`; computes in float32, gives float32."""
+    """Between raw and normalised latents `[B, C, F, h, w]`; computes in float32, gives float32.
+
+    `mean` and `std` are `[1, C, 1, 1, 1]`, float32.
+    """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], device: torch.device) -> None:
-        self._mean, self._std = (
+        self.mean, self.std = (
             torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, 1, 1, 1) for values in (mean, std)
         )
 
     def apply(self, raw: Tensor) -> Tensor:
-        return (raw.float() - self._mean) / self._std
+        return (raw.float() - self.mean) / self.std
 
     def undo(self, latents: Tensor) -> Tensor:
-        return latents.float() * self._std + self._mean
+        return latents.float() * self.std + self.mean
 
 
 def split_whole(pending: Tensor | None, frames: Tensor, first: int, group: int) -> tuple[Tensor, Tensor | None]:

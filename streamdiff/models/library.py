@@ -262,13 +262,13 @@ def load_text(place: Place, spec: ModelSpec, device: torch.device) -> TextEncode
 
 
 def load_decoder(place: Place, device: torch.device, dtype: torch.dtype = torch.float32) -> StreamDecoder:
-    """What turns latents into pictures.
+    """What turns latents into pictures, in `dtype` unless it is the embedded model's.
 
     Raises:
         ConfigError: there is none.
     """
-    if place.embedded and place.vae is not None:
-        return tiny.load_autoencoder(Path(place.vae).parent, device)[1]
+    if place.embedded:
+        dtype = torch.float32  # a small one gains nothing from less
     vae = place.vae
     if vae is None and place.entry is not None:
         files = catalogue.parts().autoencoders[place.entry.autoencoder].weights

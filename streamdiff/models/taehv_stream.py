@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
+from streamdiff.models.checkpoint import read_tensors
+from streamdiff.models.files import read_object
 from streamdiff.models.fit import check_finite, check_fit
 from streamdiff.models.latents import (
     WAN_CHANNELS,
@@ -25,9 +27,9 @@ from streamdiff.models.latents import (
     WAN_STD,
     Normalisation,
     split_whole,
-    to_bytes,
 )
 from streamdiff.models.taehv import TAEHV, Config, Memory
+from streamdiff.models.wan.weights import FILE
 
 LatentSpace = Literal["normalised", "raw"]
 _RAW_NAME, _NORMALISED_NAME = "lighttae", "tae"
@@ -81,7 +83,9 @@ class TaehvDecoder(_Half):
         Raises:
             ValueError: latents of another shape.
         """
-        return to_bytes(self.decode_video(latents, memory))
+        with torch.inference_mode():
+            frames = self._frames(latents, memory)[0]
+            return (frames * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
     @torch.inference_mode()
     def decode_video(self, latents: Tensor, memory: Memory) -> Tensor:
@@ -90,12 +94,16 @@ class TaehvDecoder(_Half):
         Raises:
             ValueError: as `decode`.
         """
+        return self._frames(latents, memory).transpose(1, 2) * 2 - 1
+
+    def _frames(self, latents: Tensor, memory: Memory) -> Tensor:
+        """Frames float32 `[B, n, 3, H, W]` in [0, 1], as `decode_video`. Mutates: memory."""
         if latents.ndim != 5 or latents.shape[1] != self.latent_channels or 0 in latents.shape:
             raise ValueError(f"latents are {list(latents.shape)}; expected [B, {self.latent_channels}, F, h, w]")
         if self.model.normalisation is not None:
             latents = self.model.normalisation.undo(latents)
         frames = self.model.autoencoder.decode(latents.to(self.dtype).transpose(1, 2), memory)
-        return frames.transpose(1, 2).float().clamp(0, 1) * 2 - 1
+        return frames.float().clamp(0, 1)
 
 
 class TaehvEncoder(_Half):
@@ -191,6 +199,26 @@ def from_tensors(
             )
         normalisation = Normalisation(WAN_MEAN, WAN_STD, device)
     return StreamingTaehv(build(path, tensors, config, device, dtype), normalisation)
+
+
+def load_folder(folder: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> StreamingTaehv:
+    """The autoencoder of a folder with weights and a `config.json`: the fields of `Config`, latents_mean, latents_std.
+
+    Raises:
+        ConfigError: a file is missing or damaged; the configuration lacks what is in no tensor; as `build`.
+    """
+    stored, file = read_object(folder / "config.json"), folder / FILE
+    if missing := [key for key in ("latents_mean", "latents_std") if key not in stored]:
+        raise ConfigError(f"{folder / 'config.json'} has no {' and no '.join(missing)}")
+    autoencoder = build(file, read_tensors(file), config_from(stored), device, dtype)
+    return StreamingTaehv(autoencoder, Normalisation(stored["latents_mean"], stored["latents_std"], device))
+
+
+def config_from(stored: Mapping[str, Any]) -> Config:
+    """The shape in a `config.json`; what it does not say is as in the published network."""
+    known = {field.name for field in fields(Config)}
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known}
+    return Config(**values)
 
 
 def build(path: Path, tensors: Mapping[str, Tensor], config: Config, device: torch.device, dtype: torch.dtype) -> TAEHV:

@@ -67,7 +67,7 @@ class TensorWriter:
         numbers = part.detach().to("cpu", torch.float32).contiguous()
         if fault := not_finite(numbers):
             raise StreamdiffError(f"{where}: expected finite values, got {fault}; nothing is written")
-        self._file.write(numbers.numpy())
+        self._file.write(numbers.numpy().data)
         self.parts += 1
 
     def finish(self) -> None:

@@ -13,10 +13,20 @@ import torch
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.tiny import model as tiny
-from streamdiff.models.tiny.model import TinyDecoder
 from streamdiff.pipeline.loading import own_device
 from streamdiff.pipeline.runtime import Frames, Runtime, load_runtime
-from tests.small import AUTOENCODER, BLUE, CPU, LATENT_SIDE, RED, WHITE, small_autoencoder, small_model, small_parts
+from tests.small import (
+    AUTOENCODER,
+    BLUE,
+    CPU,
+    LATENT_SIDE,
+    RED,
+    WHITE,
+    small_autoencoder,
+    small_decoder,
+    small_model,
+    small_parts,
+)
 
 MODEL = small_model(4)
 CHUNK = MODEL.spec.chunk_frames
@@ -109,7 +119,7 @@ def test_exactly_the_minimum_lead_keeps_the_stream_going(kv_context: str, trimme
     """Frames are shown one by one, and frames made but not shown never exceed the lead."""
     autoencoder = small_autoencoder(0, replace(AUTOENCODER, frames_to_trim=trimmed))
     parts = small_parts(4)
-    runtime = Runtime(replace(MODEL, decoder=TinyDecoder(autoencoder, parts.mean, parts.std)), CPU)
+    runtime = Runtime(replace(MODEL, decoder=small_decoder(autoencoder, parts.mean, parts.std)), CPU)
     open_session(runtime, kv_context=kv_context)
     lead = runtime.minimum_lead(steps=4, kv_context=kv_context)
     made = shown = 0
@@ -200,9 +210,9 @@ def test_a_prompt_change_leaves_the_frames_before_it_alone(runtime: Runtime) -> 
 def test_an_error_while_decoding_comes_out_of_step() -> None:
     """A decoder for other latents than the model's: real parts that do not fit together."""
     wrong = small_autoencoder(0, replace(AUTOENCODER, latent_channels=5))
-    runtime = Runtime(replace(MODEL, decoder=TinyDecoder(wrong, torch.zeros(5), torch.ones(5))), CPU)
+    runtime = Runtime(replace(MODEL, decoder=small_decoder(wrong, torch.zeros(5), torch.ones(5))), CPU)
     open_session(runtime)
-    with pytest.raises(RuntimeError, match="5"):
+    with pytest.raises(ValueError, match=r"expected \[B, 5, F, h, w\]"):
         take(runtime, 0, 1)
     runtime.close()
 

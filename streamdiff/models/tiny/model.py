@@ -6,18 +6,19 @@ model_index.json   transformer/   text_encoder/   tokenizer/   vae/{config.json,
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.base import Model, ModelSpec, Trunk
-from streamdiff.models.taehv import TAEHV, Config, Memory
+from streamdiff.models.taehv import TAEHV
+from streamdiff.models.taehv_stream import TaehvDecoder, config_from, load_folder
 from streamdiff.models.tiny.text import TEXT_TOKENS, TinyText
 from streamdiff.models.wan.transformer import WanDenoiser
 from streamdiff.models.wan.weights import FILE, load_blocks
@@ -33,26 +34,6 @@ PARTS = (
     "vae/config.json",
     f"vae/{FILE}",
 )
-
-
-class TinyDecoder:
-    """The TAEHV decoder behind the `StreamDecoder` protocol: undoes the latents' normalisation, gives uint8 frames."""
-
-    def __init__(self, autoencoder: TAEHV, mean: Tensor, std: Tensor) -> None:
-        self.autoencoder = autoencoder
-        self.mean, self.std = mean.view(1, 1, -1, 1, 1), std.view(1, 1, -1, 1, 1)
-
-    def new_memory(self) -> Memory:
-        return Memory()
-
-    def decode(self, latents: Tensor, memory: Memory) -> Tensor:
-        with torch.inference_mode():
-            frames = self.decode_float(latents, memory)[0]
-            return (frames.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
-
-    def decode_float(self, latents: Tensor, memory: Memory) -> Tensor:
-        """Normalised latents `[B, C, F, h, w]` to frames `[B, n, 3, H, W]`, about [0, 1]. Mutates: memory."""
-        return self.autoencoder.decode(latents.transpose(1, 2) * self.std + self.mean, memory)
 
 
 def load(
@@ -71,7 +52,7 @@ def load(
     trunk = load_trunk(folder, device, name, blocks)
     text = TinyText.load(folder)
     torch.nn.Module.to(text.encoder, device)
-    decoder = load_autoencoder(folder, device)[1] if decodes else None
+    decoder = load_decoder(folder, device) if decodes else None
     return Model(trunk.spec, trunk.denoiser, text, decoder)
 
 
@@ -98,7 +79,7 @@ def read_spec(folder: Path, name: str = "tiny") -> ModelSpec:
                 "text_encoder, tokenizer and vae. Use the embedded model with `--model tiny`, or train one with "
                 "`python -m streamdiff.models.tiny.train`"
             )
-    autoencoder = _autoencoder_config(_read(folder / "vae" / "config.json"))
+    autoencoder = config_from(_read(folder / "vae" / "config.json"))
     index = _read(folder / "model_index.json")["stream"]
     return ModelSpec(
         name=name,
@@ -112,29 +93,18 @@ def read_spec(folder: Path, name: str = "tiny") -> ModelSpec:
     )
 
 
-def load_autoencoder(folder: Path, device: torch.device) -> tuple[TAEHV, TinyDecoder]:
-    """The autoencoder and its decoder half ready for streaming."""
-    stored = _read(folder / "vae" / "config.json")
-    autoencoder = TAEHV(_autoencoder_config(stored))
-    autoencoder.load_state_dict(_weights(folder / "vae"))
-    autoencoder.eval().to(device).channels_last()
-    mean, std = (torch.tensor(stored[key], device=device) for key in ("latents_mean", "latents_std"))
-    return autoencoder, TinyDecoder(autoencoder, mean, std)
+def load_decoder(folder: Path, device: torch.device) -> TaehvDecoder:
+    """The decoder of the model under `folder`, in float32; the whole autoencoder is in it.
 
-
-def _autoencoder_config(stored: dict[str, Any]) -> Config:
-    known = {field.name for field in fields(Config)}
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known}
-    return Config(**values)
+    Raises:
+        ConfigError: see `load_folder`.
+    """
+    return TaehvDecoder(load_folder(folder / "vae", device))
 
 
 def _read(path: Path) -> dict[str, Any]:
     tree: dict[str, Any] = json.loads(path.read_text())
     return tree
-
-
-def _weights(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor.float() for name, tensor in load_file(folder / FILE).items()}
 
 
 def save(

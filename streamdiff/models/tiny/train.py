@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from streamdiff.errors import ConfigError
+from streamdiff.models.taehv_stream import TaehvDecoder
 from streamdiff.models.tiny import model, train_autoencoder, train_denoiser, training, world
 from streamdiff.models.tiny.windows import CHUNK, CHUNKS, latent_statistics
 
@@ -106,8 +107,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         first = budget("autoencoder", args.stage in ("all", "autoencoder"))
         if begin is not None:
-            assert isinstance(begin.decoder, model.TinyDecoder)
-            autoencoder = begin.decoder.autoencoder
+            assert isinstance(begin.decoder, TaehvDecoder)
+            autoencoder = begin.decoder.model.autoencoder
         else:
             autoencoder = train_autoencoder.train(args.out, first, args.seed, device, args.batch)
         parts = None

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from streamdiff.models import sampling
 from streamdiff.models.base import Model
 from streamdiff.models.taehv import TAEHV
+from streamdiff.models.taehv_stream import TaehvDecoder
 from streamdiff.models.tiny import prompts, training, wear, world
-from streamdiff.models.tiny.model import TinyDecoder
 from streamdiff.models.tiny.text import WIDTH, TinyText, build_encoder, build_tokenizer
 from streamdiff.models.tiny.windows import CHUNK, CHUNKS, Pool, Starts, Windows, latent_statistics
 from streamdiff.models.wan import rotary
@@ -307,11 +307,13 @@ def _begin(
     if plan.begin is None:
         return network, latent_statistics(autoencoder, torch.Generator().manual_seed(seed), device)
     assert isinstance(plan.begin.text, TinyText)
-    assert isinstance(plan.begin.decoder, TinyDecoder)
+    assert isinstance(plan.begin.decoder, TaehvDecoder)
+    normalisation = plan.begin.decoder.model.normalisation
+    assert normalisation is not None, "a folder always says it"
     network.transformer.load_state_dict(plan.begin.denoiser.model.state_dict())
     network.encoder.load_state_dict(plan.begin.text.encoder.state_dict())
     network.encoder.requires_grad_(False)
-    return network, (plan.begin.decoder.mean.flatten(), plan.begin.decoder.std.flatten())
+    return network, (normalisation.mean.flatten(), normalisation.std.flatten())
 
 
 def train(

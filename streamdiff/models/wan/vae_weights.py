@@ -6,7 +6,6 @@ without memory, and only the half that is wanted gets weights.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint import read_tensors
+from streamdiff.models.files import read_object
 from streamdiff.models.fit import check_finite, check_fit
 from streamdiff.models.latents import WAN_CHANNELS
 from streamdiff.models.wan.vae_names import is_original, to_diffusers
@@ -66,16 +66,11 @@ def read_config(path: Path) -> dict[str, Any] | None:
     original repositories keep the transformer's beside the autoencoder).
 
     Raises:
-        ConfigError: not a JSON object.
+        ConfigError: it cannot be read, or is not a JSON object.
     """
     if not path.is_file():
         return None
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold an object, but holds {type(tree).__name__}")
+    tree = read_object(path)
     return tree if tree.get("_class_name") == CLASS else None
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamdiff.models.taehv import TAEHV
+from streamdiff.models.taehv_stream import TaehvDecoder
 from streamdiff.models.tiny import model, train, train_autoencoder, train_denoiser, training, world
 from streamdiff.models.tiny.text import TinyText
 from tests.small import CPU
@@ -248,8 +249,8 @@ def test_a_finished_model_is_trained_further(tmp_path: Path) -> None:
         new = model.load(out / "model", CPU)
         assert isinstance(new.text, TinyText) and isinstance(old.text, TinyText)
         assert equal(new.text.encoder.state_dict(), old.text.encoder.state_dict())
-        assert isinstance(new.decoder, model.TinyDecoder) and isinstance(old.decoder, model.TinyDecoder)
-        assert equal(new.decoder.autoencoder.state_dict(), old.decoder.autoencoder.state_dict())
+        assert isinstance(new.decoder, TaehvDecoder) and isinstance(old.decoder, TaehvDecoder)
+        assert equal(new.decoder.model.autoencoder.state_dict(), old.decoder.model.autoencoder.state_dict())
         pairs = zip(new.denoiser.model.parameters(), old.denoiser.model.parameters(), strict=True)
         moved.append(max(float((a - b).detach().abs().max()) for a, b in pairs))
     assert 0 < moved[0] < 0.1 * moved[1]
@@ -261,5 +262,4 @@ def test_minutes_stop_a_run(tmp_path: Path) -> None:
     arguments = ["--out", str(out), "--stage", "autoencoder", "--batch", "1", "--device", "cpu", "--threads", "1"]
     assert train.main([*arguments, "--minutes", "0.001", "--steps", "1000"]) == 0
     assert torch.load(out / "autoencoder.pt", weights_only=True)["step"] < 100
-    loaded, _ = model.load_autoencoder(out / "model", CPU)
-    assert loaded.config == train_autoencoder.AUTOENCODER
+    assert model.load_decoder(out / "model", CPU).config == train_autoencoder.AUTOENCODER

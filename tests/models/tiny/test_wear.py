@@ -90,8 +90,12 @@ def test_empty_latents_are_those_of_the_bare_backgrounds() -> None:
     from streamdiff.models.tiny import model
     from streamdiff.models.tiny.model import WEIGHTS
 
-    autoencoder, decoder = model.load_autoencoder(WEIGHTS, CPU)
-    latents = wear.empty_latents(autoencoder, decoder.mean.flatten(), decoder.std.flatten(), CPU)
-    frames = decoder.decode_float(latents[:, :, None].expand(-1, -1, CHUNK, -1, -1), decoder.new_memory())[:, -1]
+    decoder = model.load_decoder(WEIGHTS, CPU)
+    normalisation = decoder.model.normalisation
+    assert normalisation is not None
+    mean, std = normalisation.mean.flatten(), normalisation.std.flatten()
+    latents = wear.empty_latents(decoder.model.autoencoder, mean, std, CPU)
+    video = decoder.decode_video(latents[:, :, None].expand(-1, -1, CHUNK, -1, -1), decoder.new_memory())
+    frames = (video[:, :, -1] + 1) / 2
     truth = world.empty(torch.arange(len(world.BACKGROUNDS)))
     assert (frames - truth).abs().mean() < 0.02

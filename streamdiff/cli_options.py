@@ -20,7 +20,7 @@ class Option:
 
 
 MODEL = (
-    Option("--model", "model.name", str, "NAME", "`tiny`, a name that `streamdiff models` lists, or a path"),
+    Option("--model", "model.name", str, "NAME", "`tiny`, a name that `streamdiff models` lists, a hub id, or a path"),
     Option("--device", "model.device", str, "DEVICE", "auto, cpu or cuda (default auto: cuda where there is one)"),
     Option("--threads", "model.threads", int, "N", "CPU threads of the transformer"),
     Option("--steps", "model.steps", int, "N", "denoise steps per chunk: 4, or 2 for twice the speed"),

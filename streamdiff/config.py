@@ -29,6 +29,7 @@ class ModelConfig(_Section):
     weights: str | None = Field(None, description="the transformer's checkpoint, instead of the published one")
     vae: str | None = Field(None, description="the autoencoder: a folder or file, instead of the published one")
     text_encoder: str | None = Field(None, description="a folder in diffusers' layout with text_encoder and tokenizer")
+    keep_text_encoder: bool = Field(True, description="keep its weights in memory, or read them again for every text")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on cuda, float32 on cpu")
     attention: Literal["auto", "math", "flash", "efficient", "cudnn"] = Field(
         "auto", description="attention kernel, tried out at the start; auto: torch's choice"

@@ -170,6 +170,30 @@ def test_parts_that_are_in_the_hubs_cache_are_used(
     assert "on disk" in models_report_of("self-forcing")
 
 
+def test_a_repository_of_the_hub_lends_its_parts(files: Files, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its transformer is not asked for where another stands in: what is missing of it does not matter."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    parts = {str(path.relative_to(files.text)): path for path in files.text.rglob("*") if path.is_file()}
+    parts |= {f"vae/{path.name}": path for path in files.vae.iterdir()}
+    lay(tmp_path / "hub", "someone/Wan", parts)
+    outs = []
+    for model in ("someone/Wan", "self-forcing"):
+        out = tmp_path / f"{len(outs)}.safetensors"
+        command = ["generate", "--model", model, *files.flags, "--prompt", PROMPT, "--chunks", "1", "--no-decode"]
+        if model == "someone/Wan":
+            at = command.index("--text-encoder")
+            del command[at : at + 2]
+            command += ["--steps", "1000,750,500,250", "--shift", "5", "--warp", "--rope", "absolute"]
+        assert cli.main([*command, "--latents-out", str(out)]) == 0
+        outs.append(load_file(out)["latents"])
+    torch.testing.assert_close(outs[0], outs[1], rtol=1e-4, atol=1e-4)
+    assert (
+        cli.main(["generate", "--model", "no/one", "--chunks", "1", "--latents-out", str(tmp_path / "x.safetensors")])
+        == 2
+    )
+
+
 def lay(cache: Path, repo: str, parts: dict[str, Path]) -> None:
     """A repository in the hub's cache."""
     folder, commit = cache / f"models--{repo.replace('/', '--')}", "0" * 40

@@ -21,7 +21,13 @@ def fetch(files: Files) -> list[Path]:
 
 
 def fetch_folder(files: Files) -> Path:
-    """A folder with the files, which are patterns such as `text_encoder/*`; fetched first if they are not in the cache.
+    """A folder with the files, which are patterns; see `fetch_patterns`."""
+    return fetch_patterns(files.repo, files.files)
+
+
+def fetch_patterns(repo: str, patterns: Sequence[str]) -> Path:
+    """A folder with the files of a repository that match patterns such as `text_encoder/*`; fetched first if they are
+    not in the cache.
 
     Raises:
         ConfigError: see `fetch`.
@@ -30,9 +36,9 @@ def fetch_folder(files: Files) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(files.repo, allow_patterns=list(files.files)))
+        return Path(snapshot_download(repo, allow_patterns=list(patterns)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise _no_way(files.repo, files.files, error) from None
+        raise _no_way(repo, patterns, error) from None
 
 
 def folder_on_disk(files: Files) -> Path | None:

@@ -48,6 +48,7 @@ class Parts:
 
 
 NOTHING = Parts()
+_FILES = (".safetensors", ".pt", ".pth", ".bin", ".json")
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,9 @@ class Place:
 
 
 def find(name: str, parts: Parts = NOTHING) -> Place:
-    """The model called `name`: `tiny`, a name of the catalogue, a folder in diffusers' layout or with weights, or a
-    file. Files of published models are fetched if they are not there and no part takes their place.
+    """The model called `name`: `tiny`, a name of the catalogue, a folder in diffusers' layout or with weights, a file,
+    or a repository of the hub in diffusers' layout. What is published is fetched if it is not there and no part takes
+    its place.
 
     Raises:
         ConfigError: no such model, or a file that can neither be found nor fetched.
@@ -79,8 +81,13 @@ def find(name: str, parts: Parts = NOTHING) -> Place:
         return _with(_of_folder(name, folder), parts)
     if folder.is_file():
         return _with(Place(name, TransformerSource(folder)), parts)
-    if "/" in name or folder.suffix in (".safetensors", ".pt", ".pth"):
-        raise ConfigError(f"--model is {name}: there is no such file or folder; `streamdiff models` lists names")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and folder.suffix not in _FILES:
+        return _with(_of_folder(name, _from_hub(name, parts)), parts)
+    if "/" in name or folder.suffix in _FILES:
+        raise ConfigError(
+            f"--model is {name}: there is no such file or folder, and it is no repository of the hub (OWNER/NAME); "
+            "`streamdiff models` lists names"
+        )
     return _of_entry(catalogue.find(name), parts)
 
 
@@ -89,6 +96,15 @@ def _of_folder(name: str, folder: Path) -> Place:
     source = TransformerSource(there.get("transformer", folder))
     vae = str(there["vae"]) if "vae" in there else None
     return Place(name, source, folder, vae, folder if "text_encoder" in there else None)
+
+
+def _from_hub(repo: str, parts: Parts) -> Path:
+    """The folder of a repository's files, as far as they are needed."""
+    wanted = {"transformer": parts.weights, "vae": parts.vae, "text_encoder": parts.text_encoder}
+    needed = ["*.json", *(f"{part}/*" for part, own in wanted.items() if own is None)]
+    if parts.text_encoder is None:
+        needed.append("tokenizer/*")
+    return hub.fetch_patterns(repo, needed)
 
 
 def _of_entry(entry: Entry, parts: Parts) -> Place:
@@ -235,8 +251,9 @@ def load_transformer(
     return denoiser
 
 
-def load_text(place: Place, spec: ModelSpec, device: torch.device) -> TextEncoder:
-    """The text encoder; that of a large model stays on the CPU, and puts embeddings on `device`.
+def load_text(place: Place, spec: ModelSpec, device: torch.device, keep: bool = True) -> TextEncoder:
+    """The text encoder; that of a large model stays on the CPU, and puts embeddings on `device`. Its weights come with
+    the first text; without `keep` they go after every text.
 
     Raises:
         ConfigError: there is none.
@@ -256,7 +273,7 @@ def load_text(place: Place, spec: ModelSpec, device: torch.device) -> TextEncode
             "tokenizer as --text-encoder, or embeddings as --prompt-embeds"
         )
     length, width = spec.text_shape
-    encoder = WanText(folder, length=length, width=width, output=device)
+    encoder = WanText(folder, length=length, width=width, output=device, keep=keep)
     cache = EmbeddingCache(_CACHE_BYTES)
     return CachedText(encoder, cache, identity=encoder.identity, revision=encoder.revision, length=length)
 

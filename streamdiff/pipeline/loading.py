@@ -111,7 +111,7 @@ def load_model(config: ModelConfig, device: torch.device, blocks: Run | None = N
     torch.set_num_threads(config.threads)
     place, spec = place_of(config), read_spec(config)
     denoiser = library.load_transformer(place, device, dtype_of(config, device), blocks, config.attention)
-    return Model(spec, denoiser, library.load_text(place, spec, device), None)
+    return Model(spec, denoiser, library.load_text(place, spec, device, config.keep_text_encoder), None)
 
 
 def load_trunk(config: ModelConfig, device: torch.device, blocks: Run) -> Trunk:

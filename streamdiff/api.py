@@ -210,7 +210,7 @@ class ModelOptions(TypedDict, total=False):
     """What runs, and where.
 
     model: `tiny`, the embedded model (default), a name that `streamdiff models` lists, or a folder.
-    weights, vae, text_encoder: paths of parts in place of the model's own.
+    weights, lora, vae, text_encoder: paths of parts in place of the model's own.
     dtype: `float32` or `bfloat16`; default: bfloat16 on CUDA.
     attention: kernel, `auto`, `math`, `flash`, `efficient` or `cudnn`; tried out when the model is loaded.
     size: `WIDTHxHEIGHT` in pixels; default: the model's own.
@@ -225,6 +225,7 @@ class ModelOptions(TypedDict, total=False):
 
     model: str
     weights: str
+    lora: str
     vae: str
     text_encoder: str
     dtype: str

@@ -132,14 +132,16 @@ def _exact(arguments: argparse.Namespace) -> int:
         kv_context=config.model.kv_context,
         steps=steps,
         weights=_path(config.model.weights),
+        lora=config.model.lora,
         vae=config.model.vae,
         text_encoder=_path(config.model.text_encoder),
         dtype=config.model.dtype,
         size=config.model.size,
         attention=config.model.attention,
     )
-    lists = {"lora", "prompt_switch"}
-    given = {name: tuple(value) if name in lists else value for name, value in given.items() if value is not None}
+    given = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if value is not None
+    }
     return exact.run(replace(job, **given))
 
 

@@ -48,9 +48,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--warp", action="store_true", default=None, help="--steps are meant before the shift")
     group.add_argument("--no-decode", action="store_true", default=None, help="make latents only")
     group.add_argument(
-        "--lora", action="append", metavar="FILE[:SCALE]", help="merge a LoRA; may be given several times"
-    )
-    group.add_argument(
         "--prompt-switch",
         action="append",
         metavar="CHUNK:FILE[:POLICY]",
@@ -80,7 +77,7 @@ _OPTIONS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
      "keys and values are less alike than this (cosine, -1 to 1; StreamDiffusionV2 has 0.2)"),
     ("--stages", int, "P", "split the blocks over P stages; the result is the same"),
 )  # fmt: skip
-NAMES = (*(flag[2:].replace("-", "_") for flag, *_ in _OPTIONS), "warp", "no_decode", "lora", "prompt_switch")
+NAMES = (*(flag[2:].replace("-", "_") for flag, *_ in _OPTIONS), "warp", "no_decode", "prompt_switch")
 
 
 def asked_for(arguments: argparse.Namespace) -> bool:

@@ -36,6 +36,7 @@ MODEL = (
 )
 PARTS = (
     Option("--weights", "model.weights", str, "FILE", "the transformer's weights, in any published layout"),
+    Option("--lora", "model.lora", str, "FILE[:SCALE]", "merge a LoRA into the weights"),
     Option("--vae", "model.vae", str, "PATH", "the autoencoder (default: the model's own)"),
     Option(
         "--text-encoder", "model.text_encoder", str, "FOLDER", "with text_encoder and tokenizer, as diffusers has it"

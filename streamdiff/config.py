@@ -27,6 +27,9 @@ class ModelConfig(_Section):
 
     name: str = Field("tiny", description="`tiny`, a name of `streamdiff models`, or a folder in the embedded layout")
     weights: str | None = Field(None, description="the transformer's checkpoint, instead of the published one")
+    lora: str | None = Field(
+        None, description="FILE or FILE:SCALE, merged into the weights; instead of the published one"
+    )
     vae: str | None = Field(None, description="the autoencoder: a folder or file, instead of the published one")
     text_encoder: str | None = Field(None, description="a folder in diffusers' layout with text_encoder and tokenizer")
     keep_text_encoder: bool = Field(True, description="keep its weights in memory, or read them again for every text")

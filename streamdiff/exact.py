@@ -48,7 +48,7 @@ class Job:
     text_encoder: Path | None = None
     container: str | None = None
     model_config: Path | None = None
-    lora: tuple[str, ...] = ()
+    lora: str | None = None
     vae: str | None = None
     dtype: str = "auto"
     shift: float | None = None

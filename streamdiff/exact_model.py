@@ -42,7 +42,7 @@ def load(job: Job) -> Found:
         ConfigError: no such model, parts that are missing or do not fit, sizes that cannot be.
     """
     config = None if job.model_config is None else read_object(job.model_config)
-    loras = tuple(parse_lora(text) for text in job.lora)
+    loras = () if job.lora is None else (parse_lora(job.lora),)
     parts = Parts(job.weights, job.container, config, loras, job.vae, job.text_encoder)
     place = library.find(job.model, parts)
     device = pick_device(job.device)

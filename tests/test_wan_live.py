@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import streamdiff
 from streamdiff import cli
@@ -93,6 +93,27 @@ def test_it_runs_in_bfloat16(files: Files) -> None:
     plain, low = taken(files), taken(files, dtype="bfloat16")
     assert not np.array_equal(plain, low)
     assert np.abs(plain.astype(float) - low.astype(float)).mean() < 10
+
+
+def test_a_model_is_not_itself_without_its_lora(files: Files, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """LongLive's base alone is another model: the LoRA is fetched, or given, and merged."""
+    lora = tmp_path / "lora.safetensors"
+    generator = torch.Generator().manual_seed(1)
+    factors = {"lora_A": torch.randn(2, 128, generator=generator), "lora_B": torch.randn(128, 2, generator=generator)}
+    prefix = "base_model.model.blocks.0.self_attn.q"
+    save_file({f"{prefix}.{name}.weight": factor for name, factor in factors.items()}, lora)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    base = torch.load(files.weights, weights_only=True)
+    torch.save({"generator": base["generator_ema"]}, tmp_path / "longlive_base.pt")
+    parts = {**files.options, "weights": str(tmp_path / "longlive_base.pt")}
+    with pytest.raises(ConfigError, match=r"models/lora.pt of Efficient-Large-Model/LongLive-1.3B is not in the hub"):
+        streamdiff.open(PROMPT, model="longlive-1.3b", **parts)  # type: ignore[arg-type]
+    pictures = []
+    for scale in ("0", "1"):
+        with streamdiff.open(PROMPT, model="longlive-1.3b", lora=f"{lora}:{scale}", **parts) as session:  # type: ignore[arg-type]
+            pictures.append(np.stack(list(islice(session, FRAMES))))
+    assert not np.array_equal(*pictures)
 
 
 @pytest.mark.slow

@@ -109,12 +109,10 @@ def _from_hub(repo: str, parts: Parts) -> Path:
 
 def _of_entry(entry: Entry, parts: Parts) -> Place:
     assert entry.weights is not None, "the embedded model is a folder"
-    if parts.weights is None:
-        loras = [Lora(path, entry.lora.scale) for path in hub.fetch(entry.lora)] if entry.lora else []
-        path, container = hub.fetch(entry.weights)[0], entry.weights.container
-        source = TransformerSource(path, container if container != "flat" else None, None, tuple(loras))
-    else:
-        source = TransformerSource(parts.weights, entry.weights.container if parts.container is None else None)
+    own = parts.loras or entry.lora is None  # a model is not itself without the LoRA that belongs to it
+    loras = () if own or entry.lora is None else tuple(Lora(path, entry.lora.scale) for path in hub.fetch(entry.lora))
+    container = entry.weights.container if entry.weights.container != "flat" else None
+    source = TransformerSource(parts.weights or hub.fetch(entry.weights)[0], container, None, loras)
     return _with(Place(entry.name, source, vae=None, entry=entry), replace(parts, weights=None))
 
 

@@ -16,6 +16,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models import library
 from streamdiff.models.base import Model, ModelSpec, StreamDecoder, Trunk
 from streamdiff.models.library import Parts, Place
+from streamdiff.models.wan.lora import parse_lora
 from streamdiff.pipeline import balance, group
 from streamdiff.pipeline.budget import free_bytes
 from streamdiff.pipeline.facts import Facts, facts_from, read_facts
@@ -37,6 +38,7 @@ def place_of(config: ModelConfig) -> Place:
     encoder, weights = config.text_encoder, config.weights
     parts = Parts(
         weights=Path(weights) if weights is not None else None,
+        loras=() if config.lora is None else (parse_lora(config.lora),),
         vae=config.vae,
         text_encoder=Path(encoder) if encoder is not None else None,
     )

@@ -110,13 +110,19 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     job = generate.Job(
         output=arguments.output,
-        seconds=arguments.seconds,
+        seconds=10.0 if arguments.seconds is None else arguments.seconds,
         changes=tuple(sorted(parse_change(text) for text in arguments.prompt_at)),
     )
     return generate.run(config, job)
 
 
 def _exact(arguments: argparse.Namespace) -> int:
+    for flag, given, instead in (
+        ("--seconds", arguments.seconds is not None, "--chunks"),
+        ("--prompt-at", bool(arguments.prompt_at), "--prompt-switch"),
+    ):
+        if given:
+            raise ConfigError(f"{flag} does not go with the options that say everything by chunks; use {instead}")
     steps, model = getattr(arguments, "model.steps"), getattr(arguments, "model.name")
     config = _config(arguments, without=("model.steps", "model.name"))
     from streamdiff import exact
@@ -215,7 +221,7 @@ def _parsers() -> dict[str, _Parser]:
 
     generate = _command(commands, "generate", "make a video file", cli_options.GENERATE_EXAMPLES + cli_exact.EXAMPLES)
     generate.add_argument("--output", type=Path, metavar="FILE", help=".mp4, .webm, or a folder for PNG frames")
-    generate.add_argument("--seconds", type=float, default=10.0, metavar="S", help="length (default 10)")
+    generate.add_argument("--seconds", type=float, metavar="S", help="length (default 10)")
     _add(
         generate,
         (cli_options.PROMPT, *(option for option in cli_options.MODEL if option.flag != "--steps"), *cli_options.PARTS),

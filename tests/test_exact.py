@@ -188,6 +188,8 @@ def test_the_embedded_model_writes_latents_and_video(tmp_path: Path) -> None:
         (["--stages", "4"], "3"),
         (["--shift", "5"], "--shift is for lists that are meant before it: add --warp"),
         (["--sigmas", "0.9,0.8"], "steps are 3 and sigmas 2"),
+        (["--seconds", "3"], "--seconds does not go with"),
+        (["--prompt-at", "3:a blue star"], "use --prompt-switch"),
         (["--adaptive-sink", "0.2"], "goes with a --sink"),
         (["--adaptive-sink", "2", "--window", "9", "--sink", "3"], "--adaptive-sink is 2"),
         (["--dtype", "int8"], "--dtype is 'int8', but must be one of auto, float32, bfloat16"),

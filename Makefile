@@ -39,7 +39,7 @@ test: test-environment browser lint types ## everything: style, types, unit, bro
 
 check: test-environment lint types ## the quick loop: style, types, fast tests
 	@echo "==> fast tests"
-	@$(BIN)/python -m pytest -q -m "$(QUICK)" $(ARGS)
+	@$(BIN)/python -m pytest -q -n auto --dist worksteal -m "$(QUICK)" $(ARGS)
 
 bench: test-environment browser ## measure the live stream in a headless browser and print the figures
 	@$(BIN)/python -m benchmarks.live_browser $(ARGS)

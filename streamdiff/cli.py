@@ -117,11 +117,11 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _exact(arguments: argparse.Namespace) -> int:
-    for flag, given, instead in (
+    for flag, is_given, instead in (
         ("--seconds", arguments.seconds is not None, "--chunks"),
         ("--prompt-at", bool(arguments.prompt_at), "--prompt-switch"),
     ):
-        if given:
+        if is_given:
             raise ConfigError(f"{flag} does not go with the options that say everything by chunks; use {instead}")
     steps, model = getattr(arguments, "model.steps"), getattr(arguments, "model.name")
     config = _config(arguments, without=("model.steps", "model.name"))

@@ -14,6 +14,8 @@ from streamdiff.models.taehv import TAEHV
 from streamdiff.models.tiny import world
 from streamdiff.models.tiny.train_autoencoder import AUTOENCODER
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def clips() -> quality.Clips:

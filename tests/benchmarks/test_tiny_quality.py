@@ -17,6 +17,8 @@ from benchmarks.tiny_quality import Plan, Subject
 from streamdiff.models.tiny import world
 from streamdiff.models.tiny.prompts import canonical
 
+pytestmark = pytest.mark.slow
+
 SCENES = {canonical(scene): scene for scene in world.all_scenes()}
 FRAMES, LATENTS = 4, 1
 PLAN = Plan(prompts=6, marks=(2, 5), contexts=("clean",), steps=(4,), change_at=3, batch=4)

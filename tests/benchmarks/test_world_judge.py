@@ -11,6 +11,8 @@ from benchmarks.world_clips import ATTRIBUTES, NAMES, draw_scenes, film, rows_of
 from benchmarks.world_judge import NONE, as_frames, judge
 from streamdiff.models.tiny import world
 
+pytestmark = pytest.mark.slow
+
 SCENE = world.Scene("red", "star", "right", "desert")
 
 

@@ -21,6 +21,8 @@ from streamdiff.engine.supervisor import Supervisor
 from streamdiff.errors import ConfigError, EngineFailure
 from tests.engine.painted import checksum
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 60.0
 MODULE = "tests.engine.painted"
 ROOT = Path(__file__).resolve().parents[2]

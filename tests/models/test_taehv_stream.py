@@ -22,6 +22,8 @@ from streamdiff.models.taehv import TAEHV, Config
 from streamdiff.models.taehv_stream import LatentSpace, TaehvDecoder, TaehvEncoder, from_tensors, space_of
 from tests.small import CPU
 
+pytestmark = pytest.mark.slow
+
 LATENTS = 5
 
 

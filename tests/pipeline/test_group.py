@@ -17,6 +17,8 @@ from streamdiff.pipeline import loading
 from streamdiff.pipeline.group import check_world
 from tests.pipeline.processes import ROOT, free_port
 
+pytestmark = pytest.mark.slow
+
 
 def join(facts: list[dict[str, str]]) -> list[str]:
     """What each rank says."""

@@ -14,6 +14,8 @@ from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runtime import Runtime
 from tests.small import BLUE, CPU, RED, small_model
 
+pytestmark = pytest.mark.slow
+
 PROCESS = psutil.Process()
 MEBIBYTE = 1 << 20
 

@@ -19,6 +19,8 @@ from tests.serve.conftest import Site, open_site
 from tests.serve.scripted import COLOURS
 from tests.serve.test_whep import _colour, _is, _run, _until_colour
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_page_comes_with_all_it_needs_from_here_only() -> None:
     async def scene(site: Site) -> None:

@@ -19,6 +19,8 @@ from streamdiff.config import Config, ServeConfig
 from streamdiff.errors import ConfigError
 from streamdiff.serve import server
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 Running = tuple[subprocess.Popen[str], str]
 

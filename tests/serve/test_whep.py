@@ -15,6 +15,8 @@ from streamdiff.serve import whep
 from tests.serve.conftest import Peer, Site, open_site
 from tests.serve.scripted import COLOURS
 
+pytestmark = pytest.mark.slow
+
 SDP = {"Content-Type": "application/sdp"}
 
 

@@ -14,6 +14,8 @@ from streamdiff.models.latents import WAN_MEAN, WAN_STD
 from streamdiff.models.wan.vae import Memory, WanDecoder, WanEncoder
 from tests.small_vae import relative_error, small_wan_autoencoder
 
+pytestmark = pytest.mark.slow
+
 LATENTS = 6
 FRAMES = 1 + 4 * (LATENTS - 1)
 TOLERANCE = 1e-5

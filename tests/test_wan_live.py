@@ -138,6 +138,16 @@ else:
     assert np.array_equal(np.load(tmp_path / "frames.npy"), taken(files))
 
 
+def test_a_context_that_the_model_was_not_made_for_is_remarked_on(
+    files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken(files)
+    assert "note" not in capsys.readouterr().err
+    taken(files, kv_context="matched")
+    told = "self-forcing was trained for clean; whether it keeps its quality with KV context matched is not known"
+    assert told in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

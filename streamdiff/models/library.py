@@ -177,6 +177,15 @@ def spec_of(place: Place, size: tuple[int, int] | None = None) -> ModelSpec:
     )
 
 
+def remark(place: Place, kv_context: str) -> str:
+    """What a user should know before a model runs with this KV context; empty where it was made for it."""
+    context = place.entry.context if place.entry is not None else None
+    if context is None or kv_context == context.trained or kv_context in context.works:
+        return ""
+    trained = f"was trained for {context.trained}" if context.trained else "was trained for nobody says what"
+    return f"{place.name} {trained}; whether it keeps its quality with KV context {kv_context} is not known"
+
+
 def architecture(place: Place) -> dict[str, Any]:
     """Arguments of diffusers' `WanTransformer3DModel`, from headers and configurations."""
     source = place.transformer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -112,6 +113,8 @@ def load_model(config: ModelConfig, device: torch.device, blocks: Run | None = N
     """What the head needs, with `blocks` only; without the decoder. Mutates: torch's number of threads."""
     torch.set_num_threads(config.threads)
     place, spec = place_of(config), read_spec(config)
+    if remark := library.remark(place, config.kv_context):
+        print(f"streamdiff: note: {remark}", file=sys.stderr)
     denoiser = library.load_transformer(place, device, dtype_of(config, device), blocks, config.attention)
     return Model(spec, denoiser, library.load_text(place, spec, device, config.keep_text_encoder), None)
 

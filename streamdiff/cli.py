@@ -92,7 +92,18 @@ def _serve(arguments: argparse.Namespace) -> int:
     config = _config(arguments, {"serve.open_browser": False} if arguments.no_browser else {})
     from streamdiff.serve import server
 
-    return server.run(config)
+    return server.run(_at_native_rate(config))
+
+
+def _at_native_rate(config: Config) -> Config:
+    """With the rate of a published model where none was asked for: faster is fast motion."""
+    from streamdiff.models import catalogue
+
+    entry = catalogue.entries().get(config.model.name)
+    if "fps" in config.playback.model_fields_set or entry is None or entry.native_fps is None:
+        return config
+    playback = config.playback.model_copy(update={"fps": entry.native_fps})
+    return config.model_copy(update={"playback": playback})
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

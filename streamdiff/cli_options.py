@@ -32,7 +32,7 @@ MODEL = (
         "what a chunk sees of earlier ones: clean, staircase, matched",
     ),
     Option("--seed", "session.seed", int, "N", "the same seed and prompts give the same video (default 0)"),
-    Option("--fps", "playback.fps", float, "N", "frames shown per second (default 40)"),
+    Option("--fps", "playback.fps", float, "N", "frames shown per second (default: the model's own; `tiny` has 40)"),
 )
 PARTS = (
     Option("--weights", "model.weights", str, "FILE", "the transformer's weights, in any published layout"),

@@ -231,3 +231,19 @@ def test_an_interrupted_video_leaves_nothing(tmp_path: Path, number: signal.Sign
     assert process.returncode == status
     assert "Traceback" not in rest
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "fps"),
+    [
+        ("serve", 40.0),
+        ("serve --model self-forcing", 16.0),
+        ("serve --model self-forcing --fps 24", 24.0),
+        ("serve --model tiny --fps 30", 30.0),
+    ],
+)
+def test_a_model_is_served_at_its_own_rate(words: str, fps: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr("streamdiff.serve.server.run", lambda config: seen.append(config) or 0)
+    assert cli.main(words.split()) == 0
+    assert seen[0].playback.fps == fps

@@ -47,6 +47,7 @@ PARTS = (
     ),
     Option("--size", "model.size", str, "WxH", "of the picture in pixels (default: the model's own)"),
 )
+PLACES = tuple(option for option in PARTS if option.flag in ("--weights", "--vae", "--text-encoder"))
 PLAN_MODEL = tuple(option for option in MODEL if option.flag in ("--model", "--steps", "--kv-context"))
 PROMPT = Option("--prompt", "session.prompt", str, "TEXT", "what to show")
 ADDRESS = (

@@ -91,7 +91,10 @@ def _overridden(spec: ModelSpec, job: Job) -> ModelSpec:
     assert job.chunks is not None
     chunk, height, width = spec.chunk_latents, spec.latent_height, spec.latent_width
     if job.noise is not None:
-        chunk, height, width = _noise_sizes(job.noise) or (chunk, height, width)
+        chunk, *sides = _noise_sizes(job.noise) or (chunk, height, width)
+        if job.size is not None and sides != [height, width]:
+            raise ConfigError(f"--size is {job.size}, but {job.noise} is for another; leave --size out")
+        height, width = sides
     chunk = job.chunk_frames or chunk
     window = spec.window_latents if job.window is None else job.window
     spec = replace(

@@ -154,6 +154,7 @@ def test_a_context_that_the_model_was_not_made_for_is_remarked_on(
         ({"size": "60x32"}, "--size is '60x32'; it must be WIDTHxHEIGHT, multiples of 16"),
         ({"model": "wan2.1-t2v-1.3b"}, "neither steps nor window are known"),
         ({"model": "tiny", "size": "64x64"}, "the size of tiny is fixed"),
+        ({"model": "tiny", "text_encoder": "/nowhere"}, "the text encoder of tiny is fixed"),
         ({"weights": "/nowhere.pt"}, "/nowhere.pt: no such file"),
         ({"vae": "/nowhere.pth"}, "there is no autoencoder at /nowhere.pth"),
         ({"model": "self-forcin"}, "self-forcing"),

@@ -118,6 +118,8 @@ def _of_entry(entry: Entry, parts: Parts) -> Place:
 
 def _with(place: Place, parts: Parts) -> Place:
     """`place` with what `parts` has instead."""
+    if place.embedded and parts.text_encoder is not None:
+        raise ConfigError(f"the text encoder of {place.name} is fixed; leave --text-encoder out")
     source = place.transformer
     if parts.weights is not None:
         source = TransformerSource(parts.weights)

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 import streamdiff
 from streamdiff import cli
 from streamdiff.errors import ConfigError
-from streamdiff.models.wan.text import TEXT_TOKENS
 from tests.models.wan import umt5
 from tests.models.wan.layouts import original
 from tests.pipeline.processes import ROOT
@@ -180,12 +179,6 @@ def test_what_is_not_on_disk_and_cannot_be_fetched_is_told_with_the_way_out(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match=r"self_forcing_dmd.pt of gdhe17/Self-Forcing is not in the hub's cache"):
         streamdiff.open(PROMPT, model="self-forcing")
-
-
-def test_texts_are_padded_to_the_models_length(files: Files) -> None:
-    with streamdiff.open(PROMPT, model="self-forcing", **files.options) as session:  # type: ignore[arg-type]
-        assert session.text == PROMPT
-    assert TEXT_TOKENS == 512
 
 
 def test_parts_that_are_in_the_hubs_cache_are_used(

@@ -153,15 +153,13 @@ def add_noise(x0: Tensor, noise: Tensor, sigma: Tensor | float) -> Tensor:
     return (1 - sigma) * x0 + sigma * noise
 
 
-def clean_from_flow(x_t: Tensor, flow: Tensor, sigma: Tensor | float, *, double: bool = False) -> Tensor:
+def clean_from_flow(x_t: Tensor, flow: Tensor, sigma: Tensor | float) -> Tensor:
     """x0 = x_t - sigma * v, in the dtype of `x_t`.
 
-    With `double` it is computed in float64 and rounded once at the end, as Self-Forcing's code does; that matters where
-    latents are bfloat16.
+    The head's latents are float32 whatever the model's dtype; that is why Self-Forcing's way through float64, which
+    matters where latents are bfloat16, is not needed.
     """
-    if not double:
-        return x_t - sigma * flow
-    return (x_t.double() - sigma * flow.double()).to(x_t.dtype)
+    return x_t - sigma * flow
 
 
 _MASK = (1 << 64) - 1

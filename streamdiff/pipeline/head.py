@@ -38,8 +38,8 @@ class HeadSession:
     """Noise source, schedule and the latents `[C, F, h, w]` of chunks in flight (x_t, or x0 for the clean pass), by
     chunk and epoch: what comes back for a stream that was reset meanwhile is nobody's.
 
-    `kept` holds the finished latents of all chunks that the next one may see; those admitted see none before `since`
-    but the sink.
+    `kept` holds the finished latents of all chunks that the next one may see, for the clean pass, the first time or
+    again; none where there is no such pass. Chunks admitted see none before `since` but the sink.
     """
 
     noise: Noise
@@ -128,8 +128,8 @@ class Head:
             x0 = sampling.clean_from_flow(x_t, flow.to(x_t.dtype), sigmas[row.step])
             if row.last:
                 finished.append(Finished(row, x0))
-                session.keep(row.chunk, x0)
                 if session.clean_pass:
+                    session.keep(row.chunk, x0)
                     session.latents[key] = x0
             else:
                 fresh = self._noise(row, row.step + 1)

@@ -201,15 +201,3 @@ def test_a_list_that_is_no_schedule_is_refused(
 def test_a_shift_that_shifts_nothing_sensible_is_refused(shift: float) -> None:
     with pytest.raises(ConfigError, match="shift is"):
         sampling.published((1000, 500), shift=shift)
-
-
-def test_clean_latents_in_float64_are_rounded_once() -> None:
-    """As the reference has it: everything to float64, and back at the end."""
-    x_t, flow = torch.randn(2, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
-    clean = sampling.clean_from_flow(x_t, flow, 0.9375, double=True)
-    assert clean.dtype == torch.bfloat16
-    exact = x_t.double() - 0.9375 * flow.double()
-    assert torch.equal(clean, exact.bfloat16())
-    assert not torch.equal(clean, sampling.clean_from_flow(x_t, flow, 0.9375))
-    level = torch.full((4096,), 0.9375)
-    assert torch.equal(clean, sampling.clean_from_flow(x_t, flow, level, double=True))

@@ -117,15 +117,17 @@ def test_any_number_of_stages_gives_the_same(policy: str, kv_context: str) -> No
     assert torch.equal(one, three)
 
 
-def test_only_what_the_next_chunk_may_see_is_kept() -> None:
+@pytest.mark.parametrize(("kv_context", "kept"), [("clean", [0, 17, 18, 19]), ("matched", [])])
+def test_only_what_the_next_chunk_may_see_is_kept(kv_context: str, kept: list[int]) -> None:
+    """Of `matched`, which has no clean pass, nothing is."""
     model = small_model(1, sink=2)
     ring = Ring(model, CPU)
-    ring.open(0, model.text.encode(RED), seed=SEED, epoch=0, steps=STEPS, kv_context="clean")
+    ring.open(0, model.text.encode(RED), seed=SEED, epoch=0, steps=STEPS, kv_context=kv_context)
     done = 0
     while done < 20:
         ring.scheduler.set_room(0, model.spec.chunk_frames)
         done += len(ring.turn()[1])
-    assert sorted(ring.head.sessions[0].kept) == [0, 17, 18, 19]
+    assert sorted(ring.head.sessions[0].kept) == kept
 
 
 def test_an_unknown_policy_is_refused_and_changes_nothing() -> None:

@@ -120,13 +120,10 @@ def _check(spec: ModelSpec) -> None:
     chunk = spec.chunk_latents
     if chunk < 1:
         raise ConfigError(f"--chunk-frames is {chunk}; at least 1 is needed")
-    for name, value in (("--window", spec.window_latents), ("--sink", spec.sink_latents)):
-        if value < 0 or value % chunk:
-            raise ConfigError(f"{name} is {value}; it must be a multiple of the chunk's {chunk} latent frames")
-    if spec.sink_latents >= spec.window_latents:
+    if not 0 <= spec.sink_latents <= min(map(spec.window, ("clean", "matched"))) - chunk:
         raise ConfigError(
             f"--sink is {spec.sink_latents} and --window {spec.window_latents} latent frames; the window counts the "
-            "sink and must leave room for the chunk itself"
+            f"sink, which is at least 0, and must leave room for the chunk itself, {chunk} latent frames"
         )
     if spec.rope not in ("absolute", "relative"):
         raise ConfigError(f"--rope is {spec.rope}, but must be absolute or relative")
@@ -134,6 +131,11 @@ def _check(spec: ModelSpec) -> None:
         raise ConfigError(
             f"--adaptive-sink is {spec.adaptive_sink:g} with a sink of {spec.sink_latents} latent frames; it must be "
             "from -1 to 1, and goes with a --sink"
+        )
+    if spec.adaptive_sink is not None and spec.sink_latents % chunk:
+        raise ConfigError(
+            f"--adaptive-sink puts chunks in the place of others, so --sink, which is {spec.sink_latents}, must be a "
+            f"multiple of the chunk's {chunk} latent frames"
         )
     if not 0 <= spec.context_sigma <= 1:
         raise ConfigError(f"--context-noise is {spec.context_sigma * sampling.TIMESTEPS:g}, but must be from 0 to 1000")

@@ -87,7 +87,7 @@ def test_one_chunk_over_a_whole_clip_equals_diffusers(given: Given) -> None:
 
 
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
-@pytest.mark.parametrize(("window", "sink"), [(0, 0), (9, 0), (9, 3)])
+@pytest.mark.parametrize(("window", "sink"), [(0, 0), (9, 0), (9, 3), (8, 2)])
 def test_a_stream_equals_the_uncached_reference(given: Given, window: int, sink: int, kv_context: str) -> None:
     extra = ["--window", str(window), "--sink", str(sink), "--kv-context", kv_context]
     got = given.latents(*extra)
@@ -181,7 +181,7 @@ def test_the_embedded_model_writes_latents_and_video(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        (["--window", "8"], "--window is 8; it must be a multiple of the chunk's 3 latent frames"),
+        (["--window", "4", "--sink", "2"], "must leave room for the chunk itself, 3 latent frames"),
         (["--window", "3", "--sink", "3"], "must leave room for the chunk itself"),
         (["--rope", "learned"], "--rope is learned, but must be absolute or relative"),
         (["--context-noise", "1001"], "--context-noise is 1001, but must be from 0 to 1000"),
@@ -193,6 +193,7 @@ def test_the_embedded_model_writes_latents_and_video(tmp_path: Path) -> None:
         (["--prompt-at", "3:a blue star"], "use --prompt-switch"),
         (["--adaptive-sink", "0.2"], "goes with a --sink"),
         (["--adaptive-sink", "2", "--window", "9", "--sink", "3"], "--adaptive-sink is 2"),
+        (["--adaptive-sink", "0.2", "--window", "9", "--sink", "2"], "--sink, which is 2, must be a multiple"),
         (["--dtype", "int8"], "--dtype is 'int8', but must be one of auto, float32, bfloat16"),
         (["--prompt-switch", "soon"], "--prompt-switch is 'soon'; it must be CHUNK:FILE"),
         (["--prompt-switch", "2:/nowhere:forget"], "POLICY can be keep, flush, recache, reset"),

@@ -52,14 +52,18 @@ class StreamDecoder(Protocol):
         """Normalised latents `[1, C, F, h, w]` to frames uint8 `[n, H, W, 3]`. Mutates: memory."""
 
 
-def window_chunks(kv_context: str, *, chunk_latents: int, window_latents: int, clean_window_latents: int | None) -> int:
-    """Chunks that a chunk sees, itself included; sizes in latent frames.
+def window(kv_context: str, window_latents: int, clean_window_latents: int | None) -> int:
+    """Latent frames that a chunk sees, sink and itself included.
 
     `clean_window_latents` is the window of KV context `clean` where that may be shorter: its past is finished, and one
     finished chunk says more than several noisy ones.
     """
-    short = clean_window_latents if kv_context == "clean" else None
-    return (short or window_latents) // chunk_latents
+    return (clean_window_latents if kv_context == "clean" else None) or window_latents
+
+
+def window_chunks(window: int, sink: int, chunk: int) -> int:
+    """Chunks that have to be kept for a window of that many latent frames, the sink's and the chunk itself included."""
+    return -(-sink // chunk) - (sink - window) // chunk
 
 
 @dataclass(frozen=True)
@@ -94,14 +98,13 @@ class ModelSpec:
         """The denoise steps of a chunk in `steps` steps: those published, else the embedded model's."""
         return next((each for each in self.schedules if each.steps == steps), None) or own(steps, self.shift)
 
+    def window(self, kv_context: str) -> int:
+        """Latent frames that a chunk sees, sink and itself included."""
+        return window(kv_context, self.window_latents, self.clean_window_latents)
+
     def window_chunks(self, kv_context: str) -> int:
-        """Chunks that a chunk sees, itself included."""
-        return window_chunks(
-            kv_context,
-            chunk_latents=self.chunk_latents,
-            window_latents=self.window_latents,
-            clean_window_latents=self.clean_window_latents,
-        )
+        """Chunks that are kept for a window, the sink's and the chunk itself included."""
+        return window_chunks(self.window(kv_context), self.sink_latents, self.chunk_latents)
 
     @property
     def chunk_frames(self) -> int:

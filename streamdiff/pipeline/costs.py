@@ -74,7 +74,7 @@ class Ceilings:
 def estimate(facts: Facts, ceilings: Ceilings, *, kv_context: str, max_rows: int, value_bytes: int) -> Costs:
     """Costs from sizes alone: every part at the device's ceiling, window full. Real times are longer."""
     tokens, width, ffn = facts.tokens, facts.width, facts.ffn_dim
-    seen = tokens * facts.window_chunks(kv_context)
+    seen = tokens * facts.window(kv_context) // facts.chunk_latents
     # Eight projections of width x width minus the text's own keys and values, the feed-forward's two, the attentions.
     flops = 2.0 * tokens * (6 * width**2 + 2 * width * ffn + 2 * width * (seen + facts.text_tokens))
     moved = 2 * width * (seen + facts.text_tokens) + 10 * tokens * width + 2 * tokens * ffn

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.base import ModelSpec, window_chunks
+from streamdiff.models.base import ModelSpec, window, window_chunks
 from streamdiff.models.files import read_object
 from streamdiff.models.headers import read_header
 from streamdiff.pipeline.scheduler import cache_count, spare_slots
@@ -62,6 +62,7 @@ class Facts:
     chunk_latents: int
     window_latents: int
     clean_window_latents: int | None
+    sink_latents: int
     steps: tuple[int, ...]
     native_fps: float
     text_tokens: int
@@ -95,14 +96,13 @@ class Facts:
         """Numbers that one row sends to the next stage: hidden states and the time embedding of each latent frame."""
         return (self.tokens + self.chunk_latents // self.patch[0]) * self.width
 
+    def window(self, kv_context: str) -> int:
+        """Latent frames that a chunk sees, sink and itself included."""
+        return window(kv_context, self.window_latents, self.clean_window_latents)
+
     def window_chunks(self, kv_context: str) -> int:
-        """Chunks that a chunk sees, itself included."""
-        return window_chunks(
-            kv_context,
-            chunk_latents=self.chunk_latents,
-            window_latents=self.window_latents,
-            clean_window_latents=self.clean_window_latents,
-        )
+        """Chunks that are kept for a window, the sink's and the chunk itself included."""
+        return window_chunks(self.window(kv_context), self.sink_latents, self.chunk_latents)
 
     # ---- weights, in numbers -----------------------------------------------------------------------------------
 
@@ -159,6 +159,7 @@ def read_facts(model: str) -> Facts:
     stream = index.table("stream")
     transformer, decoder = _Table(folder / "transformer" / "config.json"), _Table(folder / "vae" / "config.json")
     patch = transformer.integers("patch_size", 3)
+    sink = stream.integer("sink_latents", low=0) if "sink_latents" in stream.values else 0
     clean = stream.integer("clean_window_latents") if "clean_window_latents" in stream.values else None
     facts = Facts(
         name=model,
@@ -177,6 +178,7 @@ def read_facts(model: str) -> Facts:
         chunk_latents=stream.integer("chunk_latents"),
         window_latents=stream.integer("window_latents"),
         clean_window_latents=clean,
+        sink_latents=sink,
         steps=stream.integers("steps"),
         native_fps=stream.number("native_fps"),
         text_tokens=_text_tokens(folder / "tokenizer" / "tokenizer.json"),
@@ -191,8 +193,10 @@ def read_facts(model: str) -> Facts:
         text_values=stored_values(folder / "text_encoder"),
         decoder_values=stored_values(folder / "vae"),
     )
-    if facts.tokens < 1 or min(map(facts.window_chunks, ("matched", "clean"))) < 1:
-        raise ConfigError(f"{folder}: a chunk has {facts.tokens} tokens and a window holds less than one chunk")
+    if facts.tokens < 1 or min(map(facts.window, ("matched", "clean"))) < sink + facts.chunk_latents:
+        raise ConfigError(
+            f"{folder}: a chunk has {facts.tokens} tokens, and a window must hold at least the sink and one chunk"
+        )
     return facts
 
 
@@ -218,6 +222,7 @@ def facts_from(architecture: Mapping[str, Any], spec: ModelSpec) -> Facts:
         chunk_latents=spec.chunk_latents,
         window_latents=spec.window_latents,
         clean_window_latents=spec.clean_window_latents,
+        sink_latents=spec.sink_latents,
         steps=spec.steps,
         native_fps=spec.native_fps,
         text_tokens=spec.text_shape[0],
@@ -255,10 +260,10 @@ class _Table:
             raise self._wrong(key, value, "an object with keys")
         return _Table(self.path, value)
 
-    def integer(self, key: str) -> int:
+    def integer(self, key: str, low: int = 1) -> int:
         value = self._get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self._wrong(key, value, "a whole number above 0")
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise self._wrong(key, value, f"a whole number, at least {low}")
         return value
 
     def integers(self, key: str, count: int | None = None, low: int = 1) -> tuple[int, ...]:

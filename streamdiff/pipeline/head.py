@@ -57,7 +57,7 @@ class HeadSession:
     def keep(self, chunk: int, latents: Tensor) -> None:
         """Remember a finished chunk as long as a later one may see it. Mutates: self."""
         self.kept[chunk] = latents
-        if (gone := chunk - self.plan.slots) >= self.plan.sink:
+        if (gone := chunk - self.plan.slots) >= self.plan.pinned:
             self.kept.pop(gone, None)
 
 
@@ -92,7 +92,7 @@ class Head:
         if policy == "flush":
             state.since = chunk
         elif policy == "recache":
-            state.since = next((each for each in seen if each >= state.plan.sink), chunk)
+            state.since = next((each for each in seen if each >= state.plan.pinned), chunk)
         return state.since, seen if policy == "recache" else []
 
     @torch.inference_mode()

@@ -48,6 +48,7 @@ def known_facts(entry: Entry, *, height: int | None = None, width: int | None = 
         chunk_latents=stream.chunk_latents if stream else 1,
         window_latents=stream.window_latents if stream else 1,
         clean_window_latents=stream.clean_window_latents if stream else None,
+        sink_latents=stream.sink_latents if stream else 0,
         steps=(entry.sampling.schedule().steps,) if entry.sampling else (),
         native_fps=entry.native_fps or 0.0,
         text_tokens=text.tokens,

@@ -39,7 +39,9 @@ class Stage:
         self.denoiser, self.spec, self.device = model.denoiser, model.spec, device
         self.index, self.stages = index, stages
         spec, patch = model.spec, model.denoiser.patch
-        self.frames = spec.chunk_latents // patch[0]
+        if patch[0] != 1:
+            raise ValueError(f"a patch has {patch[0]} latent frames; it must have 1, as windows count latent frames")
+        self.frames = spec.chunk_latents
         self.grid = (spec.latent_height // patch[1], spec.latent_width // patch[2])
         self.attention = RingAttention(self.frames, *self.grid, self.denoiser.head_dim, device)
         self.sessions: dict[int, StageSession] = {}
@@ -117,8 +119,8 @@ class Stage:
 
 def ring_plan(spec: ModelSpec, kv_context: str, *, steps: int) -> RingPlan:
     """The geometry of a session's caches, the same on every stage."""
-    sink, window = spec.sink_latents // spec.chunk_latents, spec.window_chunks(kv_context)
-    return RingPlan(sink, window, spare_slots(kv_context, steps=steps), spec.rope == "absolute")
+    spare, absolute = spare_slots(kv_context, steps=steps), spec.rope == "absolute"
+    return RingPlan(spec.sink_latents, spec.window(kv_context), spare, absolute, spec.chunk_latents)
 
 
 def _side_by_side(texts: Sequence[list[KeyValue]]) -> list[KeyValue]:

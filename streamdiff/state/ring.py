@@ -1,13 +1,15 @@
 """Rolling key/value caches with a sink, and the attention that reads them.
 
-Everything counts in chunks. Which slot a chunk writes and which slots it sees are plain integers computed from the
-chunk's number, the same on every rank; a stream of a million chunks is as valid as the first ten.
+A slot holds a chunk; windows and sinks are in latent frames, so the oldest chunk may be in sight with its last frames
+only, and the sink may end within a chunk. Which slot a chunk writes and what it sees are plain integers computed from
+its number, the same on every rank; a stream of a million chunks is as valid as the first ten.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,37 +20,51 @@ from streamdiff.models.wan.transformer import attend
 
 @dataclass(frozen=True)
 class RingPlan:
-    """Geometry of a ring: `sink` first chunks that stay, `window` chunks that a chunk sees (sink and itself included),
-    `spare` slots beyond that for newer chunks that are in flight at the same time. Where positions are `absolute` the
-    sink's keys keep theirs, otherwise the sink stands right before the window."""
+    """Geometry of a ring, in latent frames: `sink` first frames that stay, `window` frames that a chunk of `chunk`
+    frames sees (sink and itself included); `spare` slots, in chunks, beyond that for newer chunks that are in flight at
+    the same time. Where positions are `absolute` the sink's keys keep theirs, otherwise the sink stands right before
+    the window."""
 
     sink: int
     window: int
     spare: int = 0
     absolute: bool = False
+    chunk: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.sink < self.window or self.spare < 0:
+        if not 0 <= self.sink <= self.window - self.chunk or self.chunk < 1 or self.spare < 0:
             raise ValueError(
-                f"a ring of window {self.window} chunks with sink {self.sink} and {self.spare} spare slots cannot be: "
-                "the sink must leave room for the chunk itself (0 <= sink < window), spare must not be negative"
+                f"a ring of window {self.window}, sink {self.sink} and chunks of {self.chunk} latent frames with "
+                f"{self.spare} spare slots cannot be: the window holds at least the sink and one chunk, nothing is "
+                "negative"
             )
 
     @property
+    def pinned(self) -> int:
+        """Slots that are not written again, since the sink, or the end of it, is in them."""
+        return -(-self.sink // self.chunk)
+
+    @property
     def slots(self) -> int:
-        return self.window + self.spare
+        return self.pinned - (self.sink - self.window) // self.chunk + self.spare
 
     def slot(self, chunk: int) -> int:
         """Where chunk `chunk` (from 0) is kept."""
-        if chunk < self.sink:
+        if chunk < self.pinned:
             return chunk
-        return self.sink + (chunk - self.sink) % (self.slots - self.sink)
+        return self.pinned + (chunk - self.pinned) % (self.slots - self.pinned)
+
+    def frames(self, chunk: int, since: int = 0) -> tuple[int, int]:
+        """What `chunk` sees of the stream's latent frames: how many of the first, as the sink, and the first of those
+        in the window, which go on to its own last. Chunks before `since` are forgotten, except for the sink."""
+        end = (chunk + 1) * self.chunk
+        sink = min(self.sink, end)
+        return sink, max(sink, end - (self.window - self.sink), min(since, chunk) * self.chunk)
 
     def visible(self, chunk: int, since: int = 0) -> list[int]:
-        """Chunks that `chunk` sees, oldest first, itself last; where positions are relative the n-th of them has
-        position n. Chunks before `since` are forgotten, except for the sink."""
-        first = max(self.sink, chunk + 1 - (self.window - self.sink), since)
-        return [*range(min(self.sink, chunk)), *range(min(first, chunk), chunk + 1)]
+        """Chunks of which `chunk` sees a frame or more, oldest first, itself last."""
+        sink, first = self.frames(chunk, since)
+        return sorted({*range(-(-sink // self.chunk)), *range(first // self.chunk, chunk), chunk})
 
 
 @dataclass
@@ -81,17 +97,18 @@ class StageState:
 
 @dataclass(frozen=True)
 class RowView:
-    """What one row of a forward writes and sees.
+    """What one row of a forward writes and sees; counts and places are of tokens, slot after slot.
 
-    `slot` is where it writes. It sees the first `sink` slots and those of `rest` (a slice where they lie side by side,
-    else an index tensor). `own` turns its queries and, unless it belongs to the sink, its keys; `sink_table` turns the
-    sink's keys, which are kept un-rotated. `adapt`: the similarity below which the row takes a sink chunk's place.
+    `slot` is where it writes. It sees the first `sink` tokens and those of `rest` (a slice where they lie side by side,
+    else an index tensor). `own` turns its queries and, after the first `raw`, which belong to the sink, its keys;
+    `sink_table` turns the sink's keys, which are kept un-rotated. `adapt`: the similarity below which the row takes a
+    sink chunk's place.
     """
 
     state: StageState
     cache: int
     slot: int
-    in_sink: bool
+    raw: int
     sink: int
     rest: slice | Tensor
     own: Tensor
@@ -102,12 +119,13 @@ class RowView:
 class RingAttention:
     """Self-attention of a forward over streams: each row writes its keys into its ring, then attends to its view.
 
-    Only differences of rotary positions matter, so a key is rotated once, at its chunk's number in the stream, with
-    angles computed in float64 (no table that ends). The sink alone moves, unless positions are absolute: it stands
-    right before the window, and is re-placed at every read. Rows of different sessions never share keys.
+    Only differences of rotary positions matter, so a key is rotated once, at its place in the stream, with angles
+    computed in float64 (no table that ends). The sink alone moves, unless positions are absolute: it stands right
+    before the window, and is re-placed at every read. Rows of different sessions never share keys.
     """
 
     def __init__(self, frames: int, height: int, width: int, head_dim: int, device: torch.device) -> None:
+        """`frames` latent frames of a chunk, each of `height` x `width` tokens."""
         self.frames, self.grid, self.head_dim, self.device = frames, (height, width), head_dim, device
         self.rows: list[RowView] = []
         # All micro-steps of a chunk turn by the same angles; few chunks are in flight at once.
@@ -124,18 +142,16 @@ class RingAttention:
     ) -> RowView:
         """The view of `chunk` in a ring where chunks before `since` are forgotten, except for the sink. With `adapt` it
         takes the place of the sink chunk that it is least like, if it is less like it than that."""
-        visible = plan.visible(chunk, since)
-        sink = min(plan.sink, chunk + 1)
-        slots = sorted(plan.slot(c) for c in visible[sink:])
-        first = slots[0] if slots else 0
-        adjacent = slots == list(range(first, first + len(slots)))
-        rest = slice(first, first + len(slots)) if adjacent else torch.tensor(slots, device=self.device)
-        # Relative: the n-th visible chunk stands n places after the first, so count back from the chunk itself.
-        sink_at = 0 if plan.absolute else chunk - (len(visible) - 1)
-        sink_table = self._table(sink_at, sink) if sink else None
-        in_sink = chunk < plan.sink
-        adapt = None if in_sink or not sink else adapt
-        return RowView(state, cache, plan.slot(chunk), in_sink, sink, rest, self._table(chunk, 1), sink_table, adapt)
+        tokens = self.grid[0] * self.grid[1]  # of a latent frame
+        sink, first = plan.frames(chunk, since)
+        begin, end = chunk * plan.chunk, (chunk + 1) * plan.chunk
+        # Relative: the sink's last frame is followed by the window's first, so count back from there.
+        sink_table = self._table(0 if plan.absolute else first - sink, sink) if sink else None
+        raw = min(max(plan.sink - begin, 0), plan.chunk)
+        rest = self._places(plan, first, end)
+        adapt = adapt if plan.sink and not raw else None
+        own = self._table(begin, plan.chunk)
+        return RowView(state, cache, plan.slot(chunk), raw * tokens, sink * tokens, rest, own, sink_table, adapt)
 
     def on(self, rows: list[RowView]) -> RingAttention:
         """Point at the rows of the next forward. Mutates: self."""
@@ -147,21 +163,37 @@ class RingAttention:
         mixed = []
         for index, row in enumerate(self.rows):
             keys, values = row.state.key[row.cache, layer], row.state.value[row.cache, layer]
-            keys[row.slot].copy_(key[index] if row.in_sink else rotary.rotate(key[index], row.own))
+            keys[row.slot].copy_(rotary.rotate(key[index], row.own))
+            if row.raw:
+                keys[row.slot, : row.raw].copy_(key[index, : row.raw])
             values[row.slot].copy_(value[index])
-            seen_keys, seen_values = keys[row.rest].flatten(0, 1), values[row.rest].flatten(0, 1)
+            all_keys, all_values = keys.flatten(0, 1), values.flatten(0, 1)
+            seen_keys, seen_values = all_keys[row.rest], all_values[row.rest]
             if row.sink_table is not None:
-                sink = rotary.rotate(keys[: row.sink].flatten(0, 1), row.sink_table)
+                sink = rotary.rotate(all_keys[: row.sink], row.sink_table)
                 seen_keys = torch.cat([sink, seen_keys])
-                seen_values = torch.cat([values[: row.sink].flatten(0, 1), seen_values])
+                seen_values = torch.cat([all_values[: row.sink], seen_values])
             turned = rotary.rotate(query[index], row.own)
             mixed.append(attend(turned[None], seen_keys[None], seen_values[None]))
             if row.adapt is not None:
-                adapt_sink((keys[: row.sink], values[: row.sink]), (key[index], value[index]), row.adapt)
+                count = row.sink // key.shape[1]
+                adapt_sink((keys[:count], values[:count]), (key[index], value[index]), row.adapt)
         return torch.cat(mixed)
 
-    def _make_table(self, chunk: int, count: int) -> Tensor:
-        positions = torch.arange(chunk * self.frames, (chunk + count) * self.frames, device=self.device)
+    def _places(self, plan: RingPlan, first: int, end: int) -> slice | Tensor:
+        """Where the tokens of the stream's latent frames `first` to `end` (exclusive) lie, in order of their places."""
+        tokens, runs = self.grid[0] * self.grid[1], []
+        for chunk in range(first // plan.chunk, -(-end // plan.chunk)):
+            slot, begin = plan.slot(chunk) * plan.chunk, chunk * plan.chunk
+            runs.append((slot + max(first - begin, 0), slot + min(end - begin, plan.chunk)))
+        runs.sort()
+        if all(before[1] == after[0] for before, after in pairwise(runs)):
+            return slice(runs[0][0] * tokens, runs[-1][1] * tokens) if runs else slice(0, 0)
+        places = [torch.arange(low * tokens, high * tokens, device=self.device) for low, high in runs]
+        return torch.cat(places)
+
+    def _make_table(self, first: int, count: int) -> Tensor:
+        positions = torch.arange(first, first + count, device=self.device)
         return rotary.table(positions, *self.grid, self.head_dim)
 
 

@@ -6,7 +6,7 @@ says row by row what is seen. What a row sees is written down here once more, fr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -21,44 +21,59 @@ from streamdiff.models.wan.transformer import KeyValue, attend
 Row = tuple[int, int]  # (chunk, step); step == steps is the clean pass
 
 
-def window(model: Model, chunk: int, kv_context: str) -> list[int]:
-    """Chunks that `chunk` sees: the sink and the newest that fit, itself last."""
+Sight = tuple[Row, Sequence[int]]
+"""A row and those of its latent frames that are seen."""
+
+
+def window(model: Model, chunk: int, kv_context: str) -> list[tuple[int, list[int]]]:
+    """Chunks that `chunk` sees, and which of their latent frames: those of the sink, the newest that fit, its own."""
     spec = model.spec
-    short = spec.clean_window_latents if kv_context == "clean" else None
-    total, sink = (short or spec.window_latents) // spec.chunk_latents, spec.sink_latents // spec.chunk_latents
-    return [c for c in range(chunk + 1) if c < sink or c > chunk - (total - sink)]
+    total = (spec.clean_window_latents if kv_context == "clean" else None) or spec.window_latents
+    per, sink, end = spec.chunk_latents, spec.sink_latents, (chunk + 1) * spec.chunk_latents
+    seen = [f for f in range(end) if f < sink or f >= end - (total - sink)]
+    chunks = sorted({f // per for f in seen})
+    return [(c, [f - c * per for f in seen if f // per == c]) for c in chunks]
 
 
-def sees(model: Model, row: Row, steps: int, kv_context: str) -> list[Row]:
-    """Rows whose keys `row` attends to, oldest first, itself last."""
+def sees(model: Model, row: Row, steps: int, kv_context: str) -> list[Sight]:
+    """What `row` attends to, oldest first, itself last."""
     chunk, step = row
     at: dict[str, Callable[[int], int]] = {
         "clean": lambda distance: steps,
         "staircase": lambda distance: min(step + distance, steps),
         "matched": lambda distance: step,
     }
-    return [(c, at[kv_context](chunk - c) if c < chunk else step) for c in window(model, chunk, kv_context)]
+    return [
+        ((c, at[kv_context](chunk - c) if c < chunk else step), frames)
+        for c, frames in window(model, chunk, kv_context)
+    ]
 
 
 @dataclass
 class Explicit:
-    """Attention over rows given by number: row i sees rows `seen[i]`, at positions 0, 1, 2, ..."""
+    """Attention over rows given by number: row i sees rows `seen[i]`, wholly or, as (row, frames), some of their latent
+    frames. All that it sees stands at positions 0, 1, 2, ..., or with `chunks`, the number of each row's, at the
+    positions in the stream."""
 
-    seen: list[list[int]]
+    seen: Sequence[Sequence[int | tuple[int, Sequence[int]]]]
     frames: int
     grid: tuple[int, int]
+    chunks: Sequence[int] | None = None
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mixed = []
-        longest = max(len(seen) for seen in self.seen)
-        table = rotary.table(torch.arange(longest * self.frames), *self.grid, query.shape[-1])
-        tokens = query.shape[1]
+        per = self.grid[0] * self.grid[1]
+        frame_keys, frame_values = (x.unflatten(1, (self.frames, per)) for x in (key, value))
         for row, seen in enumerate(self.seen):
-            keys, values = key[seen].flatten(0, 1), value[seen].flatten(0, 1)
-            places = table[: len(keys)]
-            own = places[-tokens:]
-            turned = rotary.rotate(query[row], own)
-            mixed.append(attend(turned[None], rotary.rotate(keys, places)[None], values[None]))
+            whole = [each if isinstance(each, tuple) else (each, range(self.frames)) for each in seen]
+            pairs = [(other, frame) for other, frames in whole for frame in frames]
+            keys = torch.cat([frame_keys[pair] for pair in pairs])
+            values = torch.cat([frame_values[pair] for pair in pairs])
+            chunks = self.chunks
+            places = [i if chunks is None else chunks[r] * self.frames + f for i, (r, f) in enumerate(pairs)]
+            table = rotary.table(torch.tensor(places), *self.grid, query.shape[-1])
+            turned = rotary.rotate(query[row], table[-self.frames * per :])
+            mixed.append(attend(turned[None], rotary.rotate(keys, table)[None], values[None]))
         return torch.cat(mixed)
 
 
@@ -98,10 +113,11 @@ class Reference:
         timestep = torch.tensor([[1000 * self.sigmas[step]] for _, step in rows]).expand(-1, spec.chunk_latents)
         layers = denoiser.text(torch.stack([self.encode(self.text(chunk)) for chunk, _ in rows]))
         text = [KeyValue(*layer) for layer in layers]
-        seen = [[rows.index(s) for s in sees(self.model, r, self.steps, self.kv_context)] for r in rows]
+        seen = [[(rows.index(s), f) for s, f in sees(self.model, r, self.steps, self.kv_context)] for r in rows]
         grid = (spec.latent_height // denoiser.patch[1], spec.latent_width // denoiser.patch[2])
         tokens = denoiser.embed(latents, timestep)
-        attention = Explicit(seen, spec.chunk_latents, grid)
+        chunks = [chunk for chunk, _ in rows] if spec.rope == "absolute" else None
+        attention = Explicit(seen, spec.chunk_latents, grid, chunks)
         tokens = denoiser.run_blocks(tokens, text, attention)
         return denoiser.head(tokens, spec.chunk_shape[1:])[rows.index(row)]
 
@@ -113,5 +129,5 @@ class Reference:
             current = waiting.pop()
             if current not in found:
                 found.add(current)
-                waiting += sees(self.model, current, self.steps, self.kv_context)
+                waiting += [seen for seen, _ in sees(self.model, current, self.steps, self.kv_context)]
         return found

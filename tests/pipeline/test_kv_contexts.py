@@ -55,6 +55,33 @@ def test_a_stream_equals_the_uncached_reference(kv_context: str, steps: int, sin
         torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rope", ["relative", "absolute"])
+@pytest.mark.parametrize(
+    ("kv_context", "chunk", "window", "sink"),
+    [
+        ("clean", 3, 7, 0),  # the oldest chunk with its last frame
+        ("clean", 3, 8, 2),  # the sink ends within a chunk
+        ("clean", 2, 7, 3),
+        ("clean", 3, 5, 1),
+        ("staircase", 2, 5, 0),
+        ("staircase", 2, 6, 1),
+        ("matched", 3, 8, 2),
+        ("matched", 2, 5, 2),
+    ],
+)
+def test_windows_and_sinks_need_not_be_whole_chunks(
+    kv_context: str, chunk: int, window: int, sink: int, rope: str
+) -> None:
+    model = small_model(1, chunk=chunk, window=window, sink=sink)
+    model = replace(model, spec=replace(model.spec, rope=rope))
+    got = streamed(model, steps=2, kv_context=kv_context)
+    for one, expected in zip(got, referenced(model, steps=2, kv_context=kv_context), strict=True):
+        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
+    whole = replace(model, spec=replace(model.spec, window_latents=window - 1))
+    far = streamed(whole, steps=2, kv_context=kv_context)
+    assert (got[-1] - far[-1]).abs().max() > 1e-3, "a single frame more is seen"
+
+
 def test_a_model_may_see_less_where_its_past_is_clean() -> None:
     """Of three chunks' window two in `clean`; in `staircase` nothing changes."""
     model = small_model(1)

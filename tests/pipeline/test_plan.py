@@ -221,7 +221,7 @@ def test_another_folder_is_read_and_its_faults_are_told(tmp_path: Path, facts: F
         return str(caught.value)
 
     assert "config.json: the key 'ffn_dim' is missing" in broken(ffn_dim=None)
-    assert "num_layers is 0, but must be a whole number above 0" in broken(num_layers=0)
+    assert "num_layers is 0, but must be a whole number, at least 1" in broken(num_layers=0)
     assert "patch_size is [1, 2], but must be a list of 3" in broken(patch_size=[1, 2])
     write(config, good)
     (folder / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"\xff" * 20)

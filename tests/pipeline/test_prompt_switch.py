@@ -39,9 +39,10 @@ def streamed(model: Model, policy: str, at: int, kv_context: str = "clean", make
 
 
 @torch.inference_mode()
-def next_chunk(model: Model, chunk: int, past: Tensor) -> Tensor:
+def next_chunk(model: Model, chunk: int, past: Tensor, hidden: int = 0) -> Tensor:
     """Latents of `chunk` under the new prompt with nothing but the clean latents `past` `[n, C, F, h, w]` before it,
-    each of which is run through the clean pass under the new prompt too: in one forward per step."""
+    each of which is run through the clean pass under the new prompt too: in one forward per step. The first `hidden`
+    latent frames are out of the chunk's own sight."""
     spec, denoiser = model.spec, model.denoiser
     sigmas, count = sampling.schedule(STEPS, spec.shift), len(past)
     grid = (spec.latent_height // denoiser.patch[1], spec.latent_width // denoiser.patch[2])
@@ -51,7 +52,8 @@ def next_chunk(model: Model, chunk: int, past: Tensor) -> Tensor:
     for step, sigma in enumerate(sigmas):
         x_t = sampling.add_noise(x0, draw(step), sigma)
         level = torch.tensor([0.0] * count + [1000 * sigma])[:, None].expand(-1, spec.chunk_latents)
-        seen = [list(range(row + 1)) for row in range(count + 1)]
+        seen: list[list[int | tuple[int, range]]] = [list(range(row + 1)) for row in range(count + 1)]
+        seen[-1][0] = (0, range(hidden, spec.chunk_latents))
         tokens = denoiser.embed(torch.cat([past, x_t[None]]), level)
         tokens = denoiser.run_blocks(tokens, text, Explicit(seen, spec.chunk_latents, grid))
         x0 = sampling.clean_from_flow(x_t, denoiser.head(tokens, spec.chunk_shape[1:])[-1], sigma)
@@ -71,6 +73,14 @@ def test_recache_equals_the_window_run_afresh_under_the_new_prompt(at: int, sink
     kept = streamed(model, "keep", at, kv_context)
     assert torch.equal(got[:at], kept[:at]), "what was shown already stays"
     assert (got[at] - kept[at]).abs().max() > 1e-3, "the policy makes a difference"
+
+
+def test_recache_of_a_window_that_cuts_a_chunk() -> None:
+    """Chunk 6, of frames 12 and 13, sees frames 9 to 13: chunk 4 runs again whole, and shows its last frame."""
+    model = small_model(1, window=5)
+    got = streamed(model, "recache", 6)
+    torch.testing.assert_close(got[6], next_chunk(model, 6, got[4:6], hidden=1), rtol=1e-4, atol=1e-4)
+    assert (got[6] - next_chunk(model, 6, got[4:6])).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("at", [3, 6])

@@ -80,6 +80,14 @@ def test_any_number_of_stages_gives_the_same(model: Model, plain: Script, policy
     assert not torch.equal(one[2], played(model, replace(plain, kv_context=kv_context))[2])
 
 
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+def test_windows_that_cut_chunks_are_the_same_on_any_number_of_stages(plain: Script, kv_context: str) -> None:
+    model = small_model(3, layers=3, window=6, sink=1, chunk=3)
+    switches = (Switch(2, model.text.encode(BLUE), "flush"), Switch(4, model.text.encode(RED), "keep"))
+    script = replace(plain, switches=switches, kv_context=kv_context)
+    assert torch.equal(played(model, script), played(model, script, stages=3))
+
+
 def test_a_reset_equals_a_fresh_stream(model: Model, plain: Script) -> None:
     """With a seed its noise begins again; noise that is given by chunk goes on."""
     blue, fresh = model.text.encode(BLUE), []

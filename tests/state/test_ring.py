@@ -76,10 +76,45 @@ def test_positions_never_leave_the_window(plan: RingPlan, chunk: int) -> None:
     assert len(seen) - 1 < plan.window  # the chunk's own position
 
 
-@pytest.mark.parametrize(("sink", "window", "spare"), [(3, 3, 0), (-1, 3, 0), (0, 0, 0), (0, 3, -1)])
-def test_an_impossible_ring_is_refused_with_its_numbers(sink: int, window: int, spare: int) -> None:
-    with pytest.raises(ValueError, match=rf"window {window} chunks with sink {sink} and {spare} spare"):
-        RingPlan(sink, window, spare)
+@pytest.mark.parametrize(
+    ("sink", "window", "spare", "chunk"),
+    [(3, 3, 0, 1), (-1, 3, 0, 1), (0, 0, 0, 1), (0, 3, -1, 1), (2, 4, 0, 3), (0, 3, 0, 0)],
+)
+def test_an_impossible_ring_is_refused_with_its_numbers(sink: int, window: int, spare: int, chunk: int) -> None:
+    with pytest.raises(ValueError, match=rf"window {window}, sink {sink} and chunks of {chunk} .* {spare} spare"):
+        RingPlan(sink, window, spare, chunk=chunk)
+
+
+@st.composite
+def uneven(draw: st.DrawFn) -> RingPlan:
+    chunk, sink = draw(st.integers(1, 4)), draw(st.integers(0, 7))
+    return RingPlan(sink, sink + chunk + draw(st.integers(0, 9)), draw(st.integers(0, 4)), chunk=chunk)
+
+
+@given(uneven(), chunks, st.integers(0, 12))
+def test_frames_in_sight_are_those_of_the_sink_and_the_newest(plan: RingPlan, chunk: int, back: int) -> None:
+    """Frame by frame, also where window and sink are no whole chunks, and after a flush `back` chunks ago."""
+    since, end = max(0, chunk - back), (chunk + 1) * plan.chunk
+    near = range(max(plan.sink, end - plan.window - plan.chunk), end)
+    window = {f for f in near if f >= end - (plan.window - plan.sink) and f >= since * plan.chunk}
+    sink, first = plan.frames(chunk, since)
+    assert sink == min(plan.sink, end)
+    assert set(range(first, end)) == window
+    assert plan.visible(chunk, since) == sorted({f // plan.chunk for f in [*range(sink), *window]} | {chunk})
+    if since == 0:
+        assert sink + len(window) == min(plan.window, end)
+
+
+@given(uneven(), chunks)
+def test_uneven_rings_keep_what_is_in_sight_too(plan: RingPlan, chunk: int) -> None:
+    slots = [plan.slot(seen) for seen in plan.visible(chunk)]
+    assert len(set(slots)) == len(slots) <= plan.slots - plan.spare
+    assert all(0 <= slot < plan.slots for slot in slots)
+    for ahead in range(1, plan.spare + 1):
+        newer = chunk + ahead
+        assert plan.slot(newer) not in slots or newer in plan.visible(chunk)
+    if chunk >= plan.pinned:
+        assert plan.slot(chunk) >= plan.pinned
 
 
 def allocate(plan: RingPlan, caches: int = 1, layers: int = 2) -> StageState:

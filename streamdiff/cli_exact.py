@@ -74,7 +74,9 @@ _OPTIONS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
     ("--context-noise", float, "T", "timestep, 0 to 1000, at which a finished chunk is remembered (default: the "
      "model's own, or 0)"),
     ("--adaptive-sink", float, "THRESHOLD", "a chunk takes the place of the sink chunk that it is least like, if their "
-     "keys and values are less alike than this (cosine, -1 to 1; StreamDiffusionV2 has 0.2)"),
+     "keys and values are less alike than this (cosine, -1 to 1; StreamDiffusionV2 has 0.2; -1: never)"),
+    ("--averaged-sink", float, "KEEP", "a chunk that leaves the window is folded into the sink, of which this share "
+     "stays (0 to 1; Reward-Forcing has 0.999; 1: the sink stays as it is); the sink is then one chunk"),
     ("--stages", int, "P", "split the blocks over P stages; the result is the same"),
 )  # fmt: skip
 NAMES = (*(flag[2:].replace("-", "_") for flag, *_ in _OPTIONS), "warp", "no_decode", "prompt_switch")

@@ -60,6 +60,7 @@ class Job:
     chunk_frames: int | None = None
     context_noise: float | None = None
     adaptive_sink: float | None = None
+    averaged_sink: float | None = None
     attention: str = "auto"
     size: str | None = None
     stages: int = 1

@@ -97,6 +97,9 @@ def _overridden(spec: ModelSpec, job: Job) -> ModelSpec:
         height, width = sides
     chunk = job.chunk_frames or chunk
     window = spec.window_latents if job.window is None else job.window
+    sink = spec.sink_latents if job.sink is None else job.sink
+    if not sink:  # the model's own way with a sink has nothing to go on then
+        spec = replace(spec, adaptive_sink=None, averaged_sink=None)
     spec = replace(
         spec,
         chunk_latents=chunk,
@@ -106,9 +109,10 @@ def _overridden(spec: ModelSpec, job: Job) -> ModelSpec:
         width=width * spec.width // spec.latent_width,
         window_latents=window or chunk * job.chunks,
         clean_window_latents=spec.clean_window_latents if job.window is None else None,
-        sink_latents=spec.sink_latents if job.sink is None else job.sink,
+        sink_latents=sink,
         rope=job.rope or spec.rope,
         adaptive_sink=spec.adaptive_sink if job.adaptive_sink is None else job.adaptive_sink,
+        averaged_sink=spec.averaged_sink if job.averaged_sink is None else job.averaged_sink,
         context_sigma=spec.context_sigma if job.context_noise is None else job.context_noise / sampling.TIMESTEPS,
         text_shape=_text_shape(spec, job),
     )
@@ -127,18 +131,30 @@ def _check(spec: ModelSpec) -> None:
         )
     if spec.rope not in ("absolute", "relative"):
         raise ConfigError(f"--rope is {spec.rope}, but must be absolute or relative")
-    if spec.adaptive_sink is not None and not (-1 <= spec.adaptive_sink <= 1 and spec.sink_latents):
-        raise ConfigError(
-            f"--adaptive-sink is {spec.adaptive_sink:g} with a sink of {spec.sink_latents} latent frames; it must be "
-            "from -1 to 1, and goes with a --sink"
-        )
-    if spec.adaptive_sink is not None and spec.sink_latents % chunk:
-        raise ConfigError(
-            f"--adaptive-sink puts chunks in the place of others, so --sink, which is {spec.sink_latents}, must be a "
-            f"multiple of the chunk's {chunk} latent frames"
-        )
+    _check_sink(spec)
     if not 0 <= spec.context_sigma <= 1:
         raise ConfigError(f"--context-noise is {spec.context_sigma * sampling.TIMESTEPS:g}, but must be from 0 to 1000")
+
+
+def _check_sink(spec: ModelSpec) -> None:
+    sink, chunk, adaptive, averaged = spec.sink_latents, spec.chunk_latents, spec.adaptive_sink, spec.averaged_sink
+    if adaptive is not None and averaged is not None:
+        raise ConfigError("--adaptive-sink and --averaged-sink are two ways to change the sink; give one of them")
+    if adaptive is not None and not (-1 <= adaptive <= 1 and sink):
+        raise ConfigError(
+            f"--adaptive-sink is {adaptive:g} with a sink of {sink} latent frames; it must be from -1 to 1, and goes "
+            "with a --sink"
+        )
+    if adaptive is not None and sink % chunk:
+        raise ConfigError(
+            f"--adaptive-sink puts chunks in the place of others, so --sink, which is {sink}, must be a multiple of "
+            f"the chunk's {chunk} latent frames"
+        )
+    if averaged is not None and not (0 <= averaged <= 1 and sink == chunk):
+        raise ConfigError(
+            f"--averaged-sink is {averaged:g} with a sink of {sink} latent frames; it must be from 0 to 1, and the "
+            f"sink one chunk, {chunk} latent frames, as chunks are folded into it"
+        )
 
 
 def _noise_sizes(path: Path) -> tuple[int, int, int] | None:

@@ -217,7 +217,8 @@ def _run_lines(entry: Entry) -> Iterator[tuple[str, str]]:
     first_chunk = f", the first {stream.first_chunk_latents}" if stream.first_chunk_latents else ""
     yield "chunk", f"{_latents(stream.chunk_latents)}{first_chunk}"
     sink = f", a sink of {stream.sink_latents} in it" if stream.sink_latents else ""
-    policy = f" ({stream.sink_policy})" if stream.sink_policy else ""
+    value = f" {stream.sink_value:g}" if stream.sink_value is not None else ""
+    policy = f" ({stream.sink_policy}{value})" if stream.sink_policy else ""
     clean = f" ({stream.clean_window_latents} with KV context clean)" if stream.clean_window_latents else ""
     yield "window", f"{_latents(stream.window_latents)}{clean}{sink}{policy}"
     yield "trained on", f"streams of {_latents(stream.trained_latents)}" if stream.trained_latents else _UNKNOWN

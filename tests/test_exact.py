@@ -149,6 +149,17 @@ def test_context_noise_and_positions_are_used(given: Given) -> None:
     assert (absolute[3] - plain[3]).abs().max() > 1e-5
 
 
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+def test_an_averaged_sink_takes_in_what_leaves(given: Given, kv_context: str) -> None:
+    parts = ["--window", "6", "--sink", "3", "--kv-context", kv_context]
+    plain, whole = given.latents(*parts), given.latents(*parts, "--averaged-sink", "1")
+    torch.testing.assert_close(whole, plain, rtol=1e-5, atol=1e-5)
+    mixed = given.latents(*parts, "--averaged-sink", "0.5")
+    if kv_context == "clean":  # a slot for the sink and one for the rest: chunk 2 is the first to push one out
+        assert torch.equal(mixed[:2], plain[:2]) and (mixed[2] - plain[2]).abs().max() > 1e-3
+    assert torch.equal(mixed, given.latents(*parts, "--averaged-sink", "0.5", "--stages", "3"))
+
+
 def test_an_adaptive_sink_takes_in_what_is_unlike_it(given: Given) -> None:
     parts = ["--window", "9", "--sink", "3"]
     plain, never = given.latents(*parts), given.latents(*parts, "--adaptive-sink", "-1")
@@ -193,7 +204,10 @@ def test_the_embedded_model_writes_latents_and_video(tmp_path: Path) -> None:
         (["--prompt-at", "3:a blue star"], "use --prompt-switch"),
         (["--adaptive-sink", "0.2"], "goes with a --sink"),
         (["--adaptive-sink", "2", "--window", "9", "--sink", "3"], "--adaptive-sink is 2"),
-        (["--adaptive-sink", "0.2", "--window", "9", "--sink", "2"], "--sink, which is 2, must be a multiple"),
+        (["--adaptive-sink", "0.2", "--window", "9", "--sink", "2"], "--sink, which is 2, must be a multiple of"),
+        (["--averaged-sink", "1.5", "--window", "9", "--sink", "3"], "--averaged-sink is 1.5"),
+        (["--averaged-sink", "0.9", "--window", "9", "--sink", "2"], "sink one chunk, 3 latent frames"),
+        (["--averaged-sink", "0.9", "--adaptive-sink", "0", "--window", "9", "--sink", "3"], "two ways to change"),
         (["--dtype", "int8"], "--dtype is 'int8', but must be one of auto, float32, bfloat16"),
         (["--prompt-switch", "soon"], "--prompt-switch is 'soon'; it must be CHUNK:FILE"),
         (["--prompt-switch", "2:/nowhere:forget"], "POLICY can be keep, flush, recache, reset"),

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import streamdiff
 from streamdiff import cli
 from streamdiff.errors import ConfigError
+from streamdiff.models import library
 from tests.models.wan import umt5
 from tests.models.wan.layouts import original
 from tests.pipeline.processes import ROOT
@@ -113,6 +114,17 @@ def test_a_model_is_not_itself_without_its_lora(files: Files, monkeypatch: pytes
         with streamdiff.open(PROMPT, model="longlive-1.3b", lora=f"{lora}:{scale}", **parts) as session:  # type: ignore[arg-type]
             pictures.append(np.stack(list(islice(session, FRAMES))))
     assert not np.array_equal(*pictures)
+
+
+@pytest.mark.parametrize(
+    ("name", "adaptive", "averaged"),
+    [("self-forcing", None, None), ("reward-forcing-1.3b", None, 0.999), ("streamdiffusionv2-1.3b", 0.2, None)],
+)
+def test_what_a_model_does_with_its_sink_is_known(
+    files: Files, name: str, adaptive: float | None, averaged: float | None
+) -> None:
+    spec = library.spec_of(library.find(name, library.Parts(weights=files.weights)))
+    assert (spec.adaptive_sink, spec.averaged_sink) == (adaptive, averaged)
 
 
 @pytest.mark.slow

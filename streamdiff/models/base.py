@@ -72,7 +72,8 @@ class ModelSpec:
     is (text tokens, text width) of a prompt's embeddings; `context_sigma`, 0 to 1, is the noise level at which the
     clean pass writes a finished chunk into the cache (0: as it is); `rope` says whether the sink keeps its rotary
     positions (`absolute`) or stands right before the window (`relative`); `adaptive_sink` is the likeness, -1 to 1,
-    below which a new chunk takes a sink chunk's place (None: the sink stays as it is)."""
+    below which a new chunk takes a sink chunk's place (None: the sink stays as it is); `averaged_sink`, 0 to 1, is the
+    share of the sink that stays when a chunk that leaves the window is folded into it (None: none is)."""
 
     name: str
     latent_channels: int
@@ -92,6 +93,7 @@ class ModelSpec:
     context_sigma: float = 0.0
     rope: str = "relative"
     adaptive_sink: float | None = None
+    averaged_sink: float | None = None
     schedules: tuple[Schedule, ...] = ()
 
     def schedule(self, steps: int) -> Schedule:

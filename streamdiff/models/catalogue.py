@@ -147,8 +147,9 @@ class Sampling(_Section):
 
 class Stream(_Section):
     """How chunks follow one another. `first_chunk_latents` where the first chunk differs, `clean_window_latents` where
-    the window of KV context `clean` does; `trained_latents` is the longest stream it was trained on, None where that is
-    not known."""
+    the window of KV context `clean` does; `sink_value` is what an `average` sink keeps of itself when a chunk is folded
+    into it, or the likeness below which a chunk of an `adaptive` one gives way; `trained_latents` is the longest stream
+    it was trained on, None where that is not known."""
 
     chunk_latents: int = Field(ge=1)
     first_chunk_latents: int | None = Field(None, ge=1)
@@ -156,12 +157,15 @@ class Stream(_Section):
     clean_window_latents: int | None = Field(None, ge=1)
     sink_latents: int = Field(ge=0)
     sink_policy: Literal["fixed", "average", "adaptive"] | None = None
+    sink_value: float | None = Field(None, ge=-1, le=1)
     trained_latents: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
     def _fits(self) -> Stream:
         if self.sink_latents + self.chunk_latents > min(self.window("clean"), self.window_latents):
             raise ValueError("a window holds at least the sink and one chunk")
+        if (self.sink_policy in ("average", "adaptive")) != (self.sink_value is not None):
+            raise ValueError("sink_value goes with sink_policy average or adaptive")
         return self
 
     def window(self, kv_context: KVContext) -> int:

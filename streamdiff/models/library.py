@@ -18,7 +18,7 @@ import torch
 from streamdiff.errors import ConfigError
 from streamdiff.models import attention, autoencoders, catalogue, hub
 from streamdiff.models.base import ModelSpec, StreamDecoder, TextEncoder
-from streamdiff.models.catalogue import Entry
+from streamdiff.models.catalogue import Entry, Stream
 from streamdiff.models.files import read_object
 from streamdiff.models.text_cache import CachedText, EmbeddingCache
 from streamdiff.models.tiny import model as tiny
@@ -176,7 +176,13 @@ def spec_of(place: Place, size: tuple[int, int] | None = None) -> ModelSpec:
         text_shape=(TEXT_TOKENS, config["text_dim"]),
         context_sigma=(noise or 0.0) / 1000,
         rope=rope,
+        adaptive_sink=_sink_value(stream, "adaptive"),
+        averaged_sink=_sink_value(stream, "average"),
     )
+
+
+def _sink_value(stream: Stream | None, policy: str) -> float | None:
+    return stream.sink_value if stream is not None and stream.sink_policy == policy else None
 
 
 def remark(place: Place, kv_context: str) -> str:

@@ -114,7 +114,10 @@ class Stage:
         cache = row.step if session.matched else 0
         # Where there is a clean pass, only what that writes stays.
         adapt = self.spec.adaptive_sink if session.matched or row.clean else None
-        return self.attention.view(session.plan, session.state, cache, row.chunk, session.since[row.epoch], adapt)
+        # A chunk leaves when the one that takes its slot first writes there.
+        fold = self.spec.averaged_sink if session.matched or row.step == 0 else None
+        since = session.since[row.epoch]
+        return self.attention.view(session.plan, session.state, cache, row.chunk, since, adapt, fold)
 
 
 def ring_plan(spec: ModelSpec, kv_context: str, *, steps: int) -> RingPlan:

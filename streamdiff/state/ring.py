@@ -61,6 +61,10 @@ class RingPlan:
         sink = min(self.sink, end)
         return sink, max(sink, end - (self.window - self.sink), min(since, chunk) * self.chunk)
 
+    def evicted(self, chunk: int) -> int:
+        """The chunk whose slot `chunk` takes; below `pinned` if there is none."""
+        return chunk - (self.slots - self.pinned) if chunk >= self.pinned else -1
+
     def visible(self, chunk: int, since: int = 0) -> list[int]:
         """Chunks of which `chunk` sees a frame or more, oldest first, itself last."""
         sink, first = self.frames(chunk, since)
@@ -102,7 +106,8 @@ class RowView:
     `slot` is where it writes. It sees the first `sink` tokens and those of `rest` (a slice where they lie side by side,
     else an index tensor). `own` turns its queries and, after the first `raw`, which belong to the sink, its keys;
     `sink_table` turns the sink's keys, which are kept un-rotated. `adapt`: the similarity below which the row takes a
-    sink chunk's place.
+    sink chunk's place. `fold`: the share of the sink that stays when the chunk whose slot the row takes is folded into
+    it, and what turns that chunk's keys back.
     """
 
     state: StageState
@@ -114,6 +119,7 @@ class RowView:
     own: Tensor
     sink_table: Tensor | None
     adapt: float | None = None
+    fold: tuple[float, Tensor] | None = None
 
 
 class RingAttention:
@@ -139,9 +145,11 @@ class RingAttention:
         chunk: int,
         since: int = 0,
         adapt: float | None = None,
+        fold: float | None = None,
     ) -> RowView:
         """The view of `chunk` in a ring where chunks before `since` are forgotten, except for the sink. With `adapt` it
-        takes the place of the sink chunk that it is least like, if it is less like it than that."""
+        takes the place of the sink chunk that it is least like, if it is less like it than that. With `fold` the chunk
+        whose slot it takes is folded into the sink first, of which that share stays."""
         tokens = self.grid[0] * self.grid[1]  # of a latent frame
         sink, first = plan.frames(chunk, since)
         begin, end = chunk * plan.chunk, (chunk + 1) * plan.chunk
@@ -150,8 +158,11 @@ class RingAttention:
         raw = min(max(plan.sink - begin, 0), plan.chunk)
         rest = self._places(plan, first, end)
         adapt = adapt if plan.sink and not raw else None
-        own = self._table(begin, plan.chunk)
-        return RowView(state, cache, plan.slot(chunk), raw * tokens, sink * tokens, rest, own, sink_table, adapt)
+        own, gone = self._table(begin, plan.chunk), plan.evicted(chunk)
+        leaves = fold is not None and gone >= max(plan.pinned, since)
+        folding = (fold, self._table(gone * plan.chunk, plan.chunk).conj()) if fold is not None and leaves else None
+        slot, raw, sink = plan.slot(chunk), raw * tokens, sink * tokens
+        return RowView(state, cache, slot, raw, sink, rest, own, sink_table, adapt, folding)
 
     def on(self, rows: list[RowView]) -> RingAttention:
         """Point at the rows of the next forward. Mutates: self."""
@@ -163,6 +174,9 @@ class RingAttention:
         mixed = []
         for index, row in enumerate(self.rows):
             keys, values = row.state.key[row.cache, layer], row.state.value[row.cache, layer]
+            if row.fold is not None:
+                gone = rotary.rotate(keys[row.slot], row.fold[1]), values[row.slot]
+                fold_into_sink((keys[0], values[0]), gone, row.fold[0])
             keys[row.slot].copy_(rotary.rotate(key[index], row.own))
             if row.raw:
                 keys[row.slot, : row.raw].copy_(key[index, : row.raw])
@@ -218,3 +232,17 @@ def adapt_sink(sink: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], threshol
     replace = (place & (alike / 2 < threshold)).view(-1, 1, 1, 1)
     for kept, new in zip(sink, own, strict=True):
         kept.copy_(torch.where(replace, new, kept))
+
+
+def fold_into_sink(sink: tuple[Tensor, Tensor], gone: tuple[Tensor, Tensor], keep: float) -> None:
+    """Fold what leaves the ring into the sink, token by token: keep * sink + (1 - keep) * gone. After Reward-Forcing
+    (arXiv 2512.04678, github.com/JaydenLyh/Reward-Forcing), whose sink, like here, is one chunk. The sum is made in
+    float32 and rounded to the cache's dtype, as theirs is: in bfloat16 small changes are lost in that.
+
+    Args:
+        sink, gone: keys, not rotated, and values of a chunk `[tokens, H, d]`.
+
+    Mutates: sink.
+    """
+    for kept, leaving in zip(sink, gone, strict=True):
+        kept.copy_(keep * kept.float() + (1 - keep) * leaving.float())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from streamdiff.models.wan import rotary
 from streamdiff.models.wan.transformer import attend
-from streamdiff.state.ring import RingAttention, RingPlan, StageState, adapt_sink
+from streamdiff.state.ring import RingAttention, RingPlan, StageState, adapt_sink, fold_into_sink
 
 CPU = torch.device("cpu")
 
@@ -200,3 +200,48 @@ def test_the_least_similar_sink_chunk_gives_way_below_the_threshold(threshold: f
             taken = n == worst and alike[n] < threshold
             assert torch.equal(sink[0][n], key if taken else keys[n])
             assert torch.equal(sink[1][n], value if taken else values[n])
+
+
+@pytest.mark.parametrize("spare", [0, 2])
+def test_what_leaves_the_ring_is_folded_into_the_sink(spare: int) -> None:
+    """A sink of one chunk: what chunks see of it is the running average of all that left before them."""
+    keep, plan = 0.9, RingPlan(1, 4, spare)
+    state, attention = allocate(plan), RingAttention(1, 2, 2, 12, CPU)
+    generator = torch.Generator().manual_seed(5)
+    past: list[tuple[torch.Tensor, torch.Tensor]] = []
+    sink = (torch.zeros(0), torch.zeros(0))
+    for chunk in range(30):
+        query, key, value = torch.randn(3, 4, 2, 12, generator=generator)
+        past.append((key, value))
+        if chunk == 0:
+            sink = (key, value)
+        if (gone := chunk - 3 - spare) >= 1:
+            key_gone, value_gone = past[gone]
+            sink = (keep * sink[0] + 0.1 * key_gone, keep * sink[1] + 0.1 * value_gone)
+        for fold in (keep, None):  # once per chunk, whatever its later steps write
+            view = attention.view(plan, state, 0, chunk, fold=fold)
+            got = attention.on([view])(1, query[None], key[None], value[None])
+        seen = [sink, *(past[c] for c in range(max(1, chunk - 2), chunk + 1))] if chunk else [sink]
+        table = rotary.table(torch.arange(len(seen)), 2, 2, 12)
+        keys = rotary.rotate(torch.cat([each[0] for each in seen]), table)
+        expected = attend(
+            rotary.rotate(query, table[-4:])[None], keys[None], torch.cat([each[1] for each in seen])[None]
+        )
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_was_flushed_is_not_folded_in() -> None:
+    plan = RingPlan(1, 3)
+    state, attention = allocate(plan), RingAttention(1, 2, 2, 12, CPU)
+    assert attention.view(plan, state, 0, 6, since=4, fold=0.9).fold is not None
+    assert attention.view(plan, state, 0, 6, since=5, fold=0.9).fold is None
+    assert attention.view(plan, state, 0, 2, fold=0.9).fold is None, "nothing leaves yet"
+
+
+def test_folding_rounds_once() -> None:
+    """In the cache's dtype, from a sum in float32."""
+    sink, gone = (torch.randn(2, 4, 2, 6, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (1, 2))
+    expected = (0.75 * sink.double() + 0.25 * gone.double()).bfloat16()
+    pair = (sink[0].clone(), sink[1].clone())
+    fold_into_sink(pair, (gone[0], gone[1]), 0.75)
+    assert torch.equal(torch.stack(pair), expected)

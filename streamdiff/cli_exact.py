@@ -19,7 +19,8 @@ Tensor files are .safetensors, all values finite; C latent channels, f latent fr
 sides over 8 (Wan2.1), L text tokens, D text width:
   prompt_embeds   [L, D] or [1, L, D]: used as they are; Wan's are padded with zeros to 512 rows
   initial         [chunks, C, f, h, w]: what a chunk's first step receives, standard normal noise
-  renoise         [chunks, steps-1, C, f, h, w]: the noise before each later step; both stand in the file of --noise
+  renoise         [chunks, steps-1, C, f, h, w]: the noise before each later step (steps of the chunk that has most);
+                  both stand in the file of --noise
   latents         [chunks, C, f, h, w], float32, clean, normalised as the transformer has them
 x_t = (1 - sigma) x0 + sigma noise; the model predicts noise - x0. Chunks count from 0.
 """
@@ -66,6 +67,8 @@ _OPTIONS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
     ("--model-config", Path, "FILE", "config.json of diffusers, for what shapes cannot tell (the number of heads)"),
     ("--shift", float, "N", "timestep shift of --warp (default 1: none)"),
     ("--sigmas", parse_numbers, "N,N,...", "noise levels of the steps, if they are not timestep / 1000"),
+    ("--first-chunk-steps", parse_numbers, "N,N,...", "the list of --steps for a stream's first chunk, where that has "
+     "another, at least as long; its noise levels are timestep / 1000, or follow from --shift and --warp"),
     ("--window", int, "N", "latent frames a chunk can see, the sink and the chunk itself included; 0: all"),
     ("--sink", int, "N", "latent frames at the stream's beginning that stay in sight (default: the model's own, or 0)"),
     ("--rope", str, "KIND", "absolute (positions count from the stream's beginning, without end) or relative (the sink "

@@ -54,6 +54,7 @@ class Job:
     shift: float | None = None
     warp: bool = False
     sigmas: tuple[float, ...] | None = None
+    first_chunk_steps: tuple[float, ...] | None = None
     window: int | None = None
     sink: int | None = None
     rope: str | None = None
@@ -160,7 +161,7 @@ def _script(job: Job, model: Model, schedule: Schedule) -> Script:
     spec = model.spec
     noise = None
     if job.noise is not None:
-        noise = conditioning.read_noise(job.noise, spec.chunk_shape, steps=schedule.steps, chunks=job.chunks)
+        noise = conditioning.read_noise(job.noise, spec.chunk_shape, steps=schedule.of(0).steps, chunks=job.chunks)
     if job.prompt_embeds is not None:
         embeddings = conditioning.read_rows(job.prompt_embeds, spec.text_shape)
     else:

@@ -45,6 +45,8 @@ def load(job: Job) -> Found:
     loras = () if job.lora is None else (parse_lora(job.lora),)
     parts = Parts(job.weights, job.container, config, loras, job.vae, job.text_encoder)
     place = library.find(job.model, parts)
+    if job.chunk_frames is None:
+        library.check_first_chunk(place)
     device = pick_device(job.device)
     dtype = pick_dtype(job.dtype, device)
     size = None if job.size is None else library.parse_size(job.size)
@@ -67,15 +69,12 @@ def encode(model: Model, prompt: str) -> Tensor:
 def _schedule(job: Job, place: Place, spec: ModelSpec) -> Schedule:
     """The denoise steps: those given, else the model's own."""
     if isinstance(job.steps, tuple):
-        if job.sigmas is not None:
-            if job.warp or job.shift is not None:
-                raise ConfigError("--sigmas says the noise levels, so leave --shift and --warp out")
-            return sampling.told(job.steps, job.sigmas)
-        if not job.warp and job.shift is not None:
-            raise ConfigError("--shift is for lists that are meant before it: add --warp, or leave it out")
-        return sampling.published(job.steps, shift=job.shift or 1.0, warp=job.warp)
-    if job.sigmas is not None or job.warp or job.shift is not None:
-        raise ConfigError("--sigmas, --shift and --warp go with a list: --steps 1000,750,500,250")
+        schedule = _given(job, job.steps, job.sigmas)
+        if job.first_chunk_steps is None:
+            return schedule
+        return replace(schedule, first=_given(job, job.first_chunk_steps, None))
+    if job.sigmas is not None or job.warp or job.shift is not None or job.first_chunk_steps is not None:
+        raise ConfigError("--sigmas, --shift, --warp and --first-chunk-steps go with a list: --steps 1000,750,500,250")
     if not spec.steps:
         raise ConfigError("--steps is missing: the timesteps the model is told, for example 1000,937.5,833.33,625")
     steps = spec.steps[0] if job.steps is None else job.steps
@@ -84,6 +83,17 @@ def _schedule(job: Job, place: Place, spec: ModelSpec) -> Schedule:
             f"--steps is {steps}; {place.name} has {', '.join(map(str, spec.steps))}, or give timesteps with commas"
         )
     return spec.schedule(steps)
+
+
+def _given(job: Job, steps: tuple[float, ...], sigmas: tuple[float, ...] | None) -> Schedule:
+    """The schedule of a list that was given."""
+    if job.sigmas is not None:
+        if job.warp or job.shift is not None:
+            raise ConfigError("--sigmas says the noise levels, so leave --shift and --warp out")
+        return sampling.told(steps, sigmas)
+    if not job.warp and job.shift is not None:
+        raise ConfigError("--shift is for lists that are meant before it: add --warp, or leave it out")
+    return sampling.published(steps, shift=job.shift or 1.0, warp=job.warp)
 
 
 def _overridden(spec: ModelSpec, job: Job) -> ModelSpec:

@@ -81,8 +81,8 @@ def as_tree(entry: Entry) -> dict[str, Any]:
     shared = catalogue.parts()
     schedules = {}
     if entry.sampling is not None:
-        for key, first in (("schedule", False), ("first_chunk_schedule", True)):
-            made = entry.sampling.schedule(first_chunk=first)
+        for key, chunk in (("schedule", 1), ("first_chunk_schedule", 0)):
+            made = entry.sampling.schedule().of(chunk)
             schedules[key] = {"timesteps": list(made.timesteps), "sigmas": list(made.sigmas)}
     return {
         **entry.model_dump(mode="json"),
@@ -210,9 +210,9 @@ def _run_lines(entry: Entry) -> Iterator[tuple[str, str]]:
         return
     warp = ", warped" if sampling.warp else ", as they stand"
     yield "steps", f"{_numbers(sampling.steps)}; shift {sampling.shift:g}{warp}"
-    for key, first in (("", False), ("first chunk", True)):
-        if not first or sampling.first_chunk_steps:
-            made = sampling.schedule(first_chunk=first)
+    for key, chunk in (("", 1), ("first chunk", 0)):
+        if chunk or sampling.first_chunk_steps:
+            made = sampling.schedule().of(chunk)
             yield key, f"told {_numbers(made.timesteps)}; sigmas {_numbers(made.sigmas)}"
     first_chunk = f", the first {stream.first_chunk_latents}" if stream.first_chunk_latents else ""
     yield "chunk", f"{_latents(stream.chunk_latents)}{first_chunk}"

@@ -100,6 +100,7 @@ def test_a_stream_equals_the_uncached_reference(given: Given, window: int, sink:
     model = Model(spec, WanDenoiser(given.model), Embeddings(given.text[0]), None)
     reference = Reference(model, lambda chunk: "", seed=3, steps=4, kv_context=kv_context)
     reference.steps, reference.sigmas = 3, [step / 1000 for step in STEPS] + [0.0]
+    reference.first_sigmas = reference.sigmas
     expected = torch.stack(reference.chunks(CHUNKS))
     assert expected.std() > 0.1
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
@@ -205,6 +206,7 @@ def test_the_embedded_model_writes_latents_and_video(tmp_path: Path) -> None:
         (["--adaptive-sink", "0.2"], "goes with a --sink"),
         (["--adaptive-sink", "2", "--window", "9", "--sink", "3"], "--adaptive-sink is 2"),
         (["--adaptive-sink", "0.2", "--window", "9", "--sink", "2"], "--sink, which is 2, must be a multiple of"),
+        (["--first-chunk-steps", "1000,500"], "the first chunk has 2 steps and the others 3"),
         (["--averaged-sink", "1.5", "--window", "9", "--sink", "3"], "--averaged-sink is 1.5"),
         (["--averaged-sink", "0.9", "--window", "9", "--sink", "2"], "sink one chunk, 3 latent frames"),
         (["--averaged-sink", "0.9", "--adaptive-sink", "0", "--window", "9", "--sink", "3"], "two ways to change"),

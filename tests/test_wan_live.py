@@ -78,15 +78,22 @@ def taken(files: Files, **options: str) -> np.ndarray:
 def test_it_streams_and_equals_the_way_over_files(files: Files, tmp_path: Path) -> None:
     """The live stream's frames are those of latents that were written and decoded by themselves."""
     live = taken(files)
-    latents, video = tmp_path / "latents.safetensors", tmp_path / "video.safetensors"
+    latents = tmp_path / "latents.safetensors"
     parts = ["--prompt", PROMPT, "--seed", "3", "--chunks", "2", "--no-decode", "--latents-out", str(latents)]
     assert cli.main(["generate", "--model", "self-forcing", *files.flags, *parts]) == 0
-    assert cli.main(["decode", "--vae", str(files.vae), "--latents", str(latents), "--out", str(video)]) == 0
-    frames = load_file(video)["video"].permute(1, 2, 3, 0)
-    expected = ((frames + 1) / 2 * 255).round().clamp(0, 255).to(torch.uint8).numpy()
+    expected = decoded(files, latents)
     assert live.shape == expected.shape == (FRAMES, 32, 64, 3)
     assert live.std() > 5
     assert np.abs(live.astype(int) - expected.astype(int)).max() <= 1
+
+
+def decoded(files: Files, latents: Path) -> np.ndarray:
+    """Pictures uint8 `[n, H, W, 3]` of a file of latents."""
+    video = latents.with_name("video.safetensors")
+    assert cli.main(["decode", "--vae", str(files.vae), "--latents", str(latents), "--out", str(video)]) == 0
+    frames = load_file(video)["video"].permute(1, 2, 3, 0)
+    pictures: np.ndarray = ((frames + 1) / 2 * 255).round().clamp(0, 255).to(torch.uint8).numpy()
+    return pictures
 
 
 def test_it_runs_in_bfloat16(files: Files) -> None:
@@ -127,6 +134,24 @@ def test_what_a_model_does_with_its_sink_is_known(
     assert (spec.adaptive_sink, spec.averaged_sink) == (adaptive, averaged)
 
 
+def test_a_first_chunk_has_its_own_steps_live_and_in_files(files: Files, tmp_path: Path) -> None:
+    """Causal-Forcing++ by name, of whose chunks the first takes four steps and the others two."""
+    picked = {**files.options, "model": "causal-forcing-framewise-2step"}
+    with streamdiff.open(PROMPT, seed=3, steps=2, **picked) as session:  # type: ignore[arg-type]
+        live = np.stack(list(islice(session, 9)))
+    latents = tmp_path / "latents.safetensors"
+    command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", "3", "--no-decode", "--latents-out"]
+    command += [str(latents), "--model", "causal-forcing-framewise-2step", *files.flags]
+    assert cli.main(command) == 0
+    by_name, pictures = load_file(latents)["latents"], decoded(files, latents)
+    assert live.shape == pictures.shape and np.abs(live.astype(int) - pictures.astype(int)).max() <= 1
+    lists = ["--steps", "1000,500", "--first-chunk-steps", "1000,750,500,250", "--warp", "--shift", "5"]
+    assert cli.main([*command, *lists]) == 0
+    torch.testing.assert_close(load_file(latents)["latents"], by_name, rtol=1e-4, atol=1e-4)
+    assert cli.main([*command, *lists[:2], *lists[4:]]) == 0
+    assert not torch.allclose(load_file(latents)["latents"][0], by_name[0], atol=1e-2)
+
+
 @pytest.mark.slow
 def test_two_ranks_serve_the_same_frames(files: Files, tmp_path: Path) -> None:
     """Each of two processes reads its own blocks; PNGs are compared."""
@@ -163,6 +188,7 @@ def test_a_context_that_the_model_was_not_made_for_is_remarked_on(
     ("options", "words"),
     [
         ({"size": "60x32"}, "--size is '60x32'; it must be WIDTHxHEIGHT, multiples of 16"),
+        ({"model": "streamdiffusionv2-1.3b"}, "begins with a chunk of 2 latent frames, and goes on with chunks of 1"),
         ({"model": "wan2.1-t2v-1.3b"}, "neither steps nor window are known"),
         ({"model": "tiny", "size": "64x64"}, "the size of tiny is fixed"),
         ({"model": "tiny", "text_encoder": "/nowhere"}, "the text encoder of tiny is fixed"),

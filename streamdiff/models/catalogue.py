@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import importlib.resources
 import json
+from dataclasses import replace
 from functools import cache
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -135,13 +136,16 @@ class Sampling(_Section):
     warp: bool
     nearest: bool = Field(description="the authors' code rounds noise levels to its grid of 1,000")
 
-    def schedule(self, *, first_chunk: bool = False) -> Schedule:
-        """What the model is told and what it is mixed with; `first_chunk` has its own steps in some models.
+    def schedule(self) -> Schedule:
+        """What the model is told and what it is mixed with, that of the first chunk in it where it has its own.
 
         Raises:
-            ConfigError: the list is no schedule.
+            ConfigError: a list is no schedule.
         """
-        steps = self.first_chunk_steps if first_chunk and self.first_chunk_steps else self.steps
+        first = None if self.first_chunk_steps is None else self._published(self.first_chunk_steps)
+        return replace(self._published(self.steps), first=first)
+
+    def _published(self, steps: tuple[float, ...]) -> Schedule:
         return published(steps, shift=self.shift, warp=self.warp, nearest=self.nearest)
 
 
@@ -234,8 +238,7 @@ class Entry(_Section):
         if any((part is None) == (self.kind == "causal") for part in streaming):
             raise ValueError("a causal model has sampling, stream, context, switches and positions, another has none")
         if self.sampling is not None:
-            for first_chunk in (False, True):
-                self.sampling.schedule(first_chunk=first_chunk)
+            self.sampling.schedule()
         return self
 
 

@@ -185,6 +185,18 @@ def _sink_value(stream: Stream | None, policy: str) -> float | None:
     return stream.sink_value if stream is not None and stream.sink_policy == policy else None
 
 
+def check_first_chunk(place: Place) -> None:
+    """Raises ConfigError where a stream's first chunk has another length than the others."""
+    stream = place.entry.stream if place.entry is not None else None
+    if stream is not None and stream.first_chunk_latents not in (None, stream.chunk_latents):
+        first, chunk = stream.first_chunk_latents, stream.chunk_latents
+        raise ConfigError(
+            f"{place.name} begins with a chunk of {first} latent frames, and goes on with chunks of {chunk}; that is "
+            f"not built. `streamdiff generate --chunk-frames {chunk}` runs it with {chunk} from the start, which is "
+            "not what its authors do"
+        )
+
+
 def remark(place: Place, kv_context: str) -> str:
     """What a user should know before a model runs with this KV context; empty where it was made for it."""
     context = place.entry.context if place.entry is not None else None

@@ -47,14 +47,17 @@ class Schedule:
     """Denoise steps: `timesteps` is what the model is told, `sigmas` the noise levels that x0 and x_t are made with.
 
     Both have one entry per step and fall strictly; timesteps lie in (0, 1000], sigmas in (0, 1]. After the last step
-    the latents are x0; nothing is added any more.
+    the latents are x0; nothing is added any more. `first` is that of a stream's first chunk, where it has one of its
+    own, with at least as many steps.
 
     Raises:
-        ConfigError: no step, other lengths, a value out of range or not below the one before it.
+        ConfigError: no step, other lengths, a value out of range or not below the one before it, or a first chunk with
+            fewer steps.
     """
 
     timesteps: tuple[float, ...]
     sigmas: tuple[float, ...]
+    first: Schedule | None = None
 
     def __post_init__(self) -> None:
         _check("steps", self.timesteps, TIMESTEPS)
@@ -63,11 +66,19 @@ class Schedule:
             raise ConfigError(
                 f"steps are {len(self.timesteps)} and sigmas {len(self.sigmas)}; every step needs one sigma"
             )
+        if self.first is not None and self.first.steps < self.steps:
+            raise ConfigError(
+                f"the first chunk has {self.first.steps} steps and the others {self.steps}; it needs at least as many"
+            )
 
     @property
     def steps(self) -> int:
-        """Denoise steps per chunk."""
+        """Denoise steps per chunk, the first one's left aside."""
         return len(self.timesteps)
+
+    def of(self, chunk: int) -> Schedule:
+        """The schedule of chunk `chunk` of a stream, from 0."""
+        return self.first if chunk == 0 and self.first is not None else self
 
 
 def told(timesteps: Sequence[float], sigmas: Sequence[float] | None = None) -> Schedule:

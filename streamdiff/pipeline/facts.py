@@ -44,7 +44,8 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Facts:
-    """A model's sizes. Chunk, windows and sink in latent frames; `*_values` count stored numbers, 0 where unknown."""
+    """A model's sizes. Chunk, windows and sink in latent frames; `*_values` count stored numbers, 0 where unknown;
+    `first_chunk_steps` where a stream's first chunk has more steps than the others."""
 
     name: str
     blocks: int
@@ -69,6 +70,7 @@ class Facts:
     decoder: Decoder
     text_values: int
     decoder_values: int
+    first_chunk_steps: int | None = None
 
     @property
     def width(self) -> int:

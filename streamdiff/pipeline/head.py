@@ -105,7 +105,7 @@ class Head:
                 session.latents[row.chunk, row.epoch] = self._noise(row)
             latents.append(self._context(row) if row.clean else session.latents[row.chunk, row.epoch])
             clean_level = self.spec.context_sigma * sampling.TIMESTEPS
-            levels.append(clean_level if row.clean else session.schedule.timesteps[row.step])
+            levels.append(clean_level if row.clean else session.schedule.of(row.chunk).timesteps[row.step])
         timestep = torch.tensor(levels, device=self.device)
         latent = torch.stack(latents).to(self.denoiser.dtype)
         return self.denoiser.embed(latent, timestep[:, None].expand(-1, self.spec.chunk_latents))
@@ -124,7 +124,7 @@ class Head:
             x_t = session.latents.pop(key)
             if row.clean:
                 continue
-            sigmas = session.schedule.sigmas
+            sigmas = session.schedule.of(row.chunk).sigmas
             x0 = sampling.clean_from_flow(x_t, flow.to(x_t.dtype), sigmas[row.step])
             if row.last:
                 finished.append(Finished(row, x0))

@@ -55,6 +55,7 @@ def known_facts(entry: Entry, *, height: int | None = None, width: int | None = 
         decoder=Decoder(pictures.channels, 1, (0, 0, 0, 0), (0, 0, 0), (1, 1, 1), (1, 1, pictures.temporal)),
         text_values=0,
         decoder_values=0,
+        first_chunk_steps=entry.sampling.schedule().of(0).steps if entry.sampling else None,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from streamdiff.models import sampling
+from streamdiff.models.sampling import Schedule
 
 
 class Noise(Protocol):
@@ -32,15 +33,16 @@ class SeededNoise:
 @dataclass(frozen=True)
 class GivenNoise:
     """Noise of the first chunks as tensors: `initial` `[n, C, F, h, w]` for step 0, `renoise` `[n, steps - 1, C, F, h,
-    w]` for the later ones; what neither has comes from `rest`."""
+    w]` for the later ones, of which chunk c has `schedule.of(c).steps - 1`; what neither has comes from `rest`."""
 
     initial: Tensor
     renoise: Tensor | None
+    schedule: Schedule
     rest: Noise
 
     def draw(self, chunk: int, step: int) -> Tensor:
         if step == 0 and chunk < len(self.initial):
             return self.initial[chunk]
-        if self.renoise is not None and chunk < len(self.renoise) and 0 < step <= self.renoise.shape[1]:
+        if self.renoise is not None and chunk < len(self.renoise) and 0 < step < self.schedule.of(chunk).steps:
             return self.renoise[chunk, step - 1]
         return self.rest.draw(chunk, step)

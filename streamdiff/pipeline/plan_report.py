@@ -91,7 +91,7 @@ def make(model: ModelConfig, job: Job) -> Outcome:
         links = (*[found.link_s] * (job.stages - 1), found.flow_s)
     setup = Setup(
         stage_s=layout.stage_s,
-        streams=(Stream(model.steps, model.kv_context),) * job.sessions,
+        streams=(Stream(model.steps, model.kv_context, first_steps=facts.first_chunk_steps),) * job.sessions,
         link_s=links if job.stages > 1 else (),
         decode_s=decode_s,
         decode_stage=layout.decode_stage,

@@ -144,7 +144,8 @@ class Ring:
         """
         schedule = self.head.spec.schedule(steps) if isinstance(steps, int) else steps
         steps = schedule.steps
-        self.scheduler.open(session, steps=steps, kv_context=kv_context, epoch=epoch)
+        first = schedule.of(0).steps
+        self.scheduler.open(session, steps=steps, first_steps=first, kv_context=kv_context, epoch=epoch)
         self.head.open(session, noise=noise or self._seeded(seed), schedule=schedule, kv_context=kv_context)
         self._tell(Kind.OPEN, Control(session, epoch, epoch, steps, kv_context))
         self._tell(Kind.TEXT, Control(session, epoch, epoch), embeddings)

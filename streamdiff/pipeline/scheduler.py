@@ -12,6 +12,11 @@ entered, and then goes before those that stand after it. Nobody looks at a clock
 stages take, chunks finish one by one. Admission waits for nothing but steps of the same session that are in flight,
 which wait for nothing but the ring; so it never stalls, and a chunk that comes late (there was no room) only moves the
 chunks after it. `staircase` and `clean` space themselves by their own rules.
+
+**A first chunk with more steps.** Some models take more steps for the first chunk of a stream than for the others. All
+chunks end together then: in here steps are numbered so that the last one, and the clean pass, have the same number in
+every chunk, and the first chunk begins below 0. So what the rules say of step s of two neighbours is said of steps that
+are as far from the end, and nothing else has to know.
 """
 
 from __future__ import annotations
@@ -33,21 +38,23 @@ PATIENCE = 4
 
 @dataclass(slots=True)
 class _Chunk:
-    """A chunk in flight: the last step that entered the ring (-1: none), the last that came back.
+    """A chunk in flight: the last step that entered the ring, the last that came back; before any, `-1 - extra`.
 
-    `tick` is where the timetable has its first step.
+    `tick` is where the timetable has its step 0, and `extra` the steps before that.
     """
 
     number: int
     epoch: int
     tick: int
-    entered: int = -1
-    back: int = -1
+    extra: int
+    entered: int
+    back: int
 
 
 @dataclass(slots=True)
 class _Session:
-    """`chunks` are those in flight, oldest first; their numbers have no holes, and the last is `next_chunk` - 1.
+    """`chunks` are those in flight, oldest first; their numbers have no holes, and the last is `next_chunk` - 1. A
+    chunk has `steps` steps, the stream's first `first_extra` more.
 
     `rerun` are finished chunks whose clean pass is due once more, oldest first, before a new chunk is admitted.
     `choice` is the index in `chunks` of the one whose step is due next, `len(chunks)` for a new one, RERUN for a clean
@@ -57,6 +64,7 @@ class _Session:
 
     name: int
     steps: int
+    first_extra: int
     kv_context: str
     epoch: int
     stages: int
@@ -73,8 +81,12 @@ class _Session:
 
     @property
     def passes(self) -> int:
-        """Micro-steps of one chunk; `matched` needs no clean pass."""
+        """Micro-steps of one chunk, from step 0 on; `matched` needs no clean pass."""
         return self.steps if self.kv_context == "matched" else self.steps + 1
+
+    def extra(self, chunk: int) -> int:
+        """Steps of a chunk before its step 0."""
+        return self.first_extra if chunk == 0 else 0
 
     def next_tick(self, chunk: _Chunk) -> int:
         """Where the timetable has the chunk's next step."""
@@ -106,11 +118,13 @@ class _Session:
     def row(self, choice: int) -> MicroStep:
         """The next step of the chunk at that index; changes nothing."""
         if choice == RERUN:
-            return MicroStep(self.name, self.rerun[0], self.steps, self.steps, self.epoch)
+            steps = self.steps + self.extra(self.rerun[0])
+            return MicroStep(self.name, self.rerun[0], steps, steps, self.epoch)
         if choice == len(self.chunks):
-            return MicroStep(self.name, self.next_chunk, 0, self.steps, self.epoch)
+            return MicroStep(self.name, self.next_chunk, 0, self.steps + self.extra(self.next_chunk), self.epoch)
         chunk = self.chunks[choice]
-        return MicroStep(self.name, chunk.number, chunk.entered + 1, self.steps, chunk.epoch)
+        step, steps = chunk.entered + 1 + chunk.extra, self.steps + chunk.extra
+        return MicroStep(self.name, chunk.number, step, steps, chunk.epoch)
 
     def enter(self, choice: int) -> None:
         """That step has entered the ring."""
@@ -119,7 +133,8 @@ class _Session:
             self.choice, self.stale = None, True
             return
         if choice == len(self.chunks):
-            self.chunks.append(_Chunk(self.next_chunk, self.epoch, self._tick_of_next()))
+            extra = self.extra(self.next_chunk)
+            self.chunks.append(_Chunk(self.next_chunk, self.epoch, self._tick_of_next(), extra, -1 - extra, -1 - extra))
             self.next_chunk += 1
             self.room -= self.chunk_frames
         self.chunks[choice].entered += 1
@@ -131,9 +146,10 @@ class _Session:
         if not 0 <= index < len(self.chunks):
             return
         chunk = self.chunks[index]
-        if chunk.epoch != row.epoch or chunk.back != row.step - 1 or chunk.entered < row.step:
+        step = row.step - chunk.extra
+        if chunk.epoch != row.epoch or chunk.back != step - 1 or chunk.entered < step:
             return
-        chunk.back, self.stale = row.step, True
+        chunk.back, self.stale = step, True
         while self.chunks and self.chunks[0].back == self.passes - 1:
             del self.chunks[0]
 
@@ -197,8 +213,9 @@ class StreamBatchScheduler:
         self._sessions: dict[int, _Session] = {}
         self._forwards = 0  # handed out so far: what waiting is counted in
 
-    def open(self, session: int, *, steps: int, kv_context: str, epoch: int) -> None:
-        """Add a session; it has no room yet. `epoch` must be one that this slot never had, see `returned`.
+    def open(self, session: int, *, steps: int, kv_context: str, epoch: int, first_steps: int | None = None) -> None:
+        """Add a session; it has no room yet. `epoch` must be one that this slot never had, see `returned`; the stream's
+        first chunk has `first_steps` steps, by default as many as the others.
 
         Raises:
             ValueError: the session is open already, or a value is out of range.
@@ -207,9 +224,14 @@ class StreamBatchScheduler:
             raise ValueError(f"session {session} is open already; close it first")
         if steps < 1:
             raise ValueError(f"steps is {steps}; at least 1 is needed")
+        extra = 0 if first_steps is None else first_steps - steps
+        if extra < 0:
+            raise ValueError(
+                f"first_steps is {first_steps}, but a first chunk has at least as many as the others, {steps}"
+            )
         limit = in_flight_limit(kv_context, steps=steps, stages=self.stages)
         self._sessions[session] = _Session(
-            session, steps, kv_context, epoch, self.stages, self.chunk_frames, limit, self._forwards
+            session, steps, extra, kv_context, epoch, self.stages, self.chunk_frames, limit, self._forwards
         )
 
     def close(self, session: int) -> None:

@@ -37,8 +37,8 @@ class Switch:
 class Script:
     """What to make.
 
-    embeddings `[T, text_dim]`; `initial` `[n, C, F, h, w]` and `renoise` `[n, steps - 1, C, F, h, w]` take the place of
-    the noise of `seed` for the first n chunks; `switches` rise by chunk.
+    embeddings `[T, text_dim]`; `initial` `[n, C, F, h, w]` and `renoise` `[n, steps - 1, C, F, h, w]` (steps of the
+    chunk that has most) take the place of the noise of `seed` for the first n chunks; `switches` rise by chunk.
 
     Raises:
         ConfigError: a switch that is out of order, outside the stream, or of an unknown policy.
@@ -74,7 +74,8 @@ class Script:
         seeded = SeededNoise(model.spec.chunk_shape, self.seed)
         if self.initial is None:
             return seeded
-        return GivenNoise(self.initial[first:], None if self.renoise is None else self.renoise[first:], seeded)
+        renoise = None if self.renoise is None else self.renoise[first:]
+        return GivenNoise(self.initial[first:], renoise, self.schedule, seeded)
 
     @property
     def segments(self) -> list[tuple[Switch, list[Switch], int]]:

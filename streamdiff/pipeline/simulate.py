@@ -29,6 +29,7 @@ class Stream:
 
     `lead_chunks`: chunks admitted and not yet shown, at most; None is the least with which the ring can run, and one
     more that is being decoded (without that one, a decode of half a forward costs `matched` 6 % of its throughput).
+    `first_steps`: steps of the first chunk, where it has more.
     `show_s`: seconds for which viewers look at a chunk; 0 takes each chunk away as soon as it is finished.
     """
 
@@ -36,6 +37,7 @@ class Stream:
     kv_context: str
     lead_chunks: int | None = None
     show_s: float = 0.0
+    first_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,10 @@ class Setup:
         _check(self.chunks >= 8, f"chunks is {self.chunks}; at least 8 are needed to see a steady state")
         for stream in self.streams:
             in_flight_limit(stream.kv_context, steps=stream.steps, stages=stages)  # refuses unknown KV contexts
-            lead = stream.lead_chunks
+            lead, first = stream.lead_chunks, stream.first_steps
+            _check(
+                first is None or first >= stream.steps, f"first_steps is {first}; at least {stream.steps} are needed"
+            )
             _check(lead is None or lead >= 1, f"lead_chunks is {lead}; at least 1 is needed")
 
 
@@ -219,7 +224,8 @@ class _Ring:
         self.scheduler = StreamBatchScheduler(stages=self.stages, chunk_frames=1, max_rows=setup.max_rows)
         self.lead = []
         for number, stream in enumerate(setup.streams):
-            self.scheduler.open(number, steps=stream.steps, kv_context=stream.kv_context, epoch=0)
+            steps, first, context = stream.steps, stream.first_steps, stream.kv_context
+            self.scheduler.open(number, steps=steps, first_steps=first, kv_context=context, epoch=0)
             least = minimum_lead(stream.kv_context, steps=stream.steps, stages=self.stages, chunk_frames=1)
             self.lead.append(least + 1 if stream.lead_chunks is None else stream.lead_chunks)
         self.agenda = _Agenda()

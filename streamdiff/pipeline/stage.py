@@ -21,11 +21,12 @@ from streamdiff.state.ring import RingAttention, RingPlan, RowView, StageState
 
 @dataclass
 class StageSession:
-    """What the stage keeps of a session: its ring, and of each epoch still in use the cross-attention keys, and the
-    chunk before which its chunks see nothing but the sink."""
+    """What the stage keeps of a session: its ring, its steps per chunk (the first one's left aside), and of each epoch
+    still in use the cross-attention keys, and the chunk before which its chunks see nothing but the sink."""
 
     plan: RingPlan
     state: StageState
+    steps: int
     matched: bool
     text: dict[int, list[KeyValue]] = field(default_factory=dict)
     since: dict[int, int] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class Stage:
             head_dim=self.denoiser.head_dim,
             like=self.denoiser.blocks[0].attn1.to_k.weight.detach(),
         )
-        self.sessions[session] = StageSession(plan, state, kv_context == "matched")
+        self.sessions[session] = StageSession(plan, state, steps, kv_context == "matched")
 
     def close(self, session: int) -> None:
         """Free the session. Mutates: self."""
@@ -111,7 +112,8 @@ class Stage:
 
     def _view(self, row: MicroStep) -> RowView:
         session = self.sessions[row.session]
-        cache = row.step if session.matched else 0
+        # A first chunk may have more steps: those before the others' first write where that one will.
+        cache = max(0, row.step - (row.steps - session.steps)) if session.matched else 0
         # Where there is a clean pass, only what that writes stays.
         adapt = self.spec.adaptive_sink if session.matched or row.clean else None
         # A chunk leaves when the one that takes its slot first writes there.

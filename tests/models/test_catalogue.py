@@ -68,7 +68,7 @@ def test_the_published_timesteps(name: str) -> None:
     assert found is not None
     assert found.schedule().timesteps == pytest.approx(timesteps, abs=1e-4)
     assert found.schedule().sigmas == pytest.approx(sigmas, abs=1e-6)
-    assert found.schedule(first_chunk=True).timesteps == pytest.approx(first_chunk or timesteps, abs=1e-4)
+    assert found.schedule().of(0).timesteps == pytest.approx(first_chunk or timesteps, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -201,3 +201,12 @@ def test_a_list_that_is_no_schedule_is_refused(
 def test_a_shift_that_shifts_nothing_sensible_is_refused(shift: float) -> None:
     with pytest.raises(ConfigError, match="shift is"):
         sampling.published((1000, 500), shift=shift)
+
+
+def test_a_first_chunk_may_have_steps_of_its_own_but_not_fewer() -> None:
+    two, four = sampling.own(2, 5.0), sampling.own(4, 5.0)
+    made = sampling.Schedule(two.timesteps, two.sigmas, four)
+    assert (made.of(0), made.of(1), made.of(9), two.of(0)) == (four, made, made, two)
+    assert made.steps == 2
+    with pytest.raises(ConfigError, match="the first chunk has 2 steps and the others 4; it needs at least as many"):
+        sampling.Schedule(four.timesteps, four.sigmas, two)

@@ -35,16 +35,19 @@ def window(model: Model, chunk: int, kv_context: str) -> list[tuple[int, list[in
     return [(c, [f - c * per for f in seen if f // per == c]) for c in chunks]
 
 
-def sees(model: Model, row: Row, steps: int, kv_context: str) -> list[Sight]:
-    """What `row` attends to, oldest first, itself last."""
+def sees(model: Model, row: Row, steps: int, kv_context: str, extra: int = 0) -> list[Sight]:
+    """What `row` attends to, oldest first, itself last. The first chunk has `extra` more steps: it is seen when it has
+    as many steps before it as another chunk would."""
     chunk, step = row
+    if chunk == 0:
+        return [(row, window(model, 0, kv_context)[0][1])]
     at: dict[str, Callable[[int], int]] = {
         "clean": lambda distance: steps,
         "staircase": lambda distance: min(step + distance, steps),
         "matched": lambda distance: step,
     }
     return [
-        ((c, at[kv_context](chunk - c) if c < chunk else step), frames)
+        ((c, at[kv_context](chunk - c) + extra * (c == 0) if c < chunk else step), frames)
         for c, frames in window(model, chunk, kv_context)
     ]
 
@@ -78,31 +81,48 @@ class Explicit:
 
 
 class Reference:
-    """One stream. `text(chunk)` is the text in force when the chunk was admitted."""
+    """One stream. `text(chunk)` is the text in force when the chunk was admitted; `first_steps` are those of the first
+    chunk."""
 
-    def __init__(self, model: Model, text: Callable[[int], str], *, seed: int, steps: int, kv_context: str) -> None:
+    def __init__(
+        self,
+        model: Model,
+        text: Callable[[int], str],
+        *,
+        seed: int,
+        steps: int,
+        kv_context: str,
+        first_steps: int | None = None,
+    ) -> None:
         self.model, self.text, self.seed = model, text, seed
         self.steps, self.kv_context = steps, kv_context
+        self.extra = 0 if first_steps is None else first_steps - steps
         self.sigmas = [*sampling.schedule(steps, model.spec.shift), model.spec.context_sigma]
+        self.first_sigmas = self.sigmas
+        if first_steps is not None:
+            self.first_sigmas = [*sampling.schedule(first_steps, model.spec.shift), model.spec.context_sigma]
         self.input: dict[Row, Tensor] = {}
         self.encode = cache(model.text.encode)
 
     @torch.inference_mode()
     def chunks(self, count: int) -> list[Tensor]:
         """Latents `[C, F, h, w]` of the first `count` chunks."""
-        return [self._clean((chunk, self.steps)) for chunk in range(count)]
+        return [self._clean((chunk, self.steps + self.extra * (chunk == 0))) for chunk in range(count)]
+
+    def _sigma(self, row: Row) -> float:
+        return (self.sigmas if row[0] else self.first_sigmas)[row[1]]
 
     def _clean(self, row: Row) -> Tensor:
         """x0 as the step before `row` leaves it."""
         before = (row[0], row[1] - 1)
-        return self._input(before) - self.sigmas[before[1]] * self._flow(before)
+        return self._input(before) - self._sigma(before) * self._flow(before)
 
     def _input(self, row: Row) -> Tensor:
         """What goes into the transformer at `row`: x_t, for the clean pass at the context's level."""
         chunk, step = row
         if row not in self.input:
             shape = self.model.spec.chunk_shape
-            fresh, sigma = sampling.noise(shape, seed=self.seed, chunk=chunk, step=step), self.sigmas[step]
+            fresh, sigma = sampling.noise(shape, seed=self.seed, chunk=chunk, step=step), self._sigma(row)
             self.input[row] = fresh if step == 0 else (1 - sigma) * self._clean(row) + sigma * fresh
         return self.input[row]
 
@@ -110,10 +130,10 @@ class Reference:
         rows = sorted(self._closure(row), key=lambda r: (r[0], r[1]))
         spec, denoiser = self.model.spec, self.model.denoiser
         latents = torch.stack([self._input(r) for r in rows])
-        timestep = torch.tensor([[1000 * self.sigmas[step]] for _, step in rows]).expand(-1, spec.chunk_latents)
+        timestep = torch.tensor([[1000 * self._sigma(r)] for r in rows]).expand(-1, spec.chunk_latents)
         layers = denoiser.text(torch.stack([self.encode(self.text(chunk)) for chunk, _ in rows]))
         text = [KeyValue(*layer) for layer in layers]
-        seen = [[(rows.index(s), f) for s, f in sees(self.model, r, self.steps, self.kv_context)] for r in rows]
+        seen = [[(rows.index(s), f) for s, f in self._sees(r)] for r in rows]
         grid = (spec.latent_height // denoiser.patch[1], spec.latent_width // denoiser.patch[2])
         tokens = denoiser.embed(latents, timestep)
         chunks = [chunk for chunk, _ in rows] if spec.rope == "absolute" else None
@@ -129,5 +149,8 @@ class Reference:
             current = waiting.pop()
             if current not in found:
                 found.add(current)
-                waiting += [seen for seen, _ in sees(self.model, current, self.steps, self.kv_context)]
+                waiting += [seen for seen, _ in self._sees(current)]
         return found
+
+    def _sees(self, row: Row) -> list[Sight]:
+        return sees(self.model, row, self.steps, self.kv_context, self.extra)

@@ -35,8 +35,10 @@ def timetable(stages: int, steps: int, chunks: int) -> tuple[int, ...]:
 
 @dataclass
 class Log:
-    """What the judge knows of one session."""
+    """What the judge knows of one session. A first chunk has `extra` more steps than the others; steps are counted so
+    that the last of every chunk is `steps` - 1, and the first chunk's first is below 0."""
 
+    extra: int
     steps: int
     kv_context: str
     epoch: int
@@ -57,18 +59,27 @@ class Log:
 
     @property
     def flight(self) -> list[int]:
-        while self.back.get(self.oldest, -1) == self.passes - 1:
+        while self.back.get(self.oldest, self.before(self.oldest)) == self.passes - 1:
             self.oldest += 1
-        return [c for c in range(self.oldest, len(self.entered)) if self.back.get(c, -1) < self.passes - 1]
+        return [c for c in range(self.oldest, len(self.entered)) if self.back.get(c, self.before(c)) < self.passes - 1]
+
+    def before(self, chunk: int) -> int:
+        """The number before that of the chunk's first step."""
+        return -1 - (self.extra if chunk == 0 else 0)
 
     def at(self, chunk: int) -> int:
-        return self.entered.get(chunk, -1)
+        return self.entered.get(chunk, self.before(chunk))
 
     def may_enter(self, chunk: int, step: int) -> bool:
         """The rules for micro-step (chunk, step), from the log alone."""
-        if self.paused or step >= self.passes or step != self.at(chunk) + 1 or self.back.get(chunk, -1) != step - 1:
+        if (
+            self.paused
+            or step >= self.passes
+            or step != self.at(chunk) + 1
+            or self.back.get(chunk, self.before(chunk)) != step - 1
+        ):
             return False
-        if step == 0:
+        if step == self.before(chunk) + 1:
             limit = {"clean": 1, "staircase": self.steps + 1, "matched": self.stages}[self.kv_context]
             oldest = min(self.flight, default=chunk)
             if self.rerun or self.room < FRAMES or chunk != len(self.entered) or chunk - oldest >= limit:
@@ -132,10 +143,11 @@ class Judge:
         self.waited: dict[int, int] = {}  # session -> forwards that passed it over although it had a row
         self.most_open = 0
 
-    def open(self, session: int, steps: int, kv_context: str) -> None:
+    def open(self, session: int, steps: int, kv_context: str, extra: int = 0) -> None:
         self.epoch += 1
-        self.scheduler.open(session, steps=steps, kv_context=kv_context, epoch=self.epoch)
-        self.logs[session] = Log(steps, kv_context, self.epoch, self.stages)
+        first = steps + extra if extra else None
+        self.scheduler.open(session, steps=steps, first_steps=first, kv_context=kv_context, epoch=self.epoch)
+        self.logs[session] = Log(extra, steps, kv_context, self.epoch, self.stages)
         self.most_open = max(self.most_open, len(self.logs))
 
     def close(self, session: int) -> None:
@@ -147,7 +159,7 @@ class Judge:
         self.epoch += 1
         self.scheduler.reset(session, self.epoch)
         old = self.logs[session]
-        self.logs[session] = Log(old.steps, old.kv_context, self.epoch, self.stages, paused=old.paused)
+        self.logs[session] = Log(old.extra, old.steps, old.kv_context, self.epoch, self.stages, paused=old.paused)
 
     def change_prompt(self, session: int) -> None:
         self.epoch += 1
@@ -193,7 +205,7 @@ class Judge:
         self._nobody_starves(ready - {row.session for row in rows})
         self.ring.extend(rows)
         assert self.scheduler.in_flight == sum(
-            log.at(c) - log.back.get(c, -1) for log in self.logs.values() for c in log.flight
+            log.at(c) - log.back.get(c, log.before(c)) for log in self.logs.values() for c in log.flight
         )
         return rows
 
@@ -203,21 +215,23 @@ class Judge:
 
     def _entered(self, row: MicroStep) -> None:
         log = self.logs[row.session]
-        assert row.steps == log.steps
+        extra = log.extra if row.chunk == 0 else 0
+        step = row.step - extra
+        assert row.steps == log.steps + extra
         if log.may_rerun():
-            assert (row.chunk, row.step, row.epoch) == (log.rerun.pop(0), log.steps, log.epoch), row
+            assert (row.chunk, step, row.epoch) == (log.rerun.pop(0), log.steps, log.epoch), row
             return
-        assert log.may_enter(row.chunk, row.step), row
-        assert log.ready()[0] == (row.chunk, row.step), "a session's rows enter in its order"
+        assert log.may_enter(row.chunk, step), row
+        assert log.ready()[0] == (row.chunk, step), "a session's rows enter in its order"
         log.bounds.setdefault(row.chunk, log.rerun_at)
-        assert log.sees_what_its_context_says(row.chunk, row.step), row
+        assert log.sees_what_its_context_says(row.chunk, step), row
         if row.step == 0:
             assert row.epoch == log.epoch
             log.room -= FRAMES
             log.epochs[row.chunk] = row.epoch
         assert row.epoch == log.epochs[row.chunk], "all steps of a chunk use one prompt"
-        assert all(log.at(c) >= row.step for c in range(log.oldest, row.chunk)), "order is kept within a session"
-        log.entered[row.chunk] = row.step
+        assert all(log.at(c) >= step for c in range(log.oldest, row.chunk)), "order is kept within a session"
+        log.entered[row.chunk] = step
         assert len(log.flight) <= in_flight_limit(log.kv_context, steps=log.steps, stages=self.stages)
 
     def come_back(self) -> None:
@@ -228,7 +242,7 @@ class Judge:
         self.scheduler.returned(row)
         log = self.logs.get(row.session)
         if log is not None and log.epochs.get(row.chunk) == row.epoch:
-            log.back[row.chunk] = row.step
+            log.back[row.chunk] = row.step - (log.extra if row.chunk == 0 else 0)
 
 
 class VirtualRing:

@@ -24,7 +24,9 @@ events = st.one_of(
     st.just(("back",)),
     st.just(("turn",)),
     st.just(("turn",)),
-    st.tuples(st.just("open"), sessions, st.integers(1, 5), st.sampled_from(KV_CONTEXTS)),
+    st.tuples(
+        st.just("open"), sessions, st.integers(1, 5), st.sampled_from(KV_CONTEXTS), st.sampled_from([0, 0, 1, 3])
+    ),
     st.tuples(st.just("room"), sessions, st.integers(-30, 60)),
     st.tuples(st.just("room"), sessions, st.just(200)),
     st.tuples(st.just("pause"), sessions, st.booleans()),
@@ -46,9 +48,9 @@ def play(judge: Judge, event: tuple[object, ...]) -> None:
         while judge.ring:
             judge.come_back()
     elif name == "open":
-        session, steps, kv_context = rest
+        session, steps, kv_context, extra = rest
         if session not in judge.logs:
-            judge.open(int(str(session)), int(str(steps)), str(kv_context))
+            judge.open(int(str(session)), int(str(steps)), str(kv_context), int(str(extra)))
     elif rest[0] in judge.logs:
         session = int(str(rest[0]))
         if name == "room":
@@ -84,10 +86,11 @@ def test_no_history_breaks_the_rules_and_everything_admitted_finishes(
 
 @pytest.mark.parametrize("kv_context", KV_CONTEXTS)
 @pytest.mark.parametrize("stages", [1, 4])
-def test_with_exactly_the_minimum_lead_the_ring_never_stands_still(kv_context: str, stages: int) -> None:
+@pytest.mark.parametrize("extra", [0, 3])
+def test_with_exactly_the_minimum_lead_the_ring_never_stands_still(kv_context: str, stages: int, extra: int) -> None:
     """Frames are shown one by one; what is made and not shown stays within the lead."""
     judge = Judge(stages, 1)
-    judge.open(0, 4, kv_context)
+    judge.open(0, 4, kv_context, extra)
     lead = minimum_lead(kv_context, steps=4, stages=stages, chunk_frames=FRAMES)
     log, shown = judge.logs[0], 0
     for _ in range(6000):
@@ -105,6 +108,27 @@ def test_with_exactly_the_minimum_lead_the_ring_never_stands_still(kv_context: s
         if shown > 30 * FRAMES:
             return
     raise AssertionError("too slow")
+
+
+@pytest.mark.parametrize("kv_context", KV_CONTEXTS)
+def test_a_first_chunk_may_have_more_steps(kv_context: str) -> None:
+    """Four and two: the second chunk begins when the first is as far as a chunk of two steps would have to be."""
+    scheduler = StreamBatchScheduler(stages=4, chunk_frames=FRAMES)
+    scheduler.open(0, steps=2, first_steps=4, kv_context=kv_context, epoch=0)
+    scheduler.set_room(0, 10 * FRAMES)
+    handed = []
+    for _ in range(20):
+        for row in scheduler.next():
+            handed.append(row)
+            scheduler.returned(row)
+    clean = kv_context != "matched"
+    first, second = ([row for row in handed if row.chunk == chunk] for chunk in (0, 1))
+    assert [row.step for row in first] == list(range(4 + clean)) and {row.steps for row in first} == {4}
+    assert [row.step for row in second] == list(range(2 + clean)) and {row.steps for row in second} == {2}
+    before = {"clean": 4, "staircase": 3, "matched": 2}[kv_context]
+    assert handed.index(second[0]) > handed.index(MicroStep(0, 0, before, 4, 0))
+    with pytest.raises(ValueError, match="first_steps is 1, but a first chunk has at least as many as the others, 2"):
+        scheduler.open(1, steps=2, first_steps=1, kv_context=kv_context, epoch=0)
 
 
 def test_the_session_with_the_least_slack_goes_first() -> None:

@@ -81,6 +81,26 @@ def test_any_number_of_stages_gives_the_same(model: Model, plain: Script, policy
 
 
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+def test_a_first_chunk_with_a_schedule_of_its_own(plain: Script, kv_context: str) -> None:
+    """Four steps and two, against the reference, from tensors, on three stages, and after a reset again."""
+    model = small_model(3, layers=3, sink=2)
+    model = replace(model, spec=replace(model.spec, context_sigma=0.1))
+    schedule = replace(plain.schedule, first=sampling.own(4, model.spec.shift))
+    script = replace(plain, schedule=schedule, kv_context=kv_context)
+    one = played(model, script)
+    reference = Reference(model, lambda chunk: RED, seed=11, steps=2, first_steps=4, kv_context=kv_context)
+    torch.testing.assert_close(one, torch.stack(reference.chunks(CHUNKS)), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(one[1], played(model, replace(script, schedule=plain.schedule))[1], atol=1e-2)
+    assert torch.equal(one, played(model, script, stages=3))
+    draw = lambda chunk, step: sampling.noise(model.spec.chunk_shape, seed=11, chunk=chunk, step=step)  # noqa: E731
+    initial = torch.stack([draw(chunk, 0) for chunk in range(CHUNKS)])
+    renoise = torch.stack([torch.stack([draw(chunk, step) for step in (1, 2, 3)]) for chunk in range(CHUNKS)])
+    assert torch.equal(one, played(model, replace(script, initial=initial, renoise=renoise)))
+    again = replace(script, switches=(Switch(3, plain.embeddings, "reset"),))
+    assert torch.equal(played(model, again)[3:], one[: CHUNKS - 3])
+
+
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
 def test_windows_that_cut_chunks_are_the_same_on_any_number_of_stages(plain: Script, kv_context: str) -> None:
     model = small_model(3, layers=3, window=6, sink=1, chunk=3)
     switches = (Switch(2, model.text.encode(BLUE), "flush"), Switch(4, model.text.encode(RED), "keep"))

@@ -53,7 +53,14 @@ free_seconds = st.integers(0, 8).map(lambda n: n / 16)
 def setups(draw: st.DrawFn) -> Setup:
     stages, max_rows = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     row_times = st.lists(seconds, min_size=max_rows, max_size=max_rows).map(tuple)
-    streams = st.builds(Stream, st.integers(1, 4), st.sampled_from(KV_CONTEXTS), st.none(), st.sampled_from([0.0, 2.0]))
+    streams = st.builds(
+        Stream,
+        st.integers(1, 4),
+        st.sampled_from(KV_CONTEXTS),
+        st.none(),
+        st.sampled_from([0.0, 2.0]),
+        st.sampled_from([None, 4, 6]),
+    )
     links = st.lists(free_seconds, min_size=stages, max_size=stages).map(tuple)
     return Setup(
         stage_s=draw(st.lists(row_times, min_size=stages, max_size=stages).map(tuple)),
@@ -103,7 +110,8 @@ def test_every_chunk_is_denoised_then_decoded_and_the_ring_is_never_overfull(set
     work = steps_of(run)
     assert len({(done.session, done.chunk) for done in run.chunks}) == len(run.chunks) >= 8 * len(setup.streams)
     for done in run.chunks:
-        key, last = (done.session, done.chunk), setup.streams[done.session].steps - 1
+        key, stream = (done.session, done.chunk), setup.streams[done.session]
+        last = (stream.first_steps if done.chunk == 0 and stream.first_steps else stream.steps) - 1
         assert all(set(work[key][step]) == set(range(stages)) for step in range(last + 1))
         latents_s = work[key][last][stages - 1].end_s + back_link
         assert done.admitted_s <= work[key][0][0].begin_s + CLOSE
@@ -142,6 +150,18 @@ def test_four_equal_stages_reach_the_designs_throughput_and_latency(
     assert figures.longest_latency_s == pytest.approx(4, rel=0.1)
     assert figures.occupancy == pytest.approx((1, 1, 1, 1), abs=0.03)
     assert figures.first_chunk_s <= 4 + (sessions - 1) / 4 + CLOSE
+
+
+@pytest.mark.parametrize(("kv_context", "sessions"), [("matched", 1), ("clean", 1), ("clean", 4), ("staircase", 1)])
+def test_a_first_chunk_with_more_steps_is_later_and_costs_nothing_afterwards(kv_context: str, sessions: int) -> None:
+    def figures(first_steps: int | None) -> tuple[float, float]:
+        streams = (Stream(2, kv_context, first_steps=first_steps),) * sessions
+        found = simulate(Setup(((0.5,),) * 2, streams, chunks=200)).figures
+        return found.first_chunk_s, found.chunks_per_s
+
+    (plain_s, plain), (late_s, late) = figures(None), figures(4)
+    assert late_s >= plain_s + 2 - CLOSE
+    assert late == pytest.approx(plain, rel=0.01)
 
 
 @pytest.mark.parametrize(("kv_context", "sessions"), [("matched", 1), ("clean", 1), ("clean", 4), ("staircase", 1)])
@@ -258,6 +278,7 @@ ONE = (Stream(4, "clean"),)
         (lambda: Setup(((1.0,),), ONE, chunks=2), "chunks is 2; at least 8"),
         (lambda: Setup(((1.0,),), (Stream(4, "foggy"),)), "'foggy'; it can be clean, staircase, matched"),
         (lambda: Setup(((1.0,),), (Stream(4, "clean", lead_chunks=0),)), "lead_chunks is 0"),
+        (lambda: Setup(((1.0,),), (Stream(4, "clean", first_steps=2),)), "first_steps is 2; at least 4"),
     ],
 )
 def test_bad_values_are_refused_before_anything_runs(make: object, words: str) -> None:

@@ -165,3 +165,34 @@ def test_the_least_similar_sink_chunk_gives_way_below_the_threshold(threshold: f
             taken = n == worst and alike[n] < threshold
             assert torch.equal(sink[0][n], key if taken else keys[n])
             assert torch.equal(sink[1][n], value if taken else values[n])
+
+
+@pytest.mark.parametrize(("sink", "spare"), [(0, 0), (1, 0), (0, 3), (2, 4)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_after_some_chunks_no_index_is_made_any_more(sink: int, spare: int, compiled: bool) -> None:
+    """What a micro-step uploads are positions of a new chunk; slots come again."""
+    plan = RingPlan(sink, 4, spare)
+    state = allocate(plan)
+    attention = RingAttention(1, 2, 2, 12, CPU, compiled)
+    made = []
+    for chunk in range(200):
+        attention.view(plan, state, 0, chunk)
+        made.append(attention._index.cache_info().misses)
+    assert made[50] == made[-1] <= 4 * plan.slots
+    assert made[0] > 0
+
+
+def test_views_for_compiled_graphs_have_one_shape_per_filled_window_and_see_the_same() -> None:
+    plan = RingPlan(1, 4, 2)
+    plain, compiled = RingAttention(1, 2, 2, 12, CPU), RingAttention(1, 2, 2, 12, CPU, compiled=True)
+    states = allocate(plan), allocate(plan)
+    generator = torch.Generator().manual_seed(5)
+    shapes = set()
+    for chunk in range(30):
+        since = 20 if chunk >= 20 else 0  # as after a flush
+        query, key, value = torch.randn(3, 1, 4, 2, 12, generator=generator)
+        rows = [each.view(plan, state, 0, chunk, since) for each, state in zip((plain, compiled), states, strict=True)]
+        shapes.add(rows[1].shape)
+        expected = plain.on([rows[0]])(0, query, key, value)
+        torch.testing.assert_close(compiled.on([rows[1]])(0, query, key, value), expected, rtol=0, atol=1e-6)
+    assert len(shapes) == plan.window

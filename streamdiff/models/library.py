@@ -275,7 +275,7 @@ def load_transformer(
             "gives it; only text to video is supported"
         )
     denoiser.attention = kernel
-    return denoiser
+    return denoiser.fuse()
 
 
 def load_text(place: Place, spec: ModelSpec, device: torch.device, keep: bool = True) -> TextEncoder:

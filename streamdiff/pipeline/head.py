@@ -6,6 +6,7 @@ Only the head knows noise levels and x_t; stages see hidden states, and what com
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from streamdiff.models.base import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.models.wan.transformer import Tokens
 from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.noise import Noise
+from streamdiff.pipeline.noise import DrawnAhead, Noise
 from streamdiff.pipeline.stage import ring_plan
 from streamdiff.state.ring import RingPlan
 
@@ -38,6 +39,8 @@ class HeadSession:
     """Noise source, schedule and the latents `[C, F, h, w]` of chunks in flight (x_t, or x0 for the clean pass), by
     chunk and epoch: what comes back for a stream that was reset meanwhile is nobody's.
 
+    `levels` are the timesteps that the model is told at each step, the clean pass last, on the device: of the first
+    chunk `[its steps + 1, F]`, and of the others.
     `kept` holds the finished latents of all chunks that the next one may see, for the clean pass, the first time or
     again; none where there is no such pass. Chunks admitted see none before `since` but the sink.
     """
@@ -46,6 +49,7 @@ class HeadSession:
     schedule: Schedule
     kv_context: str
     plan: RingPlan
+    levels: tuple[Tensor, Tensor]
     latents: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     kept: dict[int, Tensor] = field(default_factory=dict)
     since: int = 0
@@ -67,11 +71,16 @@ class Head:
     def __init__(self, model: Model, device: torch.device) -> None:
         self.denoiser, self.spec, self.device = model.denoiser, model.spec, device
         self.sessions: dict[int, HeadSession] = {}
+        # On a CPU a thread that draws would only take time from the one that computes.
+        self._thread = ThreadPoolExecutor(1, "noise") if device.type == "cuda" else None
 
     def open(self, session: int, *, noise: Noise, schedule: Schedule, kv_context: str) -> None:
         """Start a stream, or start it again with other noise. Mutates: self."""
         plan = ring_plan(self.spec, kv_context, steps=schedule.steps)
-        self.sessions[session] = HeadSession(noise, schedule, kv_context, plan)
+        levels = self._levels(schedule.of(0)), self._levels(schedule)
+        if self._thread is not None:
+            noise = DrawnAhead(noise, self.device, schedule.steps + (self.spec.context_sigma > 0), self._thread)
+        self.sessions[session] = HeadSession(noise, schedule, kv_context, plan, levels)
 
     def close(self, session: int) -> None:
         self.sessions.pop(session, None)
@@ -104,11 +113,8 @@ class Head:
             if row.step == 0:
                 session.latents[row.chunk, row.epoch] = self._noise(row)
             latents.append(self._context(row) if row.clean else session.latents[row.chunk, row.epoch])
-            clean_level = self.spec.context_sigma * sampling.TIMESTEPS
-            levels.append(clean_level if row.clean else session.schedule.of(row.chunk).timesteps[row.step])
-        timestep = torch.tensor(levels, device=self.device)
-        latent = torch.stack(latents).to(self.denoiser.dtype)
-        return self.denoiser.embed(latent, timestep[:, None].expand(-1, self.spec.chunk_latents))
+            levels.append(session.levels[row.chunk > 0][row.step])
+        return self.denoiser.embed(torch.stack(latents).to(self.denoiser.dtype), torch.stack(levels))
 
     @torch.inference_mode()
     def advance(self, rows: Sequence[MicroStep], flows: Tensor) -> list[Finished]:
@@ -136,6 +142,11 @@ class Head:
                 session.latents[key] = sampling.add_noise(x0, fresh, sigmas[row.step + 1])
         return finished
 
+    def _levels(self, schedule: Schedule) -> Tensor:
+        """What the model is told at each step, and in the clean pass, `[steps + 1, F]`."""
+        told = [*schedule.timesteps, self.spec.context_sigma * sampling.TIMESTEPS]
+        return torch.tensor(told, device=self.device)[:, None].expand(-1, self.spec.chunk_latents)
+
     def _context(self, row: MicroStep) -> Tensor:
         """What the clean pass shows of a finished chunk, the first time or again."""
         session, sigma = self.sessions[row.session], self.spec.context_sigma
@@ -143,4 +154,4 @@ class Head:
         return sampling.add_noise(x0, self._noise(row, row.step), sigma) if sigma > 0 else x0
 
     def _noise(self, row: MicroStep, step: int = 0) -> Tensor:
-        return self.sessions[row.session].noise.draw(row.chunk, step).to(self.device)
+        return self.sessions[row.session].noise.draw(row.chunk, step)

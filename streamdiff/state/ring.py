@@ -7,9 +7,10 @@ its number, the same on every rank; a stream of a million chunks is as valid as 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +55,10 @@ class RingPlan:
             return chunk
         return self.pinned + (chunk - self.pinned) % (self.slots - self.pinned)
 
+    def place(self, frame: int) -> int:
+        """Where latent frame `frame` of the stream is kept: frames of the slots, one after the other."""
+        return self.slot(frame // self.chunk) * self.chunk + frame % self.chunk
+
     def frames(self, chunk: int, since: int = 0) -> tuple[int, int]:
         """What `chunk` sees of the stream's latent frames: how many of the first, as the sink, and the first of those
         in the window, which go on to its own last. Chunks before `since` are forgotten, except for the sink."""
@@ -82,6 +87,10 @@ class StageState:
     key: Tensor
     value: Tensor
 
+    def __post_init__(self) -> None:
+        # Views are made once: there are two for every block, and every micro-step needs them.
+        self._layers = [(keys.unbind(), values.unbind()) for keys, values in zip(self.key, self.value, strict=True)]
+
     @classmethod
     def allocate(
         cls, plan: RingPlan, *, caches: int, layers: int, tokens: int, heads: int, head_dim: int, like: Tensor
@@ -93,6 +102,10 @@ class StageState:
     def nbytes(self) -> int:
         return sum(getattr(self, field.name).nbytes for field in fields(self))
 
+    def layers(self, cache: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Keys and values `[slots, tokens, H, d]` of each layer in one of the caches."""
+        return self._layers[cache]
+
     def reset(self) -> None:
         """Forget the stream. Mutates: self."""
         for field in fields(self):
@@ -100,26 +113,47 @@ class StageState:
 
 
 @dataclass(frozen=True)
-class RowView:
-    """What one row of a forward writes and sees; counts and places are of tokens, slot after slot.
+class RowShape:
+    """What of a row's view holds for many chunks: a compiled graph is made for one, see `pipeline.compiled`.
 
-    `slot` is where it writes. It sees the first `sink` tokens and those of `rest` (a slice where they lie side by side,
-    else an index tensor). `own` turns its queries and, after the first `raw`, which belong to the sink, its keys;
-    `sink_table` turns the sink's keys, which are kept un-rotated. `adapt`: the similarity below which the row takes a
-    sink chunk's place. `fold`: the share of the sink that stays when the chunk whose slot the row takes is folded into
-    it, and what turns that chunk's keys back.
+    Counts and places are of latent frames, `chunk` in a slot. The row sees the first `sink` frames of the ring and
+    `rest` others: those of `part` where they lie side by side, else those that an index tensor names. `raw`: how many
+    of its own frames, the first, belong to the sink. `adapt`: the similarity below which it takes a sink chunk's place.
+    `fold`: the share of the sink that stays when the chunk whose slot it takes is folded into it first.
     """
 
-    state: StageState
-    cache: int
-    slot: int
+    chunk: int
     raw: int
     sink: int
-    rest: slice | Tensor
+    rest: int
+    part: tuple[int, int] | None
+    adapt: float | None = None
+    fold: float | None = None
+
+
+class RowTensors(NamedTuple):
+    """What of a row's view is another for every chunk or session, all on the device.
+
+    `keys` and `values`: each layer's slots `[slots, tokens, H, d]`. `at` `[1]` is the slot that the row writes, `rest`
+    `[n]` the latent frames that it sees beyond the sink (None: the shape says so). `own` turns its queries and, but for
+    those of the sink, its keys; `sink_table` turns the sink's keys, which are kept un-rotated; `back` turns the keys of
+    the chunk whose slot it takes as if they had not been rotated.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    at: Tensor
+    rest: Tensor | None
     own: Tensor
     sink_table: Tensor | None
-    adapt: float | None = None
-    fold: tuple[float, Tensor] | None = None
+    back: Tensor | None
+
+
+class RowView(NamedTuple):
+    """What one row of a forward writes and sees."""
+
+    shape: RowShape
+    tensors: RowTensors
 
 
 class RingAttention:
@@ -127,15 +161,24 @@ class RingAttention:
 
     Only differences of rotary positions matter, so a key is rotated once, at its place in the stream, with angles
     computed in float64 (no table that ends). The sink alone moves, unless positions are absolute: it stands right
-    before the window, and is re-placed at every read. Rows of different sessions never share keys.
+    before the window, and is re-placed at every read. Rows of different sessions never share keys; rows of one session
+    are served in order, so a row sees what the rows before it have written.
+
+    `compiled`: views for graphs that are made once for a `RowShape`, so there are few of these, and rotary factors are
+    real numbers, which a compiler can fuse.
     """
 
-    def __init__(self, frames: int, height: int, width: int, head_dim: int, device: torch.device) -> None:
+    def __init__(
+        self, frames: int, height: int, width: int, head_dim: int, device: torch.device, compiled: bool = False
+    ) -> None:
         """`frames` latent frames of a chunk, each of `height` x `width` tokens."""
-        self.frames, self.grid, self.head_dim, self.device = frames, (height, width), head_dim, device
+        self.frames, self.device, self.compiled = frames, device, compiled
         self.rows: list[RowView] = []
+        self._grid = rotary.Grid(height, width, head_dim, device)
         # All micro-steps of a chunk turn by the same angles; few chunks are in flight at once.
         self._table = lru_cache(maxsize=32)(self._make_table)
+        # Places come again and again: after a while nothing is uploaded any more.
+        self._index = lru_cache(maxsize=256)(self._make_index)
 
     def view(
         self,
@@ -150,19 +193,20 @@ class RingAttention:
         """The view of `chunk` in a ring where chunks before `since` are forgotten, except for the sink. With `adapt` it
         takes the place of the sink chunk that it is least like, if it is less like it than that. With `fold` the chunk
         whose slot it takes is folded into the sink first, of which that share stays."""
-        tokens = self.grid[0] * self.grid[1]  # of a latent frame
         sink, first = plan.frames(chunk, since)
-        begin, end = chunk * plan.chunk, (chunk + 1) * plan.chunk
+        begin, end, gone = chunk * plan.chunk, (chunk + 1) * plan.chunk, plan.evicted(chunk)
+        places = tuple(sorted(plan.place(frame) for frame in range(first, end)))
+        part, raw = self._part(plan, places), min(max(plan.sink - begin, 0), plan.chunk)
+        adapt = adapt if plan.sink and not raw else None
+        fold = fold if gone >= max(plan.pinned, since) else None
+        shape = RowShape(plan.chunk, raw, sink, len(places), part, adapt, fold)
+        keys, values = state.layers(cache)
+        at, rest = self._index((plan.slot(chunk),)), self._index(places) if part is None else None
         # Relative: the sink's last frame is followed by the window's first, so count back from there.
         sink_table = self._table(0 if plan.absolute else first - sink, sink) if sink else None
-        raw = min(max(plan.sink - begin, 0), plan.chunk)
-        rest = self._places(plan, first, end)
-        adapt = adapt if plan.sink and not raw else None
-        own, gone = self._table(begin, plan.chunk), plan.evicted(chunk)
-        leaves = fold is not None and gone >= max(plan.pinned, since)
-        folding = (fold, self._table(gone * plan.chunk, plan.chunk).conj()) if fold is not None and leaves else None
-        slot, raw, sink = plan.slot(chunk), raw * tokens, sink * tokens
-        return RowView(state, cache, slot, raw, sink, rest, own, sink_table, adapt, folding)
+        back = self._table(gone * plan.chunk, plan.chunk, True) if fold is not None else None
+        own = self._table(begin, plan.chunk)
+        return RowView(shape, RowTensors(keys, values, at, rest, own, sink_table, back))
 
     def on(self, rows: list[RowView]) -> RingAttention:
         """Point at the rows of the next forward. Mutates: self."""
@@ -171,44 +215,72 @@ class RingAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `models.wan.transformer.SelfAttention`; `layer` counts the stage's blocks. Mutates: the rows' states."""
-        mixed = []
-        for index, row in enumerate(self.rows):
-            keys, values = row.state.key[row.cache, layer], row.state.value[row.cache, layer]
-            if row.fold is not None:
-                gone = rotary.rotate(keys[row.slot], row.fold[1]), values[row.slot]
-                fold_into_sink((keys[0], values[0]), gone, row.fold[0])
-            keys[row.slot].copy_(rotary.rotate(key[index], row.own))
-            if row.raw:
-                keys[row.slot, : row.raw].copy_(key[index, : row.raw])
-            values[row.slot].copy_(value[index])
-            all_keys, all_values = keys.flatten(0, 1), values.flatten(0, 1)
-            seen_keys, seen_values = all_keys[row.rest], all_values[row.rest]
-            if row.sink_table is not None:
-                sink = rotary.rotate(all_keys[: row.sink], row.sink_table)
-                seen_keys = torch.cat([sink, seen_keys])
-                seen_values = torch.cat([all_values[: row.sink], seen_values])
-            turned = rotary.rotate(query[index], row.own)
-            mixed.append(attend(turned[None], seen_keys[None], seen_values[None]))
-            if row.adapt is not None:
-                count = row.sink // key.shape[1]
-                adapt_sink((keys[:count], values[:count]), (key[index], value[index]), row.adapt)
-        return torch.cat(mixed)
+        return attend_rows(self.rows, layer, query, key, value)
 
-    def _places(self, plan: RingPlan, first: int, end: int) -> slice | Tensor:
-        """Where the tokens of the stream's latent frames `first` to `end` (exclusive) lie, in order of their places."""
-        tokens, runs = self.grid[0] * self.grid[1], []
-        for chunk in range(first // plan.chunk, -(-end // plan.chunk)):
-            slot, begin = plan.slot(chunk) * plan.chunk, chunk * plan.chunk
-            runs.append((slot + max(first - begin, 0), slot + min(end - begin, plan.chunk)))
-        runs.sort()
-        if all(before[1] == after[0] for before, after in pairwise(runs)):
-            return slice(runs[0][0] * tokens, runs[-1][1] * tokens) if runs else slice(0, 0)
-        places = [torch.arange(low * tokens, high * tokens, device=self.device) for low, high in runs]
-        return torch.cat(places)
+    def _part(self, plan: RingPlan, places: tuple[int, ...]) -> tuple[int, int] | None:
+        """First place and the one after the last, where `places` are side by side; compiled only where they are all."""
+        first = places[0] if places else plan.sink
+        whole = len(places) in (0, (plan.slots - plan.pinned) * plan.chunk)
+        adjacent = places == tuple(range(first, first + len(places)))
+        return (first, first + len(places)) if adjacent and (whole or not self.compiled) else None
 
-    def _make_table(self, first: int, count: int) -> Tensor:
-        positions = torch.arange(first, first + count, device=self.device)
-        return rotary.table(positions, *self.grid, self.head_dim)
+    def _make_index(self, places: tuple[int, ...]) -> Tensor:
+        index = torch.tensor(places)
+        if self.device.type == "cuda":  # from pageable memory the host would wait for the copy
+            index = index.pin_memory().to(self.device, non_blocking=True)
+        return index
+
+    def _make_table(self, first: int, count: int, back: bool = False) -> Tensor:
+        factors = self._grid.factors(range(first, first + count))
+        factors = factors.conj().resolve_conj() if back else factors
+        return torch.view_as_real(factors).contiguous() if self.compiled else factors
+
+
+def attend_rows(rows: Sequence[RowView], layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Each row in turn writes its keys and values and attends to its view; all `[R, L, H, d]`. Mutates: the caches."""
+    mixed = []
+    for index, (shape, row) in enumerate(rows):
+        keys, values = row.keys[layer], row.values[layer]
+        if shape.fold is not None and row.back is not None:
+            gone = rotary.rotate(keys.index_select(0, row.at)[0], row.back), values.index_select(0, row.at)[0]
+            fold_into_sink((keys[0], values[0]), gone, shape.fold)
+        keys.index_copy_(0, row.at, _own_keys(shape, row, key[index])[None])
+        values.index_copy_(0, row.at, value[index][None])
+        seen_keys, seen_values = _rest(keys, shape, row), _rest(values, shape, row)
+        if row.sink_table is not None:
+            sink = rotary.rotate(_frames(keys, shape)[: shape.sink].flatten(0, 1), row.sink_table)
+            seen_keys = torch.cat([sink, seen_keys])
+            seen_values = torch.cat([_frames(values, shape)[: shape.sink].flatten(0, 1), seen_values])
+        turned = rotary.rotate(query[index], row.own)
+        mixed.append(attend(turned[None], seen_keys[None], seen_values[None]))
+        if shape.adapt is not None:
+            count = shape.sink // shape.chunk
+            adapt_sink((keys[:count], values[:count]), (key[index], value[index]), shape.adapt)
+    return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
+
+
+def _own_keys(shape: RowShape, row: RowTensors, key: Tensor) -> Tensor:
+    """A row's keys `[tokens, H, d]` as they are kept: rotated, but for those of the sink."""
+    if shape.raw == shape.chunk:
+        return key
+    turned = rotary.rotate(key, row.own)
+    raw = shape.raw * len(key) // shape.chunk
+    return torch.cat([key[:raw], turned[raw:]]) if raw else turned
+
+
+def _frames(slots: Tensor, shape: RowShape) -> Tensor:
+    """Slots `[slots, tokens, H, d]` as latent frames `[slots * chunk, tokens of one, H, d]`."""
+    frames: Tensor = slots.unflatten(1, (shape.chunk, -1))
+    return frames.flatten(0, 1)
+
+
+def _rest(slots: Tensor, shape: RowShape, row: RowTensors) -> Tensor:
+    """What a row sees beyond the sink, `[tokens, H, d]` of all those frames."""
+    frames = _frames(slots, shape)
+    if shape.part is not None:
+        return frames[shape.part[0] : shape.part[1]].flatten(0, 1)
+    assert row.rest is not None
+    return frames.index_select(0, row.rest).flatten(0, 1)
 
 
 def adapt_sink(sink: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], threshold: float) -> None:

@@ -11,6 +11,8 @@ from tests.rules.source import Module, modules, parse
 HOT = ("streamdiff.models", "streamdiff.state", "streamdiff.pipeline")
 SYNC_METHODS = {"item", "tolist", "cpu", "numpy", "nonzero"}
 SYNC_FUNCTIONS = {"torch.cuda.synchronize", "torch.nonzero", "torch.masked_select", "torch.equal", "torch.allclose"}
+# Of values that the host holds in pageable memory: the host waits until they are on the device.
+UPLOADS = {"torch.tensor", "torch.as_tensor", "torch.from_numpy"}
 
 # Modules that are not part of a micro-step, by prefix, and functions that are where the device is meant to be left.
 COLD = {
@@ -23,6 +25,10 @@ COLD = {
 }
 ALLOWED = {
     "streamdiff.models.attention:probe": "tries a kernel out before the first chunk",
+    "streamdiff.models.tiny.text:tokens": "a prompt's, on the CPU",
+    "streamdiff.models.tiny.windows:__init__": "training",
+    "streamdiff.models.latents:__init__": "a decoder's constants",
+    "streamdiff.pipeline.head:open": "a session's noise levels",
     "streamdiff.models.attention:_plain": "what it is compared with",
     "streamdiff.models.tiny.model:save": "writes files",
     "streamdiff.pipeline.links_gloo:receive": "a record in host memory, where gloo put it",
@@ -39,6 +45,7 @@ def faults(module: Module) -> list[str]:
         name = ast.unparse(node.func)
         method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         bad = (method in SYNC_METHODS and not name.startswith("np.")) or name in SYNC_FUNCTIONS
+        bad |= name in UPLOADS and any(keyword.arg == "device" for keyword in node.keywords)
         if bad and f"{module.name}:{function}" not in ALLOWED:
             found.append(f"{module.place}:{node.lineno} {name}() in {function or 'the module'}")
     return found
@@ -75,6 +82,12 @@ def test_every_exception_exists() -> None:
     assert set(ALLOWED) <= names, f"remove from ALLOWED: {sorted(set(ALLOWED) - names)}"
 
 
-@pytest.mark.parametrize("call", ["x.item()", "x.max().tolist()", "x.cpu()", "torch.nonzero(x)", "x.detach().numpy()"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        *("x.item()", "x.max().tolist()", "x.cpu()", "torch.nonzero(x)", "x.detach().numpy()"),
+        "torch.tensor([1, 2], device=x.device)",
+    ],
+)
 def test_the_rule_sees_a_fault(call: str) -> None:
     assert faults(parse(f"def step(x):\n    return {call}", "streamdiff.pipeline.example"))

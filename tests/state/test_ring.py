@@ -202,11 +202,12 @@ def test_the_least_similar_sink_chunk_gives_way_below_the_threshold(threshold: f
             assert torch.equal(sink[1][n], value if taken else values[n])
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("spare", [0, 2])
-def test_what_leaves_the_ring_is_folded_into_the_sink(spare: int) -> None:
+def test_what_leaves_the_ring_is_folded_into_the_sink(spare: int, compiled: bool) -> None:
     """A sink of one chunk: what chunks see of it is the running average of all that left before them."""
     keep, plan = 0.9, RingPlan(1, 4, spare)
-    state, attention = allocate(plan), RingAttention(1, 2, 2, 12, CPU)
+    state, attention = allocate(plan), RingAttention(1, 2, 2, 12, CPU, compiled)
     generator = torch.Generator().manual_seed(5)
     past: list[tuple[torch.Tensor, torch.Tensor]] = []
     sink = (torch.zeros(0), torch.zeros(0))
@@ -233,9 +234,9 @@ def test_what_leaves_the_ring_is_folded_into_the_sink(spare: int) -> None:
 def test_what_was_flushed_is_not_folded_in() -> None:
     plan = RingPlan(1, 3)
     state, attention = allocate(plan), RingAttention(1, 2, 2, 12, CPU)
-    assert attention.view(plan, state, 0, 6, since=4, fold=0.9).fold is not None
-    assert attention.view(plan, state, 0, 6, since=5, fold=0.9).fold is None
-    assert attention.view(plan, state, 0, 2, fold=0.9).fold is None, "nothing leaves yet"
+    assert attention.view(plan, state, 0, 6, since=4, fold=0.9).shape.fold is not None
+    assert attention.view(plan, state, 0, 6, since=5, fold=0.9).shape.fold is None
+    assert attention.view(plan, state, 0, 2, fold=0.9).shape.fold is None, "nothing leaves yet"
 
 
 def test_folding_rounds_once() -> None:
@@ -245,3 +246,34 @@ def test_folding_rounds_once() -> None:
     pair = (sink[0].clone(), sink[1].clone())
     fold_into_sink(pair, (gone[0], gone[1]), 0.75)
     assert torch.equal(torch.stack(pair), expected)
+
+
+@pytest.mark.parametrize(("sink", "spare"), [(0, 0), (1, 0), (0, 3), (2, 4)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_after_some_chunks_no_index_is_made_any_more(sink: int, spare: int, compiled: bool) -> None:
+    """What a micro-step uploads are positions of a new chunk; slots come again."""
+    plan = RingPlan(sink, 4, spare)
+    state = allocate(plan)
+    attention = RingAttention(1, 2, 2, 12, CPU, compiled)
+    made = []
+    for chunk in range(200):
+        attention.view(plan, state, 0, chunk)
+        made.append(attention._index.cache_info().misses)
+    assert made[50] == made[-1] <= 4 * plan.slots
+    assert made[0] > 0
+
+
+def test_views_for_compiled_graphs_have_one_shape_per_filled_window_and_see_the_same() -> None:
+    plan = RingPlan(1, 4, 2)
+    plain, compiled = RingAttention(1, 2, 2, 12, CPU), RingAttention(1, 2, 2, 12, CPU, compiled=True)
+    states = allocate(plan), allocate(plan)
+    generator = torch.Generator().manual_seed(5)
+    shapes = set()
+    for chunk in range(30):
+        since = 20 if chunk >= 20 else 0  # as after a flush
+        query, key, value = torch.randn(3, 1, 4, 2, 12, generator=generator)
+        rows = [each.view(plan, state, 0, chunk, since) for each, state in zip((plain, compiled), states, strict=True)]
+        shapes.add(rows[1].shape)
+        expected = plain.on([rows[0]])(0, query, key, value)
+        torch.testing.assert_close(compiled.on([rows[1]])(0, query, key, value), expected, rtol=0, atol=1e-6)
+    assert len(shapes) == plan.window

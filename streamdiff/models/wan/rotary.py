@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,26 +26,56 @@ def table(frames: Tensor, height: int, width: int, head_dim: int) -> Tensor:
     Returns:
         complex64 `[..., F * height * width, 1, head_dim / 2]` of modulus 1, time outermost as in Wan's token order.
     """
-    time_dim, height_dim, width_dim = axis_dims(head_dim)
-    device = frames.device
+    time = _factors(frames, axis_dims(head_dim)[0])
+    return _join(time, _plane(height, width, head_dim, frames.device))
 
-    def angles(positions: Tensor, dim: int) -> Tensor:
-        steps = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
-        return positions.double()[..., None] * THETA**-steps
 
-    lead = frames.shape[:-1]
-    grid = (*lead, frames.shape[-1], height, width)
-    t = angles(frames, time_dim)[..., :, None, None, :].expand(*grid, -1)
-    h = angles(torch.arange(height, device=device), height_dim)[:, None, :].expand(*grid, -1)
-    w = angles(torch.arange(width, device=device), width_dim).expand(*grid, -1)
-    angle = torch.cat([t, h, w], -1).flatten(-4, -2).unsqueeze(-2)
-    return torch.complex(angle.cos().float(), angle.sin().float())
+class Grid:
+    """The same as `table`, on `device`, with everything computed once that does not depend on the frames."""
+
+    def __init__(self, height: int, width: int, head_dim: int, device: torch.device) -> None:
+        self.device, self._time_dim = device, axis_dims(head_dim)[0]
+        self._plane = _plane(height, width, head_dim, device)
+
+    def factors(self, frames: Sequence[int]) -> Tensor:
+        """See `table`; `frames` are F positions. Never waits for the device."""
+        time = _factors(torch.tensor(frames), self._time_dim)
+        if self.device.type == "cuda":  # from pageable memory the host would wait for the copy
+            time = time.pin_memory().to(self.device, non_blocking=True)
+        return _join(time, self._plane)
 
 
 def rotate(x: Tensor, factors: Tensor) -> Tensor:
     """Turn each interleaved pair of channels of `x` `[..., tokens, heads, head_dim]` by its token's factor.
 
-    One complex product: on a CPU seven times faster than the same in four real ones.
+    Complex `factors` are for running as it stands: one product, on a CPU seven times faster than four real ones. Real
+    ones `[..., head_dim / 2, 2]` are for compilers, which fuse four real products and cannot read complex ones.
     """
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * factors).flatten(-2).type_as(x)
+    pairs = x.float().unflatten(-1, (-1, 2))
+    if factors.is_complex():
+        return torch.view_as_real(torch.view_as_complex(pairs) * factors).flatten(-2).type_as(x)
+    (a, b), (c, d) = pairs.unbind(-1), factors.unbind(-1)
+    return torch.stack((a * c - b * d, a * d + b * c), -1).flatten(-2).type_as(x)
+
+
+def _factors(positions: Tensor, dim: int) -> Tensor:
+    """complex64 `[..., n, dim / 2]` of one axis at positions `[..., n]`."""
+    steps = torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim
+    angle = positions.double()[..., None] * THETA**-steps
+    return torch.complex(angle.cos().float(), angle.sin().float())
+
+
+def _plane(height: int, width: int, head_dim: int, device: torch.device) -> Tensor:
+    """Factors of height and width `[height, width, ...]`, those of any frame."""
+    _, height_dim, width_dim = axis_dims(head_dim)
+    h = _factors(torch.arange(height, device=device), height_dim)[:, None].expand(-1, width, -1)
+    w = _factors(torch.arange(width, device=device), width_dim).expand(height, -1, -1)
+    return torch.cat([h, w], -1)
+
+
+def _join(time: Tensor, plane: Tensor) -> Tensor:
+    """Factors of time `[..., F, t]` and of the plane `[height, width, p]` for all tokens."""
+    height, width, _ = plane.shape
+    grid = (*time.shape[:-1], height, width)
+    joined = torch.cat([time[..., None, None, :].expand(*grid, -1), plane.expand(*grid, -1)], -1)
+    return joined.flatten(-4, -2).unsqueeze(-2)

@@ -51,6 +51,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
+class Fused(NamedTuple):
+    """Weights `[3D, D]` and biases `[3D]` of a block's query, key and value as one layer."""
+
+    weight: Tensor
+    bias: Tensor
+
+
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)
 def position_planes(count: int, height: int, width: int, device: torch.device | None = None) -> Tensor:
@@ -84,12 +91,34 @@ class WanDenoiser:
         self.blocks = cast("list[WanTransformerBlock]", list(model.blocks))
         self.attention = "auto"
         """The kernel that attention runs with, see `models.attention`."""
+        self.fused: list[Fused] = []
+        """One per block after `fuse`, else empty."""
+        self.tables: Tensor | None = None
+        """The blocks' modulation tables `[blocks, 1, 1, 6, D]` after `fuse`."""
 
     def part(self, first: int, last: int) -> WanDenoiser:
         """The same weights with blocks `first` to `last` (exclusive) only: what a stage runs."""
         part = copy(self)
-        part.blocks = self.blocks[first:last]
+        part.blocks, part.fused = self.blocks[first:last], self.fused[first:last]
+        part.tables = self.tables[first:last] if self.tables is not None else None
         return part
+
+    def fuse(self) -> WanDenoiser:
+        """Let query, key and value be one product, and all blocks' modulation one sum. Nothing is held twice: the
+        modules' own weights become views of the fused ones, so both ways of running go on. Not to be moved afterwards.
+        Mutates: self, the memory of the model's weights. Returns self."""
+        self.fused, self.tables = [], None
+        for block in self.blocks:
+            layers = block.attn1.to_q, block.attn1.to_k, block.attn1.to_v
+            weight = torch.cat([layer.weight.detach() for layer in layers])
+            bias = torch.cat([layer.bias.detach() for layer in layers])
+            for layer, own, own_bias in zip(layers, weight.chunk(3), bias.chunk(3), strict=True):
+                layer.weight.data, layer.bias.data = own, own_bias
+            self.fused.append(Fused(weight, bias))
+        self.tables = torch.stack([block.scale_shift_table.detach() for block in self.blocks])[:, None]
+        for block, table in zip(self.blocks, self.tables, strict=True):
+            block.scale_shift_table.data = table[0]
+        return self
 
     @property
     def dtype(self) -> torch.dtype:
@@ -134,11 +163,11 @@ class WanDenoiser:
 
     def run_blocks(self, tokens: Tokens, text: Sequence[KeyValue], self_attention: SelfAttention) -> Tokens:
         """Run the blocks. `text` holds one entry per block."""
-        modulation = self.modulation(tokens.time)
+        modulation = self._modulation_of_blocks(self.modulation(tokens.time).float())
         hidden = tokens.hidden
         with attention.selected(self.attention):
             for layer in range(len(self.blocks)):
-                hidden = self._block(layer, hidden, modulation, text[layer], self_attention)
+                hidden = self._block(layer, hidden, modulation[layer], text[layer], self_attention)
         return Tokens(hidden, tokens.time)
 
     def head(self, tokens: Tokens, grid: tuple[int, int, int]) -> Tensor:
@@ -154,15 +183,28 @@ class WanDenoiser:
         heads: Tensor = x.unflatten(-1, (self.heads, self.head_dim))
         return heads
 
+    def _modulation_of_blocks(self, modulation: Tensor) -> Sequence[Tensor]:
+        """The modulation `[R, F, 6, D]` of each block, once per forward."""
+        if self.tables is not None:
+            return (self.tables + modulation).unbind()
+        return [block.scale_shift_table + modulation for block in self.blocks]
+
+    def _query_key_value(self, layer: int, normal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        own = self.blocks[layer].attn1
+        if not self.fused:
+            return own.norm_q(own.to_q(normal)), own.norm_k(own.to_k(normal)), own.to_v(normal)
+        query, key, value = F.linear(normal, *self.fused[layer]).chunk(3, -1)
+        return own.norm_q(query), own.norm_k(key), value
+
     def _block(
         self, layer: int, hidden: Tensor, modulation: Tensor, text: KeyValue, self_attention: SelfAttention
     ) -> Tensor:
         block = self.blocks[layer]
-        shift, scale, gate, ff_shift, ff_scale, ff_gate = (block.scale_shift_table + modulation.float()).unbind(2)
+        shift, scale, gate, ff_shift, ff_scale, ff_gate = modulation.unbind(2)
 
         own = block.attn1
         normal = _modulate(block.norm1(hidden.float()), shift, scale).type_as(hidden)
-        query, key, value = own.norm_q(own.to_q(normal)), own.norm_k(own.to_k(normal)), own.to_v(normal)
+        query, key, value = self._query_key_value(layer, normal)
         mixed = self_attention(layer, self._split(query), self._split(key), self._split(value))
         hidden = _gated(hidden, own.to_out[0](mixed.flatten(2)), gate)
 

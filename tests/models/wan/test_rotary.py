@@ -51,3 +51,18 @@ def test_a_batch_of_positions_equals_each_alone() -> None:
     both = rotary.table(positions, 2, 2, 12)
     for row in range(2):
         assert torch.equal(both[row], rotary.table(positions[row], 2, 2, 12))
+
+
+@pytest.mark.parametrize("first", [0, 3_000_000])
+def test_a_grid_that_is_computed_once_gives_the_table(first: int) -> None:
+    frames = range(first, first + 3)
+    grid = rotary.Grid(2, 5, 32, torch.device("cpu"))
+    assert torch.equal(grid.factors(frames), rotary.table(torch.tensor(frames), 2, 5, 32))
+
+
+def test_real_factors_turn_as_complex_ones_do() -> None:
+    x = torch.randn(2, 6, 3, 32, generator=torch.Generator().manual_seed(5))
+    factors = rotary.table(torch.tensor([11]), 2, 3, 32)
+    got = rotary.rotate(x, torch.view_as_real(factors))
+    torch.testing.assert_close(got, rotary.rotate(x, factors), rtol=0, atol=1e-6)
+    assert not torch.allclose(got, x, atol=0.1)

@@ -83,3 +83,35 @@ def test_position_planes_tell_every_place_apart() -> None:
     assert torch.cdist(places, places).fill_diagonal_(9).min() > 0.05
     assert position_planes(0, 5, 7).shape == (0, 5, 7)
     torch.testing.assert_close(position_planes(3, 5, 7), planes[:3])
+
+
+@torch.inference_mode()
+def test_fused_query_key_value_and_modulation_equal_the_plain_ones_and_cost_no_memory() -> None:
+    transformer = small_transformer(6, layers=3)
+    generator = torch.Generator().manual_seed(4)
+    latents = torch.randn(2, LATENT_CHANNELS, 3, 4, 6, generator=generator)
+    text = torch.randn(2, 16, 64, generator=generator)
+    timestep = torch.tensor([[900.0, 500.0, 100.0], [0.0, 10.0, 1000.0]])
+    attention = Whole(3, 2, 3)
+
+    def run(denoiser: WanDenoiser) -> torch.Tensor:
+        texts = denoiser.text(text)
+        return denoiser.run_blocks(denoiser.embed(latents, timestep), texts, attention).hidden
+
+    plain, fused = WanDenoiser(transformer), WanDenoiser(transformer)
+    expected = run(plain)
+    before = {name: weight.clone() for name, weight in transformer.named_parameters()}
+    fused.fuse()
+    assert relative_error(run(fused), expected) <= 1e-6
+    assert torch.equal(run(plain), expected), "the plain way is still there, on the same weights"
+    assert all(torch.equal(weight, before[name]) for name, weight in transformer.named_parameters())
+    storages = {weight.untyped_storage().data_ptr() for weight in transformer.parameters()}
+    assert all(each.weight.untyped_storage().data_ptr() in storages for each in fused.fused)
+    tokens = fused.embed(latents, timestep)
+    texts = fused.text(text)
+    middle = fused.part(0, 1).run_blocks(tokens, texts, attention)
+    parts = fused.part(1, 3).run_blocks(middle, texts[1:], attention)
+    assert torch.equal(parts.hidden, fused.run_blocks(tokens, texts, attention).hidden)
+    transformer.blocks[1].attn1.to_v.weight.mul_(1.5)  # one memory, so both see it
+    assert relative_error(run(fused), run(plain)) <= 1e-6
+    assert relative_error(run(fused), expected) > 1e-2

@@ -80,6 +80,9 @@ class ServeConfig(_Section):
     host: str = Field("127.0.0.1", description="address to listen on; anything but loopback opens the server to others")
     port: int = Field(8000, ge=0, le=65535, description="0 picks a free one")
     codec: Literal["auto", "h264", "vp8"] = Field("auto", description="auto: H.264 first, VP8 for who cannot")
+    encoder: Literal["auto", "x264", "nvenc"] = Field(
+        "auto", description="of H.264, tried out at the start; auto: NVENC where it can be opened, else x264"
+    )
     scale: int = Field(2, ge=1, le=8, description="the picture is enlarged by this before encoding")
     bitrate: int | None = Field(None, ge=100_000, le=50_000_000, description="bit/s; default fits size and fps")
     max_viewers: int = Field(32, ge=1, le=1000)

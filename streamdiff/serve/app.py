@@ -19,9 +19,10 @@ from starlette.staticfiles import StaticFiles
 
 from streamdiff.config import Config
 from streamdiff.engine.messages import Ready
-from streamdiff.errors import ConfigError, EngineFailure
+from streamdiff.errors import EngineFailure
+from streamdiff.serve import codecs as known_codecs
+from streamdiff.serve.codecs import Codec, Format
 from streamdiff.serve.control import MAX_BODY_BYTES, Control, ControlError, Receipt, parse
-from streamdiff.serve.encoder import Codec, Format, probe
 from streamdiff.serve.hub import DEFAULT_SESSION, Client, Hub
 from streamdiff.serve.metrics import Metrics
 from streamdiff.serve.problem import Problem, media_type, read_body, respond
@@ -78,28 +79,14 @@ class Services:
         return self.view(request)
 
 
-def _codecs(config: Config) -> tuple[Codec, ...]:
-    """What viewers may get, best first.
-
-    Raises:
-        ConfigError: this PyAV cannot encode it.
-    """
-    wanted, found = config.serve.codec, probe()
-    usable = found if wanted == "auto" else tuple(codec for codec in found if codec == wanted)
-    if not usable:
-        known = ", ".join(found) or "none of h264 and vp8: install another build of PyAV (pip install av)"
-        raise ConfigError(f"serve.codec is {wanted!r}, which cannot be encoded here; what can: {known}.")
-    return usable
-
-
 def create_app(config: Config, client: Client, ready: Ready) -> FastAPI:
     """The application; `app.state.services` exists while it runs. `client` is read and written until then.
 
     Raises:
         ConfigError: no codec, or a size that cannot be encoded.
     """
-    codecs = _codecs(config)
-    fmt = Format(ready.width, ready.height, config.playback.fps, config.serve.scale, config.serve.bitrate)
+    codecs, h264 = known_codecs.usable(config.serve.codec, config.serve.encoder)
+    fmt = Format(ready.width, ready.height, config.playback.fps, config.serve.scale, config.serve.bitrate, h264)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

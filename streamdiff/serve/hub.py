@@ -9,7 +9,7 @@ from typing import Protocol
 
 from streamdiff.config import Config
 from streamdiff.engine.messages import Command, Event, Failed, Ready, Refused
-from streamdiff.serve.encoder import Format
+from streamdiff.serve.codecs import Format
 from streamdiff.serve.metrics import Metrics
 from streamdiff.serve.session_view import SessionView
 

@@ -49,6 +49,13 @@ class Metrics:
         self.viewer_dropped = Counter(
             "streamdiff_viewer_dropped", "Encoded frames that a slow viewer did not get", registry=registry
         )
+        self.key_wishes = Counter(
+            "streamdiff_key_wishes", "Key frames that viewers asked for after a loss", registry=registry
+        )
+        self.key_wishes_refused = Counter(
+            "streamdiff_key_wishes_refused", "The same, from viewers that ask too often", registry=registry
+        )
+        self.bitrate = Gauge("streamdiff_bitrate_bps", "Bit rate of an encoder", codec, registry=registry)
         self.controls = Counter("streamdiff_control", "Control messages", ["type", "result"], registry=registry)
 
     def text(self) -> bytes:

@@ -30,8 +30,8 @@ from streamdiff.engine.messages import (
 )
 from streamdiff.engine.pacing import Due
 from streamdiff.errors import EngineFailure
+from streamdiff.serve.codecs import Format
 from streamdiff.serve.control import Control, Receipt, RequestBook
-from streamdiff.serve.encoder import Format
 from streamdiff.serve.fanout import Fanout
 from streamdiff.serve.metrics import Metrics
 from streamdiff.serve.pacer import Pacer

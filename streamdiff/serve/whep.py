@@ -16,8 +16,8 @@ from aiortc import RTCConfiguration, RTCDataChannel, RTCPeerConnection, RTCRtpSe
 from streamdiff import clock
 from streamdiff.serve import aiortc_compat
 from streamdiff.serve.channel import ControlChannel
+from streamdiff.serve.codecs import Codec
 from streamdiff.serve.control import Allowance
-from streamdiff.serve.encoder import Codec
 from streamdiff.serve.metrics import Metrics
 from streamdiff.serve.problem import Problem
 from streamdiff.serve.sdp import MAX_CANDIDATES, SdpError, check_offer, parse_trickle, username_of
@@ -32,6 +32,13 @@ RETRY_AFTER_S = 5
 POSTS_PER_S, POST_BURST = 20.0, 40.0
 MAX_ADDRESSES = 4096
 POOR_NETWORK = 0.6
+KEY_WISHES_PER_S, KEY_WISH_BURST = 1.0, 5.0
+"""A viewer that wishes for key frames more often is not heard each time: every one costs all the others bits."""
+LOOK_S = 1.0
+STUCK_S = 10.0
+"""A viewer whose packets do not get away for so long is given up."""
+SILENT_S = 30.0
+"""So is one that is sent video and says nothing about it."""
 
 _MIME: dict[str, Codec] = {"video/h264": "h264", "video/vp8": "vp8"}
 
@@ -49,6 +56,7 @@ class Viewer:
     track: ViewerTrack | None = None
     channel: ControlChannel | None = None
     timeout: asyncio.TimerHandle | None = field(default=None, repr=False)
+    key_wishes: Allowance = field(default_factory=lambda: Allowance(KEY_WISHES_PER_S, KEY_WISH_BURST))
 
 
 class Viewers:
@@ -63,6 +71,7 @@ class Viewers:
         self._tombstones: dict[str, float] = {}
         self._allowances: dict[str, Allowance] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._looking: asyncio.TimerHandle | None = None
 
     @property
     def count(self) -> int:
@@ -134,6 +143,8 @@ class Viewers:
         for viewer in list(self._viewers.values()):
             if viewer.channel is not None:
                 viewer.channel.send({"type": "bye", "reason": "shutdown", "retry_after_s": 2})
+        if self._looking is not None:
+            self._looking.cancel()
         await asyncio.sleep(0)  # lets the data channels send what they were given
         await asyncio.gather(*(self._end(viewer, "shutdown") for viewer in list(self._viewers.values())))
         await asyncio.gather(*self._closing, return_exceptions=True)
@@ -158,6 +169,8 @@ class Viewers:
             raise
         self._viewers[viewer.id] = viewer
         viewer.timeout = asyncio.get_running_loop().call_later(CONNECT_TIMEOUT_S, self._timed_out, viewer)
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
         return viewer.id, answer
 
     async def _negotiate(self, viewer: Viewer, offer: str, wanted: tuple[Codec, ...]) -> str:
@@ -171,8 +184,13 @@ class Viewers:
         viewer.codec = _MIME.get(negotiated.mimeType.lower()) if negotiated is not None else None
         if viewer.codec is None:
             raise ValueError(f"no common video codec; offer {' or '.join(codec.upper() for codec in wanted)}")
+        track = viewer.track
         aiortc_compat.hook_sender(
-            transceiver.sender, negotiated, lambda: self._need_key(viewer), lambda bps: self._estimated(viewer, bps)
+            transceiver.sender,
+            negotiated,
+            lambda: self._wished_key(viewer),
+            lambda bps: track.estimated(bps, clock.monotonic_s()),
+            lambda loss: track.heard(loss, clock.monotonic_s()),
         )
         await pc.setLocalDescription(await pc.createAnswer())
         return str(pc.localDescription.sdp)
@@ -185,9 +203,24 @@ class Viewers:
         if viewer.codec is not None:
             viewer.view.fanout.request_key(viewer.codec)
 
-    def _estimated(self, viewer: Viewer, bitrate_bps: int) -> None:
-        if viewer.track is not None:
-            viewer.track.estimate_bps = bitrate_bps
+    def _wished_key(self, viewer: Viewer) -> None:
+        """The viewer lost a picture (PLI, FIR)."""
+        if viewer.key_wishes.take(clock.monotonic_s()):
+            self._metrics.key_wishes.inc()
+            self._need_key(viewer)
+        else:
+            self._metrics.key_wishes_refused.inc()
+
+    def _look(self) -> None:
+        """Give up viewers that take or say nothing any more, as long as there are viewers."""
+        now_s = clock.monotonic_s()
+        for viewer in list(self._viewers.values()):
+            track = viewer.track
+            if track is not None and track.stuck_s(now_s) > STUCK_S:
+                self._end_soon(viewer, "stuck")
+            elif track is not None and track.silent_s(now_s) > SILENT_S:
+                self._end_soon(viewer, "silent")
+        self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look) if self._viewers else None
 
     def _channel_opened(self, viewer: Viewer, channel: RTCDataChannel) -> None:
         if channel.label != "control" or viewer.channel is not None:
@@ -255,10 +288,10 @@ def _preferences(wanted: tuple[Codec, ...]) -> list[Any]:
 
 def _network(viewer: Viewer) -> str:
     """How the viewer's own estimate of its line compares to what it is sent: unknown, poor or good."""
-    estimate_bps = viewer.track.estimate_bps if viewer.track is not None else 0
-    if estimate_bps == 0 or viewer.codec is None:
+    line_bps = viewer.track.line_bps(clock.monotonic_s()) if viewer.track is not None else None
+    if line_bps is None or viewer.codec is None:
         return "unknown"
-    return "poor" if estimate_bps < POOR_NETWORK * viewer.view.fanout.sent_bps(viewer.codec) else "good"
+    return "poor" if line_bps < POOR_NETWORK * viewer.view.fanout.sent_bps(viewer.codec) else "good"
 
 
 def _first_line(error: BaseException) -> str:

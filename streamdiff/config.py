@@ -6,7 +6,7 @@ import difflib
 import types
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 import yaml
@@ -16,6 +16,8 @@ from pydantic.fields import FieldInfo
 from streamdiff.errors import ConfigError
 
 KVContext = Literal["clean", "staircase", "matched"]
+# What a browser sends as Origin, or * for every page there is.
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/?#@]+)$")]
 
 
 class _Section(BaseModel):
@@ -87,6 +89,7 @@ class ServeConfig(_Section):
     bitrate: int | None = Field(None, ge=100_000, le=50_000_000, description="bit/s; default fits size and fps")
     max_viewers: int = Field(32, ge=1, le=1000)
     open_browser: bool = Field(True, description="open a browser where there is a display")
+    cors_origins: list[Origin] = Field([], description="pages of other origins that may use it")
 
 
 class Config(_Section):
@@ -182,7 +185,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _explain(kind: str, location: tuple[int | str, ...], value: object) -> str:
     """What is wrong with the value at `location`, and what is allowed there."""
     known = list(Config.model_fields) if len(location) == 1 else list(_section(str(location[0])).model_fields)
-    key = str(location[-1])
+    key = str(location[min(1, len(location) - 1)])  # what follows is a place in a list
     if kind in ("extra_forbidden", "invalid_key"):
         return f"is no known key; {_suggest(key, location, known)}"
     if len(location) == 1:
@@ -216,7 +219,9 @@ def _allowed(field: FieldInfo) -> str:
     if get_origin(annotation) in (Union, types.UnionType):
         (annotation,) = (part for part in get_args(annotation) if part is not type(None))
         optional = True
-    if get_origin(annotation) is Literal:
+    if annotation == list[Origin]:
+        words = "a list of origins such as https://example.org, or *"
+    elif get_origin(annotation) is Literal:
         words = "one of " + ", ".join(str(choice) for choice in get_args(annotation))
     else:
         words = _TYPES.get(annotation, "a value")

@@ -19,7 +19,8 @@ from aiortc.sdp import candidate_to_sdp
 from streamdiff.config import Config, ModelConfig, ServeConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Command, Event, FrameBatch, Ready, Shown
-from streamdiff.serve.app import Services, create_app
+from streamdiff.serve.app import create_app
+from streamdiff.serve.services import Services
 from tests.serve.scripted import Painter
 
 

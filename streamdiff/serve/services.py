@@ -1,0 +1,54 @@
+"""What the routes share: sessions, viewers, metrics. Knows nothing about addresses or answers."""
+
+from __future__ import annotations
+
+from fastapi import Request
+
+from streamdiff.config import Config
+from streamdiff.engine.messages import Ready
+from streamdiff.serve.codecs import Codec, Format
+from streamdiff.serve.hub import DEFAULT_SESSION, Client, Hub
+from streamdiff.serve.metrics import Metrics
+from streamdiff.serve.problem import Problem
+from streamdiff.serve.session_view import SessionView
+from streamdiff.serve.whep import Viewers
+
+
+class Services:
+    """What the routes share. Made on the running event loop."""
+
+    def __init__(self, config: Config, client: Client, ready: Ready, codecs: tuple[Codec, ...], fmt: Format) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.codecs = codecs
+        self.hub = Hub(config, client, ready, fmt, self.metrics)
+        self.viewers = Viewers(config.serve.max_viewers, self.codecs, self.metrics)
+
+    def view(self, request: Request) -> SessionView:
+        """The session a request is about.
+
+        Raises:
+            Problem: 404.
+        """
+        session = request.query_params.get("session", DEFAULT_SESSION)
+        view = self.hub.view(session)
+        if view is None:
+            raise Problem(404, f"There is no session {session[:64]!r}; this server has {DEFAULT_SESSION!r}.")
+        return view
+
+    def running_view(self, request: Request) -> SessionView:
+        """The same, while the engine runs.
+
+        Raises:
+            Problem: 404, 503.
+        """
+        if self.hub.failed is not None:
+            raise Problem(503, f"The engine stopped: {self.hub.failed}", {"Retry-After": "5"})
+        return self.view(request)
+
+
+def services_of(request: Request) -> Services:
+    """What `create_app` made, while the application runs."""
+    services = request.app.state.services
+    assert isinstance(services, Services)
+    return services

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from streamdiff.errors import ConfigError
@@ -76,6 +76,20 @@ class PlaybackConfig(_Section):
     lead_s: float = Field(0.6, gt=0, le=10, description="seconds of video made ahead of what is shown, at most")
 
 
+class IceServer(_Section):
+    """A STUN or TURN server, for viewers and for the server itself."""
+
+    url: str = Field(pattern=r"^(stuns?|turns?):[^\s<>\";,]+$", description="stun:HOST[:PORT] or turn:HOST[:PORT]")
+    username: str | None = Field(None, pattern=r'^[^\s"\\]+$', description="of a TURN server")
+    credential: str | None = Field(None, pattern=r'^[^\s"\\]+$', description="of a TURN server")
+
+    @model_validator(mode="after")
+    def _turn_needs_a_name(self) -> IceServer:
+        if self.url.startswith("turn") != (self.username is not None and self.credential is not None):
+            raise ValueError("a TURN server has username and credential, a STUN server has neither")
+        return self
+
+
 class ServeConfig(_Section):
     """The web side."""
 
@@ -89,6 +103,7 @@ class ServeConfig(_Section):
     bitrate: int | None = Field(None, ge=100_000, le=50_000_000, description="bit/s; default fits size and fps")
     max_viewers: int = Field(32, ge=1, le=1000)
     open_browser: bool = Field(True, description="open a browser where there is a display")
+    ice_servers: list[IceServer] = Field([], description="STUN and TURN servers; none are asked unless named here")
     cors_origins: list[Origin] = Field([], description="pages of other origins that may use it")
 
 
@@ -221,6 +236,9 @@ def _allowed(field: FieldInfo) -> str:
         optional = True
     if annotation == list[Origin]:
         words = "a list of origins such as https://example.org, or *"
+    elif annotation == list[IceServer]:
+        words = "a list of servers, each with url (stun:HOST:PORT or turn:HOST:PORT), a turn server also with "
+        words += "username and credential"
     elif get_origin(annotation) is Literal:
         words = "one of " + ", ".join(str(choice) for choice in get_args(annotation))
     else:

@@ -22,7 +22,7 @@ class Services:
         self.metrics = Metrics()
         self.codecs = codecs
         self.hub = Hub(config, client, ready, fmt, self.metrics)
-        self.viewers = Viewers(config.serve.max_viewers, self.codecs, self.metrics)
+        self.viewers = Viewers(config.serve.max_viewers, self.codecs, self.metrics, config.serve.ice_servers)
 
     def view(self, request: Request) -> SessionView:
         """The session a request is about.
@@ -30,7 +30,8 @@ class Services:
         Raises:
             Problem: 404.
         """
-        session = request.query_params.get("session", DEFAULT_SESSION)
+        named = request.path_params.get("session") or request.query_params.get("session")
+        session = named or DEFAULT_SESSION
         view = self.hub.view(session)
         if view is None:
             raise Problem(404, f"There is no session {session[:64]!r}; this server has {DEFAULT_SESSION!r}.")

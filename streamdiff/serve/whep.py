@@ -8,12 +8,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from aiortc import RTCConfiguration, RTCDataChannel, RTCPeerConnection, RTCRtpSender, RTCSessionDescription
+from aiortc import (
+    RTCConfiguration,
+    RTCDataChannel,
+    RTCIceServer,
+    RTCPeerConnection,
+    RTCRtpSender,
+    RTCSessionDescription,
+)
 
 from streamdiff import clock
+from streamdiff.config import IceServer
 from streamdiff.serve import aiortc_compat
 from streamdiff.serve.channel import ControlChannel
 from streamdiff.serve.codecs import Codec
@@ -34,6 +43,7 @@ MAX_ADDRESSES = 4096
 POOR_NETWORK = 0.6
 KEY_WISHES_PER_S, KEY_WISH_BURST = 1.0, 5.0
 """A viewer that wishes for key frames more often is not heard each time: every one costs all the others bits."""
+CLOSE_S = 3.0
 LOOK_S = 1.0
 STUCK_S = 10.0
 """A viewer whose packets do not get away for so long is given up."""
@@ -62,13 +72,17 @@ class Viewer:
 class Viewers:
     """Everybody who watches. Lives on the event loop."""
 
-    def __init__(self, limit: int, codecs: tuple[Codec, ...], metrics: Metrics) -> None:
+    def __init__(
+        self, limit: int, codecs: tuple[Codec, ...], metrics: Metrics, ice_servers: Sequence[IceServer] = ()
+    ) -> None:
         self._limit = limit
         self._codecs = codecs
         self._metrics = metrics
+        # Without an explicit (here often empty) list aiortc asks a public STUN server and waits for it.
+        self._ice = [RTCIceServer(each.url, each.username, each.credential) for each in ice_servers]
         self._viewers: dict[str, Viewer] = {}
         self._reserved = 0
-        self._tombstones: dict[str, float] = {}
+        self._tombstones: dict[tuple[str, str], float] = {}
         self._allowances: dict[str, Allowance] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._looking: asyncio.TimerHandle | None = None
@@ -103,14 +117,14 @@ class Viewers:
             self._reserved -= 1
             self._count()
 
-    async def trickle(self, id: str, fragment: str) -> None:
+    async def trickle(self, session: str, id: str, fragment: str) -> None:
         """Take candidates that a viewer found after its offer.
 
         Raises:
             Problem: 404, 400, or 422 for an ICE restart.
         """
         viewer = self._viewers.get(id)
-        if viewer is None:
+        if viewer is None or viewer.view.session != session:
             raise Problem(404, "There is no such viewer; it may have ended. POST a new offer.")
         try:
             trickle = parse_trickle(fragment)
@@ -126,16 +140,16 @@ class Viewers:
             parsed.sdpMid = candidate.mid
             await viewer.pc.addIceCandidate(parsed)
 
-    async def delete(self, id: str) -> None:
+    async def delete(self, session: str, id: str) -> None:
         """End a viewer; one that ended lately is fine as well.
 
         Raises:
             Problem: 404.
         """
         viewer = self._viewers.get(id)
-        if viewer is not None:
+        if viewer is not None and viewer.view.session == session:
             await self._end(viewer, "delete")
-        elif self._tombstones.get(id, float("-inf")) < clock.monotonic_s():
+        elif self._tombstones.get((session, id), float("-inf")) < clock.monotonic_s():
             raise Problem(404, "There is no such viewer.")
 
     async def stop(self) -> None:
@@ -152,8 +166,7 @@ class Viewers:
     # ---- one viewer's life --------------------------------------------------------------------------------------
 
     async def _connect(self, view: SessionView, offer: str, wanted: tuple[Codec, ...]) -> tuple[str, str]:
-        # Without an explicit (here: empty) list aiortc asks a public STUN server and waits for it.
-        pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+        pc = RTCPeerConnection(RTCConfiguration(iceServers=self._ice))
         viewer = Viewer(secrets.token_urlsafe(24), view, pc, username_of(offer))
         viewer.track = ViewerTrack(lambda track: self._started(viewer, track), lambda: self._need_key(viewer))
         pc.on("connectionstatechange", lambda: self._state_changed(viewer))
@@ -248,8 +261,8 @@ class Viewers:
         if self._viewers.pop(viewer.id, None) is None:
             return
         now_s = clock.monotonic_s()
-        self._tombstones = {id: until_s for id, until_s in self._tombstones.items() if until_s > now_s}
-        self._tombstones[viewer.id] = now_s + TOMBSTONE_S
+        self._tombstones = {key: until_s for key, until_s in self._tombstones.items() if until_s > now_s}
+        self._tombstones[viewer.view.session, viewer.id] = now_s + TOMBSTONE_S
         if viewer.timeout is not None:
             viewer.timeout.cancel()
         if viewer.channel is not None:
@@ -259,7 +272,12 @@ class Viewers:
             self._metrics.viewer_dropped.inc(viewer.track.dropped)
         self._metrics.viewers_ended.labels(end).inc()
         self._count()
-        await viewer.pc.close()
+        try:
+            # It says good-bye to the viewer first; where nothing gets away, that would take for ever.
+            async with asyncio.timeout(CLOSE_S):
+                await viewer.pc.close()
+        except TimeoutError:
+            logger.warning("A viewer's connection could not be closed within %g s (%s).", CLOSE_S, end)
 
     # ---- small things -------------------------------------------------------------------------------------------
 

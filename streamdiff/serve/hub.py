@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from streamdiff.config import Config
-from streamdiff.engine.messages import Command, Event, Failed, Ready, Refused
+from streamdiff.engine.messages import Command, Event, Failed, Measured, Ready, Refused
 from streamdiff.serve.codecs import Format
 from streamdiff.serve.metrics import Metrics
 from streamdiff.serve.session_view import SessionView
@@ -64,7 +64,7 @@ class Hub:
         async for event in self._client.events():
             if isinstance(event, Failed):
                 reason = event.reason
-            elif not isinstance(event, Ready):
+            elif not isinstance(event, Ready | Measured):
                 view = self._views.get(event.session)
                 if view is not None and isinstance(event, Refused) and not view.opened:
                     return f"it refused to open the session: {event.reason}"

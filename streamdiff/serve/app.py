@@ -15,11 +15,12 @@ from starlette.staticfiles import StaticFiles
 from streamdiff.config import Config
 from streamdiff.engine.messages import Ready
 from streamdiff.serve import codecs as known_codecs
-from streamdiff.serve import routes_health, routes_sessions, routes_whep
+from streamdiff.serve import routes_control, routes_health, routes_sessions, routes_whep
 from streamdiff.serve.codecs import Format
 from streamdiff.serve.hub import Client
 from streamdiff.serve.problem import Problem, respond
 from streamdiff.serve.services import Services
+from streamdiff.version import __version__
 
 STATIC = resources.files("streamdiff.serve") / "static"
 CORS_REQUEST_HEADERS = ("Authorization", "Content-Type", "If-Match")
@@ -41,12 +42,13 @@ def create_app(config: Config, client: Client, ready: Ready) -> FastAPI:
     Raises:
         ConfigError: no codec, or a size that cannot be encoded.
     """
-    codecs, h264 = known_codecs.usable(config.serve.codec, config.serve.encoder)
-    fmt = Format(ready.width, ready.height, config.playback.fps, config.serve.scale, config.serve.bitrate, h264)
+    codecs, encoder = known_codecs.usable(config.serve.codec, config.serve.encoder)
+    config = config.model_copy(update={"serve": config.serve.model_copy(update={"encoder": encoder})})
+    Format(ready.width, ready.height, config.playback.fps, config.serve.scale, config.serve.bitrate)  # or its error
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        services = Services(config, client, ready, codecs, fmt)
+        services = Services(config, client, ready, codecs)
         app.state.services = services
         await services.hub.start()
         try:
@@ -55,18 +57,26 @@ def create_app(config: Config, client: Client, ready: Ready) -> FastAPI:
             await services.viewers.stop()
             await services.hub.stop()
 
-    app = FastAPI(title="streamdiff", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    _add_errors(app)
+    app = FastAPI(
+        title="streamdiff",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/api/openapi.json",
+    )
+    routers = [part.router() for part in (routes_whep, routes_sessions, routes_control, routes_health)]
+    _add_errors(app, [route for routes in routers for route in routes.routes if isinstance(route, Route)])
     app.add_api_route("/", _page, methods=["GET", "HEAD"], include_in_schema=False)
     app.mount("/static", StaticFiles(packages=[("streamdiff.serve", "static")]), name="static")
-    for routes in (routes_whep, routes_sessions, routes_health):
-        app.include_router(routes.router())
+    for routes in routers:
+        app.include_router(routes)
     if config.serve.cors_origins:
         _allow_origins(app, config.serve.cors_origins)
     return app
 
 
-def _add_errors(app: FastAPI) -> None:
+def _add_errors(app: FastAPI, routes: list[Route]) -> None:
     """Every error is a problem document, and every answer carries the security headers. Mutates: app."""
 
     async def on_problem(_: Request, problem: Exception) -> Response:
@@ -79,8 +89,8 @@ def _add_errors(app: FastAPI) -> None:
         if error.status_code == 405:
             # The router names the methods of the first route only; an address has several.
             path = request.url.path
-            routes = [each for each in app.routes if isinstance(each, Route) and each.path_regex.match(path)]
-            headers["allow"] = ", ".join(sorted({method for route in routes for method in route.methods or ()}))
+            known = {method for route in routes if route.path_regex.match(path) for method in route.methods or ()}
+            headers["allow"] = ", ".join(sorted(known)) or headers.get("allow", "")
         return respond(Problem(error.status_code, str(error.detail), headers))
 
     async def add_headers(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:

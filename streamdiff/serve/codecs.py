@@ -28,6 +28,8 @@ H264_CHOICES: dict[str, tuple[Library, ...]] = {
 }
 """Values of `serve.encoder`, and the libraries that are tried for H.264, best first."""
 
+H264_LIBRARY: dict[str, Library] = {"x264": "libx264", "nvenc": "h264_nvenc"}
+
 _MIN_BITRATE, _MAX_BITRATE = 1_000_000, 12_000_000
 _PROBE_SIDE = 256
 """Pixels; NVENC refuses pictures below about 145."""
@@ -156,8 +158,8 @@ def choose_h264(wanted: str) -> Library | None:
     return next((name for name in H264_CHOICES[wanted] if fault(name) is None), None)
 
 
-def usable(wanted: str, encoder: str) -> tuple[tuple[Codec, ...], Library]:
-    """The codecs to offer, best first, for values of `serve.codec` and `serve.encoder`, and what makes H.264.
+def usable(wanted: str, encoder: str) -> tuple[tuple[Codec, ...], str]:
+    """The codecs to offer, best first, for values of `serve.codec` and `serve.encoder`, and the latter decided.
 
     Raises:
         ConfigError: what was asked for cannot be encoded here; says what can.
@@ -176,7 +178,7 @@ def usable(wanted: str, encoder: str) -> tuple[tuple[Codec, ...], Library]:
     if not found:
         known = ", ".join(probe()) or "none of h264 and vp8: install another build of PyAV (pip install av)"
         raise ConfigError(f"serve.codec is {wanted!r}, which cannot be encoded here; what can: {known}.")
-    return tuple(found), h264 or "libx264"
+    return tuple(found), "nvenc" if h264 == "h264_nvenc" else "x264"
 
 
 def probe() -> tuple[Codec, ...]:

@@ -72,6 +72,16 @@ class Fanout:
         self._pacer.set_encoders(tuple(self._encoders.values()))
         encoder.stop()
 
+    def set_format(self, fmt: Format) -> None:
+        """Encode in another format from now on: new encoders, which begin with a key frame. Mutates: self."""
+        self._format = fmt
+        old = tuple(self._encoders.values())
+        self._encoders = {codec: EncoderThread(codec, fmt, partial(self._deliver, codec)) for codec in self._encoders}
+        self._pacer.set_encoders(tuple(self._encoders.values()))
+        self._governors = {codec: Governor(fmt.bitrate_bps) for codec in self._encoders}
+        for encoder in old:
+            encoder.stop()
+
     def request_key(self, codec: Codec) -> None:
         """A viewer of `codec` can go on only from a key frame."""
         encoder = self._encoders.get(codec)

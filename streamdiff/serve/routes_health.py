@@ -27,6 +27,8 @@ async def _healthz() -> Response:
 async def _readyz(request: Request) -> Response:
     services = services_of(request)
     view = services.running_view(request)
+    if services.hub.draining:
+        raise Problem(503, "The server is about to end.", code="draining")
     if not view.opened:
         raise Problem(503, "The stream is not open yet.", {"Retry-After": "1"})
     stalled_s = view.stalled_s()
@@ -37,5 +39,6 @@ async def _readyz(request: Request) -> Response:
 
 async def _metrics(request: Request) -> Response:
     services = services_of(request)
-    services.view(request).stats()
+    for view in services.hub.views:
+        view.stats()
     return Response(services.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

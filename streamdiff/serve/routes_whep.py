@@ -22,11 +22,11 @@ def router() -> APIRouter:
     """The routes under `/whep`."""
     routes = APIRouter()
     for endpoint in ("/whep", "/whep/{session}"):
-        routes.add_api_route(endpoint, _options, methods=["OPTIONS"])
-        routes.add_api_route(endpoint, _describe, methods=["GET", "HEAD"])
+        routes.add_api_route(endpoint, _options, methods=["OPTIONS"], include_in_schema=False)
+        routes.add_api_route(endpoint, _describe, methods=["GET", "HEAD"], include_in_schema=False)
         routes.add_api_route(endpoint, _post, methods=["POST"])
-    viewer = "/whep/{session}/{id}"
-    routes.add_api_route(viewer, _viewer_options, methods=["OPTIONS", "GET", "HEAD"])
+    viewer, other = "/whep/{session}/{id}", ["OPTIONS", "GET", "HEAD"]
+    routes.add_api_route(viewer, _viewer_options, methods=other, include_in_schema=False)
     routes.add_api_route(viewer, _viewer_patch, methods=["PATCH"])
     routes.add_api_route(viewer, _viewer_delete, methods=["DELETE"])
     return routes

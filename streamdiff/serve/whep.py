@@ -152,6 +152,12 @@ class Viewers:
         elif self._tombstones.get((session, id), float("-inf")) < clock.monotonic_s():
             raise Problem(404, "There is no such viewer.")
 
+    async def end_session(self, view: SessionView, reason: str) -> None:
+        """Close the connections of all who watch a session that ends."""
+        theirs = [viewer for viewer in self._viewers.values() if viewer.view is view]
+        await asyncio.sleep(0)  # lets the data channels send what they were given
+        await asyncio.gather(*(self._end(viewer, "session_ended") for viewer in theirs))
+
     async def stop(self) -> None:
         """Say good-bye and close every connection."""
         for viewer in list(self._viewers.values()):
@@ -180,6 +186,9 @@ class Viewers:
         except BaseException:
             await pc.close()
             raise
+        if view.closed:
+            await pc.close()
+            raise Problem(410, f"The session {view.session!r} has ended.", code="ended")
         self._viewers[viewer.id] = viewer
         viewer.timeout = asyncio.get_running_loop().call_later(CONNECT_TIMEOUT_S, self._timed_out, viewer)
         if self._looking is None:

@@ -65,6 +65,11 @@ class InMemoryClient:
         await self._events.put(event)
 
     @property
+    def busy(self) -> bool:
+        """Whether the engine has anything to do."""
+        return bool(self._commands) or self._engine.busy
+
+    @property
     def shown(self) -> int:
         """The highest number of frames reported as shown."""
         return max((command.frames for command in self.sent if isinstance(command, Shown)), default=0)
@@ -138,11 +143,12 @@ class Site:
         await pc.setLocalDescription(await pc.createOffer())
         return peer
 
-    async def post(self, peer: Peer, codec: str | None = None) -> httpx.Response:
+    async def post(self, peer: Peer, codec: str | None = None, session: str | None = None) -> httpx.Response:
         """Send a peer's offer and take the answer."""
+        given = {"codec": codec, "session": session}
         response = await self.http.post(
             "/whep",
-            params={"codec": codec} if codec else {},
+            params={name: value for name, value in given.items() if value},
             content=peer.pc.localDescription.sdp,
             headers={"Content-Type": "application/sdp"},
         )

@@ -113,8 +113,11 @@ class StreamSession:
 
     # ---- control ------------------------------------------------------------------------------------------------
 
-    def prompt(self, text: str) -> str:
+    def prompt(self, text: str, switch: str = "keep") -> str:
         """Change what is shown, from the next chunk on. Returns the model's remark on the prompt, or "".
+
+        `switch` says what becomes of the past: `keep` it, `recache` it under the new prompt, `flush` all but the first
+        chunks, or `reset`: begin afresh.
 
         Waits until the prompt is encoded; frames may be taken in another thread meanwhile.
 
@@ -122,7 +125,9 @@ class StreamSession:
             RequestError: a prompt that cannot be used or encoded; the stream goes on as before.
         """
         request = f"prompt {next(self._numbers)}"
-        accepted = self._ask(SetPrompt(_NAME, text, request), request, Accepted)
+        if switch == "reset":
+            self._resets.add(request)
+        accepted = self._ask(SetPrompt(_NAME, text, request, switch), request, Accepted)
         self.text, self.notice = accepted.text, accepted.notice
         return accepted.notice
 

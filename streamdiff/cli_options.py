@@ -58,6 +58,7 @@ SERVE = (
     Option("--stages", "model.stages", int, "N", "ranks over which the model's blocks are split (default 1)"),
     Option("--decode", "model.decode", str, "PLACE", "rank of a ring that decodes: head (default), last or own-rank"),
     Option("--codec", "serve.codec", str, "CODEC", "auto, h264 or vp8 (default auto)"),
+    Option("--encoder", "serve.encoder", str, "NAME", "of H.264: auto, x264 or nvenc (default auto: what opens)"),
     Option("--scale", "serve.scale", int, "N", "enlarge the picture this many times before encoding (default 2)"),
     Option("--bitrate", "serve.bitrate", int, "BITS", "bit/s of the video (default: fits size and fps)"),
     Option("--lead", "playback.lead_s", float, "SECONDS", "video made ahead of what is shown, at most"),

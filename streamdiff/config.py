@@ -6,16 +6,18 @@ import difflib
 import types
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from streamdiff.errors import ConfigError
 
 KVContext = Literal["clean", "staircase", "matched"]
+# What a browser sends as Origin, or * for every page there is.
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/?#@]+)$")]
 
 
 class _Section(BaseModel):
@@ -74,16 +76,39 @@ class PlaybackConfig(_Section):
     lead_s: float = Field(0.6, gt=0, le=10, description="seconds of video made ahead of what is shown, at most")
 
 
+class IceServer(_Section):
+    """A STUN or TURN server, for viewers and for the server itself."""
+
+    url: str = Field(pattern=r"^(stuns?|turns?):[^\s<>\";,]+$", description="stun:HOST[:PORT] or turn:HOST[:PORT]")
+    username: str | None = Field(None, pattern=r'^[^\s"\\]+$', description="of a TURN server")
+    credential: str | None = Field(None, pattern=r'^[^\s"\\]+$', description="of a TURN server")
+
+    @model_validator(mode="after")
+    def _turn_needs_a_name(self) -> IceServer:
+        if self.url.startswith("turn") != (self.username is not None and self.credential is not None):
+            raise ValueError("a TURN server has username and credential, a STUN server has neither")
+        return self
+
+
 class ServeConfig(_Section):
     """The web side."""
 
     host: str = Field("127.0.0.1", description="address to listen on; anything but loopback opens the server to others")
     port: int = Field(8000, ge=0, le=65535, description="0 picks a free one")
     codec: Literal["auto", "h264", "vp8"] = Field("auto", description="auto: H.264 first, VP8 for who cannot")
+    encoder: Literal["auto", "x264", "nvenc"] = Field(
+        "auto", description="of H.264, tried out at the start; auto: NVENC where it can be opened, else x264"
+    )
     scale: int = Field(2, ge=1, le=8, description="the picture is enlarged by this before encoding")
     bitrate: int | None = Field(None, ge=100_000, le=50_000_000, description="bit/s; default fits size and fps")
     max_viewers: int = Field(32, ge=1, le=1000)
+    grace_s: float = Field(5.0, ge=0, description="a stream that nobody watches any more plays on for so long")
+    idle_s: float | None = Field(300.0, gt=0, description="a session that nobody watches ends after so long")
+    lifetime_s: float | None = Field(3600.0, gt=0, description="a session ends after so long at the latest")
+    load: float = Field(0.9, gt=0, le=10, description="share of the engine's time that sessions may ask for together")
     open_browser: bool = Field(True, description="open a browser where there is a display")
+    ice_servers: list[IceServer] = Field([], description="STUN and TURN servers; none are asked unless named here")
+    cors_origins: list[Origin] = Field([], description="pages of other origins that may use it")
 
 
 class Config(_Section):
@@ -179,7 +204,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _explain(kind: str, location: tuple[int | str, ...], value: object) -> str:
     """What is wrong with the value at `location`, and what is allowed there."""
     known = list(Config.model_fields) if len(location) == 1 else list(_section(str(location[0])).model_fields)
-    key = str(location[-1])
+    key = str(location[min(1, len(location) - 1)])  # what follows is a place in a list
     if kind in ("extra_forbidden", "invalid_key"):
         return f"is no known key; {_suggest(key, location, known)}"
     if len(location) == 1:
@@ -213,7 +238,12 @@ def _allowed(field: FieldInfo) -> str:
     if get_origin(annotation) in (Union, types.UnionType):
         (annotation,) = (part for part in get_args(annotation) if part is not type(None))
         optional = True
-    if get_origin(annotation) is Literal:
+    if annotation == list[Origin]:
+        words = "a list of origins such as https://example.org, or *"
+    elif annotation == list[IceServer]:
+        words = "a list of servers, each with url (stun:HOST:PORT or turn:HOST:PORT), a turn server also with "
+        words += "username and credential"
+    elif get_origin(annotation) is Literal:
         words = "one of " + ", ".join(str(choice) for choice in get_args(annotation))
     else:
         words = _TYPES.get(annotation, "a value")

@@ -14,14 +14,17 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from fractions import Fraction
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from streamdiff import models_report
 from streamdiff.config import Config
 from streamdiff.models import catalogue
 from streamdiff.models.catalogue import Entry
 from streamdiff.version import __version__
+
+if TYPE_CHECKING:
+    from streamdiff.serve.codecs import Library
 
 
 class Grade(Enum):
@@ -169,48 +172,37 @@ def _look_at_published(entry: Entry, config: Config) -> Iterator[Finding]:
 
 # ---- what is sent ----------------------------------------------------------------------------------------------
 
-_ENCODERS = (("H.264", "libx264", "h264"), ("VP8", "libvpx", "vp8"))
+# Title, library, and the value of serve.codec or serve.encoder that cannot do without it.
+_ENCODERS: tuple[tuple[str, Library, str], ...] = (
+    ("H.264", "h264_nvenc", "nvenc"),
+    ("H.264", "libx264", "x264"),
+    ("VP8", "libvpx", "vp8"),
+)
 
 
 def _look_at_codecs(config: Config) -> Iterator[Finding]:
     try:
         import av
+
+        from streamdiff.serve import codecs
     except (ImportError, OSError) as error:
         yield Finding("codecs", Grade.BAD, f"PyAV cannot be imported: {error}")
         return
     library = ".".join(str(part) for part in av.library_versions.get("libavcodec", ()))
     yield Finding("pyav", Grade.GOOD, f"{av.__version__} with libavcodec {library}")
-    working = 0
-    for title, encoder, name in _ENCODERS:
-        fault = _try_encoder(encoder)
-        working += fault is None
-        needed = config.serve.codec == name
+    faults = {encoder: codecs.fault(encoder) for _, encoder, _ in _ENCODERS}
+    wanted = {config.serve.codec, config.serve.encoder}
+    for title, encoder, value in _ENCODERS:
+        fault = faults[encoder]
         if fault is None:
             yield Finding("encoder", Grade.GOOD, f"{title} by {encoder} (one picture encoded)")
         else:
-            yield Finding("encoder", Grade.BAD if needed else Grade.NOTE, f"{title} by {encoder} fails: {fault}")
-    if not working:
+            grade = Grade.BAD if value in wanted else Grade.NOTE
+            yield Finding("encoder", grade, f"{title} by {encoder} cannot be opened: {fault}")
+    if config.serve.codec == "h264" and faults["h264_nvenc"] and faults["libx264"]:
+        yield Finding("encoder", Grade.BAD, "H.264 is asked for and cannot be encoded")
+    if all(faults.values()):
         yield Finding("encoder", Grade.BAD, "neither H.264 nor VP8 can be encoded: no browser can be served")
-
-
-def _try_encoder(name: str) -> str | None:
-    """Encode one small grey picture; what went wrong, or None."""
-    import av
-    import numpy as np
-
-    try:
-        context = av.CodecContext.create(name, "w")
-        assert isinstance(context, av.VideoCodecContext)
-        context.width, context.height, context.pix_fmt = 64, 64, "yuv420p"
-        context.time_base = Fraction(1, 30)
-        picture = av.VideoFrame.from_ndarray(np.full((64, 64, 3), 128, np.uint8), format="rgb24").reformat(
-            format="yuv420p"
-        )
-        picture.pts = 0
-        packets = [*context.encode(picture), *context.encode(None)]
-    except (av.FFmpegError, ValueError, OSError) as error:
-        return str(error)
-    return None if packets else "it made no packet"
 
 
 def _look_at_webrtc(config: Config) -> Iterator[Finding]:
@@ -261,15 +253,19 @@ def _uses(config: Config, findings: list[Finding]) -> Iterator[tuple[str, str]]:
     threads = f"{config.model.threads} thread{'s' if config.model.threads > 1 else ''}"
     yield "device", gpus[0] if on_gpu else f"cpu, {threads} for the transformer and one for decoding"
     yield "model", f"{config.model.name}, {config.model.steps} steps, KV context {config.model.kv_context}"
-    encoders = [
-        finding.text.split(" by ")[0]
-        for finding in findings
-        if finding.topic == "encoder" and finding.grade is Grade.GOOD
-    ]
-    wanted = {"auto": encoders, "h264": ["H.264"], "vp8": ["VP8"]}[config.serve.codec]
-    yield "codec", " first, then ".join(wanted) or "none"
+    yield "codec", _codec_in_use(config, findings)
     yield "playback", f"{config.playback.fps:g} frames per second, at most {config.playback.lead_s:g} s ahead"
     host = config.serve.host
     audience = "this machine only" if host in ("127.0.0.1", "::1", "localhost") else "everyone who can reach it"
     yield "address", f"http://{host}:{config.serve.port or '(any)'} for {audience}"
     yield "browser", "opened by serve" if config.serve.open_browser and has_display() else "not opened"
+
+
+def _codec_in_use(config: Config, findings: list[Finding]) -> str:
+    good = [each.text for each in findings if each.topic == "encoder" and each.grade is Grade.GOOD]
+    found = [text.split(" (")[0] for text in good]
+    unwanted = {"auto": "", "x264": "h264_nvenc", "nvenc": "libx264"}[config.serve.encoder]
+    h264 = [text for text in found if "H.264" in text and (not unwanted or unwanted not in text)][:1]
+    vp8 = [text for text in found if "VP8" in text]
+    wanted = {"auto": h264 + vp8, "h264": h264, "vp8": vp8}[config.serve.codec]
+    return " first, then ".join(wanted) or "none"

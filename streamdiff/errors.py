@@ -14,12 +14,14 @@ class ConfigError(StreamdiffError, ValueError):
 class RequestError(StreamdiffError, ValueError):
     """A request for a session that cannot be carried out; the session itself goes on.
 
-    `field` names the offending field ("prompt", "seed", ...) so that a page can show the message beside it.
+    `field` names the offending field ("prompt", "seed", ...) so that a page can show the message beside it. `code`
+    is a short word for programs, where they may want to act on it: "memory" when there is no room for the session.
     """
 
-    def __init__(self, field: str, message: str) -> None:
+    def __init__(self, field: str, message: str, code: str = "") -> None:
         super().__init__(message)
         self.field = field
+        self.code = code
 
 
 class EngineFailure(StreamdiffError, RuntimeError):

@@ -144,3 +144,10 @@ def test_anything_is_either_loaded_or_refused(tmp_path_factory: pytest.TempPathF
         assert str(path) in str(error)
     else:
         assert isinstance(config, Config)
+
+
+@pytest.mark.parametrize("text", ["a.example", "https://a.example/path", "ftp://a.example", ""])
+def test_an_origin_is_what_a_browser_sends(write, text: str) -> None:
+    message = refusal(write(f"serve:\n  cors_origins: ['https://a.example:8443', '{text}']"))
+    assert "cors_origins.1" in message and "https://example.org" in message
+    assert load(write("serve:\n  cors_origins: ['*', 'https://a.example:8443']")).serve.cors_origins[1:]

@@ -54,6 +54,8 @@ class Info(Protocol):
     def steps(self) -> int: ...
     @property
     def kv_context(self) -> str: ...
+    @property
+    def steps_known(self) -> tuple[int, ...]: ...
 
 
 class Made(Protocol):
@@ -95,8 +97,11 @@ class Pipeline(Protocol):
     def open(self, session: int, conditioning: Any, *, seed: int, epoch: int, steps: int, kv_context: str) -> None:
         """Start a stream, with no room yet. Raises ValueError for steps or a KV context it cannot run."""
 
-    def set_conditioning(self, session: int, conditioning: Any, *, epoch: int) -> None:
-        """Use `conditioning` from the next admitted chunk on."""
+    def check_switch(self, session: int, switch: str) -> None:
+        """Raise RequestError if an open session cannot have its prompt changed in this way."""
+
+    def set_conditioning(self, session: int, conditioning: Any, *, epoch: int, switch: str = "keep") -> None:
+        """Use `conditioning` from the next admitted chunk on, which sees the past as `switch` says."""
 
     def reset(self, session: int, conditioning: Any, *, seed: int, epoch: int) -> None:
         """Drop what is in flight and start afresh at chunk 0."""
@@ -122,6 +127,12 @@ class Pipeline(Protocol):
 
     def occupancy(self) -> list[float]:
         """Share of the time that each stage has been busy since it was loaded; empty with one stage."""
+
+    def work_s(self) -> float | None:
+        """Seconds of work in a chunk, of the latest ones, where the most work is done; None before the first."""
+
+    def sessions_fit(self) -> int | None:
+        """How many sessions of the default kind the memory holds; None: nobody counts."""
 
     def close(self) -> None:
         """Free everything."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent import futures
+from dataclasses import replace
 from typing import Any
 
 from streamdiff.config import ModelConfig
@@ -17,12 +18,14 @@ from streamdiff.engine.messages import (
     Closed,
     Command,
     Event,
+    Measured,
     Open,
     Pause,
     Ready,
     Refused,
     Reset,
     Resume,
+    SetLead,
     SetPrompt,
     Shown,
     Shutdown,
@@ -33,6 +36,7 @@ from streamdiff.errors import RequestError, StreamdiffError
 
 MAX_PROMPT_CHARACTERS = 2000
 MAX_SEED = 2**31 - 1
+MEASURED_EVERY = 8  # chunks between two reports of how much work they are
 # What can go wrong with one text (memory, files, numbers), and ends nothing else. Other errors are faults of a program.
 _TEXT_ERRORS = (StreamdiffError, OSError, RuntimeError, ValueError, MemoryError)
 
@@ -59,7 +63,13 @@ def _asks(asked: Asked) -> bool:
 
 def _refused(command: Command, error: RequestError) -> Refused:
     session = "" if isinstance(command, Shutdown) else command.session
-    return Refused(session, command.request if isinstance(command, SetPrompt | Reset) else "", error.field, str(error))
+    request = command.request if isinstance(command, SetPrompt | Reset) else ""
+    return Refused(session, request, error.field, str(error), error.code)
+
+
+def _bad_value(error: ValueError, field: str) -> RequestError:
+    """What the pipeline cannot run, as what was wrong with the request: `field`, unless the error knows better."""
+    return error if isinstance(error, RequestError) else RequestError(field, str(error))
 
 
 class Engine:
@@ -79,6 +89,7 @@ class Engine:
         self._texts: dict[str, tuple[str, Any]] = {}  # by session: the text that was encoded last, and what came of it
         # A slot's next session starts above all epochs of the one before, so frames can never be taken for its own.
         self._next_epoch: dict[int, int] = {}
+        self._unmeasured = 0  # chunks made since the last report
 
     def ready(self) -> Ready:
         """What the pipeline is, for whoever connects."""
@@ -94,6 +105,9 @@ class Engine:
             kv_context=info.kv_context,
             examples=tuple(text.examples),
             vocabulary=text.vocabulary,
+            steps_known=tuple(info.steps_known),
+            work_s=self._pipeline.work_s(),
+            sessions_fit=self._pipeline.sessions_fit(),
         )
 
     def handle(self, command: Command) -> list[Event]:
@@ -118,7 +132,8 @@ class Engine:
             self._carry_out(slot, session.take_prompt())
         for made in self._pipeline.step(wait_s):
             events += self._number(made)
-        return events
+            self._unmeasured += made.last
+        return events + self._measured()
 
     def settle(self) -> list[Event]:
         """Carry out what had to wait for its text and need not any more; `step` does so too."""
@@ -127,6 +142,12 @@ class Engine:
     def encodings(self) -> list[futures.Future[Any]]:
         """Texts that are being encoded: when one is done, `settle` has something to do."""
         return self._waiting.encodings()
+
+    def _measured(self) -> list[Event]:
+        if self._unmeasured < MEASURED_EVERY or (work_s := self._pipeline.work_s()) is None:
+            return []
+        self._unmeasured = 0
+        return [Measured(work_s, tuple(self._pipeline.occupancy()))]
 
     @property
     def busy(self) -> bool:
@@ -178,7 +199,7 @@ class Engine:
             session, events = self._start(slot, command, reading)
         except ValueError as error:
             self._texts.pop(command.session, None)
-            raise RequestError(getattr(error, "field", "session"), str(error)) from error
+            raise _bad_value(error, "session") from error
         self._slots[command.session] = slot
         self._sessions[slot] = session
         return events
@@ -191,7 +212,8 @@ class Engine:
             text=reading.text,
             seed=command.seed,
             epoch=self._next_epoch.get(slot, 0),
-            lead_frames=self._lead(command),
+            lead_frames=self._lead_frames if command.lead_frames is None else command.lead_frames,
+            least_lead_frames=self._lead(command),
         )
         self._pipeline.open(
             slot,
@@ -209,14 +231,14 @@ class Engine:
         return steps, self._defaults.kv_context if command.kv_context is None else command.kv_context
 
     def _lead(self, command: Open) -> int:
-        """Frames that a session may be ahead. Raises RequestError for what the pipeline cannot run."""
+        """Frames that a session must be allowed to be ahead. Raises RequestError for what the pipeline cannot run."""
         steps, kv_context = self._choice(command)
         try:
-            return max(self._lead_frames, self._pipeline.minimum_lead(steps=steps, kv_context=kv_context))
+            return self._pipeline.minimum_lead(steps=steps, kv_context=kv_context)
         except ValueError as error:
-            raise RequestError(getattr(error, "field", "session"), str(error)) from error
+            raise _bad_value(error, "kv_context") from error
 
-    def _control(self, command: SetPrompt | Pause | Resume | Reset | Close | Shown) -> list[Event]:
+    def _control(self, command: SetPrompt | Pause | Resume | Reset | SetLead | Close | Shown) -> list[Event]:
         if isinstance(command, Close):
             return self._close(command.session)
         opening = command.session in self._waiting.opening()
@@ -224,6 +246,8 @@ class Engine:
         if isinstance(command, Reset):
             _check_seed(command.seed)
         if isinstance(command, SetPrompt):
+            if session is not None:
+                self._pipeline.check_switch(self._slots[command.session], command.switch)
             previous = self._waiting.latest_text(command.session) or (session.text if session else None)
             reading = self._read(command.prompt, previous)
             if self._pipeline.text.slow:
@@ -244,11 +268,14 @@ class Engine:
             return []
         match request:
             case SetPrompt():
-                outputs = session.set_prompt(asked.text, asked.notice, request.request)
+                self._pipeline.check_switch(self._slots[request.session], request.switch)
+                outputs = session.set_prompt(asked.text, asked.notice, request.request, request.switch)
             case Pause() | Resume():
                 outputs = session.set_paused(isinstance(request, Pause))
             case Reset():
                 outputs = session.reset(request.seed, request.request)
+            case SetLead():
+                outputs = session.set_lead(request.frames)
             case Shown():
                 outputs = session.shown(request.frames)
         return self._carry_out(self._slots[request.session], outputs)
@@ -267,12 +294,12 @@ class Engine:
         self._next_epoch[slot] = session.epoch + 1
         return [*events, *self._carry_out(slot, session.close())]
 
-    def _find(self, command: SetPrompt | Pause | Resume | Reset | Close | Shown) -> Session | None:
-        """Its session; None for a report that crossed with the session's end."""
+    def _find(self, command: SetPrompt | Pause | Resume | Reset | SetLead | Close | Shown) -> Session | None:
+        """Its session; None for what has no answer and crossed with the session's end."""
         slot = self._slots.get(command.session)
         if slot is not None:
             return self._sessions[slot]
-        if isinstance(command, Shown):
+        if isinstance(command, Shown | SetLead):
             return None
         known = ", ".join(repr(name) for name in self._slots) or "none"
         raise RequestError("session", f"there is no session {command.session!r}; open ones: {known}")
@@ -294,6 +321,9 @@ class Engine:
             raise error
         if answer.conditioning is not None:
             self._texts[asked.request.session] = asked.text, answer.conditioning
+        replaced = answer.conditioning is None and error is None
+        if isinstance(asked.request, SetPrompt) and asked.request.switch != "keep" and replaced:
+            asked = replace(asked, request=replace(asked.request, switch="keep"))  # its text is not to be seen
         try:
             if error is not None:
                 what = str(error) if isinstance(error, StreamdiffError) else f"{type(error).__name__}: {error}"
@@ -333,7 +363,7 @@ class Engine:
             match output:
                 case UseText():
                     conditioning = self._encoded(self._sessions[slot].name, output.text)
-                    pipeline.set_conditioning(slot, conditioning, epoch=output.epoch)
+                    pipeline.set_conditioning(slot, conditioning, epoch=output.epoch, switch=output.switch)
                 case StartAfresh():
                     conditioning = self._encoded(self._sessions[slot].name, output.text)
                     pipeline.reset(slot, conditioning, seed=output.seed, epoch=output.epoch)

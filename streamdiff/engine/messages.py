@@ -11,6 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Pictures = NDArray[np.uint8]
+SWITCHES = ("keep", "recache", "flush", "reset")
+"""What a new prompt does to the past: all of it stays as it was cached; it is cached again under the new prompt; only
+the oldest chunks that always stay (the sink) are kept; or the stream begins afresh."""
 
 
 # ---- commands: web process to engine ---------------------------------------------------------------------------
@@ -18,13 +21,17 @@ Pictures = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Open:
-    """Open `session` (any non-empty id). Answered by `Opened` or `Refused`. None means the engine's default."""
+    """Open `session` (any non-empty id). Answered by `Opened` or `Refused`. None means the engine's default.
+
+    `lead_frames`: how many frames may be made beyond those shown; where the pipeline needs more, it gets more.
+    """
 
     session: str
     prompt: str
     seed: int = 0
     steps: int | None = None
     kv_context: str | None = None
+    lead_frames: int | None = None
 
 
 @dataclass(frozen=True)
@@ -33,12 +40,13 @@ class SetPrompt:
 
     `request` is the caller's id of this request, echoed in every answer. Of several prompts waiting, the latest wins.
     Where encoding a text is slow, the answer comes when it is done, and the stream goes on meanwhile; so for `Open`,
-    and for a `Reset` that comes after.
+    and for a `Reset` that comes after. `switch`, one of SWITCHES, says what becomes of the past.
     """
 
     session: str
     prompt: str
     request: str = ""
+    switch: str = "keep"
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,14 @@ class Reset:
 
 
 @dataclass(frozen=True)
+class SetLead:
+    """Let at most `frames` frames be made beyond those shown: the pace of viewing has changed. Has no answer."""
+
+    session: str
+    frames: int
+
+
+@dataclass(frozen=True)
 class Close:
     """End the session and free its state. Answered by `Closed`."""
 
@@ -82,7 +98,7 @@ class Shutdown:
     """End the engine process."""
 
 
-Command = Open | SetPrompt | Pause | Resume | Reset | Close | Shown | Shutdown
+Command = Open | SetPrompt | Pause | Resume | Reset | SetLead | Close | Shown | Shutdown
 
 
 # ---- events: engine to web process -----------------------------------------------------------------------------
@@ -90,7 +106,11 @@ Command = Open | SetPrompt | Pause | Resume | Reset | Close | Shown | Shutdown
 
 @dataclass(frozen=True)
 class Ready:
-    """The engine is warm. Sizes in pixels; `chunk_frames` frames come out of one chunk."""
+    """The engine is warm. Sizes in pixels; `chunk_frames` frames come out of one chunk.
+
+    `steps_known` are the numbers of steps a session may have (none: not told), `work_s` the seconds of work in a chunk
+    as measured while warming up, `sessions_fit` how many sessions of the default kind the memory holds; None: unknown.
+    """
 
     model: str
     device: str
@@ -102,6 +122,9 @@ class Ready:
     kv_context: str
     examples: tuple[str, ...] = ()
     vocabulary: str = ""
+    steps_known: tuple[int, ...] = ()
+    work_s: float | None = None
+    sessions_fit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -137,12 +160,16 @@ class Applied:
 
 @dataclass(frozen=True)
 class Refused:
-    """A command that cannot be carried out, with the field at fault. The session, if there is one, goes on."""
+    """A command that cannot be carried out, with the field at fault. The session, if there is one, goes on.
+
+    `code` is a word for programs, see `RequestError`; often empty.
+    """
 
     session: str
     request: str
     field: str
     reason: str
+    code: str = ""
 
 
 @dataclass(frozen=True)
@@ -167,10 +194,19 @@ class Closed:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """Told now and then: seconds of work in a chunk of late, and the share of the time each stage was at work (one
+    number per rank; none with one stage)."""
+
+    work_s: float
+    occupancy: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
 class Failed:
     """The engine cannot go on; the process ends after this."""
 
     reason: str
 
 
-Event = Ready | Opened | Accepted | Applied | Refused | FrameBatch | Closed | Failed
+Event = Ready | Opened | Accepted | Applied | Refused | FrameBatch | Closed | Measured | Failed

@@ -47,6 +47,11 @@ def _check_time(now_s: float) -> None:
         raise ValueError(f"now_s is {now_s}; it must be a finite number of seconds")
 
 
+def _check_fps(fps: float) -> None:
+    if not (math.isfinite(fps) and 0 < fps <= 1000):
+        raise ValueError(f"fps is {fps}; it must be above 0 and at most 1000")
+
+
 class Playout:
     """The buffer between an engine that makes frames in bursts and viewers who want them evenly.
 
@@ -75,8 +80,7 @@ class Playout:
         capacity_frames: int = 256,
         catch_up_s: float = 0.1,
     ) -> None:
-        if not (math.isfinite(fps) and 0 < fps <= 1000):
-            raise ValueError(f"fps is {fps}; it must be above 0 and at most 1000")
+        _check_fps(fps)
         if not 1 <= start_frames <= capacity_frames:
             raise ValueError(f"start_frames is {start_frames}; it must be from 1 to capacity_frames {capacity_frames}")
         if not (start_wait_s >= 0 and catch_up_s >= 0):
@@ -93,11 +97,11 @@ class Playout:
         """Session frames that are shown or dropped: what `Shown.frames` reports to the engine."""
         self.latest: Due | None = None
         """The last slot handed out, to show to who joins."""
-        rate = Fraction(fps).limit_denominator(1001)
-        self._slots, self._per_s = rate.numerator, rate.denominator  # so many slots in so many seconds, exactly
+        self._catch_up_s = catch_up_s
+        self._set_rate(fps)
+        self._pts_base = 0  # presentation time of slot 0, since the rate was set
         self._start_frames, self._start_wait_s = start_frames, start_wait_s
         self._capacity_frames = capacity_frames
-        self._catch_up_slots = max(1, math.ceil(catch_up_s * fps))
         self._queue: deque[_Waiting] = deque()
         self._oldest_epoch = 0
         self._slot = 0  # the next slot to hand out
@@ -148,7 +152,26 @@ class Playout:
 
     def pts(self, slot: int) -> int:
         """Presentation time of a slot in 90 kHz ticks; strictly increasing."""
-        return MEDIA_CLOCK_HZ * slot * self._per_s // self._slots
+        return self._pts_base + MEDIA_CLOCK_HZ * slot * self._per_s // self._slots
+
+    def set_fps(self, fps: float) -> None:
+        """Show frames at another rate from the next slot on, which keeps its time; slots are counted from it afresh.
+
+        Raises:
+            ValueError: a rate that cannot be.
+        """
+        _check_fps(fps)
+        self._pts_base = self.pts(self._slot)
+        if self._zero_s is not None:
+            self._zero_s = self._slot_s(self._slot)
+        self._slot = 0
+        self._set_rate(fps)
+        self._begin_cycle(1.0)
+
+    def _set_rate(self, fps: float) -> None:
+        rate = Fraction(fps).limit_denominator(1001)
+        self._slots, self._per_s = rate.numerator, rate.denominator  # so many slots in so many seconds, exactly
+        self._catch_up_slots = max(1, math.ceil(self._catch_up_s * fps))
 
     def _slot_s(self, slot: int) -> float:
         assert self._zero_s is not None

@@ -20,10 +20,11 @@ from streamdiff.engine.messages import Accepted, Applied, Closed, Event, FrameBa
 
 @dataclass(frozen=True)
 class UseText:
-    """Make chunks from `text`, from the next admitted one on."""
+    """Make chunks from `text`, from the next admitted one on; `switch` says what they see of the past."""
 
     text: str
     epoch: int
+    switch: str = "keep"
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,13 @@ Output = Action | Event
 class Session:
     """One stream. Every method returns what is to be done and told, in this order."""
 
-    def __init__(self, name: str, *, text: str, seed: int, epoch: int, lead_frames: int) -> None:
+    def __init__(
+        self, name: str, *, text: str, seed: int, epoch: int, lead_frames: int, least_lead_frames: int = 0
+    ) -> None:
         """Args:
         epoch: of the first chunk.
         lead_frames: how many frames may be made beyond those reported as shown.
+        least_lead_frames: what the lead is at least.
         """
         self.name = name
         self.text = text
@@ -72,7 +76,9 @@ class Session:
         self.epoch = epoch
         self.chunk = -1
         """The last chunk of which frames have come; -1 before the first. Starts again with a reset."""
-        self._lead_frames = lead_frames
+        self._lead_frames = max(lead_frames, least_lead_frames)
+        self._least_lead_frames = least_lead_frames
+        self._switch = "keep"
         self._applied_epoch = epoch - 1
         self._oldest_epoch = epoch
         self._prompt_waits = False
@@ -89,9 +95,14 @@ class Session:
         """Begin: the pipeline has opened the stream with this session's text, seed and epoch."""
         return [Allow(self.room_frames), Opened(self.name, self.epoch, self.text, notice)]
 
-    def set_prompt(self, text: str, notice: str, request: str) -> list[Output]:
-        """Take a prompt; `take_prompt` gives it to the pipeline, unless a later one comes first."""
+    def set_prompt(self, text: str, notice: str, request: str, switch: str = "keep") -> list[Output]:
+        """Take a prompt; `take_prompt` gives it to the pipeline, unless a later one comes first. With `switch` "reset"
+        the stream begins afresh with it, at once."""
         self.text = text
+        if switch == "reset":
+            *actions, _ = self.reset(None, request)
+            return [*actions, Accepted(self.name, request, self.epoch, text, notice)]
+        self._switch = switch
         self.epoch += 1
         self._prompt_waits = True
         return [Accepted(self.name, request, self.epoch, text, notice)]
@@ -101,7 +112,7 @@ class Session:
         if not self._prompt_waits:
             return []
         self._prompt_waits = False
-        return [UseText(self.text, self.epoch)]
+        return [UseText(self.text, self.epoch, self._switch)]
 
     def reset(self, seed: int | None, request: str) -> list[Output]:
         """Begin again, with the latest prompt. A paused stream stays paused.
@@ -124,6 +135,11 @@ class Session:
             return []
         self._paused = paused
         return [Hold(paused)]
+
+    def set_lead(self, frames: int) -> list[Output]:
+        """Another lead from now on."""
+        self._lead_frames = max(frames, self._least_lead_frames)
+        return [Allow(self.room_frames)]
 
     def shown(self, frames: int) -> list[Output]:
         """So many frames have been shown in all. Never goes back, and never beyond what was made."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
+from streamdiff.errors import RequestError
 from streamdiff.pipeline.facts import Facts
 
 _KEPT_BACK = 0.1
@@ -32,21 +33,30 @@ class Budget:
         """Bytes of a session on every rank.
 
         Raises:
-            ValueError: it does not fit; says on which rank, and the numbers.
+            RequestError: it does not fit, code "memory"; says on which rank, and the numbers.
         """
-        need = [
-            self.value_bytes * self.facts.cache_values(count, steps=steps, kv_context=kv_context)
-            for count in self.blocks
-        ]
+        need = self._need(steps, kv_context)
         for rank, wanted in enumerate(need):
             left = self.room[rank] - sum(taken[rank] for taken in self._taken.values())
             if wanted > left:
-                raise ValueError(
+                raise RequestError(
+                    "session",
                     f"the session does not fit: its caches ({kv_context}, {steps} steps) need {wanted / _GB:.3g} GB on "
                     f"rank {rank}, where {left / _GB:.3g} of {self.room[rank] / _GB:.3g} GB are left "
-                    f"({len(self._taken)} sessions open). Close one, or give more with model.memory_gb"
+                    f"({len(self._taken)} sessions open). Close one, or give more with model.memory_gb",
+                    "memory",
                 )
         return need
+
+    def fits(self, *, steps: int, kv_context: str) -> int:
+        """How many sessions like this there is room for, with none open."""
+        return min(room // need for room, need in zip(self.room, self._need(steps, kv_context), strict=True))
+
+    def _need(self, steps: int, kv_context: str) -> list[int]:
+        return [
+            self.value_bytes * self.facts.cache_values(count, steps=steps, kv_context=kv_context)
+            for count in self.blocks
+        ]
 
     def take(self, session: int, need: list[int]) -> None:
         """The session is open. Mutates: self."""

@@ -92,17 +92,21 @@ class Head:
         Raises:
             ValueError: unknown policy, or one that the session's KV context cannot have.
         """
+        self.check_switch(session, policy)
         state = self.sessions[session]
-        if policy not in PROMPT_SWITCHES:
-            raise ValueError(f"prompt switch is {policy!r}; it can be {', '.join(PROMPT_SWITCHES)}")
-        if policy == "recache" and not state.clean_pass:
-            raise ValueError("prompt switch recache needs a KV context with a clean pass: clean or staircase")
         seen = state.plan.visible(chunk, state.since)[:-1]
         if policy == "flush":
             state.since = chunk
         elif policy == "recache":
             state.since = next((each for each in seen if each >= state.plan.pinned), chunk)
         return state.since, seen if policy == "recache" else []
+
+    def check_switch(self, session: int, policy: str) -> None:
+        """Raises what `switch` would."""
+        if policy not in PROMPT_SWITCHES:
+            raise ValueError(f"prompt switch is {policy!r}; it can be {', '.join(PROMPT_SWITCHES)}")
+        if policy == "recache" and not self.sessions[session].clean_pass:
+            raise ValueError("prompt switch recache needs a KV context with a clean pass: clean or staircase")
 
     @torch.inference_mode()
     def embed(self, rows: Sequence[MicroStep]) -> Tokens:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from streamdiff import clock
 from streamdiff.config import ModelConfig
+from streamdiff.errors import RequestError
 from streamdiff.models.base import Model, TextEncoder
 from streamdiff.pipeline import loading, ranks
 from streamdiff.pipeline.budget import Budget
@@ -21,6 +22,7 @@ from streamdiff.pipeline.decoding import Decoding, LocalDecoding, Piece
 from streamdiff.pipeline.group import check_world
 from streamdiff.pipeline.head import Finished
 from streamdiff.pipeline.links import LinkClosed
+from streamdiff.pipeline.meter import Meter
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.scheduler import minimum_lead
@@ -38,6 +40,7 @@ class ModelInfo:
     chunk_frames: int
     steps: int
     kv_context: str
+    steps_known: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,14 +94,16 @@ class Runtime:
         spec = model.spec
         self.model, self.text = model, model.text
         self.info = ModelInfo(
-            spec.name, str(device), spec.width, spec.height, spec.native_fps, spec.chunk_frames, steps, kv_context
-        )
+            spec.name, str(device), spec.width, spec.height, spec.native_fps, spec.chunk_frames, steps, kv_context,
+            spec.steps,
+        )  # fmt: skip
         self._company, self._budget = company, budget
         self._ring = company.ring if company else Ring(model, device)
         self._streams: dict[int, _Stream] = {}  # by session
         self._numbers = count()
         self._ready: queue.SimpleQueue[tuple[Piece, float] | None] = queue.SimpleQueue()
         self._pending = 0  # chunks that are decoding
+        self._meter = Meter()
         self._decoding = self._decode_where(model, company)
         self._ring.notify(self._wake)
         if company is not None:
@@ -115,11 +120,12 @@ class Runtime:
         """Start a stream; it makes nothing before it has room.
 
         Raises:
-            ValueError: bad steps or KV context, the session is open, or its caches do not fit.
+            ValueError: a bad KV context, or the session is open.
+            RequestError: bad steps, or its caches do not fit.
         """
         if steps not in self.model.spec.steps:
-            raise ValueError(
-                f"steps is {steps}; model {self.info.name} has {', '.join(map(str, self.model.spec.steps))}"
+            raise RequestError(
+                "steps", f"steps is {steps}; model {self.info.name} has {', '.join(map(str, self.model.spec.steps))}"
             )
         need = self._budget.need(steps=steps, kv_context=kv_context) if self._budget is not None else []
         self._ring.open(session, conditioning, seed=seed, epoch=epoch, steps=steps, kv_context=kv_context)
@@ -127,9 +133,19 @@ class Runtime:
             self._budget.take(session, need)
         self._begin(session)
 
-    def set_conditioning(self, session: int, conditioning: Tensor, *, epoch: int) -> None:
-        """Use this conditioning from the next admitted chunk on."""
-        self._ring.set_text(session, epoch, conditioning)
+    def check_switch(self, session: int, switch: str) -> None:
+        """Raises RequestError for a change of prompt that the session cannot have: an unknown one, or `recache` in a
+        KV context without a clean pass."""
+        if switch == "reset":
+            return
+        try:
+            self._ring.head.check_switch(session, switch)
+        except ValueError as error:
+            raise RequestError("switch", str(error)) from error
+
+    def set_conditioning(self, session: int, conditioning: Tensor, *, epoch: int, switch: str = "keep") -> None:
+        """Use this conditioning from the next admitted chunk on; `switch` as in `Ring.set_text`."""
+        self._ring.set_text(session, epoch, conditioning, switch)
 
     def reset(self, session: int, conditioning: Tensor, *, seed: int, epoch: int) -> None:
         """Drop what is in flight and start afresh at chunk 0; the session has no room until it is set again."""
@@ -168,7 +184,9 @@ class Runtime:
         for row, latents in finished:
             self._pending += 1
             self._decoding.submit(self._streams[row.session].number, row.chunk, latents)
-        return self._collect(wait_s if not rows and not finished else 0.0)
+        frames = self._collect(wait_s if not rows and not finished else 0.0)
+        self._meter.turn(clock.monotonic_s(), self.busy, sum(each.last for each in frames))
+        return frames
 
     @property
     def busy(self) -> bool:
@@ -183,6 +201,21 @@ class Runtime:
     def occupancy(self) -> list[float]:
         """Share of the time since loading that each stage was at work, its decoding included; empty with one stage."""
         return self._company.occupancy() if self._company is not None else []
+
+    def work_s(self) -> float | None:
+        """Seconds of work in a chunk, of the latest ones: of the busiest rank, or of all where there is one."""
+        shares = self.occupancy()
+        return self._meter.work_s(max(shares, default=None), clock.monotonic_s())
+
+    def sessions_fit(self) -> int | None:
+        """How many sessions of the default kind the memory for caches holds; None without a budget."""
+        if self._budget is None:
+            return None
+        return self._budget.fits(steps=self.info.steps, kv_context=self.info.kv_context)
+
+    def measure_from_here(self) -> None:
+        """Forget what was measured: it was warming up. Mutates: self."""
+        self._meter = Meter()
 
     def close(self) -> None:
         """End decoding and the other ranks."""
@@ -294,11 +327,13 @@ def load_runtime(config: ModelConfig) -> Runtime:
 
 
 def _warm_up(runtime: Runtime) -> None:
-    """Make one chunk, so that the first viewer does not pay for first calls."""
+    """Make one chunk, so that the first viewer does not pay for first calls, and another to see what it takes."""
     conditioning = runtime.text.encode(runtime.text.read(runtime.text.examples[0], None).text)
     runtime.open(0, conditioning, seed=0, epoch=0, steps=runtime.info.steps, kv_context="clean")
-    runtime.set_room(0, runtime.info.chunk_frames)
-    while not any(frames.last for frames in runtime.step(wait_s=1.0)):
-        pass
+    for _ in range(2):
+        runtime.measure_from_here()
+        runtime.set_room(0, runtime.info.chunk_frames)
+        while not any(frames.last for frames in runtime.step(wait_s=1.0)):
+            pass
     runtime.close_session(0)
     runtime.step()

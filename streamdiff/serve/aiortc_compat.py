@@ -8,6 +8,7 @@ sessions, sources of frames or HTTP.
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -88,11 +89,27 @@ def negotiated_codec(transceiver: RTCRtpTransceiver) -> Any | None:
 
 
 def hook_sender(
-    sender: RTCRtpSender, codec: Any, on_key_request: Callable[[], None], on_estimate: Callable[[int], None]
+    sender: RTCRtpSender,
+    codec: Any,
+    on_key_request: Callable[[], None],
+    on_estimate: Callable[[int], None],
+    on_report: Callable[[float | None], None],
 ) -> None:
-    """Make `sender` pack what its track hands out, and report PLI / FIR and REMB. Mutates: sender."""
+    """Make `sender` pack what its track hands out, and report PLI / FIR, REMB, and what its peer received.
+
+    `on_report` is called for everything the peer says about the video: with the share of packets lost since its last
+    report (0 to 1), or None where it says nothing on that. Mutates: sender.
+    """
     setattr(sender, _ENCODER_ATTRIBUTE, Packetizer(codec, on_estimate))
     setattr(sender, "_send_keyframe", on_key_request)  # noqa: B010
+    handle = sender._handle_rtcp_packet
+
+    async def listen(packet: Any) -> None:
+        lost = [each.fraction_lost for each in getattr(packet, "reports", ()) if each.ssrc == sender._ssrc]
+        on_report(lost[0] / 256 if lost else None)
+        await handle(packet)
+
+    setattr(sender, "_handle_rtcp_packet", listen)  # noqa: B010
 
 
 def extend_history() -> None:
@@ -124,6 +141,8 @@ def check() -> None:
     probes = (
         hasattr(RTCRtpSender, "_send_keyframe"),
         hasattr(RTCRtpSender, "_next_encoded_frame"),
+        inspect.iscoroutinefunction(getattr(RTCRtpSender, "_handle_rtcp_packet", None)),
+        "_ssrc" in RTCRtpSender.__init__.__code__.co_names,
         hasattr(aiortc.rtcrtpsender, "RTP_HISTORY_SIZE"),
         hasattr(aioice.ice, "get_host_addresses"),
         "_RTCRtpSender__encoder" in RTCRtpSender._next_encoded_frame.__code__.co_names,

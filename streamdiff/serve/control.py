@@ -11,7 +11,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["prompt", "reset", "pause", "resume", "get", "ping"]
+from streamdiff.engine.messages import SWITCHES
+
+Kind = Literal["prompt", "reset", "fps", "pause", "resume", "get", "ping"]
 Id = str | int | None
 
 MAX_PROMPT_CHARACTERS = 2000
@@ -19,13 +21,18 @@ MAX_MESSAGE_BYTES = 16 * 1024
 MAX_BODY_BYTES = 256 * 1024
 MAX_ID_CHARACTERS = 64
 MAX_SEED = 2**31 - 1
+MAX_REV = 2**53  # what JavaScript counts to
 MESSAGES_PER_S = 50
 
+MIN_FPS, MAX_FPS = 1.0, 120.0
+
+_CHANGE = {"type", "id", "if_rev"}
 _FIELDS: dict[str, frozenset[str]] = {
-    "prompt": frozenset({"type", "id", "prompt"}),
-    "reset": frozenset({"type", "id", "seed"}),
-    "pause": frozenset({"type", "id"}),
-    "resume": frozenset({"type", "id"}),
+    "prompt": frozenset({*_CHANGE, "prompt", "switch"}),
+    "reset": frozenset({*_CHANGE, "seed"}),
+    "fps": frozenset({*_CHANGE, "fps"}),
+    "pause": frozenset(_CHANGE),
+    "resume": frozenset(_CHANGE),
     "get": frozenset({"type", "id"}),
     "ping": frozenset({"type", "id"}),
 }
@@ -43,12 +50,23 @@ class ControlError(ValueError):
 
 @dataclass(frozen=True)
 class Control:
-    """One valid message. `prompt` is set for kind `prompt`; `seed` may be for `reset`."""
+    """One valid message. `prompt` and `switch` are of kind `prompt`, `fps` of `fps`; `seed` may be set for `reset`.
+
+    `if_rev`: carried out only while the session's state has this revision.
+    """
 
     kind: Kind
     id: Id = None
     prompt: str = ""
     seed: int | None = None
+    switch: str = "keep"
+    fps: float = 0.0
+    if_rev: int | None = None
+
+    @property
+    def changes(self) -> bool:
+        """Whether the session is another afterwards."""
+        return self.kind not in ("get", "ping")
 
 
 def parse(data: str | bytes) -> Control:
@@ -91,23 +109,42 @@ def _control(message: dict[str, Any], id: Id) -> Control:
         raise ControlError(
             "unknown_field", f"A {kind} message has no field {_echo(unknown[0])}; it takes {known}.", unknown[0][:40]
         )
-    if kind == "prompt":
-        return Control("prompt", id, prompt=clean_prompt(message.get("prompt")))
-    if kind == "reset":
-        return Control("reset", id, seed=_seed(message.get("seed")))
-    return Control(kind, id)  # type: ignore[arg-type]
+    rev = _whole(message.get("if_rev"), "if_rev", MAX_REV)
+    match kind:
+        case "prompt":
+            prompt, switch = clean_prompt(message.get("prompt")), _switch(message.get("switch", "keep"))
+            return Control("prompt", id, prompt=prompt, switch=switch, if_rev=rev)
+        case "reset":
+            return Control("reset", id, seed=_whole(message.get("seed"), "seed", MAX_SEED), if_rev=rev)
+        case "fps":
+            return Control("fps", id, fps=_fps(message.get("fps")), if_rev=rev)
+    return Control(kind, id, if_rev=rev)  # type: ignore[arg-type]
+
+
+def _switch(value: Any) -> str:
+    if value not in SWITCHES or not isinstance(value, str):
+        message = f"`switch` is {_echo(value)}; it must be one of {', '.join(SWITCHES)}."
+        raise ControlError("out_of_range", message, "switch")
+    return value
+
+
+def _fps(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not MIN_FPS <= value <= MAX_FPS:
+        message = f"`fps` is {_echo(value)}; it must be a number from {MIN_FPS:g} to {MAX_FPS:g}."
+        raise ControlError("out_of_range", message, "fps")
+    return float(value)
 
 
 def _echo(value: Any) -> str:
     return repr(value)[:42]
 
 
-def _seed(value: Any) -> int | None:
+def _whole(value: Any, field: str, most: int) -> int | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SEED:
-        message = f"`seed` is {_echo(value)}; it must be a whole number from 0 to {MAX_SEED}."
-        raise ControlError("out_of_range", message, "seed")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        message = f"`{field}` is {_echo(value)}; it must be a whole number from 0 to {most}."
+        raise ControlError("out_of_range", message, field)
     return value
 
 
@@ -160,7 +197,8 @@ Stage = Literal["accepted", "applied", "shown", "superseded", "refused"]
 
 @dataclass(frozen=True)
 class Receipt:
-    """How far a request has come. `lag_s` counts from its arrival; `frame` is the first frame that obeys it."""
+    """How far a request has come. `lag_s` counts from its arrival; `frame` is the first frame that obeys it, of chunk
+    `chunk`, and `pts` its presentation time on the stream's media clock, in 90 kHz ticks."""
 
     request: str
     owner: str
@@ -170,6 +208,8 @@ class Receipt:
     lag_s: float
     epoch: int | None = None
     frame: int | None = None
+    chunk: int | None = None
+    pts: int | None = None
     text: str = ""
     notice: str = ""
     field: str = ""
@@ -182,6 +222,8 @@ class Receipt:
             "lag_s": round(self.lag_s, 4),
             "epoch": self.epoch,
             "frame": self.frame,
+            "chunk": self.chunk,
+            "pts": self.pts,
             "text": self.text or None,
             "notice": self.notice or None,
             "field": self.field or None,
@@ -198,6 +240,7 @@ class _Open:
     begun_s: float
     epoch: int | None = None
     frame: int | None = None
+    chunk: int | None = None
 
 
 class RequestBook:
@@ -235,7 +278,7 @@ class RequestBook:
         self.forget(request)
         return receipts
 
-    def applied(self, epoch: int, first_frame: int, now_s: float) -> list[Receipt]:
+    def applied(self, epoch: int, first_frame: int, now_s: float, chunk: int = 0) -> list[Receipt]:
         """The first chunk of `epoch` is made; older requests that have not come so far never will. Mutates: self."""
         receipts = []
         for entry in list(self._open):
@@ -245,17 +288,18 @@ class RequestBook:
                 receipts.append(_receipt(entry, "superseded", now_s))
                 self.forget(entry.request)
             else:
-                entry.frame = first_frame
+                entry.frame, entry.chunk = first_frame, chunk
                 receipts.append(_receipt(entry, "applied", now_s))
         return receipts
 
-    def shown(self, frame: int, epoch: int, now_s: float) -> list[Receipt]:
-        """Frame number `frame` of `epoch` is on show. Mutates: self."""
+    def shown(self, frame: int, epoch: int, now_s: float, pts: int = 0) -> list[Receipt]:
+        """Frame number `frame` of `epoch` is on show, with presentation time `pts`. Mutates: self."""
         receipts = []
         for entry in list(self._open):
             if entry.frame is not None and frame >= entry.frame:
                 late = entry.epoch is not None and entry.epoch < epoch
-                receipts.append(_receipt(entry, "superseded" if late else "shown", now_s))
+                end = _receipt(entry, "superseded", now_s) if late else _receipt(entry, "shown", now_s, pts=pts)
+                receipts.append(end)
                 self.forget(entry.request)
         return receipts
 
@@ -270,4 +314,5 @@ class RequestBook:
 def _receipt(entry: _Open, stage: Stage, now_s: float, **more: Any) -> Receipt:
     control = entry.control
     lag_s = max(0.0, now_s - entry.begun_s)
-    return Receipt(entry.request, entry.owner, control.id, control.kind, stage, lag_s, entry.epoch, entry.frame, **more)
+    place = (entry.epoch, entry.frame, entry.chunk)
+    return Receipt(entry.request, entry.owner, control.id, control.kind, stage, lag_s, *place, **more)

@@ -9,9 +9,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from fractions import Fraction
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import av
 import numpy as np
@@ -19,48 +17,17 @@ from av.video.frame import PictureType, VideoFrame
 from numpy.typing import NDArray
 
 from streamdiff import clock
-from streamdiff.errors import ConfigError
-from streamdiff.serve.tracks import TIME_BASE, Encoded
+from streamdiff.serve.codecs import PERIODIC_KEY_S, TIME_BASE, Codec, Format, open_context
+from streamdiff.serve.tracks import Encoded
 
 Picture = NDArray[np.uint8]
-Codec = Literal["h264", "vp8"]
 
 logger = logging.getLogger(__name__)
 
 KEY_INTERVAL_S = 0.3
 """Wishes for a key frame that come closer together than this share one."""
-PERIODIC_KEY_S = 10.0
 QUEUE_PICTURES = 4
 """Pictures that may wait for the encoder, 0.1 s at 40 FPS; the oldest goes first."""
-BITS_PER_PIXEL = 0.35
-
-_MIN_BITRATE, _MAX_BITRATE = 1_000_000, 12_000_000
-
-
-@dataclass(frozen=True)
-class Format:
-    """What is encoded: the size of the model's picture in pixels, the enlargement, the pace and the bit rate."""
-
-    width: int
-    height: int
-    fps: float
-    scale: int = 1
-    bitrate: int | None = None
-
-    @property
-    def bitrate_bps(self) -> int:
-        """The bit rate as configured, or one that fits size and pace."""
-        if self.bitrate is not None:
-            return self.bitrate
-        wanted = BITS_PER_PIXEL * self.width * self.height * self.scale**2 * self.fps
-        return int(min(max(wanted, _MIN_BITRATE), _MAX_BITRATE))
-
-    def __post_init__(self) -> None:
-        if (self.width * self.scale) % 2 or (self.height * self.scale) % 2:
-            raise ConfigError(
-                f"A picture of {self.width * self.scale}x{self.height * self.scale} cannot be encoded: "
-                "both sides must be even. Choose an even serve.scale."
-            )
 
 
 class KeyGate:
@@ -96,7 +63,7 @@ class PictureEncoder:
         self._shape = (fmt.height, fmt.width, 3)
         # VP8 knows BT.601 only; H.264 says what it is, and players trust it.
         self._colours = "ITU709" if codec == "h264" else "ITU601"
-        self._context = _open(codec, fmt)
+        self._context = open_context(codec, fmt)
 
     def encode(self, picture: Picture, pts: int, key: bool) -> list[Encoded]:
         """Encode uint8 `[H, W, 3]` RGB shown at `pts` (90 kHz ticks, strictly increasing)."""
@@ -114,57 +81,6 @@ class PictureEncoder:
         return [Encoded(packet, int(packet.pts or pts), packet.is_keyframe, took_s) for packet in packets]
 
 
-def _open(codec: Codec, fmt: Format) -> av.VideoCodecContext:
-    """A codec context for low delay: a packet out for each picture in."""
-    context = av.CodecContext.create("libx264" if codec == "h264" else "libvpx", "w")
-    assert isinstance(context, av.VideoCodecContext)
-    context.width, context.height = fmt.width * fmt.scale, fmt.height * fmt.scale
-    context.pix_fmt = "yuv420p"
-    context.time_base = TIME_BASE
-    context.framerate = Fraction(fmt.fps).limit_denominator(1001)
-    context.bit_rate = fmt.bitrate_bps
-    context.gop_size = max(1, round(fmt.fps * PERIODIC_KEY_S * 2))
-    context.thread_count = 1
-    rate = str(fmt.bitrate_bps)
-    if codec == "h264":
-        context.colorspace, context.color_primaries, context.color_trc, context.color_range = 1, 1, 1, 1  # BT.709
-        context.profile = "Baseline"
-        context.options = {
-            "preset": "ultrafast",
-            "tune": "zerolatency",
-            "forced-idr": "1",
-            "bf": "0",
-            "maxrate": rate,
-            "bufsize": str(fmt.bitrate_bps // 4),
-            "x264-params": "repeat-headers=1:scenecut=0",
-        }
-    else:
-        context.options = {
-            "deadline": "realtime",
-            "cpu-used": "-12",
-            "lag-in-frames": "0",
-            "static-thresh": "1",
-            "minrate": rate,
-            "maxrate": rate,
-            "qmin": "2",
-            "qmax": "56",
-        }
-    context.open()
-    return context
-
-
-def probe() -> tuple[Codec, ...]:
-    """The codecs that can be encoded here, best first; found by opening them."""
-    found: list[Codec] = []
-    for codec in ("h264", "vp8"):
-        try:
-            PictureEncoder(codec, Format(16, 16, 30.0))
-        except (av.FFmpegError, ValueError):
-            continue
-        found.append(codec)
-    return tuple(found)
-
-
 @dataclass
 class EncoderCounters:
     """What one encoder has done so far."""
@@ -173,6 +89,7 @@ class EncoderCounters:
     dropped: int = 0
     key_frames: int = 0
     failures: int = 0
+    bitrate_bps: int = 0
 
 
 class EncoderThread:
@@ -183,7 +100,7 @@ class EncoderThread:
 
     def __init__(self, codec: Codec, fmt: Format, deliver: Callable[[Encoded], None]) -> None:
         self.codec: Codec = codec
-        self.counters = EncoderCounters()
+        self.counters = EncoderCounters(bitrate_bps=fmt.bitrate_bps)
         self._format = fmt
         self._deliver = deliver
         self._encoder = PictureEncoder(codec, fmt)
@@ -208,6 +125,11 @@ class EncoderThread:
         with self._changed:
             self._gate.request()
 
+    def set_bitrate(self, bitrate_bps: int) -> None:
+        """Encode at this rate from the next picture on, which becomes a key frame."""
+        with self._changed:
+            self._format = replace(self._format, bitrate=bitrate_bps)
+
     def key_due_s(self) -> float | None:
         """When a wished-for key frame may be made; None when nobody waits for one."""
         with self._changed:
@@ -228,6 +150,11 @@ class EncoderThread:
                     return
                 picture, pts = self._waiting.popleft()
                 key = self._gate.take(clock.monotonic_s())
+                fmt = self._format
+            if fmt.bitrate_bps != self.counters.bitrate_bps:
+                # Libraries differ in what they take while open; a new one begins with a key frame anyway.
+                self._encoder = PictureEncoder(self.codec, fmt)
+                self.counters.bitrate_bps, key = fmt.bitrate_bps, True
             packets = self._encode(picture, pts, key)
             self.counters.pictures += 1
             for packet in packets:

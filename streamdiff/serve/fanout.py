@@ -8,13 +8,29 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from functools import partial
+from typing import Protocol
 
 from streamdiff import clock
-from streamdiff.serve.encoder import Codec, EncoderCounters, EncoderThread, Format
+from streamdiff.serve.bitrate import Governor
+from streamdiff.serve.codecs import Codec, Format
+from streamdiff.serve.encoder import EncoderCounters, EncoderThread
 from streamdiff.serve.metrics import Metrics
 from streamdiff.serve.pacer import Pacer
 from streamdiff.serve.rate import Rate
-from streamdiff.serve.tracks import Encoded, ViewerTrack
+from streamdiff.serve.tracks import Encoded
+
+LOOK_S = 1.0
+"""How often the viewers' lines are looked at."""
+
+
+class Receiver(Protocol):
+    """Who gets the packets: a viewer's track, or an output."""
+
+    def put(self, encoded: Encoded) -> None:
+        """Take one packet, at once; called on the event loop."""
+
+    def line_bps(self, now_s: float) -> int | None:
+        """Bit/s that its line carries, where it says so."""
 
 
 class Fanout:
@@ -26,7 +42,9 @@ class Fanout:
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._encoders: dict[Codec, EncoderThread] = {}
-        self._viewers: dict[Codec, set[ViewerTrack]] = {}
+        self._viewers: dict[Codec, set[Receiver]] = {}
+        self._governors: dict[Codec, Governor] = {}
+        self._look_s = 0.0
         self._bits: defaultdict[Codec, Rate] = defaultdict(Rate)
 
     @property
@@ -34,16 +52,17 @@ class Fanout:
         """The codecs that are encoded right now."""
         return tuple(self._encoders)
 
-    def attach(self, codec: Codec, track: ViewerTrack) -> None:
+    def attach(self, codec: Codec, track: Receiver) -> None:
         """Send `track` the stream, beginning with a key frame. Mutates: self."""
         self._viewers.setdefault(codec, set()).add(track)
         if codec in self._encoders:
             self.request_key(codec)
             return
         self._encoders[codec] = EncoderThread(codec, self._format, partial(self._deliver, codec))
+        self._governors[codec] = Governor(self._format.bitrate_bps)
         self._pacer.set_encoders(tuple(self._encoders.values()))
 
-    def detach(self, codec: Codec, track: ViewerTrack) -> None:
+    def detach(self, codec: Codec, track: Receiver) -> None:
         """Forget `track`. Mutates: self."""
         viewers = self._viewers.get(codec, set())
         viewers.discard(track)
@@ -52,6 +71,16 @@ class Fanout:
         encoder = self._encoders.pop(codec)
         self._pacer.set_encoders(tuple(self._encoders.values()))
         encoder.stop()
+
+    def set_format(self, fmt: Format) -> None:
+        """Encode in another format from now on: new encoders, which begin with a key frame. Mutates: self."""
+        self._format = fmt
+        old = tuple(self._encoders.values())
+        self._encoders = {codec: EncoderThread(codec, fmt, partial(self._deliver, codec)) for codec in self._encoders}
+        self._pacer.set_encoders(tuple(self._encoders.values()))
+        self._governors = {codec: Governor(fmt.bitrate_bps) for codec in self._encoders}
+        for encoder in old:
+            encoder.stop()
 
     def request_key(self, codec: Codec) -> None:
         """A viewer of `codec` can go on only from a key frame."""
@@ -88,3 +117,16 @@ class Fanout:
             self._metrics.key_frames.labels(codec).inc()
         for track in self._viewers.get(codec, set()):
             track.put(encoded)
+        now_s = clock.monotonic_s()
+        if now_s - self._look_s >= LOOK_S:
+            self._look_s = now_s
+            self._govern(now_s)
+
+    def _govern(self, now_s: float) -> None:
+        """Let each encoder's rate follow what the viewers' lines carry. Mutates: self."""
+        for codec, encoder in self._encoders.items():
+            lines = [bps for track in self._viewers[codec] if (bps := track.line_bps(now_s)) is not None]
+            rate_bps = self._governors[codec].decide(lines, self.sent_bps(codec), now_s)
+            if rate_bps is not None:
+                encoder.set_bitrate(rate_bps)
+            self._metrics.bitrate.labels(codec).set(self._governors[codec].rate_bps)

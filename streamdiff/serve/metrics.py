@@ -49,7 +49,24 @@ class Metrics:
         self.viewer_dropped = Counter(
             "streamdiff_viewer_dropped", "Encoded frames that a slow viewer did not get", registry=registry
         )
+        self.key_wishes = Counter(
+            "streamdiff_key_wishes", "Key frames that viewers asked for after a loss", registry=registry
+        )
+        self.key_wishes_refused = Counter(
+            "streamdiff_key_wishes_refused", "The same, from viewers that ask too often", registry=registry
+        )
+        self.bitrate = Gauge("streamdiff_bitrate_bps", "Bit rate of an encoder", codec, registry=registry)
+        self.sessions = Gauge("streamdiff_sessions", "Open sessions", registry=registry)
+        self.refused = Counter(
+            "streamdiff_sessions_refused", "Sessions that were not opened, by the reason", ["reason"], registry=registry
+        )
         self.controls = Counter("streamdiff_control", "Control messages", ["type", "result"], registry=registry)
+
+    def forget(self, session: str) -> None:
+        """A session has ended: its figures are no longer told."""
+        for figure in (self.made, self.shown, self.repeated, self.dropped, self.buffered, self.chunk_s):
+            figure.labels(session)
+            figure.remove(session)
 
     def text(self) -> bytes:
         """Everything in Prometheus' text format."""

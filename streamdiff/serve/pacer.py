@@ -82,7 +82,10 @@ class Pacer:
     `on_shown` is called on the pacer's thread after each new frame.
     """
 
-    def __init__(self, fps: float, start_frames: int, on_shown: Callable[[Due], None]) -> None:
+    def __init__(self, fps: float, start_frames: int, on_shown: Callable[[Due], None], grace_s: float = 0.0) -> None:
+        """`grace_s`: how long the stream plays on when the last one who watched has left."""
+        self._grace_s = grace_s
+        self._until_s = float("-inf")  # so long it plays with nobody watching
         self._on_shown = on_shown
         self._playout = Playout(fps, start_frames=start_frames)
         self._wire = WireClock()
@@ -118,10 +121,24 @@ class Pacer:
             self._hold()
 
     def set_encoders(self, encoders: tuple[EncoderThread, ...]) -> None:
-        """Who gets the pictures. With none, time stands still until somebody watches."""
+        """Who gets the pictures. With none, after the grace time, time stands still until somebody watches."""
         with self._changed:
+            if self._encoders and not encoders:
+                self._until_s = clock.monotonic_s() + self._grace_s
             self._encoders = encoders
             self._hold()
+
+    def set_fps(self, fps: float) -> None:
+        """Show frames at another rate from now on."""
+        with self._changed:
+            self._playout.set_fps(fps)
+            self._changed.notify()
+
+    @property
+    def held(self) -> bool:
+        """Whether the stream's time stands still."""
+        with self._changed:
+            return self._playout.paused
 
     def wake(self) -> None:
         """Somebody wants a key frame: send one, even if nothing new is due."""
@@ -161,7 +178,7 @@ class Pacer:
     def _hold(self) -> None:
         """Hold the media clock unless somebody watches a stream that plays."""
         now_s = clock.monotonic_s()
-        if self._paused or not self._encoders:
+        if self._paused or not (self._encoders or now_s < self._until_s):
             self._playout.pause(now_s)
         elif self._playout.paused:
             self._playout.resume(now_s)
@@ -174,6 +191,8 @@ class Pacer:
                 if self._stopping:
                     return
                 now_s = clock.monotonic_s()
+                if not self._encoders and now_s >= self._until_s:
+                    self._playout.pause(now_s)
                 due = self._playout.due(now_s)
                 encoders = self._encoders
                 send = self._choose(due, now_s)
@@ -216,6 +235,8 @@ class Pacer:
         """How long nothing is to be done; None: until something changes."""
         next_s = self._playout.next_due_s
         moments = [] if next_s is None else [next_s]
+        if not self._encoders and not self._playout.paused:
+            moments.append(self._until_s)
         if self._encoders and self._newest() is not None and self._playout.paused:
             moments.append(self._resend_s())
         return max(0.0, min(moments) - now_s) if moments else None

@@ -24,7 +24,8 @@ from streamdiff.engine.bridge import EngineClient
 from streamdiff.engine.messages import Ready
 from streamdiff.engine.supervisor import EngineProcess, Supervisor
 from streamdiff.errors import ConfigError, EngineFailure, StreamdiffError
-from streamdiff.serve.app import Services, create_app
+from streamdiff.serve.app import create_app
+from streamdiff.serve.services import Services
 
 EXIT_OK, EXIT_ENGINE, EXIT_USAGE = 0, 1, 2
 FAREWELL_S = 0.3

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from streamdiff import clock
@@ -25,13 +26,14 @@ from streamdiff.engine.messages import (
     Refused,
     Reset,
     Resume,
+    SetLead,
     SetPrompt,
     Shown,
 )
 from streamdiff.engine.pacing import Due
-from streamdiff.errors import EngineFailure
-from streamdiff.serve.control import Control, Receipt, RequestBook
-from streamdiff.serve.encoder import Format
+from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
+from streamdiff.serve.codecs import H264_LIBRARY, Format
+from streamdiff.serve.control import Control, ControlError, Receipt, RequestBook
 from streamdiff.serve.fanout import Fanout
 from streamdiff.serve.metrics import Metrics
 from streamdiff.serve.pacer import Pacer
@@ -40,33 +42,58 @@ from streamdiff.serve.rate import Rate
 Mailbox = Callable[[dict[str, Any]], None]
 
 
+class SessionEnded(StreamdiffError):
+    """The session ended while somebody waited for it."""
+
+
+@dataclass(frozen=True)
+class SessionSpec:
+    """How a session starts; None means the engine's default. `fps`: frames shown per second."""
+
+    prompt: str
+    seed: int
+    fps: float
+    steps: int | None = None
+    kv_context: str | None = None
+
+
 class SessionView:
     """Shows one session. `send` hands a command to the engine."""
 
     def __init__(
         self,
         session: str,
+        spec: SessionSpec,
         config: Config,
         ready: Ready,
-        fmt: Format,
         send: Callable[[Command], Awaitable[None]],
         metrics: Metrics,
+        may_play: Callable[[float], str] = lambda fps: "",
     ) -> None:
+        """`may_play` says why the session cannot show so many frames per second, or "" if it can."""
         self.session = session
-        self.prompt = config.session.prompt
-        self.seed = config.session.seed
+        self.prompt = spec.prompt
+        self.seed = spec.seed
+        self.steps = ready.steps if spec.steps is None else spec.steps
+        self.kv_context = ready.kv_context if spec.kv_context is None else spec.kv_context
+        self.rev = 0
+        """Goes up with everything that is asked for."""
         self.text = ""
         self.notice = ""
         self.paused = False
         self.opened = False
+        self.closed = False
         self._send = send
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
-        self._fps = config.playback.fps
-        lead_frames = max(1, round(config.playback.lead_s * self._fps))
-        self._pacer = Pacer(self._fps, min(ready.chunk_frames, lead_frames), self._shown_on_pacer)
-        self.format = fmt
-        self.fanout = Fanout(fmt, self._pacer, metrics)
+        self._may_play = may_play
+        self._lead_s = config.playback.lead_s
+        self._native_fps = ready.native_fps
+        h264 = H264_LIBRARY.get(config.serve.encoder, "libx264")
+        self.format = Format(ready.width, ready.height, spec.fps, config.serve.scale, config.serve.bitrate, h264)
+        start_frames = min(ready.chunk_frames, self._lead_frames())
+        self._pacer = Pacer(spec.fps, start_frames, self._shown_on_pacer, config.serve.grace_s)
+        self.fanout = Fanout(self.format, self._pacer, metrics)
         self._book = RequestBook()
         self._answers: dict[str, asyncio.Future[Receipt]] = {}
         self._mailboxes: dict[str, Mailbox] = {}
@@ -76,11 +103,40 @@ class SessionView:
         self._last_made_s = clock.monotonic_s()
         self._latest_shown: tuple[int, int] | None = None
         self._moved = asyncio.Event()
+        self._opening: asyncio.Future[None] = self._loop.create_future()
         self._reporting = asyncio.create_task(self._report_shown(), name=f"shown-{session}")
 
-    async def open(self) -> None:
+    @property
+    def fps(self) -> float:
+        """Frames shown per second."""
+        return self.format.fps
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody gets the pictures."""
+        return bool(self.fanout.codecs)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is shown and so, when the lead is reached, nothing made: paused, or nobody watches."""
+        return self._pacer.held
+
+    async def ask_open(self) -> None:
         """Ask the engine for the session."""
-        await self._send(Open(self.session, self.prompt, self.seed))
+        command = Open(self.session, self.prompt, self.seed, self.steps, self.kv_context, self._lead_frames())
+        await self._send(command)
+
+    async def wait_open(self, timeout_s: float) -> None:
+        """Wait until the engine has opened it.
+
+        Raises:
+            RequestError: it refused; TimeoutError: it did not answer in time.
+        """
+        async with asyncio.timeout(timeout_s):
+            await asyncio.shield(self._opening)
+
+    def _lead_frames(self) -> int:
+        return max(1, round(self._lead_s * self.format.fps))
 
     # ---- the engine's events ------------------------------------------------------------------------------------
 
@@ -92,12 +148,18 @@ class SessionView:
                 self._take_frames(event, now_s)
             case Opened():
                 self.opened = True
+                if not self._opening.done():
+                    self._opening.set_result(None)
                 self.text, self.notice = event.text, event.notice
                 self._broadcast(self.state())
             case Accepted():
                 self._take_accepted(event, now_s)
             case Applied():
-                self._tell(self._book.applied(event.epoch, event.first_frame, now_s))
+                self._tell(self._book.applied(event.epoch, event.first_frame, now_s, event.chunk))
+            case Refused() if not self.opened:
+                if not self._opening.done():
+                    self._opening.set_exception(RequestError(event.field, event.reason, event.code))
+                    self._opening.exception()  # nobody need wait for it
             case Refused():
                 self._tell(self._book.refused(event.request, event.field, event.reason, now_s))
             case Closed():
@@ -117,11 +179,11 @@ class SessionView:
 
     def _take_accepted(self, event: Accepted, now_s: float) -> None:
         control = self._book.find(event.request)
-        if control is not None and control.kind == "reset":
+        if control is not None and "reset" in (control.kind, control.switch):
             self._pacer.clear_before(event.epoch)
             self._moved.set()
             self.seed = self.seed if control.seed is None else control.seed
-        elif control is not None:
+        if control is not None and control.kind == "prompt":
             self.prompt = control.prompt
         self.text, self.notice = event.text or self.text, event.notice
         self._tell(self._book.accepted(event.request, event.epoch, event.text, event.notice, now_s))
@@ -130,14 +192,14 @@ class SessionView:
     # ---- what was shown -----------------------------------------------------------------------------------------
 
     def _shown_on_pacer(self, due: Due) -> None:
-        self._loop.call_soon_threadsafe(self._take_shown, due.frame, due.epoch)
+        self._loop.call_soon_threadsafe(self._take_shown, due.frame, due.epoch, due.pts)
 
-    def _take_shown(self, frame: int, epoch: int) -> None:
+    def _take_shown(self, frame: int, epoch: int, pts: int) -> None:
         now_s = clock.monotonic_s()
         self._latest_shown = (frame, epoch)
         self._shown.add(1, now_s)
         self._metrics.shown.labels(self.session).inc()
-        self._tell(self._book.shown(frame, epoch, now_s))
+        self._tell(self._book.shown(frame, epoch, now_s, pts))
         self._moved.set()
 
     async def _report_shown(self) -> None:
@@ -160,16 +222,28 @@ class SessionView:
         """Carry out a valid message of `owner`; returns the request's name. Its receipts follow.
 
         Raises:
+            ControlError: the session has changed since the revision it is for, or cannot do it.
             EngineFailure: the engine has ended.
         """
+        if control.if_rev is not None and control.if_rev != self.rev:
+            message = (
+                f"The session has changed: its state has revision {self.rev}, the request is for {control.if_rev}."
+            )
+            raise ControlError("conflict", message, "if_rev", control.id)
+        if control.kind == "fps" and control.fps > self.fps and (why := self._may_play(control.fps)):
+            raise ControlError("no_capacity", why, "fps", control.id)
         request = self._book.begin(control, owner, clock.monotonic_s())
+        self.rev += control.changes
         match control.kind:
             case "prompt":
-                await self._send(SetPrompt(self.session, control.prompt, request))
+                await self._send(SetPrompt(self.session, control.prompt, request, control.switch))
             case "reset":
                 await self._send(Reset(self.session, control.seed, request))
                 if self.paused:
                     await self._set_paused(False)
+            case "fps":
+                await self._set_fps(control.fps)
+                self._done_at_once(request)
             case "pause" | "resume":
                 await self._set_paused(control.kind == "pause")
                 self._done_at_once(request)
@@ -182,7 +256,9 @@ class SessionView:
 
         Raises:
             TimeoutError: the engine did not answer in time; the request may still be carried out.
+            ControlError: see `control`.
             EngineFailure: the engine has ended.
+            SessionEnded: the session has.
         """
         answer: asyncio.Future[Receipt] = self._loop.create_future()
         self._answers[owner] = answer
@@ -192,6 +268,13 @@ class SessionView:
                 return await answer
         finally:
             del self._answers[owner]
+
+    async def _set_fps(self, fps: float) -> None:
+        self.format = replace(self.format, fps=fps)
+        self._pacer.set_fps(fps)
+        self.fanout.set_format(self.format)
+        self._broadcast(self.state())
+        await self._send(SetLead(self.session, self._lead_frames()))
 
     async def _set_paused(self, paused: bool) -> None:
         self.paused = paused
@@ -283,7 +366,11 @@ class SessionView:
             "notice": self.notice,
             "seed": self.seed,
             "paused": self.paused,
-            "fps": self._fps,
+            "rev": self.rev,
+            "steps": self.steps,
+            "kv_context": self.kv_context,
+            "fps": self.fps,
+            "native_fps": self._native_fps,
             "width": self.format.width,
             "height": self.format.height,
             "scale": self.format.scale,
@@ -293,6 +380,10 @@ class SessionView:
 
     async def close(self) -> None:
         """End the threads and tasks of this view. The engine's session is not closed."""
+        self.closed = True
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(SessionEnded("the session ended before this was answered"))
         self._reporting.cancel()
         await asyncio.gather(self._reporting, return_exceptions=True)
         self.fanout.stop()

@@ -9,14 +9,15 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TypeAlias
 
 import av
 from aiortc.mediastreams import MediaStreamError, MediaStreamTrack
 
+from streamdiff import clock
+from streamdiff.serve.bitrate import FRESH_S, TRIAL_S
+
 Packet: TypeAlias = "av.Packet[av.VideoStream]"
-TIME_BASE = Fraction(1, 90_000)
 QUEUE_PACKETS = 6
 """Encoded frames that may wait for one viewer; 0.15 s at 40 FPS. A viewer further behind skips to a key frame."""
 
@@ -85,13 +86,43 @@ class ViewerTrack(MediaStreamTrack):
         self._on_need_key = on_need_key
         self._queue = PacketQueue()
         self._arrived = asyncio.Event()
+        self._idle = True
+        self._asked_s = clock.monotonic_s()
+        self._heard_s = self._asked_s
+        self._started_s: float | None = None
+        self._estimate = (float("-inf"), 0)
         self.sent = 0
-        self.estimate_bps = 0
+        self.loss = 0.0
 
     @property
     def dropped(self) -> int:
         """Encoded frames this viewer did not get."""
         return self._queue.dropped
+
+    def heard(self, loss: float | None, now_s: float) -> None:
+        """The viewer reported, perhaps which share of the packets it lost. Mutates: self."""
+        self._heard_s = now_s
+        self.loss = self.loss if loss is None else loss
+
+    def estimated(self, bitrate_bps: int, now_s: float) -> None:
+        """The viewer says what its line carries (REMB). Mutates: self."""
+        self._heard_s = now_s
+        self._estimate = (now_s, bitrate_bps)
+
+    def line_bps(self, now_s: float) -> int | None:
+        """Bit/s that the viewer's line carries by its own estimate; None where there is none to rely on."""
+        made_s, bitrate_bps = self._estimate
+        if self._started_s is None or made_s < self._started_s + TRIAL_S or now_s > made_s + FRESH_S:
+            return None
+        return bitrate_bps
+
+    def stuck_s(self, now_s: float) -> float:
+        """Seconds that a packet has been on its way to the network: aiortc came for no other."""
+        return 0.0 if self._idle else now_s - self._asked_s
+
+    def silent_s(self, now_s: float) -> float:
+        """Seconds since a viewer that is sent something last reported on it."""
+        return 0.0 if self._started_s is None else now_s - max(self._heard_s, self._started_s)
 
     def put(self, encoded: Encoded) -> None:
         """Queue one packet for this viewer; called by the encoder's fan-out, on the event loop."""
@@ -101,8 +132,10 @@ class ViewerTrack(MediaStreamTrack):
 
     async def recv(self) -> Packet:
         """The next packet, as soon as there is one."""
+        self._idle = True
         if self._on_start is not None:
             start, self._on_start = self._on_start, None
+            self._started_s = clock.monotonic_s()
             start(self)
         while True:
             if self.readyState != "live":
@@ -110,6 +143,7 @@ class ViewerTrack(MediaStreamTrack):
             encoded = self._queue.get()
             if encoded is not None:
                 self.sent += 1
+                self._idle, self._asked_s = False, clock.monotonic_s()
                 return encoded.packet
             self._arrived.clear()
             await self._arrived.wait()

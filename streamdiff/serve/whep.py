@@ -8,16 +8,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from aiortc import RTCConfiguration, RTCDataChannel, RTCPeerConnection, RTCRtpSender, RTCSessionDescription
+from aiortc import (
+    RTCConfiguration,
+    RTCDataChannel,
+    RTCIceServer,
+    RTCPeerConnection,
+    RTCRtpSender,
+    RTCSessionDescription,
+)
 
 from streamdiff import clock
+from streamdiff.config import IceServer
 from streamdiff.serve import aiortc_compat
 from streamdiff.serve.channel import ControlChannel
+from streamdiff.serve.codecs import Codec
 from streamdiff.serve.control import Allowance
-from streamdiff.serve.encoder import Codec
 from streamdiff.serve.metrics import Metrics
 from streamdiff.serve.problem import Problem
 from streamdiff.serve.sdp import MAX_CANDIDATES, SdpError, check_offer, parse_trickle, username_of
@@ -32,6 +41,14 @@ RETRY_AFTER_S = 5
 POSTS_PER_S, POST_BURST = 20.0, 40.0
 MAX_ADDRESSES = 4096
 POOR_NETWORK = 0.6
+KEY_WISHES_PER_S, KEY_WISH_BURST = 1.0, 5.0
+"""A viewer that wishes for key frames more often is not heard each time: every one costs all the others bits."""
+CLOSE_S = 3.0
+LOOK_S = 1.0
+STUCK_S = 10.0
+"""A viewer whose packets do not get away for so long is given up."""
+SILENT_S = 30.0
+"""So is one that is sent video and says nothing about it."""
 
 _MIME: dict[str, Codec] = {"video/h264": "h264", "video/vp8": "vp8"}
 
@@ -49,20 +66,26 @@ class Viewer:
     track: ViewerTrack | None = None
     channel: ControlChannel | None = None
     timeout: asyncio.TimerHandle | None = field(default=None, repr=False)
+    key_wishes: Allowance = field(default_factory=lambda: Allowance(KEY_WISHES_PER_S, KEY_WISH_BURST))
 
 
 class Viewers:
     """Everybody who watches. Lives on the event loop."""
 
-    def __init__(self, limit: int, codecs: tuple[Codec, ...], metrics: Metrics) -> None:
+    def __init__(
+        self, limit: int, codecs: tuple[Codec, ...], metrics: Metrics, ice_servers: Sequence[IceServer] = ()
+    ) -> None:
         self._limit = limit
         self._codecs = codecs
         self._metrics = metrics
+        # Without an explicit (here often empty) list aiortc asks a public STUN server and waits for it.
+        self._ice = [RTCIceServer(each.url, each.username, each.credential) for each in ice_servers]
         self._viewers: dict[str, Viewer] = {}
         self._reserved = 0
-        self._tombstones: dict[str, float] = {}
+        self._tombstones: dict[tuple[str, str], float] = {}
         self._allowances: dict[str, Allowance] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._looking: asyncio.TimerHandle | None = None
 
     @property
     def count(self) -> int:
@@ -94,14 +117,14 @@ class Viewers:
             self._reserved -= 1
             self._count()
 
-    async def trickle(self, id: str, fragment: str) -> None:
+    async def trickle(self, session: str, id: str, fragment: str) -> None:
         """Take candidates that a viewer found after its offer.
 
         Raises:
             Problem: 404, 400, or 422 for an ICE restart.
         """
         viewer = self._viewers.get(id)
-        if viewer is None:
+        if viewer is None or viewer.view.session != session:
             raise Problem(404, "There is no such viewer; it may have ended. POST a new offer.")
         try:
             trickle = parse_trickle(fragment)
@@ -117,23 +140,31 @@ class Viewers:
             parsed.sdpMid = candidate.mid
             await viewer.pc.addIceCandidate(parsed)
 
-    async def delete(self, id: str) -> None:
+    async def delete(self, session: str, id: str) -> None:
         """End a viewer; one that ended lately is fine as well.
 
         Raises:
             Problem: 404.
         """
         viewer = self._viewers.get(id)
-        if viewer is not None:
+        if viewer is not None and viewer.view.session == session:
             await self._end(viewer, "delete")
-        elif self._tombstones.get(id, float("-inf")) < clock.monotonic_s():
+        elif self._tombstones.get((session, id), float("-inf")) < clock.monotonic_s():
             raise Problem(404, "There is no such viewer.")
+
+    async def end_session(self, view: SessionView, reason: str) -> None:
+        """Close the connections of all who watch a session that ends."""
+        theirs = [viewer for viewer in self._viewers.values() if viewer.view is view]
+        await asyncio.sleep(0)  # lets the data channels send what they were given
+        await asyncio.gather(*(self._end(viewer, "session_ended") for viewer in theirs))
 
     async def stop(self) -> None:
         """Say good-bye and close every connection."""
         for viewer in list(self._viewers.values()):
             if viewer.channel is not None:
                 viewer.channel.send({"type": "bye", "reason": "shutdown", "retry_after_s": 2})
+        if self._looking is not None:
+            self._looking.cancel()
         await asyncio.sleep(0)  # lets the data channels send what they were given
         await asyncio.gather(*(self._end(viewer, "shutdown") for viewer in list(self._viewers.values())))
         await asyncio.gather(*self._closing, return_exceptions=True)
@@ -141,8 +172,7 @@ class Viewers:
     # ---- one viewer's life --------------------------------------------------------------------------------------
 
     async def _connect(self, view: SessionView, offer: str, wanted: tuple[Codec, ...]) -> tuple[str, str]:
-        # Without an explicit (here: empty) list aiortc asks a public STUN server and waits for it.
-        pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+        pc = RTCPeerConnection(RTCConfiguration(iceServers=self._ice))
         viewer = Viewer(secrets.token_urlsafe(24), view, pc, username_of(offer))
         viewer.track = ViewerTrack(lambda track: self._started(viewer, track), lambda: self._need_key(viewer))
         pc.on("connectionstatechange", lambda: self._state_changed(viewer))
@@ -156,8 +186,13 @@ class Viewers:
         except BaseException:
             await pc.close()
             raise
+        if view.closed:
+            await pc.close()
+            raise Problem(410, f"The session {view.session!r} has ended.", code="ended")
         self._viewers[viewer.id] = viewer
         viewer.timeout = asyncio.get_running_loop().call_later(CONNECT_TIMEOUT_S, self._timed_out, viewer)
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
         return viewer.id, answer
 
     async def _negotiate(self, viewer: Viewer, offer: str, wanted: tuple[Codec, ...]) -> str:
@@ -171,8 +206,13 @@ class Viewers:
         viewer.codec = _MIME.get(negotiated.mimeType.lower()) if negotiated is not None else None
         if viewer.codec is None:
             raise ValueError(f"no common video codec; offer {' or '.join(codec.upper() for codec in wanted)}")
+        track = viewer.track
         aiortc_compat.hook_sender(
-            transceiver.sender, negotiated, lambda: self._need_key(viewer), lambda bps: self._estimated(viewer, bps)
+            transceiver.sender,
+            negotiated,
+            lambda: self._wished_key(viewer),
+            lambda bps: track.estimated(bps, clock.monotonic_s()),
+            lambda loss: track.heard(loss, clock.monotonic_s()),
         )
         await pc.setLocalDescription(await pc.createAnswer())
         return str(pc.localDescription.sdp)
@@ -185,9 +225,24 @@ class Viewers:
         if viewer.codec is not None:
             viewer.view.fanout.request_key(viewer.codec)
 
-    def _estimated(self, viewer: Viewer, bitrate_bps: int) -> None:
-        if viewer.track is not None:
-            viewer.track.estimate_bps = bitrate_bps
+    def _wished_key(self, viewer: Viewer) -> None:
+        """The viewer lost a picture (PLI, FIR)."""
+        if viewer.key_wishes.take(clock.monotonic_s()):
+            self._metrics.key_wishes.inc()
+            self._need_key(viewer)
+        else:
+            self._metrics.key_wishes_refused.inc()
+
+    def _look(self) -> None:
+        """Give up viewers that take or say nothing any more, as long as there are viewers."""
+        now_s = clock.monotonic_s()
+        for viewer in list(self._viewers.values()):
+            track = viewer.track
+            if track is not None and track.stuck_s(now_s) > STUCK_S:
+                self._end_soon(viewer, "stuck")
+            elif track is not None and track.silent_s(now_s) > SILENT_S:
+                self._end_soon(viewer, "silent")
+        self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look) if self._viewers else None
 
     def _channel_opened(self, viewer: Viewer, channel: RTCDataChannel) -> None:
         if channel.label != "control" or viewer.channel is not None:
@@ -215,8 +270,8 @@ class Viewers:
         if self._viewers.pop(viewer.id, None) is None:
             return
         now_s = clock.monotonic_s()
-        self._tombstones = {id: until_s for id, until_s in self._tombstones.items() if until_s > now_s}
-        self._tombstones[viewer.id] = now_s + TOMBSTONE_S
+        self._tombstones = {key: until_s for key, until_s in self._tombstones.items() if until_s > now_s}
+        self._tombstones[viewer.view.session, viewer.id] = now_s + TOMBSTONE_S
         if viewer.timeout is not None:
             viewer.timeout.cancel()
         if viewer.channel is not None:
@@ -226,7 +281,12 @@ class Viewers:
             self._metrics.viewer_dropped.inc(viewer.track.dropped)
         self._metrics.viewers_ended.labels(end).inc()
         self._count()
-        await viewer.pc.close()
+        try:
+            # It says good-bye to the viewer first; where nothing gets away, that would take for ever.
+            async with asyncio.timeout(CLOSE_S):
+                await viewer.pc.close()
+        except TimeoutError:
+            logger.warning("A viewer's connection could not be closed within %g s (%s).", CLOSE_S, end)
 
     # ---- small things -------------------------------------------------------------------------------------------
 
@@ -255,10 +315,10 @@ def _preferences(wanted: tuple[Codec, ...]) -> list[Any]:
 
 def _network(viewer: Viewer) -> str:
     """How the viewer's own estimate of its line compares to what it is sent: unknown, poor or good."""
-    estimate_bps = viewer.track.estimate_bps if viewer.track is not None else 0
-    if estimate_bps == 0 or viewer.codec is None:
+    line_bps = viewer.track.line_bps(clock.monotonic_s()) if viewer.track is not None else None
+    if line_bps is None or viewer.codec is None:
         return "unknown"
-    return "poor" if estimate_bps < POOR_NETWORK * viewer.view.fanout.sent_bps(viewer.codec) else "good"
+    return "poor" if line_bps < POOR_NETWORK * viewer.view.fanout.sent_bps(viewer.codec) else "good"
 
 
 def _first_line(error: BaseException) -> str:

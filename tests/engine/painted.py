@@ -47,6 +47,7 @@ class Info:
     chunk_frames: int = CHUNK_FRAMES
     steps: int = 2
     kv_context: str = "clean"
+    steps_known: tuple[int, ...] = (2, 4)
 
 
 class PaintedText:
@@ -111,15 +112,19 @@ class PaintedPipeline:
     def open(self, session: int, conditioning: object, *, seed: int, epoch: int, steps: int, kv_context: str) -> None:
         assert isinstance(conditioning, str) and session not in self.streams
         if steps not in (2, 4):
-            raise ValueError(f"steps is {steps}; it must be 2 or 4")
+            raise RequestError("steps", f"steps is {steps}; it must be 2 or 4")
         self.streams[session] = _Stream(conditioning, seed, epoch, steps)
         self.calls.append(("open", session, conditioning, steps, kv_context))
 
-    def set_conditioning(self, session: int, conditioning: object, *, epoch: int) -> None:
+    def check_switch(self, session: int, switch: str) -> None:
+        if switch not in ("keep", "flush", "reset"):
+            raise RequestError("switch", f"the painter cannot {switch}")
+
+    def set_conditioning(self, session: int, conditioning: object, *, epoch: int, switch: str = "keep") -> None:
         assert isinstance(conditioning, str)
         stream = self.streams[session]
         stream.text, stream.epoch = conditioning, epoch
-        self.calls.append(("set_conditioning", session, conditioning, epoch))
+        self.calls.append(("set_conditioning", session, conditioning, epoch, switch))
 
     def reset(self, session: int, conditioning: object, *, seed: int, epoch: int) -> None:
         assert isinstance(conditioning, str)
@@ -194,6 +199,12 @@ class PaintedPipeline:
 
     def occupancy(self) -> list[float]:
         return []
+
+    def work_s(self) -> float | None:
+        return None
+
+    def sessions_fit(self) -> int | None:
+        return None
 
     def close(self) -> None:
         self.streams.clear()

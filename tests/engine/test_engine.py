@@ -19,12 +19,14 @@ from streamdiff.engine.messages import (
     Command,
     Event,
     FrameBatch,
+    Measured,
     Open,
     Opened,
     Pause,
     Refused,
     Reset,
     Resume,
+    SetLead,
     SetPrompt,
     Shown,
     Shutdown,
@@ -282,8 +284,8 @@ def test_every_kv_context_and_step_count_runs(start: Start) -> None:
         (Open("b", "x" * 100_000), "prompt", "100,000 characters; at most 2,000"),
         (Open("b", RED, seed=-1), "seed", "from 0 to"),
         (Open("b", RED, seed=2**31), "seed", "from 0 to"),
-        (Open("b", RED, steps=3), "session", "steps is 3"),
-        (Open("b", RED, kv_context="dirty"), "session", "kv_context is 'dirty'"),
+        (Open("b", RED, steps=3), "steps", "steps is 3"),
+        (Open("b", RED, kv_context="dirty"), "kv_context", "kv_context is 'dirty'"),
         (SetPrompt("a", "", "r"), "prompt", "the prompt is empty"),
         (SetPrompt("nobody", RED, "r"), "session", "there is no session 'nobody'; open ones: 'a'"),
         (Reset("a", -5, "r"), "seed", "from 0 to"),
@@ -325,7 +327,7 @@ def test_the_painter_gets_what_was_asked_and_nothing_twice() -> None:
     assert pipeline.calls == [
         ("open", 0, "red", 2, "staircase"),
         ("open", 1, "blue", 4, "matched"),
-        ("set_conditioning", 0, "red", 3),
+        ("set_conditioning", 0, "red", 3, "keep"),
     ]
     assert "session 'a' at chunk 0" in engine.describe()
     engine.close()
@@ -353,3 +355,64 @@ def test_frames_carry_their_session_seed_and_text() -> None:
         seen = pictures(events, name)[:, 0, 0]
         expected = [(n % 256, seed, checksum(text)) for n in range(len(seen))]
         assert np.array_equal(seen, np.array(expected))
+
+
+@pytest.mark.parametrize("switch", ["keep", "flush", "reset"])
+def test_a_prompt_with_each_switch_is_applied(start: Start, switch: str) -> None:
+    engine = start(2)
+    engine.handle(Open("a", RED, 1))
+    run(engine, until=chunks(3, engine))
+    accepted = ask(engine, SetPrompt("a", BLUE, "r1", switch), Accepted)
+    after = run(engine, until=lambda events: any(isinstance(event, Applied) for event in events))
+    applied = one(after, Applied)
+    assert isinstance(applied, Applied) and isinstance(accepted, Accepted)
+    assert applied.epoch == accepted.epoch
+    assert (applied.chunk == 0) == (switch == "reset")
+
+
+def test_switches_make_different_pictures(real: Pipeline) -> None:
+    """Chunks of the new prompt see the past, a past written again, or none: pixels must tell."""
+    seen = {}
+    for switch in ("keep", "recache", "flush"):
+        engine = Engine(real, CONFIG, 2 * real.info.chunk_frames)
+        engine.handle(Open("a", RED, 1))
+        run(engine, until=chunks(3, engine))
+        engine.handle(SetPrompt("a", BLUE, "r1", switch))
+        after = run(engine, until=lambda events: any(isinstance(event, Applied) for event in events))
+        first = one(after, Applied).first_frame  # type: ignore[attr-defined]
+        seen[switch] = next(batch.pictures for batch in batches(after) if batch.first == first)
+        engine.handle(Close("a"))
+    assert not np.array_equal(seen["keep"], seen["flush"])
+    assert not np.array_equal(seen["keep"], seen["recache"])
+    assert not np.array_equal(seen["flush"], seen["recache"])
+
+
+def test_a_switch_that_cannot_be_is_refused_and_the_stream_goes_on(start: Start) -> None:
+    engine = start(2)
+    engine.handle(Open("a", RED, kv_context="matched"))
+    for switch in ("recache", "explode"):
+        [refused] = engine.handle(SetPrompt("a", BLUE, "r", switch))
+        assert isinstance(refused, Refused)
+        assert refused.field == "switch" and switch in refused.reason
+    assert run(engine, until=chunks(2, engine))
+
+
+def test_a_session_has_the_lead_it_asks_for(start: Start) -> None:
+    engine = start(2)
+    size = engine.ready().chunk_frames
+    engine.handle(Open("a", RED, lead_frames=4 * size))
+    made = count(settle(engine))
+    assert 3 * size < made <= 4 * size
+    engine.handle(SetLead("a", 6 * size))
+    assert 5 * size < made + count(settle(engine)) <= 6 * size
+
+
+def test_the_engine_says_what_a_chunk_costs(real: Pipeline) -> None:
+    engine = Engine(real, CONFIG, 2 * real.info.chunk_frames)
+    ready = engine.ready()
+    assert ready.work_s is not None and ready.sessions_fit is not None and CONFIG.steps in ready.steps_known
+    engine.handle(Open("a", RED))
+    events = run(engine, until=chunks(9, engine))
+    [measured] = [event for event in events if isinstance(event, Measured)]
+    assert measured.work_s > 0
+    engine.handle(Close("a"))

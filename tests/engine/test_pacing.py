@@ -342,3 +342,30 @@ def test_whatever_happens(steps: list[tuple[str, float]], start_frames: int, fps
     assert playout.shown + playout.dropped + playout.buffered == pushed
     assert playout.passed_frames == pushed - playout.buffered
     assert playout.buffered <= 48
+
+
+@given(st.integers(1, 60), st.sampled_from([10.0, 24.0, 30.0, 59.94, 60.0, 120.0]))
+def test_another_rate_goes_on_from_the_next_slot(before: int, fps: float) -> None:
+    """No slot comes twice or early, the media clock never goes back, and the new rate is exact."""
+    playout = Playout(40)
+    playout.push(0, frames(0, 200))
+    first = take(playout, (before - 1) / 40)
+    next_s = playout.next_due_s
+    playout.set_fps(fps)
+    assert playout.next_due_s == pytest.approx(next_s)
+    second = take(playout, (next_s or 0) + 20.5 / fps)
+    assert len(first) == before and len(second) == 21
+    assert [due.frame for _, due in first + second] == list(range(before + 21))
+    stamps = [due.pts for _, due in first + second]
+    assert stamps[before] - stamps[before - 1] == 2250
+    assert np.allclose(np.diff(stamps[before:]), 90_000 / fps, atol=1)
+    assert np.allclose(np.diff([now_s for now_s, _ in second]), 1 / fps)
+
+
+def test_a_rate_that_cannot_be_is_refused_and_changes_nothing() -> None:
+    playout = Playout(40)
+    for fps in (0, -1, math.nan, math.inf, 1001):
+        with pytest.raises(ValueError, match="fps is"):
+            playout.set_fps(fps)
+    playout.push(0, frames(0, 4))
+    assert [due.pts for _, due in take(playout, 1)][:3] == [0, 2250, 4500]

@@ -151,3 +151,27 @@ def test_whatever_is_asked(acts: list[str]) -> None:
     assert [a.first_frame for a in applied] == [CHUNK * epochs.index(epoch) for epoch in sorted(set(epochs))]
     accepted = [o.epoch for o in outputs if isinstance(o, Accepted)]
     assert accepted == list(range(1, len(accepted) + 1))
+
+
+def test_a_prompt_carries_what_becomes_of_the_past() -> None:
+    stream = session()
+    stream.set_prompt("blue", "", "r1", "flush")
+    stream.set_prompt("green", "", "r2", "recache")
+    assert stream.take_prompt() == [UseText("green", 2, "recache")], "the latest wins, with its own way"
+    stream.set_prompt("red", "", "r3")
+    assert stream.take_prompt() == [UseText("red", 3, "keep")]
+
+
+def test_a_prompt_may_begin_the_stream_afresh() -> None:
+    stream = session()
+    outputs = stream.set_prompt("blue", "a remark", "r1", "reset")
+    assert outputs[0] == StartAfresh("blue", stream.seed, 1)
+    assert outputs[-1] == Accepted(stream.name, "r1", 1, "blue", "a remark")
+    assert stream.take_prompt() == [], "it is in force"
+
+
+def test_the_lead_may_change_but_not_below_what_the_pipeline_needs() -> None:
+    stream = Session("a", text="red", seed=0, epoch=0, lead_frames=12, least_lead_frames=6)
+    assert stream.set_lead(24) == [Allow(24)]
+    assert stream.set_lead(1) == [Allow(6)]
+    assert Session("a", text="red", seed=0, epoch=0, lead_frames=1, least_lead_frames=6).room_frames == 6

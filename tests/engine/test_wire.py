@@ -22,6 +22,8 @@ MESSAGES = [
     messages.Resume("a"),
     messages.Reset("a", None, "r2"),
     messages.Reset("a", 7),
+    messages.SetPrompt("a", "blue", "r1", "flush"),
+    messages.SetLead("a", 24),
     messages.Close("a"),
     messages.Shown("a", 12),
     messages.Shutdown(),
@@ -33,6 +35,9 @@ MESSAGES = [
     messages.FrameBatch("a", 1, 3, 36, 0.25, PICTURES),
     messages.FrameBatch("a", 1, 3, 36, None, PICTURES[:, :, ::2]),
     messages.Closed("a"),
+    messages.Ready("tiny", "cpu", 128, 96, 40.0, 12, 4, "clean", steps_known=(2, 4), work_s=0.2, sessions_fit=7),
+    messages.Refused("a", "", "session", "why", "memory"),
+    messages.Measured(0.25, (0.5, 1.0)),
     messages.Failed("reason"),
 ]
 

@@ -55,6 +55,7 @@ TORCH_FREE = (
     "streamdiff.pipeline.costs",
     "streamdiff.pipeline.facts",
     "streamdiff.pipeline.known",
+    "streamdiff.pipeline.meter",
     "streamdiff.pipeline.plan",
     "streamdiff.pipeline.plan_report",
     "streamdiff.pipeline.simulate",

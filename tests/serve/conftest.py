@@ -19,7 +19,8 @@ from aiortc.sdp import candidate_to_sdp
 from streamdiff.config import Config, ModelConfig, ServeConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Command, Event, FrameBatch, Ready, Shown
-from streamdiff.serve.app import Services, create_app
+from streamdiff.serve.app import create_app
+from streamdiff.serve.services import Services
 from tests.serve.scripted import Painter
 
 
@@ -62,6 +63,11 @@ class InMemoryClient:
     async def inject(self, event: Event | None) -> None:
         """As if the engine had said it; None: it ends."""
         await self._events.put(event)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine has anything to do."""
+        return bool(self._commands) or self._engine.busy
 
     @property
     def shown(self) -> int:
@@ -137,11 +143,12 @@ class Site:
         await pc.setLocalDescription(await pc.createOffer())
         return peer
 
-    async def post(self, peer: Peer, codec: str | None = None) -> httpx.Response:
+    async def post(self, peer: Peer, codec: str | None = None, session: str | None = None) -> httpx.Response:
         """Send a peer's offer and take the answer."""
+        given = {"codec": codec, "session": session}
         response = await self.http.post(
             "/whep",
-            params={"codec": codec} if codec else {},
+            params={name: value for name, value in given.items() if value},
             content=peer.pc.localDescription.sdp,
             headers={"Content-Type": "application/sdp"},
         )

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig
 from streamdiff.engine import main as engine_main
 from streamdiff.engine.supervisor import Supervisor
+from streamdiff.errors import RequestError
 from streamdiff.serve import server
 
 COLOURS = {
@@ -43,6 +44,7 @@ class Info:
     chunk_frames: int = CHUNK_FRAMES
     steps: int = 4
     kv_context: str = "clean"
+    steps_known: tuple[int, ...] = (4,)
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class Painter:
 
     chunk_s: float = 0.05
     die_after_chunks: int | None = None
+    fits: int | None = None
+    switches: list[str] = field(default_factory=list)
     info: Info = Info()
     text: Text = Text()
     _streams: dict[int, _Stream] = field(default_factory=dict)
@@ -105,11 +109,20 @@ class Painter:
         return self.info.chunk_frames
 
     def open(self, session: int, conditioning: object, *, seed: int, epoch: int, steps: int, kv_context: str) -> None:
+        if steps not in self.info.steps_known:
+            raise RequestError("steps", f"steps is {steps}; the painter has {self.info.steps_known}")
+        if self.fits is not None and len(self._streams) >= self.fits:
+            raise RequestError("session", f"only {self.fits} paintings fit", "memory")
         self._streams[session] = _Stream(conditioning, epoch, seed=seed)  # type: ignore[arg-type]
 
-    def set_conditioning(self, session: int, conditioning: object, *, epoch: int) -> None:
+    def check_switch(self, session: int, switch: str) -> None:
+        if switch not in ("keep", "recache", "flush", "reset"):
+            raise RequestError("switch", f"the painter cannot {switch}")
+
+    def set_conditioning(self, session: int, conditioning: object, *, epoch: int, switch: str = "keep") -> None:
         stream = self._streams[session]
         stream.colour, stream.epoch = conditioning, epoch  # type: ignore[assignment]
+        self.switches.append(switch)
 
     def reset(self, session: int, conditioning: object, *, seed: int, epoch: int) -> None:
         stream = self._streams[session]
@@ -153,6 +166,15 @@ class Painter:
     @property
     def busy(self) -> bool:
         return bool(self._ready())
+
+    def occupancy(self) -> list[float]:
+        return []
+
+    def work_s(self) -> float | None:
+        return self.chunk_s
+
+    def sessions_fit(self) -> int | None:
+        return self.fits
 
     def close(self) -> None:
         self._streams.clear()

@@ -278,6 +278,22 @@ def test_a_session_that_cannot_open_is_no_silent_black_page() -> None:
     asyncio.run(main())
 
 
+def test_pages_of_other_origins_are_let_in_only_when_named() -> None:
+    asks = {"Origin": "https://friend.example", "Access-Control-Request-Method": "POST"}
+
+    async def allowed(config: Config, origin: str) -> tuple[str | None, str | None]:
+        async with open_site(config) as site:
+            before = await site.http.options("/whep", headers={**asks, "Origin": origin})
+            answer = await site.http.get("/healthz", headers={"Origin": origin})
+            name = "access-control-allow-origin"
+            return before.headers.get(name), answer.headers.get(name)
+
+    named = Config(serve=ServeConfig(cors_origins=["https://friend.example"]))
+    assert asyncio.run(allowed(Config(), "https://friend.example")) == (None, None)
+    assert asyncio.run(allowed(named, "https://friend.example")) == ("https://friend.example",) * 2
+    assert asyncio.run(allowed(named, "https://stranger.example")) == (None, None)
+
+
 def test_a_size_that_cannot_be_encoded_is_refused_at_once() -> None:
     ready = Ready("m", "cpu", 127, 128, 40.0, 8, 4, "clean")
     with pytest.raises(ConfigError, match="even"):

@@ -140,3 +140,49 @@ def test_the_book_does_not_grow() -> None:
     requests = [book.begin(Control("prompt", n, prompt="a"), "me", 0.0) for n in range(100)]
     assert book.find(requests[0]) is None
     assert book.find(requests[-1]) is not None
+
+
+@pytest.mark.parametrize(
+    ("message", "control"),
+    [
+        (
+            {"type": "prompt", "prompt": "a", "switch": "flush", "if_rev": 4},
+            Control("prompt", None, prompt="a", switch="flush", if_rev=4),
+        ),
+        ({"type": "fps", "fps": 24, "id": 1}, Control("fps", 1, fps=24.0)),
+        ({"type": "pause", "if_rev": 0}, Control("pause", if_rev=0)),
+    ],
+)
+def test_more_good_messages(message: dict[str, object], control: Control) -> None:
+    assert parse(json.dumps(message)) == control
+    assert control.changes
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ('{"type": "prompt", "prompt": "a", "switch": "explode"}', "switch"),
+        ('{"type": "prompt", "prompt": "a", "switch": ["keep"]}', "switch"),
+        ('{"type": "prompt", "prompt": "a", "switch": null}', "switch"),
+        ('{"type": "fps"}', "fps"),
+        ('{"type": "fps", "fps": true}', "fps"),
+        ('{"type": "fps", "fps": 1e999}', "fps"),
+        ('{"type": "fps", "fps": 0.5}', "fps"),
+        ('{"type": "pause", "if_rev": "1"}', "if_rev"),
+    ],
+)
+def test_more_bad_messages(text: str, field: str) -> None:
+    with pytest.raises(ControlError) as caught:
+        parse(text)
+    assert (caught.value.code, caught.value.field) == ("out_of_range", field)
+
+
+def test_receipts_name_the_chunk_and_the_time_of_the_first_frame() -> None:
+    book = RequestBook()
+    request = book.begin(Control("prompt", "mine", prompt="a"), "me", 1.0)
+    book.accepted(request, 3, "a", "", 1.1)
+    [applied] = book.applied(3, 60, 1.3, chunk=5)
+    assert applied.message()["chunk"] == 5
+    [shown] = book.shown(60, 3, 1.5, pts=135_000)
+    message = shown.message()
+    assert (message["chunk"], message["frame"], message["pts"], message["id"]) == (5, 60, 135_000, "mine")

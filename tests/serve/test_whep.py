@@ -130,13 +130,13 @@ def test_a_body_without_a_length_is_read_up_to_the_limit_only() -> None:
 def test_sessions_end_once_and_are_remembered_for_a_while() -> None:
     async def scene(site: Site) -> None:
         peer = await site.watch()
-        assert re.fullmatch(r"/whep/[\w-]{32}", peer.location)
+        assert re.fullmatch(r"/whep/default/[\w-]{32}", peer.location)
         await peer.frame()
         assert (await site.http.options(peer.location)).headers["accept-patch"] == "application/trickle-ice-sdpfrag"
         assert (await site.http.delete(peer.location)).status_code == 200
         assert site.services.viewers.count == 0
         assert (await site.http.delete(peer.location)).status_code == 200
-        assert (await site.http.delete("/whep/unknown")).status_code == 404
+        assert (await site.http.delete("/whep/default/unknown")).status_code == 404
         trickle = {"Content-Type": "application/trickle-ice-sdpfrag"}
         assert (await site.http.patch(peer.location, content="a=mid:0", headers=trickle)).status_code == 404
 

@@ -13,6 +13,7 @@ export class StreamClient extends EventTarget {
   #resource = null;
   #channel = null;
   #generation = 0;
+  #servers = null;
   #nextId = 1;
   #decoded = { frames: 0, at: 0 };
 
@@ -102,7 +103,9 @@ export class StreamClient extends EventTarget {
   }
 
   async #offer(generation) {
-    const pc = new RTCPeerConnection({ bundlePolicy: "max-bundle", iceServers: [] });
+    const iceServers = await this.#iceServers();
+    if (generation !== this.#generation) return;
+    const pc = new RTCPeerConnection({ bundlePolicy: "max-bundle", iceServers });
     this.pc = pc;
     this.offeredAt = performance.now();
     this.serverShows = false;
@@ -121,6 +124,17 @@ export class StreamClient extends EventTarget {
     const answer = await this.#post(pc.localDescription.sdp, generation);
     if (generation !== this.#generation) return;
     await pc.setRemoteDescription({ type: "answer", sdp: answer });
+  }
+
+  /** The STUN and TURN servers that the server names; asked once, for most servers name none. */
+  async #iceServers() {
+    this.#servers ??= fetch(this.#url, { method: "OPTIONS" })
+      .then((response) => parseIceServers(response.headers.get("Link") ?? ""))
+      .catch(() => {
+        this.#servers = null;
+        return [];
+      });
+    return this.#servers;
   }
 
   async #post(offer, generation) {
@@ -195,4 +209,16 @@ async function refusal(response) {
   const retryAfterS = Number(response.headers.get("Retry-After"));
   if (retryAfterS > 0) error.retryAfterMs = retryAfterS * 1000;
   return error;
+}
+
+/** `Link` headers of WHEP, rel="ice-server", as RTCConfiguration.iceServers takes them. */
+export function parseIceServers(header) {
+  const servers = [];
+  for (const [, url, rest] of header.matchAll(/<([^>]+)>((?:;\s*[\w-]+="[^"]*")*)/g)) {
+    const values = Object.fromEntries([...rest.matchAll(/([\w-]+)="([^"]*)"/g)].map(([, name, value]) => [name, value]));
+    if (values.rel !== "ice-server") continue;
+    const { username, credential } = values;
+    servers.push(username ? { urls: url, username, credential } : { urls: url });
+  }
+  return servers;
 }

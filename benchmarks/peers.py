@@ -1,0 +1,105 @@
+"""WHEP viewers made of aiortc, in a process of their own: for benchmarks, and for tests that stop or kill one.
+
+    python -m benchmarks.peers http://127.0.0.1:8000/whep --count 4
+
+Prints a JSON line per second: for each viewer the frames and bytes it got so far and its connection's state. Frames
+are put together from packets but not decoded, unless `--decode` is given: one machine can then play many viewers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import queue
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import aiortc.rtcrtpreceiver
+import httpx
+from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
+from aiortc.mediastreams import MediaStreamError
+
+SDP = {"Content-Type": "application/sdp"}
+
+
+@dataclass
+class Seen:
+    """What one viewer got so far."""
+
+    frames: int = 0
+    bytes: int = 0
+    keys: int = 0
+    width: int = 0
+    state: str = "new"
+
+
+def _count_only(seen: Seen) -> Any:
+    """A stand-in for aiortc's decoder thread: it counts what it is handed. In this process only."""
+
+    def worker(loop: Any, pictures: queue.Queue[Any], *_: Any) -> None:
+        while (task := pictures.get()) is not None:
+            seen.frames += 1
+            seen.bytes += len(task[1].data)
+
+    return worker
+
+
+async def watch(http: httpx.AsyncClient, url: str, decode: bool) -> tuple[RTCPeerConnection, Seen]:
+    """Connect one viewer.
+
+    Raises:
+        RuntimeError: the server refused; with its answer.
+    """
+    pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+    seen = Seen()
+    pc.addTransceiver("video", direction="recvonly")
+    pc.on("connectionstatechange", lambda: setattr(seen, "state", pc.connectionState))
+    if decode:
+        pc.on("track", lambda track: asyncio.ensure_future(_decode(track, seen)))
+    await pc.setLocalDescription(await pc.createOffer())
+    response = await http.post(url, content=pc.localDescription.sdp, headers=SDP)
+    if response.status_code != 201:
+        raise RuntimeError(f"{url} answered {response.status_code}: {response.text}")
+    if not decode:
+        aiortc.rtcrtpreceiver.decoder_worker = _count_only(seen)  # type: ignore[attr-defined]
+    await pc.setRemoteDescription(RTCSessionDescription(response.text, "answer"))
+    while pc.connectionState in ("new", "connecting"):
+        await asyncio.sleep(0.01)
+    return pc, seen
+
+
+async def _decode(track: Any, seen: Seen) -> None:
+    with contextlib.suppress(MediaStreamError):
+        while True:
+            frame = await track.recv()
+            seen.frames += 1
+            seen.keys += frame.key_frame
+            seen.width = frame.width
+
+
+async def _run(url: str, count: int, decode: bool) -> None:
+    async with httpx.AsyncClient(timeout=20) as http:
+        viewers = [await watch(http, url, decode) for _ in range(count)]
+        while True:
+            print(json.dumps([asdict(seen) for _, seen in viewers]), flush=True)
+            await asyncio.sleep(1.0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Watch until killed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description="WHEP viewers made of aiortc")
+    parser.add_argument("url", help="WHEP address, such as http://127.0.0.1:8000/whep")
+    parser.add_argument("--count", type=int, default=1, help="viewers")
+    parser.add_argument("--decode", action="store_true", help="decode the pictures as well")
+    options = parser.parse_args(argv)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_run(options.url, options.count, options.decode))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""State and control of one session over HTTP, and the picture on show. Knows nothing about viewers' connections."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from io import BytesIO
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from PIL import Image
+
+from streamdiff.errors import EngineFailure
+from streamdiff.serve.control import MAX_BODY_BYTES, Control, ControlError, Receipt, parse
+from streamdiff.serve.problem import Problem, media_type, read_body
+from streamdiff.serve.services import Services, services_of
+from streamdiff.serve.session_view import SessionEnded, SessionView
+
+ANSWER_TIMEOUT_S = 5.0
+
+
+def router() -> APIRouter:
+    """`/api/state`, `/api/control` and `/frame.jpg`: the default session's, or that of `?session=`."""
+    routes = APIRouter(tags=["control"])
+    routes.add_api_route("/api/state", _state, methods=["GET"])
+    routes.add_api_route("/api/control", _control, methods=["POST"])
+    routes.add_api_route("/frame.jpg", _frame, methods=["GET"])
+    return routes
+
+
+async def _state(request: Request) -> Response:
+    services = services_of(request)
+    view = services.view(request)
+    failed = services.hub.failed
+    return JSONResponse(
+        {
+            "engine": {"running": failed is None, "reason": failed, **asdict(services.hub.ready)},
+            "state": view.state(),
+            "stats": view.stats(),
+            "viewers": services.viewers.count,
+            "max_viewers": services.config.serve.max_viewers,
+            "codecs_offered": list(services.codecs),
+        }
+    )
+
+
+async def _control(request: Request) -> Response:
+    services = services_of(request)
+    if media_type(request) != "application/json":
+        raise Problem(415, "A control message is application/json.")
+    body = await read_body(request, MAX_BODY_BYTES)
+    view = services.running_view(request)
+    try:
+        control = parse(body)
+    except ControlError as error:
+        raise bad_control(services, error) from error
+    if control.kind == "get":
+        return JSONResponse(view.state())
+    return JSONResponse((await carry_out(services, view, control)).message())
+
+
+def bad_control(services: Services, error: ControlError) -> Problem:
+    """What a message that is not obeyed is answered."""
+    services.metrics.controls.labels("any", error.code).inc()
+    known = {"bad_json": 400, "bad_message": 400, "conflict": 409, "no_capacity": 503}
+    headers = {"Retry-After": str(services.hub.retry_after_s())} if error.code == "no_capacity" else {}
+    status = known.get(error.code, 422)
+    return Problem(status, str(error), headers, code=error.code, field=error.field, id=error.id)
+
+
+async def carry_out(services: Services, view: SessionView, control: Control) -> Receipt:
+    """Have a message obeyed; the receipt says `accepted`.
+
+    Raises:
+        Problem: it was refused (422, 409), the session has ended (410) or the engine (503, 504).
+    """
+    try:
+        receipt = await view.control_and_wait(control, f"http-{id(control)}", ANSWER_TIMEOUT_S)
+    except ControlError as error:
+        raise bad_control(services, error) from error
+    except TimeoutError as error:
+        raise Problem(504, "The engine did not answer in time; the request may still be carried out.") from error
+    except SessionEnded as error:
+        raise Problem(410, "The session has ended.", code="ended") from error
+    except EngineFailure as error:
+        raise Problem(503, f"The engine stopped: {error}", {"Retry-After": "5"}, code="engine") from error
+    if receipt.stage == "refused":
+        raise Problem(422, receipt.reason, code="refused", field=receipt.field, id=receipt.id)
+    return receipt
+
+
+async def _frame(request: Request) -> Response:
+    picture = services_of(request).view(request).picture()
+    if picture is None:
+        raise Problem(503, "No frame has been made yet.", {"Retry-After": "1"})
+    return Response(await asyncio.to_thread(_jpeg, picture), media_type="image/jpeg")
+
+
+def _jpeg(picture: Any) -> bytes:
+    file = BytesIO()
+    Image.fromarray(picture).save(file, "JPEG", quality=92)
+    return file.getvalue()

@@ -1,0 +1,178 @@
+"""Sessions over HTTP: open, list, show, change, pause, begin afresh, end. Knows nothing about viewers' connections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+from streamdiff import clock
+from streamdiff.errors import RequestError
+from streamdiff.serve.control import MAX_BODY_BYTES, Control, Kind
+from streamdiff.serve.hub import NoPlace
+from streamdiff.serve.problem import Problem, media_type, read_body
+from streamdiff.serve.routes_control import carry_out
+from streamdiff.serve.schema import (
+    CapacityInfo,
+    NewSession,
+    Receipts,
+    SessionChange,
+    SessionInfo,
+    SessionList,
+    check_new,
+    controls_of,
+    prompt_of,
+    read,
+)
+from streamdiff.serve.services import Services, services_of
+from streamdiff.serve.session_view import SessionSpec, SessionView
+
+
+def router() -> APIRouter:
+    """The routes under `/api/sessions`."""
+    routes = APIRouter(prefix="/api/sessions", tags=["sessions"], responses=_PROBLEMS)
+    routes.add_api_route("", _list, methods=["GET"], response_model=SessionList, summary="All sessions")
+    routes.add_api_route(
+        "", _open, methods=["POST"], status_code=201, response_model=SessionInfo, summary="Open a session",
+        openapi_extra=_body(NewSession), responses={503: _NO_PLACE},
+    )  # fmt: skip
+    one = "/{session}"
+    routes.add_api_route(one, _show, methods=["GET"], response_model=SessionInfo, summary="One session")
+    routes.add_api_route(
+        one, _change, methods=["PATCH"], response_model=Receipts, summary="Change it while it plays",
+        openapi_extra=_body(SessionChange),
+    )  # fmt: skip
+    routes.add_api_route(one, _end, methods=["DELETE"], status_code=200, summary="End it")
+    for kind, says in (("pause", "Hold it"), ("resume", "Let it go on"), ("reset", "Begin afresh")):
+        act = _act(kind)  # type: ignore[arg-type]
+        name = f"{kind}_session"
+        routes.add_api_route(f"{one}/{kind}", act, methods=["POST"], response_model=Receipts, summary=says, name=name)
+    return routes
+
+
+_PROBLEM = {"content": {"application/problem+json": {"schema": {"type": "object"}}}}
+_PROBLEMS: dict[int | str, dict[str, Any]] = {
+    404: {"description": "No such session", **_PROBLEM},
+    410: {"description": "It has ended; `reason` says why", **_PROBLEM},
+    422: {"description": "A field is wrong; `field` names it", **_PROBLEM},
+}
+_NO_PLACE = {
+    "description": "No place: `code` is time, memory, draining or engine; Retry-After says when to ask again",
+    **_PROBLEM,
+}
+
+
+def _body(model: type[BaseModel]) -> dict[str, Any]:
+    schema = model.model_json_schema()
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}}}
+
+
+async def _read(request: Request) -> bytes:
+    body = await read_body(request, MAX_BODY_BYTES)
+    if body and media_type(request) != "application/json":
+        raise Problem(415, "The body is application/json.")
+    return body
+
+
+def info_of(services: Services, view: SessionView) -> SessionInfo:
+    """A session as the API shows it."""
+    now_s = clock.monotonic_s()
+    lifetime = services.hub.lifetime(view.session)
+    lifetime.watch(view.watched, now_s)
+    end = lifetime.end()
+    state = view.state()
+    shown = {name: state[name] for name in SessionInfo.model_fields if name in state}
+    return SessionInfo(
+        **shown,
+        id=view.session,
+        watched=view.watched,
+        age_s=round(now_s - lifetime.opened_s, 1),
+        ends_in_s=None if end is None else round(max(0.0, end[0] - now_s), 1),
+        share=round(services.hub.capacity.share(view.fps, view.steps), 4),
+        whep=f"/whep/{view.session}",
+        control=f"/api/sessions/{view.session}/control",
+        stats=view.stats(),
+    )
+
+
+def _capacity(services: Services) -> CapacityInfo:
+    hub, ready = services.hub, services.hub.ready
+    return CapacityInfo(
+        room=hub.room(),
+        work_s=hub.capacity.work_s,
+        chunk_frames=ready.chunk_frames,
+        share=round(sum(hub.shares()), 4),
+        share_limit=hub.capacity.limit,
+        sessions_fit=ready.sessions_fit,
+        size=f"{ready.width}x{ready.height}",
+        steps=list(ready.steps_known),
+        native_fps=ready.native_fps,
+        draining=hub.draining,
+    )
+
+
+async def _list(request: Request) -> SessionList:
+    services = services_of(request)
+    sessions = [info_of(services, view) for view in services.hub.views]
+    return SessionList(sessions=sessions, capacity=_capacity(services))
+
+
+async def _open(request: Request) -> Response:
+    services = services_of(request)
+    wanted = read(NewSession, await _read(request))
+    check_new(wanted, services.hub.ready)
+    defaults = services.config
+    spec = SessionSpec(
+        prompt=prompt_of(defaults.session.prompt if wanted.prompt is None else wanted.prompt),
+        seed=wanted.seed,
+        fps=defaults.playback.fps if wanted.fps is None else float(wanted.fps),
+        steps=wanted.steps,
+        kv_context=wanted.kv_context,
+    )
+    try:
+        view = await services.hub.open(spec)
+    except NoPlace as error:
+        services.metrics.refused.labels(error.code).inc()
+        raise Problem(503, str(error), {"Retry-After": str(error.retry_after_s)}, code=error.code) from error
+    except RequestError as error:
+        raise Problem(422, str(error), code="refused", field=error.field) from error
+    body = info_of(services, view).model_dump()
+    return JSONResponse(body, 201, {"Location": f"/api/sessions/{view.session}"})
+
+
+async def _show(request: Request, session: str) -> SessionInfo:
+    services = services_of(request)
+    return info_of(services, services.view(request))
+
+
+async def _change(request: Request, session: str) -> Receipts:
+    services = services_of(request)
+    change = read(SessionChange, await _read(request))
+    view = services.running_view(request)
+    controls = controls_of(change, view.steps)
+    return await _obey(services, view, controls)
+
+
+async def _obey(services: Services, view: SessionView, controls: list[Control]) -> Receipts:
+    receipts = [(await carry_out(services, view, control)).message() for control in controls]
+    if view.closed:
+        raise Problem(410, "The session has ended.", code="ended")
+    return Receipts(receipts=receipts, session=info_of(services, view))
+
+
+def _act(kind: Kind) -> Any:
+    async def act(request: Request, session: str) -> Receipts:
+        services = services_of(request)
+        return await _obey(services, services.running_view(request), [Control(kind)])
+
+    return act
+
+
+async def _end(request: Request, session: str) -> Response:
+    services = services_of(request)
+    if services.hub.end_of(session) is None:
+        services.view(request)
+        await services.hub.end(session, "deleted")
+    return JSONResponse({"id": session, "ended": services.hub.end_of(session)})

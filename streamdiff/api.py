@@ -213,6 +213,7 @@ class ModelOptions(TypedDict, total=False):
     weights, lora, vae, text_encoder: paths of parts in place of the model's own.
     dtype: `float32` or `bfloat16`; default: bfloat16 on CUDA.
     attention: kernel, `auto`, `math`, `flash`, `efficient` or `cudnn`; tried out when the model is loaded.
+    quantize: the blocks' linear layers in 8 bits, `none`, `fp8` (recent NVIDIA GPUs) or `int8`; needs torchao.
     size: `WIDTHxHEIGHT` in pixels; default: the model's own.
     device: `auto`, `cpu` or `cuda`.
     steps: denoise steps per chunk; the embedded model has 2 and 4.
@@ -230,6 +231,7 @@ class ModelOptions(TypedDict, total=False):
     text_encoder: str
     dtype: str
     attention: str
+    quantize: str
     size: str
     device: str
     steps: int

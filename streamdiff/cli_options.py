@@ -34,6 +34,13 @@ MODEL = (
     Option("--seed", "session.seed", int, "N", "the same seed and prompts give the same video (default 0)"),
     Option("--fps", "playback.fps", float, "N", "frames shown per second (default: the model's own; `tiny` has 40)"),
 )
+QUANTIZE = Option(
+    "--quantize",
+    "model.quantize",
+    str,
+    "KIND",
+    "none, fp8 or int8: the blocks' linear layers in 8 bits (needs torchao)",
+)
 PARTS = (
     Option("--weights", "model.weights", str, "FILE", "the transformer's weights, in any published layout"),
     Option("--lora", "model.lora", str, "FILE[:SCALE]", "merge a LoRA into the weights"),
@@ -45,10 +52,11 @@ PARTS = (
     Option(
         "--attention", "model.attention", str, "KERNEL", "auto, math, flash, efficient or cudnn; tried out at start"
     ),
+    QUANTIZE,
     Option("--size", "model.size", str, "WxH", "of the picture in pixels (default: the model's own)"),
 )
 PLACES = tuple(option for option in PARTS if option.flag in ("--weights", "--vae", "--text-encoder"))
-PLAN_MODEL = tuple(option for option in MODEL if option.flag in ("--model", "--steps", "--kv-context"))
+PLAN_MODEL = (*(option for option in MODEL if option.flag in ("--model", "--steps", "--kv-context")), QUANTIZE)
 PROMPT = Option("--prompt", "session.prompt", str, "TEXT", "what to show")
 ADDRESS = (
     Option("--host", "serve.host", str, "ADDRESS", "address to listen on (default 127.0.0.1: this machine only)"),

@@ -37,6 +37,9 @@ class ModelConfig(_Section):
     attention: Literal["auto", "math", "flash", "efficient", "cudnn"] = Field(
         "auto", description="attention kernel, tried out at the start; auto: torch's choice"
     )
+    quantize: Literal["none", "fp8", "int8"] = Field(
+        "none", description="the blocks' linear layers in 8 bits: fp8 on recent NVIDIA GPUs, int8 anywhere"
+    )
     size: str | None = Field(None, description="WIDTHxHEIGHT of the picture; default: the model's own")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")
     threads: int = Field(1, ge=1, le=64, description="CPU threads of the transformer; decoding has one of its own")

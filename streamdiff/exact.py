@@ -61,6 +61,7 @@ class Job:
     context_noise: float | None = None
     adaptive_sink: float | None = None
     attention: str = "auto"
+    quantize: str = "none"
     size: str | None = None
     stages: int = 1
     prompt_switch: tuple[str, ...] = ()

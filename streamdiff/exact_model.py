@@ -50,7 +50,7 @@ def load(job: Job) -> Found:
     size = None if job.size is None else library.parse_size(job.size)
     spec = _overridden(library.spec_of(place, size), job)
     schedule = _schedule(job, place, spec)
-    denoiser = library.load_transformer(place, device, dtype, kernel=job.attention)
+    denoiser = library.load_transformer(place, device, dtype, kernel=job.attention, quantize=job.quantize)
     check_stages(job.stages, len(denoiser.blocks))
     text = library.NoText() if job.prompt_embeds is not None else library.load_text(place, spec, device)
     return Found(Model(spec, denoiser, text, None), schedule, device, lambda: library.load_decoder(place, device))

@@ -99,19 +99,24 @@ def as_tree(entry: Entry) -> dict[str, Any]:
         },
         "memory": {
             "note": _memory_note(entry),
-            "bytes_per_stage": {
-                str(stages): [
-                    {
-                        "weights": stage.weights,
-                        "caches": stage.caches,
-                        "activations": stage.activations,
-                        "total": stage.total,
-                    }
-                    for stage in stage_memory(entry, stages)
-                ]
-                for stages in STAGES
-            },
+            "bytes_per_stage": _stage_trees(entry, "none"),
+            "bytes_per_stage_quantized": _stage_trees(entry, "int8"),
         },
+    }
+
+
+def _stage_trees(entry: Entry, quantize: str) -> dict[str, list[dict[str, int]]]:
+    return {
+        str(stages): [
+            {
+                "weights": stage.weights,
+                "caches": stage.caches,
+                "activations": stage.activations,
+                "total": stage.total,
+            }
+            for stage in stage_memory(entry, stages, quantize)
+        ]
+        for stages in STAGES
     }
 
 
@@ -234,7 +239,8 @@ def _memory_lines(entry: Entry) -> Iterator[tuple[str, str]]:
         parts = (("weights", largest.weights), ("caches", largest.caches), ("a forward", largest.activations))
         sizes = " + ".join(f"{_gigabytes(size)} {word}" for word, size in parts)
         name = f"{stages} stage{'s' if stages > 1 else ''}"
-        yield name, f"{_gigabytes(largest.total)} GB for the largest = {sizes}"
+        small = max(stage.total for stage in stage_memory(entry, stages, "int8"))
+        yield name, f"{_gigabytes(largest.total)} GB for the largest = {sizes}; quantised {_gigabytes(small)} GB"
     shared = catalogue.parts()
     text, pictures = shared.text_encoders[entry.text_encoder], shared.autoencoders[entry.autoencoder]
     if text.gigabytes is not None:

@@ -116,12 +116,13 @@ def test_a_model_is_not_itself_without_its_lora(files: Files, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_two_ranks_serve_the_same_frames(files: Files, tmp_path: Path) -> None:
-    """Each of two processes reads its own blocks; PNGs are compared."""
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_two_ranks_serve_the_same_frames(files: Files, tmp_path: Path, quantize: str) -> None:
+    """Each of two processes reads its own blocks, and quantises them; the frames are compared."""
     program = f"""
 import os, sys
 import streamdiff
-options = dict(model="self-forcing", stages=2, **{files.options!r})
+options = dict(model="self-forcing", stages=2, quantize={quantize!r}, **{files.options!r})
 if os.environ["RANK"] != "0":
     streamdiff.follow(**options)
 else:
@@ -134,7 +135,7 @@ else:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(path)]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr[-3000:]
-    assert np.array_equal(np.load(tmp_path / "frames.npy"), taken(files))
+    assert np.array_equal(np.load(tmp_path / "frames.npy"), taken(files, quantize=quantize))
 
 
 def test_a_context_that_the_model_was_not_made_for_is_remarked_on(

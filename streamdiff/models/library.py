@@ -240,17 +240,19 @@ def load_transformer(
     dtype: torch.dtype,
     blocks: tuple[int, int] | None = None,
     kernel: str = "auto",
+    quantize: str = "none",
 ) -> WanDenoiser:
     """Blocks `blocks` (first, last exclusive; all when None) of the transformer, and what goes with them; `kernel` is
-    the attention's (`models.attention`), which is tried out first.
+    the attention's (`models.attention`), which is tried out first; `quantize` is that of the blocks' linear layers
+    (`models.quantize`).
 
     Raises:
-        ConfigError: weights that do not fit, a model that is told more than latents and text, or a kernel that cannot
-            run here or is wrong.
+        ConfigError: weights that do not fit, a model that is told more than latents and text, a kernel that cannot run
+            here or is wrong, or weights that cannot be quantised so here.
     """
     sizes = architecture(place)
     attention.probe(kernel, device, dtype, sizes["num_attention_heads"], sizes["attention_head_dim"])
-    denoiser = load_denoiser(place.transformer, device, dtype, blocks)
+    denoiser = load_denoiser(place.transformer, device, dtype, blocks, quantize)
     if denoiser.extra_channels and not place.embedded:
         raise ConfigError(
             f"{place.transformer.weights} takes {denoiser.extra_channels} channels beside the latents', which nothing "

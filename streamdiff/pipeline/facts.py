@@ -115,6 +115,16 @@ class Facts:
         return 2 * attention + norm + 2 * width * self.ffn_dim + self.ffn_dim + width + 6 * width
 
     @property
+    def linear_values(self) -> int:
+        """Of a block's numbers, those that can be had in 8 bits: the matrices of attention and feed-forward."""
+        return 8 * self.width**2 + 2 * self.width * self.ffn_dim
+
+    @property
+    def linear_rows(self) -> int:
+        """Rows of these matrices; in 8 bits each has a scale, four bytes, and a zero, one byte."""
+        return 9 * self.width + self.ffn_dim
+
+    @property
     def shared_values(self) -> int:
         """What every stage needs beside its blocks: the projections of time and text."""
         width = self.width

@@ -57,10 +57,12 @@ def known_facts(entry: Entry, *, height: int | None = None, width: int | None = 
     )
 
 
-def stage_memory(entry: Entry, stages: int) -> tuple[Memory, ...]:
-    """Bytes of every stage in bfloat16: the transformer's weights, and the caches of one session at the model's own
-    picture, window and KV context. Blocks are spread evenly. An estimate: it leaves out the text encoder, the
-    autoencoder, and what the libraries take; a model that cannot stream has no caches.
+def stage_memory(entry: Entry, stages: int, quantize: str = "none") -> tuple[Memory, ...]:
+    """Bytes of every stage in bfloat16: the transformer's weights, its blocks in 8 bits where `quantize` says so
+    (`models.quantize`), and the caches of one session at the model's own picture, window and KV context.
+
+    Blocks are spread evenly. An estimate: it leaves out the text encoder, the autoencoder, and what the libraries take;
+    a model that cannot stream has no caches.
 
     Raises:
         ConfigError: more stages than blocks.
@@ -70,4 +72,4 @@ def stage_memory(entry: Entry, stages: int) -> tuple[Memory, ...]:
     sessions = 0 if entry.stream is None else 1
     kv_context = entry.context.default if entry.context else "clean"
     steps = facts.steps[0] if facts.steps else 1
-    return memory(facts, layout, Workload(stages, sessions, steps, kv_context, 1), BFLOAT16)
+    return memory(facts, layout, Workload(stages, sessions, steps, kv_context, 1), BFLOAT16, quantize)

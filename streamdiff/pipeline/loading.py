@@ -18,6 +18,7 @@ from streamdiff.models import library
 from streamdiff.models.base import Model, ModelSpec, StreamDecoder, Trunk
 from streamdiff.models.library import Parts, Place
 from streamdiff.models.wan.lora import parse_lora
+from streamdiff.models.wan.transformer import WanDenoiser
 from streamdiff.pipeline import balance, group
 from streamdiff.pipeline.budget import free_bytes
 from streamdiff.pipeline.facts import Facts, facts_from, read_facts
@@ -115,17 +116,20 @@ def load_model(config: ModelConfig, device: torch.device, blocks: Run | None = N
     place, spec = place_of(config), read_spec(config)
     if remark := library.remark(place, config.kv_context):
         print(f"streamdiff: note: {remark}", file=sys.stderr)
-    denoiser = library.load_transformer(place, device, dtype_of(config, device), blocks, config.attention)
-    return Model(spec, denoiser, library.load_text(place, spec, device, config.keep_text_encoder), None)
+    return Model(
+        spec, _denoiser(config, device, blocks), library.load_text(place, spec, device, config.keep_text_encoder), None
+    )
 
 
 def load_trunk(config: ModelConfig, device: torch.device, blocks: Run) -> Trunk:
     """What any other stage needs. Mutates: torch's number of threads."""
     torch.set_num_threads(config.threads)
-    return Trunk(
-        read_spec(config),
-        library.load_transformer(place_of(config), device, dtype_of(config, device), blocks, config.attention),
-    )
+    return Trunk(read_spec(config), _denoiser(config, device, blocks))
+
+
+def _denoiser(config: ModelConfig, device: torch.device, blocks: Run | None) -> WanDenoiser:
+    dtype = dtype_of(config, device)
+    return library.load_transformer(place_of(config), device, dtype, blocks, config.attention, config.quantize)
 
 
 def load_decoder(config: ModelConfig, device: torch.device) -> StreamDecoder:

@@ -72,7 +72,7 @@ def run(model: ModelConfig, job: Job) -> int:
 
 
 def make(model: ModelConfig, job: Job) -> Outcome:
-    """The plan for `model` (its name, steps and KV context count).
+    """The plan for `model` (its name, steps, KV context and way to quantise count).
 
     Raises:
         ConfigError: something cannot be planned.
@@ -98,7 +98,8 @@ def make(model: ModelConfig, job: Job) -> Outcome:
         max_rows=job.max_rows,
         chunks=job.chunks,
     )
-    return Outcome(source, facts, load, layout, setup, memory(facts, layout, load, DTYPES[job.dtype]), simulate(setup))
+    sizes = memory(facts, layout, load, DTYPES[job.dtype], model.quantize)
+    return Outcome(source, facts, load, layout, setup, sizes, simulate(setup))
 
 
 def _check(job: Job) -> None:

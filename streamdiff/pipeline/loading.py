@@ -20,7 +20,7 @@ from streamdiff.models.library import Parts, Place
 from streamdiff.models.wan.lora import parse_lora
 from streamdiff.models.wan.transformer import WanDenoiser
 from streamdiff.pipeline import balance, group
-from streamdiff.pipeline.budget import free_bytes
+from streamdiff.pipeline.budget import Room, free_bytes
 from streamdiff.pipeline.facts import Facts, facts_from, read_facts
 from streamdiff.pipeline.plan import check_stages, split_evenly
 from streamdiff.version import __version__
@@ -105,9 +105,11 @@ def load_share(
     return (trunk if runs[member.rank] == even else load(runs[member.rank])), runs
 
 
-def own_room(config: ModelConfig, device: torch.device) -> int:
-    """Bytes that this rank has for caches, once its weights are loaded."""
-    return free_bytes(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), config.memory_gb)
+def own_room(config: ModelConfig, device: torch.device, decoder: StreamDecoder | None) -> Room:
+    """What this rank has for sessions, once its weights are loaded; `decoder` is the one that works here, if any."""
+    spec = read_spec(config)
+    remembered = 0 if decoder is None else decoder.stream_bytes(spec.latent_height, spec.latent_width)
+    return Room(free_bytes(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), config.memory_gb), remembered)
 
 
 def load_model(config: ModelConfig, device: torch.device, blocks: Run | None = None) -> Model:

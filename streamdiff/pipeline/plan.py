@@ -54,17 +54,19 @@ class Layout:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. Activations are the link's slots and the widest moment of a block, an estimate."""
+    """Bytes of one rank. Activations are the link's slots and the widest moment of a block, an estimate; `decoding` is
+    what the decoder remembers of streams."""
 
     rank: int
     role: str
     weights: int
     caches: int
     activations: int
+    decoding: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.caches + self.activations
+        return self.weights + self.caches + self.activations + self.decoding
 
 
 def split_blocks(block_s: Sequence[float], extra_s: Sequence[float]) -> tuple[tuple[int, int], ...]:
@@ -173,9 +175,11 @@ def memory(
     `models.quantize`) has them in 8 bits.
 
     The text encoder lives on the head; the decoder on the head too, unless it has the last rank or one of its own.
-    Caches are of all sessions. A link has two slots at each of its ends, for the rows of a full forward.
+    Caches, and what the decoder remembers, are of all sessions. A link has two slots at each of its ends, for the rows
+    of a full forward.
     """
     last, found = load.stages - 1, []
+    decoding = value_bytes * load.sessions * facts.decoder_memory_values
     home = {"last": last, "own-rank": load.stages}.get(layout.decode, 0)
     block_peak = facts.tokens * (2 * facts.width + max(4 * facts.width, facts.ffn_dim))
     for rank, (first, end) in enumerate(layout.blocks):
@@ -193,10 +197,11 @@ def memory(
         role = " ".join(
             word for word, here in (("head", rank == 0), ("output", rank == last), ("decode", rank == home)) if here
         )
-        sizes = value_bytes * weights - saved, value_bytes * caches, value_bytes * activations
+        remembered = decoding if rank == home else 0
+        sizes = value_bytes * weights - saved, value_bytes * caches, value_bytes * activations, remembered
         found.append(Memory(rank, role, *sizes))
     if home == load.stages:
-        found.append(Memory(home, "decode", value_bytes * facts.decoder_values, 0, 0))
+        found.append(Memory(home, "decode", value_bytes * facts.decoder_values, 0, 0, decoding))
     return tuple(found)
 
 

@@ -207,7 +207,7 @@ def as_tree(outcome: Outcome) -> dict[str, object]:
 
 
 def _bytes(row: Memory) -> dict[str, int]:
-    return {"weights": row.weights, "caches": row.caches, "activations": row.activations}
+    return {"weights": row.weights, "caches": row.caches, "activations": row.activations, "decoding": row.decoding}
 
 
 def as_text(outcome: Outcome) -> list[str]:
@@ -257,7 +257,7 @@ def _table(outcome: Outcome) -> list[str]:
     """One line per rank."""
     layout, figures = outcome.layout, outcome.run.figures
     rows: list[tuple[str, ...]] = [
-        ("rank", "blocks", "forward", "busy", "weights", "caches", "activations", "total", "")
+        ("rank", "blocks", "forward", "busy", "weights", "caches", "activations", "decoding", "total", "")
     ]
     for row in outcome.memory:
         sizes = *map(_size, _bytes(row).values()), _size(row.total)

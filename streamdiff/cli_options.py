@@ -46,8 +46,13 @@ PARTS = (
     Option("--lora", "model.lora", str, "FILE[:SCALE]", "merge a LoRA into the weights"),
     Option("--vae", "model.vae", str, "PATH", "the autoencoder (default: the model's own)"),
     Option(
-        "--text-encoder", "model.text_encoder", str, "FOLDER", "with text_encoder and tokenizer, as diffusers has it"
+        "--text-encoder",
+        "model.text_encoder",
+        str,
+        "PATH",
+        "a folder with encoder and tokenizer, or Wan's .pth",
     ),
+    Option("--text-device", "model.text_device", str, "DEVICE", "where a large text encoder runs: cpu (default), cuda"),
     Option("--dtype", "model.dtype", str, "TYPE", "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on CUDA)"),
     Option(
         "--attention", "model.attention", str, "KERNEL", "auto, math, flash, efficient or cudnn; tried out at start"

@@ -46,6 +46,8 @@ class Job:
     noise: Path | None = None
     weights: Path | None = None
     text_encoder: Path | None = None
+    text_device: str | None = None
+    keep_text_encoder: bool = True
     container: str | None = None
     model_config: Path | None = None
     lora: str | None = None

@@ -15,7 +15,7 @@ from streamdiff.config import ModelConfig
 from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
 from streamdiff.models import library
-from streamdiff.models.base import Model, ModelSpec, StreamDecoder, Trunk
+from streamdiff.models.base import Model, ModelSpec, StreamDecoder, TextEncoder, Trunk
 from streamdiff.models.library import Parts, Place
 from streamdiff.models.wan.lora import parse_lora
 from streamdiff.models.wan.transformer import WanDenoiser
@@ -118,15 +118,17 @@ def load_model(config: ModelConfig, device: torch.device, blocks: Run | None = N
     place, spec = place_of(config), read_spec(config)
     if remark := library.remark(place, config.kv_context):
         print(f"streamdiff: note: {remark}", file=sys.stderr)
-    return Model(
-        spec, _denoiser(config, device, blocks), library.load_text(place, spec, device, config.keep_text_encoder), None
-    )
+    return Model(spec, _denoiser(config, device, blocks), _text(config, place, spec, device), None)
 
 
 def load_trunk(config: ModelConfig, device: torch.device, blocks: Run) -> Trunk:
     """What any other stage needs. Mutates: torch's number of threads."""
     torch.set_num_threads(config.threads)
     return Trunk(read_spec(config), _denoiser(config, device, blocks))
+
+
+def _text(config: ModelConfig, place: Place, spec: ModelSpec, device: torch.device) -> TextEncoder:
+    return library.load_text(place, spec, device, config.keep_text_encoder, config.text_device)
 
 
 def _denoiser(config: ModelConfig, device: torch.device, blocks: Run | None) -> WanDenoiser:

@@ -216,8 +216,10 @@ class ModelOptions(TypedDict, total=False):
 
     model: `tiny`, the embedded model (default), a name that `streamdiff models` lists, or a folder.
     weights, lora, vae, text_encoder: paths of parts in place of the model's own.
+    text_device: where a large text encoder runs, `cpu` (default) or `cuda`.
     dtype: `float32` or `bfloat16`; default: bfloat16 on CUDA.
     attention: kernel, `auto`, `math`, `flash`, `efficient` or `cudnn`; tried out when the model is loaded.
+    quantize: the blocks' linear layers in 8 bits, `none`, `fp8` (recent NVIDIA GPUs) or `int8`; needs torchao.
     size: `WIDTHxHEIGHT` in pixels; default: the model's own.
     device: `auto`, `cpu` or `cuda`.
     steps: denoise steps per chunk; the embedded model has 2 and 4.
@@ -233,8 +235,10 @@ class ModelOptions(TypedDict, total=False):
     lora: str
     vae: str
     text_encoder: str
+    text_device: str
     dtype: str
     attention: str
+    quantize: str
     size: str
     device: str
     steps: int

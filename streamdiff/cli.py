@@ -152,9 +152,13 @@ def _exact(arguments: argparse.Namespace) -> int:
         lora=config.model.lora,
         vae=config.model.vae,
         text_encoder=_path(config.model.text_encoder),
+        text_device=config.model.text_device,
+        keep_text_encoder=config.model.keep_text_encoder,
+        stages=config.model.stages,
         dtype=config.model.dtype,
         size=config.model.size,
         attention=config.model.attention,
+        quantize=config.model.quantize,
     )
     given = {
         name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if value is not None
@@ -265,7 +269,7 @@ def _parsers() -> dict[str, _Parser]:
     cli_convert.add_encode(encode)
 
     doctor = _command(commands, "doctor", "say what was found here and what will be used", cli_options.DOCTOR_EXAMPLES)
-    _add(doctor, (*cli_options.ADDRESS, *cli_options.MODEL, *cli_options.PLACES))
+    _add(doctor, (*cli_options.ADDRESS, *cli_options.MODEL, *cli_options.PLACES, cli_options.QUANTIZE))
 
     models = _command(
         commands, "models", "list published models: files, licences, memory", cli_options.MODELS_EXAMPLES, config=False

@@ -34,21 +34,34 @@ MODEL = (
     Option("--seed", "session.seed", int, "N", "the same seed and prompts give the same video (default 0)"),
     Option("--fps", "playback.fps", float, "N", "frames shown per second (default: the model's own; `tiny` has 40)"),
 )
+QUANTIZE = Option(
+    "--quantize",
+    "model.quantize",
+    str,
+    "KIND",
+    "none, fp8 or int8: the blocks' linear layers in 8 bits (needs torchao)",
+)
 PARTS = (
     Option("--weights", "model.weights", str, "FILE", "the transformer's weights, in any published layout"),
     Option("--lora", "model.lora", str, "FILE[:SCALE]", "merge a LoRA into the weights"),
     Option("--vae", "model.vae", str, "PATH", "the autoencoder (default: the model's own)"),
     Option(
-        "--text-encoder", "model.text_encoder", str, "FOLDER", "with text_encoder and tokenizer, as diffusers has it"
+        "--text-encoder",
+        "model.text_encoder",
+        str,
+        "PATH",
+        "a folder with encoder and tokenizer, or Wan's .pth",
     ),
+    Option("--text-device", "model.text_device", str, "DEVICE", "where a large text encoder runs: cpu (default), cuda"),
     Option("--dtype", "model.dtype", str, "TYPE", "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on CUDA)"),
     Option(
         "--attention", "model.attention", str, "KERNEL", "auto, math, flash, efficient or cudnn; tried out at start"
     ),
+    QUANTIZE,
     Option("--size", "model.size", str, "WxH", "of the picture in pixels (default: the model's own)"),
 )
 PLACES = tuple(option for option in PARTS if option.flag in ("--weights", "--vae", "--text-encoder"))
-PLAN_MODEL = tuple(option for option in MODEL if option.flag in ("--model", "--steps", "--kv-context"))
+PLAN_MODEL = (*(option for option in MODEL if option.flag in ("--model", "--steps", "--kv-context")), QUANTIZE)
 PROMPT = Option("--prompt", "session.prompt", str, "TEXT", "what to show")
 ADDRESS = (
     Option("--host", "serve.host", str, "ADDRESS", "address to listen on (default 127.0.0.1: this machine only)"),

@@ -33,11 +33,19 @@ class ModelConfig(_Section):
         None, description="FILE or FILE:SCALE, merged into the weights; instead of the published one"
     )
     vae: str | None = Field(None, description="the autoencoder: a folder or file, instead of the published one")
-    text_encoder: str | None = Field(None, description="a folder in diffusers' layout with text_encoder and tokenizer")
+    text_encoder: str | None = Field(
+        None, description="a folder in diffusers' or original Wan's layout with encoder and tokenizer, or Wan's .pth"
+    )
+    text_device: Literal["cpu", "cuda"] | None = Field(
+        None, description="where a large text encoder runs; default cpu, which leaves a GPU's memory to the transformer"
+    )
     keep_text_encoder: bool = Field(True, description="keep its weights in memory, or read them again for every text")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on cuda, float32 on cpu")
     attention: Literal["auto", "math", "flash", "efficient", "cudnn"] = Field(
         "auto", description="attention kernel, tried out at the start; auto: torch's choice"
+    )
+    quantize: Literal["none", "fp8", "int8"] = Field(
+        "none", description="the blocks' linear layers in 8 bits: fp8 on recent NVIDIA GPUs, int8 anywhere"
     )
     size: str | None = Field(None, description="WIDTHxHEIGHT of the picture; default: the model's own")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")

@@ -46,6 +46,8 @@ class Job:
     noise: Path | None = None
     weights: Path | None = None
     text_encoder: Path | None = None
+    text_device: str | None = None
+    keep_text_encoder: bool = True
     container: str | None = None
     model_config: Path | None = None
     lora: str | None = None
@@ -63,6 +65,7 @@ class Job:
     adaptive_sink: float | None = None
     averaged_sink: float | None = None
     attention: str = "auto"
+    quantize: str = "none"
     size: str | None = None
     stages: int = 1
     prompt_switch: tuple[str, ...] = ()

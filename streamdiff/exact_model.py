@@ -13,7 +13,7 @@ from torch import Tensor
 from streamdiff.device import pick_device, pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models import library, sampling
-from streamdiff.models.base import Model, ModelSpec, StreamDecoder
+from streamdiff.models.base import Model, ModelSpec, StreamDecoder, TextEncoder
 from streamdiff.models.files import read_object
 from streamdiff.models.headers import parse_header
 from streamdiff.models.library import Parts, Place
@@ -52,9 +52,11 @@ def load(job: Job) -> Found:
     size = None if job.size is None else library.parse_size(job.size)
     spec = _overridden(library.spec_of(place, size), job)
     schedule = _schedule(job, place, spec)
-    denoiser = library.load_transformer(place, device, dtype, kernel=job.attention)
+    denoiser = library.load_transformer(place, device, dtype, kernel=job.attention, quantize=job.quantize)
     check_stages(job.stages, len(denoiser.blocks))
-    text = library.NoText() if job.prompt_embeds is not None else library.load_text(place, spec, device)
+    text: TextEncoder = library.NoText()
+    if job.prompt_embeds is None:
+        text = library.load_text(place, spec, device, job.keep_text_encoder, job.text_device)
     return Found(Model(spec, denoiser, text, None), schedule, device, lambda: library.load_decoder(place, device))
 
 

@@ -99,27 +99,33 @@ def as_tree(entry: Entry) -> dict[str, Any]:
         },
         "memory": {
             "note": _memory_note(entry),
-            "bytes_per_stage": {
-                str(stages): [
-                    {
-                        "weights": stage.weights,
-                        "caches": stage.caches,
-                        "activations": stage.activations,
-                        "total": stage.total,
-                    }
-                    for stage in stage_memory(entry, stages)
-                ]
-                for stages in STAGES
-            },
+            "bytes_per_stage": _stage_trees(entry, "none"),
+            "bytes_per_stage_quantized": _stage_trees(entry, "int8"),
         },
     }
 
 
+def _stage_trees(entry: Entry, quantize: str) -> dict[str, list[dict[str, int]]]:
+    return {
+        str(stages): [
+            {
+                "weights": stage.weights,
+                "caches": stage.caches,
+                "activations": stage.activations,
+                "decoding": stage.decoding,
+                "total": stage.total,
+            }
+            for stage in stage_memory(entry, stages, quantize)
+        ]
+        for stages in STAGES
+    }
+
+
 def _memory_note(entry: Entry) -> str:
-    seen = "no caches"
+    seen = "no session"
     if entry.stream is not None and entry.context is not None:
         kv_context = entry.context.default
-        seen = f"one session's caches (window {entry.stream.window(kv_context)}, KV context {kv_context})"
+        seen = f"one session (window {entry.stream.window(kv_context)}, KV context {kv_context})"
     return f"an estimate: the transformer in bfloat16 and {seen} at {entry.height}x{entry.width}"
 
 
@@ -139,8 +145,9 @@ def _list(entries: Sequence[Entry]) -> list[str]:
         *("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
         "",
         "Chunk, window and sink in latent frames. GB is an estimate for the largest stage: the transformer in",
-        "bfloat16, one session's caches at the model's own picture and window, and what a forward needs; without text",
-        "encoder and autoencoder. A licence is that of the weights. All of one model: streamdiff models NAME",
+        "bfloat16, the caches and decoder's memory of one session at the model's own picture and window, and what a",
+        "forward needs; without the weights of text encoder and autoencoder. A licence is that of the weights. All of",
+        "one model: streamdiff models NAME",
     ]
 
 
@@ -232,16 +239,18 @@ def _run_lines(entry: Entry) -> Iterator[tuple[str, str]]:
 def _memory_lines(entry: Entry) -> Iterator[tuple[str, str]]:
     for stages in STAGES:
         largest = max(stage_memory(entry, stages), key=lambda stage: stage.total)
-        parts = (("weights", largest.weights), ("caches", largest.caches), ("a forward", largest.activations))
-        sizes = " + ".join(f"{_gigabytes(size)} {word}" for word, size in parts)
+        remembered = ("of the decoder's memory", largest.decoding)
+        needed = (("weights", largest.weights), ("caches", largest.caches), ("a forward", largest.activations))
+        sizes = " + ".join(f"{_gigabytes(size)} {word}" for word, size in (*needed, remembered) if size)
         name = f"{stages} stage{'s' if stages > 1 else ''}"
-        yield name, f"{_gigabytes(largest.total)} GB for the largest = {sizes}"
+        small = max(stage.total for stage in stage_memory(entry, stages, "int8"))
+        yield name, f"{_gigabytes(largest.total)} GB for the largest = {sizes}; quantised {_gigabytes(small)} GB"
     shared = catalogue.parts()
     text, pictures = shared.text_encoders[entry.text_encoder], shared.autoencoders[entry.autoencoder]
     if text.gigabytes is not None:
         yield "beside it", f"{text.gigabytes:g} GB text encoder, where it is kept on the device"
     if pictures.values is not None:
-        yield "", f"{_gigabytes(pictures.values * BFLOAT16)} GB autoencoder, and what it remembers of a stream"
+        yield "", f"{_gigabytes(pictures.values * BFLOAT16)} GB autoencoder"
 
 
 def _wrapped(text: str, start: str) -> list[str]:

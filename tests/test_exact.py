@@ -240,3 +240,11 @@ def test_what_is_missing_is_named(given: Given, missing: str, capsys: pytest.Cap
     at = command.index(missing)
     assert cli.main(command[:at] + command[at + 2 :]) == 2
     assert missing in capsys.readouterr().err
+
+
+def test_in_8_bits_too_the_bits_do_not_depend_on_the_stages(given: Given) -> None:
+    plain, whole, split = (
+        given.latents(*extra) for extra in ((), ("--quantize", "int8"), ("--quantize", "int8", "--stages", "3"))
+    )
+    assert torch.equal(whole, split)
+    assert 1e-4 < float((whole - plain).norm() / plain.norm()) < 0.1

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +20,8 @@ import streamdiff
 from streamdiff import cli
 from streamdiff.errors import ConfigError
 from streamdiff.models import library
+from streamdiff.models.base import Model
+from streamdiff.pipeline import scripted
 from tests.models.wan import umt5
 from tests.models.wan.layouts import original
 from tests.pipeline.processes import ROOT
@@ -153,12 +157,13 @@ def test_a_first_chunk_has_its_own_steps_live_and_in_files(files: Files, tmp_pat
 
 
 @pytest.mark.slow
-def test_two_ranks_serve_the_same_frames(files: Files, tmp_path: Path) -> None:
-    """Each of two processes reads its own blocks; PNGs are compared."""
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_two_ranks_serve_the_same_frames(files: Files, tmp_path: Path, quantize: str) -> None:
+    """Each of two processes reads its own blocks, and quantises them; the frames are compared."""
     program = f"""
 import os, sys
 import streamdiff
-options = dict(model="self-forcing", stages=2, **{files.options!r})
+options = dict(model="self-forcing", stages=2, quantize={quantize!r}, **{files.options!r})
 if os.environ["RANK"] != "0":
     streamdiff.follow(**options)
 else:
@@ -171,7 +176,7 @@ else:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(path)]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr[-3000:]
-    assert np.array_equal(np.load(tmp_path / "frames.npy"), taken(files))
+    assert np.array_equal(np.load(tmp_path / "frames.npy"), taken(files, quantize=quantize))
 
 
 def test_a_context_that_the_model_was_not_made_for_is_remarked_on(
@@ -276,3 +281,43 @@ def models_report_of(name: str) -> str:
     with redirect_stdout(out):
         assert cli.main(["models", name]) == 0
     return out.getvalue()
+
+
+def test_the_text_encoder_may_be_original_wans_file(files: Files, tmp_path: Path) -> None:
+    encoder = umt5.write(tmp_path / "ours", max_distance=128)
+    original = umt5.write_original(tmp_path / "theirs", tmp_path / "ours", encoder)
+    latents = []
+    for text in (tmp_path / "ours", tmp_path / "theirs", original):
+        out = tmp_path / "latents.safetensors"
+        parts = ["--prompt", PROMPT, "--chunks", "1", "--no-decode", "--latents-out", str(out)]
+        given = Files(files.weights, files.vae, text)
+        assert cli.main(["generate", "--model", "self-forcing", *given.flags, *parts]) == 0
+        latents.append(load_file(out)["latents"])
+    assert torch.equal(latents[0], latents[1]) and torch.equal(latents[0], latents[2])
+
+
+def test_a_configuration_file_counts_on_the_exact_way_too(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages, and whether the text encoder stays in memory once the prompt is encoded."""
+    (tmp_path / "config.yaml").write_text("model: {stages: 2, keep_text_encoder: false}\n")
+    seen: list[tuple[bool, int]] = []
+    play = scripted.play
+
+    def watched(model: Model, *given: Any, stages: int, **more: Any) -> Iterator[torch.Tensor]:
+        seen.append((cast(Any, model.text).encoder.loaded, stages))
+        return play(model, *given, stages=stages, **more)
+
+    monkeypatch.setattr(scripted, "play", watched)
+    parts = ["--chunks", "1", "--no-decode", "--latents-out", str(tmp_path / "latents.safetensors")]
+    for more in (["--config", str(tmp_path / "config.yaml")], ["--stages", "1"]):
+        assert cli.main(["generate", "--model", "self-forcing", "--prompt", PROMPT, *files.flags, *parts, *more]) == 0
+    assert seen == [(False, 2), (True, 1)]
+
+
+def test_the_text_encoders_device_is_checked(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="--text-device is cuda, but torch sees no CUDA device"):
+        taken(files, text_device="cuda")
+    with pytest.raises(ConfigError, match=r"the text encoder of tiny is small .* leave --text-device out"):
+        streamdiff.open(PROMPT, text_device="cpu")

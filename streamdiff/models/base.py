@@ -48,6 +48,9 @@ class StreamDecoder(Protocol):
     def new_memory(self) -> Any:
         """The memory of a stream that has not begun."""
 
+    def stream_bytes(self, height: int, width: int) -> int:
+        """Bytes that the memory of a running stream has, for latents of `height` x `width`."""
+
     def decode(self, latents: Tensor, memory: Any) -> Tensor:
         """Normalised latents `[1, C, F, h, w]` to frames uint8 `[n, H, W, 3]`. Mutates: memory."""
 

@@ -106,6 +106,7 @@ class Autoencoder(_Section):
     temporal: int = Field(ge=1)
     spatial: int = Field(ge=1)
     values: int | None = Field(ge=1, description="stored numbers")
+    config: dict[str, Any] | None = Field(None, description="of diffusers' class, as far as memory depends on it")
     tiny: tuple[TinyDecoder, ...] = ()
 
 

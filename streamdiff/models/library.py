@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
 from streamdiff.models import attention, autoencoders, catalogue, hub
 from streamdiff.models.base import ModelSpec, StreamDecoder, TextEncoder
@@ -37,7 +38,8 @@ FPS = 16.0
 @dataclass(frozen=True)
 class Parts:
     """Parts in place of a model's own: `weights` is a checkpoint, `vae` an autoencoder (see `autoencoders`),
-    `text_encoder` a folder in diffusers' layout, `config` a transformer's configuration where shapes do not tell."""
+    `text_encoder` a folder or file that `wan.text_files` knows, `config` a transformer's configuration where shapes do
+    not tell."""
 
     weights: Path | None = None
     container: str | None = None
@@ -258,17 +260,19 @@ def load_transformer(
     dtype: torch.dtype,
     blocks: tuple[int, int] | None = None,
     kernel: str = "auto",
+    quantize: str = "none",
 ) -> WanDenoiser:
     """Blocks `blocks` (first, last exclusive; all when None) of the transformer, and what goes with them; `kernel` is
-    the attention's (`models.attention`), which is tried out first.
+    the attention's (`models.attention`), which is tried out first; `quantize` is that of the blocks' linear layers
+    (`models.quantize`).
 
     Raises:
-        ConfigError: weights that do not fit, a model that is told more than latents and text, or a kernel that cannot
-            run here or is wrong.
+        ConfigError: weights that do not fit, a model that is told more than latents and text, a kernel that cannot run
+            here or is wrong, or weights that cannot be quantised so here.
     """
     sizes = architecture(place)
     attention.probe(kernel, device, dtype, sizes["num_attention_heads"], sizes["attention_head_dim"])
-    denoiser = load_denoiser(place.transformer, device, dtype, blocks)
+    denoiser = load_denoiser(place.transformer, device, dtype, blocks, quantize)
     if denoiser.extra_channels and not place.embedded:
         raise ConfigError(
             f"{place.transformer.weights} takes {denoiser.extra_channels} channels beside the latents', which nothing "
@@ -278,14 +282,18 @@ def load_transformer(
     return denoiser.fuse()
 
 
-def load_text(place: Place, spec: ModelSpec, device: torch.device, keep: bool = True) -> TextEncoder:
-    """The text encoder; that of a large model stays on the CPU, and puts embeddings on `device`. Its weights come with
-    the first text; without `keep` they go after every text.
+def load_text(
+    place: Place, spec: ModelSpec, device: torch.device, keep: bool = True, where: str | None = None
+) -> TextEncoder:
+    """The text encoder; that of a large model runs on the CPU unless `where` says another device, and puts embeddings
+    on `device`. Its weights come with the first text; without `keep` they go after every text.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or `where` is no device that there is, or the model is a small one.
     """
     if place.embedded:
+        if where is not None:
+            raise ConfigError(f"the text encoder of {place.name} is small and runs beside it; leave --text-device out")
         assert place.folder is not None
         text = TinyText.load(place.folder)
         torch.nn.Module.to(text.encoder, device)
@@ -296,11 +304,12 @@ def load_text(place: Place, spec: ModelSpec, device: torch.device, keep: bool = 
         folder = hub.fetch_folder(files) if files is not None else None
     if folder is None:
         raise ConfigError(
-            f"{place.name} comes without a text encoder; give a folder in diffusers' layout with text_encoder and "
-            "tokenizer as --text-encoder, or embeddings as --prompt-embeds"
+            f"{place.name} comes without a text encoder; give a folder with encoder and tokenizer, in diffusers' or "
+            "original Wan's layout, as --text-encoder, or embeddings as --prompt-embeds"
         )
     length, width = spec.text_shape
-    encoder = WanText(folder, length=length, width=width, output=device, keep=keep)
+    home = pick_device(where or "cpu", "--text-device")
+    encoder = WanText(folder, length=length, width=width, device=home, output=device, keep=keep)
     cache = EmbeddingCache(_CACHE_BYTES)
     return CachedText(encoder, cache, identity=encoder.identity, revision=encoder.revision, length=length)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint import read_tensors
+from streamdiff.models.decoder_memory import taehv_values
 from streamdiff.models.files import read_object
 from streamdiff.models.fit import check_finite, check_fit
 from streamdiff.models.latents import (
@@ -76,6 +77,12 @@ class TaehvDecoder(_Half):
     def frames_of(self, latents: int) -> int:
         """Frames that a stream's first `latents` latent frames give."""
         return max(0, latents * self.temporal - self.config.frames_to_trim)
+
+    def stream_bytes(self, height: int, width: int) -> int:
+        """Bytes of a running stream's memory, for latents of `height` x `width`."""
+        shape = self.config
+        values = taehv_values(shape.decoder_widths, shape.decoder_blocks, shape.decoder_space, height, width)
+        return self.dtype.itemsize * values
 
     def decode(self, latents: Tensor, memory: Memory) -> Tensor:
         """Normalised latents `[1, C, F, h, w]` to frames uint8 `[n, H, W, 3]`. Mutates: memory.

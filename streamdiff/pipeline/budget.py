@@ -1,4 +1,5 @@
-"""Memory for the caches of sessions: what every rank has, what a session needs, the refusal of one too many.
+"""Memory for sessions (their caches, and what the decoder remembers): what every rank has, what a session needs, the
+refusal of one too many.
 
 Pure: bytes in, an error out. The head keeps it for all ranks, since it opens the sessions.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -19,12 +21,19 @@ _KEPT_BACK = 0.1
 _GB = 1e9
 
 
+class Room(NamedTuple):
+    """A rank's `free` bytes for sessions, and the bytes that its decoder, if it has one, remembers of each."""
+
+    free: int
+    decoding: int = 0
+
+
 @dataclass
 class Budget:
-    """`room[r]` bytes for caches on rank r, which has `blocks[r]` blocks; numbers have `value_bytes` bytes."""
+    """`room[r]` is what rank r has, which runs `blocks[r]` blocks; numbers in caches have `value_bytes` bytes."""
 
     facts: Facts
-    room: Sequence[int]
+    room: Sequence[Room]
     blocks: Sequence[int]
     value_bytes: int
     _taken: dict[int, list[int]] = field(default_factory=dict)
@@ -37,12 +46,14 @@ class Budget:
         """
         need = self._need(steps, kv_context)
         for rank, wanted in enumerate(need):
-            left = self.room[rank] - sum(taken[rank] for taken in self._taken.values())
+            free, decoding = self.room[rank]
+            left = free - sum(taken[rank] for taken in self._taken.values())
+            also = f" and {decoding / _GB:.3g} GB of decoder's memory" if decoding else ""
             if wanted > left:
                 raise RequestError(
                     "session",
-                    f"the session does not fit: its caches ({kv_context}, {steps} steps) need {wanted / _GB:.3g} GB on "
-                    f"rank {rank}, where {left / _GB:.3g} of {self.room[rank] / _GB:.3g} GB are left "
+                    f"the session does not fit: its caches ({kv_context}, {steps} steps){also} need "
+                    f"{wanted / _GB:.3g} GB on rank {rank}, where {left / _GB:.3g} of {free / _GB:.3g} GB are left "
                     f"({len(self._taken)} sessions open). Close one, or give more with model.memory_gb",
                     "memory",
                 )
@@ -50,12 +61,12 @@ class Budget:
 
     def fits(self, *, steps: int, kv_context: str) -> int:
         """How many sessions like this there is room for, with none open."""
-        return min(room // need for room, need in zip(self.room, self._need(steps, kv_context), strict=True))
+        return min(room.free // need for room, need in zip(self.room, self._need(steps, kv_context), strict=True))
 
     def _need(self, steps: int, kv_context: str) -> list[int]:
         return [
-            self.value_bytes * self.facts.cache_values(count, steps=steps, kv_context=kv_context)
-            for count in self.blocks
+            room.decoding + self.value_bytes * self.facts.cache_values(count, steps=steps, kv_context=kv_context)
+            for room, count in zip(self.room, self.blocks, strict=True)
         ]
 
     def take(self, session: int, need: list[int]) -> None:

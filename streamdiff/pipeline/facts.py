@@ -12,6 +12,7 @@ from typing import Any
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.base import ModelSpec, window, window_chunks
+from streamdiff.models.decoder_memory import taehv_values
 from streamdiff.models.files import read_object
 from streamdiff.models.headers import read_header
 from streamdiff.pipeline.scheduler import cache_count, spare_slots
@@ -41,11 +42,16 @@ class Decoder:
             macs += 9 * widths[i] * widths[i + 1] * pixels * frames
         return 2.0 * (macs + 9 * widths[-1] * 3 * self.patch_size**2 * pixels * frames)
 
+    def memory_values(self, height: int, width: int) -> int:
+        """Numbers that it remembers of a stream of `height` x `width` latent pixels."""
+        return taehv_values(self.decoder_widths, self.decoder_blocks, self.decoder_space, height, width)
+
 
 @dataclass(frozen=True)
 class Facts:
     """A model's sizes. Chunk, windows and sink in latent frames; `*_values` count stored numbers, 0 where unknown;
-    `first_chunk_steps` where a stream's first chunk has more steps than the others."""
+    `first_chunk_steps` where a stream's first chunk has more steps than the others;
+    `decoder_memory_values` are those that the decoder remembers of a stream."""
 
     name: str
     blocks: int
@@ -70,6 +76,7 @@ class Facts:
     decoder: Decoder
     text_values: int
     decoder_values: int
+    decoder_memory_values: int
     first_chunk_steps: int | None = None
 
     @property
@@ -115,6 +122,16 @@ class Facts:
         attention = 4 * (width**2 + width) + 2 * width
         norm = 2 * width if self.cross_attn_norm else 0
         return 2 * attention + norm + 2 * width * self.ffn_dim + self.ffn_dim + width + 6 * width
+
+    @property
+    def linear_values(self) -> int:
+        """Of a block's numbers, those that can be had in 8 bits: the matrices of attention and feed-forward."""
+        return 8 * self.width**2 + 2 * self.width * self.ffn_dim
+
+    @property
+    def linear_rows(self) -> int:
+        """Rows of these matrices; in 8 bits each has a scale, four bytes, and a zero, one byte."""
+        return 9 * self.width + self.ffn_dim
 
     @property
     def shared_values(self) -> int:
@@ -163,6 +180,15 @@ def read_facts(model: str) -> Facts:
     patch = transformer.integers("patch_size", 3)
     sink = stream.integer("sink_latents", low=0) if "sink_latents" in stream.values else 0
     clean = stream.integer("clean_window_latents") if "clean_window_latents" in stream.values else None
+    shape = Decoder(
+        latent_channels=decoder.integer("latent_channels"),
+        patch_size=decoder.integer("patch_size"),
+        decoder_widths=decoder.integers("decoder_widths", 4),
+        decoder_blocks=decoder.integers("decoder_blocks", 3, low=0),
+        decoder_space=decoder.integers("decoder_space", 3),
+        decoder_time=decoder.integers("decoder_time", 3),
+    )
+    height, width = stream.integer("latent_height"), stream.integer("latent_width")
     facts = Facts(
         name=model,
         blocks=transformer.integer("num_layers"),
@@ -175,8 +201,8 @@ def read_facts(model: str) -> Facts:
         out_channels=transformer.integer("out_channels"),
         patch=(patch[0], patch[1], patch[2]),
         cross_attn_norm=bool(transformer.values.get("cross_attn_norm", True)),
-        latent_height=stream.integer("latent_height"),
-        latent_width=stream.integer("latent_width"),
+        latent_height=height,
+        latent_width=width,
         chunk_latents=stream.integer("chunk_latents"),
         window_latents=stream.integer("window_latents"),
         clean_window_latents=clean,
@@ -184,16 +210,10 @@ def read_facts(model: str) -> Facts:
         steps=stream.integers("steps"),
         native_fps=stream.number("native_fps"),
         text_tokens=_text_tokens(folder / "tokenizer" / "tokenizer.json"),
-        decoder=Decoder(
-            latent_channels=decoder.integer("latent_channels"),
-            patch_size=decoder.integer("patch_size"),
-            decoder_widths=decoder.integers("decoder_widths", 4),
-            decoder_blocks=decoder.integers("decoder_blocks", 3, low=0),
-            decoder_space=decoder.integers("decoder_space", 3),
-            decoder_time=decoder.integers("decoder_time", 3),
-        ),
+        decoder=shape,
         text_values=stored_values(folder / "text_encoder"),
         decoder_values=stored_values(folder / "vae"),
+        decoder_memory_values=shape.memory_values(height, width),
     )
     if facts.tokens < 1 or min(map(facts.window, ("matched", "clean"))) < sink + facts.chunk_latents:
         raise ConfigError(
@@ -205,7 +225,7 @@ def read_facts(model: str) -> Facts:
 def facts_from(architecture: Mapping[str, Any], spec: ModelSpec) -> Facts:
     """The facts of a model with a transformer of this architecture (arguments of diffusers' `WanTransformer3DModel`).
     They are the transformer's alone: text encoder and autoencoder count as 0, and nothing is said of how long decoding
-    takes."""
+    takes or what it remembers."""
     given: Any = architecture
     return Facts(
         name=spec.name,
@@ -231,6 +251,7 @@ def facts_from(architecture: Mapping[str, Any], spec: ModelSpec) -> Facts:
         decoder=Decoder(spec.latent_channels, 1, (0,) * 4, (0,) * 3, (1,) * 3, (1, 1, spec.frames_per_latent)),
         text_values=0,
         decoder_values=0,
+        decoder_memory_values=0,
     )
 
 

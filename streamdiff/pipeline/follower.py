@@ -42,10 +42,12 @@ def follow(config: ModelConfig) -> None:
         trunk, _ = loading.load_share(
             config, member, device, lambda blocks: loading.load_trunk(config, device, blocks), decoder
         )
-        member.tell_room(loading.own_room(config, device))
+        member.tell_room(loading.own_room(config, device, decoder))
         workers.append(ranks.follower(trunk, ranks.Place(member.rank, config.stages), device, link=link))
-    elif link == "nccl":
-        edge_groups(config.stages, device)  # all ranks make them together, also who has none
+    else:
+        member.tell_room(loading.own_room(config, device, decoder))
+        if link == "nccl":
+            edge_groups(config.stages, device)  # all ranks make them together, also who has none
     if decoder is not None:
         outbox, inbox = ranks.decode_links(loading.read_spec(config), member.rank, config.decode_rank, device)
         workers.append(DecodeWorker(decoder, inbox, outbox))

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from streamdiff.errors import ConfigError
+from streamdiff.pipeline.budget import Room
 
 START_LIMIT = timedelta(minutes=10)
 """How long ranks wait for each other while weights are loaded."""
@@ -31,13 +32,13 @@ class Member:
     ranks: int
     store: Store
 
-    def tell_room(self, room: int) -> None:
-        """Tell the head how many bytes this rank has for caches."""
-        self.store.set(f"room/{self.rank}", str(room))
+    def tell_room(self, room: Room) -> None:
+        """Tell the head what memory this rank has for sessions."""
+        self.store.set(f"room/{self.rank}", json.dumps(room))
 
-    def hear_rooms(self, stages: int) -> list[int]:
-        """What the ranks of the stages have told; waits for them."""
-        return [int(self.store.get(f"room/{rank}")) for rank in range(stages)]
+    def hear_rooms(self) -> list[Room]:
+        """What all ranks have told; waits for them."""
+        return [Room(*json.loads(self.store.get(f"room/{rank}"))) for rank in range(self.ranks)]
 
 
 def check_world(stages: int, ranks: int) -> None:

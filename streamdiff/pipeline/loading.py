@@ -15,11 +15,12 @@ from streamdiff.config import ModelConfig
 from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
 from streamdiff.models import library
-from streamdiff.models.base import Model, ModelSpec, StreamDecoder, Trunk
+from streamdiff.models.base import Model, ModelSpec, StreamDecoder, TextEncoder, Trunk
 from streamdiff.models.library import Parts, Place
 from streamdiff.models.wan.lora import parse_lora
+from streamdiff.models.wan.transformer import WanDenoiser
 from streamdiff.pipeline import balance, group
-from streamdiff.pipeline.budget import free_bytes
+from streamdiff.pipeline.budget import Room, free_bytes
 from streamdiff.pipeline.facts import Facts, facts_from, read_facts
 from streamdiff.pipeline.plan import check_stages, split_evenly
 from streamdiff.version import __version__
@@ -105,9 +106,11 @@ def load_share(
     return (trunk if runs[member.rank] == even else load(runs[member.rank])), runs
 
 
-def own_room(config: ModelConfig, device: torch.device) -> int:
-    """Bytes that this rank has for caches, once its weights are loaded."""
-    return free_bytes(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), config.memory_gb)
+def own_room(config: ModelConfig, device: torch.device, decoder: StreamDecoder | None) -> Room:
+    """What this rank has for sessions, once its weights are loaded; `decoder` is the one that works here, if any."""
+    spec = read_spec(config)
+    remembered = 0 if decoder is None else decoder.stream_bytes(spec.latent_height, spec.latent_width)
+    return Room(free_bytes(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), config.memory_gb), remembered)
 
 
 def load_model(config: ModelConfig, device: torch.device, blocks: Run | None = None) -> Model:
@@ -116,17 +119,22 @@ def load_model(config: ModelConfig, device: torch.device, blocks: Run | None = N
     place, spec = place_of(config), read_spec(config)
     if remark := library.remark(place, config.kv_context):
         print(f"streamdiff: note: {remark}", file=sys.stderr)
-    denoiser = library.load_transformer(place, device, dtype_of(config, device), blocks, config.attention)
-    return Model(spec, denoiser, library.load_text(place, spec, device, config.keep_text_encoder), None)
+    return Model(spec, _denoiser(config, device, blocks), _text(config, place, spec, device), None)
 
 
 def load_trunk(config: ModelConfig, device: torch.device, blocks: Run) -> Trunk:
     """What any other stage needs. Mutates: torch's number of threads."""
     torch.set_num_threads(config.threads)
-    return Trunk(
-        read_spec(config),
-        library.load_transformer(place_of(config), device, dtype_of(config, device), blocks, config.attention),
-    )
+    return Trunk(read_spec(config), _denoiser(config, device, blocks))
+
+
+def _text(config: ModelConfig, place: Place, spec: ModelSpec, device: torch.device) -> TextEncoder:
+    return library.load_text(place, spec, device, config.keep_text_encoder, config.text_device)
+
+
+def _denoiser(config: ModelConfig, device: torch.device, blocks: Run | None) -> WanDenoiser:
+    dtype = dtype_of(config, device)
+    return library.load_transformer(place_of(config), device, dtype, blocks, config.attention, config.quantize)
 
 
 def load_decoder(config: ModelConfig, device: torch.device) -> StreamDecoder:

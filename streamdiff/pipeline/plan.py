@@ -54,17 +54,19 @@ class Layout:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. Activations are the link's slots and the widest moment of a block, an estimate."""
+    """Bytes of one rank. Activations are the link's slots and the widest moment of a block, an estimate; `decoding` is
+    what the decoder remembers of streams."""
 
     rank: int
     role: str
     weights: int
     caches: int
     activations: int
+    decoding: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.caches + self.activations
+        return self.weights + self.caches + self.activations + self.decoding
 
 
 def split_blocks(block_s: Sequence[float], extra_s: Sequence[float]) -> tuple[tuple[int, int], ...]:
@@ -166,18 +168,24 @@ def _lay_out(costs: Costs, load: Workload, decode: str) -> Layout:
     return Layout(blocks, tuple(stage_s), decode, slowest)
 
 
-def memory(facts: Facts, layout: Layout, load: Workload, value_bytes: int) -> tuple[Memory, ...]:
-    """Memory of every rank, with numbers of `value_bytes` bytes.
+def memory(
+    facts: Facts, layout: Layout, load: Workload, value_bytes: int, quantize: str = "none"
+) -> tuple[Memory, ...]:
+    """Memory of every rank, with numbers of `value_bytes` bytes, but for the blocks' matrices where `quantize` (see
+    `models.quantize`) has them in 8 bits.
 
     The text encoder lives on the head; the decoder on the head too, unless it has the last rank or one of its own.
-    Caches are of all sessions. A link has two slots at each of its ends, for the rows of a full forward.
+    Caches, and what the decoder remembers, are of all sessions. A link has two slots at each of its ends, for the rows
+    of a full forward.
     """
     last, found = load.stages - 1, []
+    decoding = value_bytes * load.sessions * facts.decoder_memory_values
     home = {"last": last, "own-rank": load.stages}.get(layout.decode, 0)
     block_peak = facts.tokens * (2 * facts.width + max(4 * facts.width, facts.ffn_dim))
     for rank, (first, end) in enumerate(layout.blocks):
         count = end - first
         weights = facts.shared_values + count * facts.block_values
+        saved = 0 if quantize == "none" else count * _saved(facts, value_bytes)
         weights += facts.embed_values + facts.text_values if rank == 0 else 0
         weights += facts.output_values if rank == last else 0
         weights += facts.decoder_values if rank == home else 0
@@ -189,7 +197,14 @@ def memory(facts: Facts, layout: Layout, load: Workload, value_bytes: int) -> tu
         role = " ".join(
             word for word, here in (("head", rank == 0), ("output", rank == last), ("decode", rank == home)) if here
         )
-        found.append(Memory(rank, role, *(value_bytes * values for values in (weights, caches, activations))))
+        remembered = decoding if rank == home else 0
+        sizes = value_bytes * weights - saved, value_bytes * caches, value_bytes * activations, remembered
+        found.append(Memory(rank, role, *sizes))
     if home == load.stages:
-        found.append(Memory(home, "decode", value_bytes * facts.decoder_values, 0, 0))
+        found.append(Memory(home, "decode", value_bytes * facts.decoder_values, 0, 0, decoding))
     return tuple(found)
+
+
+def _saved(facts: Facts, value_bytes: int) -> int:
+    """Bytes that 8 bits save in a block: a number of a matrix takes one, and every row five for its scale and zero."""
+    return (value_bytes - 1) * facts.linear_values - 5 * facts.linear_rows

@@ -72,7 +72,7 @@ def run(model: ModelConfig, job: Job) -> int:
 
 
 def make(model: ModelConfig, job: Job) -> Outcome:
-    """The plan for `model` (its name, steps and KV context count).
+    """The plan for `model` (its name, steps, KV context and way to quantise count).
 
     Raises:
         ConfigError: something cannot be planned.
@@ -98,7 +98,8 @@ def make(model: ModelConfig, job: Job) -> Outcome:
         max_rows=job.max_rows,
         chunks=job.chunks,
     )
-    return Outcome(source, facts, load, layout, setup, memory(facts, layout, load, DTYPES[job.dtype]), simulate(setup))
+    sizes = memory(facts, layout, load, DTYPES[job.dtype], model.quantize)
+    return Outcome(source, facts, load, layout, setup, sizes, simulate(setup))
 
 
 def _check(job: Job) -> None:
@@ -206,7 +207,7 @@ def as_tree(outcome: Outcome) -> dict[str, object]:
 
 
 def _bytes(row: Memory) -> dict[str, int]:
-    return {"weights": row.weights, "caches": row.caches, "activations": row.activations}
+    return {"weights": row.weights, "caches": row.caches, "activations": row.activations, "decoding": row.decoding}
 
 
 def as_text(outcome: Outcome) -> list[str]:
@@ -256,7 +257,7 @@ def _table(outcome: Outcome) -> list[str]:
     """One line per rank."""
     layout, figures = outcome.layout, outcome.run.figures
     rows: list[tuple[str, ...]] = [
-        ("rank", "blocks", "forward", "busy", "weights", "caches", "activations", "total", "")
+        ("rank", "blocks", "forward", "busy", "weights", "caches", "activations", "decoding", "total", "")
     ]
     for row in outcome.memory:
         sizes = *map(_size, _bytes(row).values()), _size(row.total)

@@ -305,20 +305,20 @@ def load_runtime(config: ModelConfig) -> Runtime:
     if config.ranks == 1:
         check_world(1, 1)
         model = loading.load_model(config, device)
-        runs, rooms = ((0, model.blocks),), [loading.own_room(config, device)]
+        runs, rooms = ((0, model.blocks),), [loading.own_room(config, device, decoder)]
     else:
         member = loading.join(config)
         model, runs = loading.load_share(
             config, member, device, lambda blocks: loading.load_model(config, device, blocks), decoder
         )
-        member.tell_room(loading.own_room(config, device))
+        member.tell_room(loading.own_room(config, device, decoder))
         link = ranks.link_of(config, device)
         ring = ranks.head_ring(model, ranks.Place(0, config.stages), device, link=link)
         links = ranks.decode_links(model.spec, 0, config.decode_rank, device) if decoder is None else None
         company = Company(member, ring, config.hang_s, links)
-        rooms = member.hear_rooms(config.stages)
+        rooms = member.hear_rooms()
     model = replace(model, decoder=decoder)
-    counts = [last - first for first, last in runs]
+    counts = [last - first for first, last in runs] + [0] * (config.ranks - config.stages)
     budget = Budget(loading.facts_of(config), rooms, counts, model.denoiser.dtype.itemsize)
     runtime = Runtime(model, device, config.steps, config.kv_context, company, budget)
     _warm_up(runtime)

@@ -78,7 +78,7 @@ class Stage:
             tokens=self.frames * self.grid[0] * self.grid[1],
             heads=self.denoiser.heads,
             head_dim=self.denoiser.head_dim,
-            like=self.denoiser.blocks[0].attn1.to_k.weight.detach(),
+            like=torch.empty(0, dtype=self.denoiser.dtype, device=self.device),  # weights may be quantised
         )
         self.sessions[session] = StageSession(plan, state, steps, kv_context == "matched")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from streamdiff.config import ModelConfig
-from streamdiff.pipeline.budget import Budget, free_bytes
+from streamdiff.pipeline.budget import Budget, Room, free_bytes
 from streamdiff.pipeline.facts import read_facts
 from streamdiff.pipeline.runtime import Runtime, load_runtime
 from tests.small import CPU
@@ -18,7 +18,7 @@ FACTS = read_facts("tiny")
 
 def test_sessions_fit_until_one_rank_is_full() -> None:
     need = 4 * FACTS.cache_values(2, steps=4, kv_context="matched")
-    budget = Budget(FACTS, [10 * need, 3 * need - 1], [1, 2], 4)
+    budget = Budget(FACTS, [Room(10 * need), Room(3 * need - 1)], [1, 2], 4)
     for session in range(2):
         budget.take(session, budget.need(steps=4, kv_context="matched"))
     with pytest.raises(ValueError, match=r"on rank 1, where .* \(2 sessions open\).*model\.memory_gb"):
@@ -34,7 +34,8 @@ def test_room_is_what_is_given_or_a_share_of_what_is_free() -> None:
 
 
 def test_the_runtime_asks_before_it_opens() -> None:
-    config = ModelConfig(memory_gb=1e-9 * 4 * FACTS.cache_values(FACTS.blocks, steps=4, kv_context="clean") * 1.01)
+    values = FACTS.cache_values(FACTS.blocks, steps=4, kv_context="clean") + FACTS.decoder_memory_values
+    config = ModelConfig(memory_gb=1e-9 * 4 * values * 1.01)
     runtime = load_runtime(config)
     text = runtime.text.encode(runtime.text.examples[0])
     epochs = count(1)
@@ -42,7 +43,7 @@ def test_the_runtime_asks_before_it_opens() -> None:
     def start(runtime: Runtime, session: int, kv_context: str) -> None:
         runtime.open(session, text, seed=0, epoch=next(epochs), steps=4, kv_context=kv_context)
 
-    with pytest.raises(ValueError, match=r"staircase, 4 steps.* \(0 sessions open\)"):
+    with pytest.raises(ValueError, match=r"staircase, 4 steps\) and .* decoder's memory need .*\(0 sessions open\)"):
         start(runtime, 0, "staircase")
     start(runtime, 0, "clean")
     with pytest.raises(ValueError, match="1 sessions open"):
@@ -63,3 +64,12 @@ def test_what_is_counted_is_what_is_allocated() -> None:
         counted = torch.float32.itemsize * FACTS.cache_values(FACTS.blocks, steps=4, kv_context=kv_context)
         assert kept.state.nbytes + texts == counted, kv_context
     runtime.close()
+
+
+def test_the_decoder_counts_where_it_works() -> None:
+    caches = 4 * FACTS.cache_values(1, steps=4, kv_context="clean")
+    rooms = [Room(2 * caches), Room(2 * caches, caches + 1), Room(10, 10)]  # the last rank decodes only
+    with pytest.raises(ValueError, match=r"GB of decoder's memory need .* on rank 1, where"):
+        Budget(FACTS, rooms, [1, 1, 0], 4).need(steps=4, kv_context="clean")
+    rooms[1] = Room(2 * caches, caches)
+    assert Budget(FACTS, rooms, [1, 1, 0], 4).need(steps=4, kv_context="clean") == [caches, 2 * caches, 10]

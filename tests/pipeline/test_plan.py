@@ -139,6 +139,8 @@ def test_memory_holds_everything_once_and_where_it_lives(facts: Facts) -> None:
         assert sum(row.weights for row in rows) == 2 * stored
         caches = 2 * 2 * facts.cache_values(4, steps=4, kv_context="matched")
         assert sum(row.caches for row in rows) == caches
+        assert [row.decoding for row in rows if row.decoding] == [2 * 2 * facts.decoder_memory_values]
+        assert rows[home].decoding
     one_row = memory(facts, lay_out(costs(4), load, "head"), Workload(4, 1, 4, "matched", 1), 2)
     assert [row.activations * 3 for row in one_row] == [row.activations for row in rows[:4]]
 
@@ -252,7 +254,7 @@ def test_json_holds_the_whole_plan_and_is_json() -> None:
     assert tree["ranks"][4]["occupancy"] == pytest.approx(0.5, abs=0.03)
     for rank in tree["ranks"]:
         sizes = rank["bytes"]
-        assert sizes["total"] == sizes["weights"] + sizes["caches"] + sizes["activations"]
+        assert sizes.pop("total") == sum(sizes.values())
     assert tree["figures"]["chunks_per_s"] == pytest.approx(1, rel=0.03)
     assert tree["figures"]["frames_per_s"] == pytest.approx(12, rel=0.03)
     assert tree["figures"]["latency_s"] == pytest.approx(4.5, rel=0.1)

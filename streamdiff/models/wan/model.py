@@ -30,9 +30,13 @@ class TransformerSource:
 
 
 def load_denoiser(
-    source: TransformerSource, device: torch.device, dtype: torch.dtype, blocks: tuple[int, int] | None = None
+    source: TransformerSource,
+    device: torch.device,
+    dtype: torch.dtype,
+    blocks: tuple[int, int] | None = None,
+    quantize: str = "none",
 ) -> WanDenoiser:
-    """The transformer, or blocks `blocks` (first, last exclusive) of it.
+    """The transformer, or blocks `blocks` (first, last exclusive) of it, quantised as `models.quantize` has it.
 
     Raises:
         ConfigError: see `load_transformer`; or one that is told more than latents and text (image to video), which
@@ -46,6 +50,7 @@ def load_denoiser(
         container=source.container,
         config=source.config,
         loras=source.loras,
+        quantize=quantize,
     )
     told: Any = model.config
     if told.image_dim is not None or told.added_kv_proj_dim is not None:

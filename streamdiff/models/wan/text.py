@@ -1,19 +1,22 @@
-"""Wan's text encoder: UMT5 and its tokenizer from a diffusers folder, with embeddings as diffusers' WanPipeline has
-them: a fixed number of tokens, zero beyond the text. Knows nothing about caches, files given by a user, or sessions."""
+"""Wan's text encoder: UMT5 and its tokenizer, from a diffusers folder or the original file (`text_files`), with
+embeddings as diffusers' WanPipeline has them: a fixed number of tokens, zero beyond the text. Knows nothing about
+caches, files given by a user, or sessions."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import html
 import json
+import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ftfy
 import torch
-from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -21,9 +24,10 @@ from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.base import Reading
+from streamdiff.models.wan import text_files
+from streamdiff.models.wan.text_files import TOKENIZER_FILES, TextFiles
 
 TEXT_TOKENS = 512
-_clean: Callable[[str], str] = prompt_clean
 EXAMPLES = (
     "A red fox trots through fresh snow at dawn, its breath visible, low sun between the pines. The camera follows it "
     "from the side at eye level.",
@@ -35,7 +39,6 @@ VOCABULARY = (
     "light and the camera work best."
 )
 _WORDS = ("shared.weight", "encoder.embed_tokens.weight")
-_TOKENIZER_FILES = ("tokenizer.json", "spiece.model")
 _LAST_WORDS = 8  # tokens of a cut prompt's end that a notice shows
 
 
@@ -57,7 +60,7 @@ class WanText:
 
     def __init__(
         self,
-        folder: Path,
+        path: Path,
         *,
         length: int = TEXT_TOKENS,
         width: int | None = None,
@@ -67,10 +70,10 @@ class WanText:
         keep: bool = True,
         revision: str = "",
     ) -> None:
-        """Reads `tokenizer/` and the configuration in `text_encoder/`; the weights come with the first text.
+        """Reads the tokenizer and the encoder's sizes; the weights come with the first text.
 
         Args:
-            folder: a model in diffusers' layout.
+            path: a model in diffusers' layout, or original Wan's: the folder, or the encoder's file.
             length: text tokens T that the model was trained with.
             width: text width that the transformer asks for; None: whatever the encoder has.
             device: where the encoder runs; the CPU leaves a GPU's memory to the transformer.
@@ -82,15 +85,16 @@ class WanText:
         Raises:
             ConfigError: a part that is missing or cannot be read, or an encoder of another kind or width.
         """
-        self.folder, self.length, self.keep = folder, length, keep
+        self.path, self.length, self.keep = path, length, keep
+        self._files = text_files.find(path)
         self.device = torch.device(device)
         self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else torch.bfloat16)
         self.output = self.device if output is None else torch.device(output)
-        self.width, words = _read_config(folder, width)
-        self.identity = f"{folder.resolve()} {self.dtype}"
+        self.width, words = _sizes(self._files, width)
+        self.identity = f"{path.resolve()} {self.dtype}"
         """With `revision`, what tells its embeddings from other encoders'."""
-        self.revision = revision or _revision(folder)
-        self._tokenizer = _load_tokenizer(folder, words)
+        self.revision = revision or _revision(self._files)
+        self._tokenizer = _load_tokenizer(self._files.tokenizer, words)
         # Padding and truncation are settings of the tokenizer's own, so two threads must not use it at once.
         self._tokenizing, self._encoding = threading.Lock(), threading.Lock()
         self._encoder: UMT5EncoderModel | None = None
@@ -123,13 +127,13 @@ class WanText:
         """
         tokens = self.tokens(text)
         with self._encoding:
-            encoder = self._encoder or _load_encoder(self.folder, self.device, self.dtype)
+            encoder = self._encoder or _load_encoder(self._files, self.device, self.dtype)
             self._encoder = encoder if self.keep else None
             with torch.inference_mode(), _beside(self.device):
                 hidden = encoder(tokens.ids.to(self.device), tokens.mask.to(self.device)).last_hidden_state[0]
             del encoder
         if not bool(hidden[: tokens.count].isfinite().all()):
-            raise ValueError(f"the text encoder in {self.folder} gave values that are not finite in {self.dtype}")
+            raise ValueError(f"the text encoder in {self.path} gave values that are not finite in {self.dtype}")
         embeddings = torch.zeros(self.length, self.width, dtype=self.dtype, device=self.output)
         embeddings[: tokens.count] = hidden[: tokens.count].to(self.output)
         return embeddings
@@ -148,6 +152,12 @@ class WanText:
             self._encoder = None
 
 
+def _clean(text: str) -> str:
+    """As diffusers and original Wan clean a prompt: broken encodings mended, entities resolved, white space simple."""
+    text = html.unescape(html.unescape(ftfy.fix_text(text)))
+    return re.sub(r"\s+", " ", text).strip()
+
+
 @contextlib.contextmanager
 def _beside(device: torch.device) -> Iterator[None]:
     """On a GPU, run on a stream of its own and wait for it on this thread, so that the transformer's work goes on."""
@@ -160,9 +170,23 @@ def _beside(device: torch.device) -> Iterator[None]:
     stream.synchronize()
 
 
-def _read_config(folder: Path, width: int | None) -> tuple[int, int]:
-    """Width and number of words of the encoder."""
-    path = folder / "text_encoder" / "config.json"
+def _sizes(files: TextFiles, width: int | None) -> tuple[int, int]:
+    """Width and number of words of the encoder; the width must be `width` if that is given."""
+    if files.original:
+        path, sizes = files.weights, text_files.original_sizes(files.weights)
+        found, words = sizes.d_model, sizes.vocab_size
+    else:
+        path = files.weights / "config.json"
+        found, words = _read_config(path)
+    if width is not None and found != width:
+        raise ConfigError(
+            f"{path}: the text encoder is {found} wide (d_model), but the transformer asks for {width} (text_dim)"
+        )
+    return found, words
+
+
+def _read_config(path: Path) -> tuple[int, int]:
+    """Width and number of words of the encoder in a folder."""
     try:
         config: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -176,21 +200,15 @@ def _read_config(folder: Path, width: int | None) -> tuple[int, int]:
         raise ConfigError(
             f"{path}: expected a UMT5 encoder (model_type umt5, with d_model and vocab_size), got model_type {kind!r}"
         )
-    if width is not None and config["d_model"] != width:
-        raise ConfigError(
-            f"{path}: the text encoder is {config['d_model']} wide (d_model), but the transformer asks for {width} "
-            "(text_dim)"
-        )
     return config["d_model"], config["vocab_size"]
 
 
-def _load_tokenizer(folder: Path, words: int) -> Any:
+def _load_tokenizer(path: Path, words: int) -> Any:
     """The tokenizer of an encoder that knows `words` words."""
-    path = folder / "tokenizer"
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such folder; diffusers' layout has the tokenizer there")
-    if not any((path / name).is_file() for name in _TOKENIZER_FILES):  # transformers would make one without words
-        raise ConfigError(f"{path}: no tokenizer that can be read: expected {' or '.join(_TOKENIZER_FILES)}")
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):  # transformers would make one without words
+        raise ConfigError(f"{path}: no tokenizer that can be read: expected {' or '.join(TOKENIZER_FILES)}")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, padding_side="right")
     except Exception as error:  # a damaged file makes the tokenizers library raise just that
@@ -203,8 +221,10 @@ def _load_tokenizer(folder: Path, words: int) -> Any:
     return tokenizer
 
 
-def _load_encoder(folder: Path, device: torch.device, dtype: torch.dtype) -> UMT5EncoderModel:
-    path = folder / "text_encoder"
+def _load_encoder(files: TextFiles, device: torch.device, dtype: torch.dtype) -> UMT5EncoderModel:
+    path = files.weights
+    if files.original:
+        return text_files.load_original(path, device, dtype)
     try:
         loaded: Any = UMT5EncoderModel.from_pretrained(
             path, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
@@ -240,10 +260,10 @@ def _tie(encoder: UMT5EncoderModel, missing: set[str]) -> None:
     missing.difference_update(_WORDS)
 
 
-def _revision(folder: Path) -> str:
+def _revision(files: TextFiles) -> str:
     """Of the files as they are now; weights are not read."""
     digest = hashlib.sha256()
-    for path in sorted(path for part in ("text_encoder", "tokenizer") for path in (folder / part).glob("*")):
+    for path in sorted(files.paths()):
         state = path.stat()
-        digest.update(f"{path.relative_to(folder)} {state.st_size} {state.st_mtime_ns}\n".encode())
+        digest.update(f"{path.name} {state.st_size} {state.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:16]

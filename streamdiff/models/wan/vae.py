@@ -21,6 +21,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
 from torch import Tensor, nn
 
 from streamdiff.errors import ConfigError
+from streamdiff.models.decoder_memory import wan_values
 from streamdiff.models.latents import Normalisation, split_whole, to_bytes
 
 
@@ -31,7 +32,8 @@ class Memory:
     `features`: one entry per causal convolution, in the order they run: None before its first call, then its last one
     or two input frames (diffusers writes "Rep" into one that has seen a single frame). `size`: (batch, height, width)
     of the stream's pieces. `pending`: frames to encode that do not make a whole group yet. Its size does not depend on
-    the stream's length; to decode Wan2.1 at 480x832 it is 3.8 GB in float32, half that in bfloat16.
+    the stream's length; `decoder_memory` counts it: to decode Wan2.1 at 480x832, 3.8 GB in
+    float32, half that in bfloat16.
     """
 
     features: list[Tensor | str | None] = field(default_factory=list)
@@ -96,6 +98,10 @@ class WanDecoder(_Half):
     def frames_of(self, latents: int) -> int:
         """Frames that a stream's first `latents` latent frames give."""
         return max(0, 1 + (latents - 1) * self.temporal)
+
+    def stream_bytes(self, height: int, width: int) -> int:
+        """Bytes of a running stream's memory, for latents of `height` x `width`."""
+        return self.dtype.itemsize * wan_values(self.autoencoder.config, height, width)
 
     def decode(self, latents: Tensor, memory: Memory) -> Tensor:
         """Normalised latents `[1, C, F, h, w]` to frames uint8 `[n, H, W, 3]`. Mutates: memory.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from streamdiff.errors import ConfigError
+from streamdiff.models import quantize as quantization
 from streamdiff.models.checkpoint import Checkpoint, open_checkpoint
 from streamdiff.models.wan.architecture import read_architecture
 from streamdiff.models.wan.lora import Adapter, Lora, open_lora
@@ -30,6 +31,15 @@ _FIRST_ONLY = ("patch_embedding.", "condition_embedder.time_embedder.")
 _LAST_ONLY = ("proj_out.", "scale_shift_table")
 _BLOCK = "blocks."
 _LOW = (torch.bfloat16, torch.float16)
+
+
+class Target(NamedTuple):
+    """Where weights go, and in what form."""
+
+    device: torch.device
+    dtype: torch.dtype
+    quantize: str
+
 
 Blocks = tuple[int, int]
 Shapes = dict[str, tuple[int, ...]]
@@ -49,6 +59,7 @@ def load_transformer(
     container: str | None = None,
     config: Mapping[str, Any] | None = None,
     loras: Sequence[Lora] = (),
+    quantize: str = "none",
     progress: bool | None = None,
 ) -> WanTransformer3DModel:
     """The transformer in a checkpoint, with blocks `blocks` (first, last exclusive; all when None).
@@ -63,12 +74,15 @@ def load_transformer(
         config: of diffusers or original Wan; goes before the folder's own `config.json`. What neither says is read from
             the tensors' shapes.
         loras: merged into the weights, in float32, block by block.
+        quantize: of the blocks' linear layers, see `models.quantize`; each weight as it is read.
         progress: show a bar on standard error; None for large files on a terminal.
 
     Raises:
         ConfigError: no such file, or one that cannot be used; tensors that are missing, unexpected (also those of other
-            blocks), misshapen, not floating point or not finite; a LoRA that does not fit. Nothing is loaded then.
+            blocks), misshapen, not floating point or not finite; a LoRA that does not fit; a way to quantise that
+            cannot be had here. Nothing is loaded then.
     """
+    quantization.check(quantize, device, dtype)
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, container)
     names = _names(checkpoint)
     architecture = _architecture(checkpoint, names, config)
@@ -84,7 +98,7 @@ def load_transformer(
     whole = _whole(shapes, first, count)
     _check(checkpoint, names, wanted, whole, architecture)
     adapters = [open_lora(lora, whole) for lora in loras]
-    found = _read(checkpoint, names, wanted, adapters, device, dtype, progress)
+    found = _read(checkpoint, names, wanted, adapters, Target(device, dtype, quantize), progress)
     model.load_state_dict({_renumbered(name, -first): found.pop(name) for name in wanted}, strict=False, assign=True)
     model.eval()
     return model
@@ -191,11 +205,10 @@ def _read(
     names: Names,
     wanted: Shapes,
     adapters: Sequence[Adapter],
-    device: torch.device,
-    dtype: torch.dtype,
+    target: Target,
     progress: bool | None,
 ) -> dict[str, Tensor]:
-    """The wanted tensors, each brought to its place and dtype before the next is read."""
+    """The wanted tensors, each brought to its place and form before the next is read."""
     sizes = {name: checkpoint.entry(names.sources[name].name).nbytes // names.sources[name].parts for name in wanted}
     total = sum(sizes.values())
     # None lets tqdm see for itself whether it writes to a terminal.
@@ -206,18 +219,20 @@ def _read(
             source = names.sources[name]
             tensor = checkpoint.read(source.name).chunk(source.parts)[source.part].reshape(shape)
             for adapter in adapters:
-                if (change := adapter.change(name, device)) is not None:
+                if (change := adapter.change(name, target.device)) is not None:
                     # Never in place: the tensor is the file.
-                    tensor = tensor.to(device, torch.float32) + change.reshape(shape)
-            tensor = tensor.to(device, kept_dtype(name, dtype))
+                    tensor = tensor.to(target.device, torch.float32) + change.reshape(shape)
+            tensor = tensor.to(target.device, kept_dtype(name, target.dtype))
             if not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
                 broken.append(source.name)
+            elif target.quantize != "none" and quantization.is_quantized(name, shape):
+                tensor = quantization.quantize(tensor, target.quantize, source.name)
             found[name] = tensor
             bar.update(sizes[name])
     if broken:
         raise ConfigError(
             f"{checkpoint}: {_count(broken, 'holds', 'hold')} values that are not finite in "
-            f"{str(dtype).removeprefix('torch.')}, for example {some(broken)}. Nothing was loaded"
+            f"{str(target.dtype).removeprefix('torch.')}, for example {some(broken)}. Nothing was loaded"
         )
     return found
 

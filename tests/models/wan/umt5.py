@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ WORDS = [
 ]
 
 
-def write(folder: Path, seed: int = 0, width: int = WIDTH) -> UMT5EncoderModel:
+def write(folder: Path, seed: int = 0, width: int = WIDTH, max_distance: int = 16) -> UMT5EncoderModel:
     """Write `tokenizer/` and `text_encoder/`, the weights in several files; returns the encoder that was written."""
     tokenizer = _tokenizer()
     (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
@@ -33,7 +34,7 @@ def write(folder: Path, seed: int = 0, width: int = WIDTH) -> UMT5EncoderModel:
         num_layers=2,
         num_heads=4,
         relative_attention_num_buckets=8,
-        relative_attention_max_distance=16,
+        relative_attention_max_distance=max_distance,
         tie_word_embeddings=False,  # as Wan's checkpoints say
     )
     encoder = UMT5EncoderModel(config).train(False)
@@ -42,6 +43,29 @@ def write(folder: Path, seed: int = 0, width: int = WIDTH) -> UMT5EncoderModel:
         torch.nn.init.normal_(parameter, std=0.3)
     encoder.save_pretrained(folder / "text_encoder", max_shard_size="20KB")
     return encoder
+
+
+def write_original(folder: Path, source: Path, encoder: UMT5EncoderModel) -> Path:
+    """Write `encoder` and the tokenizer in `source` as the original repository has them; returns the file. Written from
+    the original names, without a look at the loader's table."""
+    names = {"shared.weight": "token_embedding.weight", "encoder.final_layer_norm.weight": "norm.weight"}
+    inner = [
+        ("layer.0.layer_norm", "norm1"),
+        ("layer.0.SelfAttention.relative_attention_bias", "pos_embedding.embedding"),
+        *((f"layer.0.SelfAttention.{letter}", f"attn.{letter}") for letter in "qkvo"),
+        ("layer.1.layer_norm", "norm2"),
+        ("layer.1.DenseReluDense.wi_0", "ffn.gate.0"),
+        ("layer.1.DenseReluDense.wi_1", "ffn.fc1"),
+        ("layer.1.DenseReluDense.wo", "ffn.fc2"),
+    ]
+    for block in range(encoder.config.num_layers):
+        names |= {f"encoder.block.{block}.{ours}.weight": f"blocks.{block}.{theirs}.weight" for ours, theirs in inner}
+    state = encoder.state_dict()
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "models_t5_umt5-xxl-enc-bf16.pth"
+    torch.save({theirs: state[ours] for ours, theirs in names.items()}, file)
+    shutil.copytree(source / "tokenizer", folder / "google" / "umt5-xxl")
+    return file
 
 
 def _tokenizer() -> Tokenizer:

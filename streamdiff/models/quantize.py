@@ -1,0 +1,91 @@
+"""Weights of the blocks' linear layers in 8 bits, by torchao: half the memory of bfloat16, a quarter of float32.
+
+`int8` rounds the weights, a scale per row, and computes as before; it saves memory, not time. `fp8` rounds weights and,
+as they come, activations, a scale per row of each, and multiplies in 8 bits. What stays as it is: patch, time and text
+embedding, modulation, norms, biases and the output layer, which are small and which a picture is sensitive to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamdiff.errors import ConfigError
+
+MODES = ("none", "fp8", "int8")
+FP8_CAPABILITY = (8, 9)
+"""Compute capability from which on NVIDIA GPUs multiply in fp8: Ada, Hopper, Blackwell."""
+INSTALL = "install it with: pip install 'streamdiff[quantize]'"
+_LINEAR = (".attn1.", ".attn2.", ".ffn.")
+
+
+def check(mode: str, device: torch.device, dtype: torch.dtype, name: str = "--quantize") -> None:
+    """That weights in `dtype` can be quantised this way for this device; `name` is what the message calls it.
+
+    Raises:
+        ConfigError: another word, no torchao, or a device or dtype that cannot; says why, and what can be used.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"{name} is {mode!r}; it can be {', '.join(MODES)}")
+    if mode == "none":
+        return
+    if mode == "fp8":
+        found = _no_fp8(device)
+        if found is not None:
+            raise ConfigError(
+                f"{name} is fp8, which takes an NVIDIA GPU of compute capability "
+                f"{'.'.join(map(str, FP8_CAPABILITY))} or more (Ada, Hopper, Blackwell), and {found}; use int8 or none"
+            )
+        if dtype is not torch.bfloat16:
+            raise ConfigError(
+                f"{name} is fp8, which is made from bfloat16, and the model runs in {str(dtype).removeprefix('torch.')}"
+                "; use --dtype bfloat16, or int8"
+            )
+    _torchao(name, mode)
+
+
+def is_quantized(name: str, shape: tuple[int, ...] | torch.Size) -> bool:
+    """Whether the tensor `name` (diffusers' names) is the weight of a block's linear layer."""
+    return (
+        name.startswith("blocks.") and name.endswith(".weight") and len(shape) == 2 and any(p in name for p in _LINEAR)
+    )
+
+
+def quantize(weight: Tensor, mode: str, name: str) -> Tensor:
+    """`weight` `[out, in]` in 8 bits, on the same device; it still says the dtype that it computes in. `name` is for
+    the message.
+
+    Raises:
+        ConfigError: torchao leaves it as it is, as it does with sizes that its kernels do not take.
+    """
+    ao = _torchao("--quantize", mode)
+    made = {
+        "int8": lambda: ao.Int8WeightOnlyConfig(),
+        "fp8": lambda: ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow()),
+    }[mode]()
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    ao.quantize_(layer, made)
+    if type(layer.weight.data) is Tensor:
+        raise ConfigError(f"{name} {list(weight.shape)} cannot be quantised to {mode}; use another --quantize, or none")
+    return layer.weight
+
+
+def _no_fp8(device: torch.device) -> str | None:
+    """Why the device cannot multiply in fp8; None if it can."""
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        return f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}"
+    return None
+
+
+def _torchao(name: str, mode: str) -> Any:
+    try:
+        import torchao.quantization
+    except ImportError as error:
+        raise ConfigError(f"{name} is {mode}, which takes torchao ({error}); {INSTALL}") from None
+    return torchao.quantization

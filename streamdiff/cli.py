@@ -131,6 +131,7 @@ def _exact(arguments: argparse.Namespace) -> int:
     for flag, is_given, instead in (
         ("--seconds", arguments.seconds is not None, "--chunks"),
         ("--prompt-at", bool(arguments.prompt_at), "--prompt-switch"),
+        ("--profile", getattr(arguments, "model.trace") is not None, "--seconds instead of them"),
     ):
         if is_given:
             raise ConfigError(f"{flag} does not go with the options that say everything by chunks; use {instead}")
@@ -202,6 +203,7 @@ def _config(
             *cli_options.MODEL,
             *cli_options.PARTS,
             *cli_options.SERVE,
+            cli_options.TRACE,
         )
     }
     overrides = {
@@ -227,7 +229,8 @@ def _parsers() -> dict[str, _Parser]:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
 
     serve = _command(commands, "serve", "show a live stream in the browser", cli_options.SERVE_EXAMPLES)
-    _add(serve, (*cli_options.ADDRESS, cli_options.PROMPT, *cli_options.MODEL, *cli_options.PARTS, *cli_options.SERVE))
+    shown = (*cli_options.ADDRESS, cli_options.PROMPT, *cli_options.MODEL, *cli_options.PARTS, *cli_options.SERVE)
+    _add(serve, (*shown, cli_options.TRACE))
     serve.add_argument("--no-browser", action="store_true", help="do not open a browser")
 
     generate = _command(commands, "generate", "make a video file", cli_options.GENERATE_EXAMPLES + cli_exact.EXAMPLES)
@@ -235,7 +238,12 @@ def _parsers() -> dict[str, _Parser]:
     generate.add_argument("--seconds", type=float, metavar="S", help="length (default 10)")
     _add(
         generate,
-        (cli_options.PROMPT, *(option for option in cli_options.MODEL if option.flag != "--steps"), *cli_options.PARTS),
+        (
+            cli_options.PROMPT,
+            *(option for option in cli_options.MODEL if option.flag != "--steps"),
+            *cli_options.PARTS,
+            cli_options.TRACE,
+        ),
     )
     generate.add_argument(
         "--steps",

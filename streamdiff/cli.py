@@ -234,6 +234,33 @@ def _parsers() -> dict[str, _Parser]:
     serve.add_argument("--no-browser", action="store_true", help="do not open a browser")
 
     generate = _command(commands, "generate", "make a video file", cli_options.GENERATE_EXAMPLES + cli_exact.EXAMPLES)
+    _add_generate(generate)
+
+    plan = _command(
+        commands, "plan", "simulate the ring: throughput, latency, memory per rank", cli_options.PLAN_EXAMPLES
+    )
+    _add(plan, cli_options.PLAN_MODEL)
+    _add_plan(plan)
+
+    decode = _command(commands, "decode", "latents in a file to a video", cli_convert.DECODE_EXAMPLES, config=False)
+    cli_convert.add_decode(decode)
+    encode = _command(commands, "encode", "a video to latents in a file", cli_convert.ENCODE_EXAMPLES, config=False)
+    cli_convert.add_encode(encode)
+
+    doctor = _command(commands, "doctor", "say what was found here and what will be used", cli_options.DOCTOR_EXAMPLES)
+    _add(doctor, (*cli_options.ADDRESS, *cli_options.MODEL, *cli_options.PLACES))
+
+    models = _command(
+        commands, "models", "list published models: files, licences, memory", cli_options.MODELS_EXAMPLES, config=False
+    )
+    models.add_argument("name", nargs="?", metavar="NAME", help="show all of this one")
+    models.add_argument("--json", dest="as_json", action="store_true", help="print as JSON")
+    made = {"serve": serve, "generate": generate, "plan": plan, "decode": decode, "encode": encode}
+    return {"": parser, **made, "doctor": doctor, "models": models}
+
+
+def _add_generate(generate: _Parser) -> None:
+    """The options of `generate`."""
     generate.add_argument("--output", type=Path, metavar="FILE", help=".mp4, .webm, or a folder for PNG frames")
     generate.add_argument("--seconds", type=float, metavar="S", help="length (default 10)")
     _add(
@@ -260,28 +287,6 @@ def _parsers() -> dict[str, _Parser]:
         metavar="SECONDS:TEXT",
         help="change the prompt at this time; may be given several times",
     )
-
-    plan = _command(
-        commands, "plan", "simulate the ring: throughput, latency, memory per rank", cli_options.PLAN_EXAMPLES
-    )
-    _add(plan, cli_options.PLAN_MODEL)
-    _add_plan(plan)
-
-    decode = _command(commands, "decode", "latents in a file to a video", cli_convert.DECODE_EXAMPLES, config=False)
-    cli_convert.add_decode(decode)
-    encode = _command(commands, "encode", "a video to latents in a file", cli_convert.ENCODE_EXAMPLES, config=False)
-    cli_convert.add_encode(encode)
-
-    doctor = _command(commands, "doctor", "say what was found here and what will be used", cli_options.DOCTOR_EXAMPLES)
-    _add(doctor, (*cli_options.ADDRESS, *cli_options.MODEL, *cli_options.PLACES))
-
-    models = _command(
-        commands, "models", "list published models: files, licences, memory", cli_options.MODELS_EXAMPLES, config=False
-    )
-    models.add_argument("name", nargs="?", metavar="NAME", help="show all of this one")
-    models.add_argument("--json", dest="as_json", action="store_true", help="print as JSON")
-    made = {"serve": serve, "generate": generate, "plan": plan, "decode": decode, "encode": encode}
-    return {"": parser, **made, "doctor": doctor, "models": models}
 
 
 def _add_plan(plan: _Parser) -> None:

@@ -186,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
         model = load_weights(options.weights)
     except StreamdiffError as error:
         parser.error(str(error))
-    head = report.header()
+    head = report.header(warm_up="none: nothing here is timed")
     count = 12 if options.quick else options.clips
     clips = draw_clips(count, torch.Generator().manual_seed(options.seed))
     began = clock.monotonic_s()

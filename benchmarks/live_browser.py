@@ -152,7 +152,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("serve", nargs="*", help="further arguments of `streamdiff serve`, after --")
     arguments = parser.parse_args(argv)
-    header = report.header(sys.argv if argv is None else ["benchmarks.live_browser", *argv])
+    header = report.header(
+        sys.argv if argv is None else ["benchmarks.live_browser", *argv], warm_up=f"{WARM_UP_S:g} s of playback"
+    )
     found = measure(arguments.seconds, arguments.prompts, arguments.loads, (*SERVE, *arguments.serve))
     print(report.table([found["playback"]]))
     rows = [{"what": name, **found[name]} for name in ("first_frame", "prompt_to_pixel") if found[name]]

@@ -31,7 +31,8 @@ Json = Value | Mapping[str, "Json"] | Sequence["Json"]
 
 @dataclass(frozen=True)
 class Header:
-    """Where a result comes from. Holds no host name, no user name and no path outside the repository."""
+    """Where a result comes from. Holds no host name, no user name and no path outside the repository. `warm_up` says
+    what was done first and not counted."""
 
     command: str
     date: str
@@ -39,9 +40,10 @@ class Header:
     hardware: dict[str, Value]
     software: dict[str, str]
     threads: dict[str, Value]
+    warm_up: str
 
 
-def header(argv: Sequence[str] | None = None) -> Header:
+def header(argv: Sequence[str] | None = None, *, warm_up: str) -> Header:
     """The header of a result that is being made now by this process. Call it before the work, on the quiet machine."""
     return Header(
         command=_command(sys.argv if argv is None else argv),
@@ -50,6 +52,7 @@ def header(argv: Sequence[str] | None = None) -> Header:
         hardware=_hardware(),
         software=_software(),
         threads=_threads(),
+        warm_up=warm_up,
     )
 
 
@@ -99,6 +102,21 @@ def table(rows: Sequence[Mapping[str, Value]]) -> str:
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
 
 
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value below which `percent` of `values` lie, between neighbours in proportion; `values` in any order.
+
+    Raises:
+        ValueError: no values.
+    """
+    if not values:
+        raise ValueError("a percentile needs at least one value")
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
 def duration(seconds: float) -> str:
     """A span of time for people: `48 s`, `12 min`, `3.4 h`."""
     if seconds < 90:
@@ -135,6 +153,7 @@ def _hardware() -> dict[str, Value]:
     if torch is not None and torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
         found["gpus"] = torch.cuda.device_count()
+        found["gpu_memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
     return found
 
 
@@ -154,6 +173,9 @@ def _software() -> dict[str, str]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.version.cuda is not None:
+        found |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}
     return found
 
 

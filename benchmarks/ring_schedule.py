@@ -246,8 +246,8 @@ def main(argv: list[str] | None = None) -> int:
         check_stages(options.stages, read_facts("tiny").blocks)
     except ConfigError as error:
         parser.error(str(error))
-    head = report.header()
     plan = Plan(options.stages, options.steps, options.forward_s, options.rounds)
+    head = report.header(warm_up=f"{plan.warm_up} round of chunks")
     results = compare(plan)
     aims = {"rate_of_ideal": RATE_AIM, "latency_of_ideal": LATENCY_AIM}
     claim = "schedule and transport only; stages sleep"

@@ -80,7 +80,7 @@ def parse(argv: list[str] | None) -> tuple[Plan, Path | None]:
 
 def main(argv: list[str] | None = None) -> int:
     plan, out = parse(argv)
-    head = report.header()
+    head = report.header(warm_up="a tenth as many decisions before those that count")
     results = {context: figures(measure(plan, context)) for context in CONTEXTS}
     print(report.table([{"kv_context": context, **found} for context, found in results.items()]))
     medians = [found["median_us"] for found in results.values()]

@@ -400,7 +400,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Plan]:
 def main(argv: list[str] | None = None) -> int:
     options, plan = parse(argv)
     name = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    head = report.header()
+    head = report.header(warm_up="none: nothing here is timed")
     from streamdiff.models.tiny.model import WEIGHTS
 
     try:

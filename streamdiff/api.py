@@ -265,9 +265,9 @@ def _model_config(options: Mapping[str, object]) -> ModelConfig:
 
 def load(config: ModelConfig) -> Pipeline:
     """The model, loaded and warm; what a `StreamSession` takes over."""
-    from streamdiff.pipeline.runtime import load_runtime  # imports torch
+    from streamdiff.pipeline.profiling import load_pipeline  # imports torch
 
-    return load_runtime(config)
+    return load_pipeline(config)
 
 
 def open(prompt: str, *, seed: int = 0, **options: Unpack[ModelOptions]) -> StreamSession:

@@ -131,6 +131,7 @@ def _exact(arguments: argparse.Namespace) -> int:
     for flag, is_given, instead in (
         ("--seconds", arguments.seconds is not None, "--chunks"),
         ("--prompt-at", bool(arguments.prompt_at), "--prompt-switch"),
+        ("--profile", getattr(arguments, "model.trace") is not None, "--seconds instead of them"),
     ):
         if is_given:
             raise ConfigError(f"{flag} does not go with the options that say everything by chunks; use {instead}")
@@ -206,6 +207,7 @@ def _config(
             *cli_options.MODEL,
             *cli_options.PARTS,
             *cli_options.SERVE,
+            cli_options.TRACE,
         )
     }
     overrides = {
@@ -231,31 +233,12 @@ def _parsers() -> dict[str, _Parser]:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
 
     serve = _command(commands, "serve", "show a live stream in the browser", cli_options.SERVE_EXAMPLES)
-    _add(serve, (*cli_options.ADDRESS, cli_options.PROMPT, *cli_options.MODEL, *cli_options.PARTS, *cli_options.SERVE))
+    shown = (*cli_options.ADDRESS, cli_options.PROMPT, *cli_options.MODEL, *cli_options.PARTS, *cli_options.SERVE)
+    _add(serve, (*shown, cli_options.TRACE))
     serve.add_argument("--no-browser", action="store_true", help="do not open a browser")
 
     generate = _command(commands, "generate", "make a video file", cli_options.GENERATE_EXAMPLES + cli_exact.EXAMPLES)
-    generate.add_argument("--output", type=Path, metavar="FILE", help=".mp4, .webm, or a folder for PNG frames")
-    generate.add_argument("--seconds", type=float, metavar="S", help="length (default 10)")
-    _add(
-        generate,
-        (cli_options.PROMPT, *(option for option in cli_options.MODEL if option.flag != "--steps"), *cli_options.PARTS),
-    )
-    generate.add_argument(
-        "--steps",
-        dest="model.steps",
-        type=cli_exact.parse_steps,
-        metavar="N",
-        help="denoise steps per chunk: 4, or 2 for twice the speed; or the timesteps themselves, 1000,937.5,833.33,625",
-    )
-    cli_exact.add(generate)
-    generate.add_argument(
-        "--prompt-at",
-        action="append",
-        default=[],
-        metavar="SECONDS:TEXT",
-        help="change the prompt at this time; may be given several times",
-    )
+    _add_generate(generate)
 
     plan = _command(
         commands, "plan", "simulate the ring: throughput, latency, memory per rank", cli_options.PLAN_EXAMPLES
@@ -278,6 +261,36 @@ def _parsers() -> dict[str, _Parser]:
     models.add_argument("--json", dest="as_json", action="store_true", help="print as JSON")
     made = {"serve": serve, "generate": generate, "plan": plan, "decode": decode, "encode": encode}
     return {"": parser, **made, "doctor": doctor, "models": models}
+
+
+def _add_generate(generate: _Parser) -> None:
+    """The options of `generate`."""
+    generate.add_argument("--output", type=Path, metavar="FILE", help=".mp4, .webm, or a folder for PNG frames")
+    generate.add_argument("--seconds", type=float, metavar="S", help="length (default 10)")
+    _add(
+        generate,
+        (
+            cli_options.PROMPT,
+            *(option for option in cli_options.MODEL if option.flag != "--steps"),
+            *cli_options.PARTS,
+            cli_options.TRACE,
+        ),
+    )
+    generate.add_argument(
+        "--steps",
+        dest="model.steps",
+        type=cli_exact.parse_steps,
+        metavar="N",
+        help="denoise steps per chunk: 4, or 2 for twice the speed; or the timesteps themselves, 1000,937.5,833.33,625",
+    )
+    cli_exact.add(generate)
+    generate.add_argument(
+        "--prompt-at",
+        action="append",
+        default=[],
+        metavar="SECONDS:TEXT",
+        help="change the prompt at this time; may be given several times",
+    )
 
 
 def _add_plan(plan: _Parser) -> None:

@@ -60,6 +60,9 @@ PARTS = (
     QUANTIZE,
     Option("--size", "model.size", str, "WxH", "of the picture in pixels (default: the model's own)"),
 )
+TRACE = Option(
+    "--profile", "model.trace", str, "DIR", "trace some chunks with PyTorch's profiler, and say what costs most"
+)
 PLACES = tuple(option for option in PARTS if option.flag in ("--weights", "--vae", "--text-encoder"))
 PLAN_MODEL = (*(option for option in MODEL if option.flag in ("--model", "--steps", "--kv-context")), QUANTIZE)
 PROMPT = Option("--prompt", "session.prompt", str, "TEXT", "what to show")
@@ -94,6 +97,7 @@ SERVE_EXAMPLES = """examples:
   streamdiff serve --host 0.0.0.0               let others on the network watch (and steer!)
   streamdiff serve --stages 4 --kv-context staircase    four ranks, started here, work on one stream
   streamdiff serve --config configs/lan.yaml
+  streamdiff serve --profile costs              costs/summary.txt says where the time goes, once somebody watches
 
 An option given here wins over the file given with --config.
 """

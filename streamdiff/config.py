@@ -57,6 +57,7 @@ class ModelConfig(_Section):
     link: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl between GPUs, else gloo")
     hang_s: float = Field(60.0, ge=1, description="a rank that is silent or busy with one forward for so long hangs")
     profile: str | None = Field(None, description="measured times to split the blocks by; default: measure at start")
+    trace: str | None = Field(None, description="a folder for a profiler's trace of some chunks, which are slower then")
     memory_gb: float | None = Field(None, gt=0, description="for sessions' caches, per rank; default: what is free")
 
     @property

@@ -85,9 +85,9 @@ class Stop:
 
 
 def _load_runtime(config: ModelConfig) -> Pipeline:
-    from streamdiff.pipeline.runtime import load_runtime  # torch takes seconds to import
+    from streamdiff.pipeline.profiling import load_pipeline  # torch takes seconds to import
 
-    return load_runtime(config)
+    return load_pipeline(config)
 
 
 def _follow(config: ModelConfig) -> None:

@@ -17,9 +17,10 @@ import torch
 
 from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
-from streamdiff.models import attention, autoencoders, catalogue, hub
+from streamdiff.models import attention, autoencoders, catalogue, hub, random_weights
 from streamdiff.models.base import ModelSpec, StreamDecoder, TextEncoder
 from streamdiff.models.catalogue import Entry, Stream
+from streamdiff.models.checkpoint import Checkpoint
 from streamdiff.models.files import read_object
 from streamdiff.models.text_cache import CachedText, EmbeddingCache
 from streamdiff.models.tiny import model as tiny
@@ -72,12 +73,15 @@ class Place:
 
 def find(name: str, parts: Parts = NOTHING) -> Place:
     """The model called `name`: `tiny`, a name of the catalogue, a folder in diffusers' layout or with weights, a file,
-    or a repository of the hub in diffusers' layout. What is published is fetched if it is not there and no part takes
-    its place.
+    or a repository of the hub in diffusers' layout; or one without a file (`random_weights`). What is published is
+    fetched if it is not there and no part takes its place.
 
     Raises:
         ConfigError: no such model, or a file that can neither be found nor fetched.
     """
+    if random_weights.is_random(name):
+        given = Place(name, random_weights.source(name), vae=random_weights.WAN_VAE, entry=random_weights.entry(name))
+        return _with(given, parts)
     folder = tiny.WEIGHTS if name == "tiny" else Path(name)
     if folder.is_dir():
         return _with(_of_folder(name, folder), parts)
@@ -159,7 +163,7 @@ def spec_of(place: Place, size: tuple[int, int] | None = None) -> ModelSpec:
     noise = entry.context.noise if entry is not None and entry.context is not None else None
     rope = entry.positions.published if entry is not None and entry.positions is not None else "relative"
     chunk = stream.chunk_latents if stream is not None else CHUNK_LATENTS
-    return ModelSpec(
+    spec = ModelSpec(
         name=place.name,
         latent_channels=config["out_channels"],
         latent_height=height // SPATIAL,
@@ -181,6 +185,7 @@ def spec_of(place: Place, size: tuple[int, int] | None = None) -> ModelSpec:
         adaptive_sink=_sink_value(stream, "adaptive"),
         averaged_sink=_sink_value(stream, "average"),
     )
+    return random_weights.any_steps(spec) if random_weights.is_random(place.name) else spec
 
 
 def _sink_value(stream: Stream | None, policy: str) -> float | None:
@@ -242,7 +247,8 @@ _CACHE_BYTES = 256 * 2**20  # some sixty prompts of 512 x 4096 in bfloat16
 
 def _files(place: Place) -> set[Path]:
     """Every file that a part of the model is read from."""
-    roots = [place.folder, place.transformer.weights, place.text_encoder, Path(place.vae) if place.vae else None]
+    vae = None if random_weights.is_random(place.vae) or place.vae is None else Path(place.vae)
+    roots = [place.folder, place.transformer.weights, place.text_encoder, vae]
     roots += [lora.path for lora in place.transformer.loras]
     found: set[Path] = set()
     for root in roots:
@@ -272,7 +278,10 @@ def load_transformer(
     """
     sizes = architecture(place)
     attention.probe(kernel, device, dtype, sizes["num_attention_heads"], sizes["attention_head_dim"])
-    denoiser = load_denoiser(place.transformer, device, dtype, blocks, quantize)
+    source = place.transformer
+    if isinstance(source.weights, Checkpoint) and random_weights.is_random(str(source.weights)):
+        source = replace(random_weights.source(place.name, device, dtype), loras=source.loras)
+    denoiser = load_denoiser(source, device, dtype, blocks, quantize)
     if denoiser.extra_channels and not place.embedded:
         raise ConfigError(
             f"{place.transformer.weights} takes {denoiser.extra_channels} channels beside the latents', which nothing "
@@ -299,6 +308,8 @@ def load_text(
         torch.nn.Module.to(text.encoder, device)
         return text
     folder = place.text_encoder
+    if folder is None and random_weights.is_random(place.name):
+        return random_weights.DrawnText(spec.text_shape, device)
     if folder is None and place.entry is not None:
         files = catalogue.parts().text_encoders[place.entry.text_encoder].weights
         folder = hub.fetch_folder(files) if files is not None else None
@@ -328,6 +339,8 @@ def load_decoder(place: Place, device: torch.device, dtype: torch.dtype = torch.
         vae = str(hub.fetch(files)[0]) if files is not None else None
     if vae is None:
         raise ConfigError(f"{place.name} comes without an autoencoder; give --vae PATH, or make latents only")
+    if random_weights.is_random(vae):
+        return random_weights.decoder(vae, device, dtype)
     return autoencoders.load_decoder(vae, device, dtype)
 
 

@@ -111,6 +111,11 @@ class Runtime:
 
     text: TextEncoder
 
+    @property
+    def ring(self) -> Ring:
+        """What runs the transformer; for who measures."""
+        return self._ring
+
     def minimum_lead(self, *, steps: int, kv_context: str) -> int:
         """Frames that a session's lead must allow at least."""
         stages = self._ring.stage.stages

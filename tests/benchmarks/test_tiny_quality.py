@@ -69,7 +69,7 @@ class Painter:
 def run(painter: Painter, folder: Path, plan: Plan = PLAN) -> dict[str, object]:
     """The results as the JSON file holds them."""
     out = folder / "quality.json"
-    tiny_quality.run(painter.subject(), plan, out, report.header(["quality"]))
+    tiny_quality.run(painter.subject(), plan, out, report.header(["quality"], warm_up="none"))
     stored: dict[str, object] = json.loads(out.read_text())["results"]["clean 4"]
     return stored
 
@@ -132,7 +132,7 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_figures(tmp_path: Pat
     for _ in range(2):
         kept = tiny_quality.Kept(parts, "same")
         try:
-            tiny_quality.run(subject, PLAN, tmp_path / "cut.json", report.header(["quality"]), kept)
+            tiny_quality.run(subject, PLAN, tmp_path / "cut.json", report.header(["quality"], warm_up="none"), kept)
         except KeyboardInterrupt:
             assert len(tiny_quality.Kept(parts, "same").parts) == 1
             assert not tiny_quality.Kept(parts, "of other weights").parts

@@ -1,0 +1,116 @@
+"""What `fps_ttff` can measure: cases, presets of cases, and how much of each. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import Any
+
+from streamdiff.config import ModelConfig
+
+PROMPT = "a red circle moving right over a meadow"
+WAN_SIZES = ("832x480", "512x512")
+CONTEXTS = ("clean", "staircase", "matched")
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How much is measured of a case. `openings` streams are opened to see their beginning; `chunks` count as steady
+    after the window is full and `margin` more; `prompts` are changed on the way; `rounds` chunks give the parts' times.
+    """
+
+    openings: int = 4
+    chunks: int = 20
+    margin: int = 2
+    prompts: int = 5
+    rounds: int = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration that is measured, in processes of its own."""
+
+    config: ModelConfig
+    amount: Amount
+    playback_fps: float | None = None
+    prompt: str = PROMPT
+    profile: str | None = None
+
+    @property
+    def label(self) -> str:
+        """What tells it from the other cases of a run."""
+        config = self.config
+        size = f" {config.size}" if config.size else ""
+        vae = f", {'full' if decoder_of(config) == 'full' else 'tiny'} decoder" if config.vae else ""
+        stages = f"{config.stages} stage{'s' if config.stages > 1 else ''}"
+        return f"{config.name}{size}, {config.steps} steps, {config.kv_context}{vae}, {stages}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "config": self.config.model_dump(), "amount": asdict(self.amount)}
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Case:
+        return cls(**{**tree, "config": ModelConfig.model_validate(tree["config"]), "amount": Amount(**tree["amount"])})
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Lists whose product is a run's cases. `decoders` are `tiny` and `full`, None where the model has its own."""
+
+    about: str
+    model: str
+    steps: tuple[int, ...] = (4,)
+    kv_contexts: tuple[str, ...] = ("clean",)
+    stages: tuple[int, ...] = (1,)
+    sizes: tuple[str | None, ...] = (None,)
+    decoders: tuple[str | None, ...] = (None,)
+
+
+_13, _14 = "random:wan2.1-1.3b", "random:wan2.1-14b"
+_BOTH = ("tiny", "full")
+PRESETS = {
+    "tiny": Preset("the embedded model, at 1, 2 and 4 stages", "tiny", (4,), ("clean", "staircase"), (1, 2, 4)),
+    "wan-1.3b": Preset(
+        "Wan 1.3B at 832x480 in 4 steps, as published figures are", _13, sizes=WAN_SIZES[:1], decoders=_BOTH
+    ),
+    "wan-14b": Preset("Wan 14B, the same", _14, sizes=WAN_SIZES[:1], decoders=_BOTH),
+    "wan-1.3b-all": Preset(
+        "Wan 1.3B: both sizes, 4, 2 and 1 steps, all KV contexts", _13, (4, 2, 1), CONTEXTS, (1,), WAN_SIZES, _BOTH
+    ),
+    "wan-14b-all": Preset("Wan 14B, the same", _14, (4, 2, 1), CONTEXTS, (1,), WAN_SIZES, _BOTH),
+}
+DECODERS = {"tiny": "random:taew2_1", "full": "random:wan2.1"}
+
+
+def decoder_of(config: ModelConfig) -> str | None:
+    """`tiny` or `full` where one of those is drawn, else what was given."""
+    return next((name for name, vae in DECODERS.items() if vae == config.vae), config.vae)
+
+
+def cases(preset: Preset, amount: Amount, base: ModelConfig, *, every: bool = False) -> list[Case]:
+    """The preset's cases. `base` says everything that its lists do not; a model, a decoder or a size that it names takes
+    the place of the preset's. One session with KV context `clean` has one chunk in flight, which no second stage makes
+    faster: such cases are left out unless `every` is set.
+
+    Raises:
+        pydantic.ValidationError: values that are out of range.
+    """
+    found = []
+    lists = (preset.sizes, preset.decoders, preset.steps, preset.kv_contexts, preset.stages)
+    for size, decoder, steps, context, stages in product(*lists):
+        if context == "clean" and stages > 1 and not every:
+            continue
+        values: dict[str, object] = {"steps": steps, "kv_context": context, "stages": stages}
+        if size is not None:
+            values["size"] = size
+        if decoder is not None:
+            values["vae"] = DECODERS[decoder]
+        config = ModelConfig.model_validate({**base.model_dump(), **values})
+        found.append(Case(config, amount))
+    return found
+
+
+def settings(all_cases: Sequence[Case]) -> dict[str, Any]:
+    """What two runs must have alike to be compared, by case: everything but where a profile goes."""
+    return {case.label: {**replace(case, profile=None).to_json()} for case in all_cases}

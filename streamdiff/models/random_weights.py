@@ -1,0 +1,171 @@
+"""Models of real size without a file: weights are drawn where they are used. For measuring speed and memory before
+anything is downloaded; the picture is noise.
+
+`random:wan2.1-1.3b` is a transformer of that architecture (any of the catalogue's but the embedded model's) with
+LongLive's stream: chunks of 3 latent frames, window 12, sink 3; in 4, 2 or 1 steps. `random:wan2.1` is Wan's
+autoencoder, `random:taew2_1` the small one. They go through the loaders that files go through. A tensor's values depend
+on its name and on the kind of device alone, so ranks that hold other blocks hold parts of the same model.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from torch import Tensor
+
+from streamdiff.errors import ConfigError
+from streamdiff.models import catalogue
+from streamdiff.models.autoencoders import VideoDecoder
+from streamdiff.models.base import ModelSpec, Reading
+from streamdiff.models.catalogue import Context, Entry, Positions
+from streamdiff.models.checkpoint import Checkpoint
+from streamdiff.models.stores import Entry as Stored
+from streamdiff.models.taehv import TAEHV, Config
+from streamdiff.models.taehv_stream import TaehvDecoder, from_tensors
+from streamdiff.models.wan import vae_weights
+from streamdiff.models.wan.model import TransformerSource
+from streamdiff.models.wan.vae import WanDecoder
+
+PREFIX = "random:"
+WAN_VAE, SMALL_VAE = "random:wan2.1", "random:taew2_1"
+STEPS = (4, 2, 1)
+_LIKE, _SHIFT = "longlive-1.3b", 5.0
+_TEXT_DIM = 4096
+_CPU = torch.device("cpu")
+
+
+def is_random(name: str | None) -> bool:
+    """Whether this is the name of a model, or an autoencoder, without a file."""
+    return name is not None and name.startswith(PREFIX)
+
+
+def entry(name: str) -> Entry:
+    """What would stand in the catalogue.
+
+    Raises:
+        ConfigError: no such architecture; known ones are told.
+    """
+    known = [each for each in catalogue.parts().architectures if each != "tiny"]
+    wanted = name.removeprefix(PREFIX)
+    if wanted not in known:
+        raise ConfigError(f"there is no {name}; it can be {' or '.join(PREFIX + each for each in known)}")
+    changes: dict[str, Any] = {
+        "name": wanted,
+        "title": f"{wanted} with random weights",
+        "architecture": wanted,
+        "lora": None,
+        "context": Context(trained="clean", works=("clean", "staircase", "matched"), noise=0.0),
+        "positions": Positions(published="relative"),
+    }
+    return catalogue.find(_LIKE).model_copy(update=changes)
+
+
+def any_steps(spec: ModelSpec) -> ModelSpec:
+    """`spec` with 4, 2 and 1 steps, the first ones of those published."""
+    return replace(spec, steps=STEPS, shift=_SHIFT, schedules=())
+
+
+def source(name: str, device: torch.device = _CPU, dtype: torch.dtype = torch.float32) -> TransformerSource:
+    """The transformer called `name`, whose tensors are drawn on `device`, each when it is asked for.
+
+    Raises:
+        ConfigError: as `entry`.
+    """
+    config = _architecture(entry(name).architecture)
+    with torch.device("meta"):
+        shapes = WanTransformer3DModel.from_config(config).state_dict()
+    store = Drawn({key: tuple(tensor.shape) for key, tensor in shapes.items()}, device, dtype)
+    return TransformerSource(Checkpoint(Path(name), store, config=config))
+
+
+def decoder(name: str, device: torch.device, dtype: torch.dtype) -> VideoDecoder:
+    """The decoder half of `random:wan2.1` or `random:taew2_1`.
+
+    Raises:
+        ConfigError: another name.
+    """
+    if name not in (WAN_VAE, SMALL_VAE):
+        raise ConfigError(f"there is no autoencoder {name}; it can be {WAN_VAE} or {SMALL_VAE}")
+    with torch.device("meta"):
+        module = TAEHV(Config()) if name == SMALL_VAE else AutoencoderKLWan.from_config({})
+    shapes = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
+    drawn = Drawn(shapes, device, dtype)
+    if name == SMALL_VAE:
+        tensors = {key: drawn.read(key) for key in shapes}
+        return TaehvDecoder(from_tensors(Path(name), tensors, "normalised", device, dtype))
+    # Of the encoder nobody reads more than the shapes.
+    encoder = {key for key in shapes if key.startswith(("encoder.", "quant_conv."))}
+    tensors = {key: torch.empty(shapes[key], device="meta") if key in encoder else drawn.read(key) for key in shapes}
+    return WanDecoder(vae_weights.load(Path(name), "decoder", device, dtype, tensors))
+
+
+class Drawn:
+    """A `Store` (models/stores.py) whose tensors are drawn: matrices and convolutions so that what comes out is as
+    large as what went in, norms are 1, biases 0."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> None:
+        self._shapes, self._device, self._dtype = shapes, device, dtype
+
+    def names(self) -> Sequence[str]:
+        return tuple(self._shapes)
+
+    def entry(self, name: str) -> Stored:
+        return Stored(self._shapes[name], self._dtype)
+
+    def read(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        tensor = torch.empty(shape, device=self._device, dtype=self._dtype)
+        if name.endswith("bias"):
+            return tensor.zero_()
+        if len(shape) < 2 or name.endswith("gamma"):
+            return tensor.fill_(1)
+        fan_in = shape[-1] if name.endswith("scale_shift_table") else prod(shape[1:])
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        return tensor.normal_(0.0, fan_in**-0.5, generator=generator)
+
+    def metadata(self) -> dict[str, str]:
+        return {}
+
+
+class DrawnText:
+    """A `TextEncoder` (models/base.py) without an encoder: every text has embeddings of its own, drawn."""
+
+    examples: tuple[str, ...] = ("anything: weights are random, and the picture is noise",)
+    vocabulary: str = "Any words. The weights are random, so the picture is noise; only speed and memory are real."
+    slow: bool = False
+
+    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+        self._shape, self._device = shape, device
+
+    def read(self, prompt: str, previous: str | None) -> Reading:
+        return Reading(prompt, "The weights are random: the picture is noise, only speed and memory are real.")
+
+    def encode(self, text: str) -> Tensor:
+        """Embeddings `[T, text_dim]`, float32, on the device."""
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(text.encode()))
+        return torch.randn(self._shape, generator=generator, device=self._device)
+
+
+def _architecture(name: str) -> dict[str, Any]:
+    """Arguments of diffusers' `WanTransformer3DModel`."""
+    sizes = catalogue.parts().architectures[name]
+    return {
+        "patch_size": sizes.patch,
+        "num_attention_heads": sizes.heads,
+        "attention_head_dim": sizes.head_dim,
+        "in_channels": sizes.in_channels,
+        "out_channels": sizes.out_channels,
+        "text_dim": _TEXT_DIM,
+        "freq_dim": sizes.freq_dim,
+        "ffn_dim": sizes.ffn_dim,
+        "num_layers": sizes.blocks,
+        "cross_attn_norm": True,
+    }

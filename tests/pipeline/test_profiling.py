@@ -1,0 +1,116 @@
+"""What a trace says: counts of hand-made events, and a real trace of a real stream that is otherwise unchanged."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamdiff.errors import ConfigError
+from streamdiff.pipeline.profiling import SUMMARY, TRACE, ProfiledRuntime, describe, summarise
+from streamdiff.pipeline.runtime import Frames, Runtime
+from tests.small import CPU, RED, small_model
+
+STREAM, DECODE = 7, 8
+
+
+def event(name: str, cat: str, ts: float, dur: float, tid: Any = STREAM) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "tid": tid}
+
+
+def test_a_cpus_operations_count_once_and_for_themselves() -> None:
+    events = [
+        event("streamdiff.step", "user_annotation", 0, 50),
+        event("streamdiff.step", "user_annotation", 60, 40),
+        event("aten::linear", "cpu_op", 1, 30),
+        event("aten::addmm", "cpu_op", 2, 20),
+        event("aten::copy_", "cpu_op", 3, 5),
+        event("aten::item", "cpu_op", 62, 8),
+        event("aten::_local_scalar_dense", "cpu_op", 63, 6),
+        event("aten::addmm", "cpu_op", 5, 90, DECODE),
+        event("aten::nonzero", "cpu_op", 99, 1, DECODE),
+        {"ph": "M", "name": "thread_name", "tid": STREAM},
+    ]
+    found = summarise(events)
+    assert (found.wall_us, found.ops, found.launches, found.kernels) == (100, 2, None, None)
+    assert dict(found.waits) == {"aten::_local_scalar_dense": 1}
+    own = {(cost.name, cost.where): (cost.self_us, cost.calls) for cost in found.costs}
+    assert own["aten::addmm", "other threads"] == (90, 1) and own["aten::addmm", "stream"] == (15, 1)
+    assert own["aten::linear", "stream"] == (10, 1) and own["aten::item", "stream"] == (2, 1)
+    assert found.costs[0].name == "aten::addmm"
+
+
+def test_on_cuda_launches_and_waits_of_the_streams_thread_count() -> None:
+    events = [
+        event("streamdiff.step", "user_annotation", 0, 100),
+        event("cudaLaunchKernel", "cuda_runtime", 1, 2),
+        event("cudaLaunchKernelExC", "cuda_runtime", 4, 2),
+        event("cuLaunchKernelEx", "cuda_driver", 6, 2),
+        event("cudaGraphLaunch", "cuda_runtime", 7, 2),
+        event("cudaMemcpyAsync", "cuda_runtime", 8, 2),
+        event("cudaStreamSynchronize", "cuda_runtime", 9, 2),
+        event("cudaMemcpy", "cuda_runtime", 11, 2),
+        event("cudaLaunchKernel", "cuda_runtime", 1, 2, DECODE),
+        event("cudaEventSynchronize", "cuda_runtime", 3, 2, DECODE),
+        event("aten::item", "cpu_op", 9, 2),
+        *(event("gemm", "kernel", 10 * n, 5, tid="stream 7") for n in range(3)),
+        event("Memcpy DtoH", "gpu_memcpy", 50, 40, tid="stream 20"),
+    ]
+    found = summarise(events)
+    assert (found.launches, found.graphs, found.kernels) == (3, 1, 3)
+    assert dict(found.waits) == {"cudaStreamSynchronize": 1, "cudaMemcpy": 1}
+    assert [(cost.name, cost.self_us, cost.calls) for cost in found.costs] == [("Memcpy DtoH", 40, 1), ("gemm", 15, 3)]
+    text = describe(found, title="t", chunks=1, micro_steps=2)
+    assert "1.5  kernel launches" in text and "0.5  graph launches" in text and "1.0  host syncs" in text
+
+
+def play(pipeline: Runtime | ProfiledRuntime, chunks: int) -> list[Frames]:
+    pipeline.open(0, pipeline.text.encode(RED), seed=3, epoch=0, steps=2, kv_context="clean")
+    pipeline.set_room(0, chunks * pipeline.info.chunk_frames)
+    made: list[Frames] = []
+    while sum(frames.last for frames in made) < chunks:
+        made += pipeline.step(1.0)
+    return made
+
+
+def runtime() -> Runtime:
+    return Runtime(small_model(), CPU, steps=2)
+
+
+def test_a_traced_stream_is_the_same_and_leaves_its_files(tmp_path: Path) -> None:
+    plain, traced = runtime(), ProfiledRuntime(runtime(), tmp_path / "new", chunks=2)
+    before = play(plain, 8)
+    after = play(traced, 8)
+    assert all(np.array_equal(a.pictures, b.pictures) for a, b in zip(before, after, strict=True))
+    plain.close()
+    traced.close()
+    with gzip.open(tmp_path / "new" / TRACE, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    names = {event["name"] for event in events}
+    assert {"streamdiff.step", "aten::scaled_dot_product_attention", "aten::convolution"} <= names
+    threads = {event["tid"] for event in events if event.get("cat") == "cpu_op"}
+    assert len(threads) >= 2, "decoding's thread is missing"
+    text = (tmp_path / "new" / SUMMARY).read_text()
+    counted = re.search(r"2 chunks, (\d+) micro-steps", text)
+    # Two steps and a clean pass each; when a chunk is decoded the next one has begun, or not.
+    assert counted is not None and 3 <= int(counted[1]) <= 9
+    assert "ten largest costs" in text and "aten::" in text
+
+
+def test_a_short_stream_says_that_there_is_no_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    traced = ProfiledRuntime(runtime(), tmp_path, chunks=2)
+    play(traced, 2)
+    traced.close()
+    assert list(tmp_path.iterdir()) == []
+    assert "no profile: the stream ended before 5 chunks" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--profile .*file: cannot be made"):
+        ProfiledRuntime(runtime(), tmp_path / "file")

@@ -248,8 +248,11 @@ class ProfiledRuntime:
     def open(self, session: int, conditioning: Tensor, *, seed: int, epoch: int, steps: int, kv_context: str) -> None:
         self.runtime.open(session, conditioning, seed=seed, epoch=epoch, steps=steps, kv_context=kv_context)
 
-    def set_conditioning(self, session: int, conditioning: Tensor, *, epoch: int) -> None:
-        self.runtime.set_conditioning(session, conditioning, epoch=epoch)
+    def check_switch(self, session: int, switch: str) -> None:
+        self.runtime.check_switch(session, switch)
+
+    def set_conditioning(self, session: int, conditioning: Tensor, *, epoch: int, switch: str = "keep") -> None:
+        self.runtime.set_conditioning(session, conditioning, epoch=epoch, switch=switch)
 
     def reset(self, session: int, conditioning: Tensor, *, seed: int, epoch: int) -> None:
         self.runtime.reset(session, conditioning, seed=seed, epoch=epoch)
@@ -269,6 +272,12 @@ class ProfiledRuntime:
 
     def check(self, wait_s: float = 0.0) -> None:
         self.runtime.check(wait_s)
+
+    def work_s(self) -> float | None:
+        return self.runtime.work_s()
+
+    def sessions_fit(self) -> int | None:
+        return self.runtime.sessions_fit()
 
     def occupancy(self) -> list[float]:
         return self.runtime.occupancy()

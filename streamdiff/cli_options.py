@@ -45,6 +45,13 @@ PARTS = (
     Option(
         "--attention", "model.attention", str, "KERNEL", "auto, math, flash, efficient or cudnn; tried out at start"
     ),
+    Option(
+        "--compile",
+        "model.compile",
+        str,
+        "off|on",
+        "run compiled graphs of the transformer; made at the start, takes minutes (default off)",
+    ),
     Option("--size", "model.size", str, "WxH", "of the picture in pixels (default: the model's own)"),
 )
 PLACES = tuple(option for option in PARTS if option.flag in ("--weights", "--vae", "--text-encoder"))

@@ -6,11 +6,11 @@ import difflib
 import types
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from streamdiff.errors import ConfigError
@@ -20,6 +20,11 @@ KVContext = Literal["clean", "staircase", "matched"]
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+def _switch(value: object) -> object:
+    """YAML reads the words `on` and `off` as true and false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class ModelConfig(_Section):
@@ -36,6 +41,9 @@ class ModelConfig(_Section):
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on cuda, float32 on cpu")
     attention: Literal["auto", "math", "flash", "efficient", "cudnn"] = Field(
         "auto", description="attention kernel, tried out at the start; auto: torch's choice"
+    )
+    compile: Annotated[Literal["off", "on"], BeforeValidator(_switch)] = Field(
+        "off", description="make graphs of the transformer at the start, which takes minutes, and run these"
     )
     size: str | None = Field(None, description="WIDTHxHEIGHT of the picture; default: the model's own")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")

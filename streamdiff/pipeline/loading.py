@@ -22,6 +22,7 @@ from streamdiff.pipeline import balance, group
 from streamdiff.pipeline.budget import free_bytes
 from streamdiff.pipeline.facts import Facts, facts_from, read_facts
 from streamdiff.pipeline.plan import check_stages, split_evenly
+from streamdiff.pipeline.stage import Stage
 from streamdiff.version import __version__
 
 Run = tuple[int, int]
@@ -126,6 +127,12 @@ def load_trunk(config: ModelConfig, device: torch.device, blocks: Run) -> Trunk:
         read_spec(config),
         library.load_transformer(place_of(config), device, dtype_of(config, device), blocks, config.attention),
     )
+
+
+def compile_stage(config: ModelConfig, stage: Stage) -> None:
+    """Make the stage's graphs, if the configuration wants them. Takes minutes. Mutates: stage."""
+    if config.compile == "on":
+        stage.compile(steps=config.steps, kv_context=config.kv_context)
 
 
 def load_decoder(config: ModelConfig, device: torch.device) -> StreamDecoder:

@@ -50,12 +50,20 @@ class ModelConfig(_Section):
     threads: int = Field(1, ge=1, le=64, description="CPU threads of the transformer; decoding has one of its own")
     steps: int = Field(4, ge=1, le=50, description="denoise steps per chunk; a model has one or a few numbers of them")
     kv_context: KVContext = Field("clean", description="what a chunk sees of earlier chunks (DESIGN: KV context)")
+    clean_pass: Literal["alone", "with-next"] = Field(
+        "alone", description="with-next: one forward for it and the next chunk's first step, where there is room for it"
+    )
     stages: int = Field(1, ge=1, le=64, description="ranks over which the transformer's blocks are split")
     decode: Literal["head", "last", "own-rank"] = Field("head", description="which rank of a ring decodes")
     link: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl between GPUs, else gloo")
     hang_s: float = Field(60.0, ge=1, description="a rank that is silent or busy with one forward for so long hangs")
     profile: str | None = Field(None, description="measured times to split the blocks by; default: measure at start")
     memory_gb: float | None = Field(None, gt=0, description="for sessions' caches, per rank; default: what is free")
+
+    @property
+    def clean_with_next(self) -> bool:
+        """Whether the clean pass takes the next chunk's first step with it."""
+        return self.clean_pass == "with-next"
 
     @property
     def ranks(self) -> int:

@@ -43,7 +43,8 @@ def follow(config: ModelConfig) -> None:
             config, member, device, lambda blocks: loading.load_trunk(config, device, blocks), decoder
         )
         member.tell_room(loading.own_room(config, device))
-        worker = ranks.follower(trunk, ranks.Place(member.rank, config.stages), device, link=link)
+        place, paired = ranks.Place(member.rank, config.stages), config.clean_with_next
+        worker = ranks.follower(trunk, place, device, link=link, clean_with_next=paired)
         loading.compile_stage(config, worker.stage)
         workers.append(worker)
     elif link == "nccl":

@@ -281,7 +281,8 @@ def load_runtime(config: ModelConfig) -> Runtime:
         )
         member.tell_room(loading.own_room(config, device))
         link = ranks.link_of(config, device)
-        ring = ranks.head_ring(model, ranks.Place(0, config.stages), device, link=link)
+        place, paired = ranks.Place(0, config.stages), config.clean_with_next
+        ring = ranks.head_ring(model, place, device, link=link, clean_with_next=paired)
         links = ranks.decode_links(model.spec, 0, config.decode_rank, device) if decoder is None else None
         loading.compile_stage(config, ring.stage)
         company = Company(member, ring, config.hang_s, links)
@@ -292,7 +293,7 @@ def load_runtime(config: ModelConfig) -> Runtime:
     budget = Budget(loading.facts_of(config), rooms, counts, model.denoiser.dtype.itemsize)
     alone = None
     if company is None:
-        alone = Ring(model, device)
+        alone = Ring(model, device, clean_with_next=config.clean_with_next)
         loading.compile_stage(config, alone.stage)
     runtime = Runtime(model, device, config.steps, config.kv_context, company, budget, alone)
     _warm_up(runtime)

@@ -124,9 +124,10 @@ class Stage:
         return self.denoiser.run_blocks(tokens, side_by_side(texts), self.attention.on(views))
 
     @torch.inference_mode()
-    def compile(self, *, steps: int, kv_context: str) -> None:
+    def compile(self, *, steps: int, kv_context: str, clean_with_next: bool = False) -> None:
         """Make a graph for every forward that a session of this kind meets: one for each number of chunks in its
-        window, as the window fills. Takes from seconds to minutes. Mutates: self.
+        window, as the window fills, and one for each that takes the next chunk's first step with it. Takes from seconds
+        to minutes. Mutates: self.
         """
         self.compiled = CompiledBlocks(self.denoiser, self.device)
         spec, denoiser = self.spec, self.denoiser
@@ -136,7 +137,7 @@ class Stage:
         self.set_text(_TRIAL, 0, weight.new_zeros(spec.text_shape), 0)
         window = self.sessions[_TRIAL].plan.window
         self.compiled.learning = True
-        for rows in _met(window, steps, clean=kv_context != "matched"):
+        for rows in _met(window, steps, kv_context != "matched", clean_with_next):
             hidden = weight.new_zeros(len(rows), self.frames * self.grid[0] * self.grid[1], denoiser.width)
             time = weight.new_zeros(len(rows), spec.chunk_latents, denoiser.width)
             self.forward(rows, Tokens(hidden, time))
@@ -157,9 +158,12 @@ def ring_plan(spec: ModelSpec, kv_context: str, *, steps: int) -> RingPlan:
     return RingPlan(sink, window, spare_slots(kv_context, steps=steps), spec.rope == "absolute")
 
 
-def _met(window: int, steps: int, *, clean: bool) -> Iterator[list[MicroStep]]:
+def _met(window: int, steps: int, clean: bool, clean_with_next: bool) -> Iterator[list[MicroStep]]:
     """Rows of a stream whose window of chunks fills: the first step of every chunk, and the last."""
     for chunk in range(window):
-        yield [MicroStep(_TRIAL, chunk, 0, steps, 0)]
+        first, last = (MicroStep(_TRIAL, chunk, step, steps, 0) for step in (0, steps))
+        yield [first]
         if clean:
-            yield [MicroStep(_TRIAL, chunk, steps, steps, 0)]
+            yield [last]
+        if clean_with_next:
+            yield [last, MicroStep(_TRIAL, chunk + 1, 0, steps, 0)]

@@ -90,8 +90,8 @@ def decoder_of(config: ModelConfig) -> str | None:
 
 def cases(preset: Preset, amount: Amount, base: ModelConfig, *, every: bool = False) -> list[Case]:
     """The preset's cases. `base` says everything that its lists do not; a model, a decoder or a size that it names takes
-    the place of the preset's. One session with KV context `clean` has one chunk in flight, which no second stage makes
-    faster: such cases are left out unless `every` is set.
+    the place of the preset's. One session with KV context `clean` has one chunk in flight, which no second stage
+    makes faster: such cases are left out unless `every` is set.
 
     Raises:
         pydantic.ValidationError: values that are out of range.

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from streamdiff.errors import ConfigError
@@ -22,6 +22,11 @@ Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/?#@]+)$")]
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+def _switch(value: object) -> object:
+    """YAML reads the words `on` and `off` as true and false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class ModelConfig(_Section):
@@ -47,11 +52,17 @@ class ModelConfig(_Section):
     quantize: Literal["none", "fp8", "int8"] = Field(
         "none", description="the blocks' linear layers in 8 bits: fp8 on recent NVIDIA GPUs, int8 anywhere"
     )
+    compile: Annotated[Literal["off", "on"], BeforeValidator(_switch)] = Field(
+        "off", description="make graphs of the transformer at the start, which takes minutes, and run these"
+    )
     size: str | None = Field(None, description="WIDTHxHEIGHT of the picture; default: the model's own")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")
     threads: int = Field(1, ge=1, le=64, description="CPU threads of the transformer; decoding has one of its own")
     steps: int = Field(4, ge=1, le=50, description="denoise steps per chunk; a model has one or a few numbers of them")
     kv_context: KVContext = Field("clean", description="what a chunk sees of earlier chunks (DESIGN: KV context)")
+    clean_pass: Literal["alone", "with-next"] = Field(
+        "alone", description="with-next: one forward for it and the next chunk's first step, where there is room for it"
+    )
     stages: int = Field(1, ge=1, le=64, description="ranks over which the transformer's blocks are split")
     decode: Literal["head", "last", "own-rank"] = Field("head", description="which rank of a ring decodes")
     link: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl between GPUs, else gloo")
@@ -59,6 +70,11 @@ class ModelConfig(_Section):
     profile: str | None = Field(None, description="measured times to split the blocks by; default: measure at start")
     trace: str | None = Field(None, description="a folder for a profiler's trace of some chunks, which are slower then")
     memory_gb: float | None = Field(None, gt=0, description="for sessions' caches, per rank; default: what is free")
+
+    @property
+    def clean_with_next(self) -> bool:
+        """Whether the clean pass takes the next chunk's first step with it."""
+        return self.clean_pass == "with-next"
 
     @property
     def ranks(self) -> int:

@@ -28,7 +28,7 @@ ALLOWED = {
     "streamdiff.models.tiny.text:tokens": "a prompt's, on the CPU",
     "streamdiff.models.tiny.windows:__init__": "training",
     "streamdiff.models.latents:__init__": "a decoder's constants",
-    "streamdiff.pipeline.head:open": "a session's noise levels",
+    "streamdiff.pipeline.head:_levels": "a session's noise levels",
     "streamdiff.models.attention:_plain": "what it is compared with",
     "streamdiff.models.tiny.model:save": "writes files",
     "streamdiff.pipeline.links_gloo:receive": "a record in host memory, where gloo put it",

@@ -18,10 +18,12 @@ by numbers and files, to compare with another implementation (--help lists the o
 Tensor files are .safetensors, all values finite; C latent channels, f latent frames of a chunk, h and w the picture's
 sides over 8 (Wan2.1), L text tokens, D text width:
   prompt_embeds   [L, D] or [1, L, D]: used as they are; Wan's are padded with zeros to 512 rows
-  initial         [chunks, C, f, h, w]: what a chunk's first step receives, standard normal noise
+  initial         [chunks, C, f, h, w]: what a chunk's first step receives, standard normal noise (with
+                  --video-latents: what is mixed into them)
   renoise         [chunks, steps-1, C, f, h, w]: the noise before each later step (steps of the chunk that has most);
                   both stand in the file of --noise
-  latents         [chunks, C, f, h, w], float32, clean, normalised as the transformer has them
+  latents         [chunks, C, f, h, w], float32, clean, normalised as the transformer has them; what comes out, and what
+                  --video-latents takes
 x_t = (1 - sigma) x0 + sigma noise; the model predicts noise - x0. Chunks count from 0.
 """
 
@@ -47,6 +49,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     for flag, kind, metavar, text in _OPTIONS:
         group.add_argument(flag, type=kind, metavar=metavar, help=text)
     group.add_argument("--warp", action="store_true", default=None, help="--steps are meant before the shift")
+    group.add_argument(
+        "--motion-noise",
+        action="store_true",
+        default=None,
+        help="the more --video-latents move, the less noise is mixed in, down to 0.1 below --strength; the model is "
+        "told 0.1 less than that (StreamDiffusionV2, with --strength 0.8; its code looks at pixels)",
+    )
     group.add_argument("--no-decode", action="store_true", default=None, help="make latents only")
     group.add_argument(
         "--prompt-switch",
@@ -63,6 +72,10 @@ _OPTIONS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
     ("--latents-out", Path, "FILE", "write the latents"),
     ("--prompt-embeds", Path, "FILE", "the prompt's embeddings, instead of --prompt"),
     ("--noise", Path, "FILE", "noise instead of --seed"),
+    ("--video-latents", Path, "FILE", "encoded video that chunks start from instead of noise alone, as "
+     "`streamdiff encode` writes it: [C, F, h, w], or in chunks, see below"),
+    ("--strength", float, "S", "noise level, 0 to 1, that --video-latents is mixed with for the first step, which is "
+     "told 1000 S (default: those of the first of --steps)"),
     ("--container", str, "NAME", "which tensors of --weights: generator, generator_ema, ... (default: the usual)"),
     ("--model-config", Path, "FILE", "config.json of diffusers, for what shapes cannot tell (the number of heads)"),
     ("--shift", float, "N", "timestep shift of --warp (default 1: none)"),
@@ -82,7 +95,7 @@ _OPTIONS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
      "stays (0 to 1; Reward-Forcing has 0.999; 1: the sink stays as it is); the sink is then one chunk"),
     ("--stages", int, "P", "split the blocks over P stages; the result is the same"),
 )  # fmt: skip
-NAMES = (*(flag[2:].replace("-", "_") for flag, *_ in _OPTIONS), "warp", "no_decode", "prompt_switch")
+NAMES = (*(flag[2:].replace("-", "_") for flag, *_ in _OPTIONS), "warp", "motion_noise", "no_decode", "prompt_switch")
 
 
 def asked_for(arguments: argparse.Namespace) -> bool:

@@ -44,6 +44,9 @@ class Job:
     latents_out: Path | None = None
     prompt_embeds: Path | None = None
     noise: Path | None = None
+    video_latents: Path | None = None
+    strength: float | None = None
+    motion_noise: bool = False
     weights: Path | None = None
     text_encoder: Path | None = None
     text_device: str | None = None
@@ -146,6 +149,8 @@ def _check(job: Job) -> None:
         raise ConfigError("nothing would be written; give --latents-out FILE, or --output FILE without --no-decode")
     if job.chunks is None:
         raise ConfigError("--chunks is missing: how many chunks to make; for example --chunks 8")
+    if job.video_latents is None and (job.strength is not None or job.motion_noise):
+        raise ConfigError("--strength and --motion-noise say how input is mixed with noise; give it as --video-latents")
     if job.chunks < 1:
         raise ConfigError(f"--chunks is {job.chunks}; at least 1 is needed")
     if job.no_decode and job.output is not None:
@@ -165,6 +170,12 @@ def _script(job: Job, model: Model, schedule: Schedule) -> Script:
     noise = None
     if job.noise is not None:
         noise = conditioning.read_noise(job.noise, spec.chunk_shape, steps=schedule.of(0).steps, chunks=job.chunks)
+    video = None
+    if job.video_latents is not None:
+        video = conditioning.read_latents(job.video_latents, spec.chunk_shape, whole=True)
+        if video.ndim == 4:  # a clip: what is left over of a last chunk is not used, as chunks that are not asked for
+            count = video.shape[1] // spec.chunk_latents
+            video = video[:, : count * spec.chunk_latents].unflatten(1, (count, -1)).transpose(0, 1)
     if job.prompt_embeds is not None:
         embeddings = conditioning.read_rows(job.prompt_embeds, spec.text_shape)
     else:
@@ -178,6 +189,9 @@ def _script(job: Job, model: Model, schedule: Schedule) -> Script:
         initial=None if noise is None else noise.initial,
         renoise=None if noise is None else noise.renoise,
         switches=tuple(_switch(text, model) for text in job.prompt_switch),
+        video=video,
+        strength=job.strength,
+        motion_noise=job.motion_noise,
     )
 
 

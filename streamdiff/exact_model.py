@@ -102,11 +102,14 @@ def _overridden(spec: ModelSpec, job: Job) -> ModelSpec:
     """`spec` with the sizes, window, sink, positions and context noise that were asked for."""
     assert job.chunks is not None
     chunk, height, width = spec.chunk_latents, spec.latent_height, spec.latent_width
-    if job.noise is not None:
-        chunk, *sides = _noise_sizes(job.noise) or (chunk, height, width)
-        if job.size is not None and sides != [height, width]:
-            raise ConfigError(f"--size is {job.size}, but {job.noise} is for another; leave --size out")
-        height, width = sides
+    for path, name in ((job.noise, "initial"), (job.video_latents, "latents")):
+        if path is not None:
+            shape = _shape(path, name)
+            chunk = shape[2] if len(shape) == 5 else chunk
+            sides = shape[-2:] if len(shape) in (4, 5) else (height, width)
+            if job.size is not None and sides != (height, width):
+                raise ConfigError(f"--size is {job.size}, but {path} is for another; leave --size out")
+            height, width = sides
     chunk = job.chunk_frames or chunk
     window = spec.window_latents if job.window is None else job.window
     sink = spec.sink_latents if job.sink is None else job.sink
@@ -169,12 +172,10 @@ def _check_sink(spec: ModelSpec) -> None:
         )
 
 
-def _noise_sizes(path: Path) -> tuple[int, int, int] | None:
-    """Latent frames, height and width of the chunks in a noise file; None where it does not say (told later)."""
-    entry = parse_header(path).entries.get("initial")
-    if entry is None or len(entry.shape) != 5:
-        return None
-    return entry.shape[2], entry.shape[3], entry.shape[4]
+def _shape(path: Path, name: str) -> tuple[int, ...]:
+    """Shape of a tensor in a file; empty where it is not there (told later)."""
+    entry = parse_header(path).entries.get(name)
+    return () if entry is None else tuple(entry.shape)
 
 
 def _text_shape(spec: ModelSpec, job: Job) -> tuple[int, int]:

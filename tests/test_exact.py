@@ -150,6 +150,19 @@ def test_context_noise_and_positions_are_used(given: Given) -> None:
     assert (absolute[3] - plain[3]).abs().max() > 1e-5
 
 
+def test_chunks_start_from_encoded_video(given: Given) -> None:
+    """In chunks or as a clip, as `streamdiff encode` writes it; with motion noise the still part keeps the level."""
+    draw = torch.randn(CHUNKS, LATENT_CHANNELS, CHUNK, SIDE, SIDE, generator=torch.Generator().manual_seed(2))
+    path = given.folder / "video.safetensors"
+    options = ["--video-latents", str(path), "--strength", "0.9"]
+    save_file({"latents": draw}, path)
+    moving, in_chunks = (given.latents(*options, *flag, steps="700,500,400") for flag in (["--motion-noise"], []))
+    assert (moving - in_chunks).abs().max() > 1e-2
+    save_file({"latents": draw.transpose(0, 1).flatten(1, 2).contiguous()}, path)
+    assert torch.equal(given.latents(*options, "--chunk-frames", str(CHUNK), steps="700,500,400"), in_chunks)
+    assert (given.latents(steps="700,500,400") - in_chunks).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
 def test_an_averaged_sink_takes_in_what_leaves(given: Given, kv_context: str) -> None:
     parts = ["--window", "6", "--sink", "3", "--kv-context", kv_context]
@@ -206,6 +219,7 @@ def test_the_embedded_model_writes_latents_and_video(tmp_path: Path) -> None:
         (["--adaptive-sink", "0.2"], "goes with a --sink"),
         (["--adaptive-sink", "2", "--window", "9", "--sink", "3"], "--adaptive-sink is 2"),
         (["--adaptive-sink", "0.2", "--window", "9", "--sink", "2"], "--sink, which is 2, must be a multiple of"),
+        (["--strength", "0.8"], "give it as --video-latents"),
         (["--first-chunk-steps", "1000,500"], "the first chunk has 2 steps and the others 3"),
         (["--averaged-sink", "1.5", "--window", "9", "--sink", "3"], "--averaged-sink is 1.5"),
         (["--averaged-sink", "0.9", "--window", "9", "--sink", "2"], "sink one chunk, 3 latent frames"),

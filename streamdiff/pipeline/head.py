@@ -19,6 +19,7 @@ from streamdiff.models.sampling import Schedule
 from streamdiff.models.wan.transformer import Tokens
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.noise import DrawnAhead, Noise
+from streamdiff.pipeline.source import Source
 from streamdiff.pipeline.stage import ring_plan
 from streamdiff.state.ring import RingPlan
 
@@ -42,7 +43,8 @@ class HeadSession:
     `levels` are the timesteps that the model is told at each step, the clean pass last, on the device: of the first
     chunk `[its steps + 1, F]`, and of the others.
     `kept` holds the finished latents of all chunks that the next one may see, for the clean pass, the first time or
-    again; none where there is no such pass. Chunks admitted see none before `since` but the sink.
+    again; none where there is no such pass. Chunks admitted see none before `since` but the sink. `source` is the input
+    that first steps start from, None for pure noise.
     """
 
     noise: Noise
@@ -53,6 +55,7 @@ class HeadSession:
     latents: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     kept: dict[int, Tensor] = field(default_factory=dict)
     since: int = 0
+    source: Source | None = None
 
     @property
     def clean_pass(self) -> bool:
@@ -74,13 +77,17 @@ class Head:
         # On a CPU a thread that draws would only take time from the one that computes.
         self._thread = ThreadPoolExecutor(1, "noise") if device.type == "cuda" else None
 
-    def open(self, session: int, *, noise: Noise, schedule: Schedule, kv_context: str) -> None:
+    def open(
+        self, session: int, *, noise: Noise, schedule: Schedule, kv_context: str, source: Source | None = None
+    ) -> None:
         """Start a stream, or start it again with other noise. Mutates: self."""
         plan = ring_plan(self.spec, kv_context, steps=schedule.steps)
         levels = self._levels(schedule.of(0)), self._levels(schedule)
         if self._thread is not None:
             noise = DrawnAhead(noise, self.device, schedule.steps + (self.spec.context_sigma > 0), self._thread)
-        self.sessions[session] = HeadSession(noise, schedule, kv_context, plan, levels)
+        self.sessions[session] = HeadSession(
+            noise, schedule, kv_context, plan, levels, source=source and source.on(self.device)
+        )
 
     def close(self, session: int) -> None:
         self.sessions.pop(session, None)
@@ -115,9 +122,9 @@ class Head:
         for row in rows:
             session = self.sessions[row.session]
             if row.step == 0:
-                session.latents[row.chunk, row.epoch] = self._noise(row)
+                session.latents[row.chunk, row.epoch] = self._begin(row)
             latents.append(self._context(row) if row.clean else session.latents[row.chunk, row.epoch])
-            levels.append(session.levels[row.chunk > 0][row.step])
+            levels.append(self._level(row))
         return self.denoiser.embed(torch.stack(latents).to(self.denoiser.dtype), torch.stack(levels))
 
     @torch.inference_mode()
@@ -135,7 +142,7 @@ class Head:
             if row.clean:
                 continue
             sigmas = session.schedule.of(row.chunk).sigmas
-            x0 = sampling.clean_from_flow(x_t, flow.to(x_t.dtype), sigmas[row.step])
+            x0 = sampling.clean_from_flow(x_t, flow.to(x_t.dtype), self._sigma(row))
             if row.last:
                 finished.append(Finished(row, x0))
                 if session.clean_pass:
@@ -145,6 +152,25 @@ class Head:
                 fresh = self._noise(row, row.step + 1)
                 session.latents[key] = sampling.add_noise(x0, fresh, sigmas[row.step + 1])
         return finished
+
+    def _begin(self, row: MicroStep) -> Tensor:
+        """What a chunk's first step receives: noise, or input with noise mixed in."""
+        source, noise = self.sessions[row.session].source, self._noise(row)
+        return noise if source is None else source.begin(row.chunk, noise)
+
+    def _level(self, row: MicroStep) -> Tensor:
+        """What the model is told, `[F]`."""
+        session = self.sessions[row.session]
+        if row.step == 0 and session.source is not None:
+            return session.source.level(row.chunk).expand(self.spec.chunk_latents)
+        return session.levels[row.chunk > 0][row.step]
+
+    def _sigma(self, row: MicroStep) -> Tensor | float:
+        """The noise level from which x0 is made."""
+        session = self.sessions[row.session]
+        if row.step == 0 and session.source is not None:
+            return session.source.level(row.chunk) / sampling.TIMESTEPS
+        return session.schedule.of(row.chunk).sigmas[row.step]
 
     def _levels(self, schedule: Schedule) -> Tensor:
         """What the model is told at each step, and in the clean pass, `[steps + 1, F]`."""

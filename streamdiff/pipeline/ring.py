@@ -22,6 +22,7 @@ from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.noise import Noise, SeededNoise
 from streamdiff.pipeline.plan import split_evenly
 from streamdiff.pipeline.scheduler import StreamBatchScheduler
+from streamdiff.pipeline.source import Source
 from streamdiff.pipeline.stage import Stage
 from streamdiff.pipeline.work import Control, Kind, Wire, Work
 from streamdiff.pipeline.worker import LEAVE_S, LinkSource, Worker
@@ -144,16 +145,19 @@ class Ring:
         steps: int | Schedule,
         kv_context: str,
         noise: Noise | None = None,
+        source: Source | None = None,
     ) -> None:
         """Open a session on scheduler, head and all stages; ValueError on bad values. Mutates: self.
 
-        `steps` is a schedule or a number of the model's own steps; `noise` takes the place of the seed's.
+        `steps` is a schedule or a number of the model's own steps; `noise` takes the place of the seed's, and with a
+        `source` chunks start from input instead of from noise alone.
         """
         schedule = self.head.spec.schedule(steps) if isinstance(steps, int) else steps
         steps = schedule.steps
         first = schedule.of(0).steps
         self.scheduler.open(session, steps=steps, first_steps=first, kv_context=kv_context, epoch=epoch)
-        self.head.open(session, noise=noise or self._seeded(seed), schedule=schedule, kv_context=kv_context)
+        noise = noise or self._seeded(seed)
+        self.head.open(session, noise=noise, schedule=schedule, kv_context=kv_context, source=source)
         self._tell(Kind.OPEN, Control(session, epoch, epoch, steps, kv_context))
         self._tell(Kind.TEXT, Control(session, epoch, epoch), embeddings)
 
@@ -174,11 +178,20 @@ class Ring:
         self._tell(Kind.TEXT, control, embeddings)
         self.scheduler.set_epoch(session, epoch)
 
-    def reset(self, session: int, embeddings: Tensor, *, seed: int = 0, epoch: int, noise: Noise | None = None) -> None:
+    def reset(
+        self,
+        session: int,
+        embeddings: Tensor,
+        *,
+        seed: int = 0,
+        epoch: int,
+        noise: Noise | None = None,
+        source: Source | None = None,
+    ) -> None:
         """Drop what is in flight and start afresh at chunk 0. `epoch` is one the slot never had. Mutates: self."""
         self.scheduler.reset(session, epoch)
-        old = self.head.sessions[session]
-        self.head.open(session, noise=noise or self._seeded(seed), schedule=old.schedule, kv_context=old.kv_context)
+        old, noise = self.head.sessions[session], noise or self._seeded(seed)
+        self.head.open(session, noise=noise, schedule=old.schedule, kv_context=old.kv_context, source=source)
         self._tell(Kind.RESET, Control(session, epoch))
         self._tell(Kind.TEXT, Control(session, epoch, epoch), embeddings)
 

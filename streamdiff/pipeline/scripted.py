@@ -14,10 +14,11 @@ from torch import Tensor
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.base import Model
-from streamdiff.models.sampling import Schedule
+from streamdiff.models.sampling import TIMESTEPS, Schedule
 from streamdiff.pipeline.head import PROMPT_SWITCHES
 from streamdiff.pipeline.noise import GivenNoise, Noise, SeededNoise
 from streamdiff.pipeline.ring import LocalRing, Ring
+from streamdiff.pipeline.source import REACH, TOLD_LESS, Source
 
 POLICIES = (*PROMPT_SWITCHES, "reset")
 _NAME = 0
@@ -40,8 +41,12 @@ class Script:
     embeddings `[T, text_dim]`; `initial` `[n, C, F, h, w]` and `renoise` `[n, steps - 1, C, F, h, w]` (steps of the
     chunk that has most) take the place of the noise of `seed` for the first n chunks; `switches` rise by chunk.
 
+    `video` `[n, C, F, h, w]` is encoded input that chunks start from, mixed with noise by `strength`, 0 to 1 (None: the
+    first level of the schedule); with `motion_noise` that is the most, and motion lowers it (see `source`).
+
     Raises:
-        ConfigError: a switch that is out of order, outside the stream, or of an unknown policy.
+        ConfigError: a switch that is out of order, outside the stream, or of an unknown policy; a strength that the
+            schedule cannot go on from, or without a video.
     """
 
     embeddings: Tensor
@@ -52,8 +57,12 @@ class Script:
     initial: Tensor | None = None
     renoise: Tensor | None = None
     switches: tuple[Switch, ...] = field(default=())
+    video: Tensor | None = None
+    strength: float | None = None
+    motion_noise: bool = False
 
     def __post_init__(self) -> None:
+        self._check_video()
         if self.chunks < 1:
             raise ConfigError(f"chunks is {self.chunks}; at least 1 is needed")
         before = 0
@@ -76,6 +85,38 @@ class Script:
             return seeded
         renoise = None if self.renoise is None else self.renoise[first:]
         return GivenNoise(self.initial[first:], renoise, self.schedule, seeded)
+
+    def source(self, first: int) -> Source | None:
+        """Input of the stream that begins at chunk `first`."""
+        if self.video is None:
+            return None
+        video, strength = self.video[first:], self._strength
+        if self.motion_noise:
+            return Source.following_motion(video, strength)
+        told = self.schedule.timesteps[0] if self.strength is None else TIMESTEPS * strength
+        return Source.steady(video, strength, told)
+
+    @property
+    def _strength(self) -> float:
+        return self.schedule.sigmas[0] if self.strength is None else self.strength
+
+    def _check_video(self) -> None:
+        if self.video is None:
+            if self.strength is not None or self.motion_noise:
+                raise ConfigError(
+                    "strength and motion noise say how input is mixed with noise; there is no input video"
+                )
+            return
+        if len(self.video) < self.chunks:
+            raise ConfigError(f"the input video has {len(self.video)} chunks, but {self.chunks} are to be made")
+        least = self._strength - (REACH + TOLD_LESS + 1 / TIMESTEPS if self.motion_noise else 0)
+        following = [levels.sigmas[1] for levels in (self.schedule, self.schedule.of(0)) if levels.steps > 1]
+        if not max(following, default=0) < least <= self._strength <= 1:
+            motion = f", of which motion takes up to {REACH + TOLD_LESS:g}" if self.motion_noise else ""
+            raise ConfigError(
+                f"strength is {self._strength:g}{motion}; it must be at most 1, and above the noise level of the "
+                f"second step, {max(following, default=0):g}"
+            )
 
     @property
     def segments(self) -> list[tuple[Switch, list[Switch], int]]:
@@ -100,12 +141,20 @@ def play(
     ring = Ring(model, device) if stages == 1 else LocalRing(model, device, stages)
     epochs = count(1)
     for begin, switches, end in script.segments:
-        noise = script.noise(model, begin.chunk)
+        noise, source = script.noise(model, begin.chunk), script.source(begin.chunk)
         if begin.chunk == 0:
             context = script.kv_context
-            ring.open(_NAME, begin.embeddings, epoch=0, steps=script.schedule, kv_context=context, noise=noise)
+            ring.open(
+                _NAME,
+                begin.embeddings,
+                epoch=0,
+                steps=script.schedule,
+                kv_context=context,
+                noise=noise,
+                source=source,
+            )
         else:
-            ring.reset(_NAME, begin.embeddings, epoch=next(epochs), noise=noise)
+            ring.reset(_NAME, begin.embeddings, epoch=next(epochs), noise=noise, source=source)
             fresh()
         due = {switch.chunk - begin.chunk: switch for switch in switches}
         # Steps of a staircase wait for chunks that come after; those made for this alone are dropped.

@@ -34,7 +34,7 @@ serve: environment ## start the server with the embedded model and open a browse
 
 test: test-environment browser lint types ## everything: style, types, unit, browser and wheel tests
 	@echo "==> tests"
-	@$(BIN)/python -m pytest --no-skips --durations=15 $(ARGS)
+	@$(BIN)/python -m pytest --no-skips --durations=15 -m "$$(tools/interop.sh)" $(ARGS)
 	@echo "==> all tests passed"
 
 check: test-environment lint types ## the quick loop: style, types, fast tests

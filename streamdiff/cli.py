@@ -355,7 +355,10 @@ def _command(
 def _add(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
     for option in options:
         # The key as the name keeps these apart from options that a command has for itself, as `plan` has its --stages.
-        parser.add_argument(option.flag, dest=option.key, type=option.type, metavar=option.metavar, help=option.help)
+        action = "append" if option.repeat else "store"
+        parser.add_argument(
+            option.flag, dest=option.key, type=option.type, metavar=option.metavar, help=option.help, action=action
+        )
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

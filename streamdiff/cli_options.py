@@ -17,6 +17,7 @@ class Option:
     type: type[str] | type[int] | type[float]
     metavar: str
     help: str
+    repeat: bool = False
 
 
 MODEL = (
@@ -92,6 +93,14 @@ SERVE = (
     Option("--scale", "serve.scale", int, "N", "enlarge the picture this many times before encoding (default 2)"),
     Option("--bitrate", "serve.bitrate", int, "BITS", "bit/s of the video (default: fits size and fps)"),
     Option("--lead", "playback.lead_s", float, "SECONDS", "video made ahead of what is shown, at most"),
+    Option(
+        "--output",
+        "serve.outputs",
+        str,
+        "FILE|URL",
+        "also send it to a .mp4 or .webm file, rtmp://, srt://, udp:// or tcp://; may be given several times",
+        True,
+    ),
     Option("--max-viewers", "serve.max_viewers", int, "N", "viewers at the same time, at most"),
 )
 

@@ -132,6 +132,7 @@ class ServeConfig(_Section):
     lifetime_s: float | None = Field(3600.0, gt=0, description="a session ends after so long at the latest")
     load: float = Field(0.9, gt=0, le=10, description="share of the engine's time that sessions may ask for together")
     open_browser: bool = Field(True, description="open a browser where there is a display")
+    outputs: list[str] = Field([], description="files and addresses that the default session is also sent to")
     ice_servers: list[IceServer] = Field([], description="STUN and TURN servers; none are asked unless named here")
     cors_origins: list[Origin] = Field([], description="pages of other origins that may use it")
 
@@ -265,6 +266,8 @@ def _allowed(field: FieldInfo) -> str:
         optional = True
     if annotation == list[Origin]:
         words = "a list of origins such as https://example.org, or *"
+    elif annotation == list[str]:
+        words = "a list of files and addresses"
     elif annotation == list[IceServer]:
         words = "a list of servers, each with url (stun:HOST:PORT or turn:HOST:PORT), a turn server also with "
         words += "username and credential"

@@ -15,7 +15,7 @@ from starlette.staticfiles import StaticFiles
 from streamdiff.config import Config
 from streamdiff.engine.messages import Ready
 from streamdiff.serve import codecs as known_codecs
-from streamdiff.serve import routes_control, routes_health, routes_sessions, routes_whep
+from streamdiff.serve import routes_control, routes_health, routes_sessions, routes_whep, targets
 from streamdiff.serve.codecs import Format
 from streamdiff.serve.hub import Client
 from streamdiff.serve.problem import Problem, respond
@@ -40,20 +40,23 @@ def create_app(config: Config, client: Client, ready: Ready) -> FastAPI:
     """The application; `app.state.services` exists while it runs. `client` is read and written until then.
 
     Raises:
-        ConfigError: no codec, or a size that cannot be encoded.
+        ConfigError: no codec, a size that cannot be encoded, or an output that cannot be written.
     """
     codecs, encoder = known_codecs.usable(config.serve.codec, config.serve.encoder)
     config = config.model_copy(update={"serve": config.serve.model_copy(update={"encoder": encoder})})
     Format(ready.width, ready.height, config.playback.fps, config.serve.scale, config.serve.bitrate)  # or its error
 
+    outputs = targets.parse_all(config.serve.outputs)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        services = Services(config, client, ready, codecs)
+        services = Services(config, client, ready, codecs, outputs)
         app.state.services = services
         await services.hub.start()
         try:
             yield
         finally:
+            await services.outputs.stop()
             await services.viewers.stop()
             await services.hub.stop()
 

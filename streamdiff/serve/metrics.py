@@ -60,6 +60,10 @@ class Metrics:
         self.refused = Counter(
             "streamdiff_sessions_refused", "Sessions that were not opened, by the reason", ["reason"], registry=registry
         )
+        output = ["output"]
+        self.output_up = Gauge("streamdiff_output_up", "1 while an output is sent", output, registry=registry)
+        self.output_frames = Counter("streamdiff_output_frames", "Frames handed to it", output, registry=registry)
+        self.output_dropped = Counter("streamdiff_output_dropped", "Frames it did not get", output, registry=registry)
         self.controls = Counter("streamdiff_control", "Control messages", ["type", "result"], registry=registry)
 
     def forget(self, session: str) -> None:

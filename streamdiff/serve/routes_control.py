@@ -40,6 +40,7 @@ async def _state(request: Request) -> Response:
             "stats": view.stats(),
             "viewers": services.viewers.count,
             "max_viewers": services.config.serve.max_viewers,
+            "outputs": [asdict(sent) for sent in services.outputs.states()],
             "codecs_offered": list(services.codecs),
         }
     )

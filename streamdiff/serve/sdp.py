@@ -99,6 +99,13 @@ def username_of(offer: str) -> str | None:
     return found.group(1) if found else None
 
 
+def video_codecs_of(offer: str) -> set[str]:
+    """The names of the codecs that a checked offer's first video section lists, in lower case."""
+    video = offer[offer.index("m=video") :]
+    video = video.split("\r\nm=", 1)[0]
+    return {name.lower() for name in re.findall(r"^a=rtpmap:\d+ ([^/\s]+)", video, re.MULTILINE)}
+
+
 def parse_trickle(text: str) -> Trickle:
     """An SDP fragment (RFC 8840) from a viewer that sends candidates as it finds them.
 

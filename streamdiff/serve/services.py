@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import Request
 
 from streamdiff.config import Config
@@ -9,21 +11,26 @@ from streamdiff.engine.messages import Ready
 from streamdiff.serve.codecs import Codec
 from streamdiff.serve.hub import DEFAULT_SESSION, Client, Hub
 from streamdiff.serve.metrics import Metrics
+from streamdiff.serve.outputs import Outputs
 from streamdiff.serve.problem import Problem
 from streamdiff.serve.session_view import SessionView
+from streamdiff.serve.targets import Target
 from streamdiff.serve.whep import Viewers
 
 
 class Services:
     """What the routes share. Made on the running event loop."""
 
-    def __init__(self, config: Config, client: Client, ready: Ready, codecs: tuple[Codec, ...]) -> None:
+    def __init__(
+        self, config: Config, client: Client, ready: Ready, codecs: tuple[Codec, ...], targets: Sequence[Target] = ()
+    ) -> None:
         self.config = config
         self.metrics = Metrics()
         self.codecs = codecs
         self.hub = Hub(config, client, ready, self.metrics)
         self.viewers = Viewers(config.serve.max_viewers, self.codecs, self.metrics, config.serve.ice_servers)
         self.hub.on_end = self.viewers.end_session
+        self.outputs = Outputs(targets, lambda: self.hub.view(DEFAULT_SESSION), self.metrics)
 
     def view(self, request: Request) -> SessionView:
         """The session a request is about: of its path, else of its query, else the default one.

@@ -29,7 +29,7 @@ from streamdiff.serve.codecs import Codec
 from streamdiff.serve.control import Allowance
 from streamdiff.serve.metrics import Metrics
 from streamdiff.serve.problem import Problem
-from streamdiff.serve.sdp import MAX_CANDIDATES, SdpError, check_offer, parse_trickle, username_of
+from streamdiff.serve.sdp import MAX_CANDIDATES, SdpError, check_offer, parse_trickle, username_of, video_codecs_of
 from streamdiff.serve.session_view import SessionView
 from streamdiff.serve.tracks import ViewerTrack
 
@@ -103,6 +103,9 @@ class Viewers:
             checked = check_offer(offer)
         except SdpError as error:
             raise Problem(422 if error.unsatisfiable else 400, str(error)) from error
+        if not video_codecs_of(checked) & set(wanted):
+            names = " or ".join(codec.upper() for codec in wanted)
+            raise Problem(422, f"The offer has no video codec that is sent here: offer {names}.")
         if self.count >= self._limit:
             message = f"All {self._limit} places are taken. Try again in a moment, or raise serve.max_viewers."
             raise Problem(503, message, {"Retry-After": str(RETRY_AFTER_S)})

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamdiff.engine.pacing import Due
-from streamdiff.serve.encoder import EncoderThread, Format
+from streamdiff.serve.codecs import Format
+from streamdiff.serve.encoder import EncoderThread
 from streamdiff.serve.pacer import Pacer, WireClock
 from streamdiff.serve.tracks import Encoded
 

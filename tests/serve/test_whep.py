@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
-from streamdiff.config import Config, ServeConfig
+from streamdiff.config import Config, PlaybackConfig, ServeConfig
 from streamdiff.serve import whep
 from tests.serve.conftest import Peer, Site, open_site
 from tests.serve.scripted import COLOURS
@@ -231,6 +231,19 @@ def test_a_viewer_sees_the_stream(codec: str | None, name: str) -> None:
         assert str(frames[0].time_base) == "1/90000"
 
     _run(scene)
+
+
+@pytest.mark.parametrize(("fps", "ticks"), [(40.0, 2250), (50.0, 1800), (60.0, 1500)])
+def test_frames_carry_the_media_clock_at_any_rate(fps: float, ticks: int) -> None:
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        stamps = [(await peer.frame()).pts for _ in range(90)]
+        steps = np.diff(stamps)
+        # A busy machine may skip a slot; a step is then two or more of them, never something in between.
+        assert (steps[30:] % ticks == 0).mean() > 0.9
+        assert np.median(steps) == ticks
+
+    _run(scene, Config(playback=PlaybackConfig(fps=fps)))
 
 
 def test_two_viewers_share_one_encoder_and_the_second_gets_a_key_frame() -> None:

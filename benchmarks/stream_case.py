@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
+from benchmarks.report import public_path
 from streamdiff.config import ModelConfig
 
 PROMPT = "a red circle moving right over a meadow"
@@ -20,10 +21,10 @@ class Amount:
     after the window is full and `margin` more; `prompts` are changed on the way; `rounds` chunks give the parts' times.
     """
 
-    openings: int = 4
-    chunks: int = 20
+    openings: int = 3
+    chunks: int = 16
     margin: int = 2
-    prompts: int = 5
+    prompts: int = 4
     rounds: int = 5
 
 
@@ -43,8 +44,9 @@ class Case:
         config = self.config
         size = f" {config.size}" if config.size else ""
         vae = f", {'full' if decoder_of(config) == 'full' else 'tiny'} decoder" if config.vae else ""
+        steps = f"{config.steps} step{'s' if config.steps > 1 else ''}"
         stages = f"{config.stages} stage{'s' if config.stages > 1 else ''}"
-        return f"{config.name}{size}, {config.steps} steps, {config.kv_context}{vae}, {stages}"
+        return f"{config.name}{size}, {steps}, {config.kv_context}{vae}, {stages}"
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "config": self.config.model_dump(), "amount": asdict(self.amount)}
@@ -88,29 +90,44 @@ def decoder_of(config: ModelConfig) -> str | None:
     return next((name for name, vae in DECODERS.items() if vae == config.vae), config.vae)
 
 
-def cases(preset: Preset, amount: Amount, base: ModelConfig, *, every: bool = False) -> list[Case]:
-    """The preset's cases. `base` says everything that its lists do not; a model, a decoder or a size that it names takes
-    the place of the preset's. One session with KV context `clean` has one chunk in flight, which no second stage
-    makes faster: such cases are left out unless `every` is set.
+FLAGS = {
+    "model.steps": "--steps",
+    "model.kv_context": "--kv-context",
+    "model.stages": "--stages",
+    "model.size": "--size",
+    "model.vae": "--decoder",
+}
+"""How the command line calls the lists' values, for messages."""
 
-    Raises:
-        pydantic.ValidationError: values that are out of range.
+
+def combinations(preset: Preset, *, every: bool = False) -> list[dict[str, object]]:
+    """The product of the preset's lists, as values of a configuration by dotted key.
+
+    One session with KV context `clean` has one chunk in flight, which no second stage makes faster: that is left out
+    unless `every` is set.
     """
     found = []
     lists = (preset.sizes, preset.decoders, preset.steps, preset.kv_contexts, preset.stages)
     for size, decoder, steps, context, stages in product(*lists):
         if context == "clean" and stages > 1 and not every:
             continue
-        values: dict[str, object] = {"steps": steps, "kv_context": context, "stages": stages}
+        values: dict[str, object] = {"model.steps": steps, "model.kv_context": context, "model.stages": stages}
         if size is not None:
-            values["size"] = size
+            values["model.size"] = size
         if decoder is not None:
-            values["vae"] = DECODERS[decoder]
-        config = ModelConfig.model_validate({**base.model_dump(), **values})
-        found.append(Case(config, amount))
+            values["model.vae"] = DECODERS[decoder]
+        found.append(values)
     return found
 
 
-def settings(all_cases: Sequence[Case]) -> dict[str, Any]:
-    """What two runs must have alike to be compared, by case: everything but where a profile goes."""
-    return {case.label: {**replace(case, profile=None).to_json()} for case in all_cases}
+def settings(all_cases: Sequence[Case], device: str) -> dict[str, Any]:
+    """What two runs must have alike to be compared, by case; paths without the machine's folders. `device` is the kind
+    that was used."""
+    found = {}
+    for case in all_cases:
+        config = {
+            key: public_path(value) if isinstance(value, str) else value
+            for key, value in {**case.config.model_dump(), "device": device}.items()
+        }
+        found[case.label] = {**replace(case, profile=None).to_json(), "config": config}
+    return found

@@ -1,0 +1,140 @@
+"""How long each part of making a chunk takes by itself, on the model of a runtime that is loaded and has nothing to do.
+
+Denoise steps and clean passes are turns of the runtime's own ring, one stage, the window full. The device is waited for
+before and after what is timed, never inside.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamdiff import clock
+from streamdiff.models.random_weights import DrawnText
+from streamdiff.pipeline.microstep import MicroStep
+from streamdiff.pipeline.runtime import Runtime
+from streamdiff.serve.encoder import Format, PictureEncoder, probe
+
+SESSION = 10**6
+"""A slot that no stream of the engine has."""
+_LIMIT_S = 600.0
+Parts = dict[str, list[float]]
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(device: torch.device, work: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds of `work`, the device's included, and its result."""
+    synchronise(device)
+    begun_s = clock.monotonic_s()
+    result = work()
+    synchronise(device)
+    return clock.monotonic_s() - begun_s, result
+
+
+def measure(runtime: Runtime, rounds: int, step: Callable[[str], None]) -> tuple[Parts, list[str]]:
+    """Seconds of every part, `rounds` values each (steps: one per chunk and step), and remarks on what is not there.
+
+    `step` is told what is measured next. Mutates: the runtime's ring, which has the sessions of before at the end.
+    """
+    device = runtime.ring.stage.device
+    parts: Parts = {}
+    remarks: list[str] = []
+    if isinstance(runtime.text, DrawnText):
+        remarks.append(
+            "text_s: there is no text encoder, embeddings are drawn; ttff_s and control_p50_s have none in them"
+        )
+    else:
+        step("text")
+        parts["text"] = _text(runtime, rounds, device)
+    step("denoise steps")
+    taken, latents = turns(runtime, rounds, device)
+    parts |= taken
+    decoder = runtime.model.decoder
+    assert decoder is not None, "one stage decodes by itself"
+    step("decode and copy")
+    parts["decode"], parts["copy"], pictures = _decode(decoder, latents, device)
+    step("encode")
+    codec, parts["encode"] = _encode(pictures, runtime.info.native_fps)
+    if codec != "h264":
+        remarks.append(f"encode_s: {codec}, for there is no H.264 here")
+    return parts, remarks
+
+
+def _text(runtime: Runtime, rounds: int, device: torch.device) -> list[float]:
+    """Texts that no cache knows; the first one loads the weights and does not count."""
+    texts = [runtime.text.read(f"{runtime.text.examples[0]} ({n})", None).text for n in range(-1, rounds)]
+    return [timed(device, lambda text=text: runtime.text.encode(text))[0] for text in texts][1:]
+
+
+def turns(runtime: Runtime, rounds: int, device: torch.device) -> tuple[Parts, list[Tensor]]:
+    """Times of the ring's turns by what they carried, and the latents of the chunks that were measured."""
+    ring, spec = runtime.ring, runtime.model.spec
+    info, times, latents = runtime.info, defaultdict(list), []
+    text = torch.zeros(spec.text_shape, device=device)
+    ring.open(SESSION, text, seed=0, epoch=0, steps=info.steps, kv_context=info.kv_context)
+    full = spec.window_chunks(info.kv_context)
+    end_s = clock.monotonic_s() + _LIMIT_S
+    while len(latents) < rounds and clock.monotonic_s() < end_s:
+        ring.scheduler.set_room(SESSION, 10**6)
+        took_s, (rows, finished) = timed(device, lambda: ring.turn(1.0))
+        if rows and min(row.chunk for row in rows) > full:
+            times[name_of(rows)].append(took_s)
+        latents += [done.latents for done in finished if done.row.chunk > full]
+    ring.close(SESSION)
+    ring.turn()
+    return dict(times), latents
+
+
+def name_of(rows: Sequence[MicroStep]) -> str:
+    """`step 0` and so on, `clean`, or `fused` for a clean pass and a step in one forward."""
+    if len(rows) > 1:
+        return "fused" if any(row.clean for row in rows) else f"{len(rows)} steps"
+    return "clean" if rows[0].clean else f"step {rows[0].step}"
+
+
+def _decode(
+    decoder: Any, latents: Sequence[Tensor], device: torch.device
+) -> tuple[list[float], list[float], list[Tensor]]:
+    """Seconds of each chunk's decode and of its way to the host, and the pictures; the first chunk goes twice, and does
+    not count the first time."""
+    decode_s, copy_s, pictures = [], [], []
+    memory = decoder.new_memory()
+    for chunk in (latents[0], *latents):
+        decoded = copied = 0.0
+        made = []
+        for index in range(chunk.shape[1]):  # piece by piece, as pipeline.decoding has it
+            took_s, piece = timed(
+                device, lambda chunk=chunk, index=index: decoder.decode(chunk[None, :, index : index + 1], memory)
+            )
+            decoded += took_s
+            took_s, piece = timed(device, lambda piece=piece: piece.cpu())
+            copied += took_s
+            made.append(piece)
+        decode_s.append(decoded)
+        copy_s.append(copied)
+        pictures.append(torch.cat(made))
+    return decode_s[1:], copy_s[1:], pictures[1:]
+
+
+def _encode(chunks: Sequence[Tensor], fps: float) -> tuple[str, list[float]]:
+    """The best codec there is, and seconds of each chunk's pictures, one after the other; the first does not count."""
+    codec = probe()[0]
+    _, height, width, _ = chunks[0].shape
+    encoder = PictureEncoder(codec, Format(width, height, fps))
+    times, pts = [], 0
+    for chunk in (chunks[0], *chunks):
+        begun_s = clock.monotonic_s()
+        for picture in chunk.numpy():
+            encoder.encode(picture, pts, key=pts == 0)
+            pts += round(90_000 / fps)
+        times.append(clock.monotonic_s() - begun_s)
+    return codec, times[1:]

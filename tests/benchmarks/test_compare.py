@@ -1,0 +1,132 @@
+"""Two results: ratios in the right direction, refusals that name what differs, exit codes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import compare
+from benchmarks.metrics import METRICS
+from benchmarks.report import ROOT
+
+CASE = "tiny, 4 steps, clean, 1 stage"
+
+
+def result(**figures: float | None) -> dict[str, Any]:
+    return {
+        "header": {
+            "commit": "0123456789ab",
+            "date": "2026-01-01T00:00:00+00:00",
+            "hardware": {"cpu": "a", "cores": 2, "load_average": 0.5},
+            "software": {"torch": "2.13"},
+            "threads": {"torch": 1},
+        },
+        "benchmark": "fps_ttff",
+        "settings": {CASE: {"config": {"steps": 4, "device": "cpu"}, "amount": {"chunks": 16}}},
+        "results": {CASE: {"figures": figures}},
+    }
+
+
+def compared(folder: Path, before: dict[str, Any], after: dict[str, Any], *words: str) -> int:
+    paths = []
+    for name, tree in (("before", before), ("after", after)):
+        paths.append(folder / f"{name}.json")
+        paths[-1].write_text(json.dumps(tree))
+    return compare.main([str(path) for path in paths] + list(words))
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "verdict"),
+    [
+        ("fps", 40.0, 44.0, "10.0% better"),
+        ("fps", 40.0, 30.0, "25.0% worse"),
+        ("ttff_s", 0.4, 0.5, "25.0% worse"),
+        ("ttff_s", 0.4, 0.3, "25.0% better"),
+        ("ttff_s", 0.4, 0.4, "same"),
+        ("stalls_0", 0, 0, "same"),
+        ("stalls_0", 0, 2, "worse: there were none"),
+        ("text_s", None, 0.1, "-"),
+    ],
+)
+def test_a_verdict_knows_which_direction_is_better(
+    name: str, before: float | None, after: float | None, verdict: str
+) -> None:
+    assert compare.Row(CASE, name, before, after).verdict == verdict
+
+
+def test_figures_are_compared_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rows.json"
+    before, after = result(fps=40.0, ttff_s=0.4, text_s=None), result(fps=50.0, ttff_s=0.5, text_s=None)
+    after["header"]["commit"] = "ba9876543210"
+    after["header"]["software"]["torch"] = "2.14"
+    after["header"]["hardware"]["load_average"] = 3.0
+    assert compared(tmp_path, before, after, "--out", str(out)) == compare.SAME
+    stored = {row["figure"]: row["ratio"] for row in json.loads(out.read_text())["rows"]}
+    assert stored == {"fps": pytest.approx(1.25), "ttff_s": pytest.approx(1.25)}
+    printed = capsys.readouterr().out
+    assert "ba9876543210" in printed and "2.14" in printed and "25.0% better" in printed and "25.0% worse" in printed
+
+
+@pytest.mark.parametrize(("threshold", "code"), [("0.3", compare.SAME), ("0.2", compare.WORSE)])
+def test_the_threshold_decides_the_exit_code(
+    tmp_path: Path, threshold: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, after = result(fps=40.0, ttff_s=0.4), result(fps=60.0, ttff_s=0.5)
+    assert compared(tmp_path, before, after, "--threshold", threshold) == code
+    assert (f"WORSE  {CASE}: ttff_s 25.0% worse, 20.0% is allowed" in capsys.readouterr().out) == (code != 0)
+    assert compared(tmp_path, before, after, "--threshold", threshold, "--only", "fps") == compare.SAME
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "told"),
+    [
+        (("header", "hardware", "cpu"), "b", 'hardware: cpu is "a" before and "b" after'),
+        (("header", "hardware", "gpu"), "H", 'hardware: gpu is null before and "H" after'),
+        (("header", "threads", "torch"), 2, "threads: torch is 1 before and 2 after"),
+        (("settings", CASE, "config", "steps"), 2, f"settings of {CASE}: config: steps is 4 before and 2 after"),
+        (("settings", CASE, "amount", "chunks"), 4, "amount: chunks is 16 before and 4 after"),
+        (("benchmark",), "throughput_model", 'benchmark is "fps_ttff" before and "throughput_model" after'),
+        (("results",), {"else": {"figures": {}}}, "no case in common"),
+    ],
+)
+def test_what_is_unlike_is_refused_and_named(
+    tmp_path: Path, place: tuple[str, ...], value: object, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = result(fps=40.0)
+    after = copy.deepcopy(before)
+    inner: Any = after
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    assert compared(tmp_path, before, after) == compare.REFUSED
+    captured = capsys.readouterr()
+    assert told in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("{}", "has no benchmark, header, settings, results"), ("[", "not valid JSON"), (None, "cannot be read")],
+)
+def test_what_is_no_result_is_refused(
+    tmp_path: Path, text: str | None, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.json"
+    if text is not None:
+        path.write_text(text)
+    assert compare.main([str(path), str(path)]) == compare.REFUSED
+    assert told in capsys.readouterr().err
+
+
+def test_an_unknown_figure_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compared(tmp_path, result(fps=1.0), result(fps=1.0), "--only", "speed") == compare.REFUSED
+    assert "--only names 'speed'" in capsys.readouterr().err
+
+
+def test_the_readme_defines_every_figure() -> None:
+    lines = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").splitlines()
+    for name, metric in METRICS.items():
+        assert f"| `{name}` | {metric.unit} | {metric.better} | {metric.meaning} |" in lines, name

@@ -1,0 +1,86 @@
+"""The formula of a forward against torch's own count, and the floor of hand-made parts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import throughput_model
+from benchmarks.forward_cost import Ceilings, Part, forward
+from benchmarks.stream_case import Amount, Case
+from streamdiff.config import ModelConfig
+from streamdiff.models.base import Model
+from streamdiff.pipeline.facts import Facts, facts_from
+from streamdiff.pipeline.ring import Ring
+from tests.small import CPU, small_model
+
+
+def facts_of(model: Model) -> Facts:
+    config: Any = model.denoiser.model.config
+    return facts_from(dict(config), model.spec)
+
+
+def counted(model: Model, kv_context: str) -> int:
+    """Operations of one denoise step, window full, as torch counts them. Plain attention: torch counts no other on a
+    CPU."""
+    model.denoiser.attention = "math"
+    ring = Ring(model, CPU)
+    ring.open(0, torch.zeros(model.spec.text_shape), epoch=0, steps=2, kv_context=kv_context)
+    while True:
+        ring.scheduler.set_room(0, 10**6)
+        with FlopCounterMode(display=False) as counter:
+            rows, _ = ring.turn()
+        if rows and rows[0].step == 1 and rows[0].chunk > model.spec.window_chunks(kv_context):
+            return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("kv_context", ["clean", "matched", "staircase"])
+@pytest.mark.parametrize("sizes", [{}, {"layers": 3, "heads": 3, "chunk": 1, "window": 4, "sink": 1, "planes": 0}])
+def test_torch_counts_as_many_operations(kv_context: str, sizes: dict[str, int]) -> None:
+    model = small_model(**sizes)
+    assert sum(part.flops for part in forward(facts_of(model), kv_context)) == counted(model, kv_context)
+
+
+def test_weights_are_read_once() -> None:
+    """With a chunk's and the cache's numbers taken off, what is left is what is stored."""
+    model = small_model(layers=3, heads=3)
+    facts = facts_of(model)
+    stored = sum(weight.numel() for weight in model.denoiser.model.parameters())
+    text = facts.text_dim * facts.width + facts.width + facts.width**2 + facts.width  # once per prompt
+    text += facts.blocks * (2 * (facts.width**2 + facts.width) + facts.width)  # its keys and values
+    small = facts.blocks * 8 * facts.width  # modulation tables and the norm before cross-attention
+    values = sum(part.values for part in forward(facts, "clean"))
+    half = sum(part.values for part in forward(small_tokens(facts), "clean"))
+    weights = 2 * half - values  # numbers that do not double with the chunk
+    frames = facts.freq_dim + 8 * facts.width
+    assert weights == pytest.approx(stored - text - small + extra(facts), abs=2 * frames * facts.chunk_latents)
+
+
+def extra(facts: Facts) -> int:
+    """What does not grow with a chunk beside the weights: the text's keys and values."""
+    return facts.blocks * 2 * facts.text_tokens * facts.width
+
+
+def small_tokens(facts: Facts) -> Facts:
+    """The same model with half the tokens in a chunk."""
+    return replace(facts, latent_height=facts.latent_height // 2)
+
+
+def test_a_part_takes_as_long_as_its_slower_side() -> None:
+    ceilings = Ceilings(flops_per_s=100.0, bytes_per_s=10.0)
+    assert Part("a", 200.0, 1.0).floor_s(ceilings, 2) == 2.0
+    assert Part("b", 200.0, 50.0).floor_s(ceilings, 2) == 10.0
+
+
+def test_floor_and_share_of_hand_made_parts() -> None:
+    parts = [Part("a", 200.0, 1.0), Part("b", 200.0, 50.0)]
+    case = Case(ModelConfig(steps=4, kv_context="clean"), Amount())
+    found = throughput_model.judged(parts, Ceilings(100.0, 10.0), 2, 24.0, 12, case)
+    assert found["figures"]["floor_s"] == 12.0 and found["figures"]["share"] == 0.5
+    assert [row["set by"] for row in found["parts"]] == ["matrix", "copy"]
+    assert found["fps_at_the_floor"] == pytest.approx(12 / (5 * 12.0))
+    assert found["fps_as_measured"] == pytest.approx(12 / (5 * 24.0))

@@ -1,0 +1,137 @@
+"""A run from end to end, in real processes: figures that the raw times in the file give again, a header, a picture; and
+an end by Ctrl-C that leaves nothing behind. No figure is judged here."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks import fps_ttff, stream_options
+from benchmarks.report import ROOT
+from benchmarks.stream_case import PRESETS, Case
+from benchmarks.stream_figures import Raw, figures
+
+SMALL = ["--openings", "1", "--chunks", "2", "--margin", "1", "--prompts", "1", "--rounds", "1", "--device", "cpu"]
+
+
+def cases(*words: str) -> list[Case]:
+    options = fps_ttff.parser().parse_args(list(words))
+    return fps_ttff.profiled(stream_options.cases_of(options), options.profile)
+
+
+@pytest.mark.slow
+def test_one_and_two_stages_are_measured_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, plot = tmp_path / "result.json", tmp_path / "result.png"
+    words = ["--kv-context", "staircase", "--stages", "1,2", *SMALL, "--out", str(out), "--plot", str(plot)]
+    assert fps_ttff.main(words) == fps_ttff.OK
+    stored = json.loads(out.read_text())
+    assert stored["benchmark"] == "fps_ttff" and stored["device"] == "cpu" and stored["failed"] == []
+    assert set(stored["header"]) == {"command", "date", "commit", "hardware", "software", "threads", "warm_up"}
+    one, two = (f"tiny, 4 steps, staircase, {stages}" for stages in ("1 stage", "2 stages"))
+    assert list(stored["results"]) == list(stored["settings"]) == [one, two]
+    for result in stored["results"].values():
+        raw = Raw.from_json(result["raw"])
+        assert figures(raw) == result["figures"]
+        assert result["figures"]["fps"] > 0 and result["figures"]["control_p50_s"] > 0
+        assert [piece.frames for piece in raw.steady.arrivals] == [4] * len(raw.steady.arrivals)
+        times = [piece.at_s for piece in raw.steady.arrivals]
+        assert times == sorted(times) and times[0] > raw.steady.asked_s
+        assert {piece.epoch for piece in raw.steady.arrivals} == {0}, "the prompts belong behind the steady part"
+    parts = {"text", "step 0", "step 1", "step 2", "step 3", "clean", "decode", "copy", "encode"}
+    assert set(stored["results"][one]["raw"]["parts"]) == parts
+    assert stored["results"][two]["raw"]["parts"] == {} and stored["results"][two]["remarks"]
+    assert len(stored["results"][two]["raw"]["peak_bytes"]) == len(stored["results"][two]["raw"]["occupancy"]) == 2
+    assert plot.stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert f"| {one} " in printed and f"| {two}" in printed and "parts, alone, in ms" in printed
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    words = ["--stages", "2", "--kv-context", "matched", "--device", "cpu", "--chunks", "10000", "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks.fps_ttff", *words]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, start_new_session=True) as program:
+        assert program.stderr is not None
+        seen = b""
+        while b"2 stages:" not in seen:  # the bar of the rank that measures
+            byte = program.stderr.read(1)
+            assert byte, seen.decode()
+            seen += byte
+        ranks = psutil.Process(program.pid).children(recursive=True)
+        assert len(ranks) >= 3
+        program.send_signal(signal.SIGINT)
+        rest = program.stderr.read()
+        assert program.wait(60) == fps_ttff.INTERRUPTED
+    assert b"stopped: 0 of 1 cases are measured" in rest
+    _, alive = psutil.wait_procs(ranks, timeout=30)
+    assert alive == [] and not out.exists()
+
+
+def test_presets_are_what_was_asked_for() -> None:
+    assert [case.config.stages for case in cases()] == [1, 1, 2, 4]
+    every = cases("--preset", "wan-14b-all")
+    assert len(every) == len({case.label for case in every}) == 2 * 2 * 3 * 3
+    assert {case.config.size for case in every} == {"832x480", "512x512"}
+    assert {case.config.vae for case in every} == {"random:taew2_1", "random:wan2.1"}
+    assert all("random" in fps_ttff.note([case]) for case in every) and fps_ttff.note(cases()) == ""
+    assert {preset.model for preset in PRESETS.values()} == {"tiny", "random:wan2.1-1.3b", "random:wan2.1-14b"}
+
+
+def test_options_stand_in_place_of_the_presets_lists(tmp_path: Path) -> None:
+    (case,) = cases(
+        "--preset", "wan-1.3b", "--steps", "2", "--decoder", "full", "--stages", "4", "--kv-context", "clean"
+    )
+    assert (case.config.steps, case.config.stages, case.config.vae) == (2, 4, "random:wan2.1")
+    (case,) = cases("--preset", "wan-1.3b", "--model", "self-forcing", "--threads", "3", "--set", "memory_gb=2.5")
+    config = case.config
+    assert (config.name, config.vae, config.threads, config.memory_gb) == ("self-forcing", None, 3, 2.5)
+    one, two = cases("--stages", "2,4", "--profile", str(tmp_path))
+    assert one.profile != two.profile and Path(str(one.profile)).parent == tmp_path
+    assert Case.from_json(json.loads(json.dumps(one.to_json()))) == one
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--decoder", "big"], "--decoder is big, but must be tiny or full"),
+        (["--kv-context", "clear"], "--kv-context is 'clear', but must be one of clean, staircase, matched"),
+        (["--chunks", "0"], "--chunks is 0, but must be at least 1"),
+        (["--playback-fps", "0"], "--playback-fps is 0, but must be from 1 to 1,000"),
+        (["--set", "steps"], "--set is 'steps', but must be KEY=VALUE"),
+        (["--set", "stpes=4"], "did you mean model.steps?"),
+        (["--plot", "picture.txt"], "--plot is 'picture.txt', but must end in"),
+    ],
+)
+def test_what_cannot_be_is_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fps_ttff.main([*words, "--list"]) == fps_ttff.USAGE
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_case_that_fails_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert fps_ttff.main(["--steps", "3", "--stages", "1", "--kv-context", "clean", *SMALL]) == fps_ttff.FAILED
+    told = capfd.readouterr().err
+    assert "steps is 3; model tiny has" in told
+    assert "error: tiny, 3 steps, clean, 1 stage: its processes ended with exit code 3" in told
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        fps_ttff.main(["--help"])
+    told = capsys.readouterr().out
+    assert "random" in told and "python -m benchmarks.compare" in told and "--preset wan-1.3b" in told
+
+
+def test_staircase_at_several_stages_but_clean_at_one() -> None:
+    assert [case.label for case in cases("--stages", "1,2")] == [
+        "tiny, 4 steps, clean, 1 stage",
+        "tiny, 4 steps, staircase, 1 stage",
+        "tiny, 4 steps, staircase, 2 stages",
+    ]

@@ -136,6 +136,14 @@ def _exact(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"{flag} does not go with the options that say everything by chunks; use {instead}")
     steps, model = getattr(arguments, "model.steps"), getattr(arguments, "model.name")
     config = _config(arguments, without=("model.steps", "model.name"))
+    for name, value, plain in (
+        ("compile", config.model.compile, "off"),
+        ("clean_pass", config.model.clean_pass, "alone"),
+    ):
+        if value != plain:
+            raise ConfigError(
+                f"model.{name} is {value}, but options that say everything by chunks run the plain path; use {plain}"
+            )
     from streamdiff import exact
 
     given = {name: getattr(arguments, name) for name in cli_exact.NAMES}

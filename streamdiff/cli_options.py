@@ -45,6 +45,20 @@ PARTS = (
     Option(
         "--attention", "model.attention", str, "KERNEL", "auto, math, flash, efficient or cudnn; tried out at start"
     ),
+    Option(
+        "--compile",
+        "model.compile",
+        str,
+        "off|on",
+        "run compiled graphs of the transformer; made at the start, takes minutes (default off)",
+    ),
+    Option(
+        "--clean-pass",
+        "model.clean_pass",
+        str,
+        "alone|with-next",
+        "with-next: one forward for a chunk's clean pass and the next one's first step (KV context clean)",
+    ),
     Option("--size", "model.size", str, "WxH", "of the picture in pixels (default: the model's own)"),
 )
 PLACES = tuple(option for option in PARTS if option.flag in ("--weights", "--vae", "--text-encoder"))

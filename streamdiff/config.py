@@ -6,11 +6,11 @@ import difflib
 import types
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from streamdiff.errors import ConfigError
@@ -20,6 +20,11 @@ KVContext = Literal["clean", "staircase", "matched"]
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+def _switch(value: object) -> object:
+    """YAML reads the words `on` and `off` as true and false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class ModelConfig(_Section):
@@ -37,17 +42,28 @@ class ModelConfig(_Section):
     attention: Literal["auto", "math", "flash", "efficient", "cudnn"] = Field(
         "auto", description="attention kernel, tried out at the start; auto: torch's choice"
     )
+    compile: Annotated[Literal["off", "on"], BeforeValidator(_switch)] = Field(
+        "off", description="make graphs of the transformer at the start, which takes minutes, and run these"
+    )
     size: str | None = Field(None, description="WIDTHxHEIGHT of the picture; default: the model's own")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")
     threads: int = Field(1, ge=1, le=64, description="CPU threads of the transformer; decoding has one of its own")
     steps: int = Field(4, ge=1, le=50, description="denoise steps per chunk; a model has one or a few numbers of them")
     kv_context: KVContext = Field("clean", description="what a chunk sees of earlier chunks (DESIGN: KV context)")
+    clean_pass: Literal["alone", "with-next"] = Field(
+        "alone", description="with-next: one forward for it and the next chunk's first step, where there is room for it"
+    )
     stages: int = Field(1, ge=1, le=64, description="ranks over which the transformer's blocks are split")
     decode: Literal["head", "last", "own-rank"] = Field("head", description="which rank of a ring decodes")
     link: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl between GPUs, else gloo")
     hang_s: float = Field(60.0, ge=1, description="a rank that is silent or busy with one forward for so long hangs")
     profile: str | None = Field(None, description="measured times to split the blocks by; default: measure at start")
     memory_gb: float | None = Field(None, gt=0, description="for sessions' caches, per rank; default: what is free")
+
+    @property
+    def clean_with_next(self) -> bool:
+        """Whether the clean pass takes the next chunk's first step with it."""
+        return self.clean_pass == "with-next"
 
     @property
     def ranks(self) -> int:

@@ -43,12 +43,16 @@ def follow(config: ModelConfig) -> None:
             config, member, device, lambda blocks: loading.load_trunk(config, device, blocks), decoder
         )
         member.tell_room(loading.own_room(config, device))
-        workers.append(ranks.follower(trunk, ranks.Place(member.rank, config.stages), device, link=link))
+        place, paired = ranks.Place(member.rank, config.stages), config.clean_with_next
+        worker = ranks.follower(trunk, place, device, link=link, clean_with_next=paired)
+        loading.compile_stage(config, worker.stage)
+        workers.append(worker)
     elif link == "nccl":
         edge_groups(config.stages, device)  # all ranks make them together, also who has none
     if decoder is not None:
         outbox, inbox = ranks.decode_links(loading.read_spec(config), member.rank, config.decode_rank, device)
         workers.append(DecodeWorker(decoder, inbox, outbox))
+    member.meet()
     _work(workers, member, config.hang_s)
 
 

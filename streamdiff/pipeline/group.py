@@ -39,6 +39,11 @@ class Member:
         """What the ranks of the stages have told; waits for them."""
         return [int(self.store.get(f"room/{rank}")) for rank in range(stages)]
 
+    def meet(self) -> None:
+        """Wait until all ranks are here, as one may take minutes longer than another to compile. Once per ring."""
+        self.store.set(f"met/{self.rank}", "")
+        self.store.wait([f"met/{rank}" for rank in range(self.ranks)], START_LIMIT)
+
 
 def check_world(stages: int, ranks: int) -> None:
     """Raises ConfigError unless as many ranks were launched as a ring of `stages` needs."""

@@ -22,6 +22,7 @@ from streamdiff.pipeline import balance, group
 from streamdiff.pipeline.budget import free_bytes
 from streamdiff.pipeline.facts import Facts, facts_from, read_facts
 from streamdiff.pipeline.plan import check_stages, split_evenly
+from streamdiff.pipeline.stage import Stage
 from streamdiff.version import __version__
 
 Run = tuple[int, int]
@@ -129,6 +130,12 @@ def load_trunk(config: ModelConfig, device: torch.device, blocks: Run) -> Trunk:
     )
 
 
+def compile_stage(config: ModelConfig, stage: Stage) -> None:
+    """Make the stage's graphs, if the configuration wants them. Takes minutes. Mutates: stage."""
+    if config.compile == "on":
+        stage.compile(steps=config.steps, kv_context=config.kv_context, clean_with_next=config.clean_with_next)
+
+
 def load_decoder(config: ModelConfig, device: torch.device) -> StreamDecoder:
     """What the rank needs that decodes."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -139,10 +146,16 @@ def read_spec(config: ModelConfig) -> ModelSpec:
     """The model's facts.
 
     Raises:
-        ConfigError: no such model, or one that does not have as many steps as are asked for.
+        ConfigError: no such model, one that does not have as many steps as are asked for, or a way of the clean pass
+            that its KV context does not have.
     """
     size = None if config.size is None else library.parse_size(config.size)
     spec = library.spec_of(place_of(config), size)
+    if config.clean_with_next and config.kv_context != "clean":
+        raise ConfigError(
+            f"clean_pass is with-next and kv_context is {config.kv_context}, where chunks wait for no clean pass; "
+            "use kv_context clean, or clean_pass alone"
+        )
     if config.steps not in spec.steps:
         raise ConfigError(f"steps is {config.steps}; model {spec.name} has {' or '.join(map(str, spec.steps))}")
     return spec

@@ -19,7 +19,7 @@ from streamdiff.pipeline.decoding import latents_wire, pictures_wire
 from streamdiff.pipeline.links import Inbox, Outbox
 from streamdiff.pipeline.links_gloo import GlooInbox, GlooOutbox
 from streamdiff.pipeline.links_nccl import NcclInbox, NcclOutbox, edge_groups, warm_up
-from streamdiff.pipeline.ring import Ring
+from streamdiff.pipeline.ring import Ring, rows_carried
 from streamdiff.pipeline.stage import Stage
 from streamdiff.pipeline.work import Wire
 from streamdiff.pipeline.worker import LinkSource, Worker
@@ -122,17 +122,32 @@ def pick_link(wanted: str, device: torch.device, shared_device: bool = False) ->
     return "nccl" if wanted == "nccl" else "gloo"
 
 
-def head_ring(model: Model, place: Place, device: torch.device, max_rows: int = 1, link: Link = "gloo") -> Ring:
+def head_ring(
+    model: Model,
+    place: Place,
+    device: torch.device,
+    max_rows: int = 1,
+    link: Link = "gloo",
+    clean_with_next: bool = False,
+) -> Ring:
     """The ring, for rank 0. `model` has the blocks of rank 0 only."""
     if place.stages == 1:
-        return Ring(model, device, max_rows)
-    links = connect(model, place, device, max_rows, link=link)
-    return Ring(model, device, max_rows, stage=Stage(model, device, place.rank, place.stages), links=links)
+        return Ring(model, device, max_rows, clean_with_next=clean_with_next)
+    links = connect(model, place, device, rows_carried(max_rows, clean_with_next), link=link)
+    stage = Stage(model, device, place.rank, place.stages)
+    return Ring(model, device, max_rows, stage=stage, links=links, clean_with_next=clean_with_next)
 
 
-def follower(trunk: Trunk, place: Place, device: torch.device, max_rows: int = 1, link: Link = "gloo") -> Worker:
+def follower(
+    trunk: Trunk,
+    place: Place,
+    device: torch.device,
+    max_rows: int = 1,
+    link: Link = "gloo",
+    clean_with_next: bool = False,
+) -> Worker:
     """The loop of any other rank. `trunk` has this rank's blocks only."""
-    outbox, inbox = connect(trunk, place, device, max_rows, link=link)
+    outbox, inbox = connect(trunk, place, device, rows_carried(max_rows, clean_with_next), link=link)
     return Worker(LinkSource(inbox), Stage(trunk, device, place.rank, place.stages), outbox)
 
 

@@ -80,14 +80,21 @@ class Ring:
         *,
         stage: Stage | None = None,
         links: tuple[Outbox, Inbox] | None = None,
+        clean_with_next: bool = False,
     ) -> None:
-        """`stage` is this rank's part (all blocks of `model` by default), `links` lead to stage 1 and back."""
+        """`stage` is this rank's part (all blocks of `model` by default), `links` lead to stage 1 and back; with
+        `clean_with_next` (see `StreamBatchScheduler`) they have to carry two rows at least."""
         self.stage = stage or Stage(model, device)
         if links is None:
             loop = NoLink()
             links = (loop, loop)
         stages = self.stage.stages
-        self.scheduler = StreamBatchScheduler(stages=stages, chunk_frames=model.spec.chunk_frames, max_rows=max_rows)
+        self.scheduler = StreamBatchScheduler(
+            stages=stages,
+            chunk_frames=model.spec.chunk_frames,
+            max_rows=max_rows,
+            clean_with_next=clean_with_next,
+        )
         self.head = Head(model, device)
         self._admission = Admission(self.scheduler, self.head, limit=stages + 1 if stages > 1 else 1)
         self._worker = Worker(self._admission, self.stage, links[0])
@@ -242,6 +249,11 @@ class Ring:
         return finished
 
 
+def rows_carried(max_rows: int, clean_with_next: bool) -> int:
+    """Rows that a ring's links have to carry."""
+    return max(max_rows, 2) if clean_with_next else max_rows
+
+
 class LocalRing(Ring):
     """All stages in this process, one after the other in one thread: deterministic, for tests and for looking at."""
 
@@ -252,12 +264,15 @@ class LocalRing(Ring):
         stages: int,
         max_rows: int = 1,
         link: Callable[[Wire], LocalLink] = LocalLink,
+        clean_with_next: bool = False,
     ) -> None:
         """`link` makes each edge's link."""
-        forward = Wire.between_stages(model, max_rows)
-        links = [link(forward) for _ in range(stages - 1)] + [link(Wire.back_to_head(model, max_rows))]
+        carried = rows_carried(max_rows, clean_with_next)
+        forward = Wire.between_stages(model, carried)
+        links = [link(forward) for _ in range(stages - 1)] + [link(Wire.back_to_head(model, carried))]
         parts = [Stage(model.part(*run), device, i, stages) for i, run in enumerate(split_evenly(model.blocks, stages))]
-        super().__init__(model, device, max_rows, stage=parts[0], links=(links[0], links[-1]))
+        ends = (links[0], links[-1])
+        super().__init__(model, device, max_rows, stage=parts[0], links=ends, clean_with_next=clean_with_next)
         self.others = [Worker(LinkSource(links[i - 1]), part, links[i]) for i, part in enumerate(parts) if i > 0]
 
     def turn(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:

@@ -85,16 +85,17 @@ class Runtime:
         kv_context: str = "clean",
         company: Company | None = None,
         budget: Budget | None = None,
+        ring: Ring | None = None,
     ) -> None:
-        """`company` are the other ranks of the ring; without them all blocks of `model` run here. `budget` is the
-        memory for caches; None: without limit."""
+        """`company` are the other ranks of the ring; without them all blocks of `model` run here, on `ring` if that was
+        made already. `budget` is the memory for caches; None: without limit."""
         spec = model.spec
         self.model, self.text = model, model.text
         self.info = ModelInfo(
             spec.name, str(device), spec.width, spec.height, spec.native_fps, spec.chunk_frames, steps, kv_context
         )
         self._company, self._budget = company, budget
-        self._ring = company.ring if company else Ring(model, device)
+        self._ring = company.ring if company else ring or Ring(model, device)
         self._streams: dict[int, _Stream] = {}  # by session
         self._numbers = count()
         self._ready: queue.SimpleQueue[tuple[Piece, float] | None] = queue.SimpleQueue()
@@ -280,14 +281,21 @@ def load_runtime(config: ModelConfig) -> Runtime:
         )
         member.tell_room(loading.own_room(config, device))
         link = ranks.link_of(config, device)
-        ring = ranks.head_ring(model, ranks.Place(0, config.stages), device, link=link)
+        place, paired = ranks.Place(0, config.stages), config.clean_with_next
+        ring = ranks.head_ring(model, place, device, link=link, clean_with_next=paired)
         links = ranks.decode_links(model.spec, 0, config.decode_rank, device) if decoder is None else None
+        loading.compile_stage(config, ring.stage)
         company = Company(member, ring, config.hang_s, links)
         rooms = member.hear_rooms(config.stages)
+        member.meet()
     model = replace(model, decoder=decoder)
     counts = [last - first for first, last in runs]
     budget = Budget(loading.facts_of(config), rooms, counts, model.denoiser.dtype.itemsize)
-    runtime = Runtime(model, device, config.steps, config.kv_context, company, budget)
+    alone = None
+    if company is None:
+        alone = Ring(model, device, clean_with_next=config.clean_with_next)
+        loading.compile_stage(config, alone.stage)
+    runtime = Runtime(model, device, config.steps, config.kv_context, company, budget, alone)
     _warm_up(runtime)
     runtime.occupancy()  # counts from here
     return runtime

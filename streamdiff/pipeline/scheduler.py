@@ -200,16 +200,19 @@ class StreamBatchScheduler:
         stages: stages of the ring, P.
         chunk_frames: frames that one chunk adds, the unit of `set_room`.
         max_rows: micro-steps that may share a forward.
+        clean_with_next: whether a clean pass takes the next chunk's first step with it, as a row beyond `max_rows`
+            where that is 1.
 
     Raises:
         ValueError: one of them is below 1.
     """
 
-    def __init__(self, *, stages: int, chunk_frames: int, max_rows: int = 1) -> None:
+    def __init__(self, *, stages: int, chunk_frames: int, max_rows: int = 1, clean_with_next: bool = False) -> None:
         for name, value in (("stages", stages), ("chunk_frames", chunk_frames), ("max_rows", max_rows)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; at least 1 is needed")
         self.stages, self.chunk_frames, self.max_rows = stages, chunk_frames, max_rows
+        self.clean_with_next = clean_with_next
         self._sessions: dict[int, _Session] = {}
         self._forwards = 0  # handed out so far: what waiting is counted in
 
@@ -230,6 +233,8 @@ class StreamBatchScheduler:
                 f"first_steps is {first_steps}, but a first chunk has at least as many as the others, {steps}"
             )
         limit = in_flight_limit(kv_context, steps=steps, stages=self.stages)
+        if kv_context == "clean" and self.clean_with_next:
+            limit += 1
         self._sessions[session] = _Session(
             session, steps, extra, kv_context, epoch, self.stages, self.chunk_frames, limit, self._forwards
         )
@@ -296,6 +301,8 @@ class StreamBatchScheduler:
         rows: list[MicroStep] = []
         while len(rows) < self.max_rows and (row := self._pick(rows)):
             rows.append(row)
+        if self.clean_with_next and (follower := self._follower(rows)):
+            rows.append(follower)
         if rows:
             self._forwards += 1
         return rows
@@ -327,6 +334,18 @@ class StreamBatchScheduler:
                 state.waiting_since = self._forwards + 1
                 return row
         return None
+
+    def _follower(self, rows: list[MicroStep]) -> MicroStep | None:
+        """The first step of the chunk after a clean pass that is alone in its forward; hands it out."""
+        if len(rows) != 1 or not rows[0].clean:
+            return None
+        state = self._sessions[rows[0].session]
+        choice = self._choice(state) if state.kv_context == "clean" else None
+        if choice != len(state.chunks):
+            return None
+        row = state.row(choice)
+        state.enter(choice)
+        return row
 
     def _rank(self, state: _Session) -> tuple[bool, int, int, int]:
         """Sessions with a smaller rank go first."""

@@ -5,7 +5,7 @@ Does what works say; never decides anything itself. Knows nothing about latents'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,10 +13,14 @@ from torch import Tensor
 
 from streamdiff.models.base import ModelSpec, Trunk
 from streamdiff.models.wan.transformer import KeyValue, Tokens
+from streamdiff.pipeline.compiled import CompiledBlocks, side_by_side
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.scheduler import cache_count, spare_slots
 from streamdiff.pipeline.work import Kind, Work
 from streamdiff.state.ring import RingAttention, RingPlan, RowView, StageState
+
+_TRIAL = -1
+"""The session that graphs are made with."""
 
 
 @dataclass
@@ -45,7 +49,9 @@ class Stage:
         self.frames = spec.chunk_latents
         self.grid = (spec.latent_height // patch[1], spec.latent_width // patch[2])
         self.attention = RingAttention(self.frames, *self.grid, self.denoiser.head_dim, device)
+        self.compiled: CompiledBlocks | None = None
         self.sessions: dict[int, StageSession] = {}
+        self._spare: StageState | None = None
 
     @torch.inference_mode()
     def carry_out(self, work: Work) -> Work:
@@ -70,10 +76,15 @@ class Stage:
     @torch.inference_mode()
     def open(self, session: int, *, steps: int, kv_context: str) -> None:
         """Allocate the session's caches. Mutates: self."""
-        plan = ring_plan(self.spec, kv_context, steps=steps)
+        plan, caches = ring_plan(self.spec, kv_context, steps=steps), cache_count(kv_context, steps=steps)
+        if self._spare is not None and self._spare.key.shape[::2][:2] == (caches, plan.slots):
+            state, self._spare = self._spare, None
+            state.reset()
+            self.sessions[session] = StageSession(plan, state, steps, kv_context == "matched")
+            return
         state = StageState.allocate(
             plan,
-            caches=cache_count(kv_context, steps=steps),
+            caches=caches,
             layers=len(self.denoiser.blocks),
             tokens=self.frames * self.grid[0] * self.grid[1],
             heads=self.denoiser.heads,
@@ -83,8 +94,11 @@ class Stage:
         self.sessions[session] = StageSession(plan, state, steps, kv_context == "matched")
 
     def close(self, session: int) -> None:
-        """Free the session. Mutates: self."""
-        self.sessions.pop(session, None)
+        """Free the session. With graphs, caches of one session wait for the next, as CUDA's graphs are bound to them.
+        Mutates: self."""
+        gone = self.sessions.pop(session, None)
+        if gone is not None and self.compiled is not None:
+            self._spare = self._spare or gone.state
 
     @torch.inference_mode()
     def reset(self, session: int) -> None:
@@ -108,7 +122,32 @@ class Stage:
         """Run this stage's blocks for `rows`. Mutates: the rows' caches."""
         views = [self._view(row) for row in rows]
         texts = [self.sessions[row.session].text[row.epoch] for row in rows]
-        return self.denoiser.run_blocks(tokens, _side_by_side(texts), self.attention.on(views))
+        if self.compiled is not None and (done := self.compiled.run(tokens, texts, views)) is not None:
+            return done
+        return self.denoiser.run_blocks(tokens, side_by_side(texts), self.attention.on(views))
+
+    @torch.inference_mode()
+    def compile(self, *, steps: int, kv_context: str, clean_with_next: bool = False) -> None:
+        """Make a graph for every forward that a session of this kind meets: one for each number of chunks in its
+        window, as the window fills, and one for each that takes the next chunk's first step with it. Takes from seconds
+        to minutes. Mutates: self.
+        """
+        self.compiled = CompiledBlocks(self.denoiser, self.device)
+        spec, denoiser = self.spec, self.denoiser
+        self.attention = RingAttention(self.frames, *self.grid, denoiser.head_dim, self.device, compiled=True)
+        self.open(_TRIAL, steps=steps, kv_context=kv_context)
+        weight = denoiser.blocks[0].attn1.to_k.weight
+        self.set_text(_TRIAL, 0, weight.new_zeros(spec.text_shape), 0)
+        plan = self.sessions[_TRIAL].plan
+        # Where something is done with what leaves the ring, that is met one chunk after all its slots are full.
+        chunks = plan.slots - plan.spare if spec.averaged_sink is None else plan.slots + 1
+        self.compiled.learning = True
+        for rows in _met(chunks, steps, kv_context != "matched", clean_with_next):
+            hidden = weight.new_zeros(len(rows), self.frames * self.grid[0] * self.grid[1], denoiser.width)
+            time = weight.new_zeros(len(rows), spec.chunk_latents, denoiser.width)
+            self.forward(rows, Tokens(hidden, time))
+        self.compiled.learning = False
+        self.close(_TRIAL)
 
     def _view(self, row: MicroStep) -> RowView:
         session = self.sessions[row.session]
@@ -128,8 +167,12 @@ def ring_plan(spec: ModelSpec, kv_context: str, *, steps: int) -> RingPlan:
     return RingPlan(spec.sink_latents, spec.window(kv_context), spare, absolute, spec.chunk_latents)
 
 
-def _side_by_side(texts: Sequence[list[KeyValue]]) -> list[KeyValue]:
-    """Text keys and values of several rows, layer by layer; those of one row as they are, without a copy."""
-    if len(texts) == 1:
-        return texts[0]
-    return [KeyValue(*(torch.cat(parts) for parts in zip(*layer, strict=True))) for layer in zip(*texts, strict=True)]
+def _met(chunks: int, steps: int, clean: bool, clean_with_next: bool) -> Iterator[list[MicroStep]]:
+    """Rows of a stream's first `chunks` chunks, while its window fills: the first step of every chunk, and the last."""
+    for chunk in range(chunks):
+        first, last = (MicroStep(_TRIAL, chunk, step, steps, 0) for step in (0, steps))
+        yield [first]
+        if clean:
+            yield [last]
+        if clean_with_next:
+            yield [last, MicroStep(_TRIAL, chunk + 1, 0, steps, 0)]

@@ -1,0 +1,218 @@
+"""A stage's blocks as graphs: compiled once for every shape that serving meets, on CUDA also replayed as CUDA graphs.
+
+Beside it stands the plain path, `WanDenoiser.run_blocks` as it is written; `Stage` falls back on it for a shape that
+no graph was made for. A *key* is what a graph is made for: how many rows, and what each sees. Whatever else changes
+from chunk to chunk (slots, positions, prompts) comes in tensors, so nothing is ever compiled again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from streamdiff.models.wan.transformer import KeyValue, Tokens, WanDenoiser
+from streamdiff.state.ring import RingAttention, RowShape, RowTensors, RowView
+
+Caches = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+"""Keys and values of each layer of one session."""
+Texts = Sequence[Sequence[KeyValue]]
+"""Of each row, of each layer."""
+
+
+class Key(NamedTuple):
+    """What a graph is made for: for each row, which of the forward's sessions it belongs to and what it sees; for each
+    session, the slots of its caches."""
+
+    sessions: tuple[int, ...]
+    shapes: tuple[RowShape, ...]
+    slots: tuple[int, ...]
+
+
+class Own(NamedTuple):
+    """What of a row changes from chunk to chunk, see `RowTensors`."""
+
+    at: Tensor
+    rest: Tensor | None
+    own: Tensor
+    sink_table: Tensor | None
+    back: Tensor | None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Own:
+        """The same with `change` of each tensor."""
+        rest, table, back = self.rest, self.sink_table, self.back
+        return Own(
+            change(self.at),
+            change(rest) if rest is not None else None,
+            change(self.own),
+            change(table) if table is not None else None,
+            change(back) if back is not None else None,
+        )
+
+
+class Inputs(NamedTuple):
+    """Everything that a graph reads and, of `caches`, writes; caches of one session are in it once."""
+
+    hidden: Tensor
+    time: Tensor
+    texts: tuple[tuple[KeyValue, ...], ...]
+    caches: tuple[Caches, ...]
+    rows: tuple[Own, ...]
+
+
+Blocks = Callable[[Inputs], Tensor]
+
+
+class CompiledBlocks:
+    """The graphs of one stage. While it is `learning`, a key that is new gets a graph, which takes long."""
+
+    def __init__(self, denoiser: WanDenoiser, device: torch.device) -> None:
+        self._denoiser, self._device = denoiser, device
+        self._graphs: dict[Key, Blocks] = {}
+        self._captured = Captured() if device.type == "cuda" else None
+        self.learning = False
+
+    @property
+    def keys(self) -> frozenset[Key]:
+        """What there are graphs for."""
+        return frozenset(self._graphs)
+
+    def run(self, tokens: Tokens, texts: Texts, views: Sequence[RowView]) -> Tokens | None:
+        """What the plain path computes, or None where there is no graph for it. Mutates: the rows' caches."""
+        key, inputs = _sort(tokens, texts, views)
+        if key not in self._graphs:
+            if not self.learning:
+                return None
+            self._graphs[key] = compiled(self._denoiser, key)
+        blocks = self._graphs[key]
+        if self._captured is not None:
+            return Tokens(self._captured.run(key, blocks, inputs, texts, self.learning), tokens.time)
+        return Tokens(blocks(inputs), tokens.time)
+
+
+def compiled(denoiser: WanDenoiser, key: Key) -> Blocks:
+    """The blocks for one key, as one graph without breaks; compiled when it is called first."""
+    sessions, shapes, _ = key
+
+    def blocks(inputs: Inputs) -> Tensor:
+        rows = [
+            RowView(shape, RowTensors(*inputs.caches[session], own.at, own.rest, own.own, own.sink_table, own.back))
+            for session, shape, own in zip(sessions, shapes, inputs.rows, strict=True)
+        ]
+        attention = RowsAttention(rows)
+        return denoiser.run_blocks(Tokens(inputs.hidden, inputs.time), side_by_side(inputs.texts), attention).hidden
+
+    # torch keeps what it has compiled with the code, and stops at eight versions: each key has code of its own.
+    own_code = FunctionType(blocks.__code__.replace(), blocks.__globals__, "blocks", None, blocks.__closure__)
+    return cast(Blocks, torch.compile(own_code, fullgraph=True, dynamic=False))
+
+
+class RowsAttention(RingAttention):
+    """`RingAttention` for given rows; makes no views."""
+
+    def __init__(self, rows: list[RowView]) -> None:
+        self.rows = rows
+
+
+def side_by_side(texts: Texts) -> list[KeyValue]:
+    """Text keys and values of several rows, layer by layer; those of one row as they are, without a copy."""
+    if len(texts) == 1:
+        return list(texts[0])
+    return [KeyValue(*(torch.cat(parts) for parts in zip(*layer, strict=True))) for layer in zip(*texts, strict=True)]
+
+
+def _sort(tokens: Tokens, texts: Texts, views: Sequence[RowView]) -> tuple[Key, Inputs]:
+    """What holds for many forwards, and what is this one's.
+
+    A graph must not find out that two of its inputs happen to be the same tensor, which would be another graph: rows of
+    one session share its caches always, and everything else is handed over as a tensor object of its own.
+    """
+    caches: list[Caches] = []
+    sessions = []
+    for view in views:
+        own = view.tensors.keys, view.tensors.values
+        place = next((i for i, each in enumerate(caches) if each[0] is own[0]), len(caches))
+        caches[place:] = caches[place:] or [own]
+        sessions.append(place)
+    rows = tuple(Own(*view.tensors[2:]).map(_another) for view in views)
+    others = tuple(tuple(KeyValue(_another(kv.key), _another(kv.value)) for kv in text) for text in texts)
+    key = Key(tuple(sessions), tuple(view.shape for view in views), tuple(len(keys[0]) for keys, _ in caches))
+    return key, Inputs(_of_this_mode(tokens.hidden), _of_this_mode(tokens.time), others, tuple(caches), rows)
+
+
+def _another(tensor: Tensor) -> Tensor:
+    return tensor.view(tensor.shape)
+
+
+def _of_this_mode(tensor: Tensor) -> Tensor:
+    """Links hand over tensors that were made outside of inference mode, which would be another graph."""
+    return tensor if tensor.is_inference() else tensor.clone()
+
+
+class Captured:
+    """Graphs of CUDA: a forward is one launch instead of some thousand.
+
+    A graph reads and writes where its tensors lay when it was captured. So there is one for each key and session's
+    caches, made while learning; other sessions run the compiled blocks as they are. Everything else is copied to where
+    the graph looks for it: a prompt only when it changes.
+    """
+
+    def __init__(self) -> None:
+        self._graphs: dict[tuple[Key, tuple[int, ...]], tuple[torch.cuda.CUDAGraph, Inputs, Tensor]] = {}
+        self._texts: list[tuple[tuple[KeyValue, ...], object]] = []  # by row: where graphs look, whose copy is there
+        self._pool: Any = None
+
+    def run(self, key: Key, blocks: Blocks, inputs: Inputs, texts: Texts, learning: bool) -> Tensor:
+        """`blocks(inputs)`, replayed where there is a graph; `texts` are those of `inputs`, the objects that they are
+        known by. Mutates: the caches."""
+        place = key, tuple(keys[0].data_ptr() for keys, _ in inputs.caches)
+        if place not in self._graphs:
+            if not learning:
+                return blocks(inputs)
+            self._graphs[place] = self._capture(blocks, inputs)
+        graph, static, hidden = self._graphs[place]
+        self._hand_over(static, inputs, texts)
+        graph.replay()
+        return hidden.clone()  # the next replay writes there
+
+    def _capture(self, blocks: Blocks, inputs: Inputs) -> tuple[torch.cuda.CUDAGraph, Inputs, Tensor]:
+        rows = tuple(row.map(torch.clone) for row in inputs.rows)
+        hidden, time = inputs.hidden.clone(), inputs.time.clone()
+        static = Inputs(hidden, time, self._places(inputs.texts), inputs.caches, rows)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compiles, and lets libraries make what they need beforehand
+            for _ in range(2):
+                blocks(static)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            hidden = blocks(static)
+        self._pool = self._pool or graph.pool()
+        return graph, static, hidden
+
+    def _places(self, texts: tuple[tuple[KeyValue, ...], ...]) -> tuple[tuple[KeyValue, ...], ...]:
+        """Where all graphs look for the text of row 0, 1, ... Mutates: self."""
+        for text in texts[len(self._texts) :]:
+            place = tuple(KeyValue(layer.key.clone(), layer.value.clone()) for layer in text)
+            self._texts.append((place, None))
+        return tuple(place for place, _ in self._texts[: len(texts)])
+
+    def _hand_over(self, static: Inputs, inputs: Inputs, texts: Texts) -> None:
+        """Copy what is another than at the last replay. Mutates: self, static."""
+        static.hidden.copy_(inputs.hidden)
+        static.time.copy_(inputs.time)
+        for there, here in zip(static.rows, inputs.rows, strict=True):
+            for to, source in zip(there, here, strict=True):
+                if to is not None and source is not None:
+                    to.copy_(source)
+        for row, text in enumerate(texts):
+            place, whose = self._texts[row]
+            if whose is not text:
+                for to_layer, layer in zip(place, text, strict=True):
+                    to_layer.key.copy_(layer.key)
+                    to_layer.value.copy_(layer.value)
+                self._texts[row] = place, text

@@ -1,0 +1,76 @@
+"""On a GPU: compiled blocks and CUDA graphs make the stream that the plain path makes, and the host waits for nothing.
+
+By hand: `python -m pytest tests/gpu/test_compiled_gpu.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from streamdiff.models.base import Model
+from streamdiff.pipeline.ring import Ring
+from tests.pipeline.playing import CHUNKS_LONG, Order, play
+from tests.small import RED, WHITE, small_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
+]
+TOLERANCE = 1e-3
+"""Of latents in float32: kernels of a GPU add in another order, and chunks see each other."""
+ORDERS = {"clean": Order(RED, 5, 4, "clean"), "matched": Order(WHITE, 6, 4, "matched")}
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    model = small_model(3, layers=3, sink=2, heads=2, head_dim=16)
+    model.denoiser.model.to("cuda")
+    return model
+
+
+@contextmanager
+def no_host_sync() -> Iterator[None]:
+    """torch raises an error where the host waits for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kv_context", ORDERS)
+def test_graphs_make_the_plain_stream_and_are_never_made_again(model: Model, kv_context: str) -> None:
+    device, order = torch.device("cuda"), {0: ORDERS[kv_context]}
+    plain, graphs = Ring(model, device), Ring(model, device)
+    graphs.stage.compile(steps=4, kv_context=kv_context)
+    assert graphs.stage.compiled is not None and graphs.stage.compiled._captured is not None
+    captured = set(graphs.stage.compiled._captured._graphs)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        got = play(graphs, model, order, CHUNKS_LONG)[0]
+    expected = play(plain, model, order, CHUNKS_LONG)[0]
+    assert max(float((a - b).abs().max()) for a, b in zip(got, expected, strict=True)) <= TOLERANCE
+    assert set(graphs.stage.compiled._captured._graphs) == captured
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "graphs"])
+@pytest.mark.parametrize("kv_context", ORDERS)
+def test_a_micro_step_makes_no_host_sync(model: Model, kv_context: str, compiled: bool) -> None:
+    """After one chunk, on which first calls and first uploads fall."""
+    ring = Ring(model, torch.device("cuda"))
+    if compiled:
+        ring.stage.compile(steps=4, kv_context=kv_context)
+    ring.open(0, model.text.encode(RED), seed=1, epoch=0, steps=4, kv_context=kv_context)
+    frames, done = ring.scheduler.chunk_frames, 0
+    while done < 6:
+        ring.scheduler.set_room(0, frames)
+        done += len(ring.turn()[1])
+    with no_host_sync():
+        while done < 12:
+            ring.scheduler.set_room(0, frames)
+            done += len(ring.turn()[1])

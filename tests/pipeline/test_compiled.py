@@ -1,0 +1,166 @@
+"""Compiled blocks make the stream that the plain path makes, and nothing that happens to a stream compiles again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from streamdiff.models.wan.transformer import Tokens
+from streamdiff.pipeline.compiled import CompiledBlocks, Texts
+from streamdiff.pipeline.microstep import MicroStep
+from streamdiff.pipeline.ring import LocalRing, Ring
+from streamdiff.pipeline.stage import Stage
+from streamdiff.state.ring import RowView
+from tests.pipeline.playing import Order, play
+from tests.small import BLUE, CPU, RED, WHITE, small_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")]
+
+MODEL = small_model(3, sink=2)  # chunks of 2, window of 3 chunks, one of them sink
+CHUNKS = 10
+TOLERANCE = 1e-5
+"""Of latents, in float32, over ten chunks that see each other; the seed of a stream moves them by more than 1."""
+
+
+def stages(ring: Ring) -> list[Stage]:
+    others = ring.others if isinstance(ring, LocalRing) else []
+    return [ring.stage, *(worker.stage for worker in others)]
+
+
+@pytest.fixture(scope="module")
+def ring() -> LocalRing:
+    """Two stages of one block each, so that what links hand over comes in too."""
+    ring = LocalRing(MODEL, CPU, 2)
+    for stage in stages(ring):
+        stage.compile(steps=4, kv_context="clean")
+    return ring
+
+
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    before = dict(counters["stats"])
+    with torch.compiler.set_stance("fail_on_recompile"):
+        yield
+    assert dict(counters["stats"]) == before
+
+
+def worst(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    assert len(one) == len(other) > 0
+    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+
+
+def test_there_is_one_graph_without_breaks_for_each_filled_window(ring: LocalRing) -> None:
+    for stage in stages(ring):
+        assert stage.compiled is not None
+        seen = sorted((s.sink // s.chunk, s.rest // s.chunk) for key in stage.compiled.keys for s in key.shapes)
+        assert seen == [(1, 0), (1, 1), (1, 2)]
+        assert all(len(key.shapes) == 1 for key in stage.compiled.keys)
+    assert not counters["graph_break"]
+
+
+def test_a_stream_is_the_plain_one_through_first_chunks_evictions_and_a_prompt_switch(
+    ring: LocalRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so is one after it, with the same caches."""
+    ran_a_graph: list[bool] = []
+    for stage in stages(ring):
+        monkeypatch.setattr(stage.compiled, "run", told(stage.compiled, ran_a_graph))
+    with nothing_compiled():
+        for order in (Order(RED, 5, 4, "clean"), Order(WHITE, 6, 4, "clean")):
+            got = play(ring, MODEL, {0: order}, CHUNKS)[0]
+            expected = play(Ring(MODEL, CPU), MODEL, {0: order}, CHUNKS)[0]
+            assert worst(got, expected) <= TOLERANCE
+            ring.close(0)
+            while ring.has_work:
+                ring.turn()
+    assert ran_a_graph and all(ran_a_graph)
+    assert worst(got, play(Ring(MODEL, CPU), MODEL, {0: Order(RED, 5, 4, "clean")}, CHUNKS)[0]) > 1
+
+
+def told(blocks: CompiledBlocks | None, ran_a_graph: list[bool]) -> Callable[..., Tokens | None]:
+    """`blocks.run`, which notes whether there was a graph."""
+    assert blocks is not None
+    run = blocks.run
+
+    def noting(tokens: Tokens, texts: Texts, views: Sequence[RowView]) -> Tokens | None:
+        done = run(tokens, texts, views)
+        ran_a_graph.append(done is not None)
+        return done
+
+    return noting
+
+
+@pytest.mark.parametrize("policy", ["keep", "flush", "recache"])
+def test_a_prompt_switch_of_any_policy_runs_graphs_that_are_there(ring: LocalRing, policy: str) -> None:
+    with nothing_compiled():
+        got, expected = switched(ring, policy), switched(Ring(MODEL, CPU), policy)
+    assert worst(got, expected) <= TOLERANCE
+
+
+def switched(ring: Ring, policy: str, chunks: int = 8) -> list[torch.Tensor]:
+    ring.open(0, MODEL.text.encode(RED), seed=4, epoch=0, steps=4, kv_context="clean")
+    done: list[torch.Tensor] = []
+    due = True
+    while len(done) < chunks:
+        if due and len(done) == 5:
+            due = False
+            ring.set_text(0, 1, MODEL.text.encode(BLUE), policy)
+        ring.scheduler.set_room(0, (min(chunks, 8 if not due else 5) - ring.scheduler.next_chunk(0)) * 4 * 4)
+        done += [latents for _, latents in ring.turn(1.0)[1]]
+    ring.close(0)
+    while ring.has_work:
+        ring.turn()
+    return done
+
+
+def test_what_no_graph_was_made_for_runs_the_plain_path(ring: LocalRing) -> None:
+    """Three sessions of other kinds at once, whose caches have other sizes."""
+    orders = {0: Order(RED, 5, 4, "matched"), 1: Order(WHITE, 6, 4, "staircase"), 2: Order(RED, 7, 2, "clean")}
+    with nothing_compiled():
+        got = play(ring, MODEL, orders)
+    expected = play(LocalRing(MODEL, CPU, 2), MODEL, orders)
+    assert max(worst(got[name], expected[name]) for name in orders) <= TOLERANCE
+    for name in orders:
+        ring.close(name)
+    while ring.has_work:
+        ring.turn()
+
+
+def test_rows_of_one_session_share_its_caches_in_a_graph_too() -> None:
+    """Two chunks in a forward: the second sees what the first has just written."""
+    plain, compiled = Stage(MODEL.part(0, 1), CPU), Stage(MODEL.part(0, 1), CPU)
+    compiled.compile(steps=4, kv_context="clean")
+    assert compiled.compiled is not None
+    tokens = MODEL.denoiser.embed(torch.randn(2, *MODEL.spec.chunk_shape), torch.full((2, 2), 500.0))
+    rows = [MicroStep(0, 1, 4, 4, 0), MicroStep(0, 2, 0, 4, 1)]
+    results = []
+    for stage in (plain, compiled):
+        stage.open(0, steps=4, kv_context="clean")
+        stage.set_text(0, 0, MODEL.text.encode(RED), 0)
+        stage.set_text(0, 1, MODEL.text.encode(BLUE), 0)
+    compiled.compiled.learning = True
+    for stage in (plain, compiled):
+        results.append(stage.forward(rows, tokens).hidden)
+    assert worst([results[1]], [results[0]]) <= TOLERANCE
+    assert worst([compiled.sessions[0].state.key], [plain.sessions[0].state.key]) <= TOLERANCE
+    assert any(key.sessions == (0, 0) for key in compiled.compiled.keys)
+
+
+@pytest.mark.parametrize(("window", "sink", "keep"), [(6, 2, 0.5), (5, 1, None)])
+def test_averaged_sinks_and_windows_that_cut_chunks_have_graphs_too(window: int, sink: int, keep: float | None) -> None:
+    model = small_model(1, layers=1, window=window, sink=sink)
+    model = replace(model, spec=replace(model.spec, averaged_sink=keep))
+    ring = Ring(model, CPU)
+    ring.stage.compile(steps=2, kv_context="clean")
+    order = Order(RED, 5, 2, "clean")
+    ran_a_graph: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch, nothing_compiled():
+        patch.setattr(ring.stage.compiled, "run", told(ring.stage.compiled, ran_a_graph))
+        got = play(ring, model, {0: order})[0]
+    assert worst(got, play(Ring(model, CPU), model, {0: order})[0]) <= TOLERANCE
+    assert ran_a_graph and all(ran_a_graph)

@@ -14,7 +14,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.base import ModelSpec, window, window_chunks
 from streamdiff.models.files import read_object
 from streamdiff.models.headers import read_header
-from streamdiff.pipeline.scheduler import cache_count, spare_slots
+from streamdiff.pipeline.contexts import cache_count, spare_slots
 
 
 @dataclass(frozen=True)

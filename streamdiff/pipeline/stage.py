@@ -14,8 +14,8 @@ from torch import Tensor
 from streamdiff.models.base import ModelSpec, Trunk
 from streamdiff.models.wan.transformer import KeyValue, Tokens
 from streamdiff.pipeline.compiled import CompiledBlocks, side_by_side
+from streamdiff.pipeline.contexts import cache_count, spare_slots
 from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.scheduler import cache_count, spare_slots
 from streamdiff.pipeline.work import Kind, Work
 from streamdiff.state.ring import RingAttention, RingPlan, RowView, StageState
 

@@ -31,12 +31,12 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.base import Model
 from streamdiff.models.tiny import model as tiny
 from streamdiff.models.wan.transformer import Tokens
+from streamdiff.pipeline.contexts import KV_CONTEXTS
 from streamdiff.pipeline.facts import read_facts
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.plan import check_stages, split_evenly
 from streamdiff.pipeline.ranks import Place, connect
 from streamdiff.pipeline.ring import Ring
-from streamdiff.pipeline.scheduler import KV_CONTEXTS
 from streamdiff.pipeline.simulate import Figures, Setup, Stream, simulate
 from streamdiff.pipeline.stage import Stage
 from streamdiff.pipeline.worker import LinkSource, Worker

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from benchmarks import report
 from streamdiff import clock
+from streamdiff.pipeline.contexts import KV_CONTEXTS
 from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.scheduler import KV_CONTEXTS, StreamBatchScheduler
+from streamdiff.pipeline.scheduler import StreamBatchScheduler
 
 SUMMARY = "Cost of one scheduling decision, in microseconds."
 MIXED = "mixed"  # sessions of all KV contexts side by side

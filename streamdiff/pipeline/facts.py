@@ -15,7 +15,7 @@ from streamdiff.models.base import ModelSpec, window, window_chunks
 from streamdiff.models.decoder_memory import taehv_values
 from streamdiff.models.files import read_object
 from streamdiff.models.headers import read_header
-from streamdiff.pipeline.scheduler import cache_count, spare_slots
+from streamdiff.pipeline.contexts import cache_count, spare_slots
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from streamdiff.models.base import Model, TextEncoder
 from streamdiff.pipeline import loading, ranks
 from streamdiff.pipeline.budget import Budget
 from streamdiff.pipeline.company import Company
+from streamdiff.pipeline.contexts import minimum_lead
 from streamdiff.pipeline.decoding import Decoding, LocalDecoding, Piece
 from streamdiff.pipeline.group import check_world
 from streamdiff.pipeline.head import Finished
@@ -25,7 +26,6 @@ from streamdiff.pipeline.links import LinkClosed
 from streamdiff.pipeline.meter import Meter
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.ring import Ring
-from streamdiff.pipeline.scheduler import minimum_lead
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from functools import partial
 from itertools import pairwise
 
 from streamdiff.errors import ConfigError
+from streamdiff.pipeline.contexts import in_flight_limit, minimum_lead
 from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.scheduler import StreamBatchScheduler, in_flight_limit, minimum_lead
+from streamdiff.pipeline.scheduler import StreamBatchScheduler
 
 # Time inside is whole picoseconds: what happens together in exact arithmetic happens together here, whatever floats do.
 _PER_SECOND = 10**12

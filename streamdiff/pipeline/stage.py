@@ -14,8 +14,8 @@ from torch import Tensor
 from streamdiff.models.base import ModelSpec, Trunk
 from streamdiff.models.wan.transformer import KeyValue, Tokens
 from streamdiff.pipeline.compiled import CompiledBlocks, side_by_side
+from streamdiff.pipeline.contexts import cache_count, spare_slots
 from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.scheduler import cache_count, spare_slots
 from streamdiff.pipeline.work import Kind, Work
 from streamdiff.state.ring import RingAttention, RingPlan, RowView, StageState
 
@@ -138,9 +138,11 @@ class Stage:
         self.open(_TRIAL, steps=steps, kv_context=kv_context)
         like = torch.empty(0, dtype=denoiser.dtype, device=self.device)  # weights may be quantised
         self.set_text(_TRIAL, 0, like.new_zeros(spec.text_shape), 0)
-        slots = self.sessions[_TRIAL].plan.slots
+        plan = self.sessions[_TRIAL].plan
+        # Where something is done with what leaves the ring, that is met one chunk after all its slots are full.
+        chunks = plan.slots - plan.spare if spec.averaged_sink is None else plan.slots + 1
         self.compiled.learning = True
-        for rows in _met(slots, steps, kv_context != "matched", clean_with_next):
+        for rows in _met(chunks, steps, kv_context != "matched", clean_with_next):
             hidden = like.new_zeros(len(rows), self.frames * self.grid[0] * self.grid[1], denoiser.width)
             time = like.new_zeros(len(rows), spec.chunk_latents, denoiser.width)
             self.forward(rows, Tokens(hidden, time))
@@ -165,9 +167,9 @@ def ring_plan(spec: ModelSpec, kv_context: str, *, steps: int) -> RingPlan:
     return RingPlan(spec.sink_latents, spec.window(kv_context), spare, absolute, spec.chunk_latents)
 
 
-def _met(slots: int, steps: int, clean: bool, clean_with_next: bool) -> Iterator[list[MicroStep]]:
-    """Rows of a stream until a chunk takes another's slot: the first step of every chunk, and the last."""
-    for chunk in range(slots + 1):
+def _met(chunks: int, steps: int, clean: bool, clean_with_next: bool) -> Iterator[list[MicroStep]]:
+    """Rows of a stream's first `chunks` chunks, while its window fills: the first step of every chunk, and the last."""
+    for chunk in range(chunks):
         first, last = (MicroStep(_TRIAL, chunk, step, steps, 0) for step in (0, steps))
         yield [first]
         if clean:

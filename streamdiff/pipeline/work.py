@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.base import Trunk
+from streamdiff.pipeline.contexts import KV_CONTEXTS
 from streamdiff.pipeline.microstep import MicroStep, pack, record_length, unpack
-from streamdiff.pipeline.scheduler import KV_CONTEXTS
 
 _ALIGN = 64
 

@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 
 from streamdiff.pipeline import links_gloo, ranks
+from streamdiff.pipeline.contexts import KV_CONTEXTS
 from streamdiff.pipeline.links_gloo import GlooInbox, GlooOutbox
 from streamdiff.pipeline.plan import split_evenly
 from streamdiff.pipeline.ring import Ring
-from streamdiff.pipeline.scheduler import KV_CONTEXTS
 from streamdiff.pipeline.stage import Stage
 from streamdiff.pipeline.work import Work
 from streamdiff.pipeline.worker import LinkSource, Worker

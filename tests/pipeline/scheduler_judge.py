@@ -13,8 +13,9 @@ from functools import cache
 
 import pytest
 
+from streamdiff.pipeline.contexts import in_flight_limit
 from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.scheduler import PATIENCE, StreamBatchScheduler, in_flight_limit
+from streamdiff.pipeline.scheduler import PATIENCE, StreamBatchScheduler
 
 FRAMES = 12
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -56,7 +57,8 @@ def worst(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
 def test_there_is_one_graph_without_breaks_for_each_filled_window(ring: LocalRing) -> None:
     for stage in stages(ring):
         assert stage.compiled is not None
-        assert sorted((s.sink, s.rest) for key in stage.compiled.keys for s in key.shapes) == [(2, 0), (2, 2), (2, 4)]
+        seen = sorted((s.sink // s.chunk, s.rest // s.chunk) for key in stage.compiled.keys for s in key.shapes)
+        assert seen == [(1, 0), (1, 1), (1, 2)]
         assert all(len(key.shapes) == 1 for key in stage.compiled.keys)
     assert not counters["graph_break"]
 
@@ -147,3 +149,18 @@ def test_rows_of_one_session_share_its_caches_in_a_graph_too() -> None:
     assert worst([results[1]], [results[0]]) <= TOLERANCE
     assert worst([compiled.sessions[0].state.key], [plain.sessions[0].state.key]) <= TOLERANCE
     assert any(key.sessions == (0, 0) for key in compiled.compiled.keys)
+
+
+@pytest.mark.parametrize(("window", "sink", "keep"), [(6, 2, 0.5), (5, 1, None)])
+def test_averaged_sinks_and_windows_that_cut_chunks_have_graphs_too(window: int, sink: int, keep: float | None) -> None:
+    model = small_model(1, layers=1, window=window, sink=sink)
+    model = replace(model, spec=replace(model.spec, averaged_sink=keep))
+    ring = Ring(model, CPU)
+    ring.stage.compile(steps=2, kv_context="clean")
+    order = Order(RED, 5, 2, "clean")
+    ran_a_graph: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch, nothing_compiled():
+        patch.setattr(ring.stage.compiled, "run", told(ring.stage.compiled, ran_a_graph))
+        got = play(ring, model, {0: order})[0]
+    assert worst(got, play(Ring(model, CPU), model, {0: order})[0]) <= TOLERANCE
+    assert ran_a_graph and all(ran_a_graph)

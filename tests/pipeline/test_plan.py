@@ -19,11 +19,11 @@ from streamdiff.models.base import Model
 from streamdiff.models.tiny import model as tiny
 from streamdiff.models.wan.transformer import attend
 from streamdiff.pipeline import plan_report, trace
+from streamdiff.pipeline.contexts import KV_CONTEXTS
 from streamdiff.pipeline.costs import Ceilings, Costs, estimate, in_proportion, read_profile
 from streamdiff.pipeline.facts import Facts, read_facts
 from streamdiff.pipeline.plan import Workload, lay_out, memory
 from streamdiff.pipeline.plan_report import Job, as_text, as_tree, make
-from streamdiff.pipeline.scheduler import KV_CONTEXTS
 from streamdiff.pipeline.stage import Stage
 
 MATCHED = ModelConfig(kv_context="matched")

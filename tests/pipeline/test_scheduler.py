@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamdiff.pipeline import scheduler as scheduler_module
+from streamdiff.pipeline.contexts import KV_CONTEXTS, minimum_lead
 from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.scheduler import KV_CONTEXTS, PATIENCE, StreamBatchScheduler, minimum_lead
+from streamdiff.pipeline.scheduler import PATIENCE, StreamBatchScheduler
 from tests.pipeline.scheduler_judge import FRAMES, Judge, VirtualRing
 
 sessions = st.integers(0, 3)

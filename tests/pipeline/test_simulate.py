@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline.scheduler import KV_CONTEXTS
+from streamdiff.pipeline.contexts import KV_CONTEXTS
 from streamdiff.pipeline.simulate import Run, Setup, Span, Stream, simulate
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -65,6 +65,9 @@ class ModelConfig(_Section):
     )
     stages: int = Field(1, ge=1, le=64, description="ranks over which the transformer's blocks are split")
     decode: Literal["head", "last", "own-rank"] = Field("head", description="which rank of a ring decodes")
+    decode_at_once: int | None = Field(
+        None, ge=1, le=64, description="latent frames per call of the decoder; default: 1 on cpu, a chunk on cuda"
+    )
     link: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl between GPUs, else gloo")
     hang_s: float = Field(60.0, ge=1, description="a rank that is silent or busy with one forward for so long hangs")
     profile: str | None = Field(None, description="measured times to split the blocks by; default: measure at start")

@@ -42,8 +42,11 @@ class TextEncoder(Protocol):
 class StreamDecoder(Protocol):
     """Latents to frames, in any pieces: decoding a stream in pieces gives the frames of decoding it whole.
 
-    What a stream remembers is the decoder's own type; everyone else only carries it.
+    What a stream remembers is the decoder's own type; everyone else only carries it. `temporal`: frames of each latent
+    frame but a stream's first, which may have fewer.
     """
+
+    temporal: int
 
     def new_memory(self) -> Any:
         """The memory of a stream that has not begun."""

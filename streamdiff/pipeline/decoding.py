@@ -1,7 +1,8 @@
 """Latents become pictures: on a thread of the head, or on another rank of the ring.
 
-A chunk is decoded latent frame by latent frame, so that its first picture is out early. Chunks are decoded one at a
-time, in the order in which they were finished. A *stream* here is a session from its start or reset to the next.
+A chunk comes out latent frame by latent frame. On a CPU it is decoded so too, and its first picture is out early; on a
+GPU, which is through before it pays, the whole chunk by one call. Chunks are decoded one at a time, in the order in
+which they were finished. A *stream* here is a session from its start or reset to the next.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from torch import Tensor
 
 from streamdiff import clock
 from streamdiff.models.base import ModelSpec, StreamDecoder
+from streamdiff.pipeline.leaving import Lane, decode_chunk
 from streamdiff.pipeline.links import Inbox, LinkClosed, Outbox
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.work import Control, Kind, Wire, Work
 from streamdiff.pipeline.worker import LEAVE_S
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -55,39 +59,42 @@ class Decoding(Protocol):
         """End the threads; what is not decoded is dropped."""
 
 
-def decode_chunk(decoder: StreamDecoder, latents: Tensor, memory: Any) -> Iterator[Tensor]:
-    """Pictures uint8 `[n, H, W, 3]` of each latent frame of `[C, F, h, w]`, on the CPU. Mutates: memory."""
-    for index in range(latents.shape[1]):
-        yield decoder.decode(latents[None, :, index : index + 1], memory).cpu()
-
-
 class _Memories:
     """What the decoder remembers of each stream."""
 
-    def __init__(self, decoder: StreamDecoder) -> None:
-        self._decoder = decoder
+    def __init__(self, decoder: StreamDecoder, lane: Lane, at_once: int) -> None:
+        self._decoder, self._lane, self._at_once = decoder, lane, at_once
         self._memories: dict[int, Any] = {}
 
     def decode(self, stream: int, latents: Tensor) -> Iterator[Tensor]:
         if stream not in self._memories:
             self._memories[stream] = self._decoder.new_memory()
-        return decode_chunk(self._decoder, latents, self._memories[stream])
+        return decode_chunk(self._decoder, latents, self._memories[stream], self._lane, self._at_once)
 
     def forget(self, stream: int) -> None:
         self._memories.pop(stream, None)
 
 
 class LocalDecoding:
-    """Decodes on a thread of this process, with one CPU thread."""
+    """Decodes on a thread of this process, with one CPU thread, on a GPU with a stream of its own."""
 
-    def __init__(self, decoder: StreamDecoder, deliver: Deliver, wake: Callable[[], None]) -> None:
-        """`wake` is called, from that thread, when something has gone wrong."""
-        self._memories, self._deliver, self._wake = _Memories(decoder), deliver, wake
+    def __init__(
+        self,
+        decoder: StreamDecoder,
+        deliver: Deliver,
+        wake: Callable[[], None],
+        device: torch.device = CPU,
+        at_once: int = 1,
+    ) -> None:
+        """`wake` is called, from that thread, when something has gone wrong; `device` is the decoder's; `at_once`
+        latent frames are decoded by one call."""
+        self._lane = Lane(device)
+        self._memories, self._deliver, self._wake = _Memories(decoder, self._lane, at_once), deliver, wake
         self._error: BaseException | None = None
-        self._pool = ThreadPoolExecutor(1, "decode", initializer=torch.set_num_threads, initargs=(1,))
+        self._pool = ThreadPoolExecutor(1, "decode", initializer=self._enter)
 
     def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
-        self._pool.submit(self._decode, stream, chunk, latents).add_done_callback(self._ended)
+        self._pool.submit(self._decode, stream, chunk, latents, self._lane.mark()).add_done_callback(self._ended)
 
     def forget(self, stream: int) -> None:
         self._pool.submit(self._memories.forget, stream)
@@ -104,9 +111,14 @@ class LocalDecoding:
             self._error = error
             self._wake()
 
-    def _decode(self, stream: int, chunk: int, latents: Tensor) -> None:
+    def _enter(self) -> None:
+        torch.set_num_threads(1)
+        self._lane.enter()
+
+    def _decode(self, stream: int, chunk: int, latents: Tensor, ready: torch.cuda.Event | None) -> None:
+        self._lane.follow(ready, latents)
         for index, pictures in enumerate(self._memories.decode(stream, latents)):
-            self._deliver(Piece(stream, chunk, pictures.numpy(), index == latents.shape[1] - 1))
+            self._deliver(Piece(stream, chunk, pictures.numpy().copy(), index == latents.shape[1] - 1))
 
 
 def latents_wire(spec: ModelSpec) -> Wire:
@@ -181,8 +193,12 @@ class RemoteDecoding:
 class DecodeWorker:
     """The other end: decodes for the head until it is told to stop. The fields are those of a `Worker`."""
 
-    def __init__(self, decoder: StreamDecoder, inbox: Inbox, outbox: Outbox) -> None:
-        self._memories, self._inbox, self._outbox = _Memories(decoder), inbox, outbox
+    def __init__(
+        self, decoder: StreamDecoder, inbox: Inbox, outbox: Outbox, device: torch.device = CPU, at_once: int = 1
+    ) -> None:
+        """`device` is the decoder's; `at_once` latent frames are decoded by one call."""
+        self._lane = Lane(device)
+        self._memories, self._inbox, self._outbox = _Memories(decoder, self._lane, at_once), inbox, outbox
         self.now: Work | None = None
         self.last: Work | None = None
         self.done, self.busy_s = 0, 0.0
@@ -193,6 +209,7 @@ class DecodeWorker:
         Raises:
             LinkClosed: the head is gone.
         """
+        self._lane.enter()  # also what the inbox uploads
         while (work := self._inbox.receive(None)) is None or work.kind is not Kind.STOP:
             if work is not None and work.kind is Kind.CLOSE and work.control is not None:
                 self._memories.forget(work.control.session)

@@ -53,7 +53,7 @@ def follow(config: ModelConfig) -> None:
             edge_groups(config.stages, device)  # all ranks make them together, also who has none
     if decoder is not None:
         outbox, inbox = ranks.decode_links(loading.read_spec(config), member.rank, config.decode_rank, device)
-        workers.append(DecodeWorker(decoder, inbox, outbox))
+        workers.append(DecodeWorker(decoder, inbox, outbox, device, loading.at_once(config, device)))
     member.meet()
     _work(workers, member, config.hang_s)
 

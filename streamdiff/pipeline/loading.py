@@ -150,6 +150,12 @@ def load_decoder(config: ModelConfig, device: torch.device) -> StreamDecoder:
     return library.load_decoder(place_of(config), device, dtype)
 
 
+def at_once(config: ModelConfig, device: torch.device) -> int:
+    """Latent frames that one call decodes."""
+    chunk = read_spec(config).chunk_latents
+    return min(chunk, config.decode_at_once or (1 if device.type == "cpu" else chunk))
+
+
 def read_spec(config: ModelConfig) -> ModelSpec:
     """The model's facts.
 

@@ -89,9 +89,11 @@ class Runtime:
         company: Company | None = None,
         budget: Budget | None = None,
         ring: Ring | None = None,
+        at_once: int = 1,
     ) -> None:
         """`company` are the other ranks of the ring; without them all blocks of `model` run here, on `ring` if that was
-        made already. `budget` is the memory for caches; None: without limit."""
+        made already. `budget` is the memory for caches; None: without limit. `at_once` latent frames are decoded by one
+        call."""
         spec = model.spec
         self.model, self.text = model, model.text
         self.info = ModelInfo(
@@ -105,7 +107,7 @@ class Runtime:
         self._ready: queue.SimpleQueue[tuple[Piece, float] | None] = queue.SimpleQueue()
         self._pending = 0  # chunks that are decoding
         self._meter = Meter()
-        self._decoding = self._decode_where(model, company)
+        self._decoding = self._decode_where(model, company, device, at_once)
         self._ring.notify(self._wake)
         if company is not None:
             company.start(self._wake)
@@ -242,13 +244,13 @@ class Runtime:
         """Let a waiting `step` look again. From any thread."""
         self._ready.put(None)
 
-    def _decode_where(self, model: Model, company: Company | None) -> Decoding:
+    def _decode_where(self, model: Model, company: Company | None, device: torch.device, at_once: int) -> Decoding:
         remote = company.decoding(model.spec, self._deliver, self._wake) if company is not None else None
         if remote is not None:
             return remote
         if model.decoder is None:
             raise ValueError("a runtime that decodes needs a model with a decoder")
-        return LocalDecoding(model.decoder, self._deliver, self._wake)
+        return LocalDecoding(model.decoder, self._deliver, self._wake, device, at_once)
 
     def _begin(self, session: int) -> None:
         self._end(session)
@@ -333,7 +335,8 @@ def load_runtime(config: ModelConfig) -> Runtime:
     if company is None:
         alone = Ring(model, device, clean_with_next=config.clean_with_next)
         loading.compile_stage(config, alone.stage)
-    runtime = Runtime(model, device, config.steps, config.kv_context, company, budget, alone)
+    at_once = loading.at_once(config, device)
+    runtime = Runtime(model, device, config.steps, config.kv_context, company, budget, alone, at_once)
     _warm_up(runtime)
     runtime.occupancy()  # counts from here
     return runtime

@@ -168,11 +168,10 @@ def ring_plan(spec: ModelSpec, kv_context: str, *, steps: int) -> RingPlan:
 
 
 def _met(chunks: int, steps: int, clean: bool, clean_with_next: bool) -> Iterator[list[MicroStep]]:
-    """Rows of a stream's first `chunks` chunks, while its window fills: the first step of every chunk, and the last."""
+    """Rows of a stream's first `chunks` chunks, while its window fills: the first step of every chunk, and the clean
+    pass; where there is none, every step, as each has a cache of its own."""
     for chunk in range(chunks):
-        first, last = (MicroStep(_TRIAL, chunk, step, steps, 0) for step in (0, steps))
-        yield [first]
-        if clean:
-            yield [last]
+        for step in (0, steps) if clean else range(steps):
+            yield [MicroStep(_TRIAL, chunk, step, steps, 0)]
         if clean_with_next:
-            yield [last, MicroStep(_TRIAL, chunk + 1, 0, steps, 0)]
+            yield [MicroStep(_TRIAL, chunk, steps, steps, 0), MicroStep(_TRIAL, chunk + 1, 0, steps, 0)]

@@ -131,6 +131,21 @@ def test_what_no_graph_was_made_for_runs_the_plain_path(ring: LocalRing) -> None
         ring.turn()
 
 
+def test_a_chosen_attention_kernel_is_in_the_graph_too() -> None:
+    plain, compiled = Stage(MODEL.part(0, 1), CPU), Stage(MODEL.part(0, 1), CPU)
+    for stage in (plain, compiled):
+        stage.denoiser.attention = "math"
+    compiled.compile(steps=4, kv_context="matched")
+    tokens = MODEL.denoiser.embed(torch.randn(1, *MODEL.spec.chunk_shape), torch.full((1, 2), 500.0))
+    results = []
+    for stage in (plain, compiled):
+        stage.open(0, steps=4, kv_context="matched")
+        stage.set_text(0, 0, MODEL.text.encode(RED), 0)
+        with nothing_compiled():
+            results += [stage.forward([MicroStep(0, 0, step, 4, 0)], tokens).hidden for step in range(4)]
+    assert worst(results[4:], results[:4]) <= TOLERANCE
+
+
 def test_rows_of_one_session_share_its_caches_in_a_graph_too() -> None:
     """Two chunks in a forward: the second sees what the first has just written."""
     plain, compiled = Stage(MODEL.part(0, 1), CPU), Stage(MODEL.part(0, 1), CPU)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -20,8 +21,9 @@ from streamdiff.pipeline.decoding import (
     latents_wire,
     pictures_wire,
 )
+from streamdiff.pipeline.leaving import Lane, decode_chunk
 from streamdiff.pipeline.links import LinkClosed, LocalLink
-from tests.small import small_model
+from tests.small import AUTOENCODER, CPU, small_autoencoder, small_decoder, small_model
 
 MODEL = small_model(2)
 SPEC = MODEL.spec
@@ -29,18 +31,18 @@ LIMIT_S = 60.0
 Wake = Callable[[], None]
 
 
-def local(deliver: Callable[[Piece], None], wake: Wake) -> Iterator[Decoding]:
+def local(deliver: Callable[[Piece], None], wake: Wake, at_once: int) -> Iterator[Decoding]:
     assert MODEL.decoder is not None
-    decoding = LocalDecoding(MODEL.decoder, deliver, wake)
+    decoding = LocalDecoding(MODEL.decoder, deliver, wake, at_once=at_once)
     yield decoding
     decoding.close()
 
 
-def remote(deliver: Callable[[Piece], None], wake: Wake) -> Iterator[Decoding]:
+def remote(deliver: Callable[[Piece], None], wake: Wake, at_once: int) -> Iterator[Decoding]:
     """The two ends in two threads."""
     assert MODEL.decoder is not None
     there, back = LocalLink(latents_wire(SPEC)), LocalLink(pictures_wire(SPEC))
-    worker = threading.Thread(target=DecodeWorker(MODEL.decoder, there, back).run)
+    worker = threading.Thread(target=DecodeWorker(MODEL.decoder, there, back, at_once=at_once).run)
     worker.start()
     decoding = RemoteDecoding(there, back, SPEC, deliver, wake)
     yield decoding
@@ -61,13 +63,19 @@ class Heard:
         while not pieces[-1].last:
             pieces.append(self.pieces.get(timeout=LIMIT_S))
         assert len({(piece.stream, piece.chunk) for piece in pieces}) == 1, "one chunk at a time"
+        assert len(pieces) == SPEC.chunk_latents, "a piece per latent frame, however many a call decodes"
         return pieces[0].stream, pieces[0].chunk, np.concatenate([piece.pictures for piece in pieces])
 
 
+@pytest.fixture(params=[1, 2], ids=["one latent frame a call", "the chunk in a call"])
+def at_once(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
 @pytest.fixture(params=[local, remote])
-def heard(request: pytest.FixtureRequest) -> Iterator[tuple[Decoding, Heard]]:
+def heard(request: pytest.FixtureRequest, at_once: int) -> Iterator[tuple[Decoding, Heard]]:
     heard = Heard()
-    for decoding in request.param(heard.pieces.put, lambda: None):
+    for decoding in request.param(heard.pieces.put, lambda: None, at_once):
         yield decoding, heard
 
 
@@ -103,6 +111,8 @@ def test_pictures_are_those_of_the_whole_stream(heard: tuple[Decoding, Heard]) -
 class Broken:
     """A decoder that fails."""
 
+    temporal = 4
+
     def new_memory(self) -> None: ...
 
     def decode(self, latents: torch.Tensor, memory: Any) -> torch.Tensor:
@@ -128,3 +138,15 @@ def test_a_decoding_rank_that_is_gone_is_noticed() -> None:
     with pytest.raises(LinkClosed):
         decoding.check()
     decoding.close()
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 5])
+def test_a_first_latent_frame_that_shows_less_is_a_piece_of_its_own(at_once: int) -> None:
+    """As Wan's: one frame for the first latent frame of a stream, four for each later one."""
+    autoencoder = small_autoencoder(3, replace(AUTOENCODER, frames_to_trim=3))
+    decoder = small_decoder(autoencoder, torch.zeros(4), torch.ones(4))
+    chunks = [torch.randn(4, 3, 4, 4, generator=torch.Generator().manual_seed(n)) for n in range(2)]
+    whole, memory = decoder.decode(torch.cat(chunks, 1)[None], decoder.new_memory()), decoder.new_memory()
+    pieces = [each.clone() for chunk in chunks for each in decode_chunk(decoder, chunk, memory, Lane(CPU), at_once)]
+    assert [len(piece) for piece in pieces] == [1, 4, 4, 4, 4, 4]
+    assert torch.equal(torch.cat(pieces), whole)

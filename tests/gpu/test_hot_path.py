@@ -1,6 +1,7 @@
-"""On a GPU: compiled blocks and CUDA graphs make the stream that the plain path makes, and the host waits for nothing.
+"""On a GPU: compiled blocks and CUDA graphs make the stream that the plain path makes, the host waits for nothing, and
+pictures are those that a decoder on the same stream makes.
 
-By hand: `python -m pytest tests/gpu/test_compiled_gpu.py`.
+By hand: `python -m pytest tests/gpu/test_hot_path.py`.
 """
 
 from __future__ import annotations
@@ -8,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
 from streamdiff.models.base import Model
+from streamdiff.models.latents import Normalisation
+from streamdiff.models.taehv_stream import StreamingTaehv, TaehvDecoder
+from streamdiff.pipeline.decoding import LocalDecoding, Piece
 from streamdiff.pipeline.ring import Ring
 from tests.pipeline.playing import CHUNKS_LONG, Order, play
 from tests.small import RED, WHITE, small_model
@@ -51,6 +56,7 @@ def test_graphs_make_the_plain_stream_and_are_never_made_again(model: Model, kv_
     graphs.stage.compile(steps=4, kv_context=kv_context)
     assert graphs.stage.compiled is not None and graphs.stage.compiled._captured is not None
     captured = set(graphs.stage.compiled._captured._graphs)
+    assert len(captured) == 3 * (4 if kv_context == "matched" else 1), "by filled window, and by cache"
     with torch.compiler.set_stance("fail_on_recompile"):
         got = play(graphs, model, order, CHUNKS_LONG)[0]
     expected = play(plain, model, order, CHUNKS_LONG)[0]
@@ -74,3 +80,32 @@ def test_a_micro_step_makes_no_host_sync(model: Model, kv_context: str, compiled
         while done < 12:
             ring.scheduler.set_room(0, frames)
             done += len(ring.turn()[1])
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_pictures_decoded_on_a_stream_of_their_own_are_the_same_while_the_device_is_busy(at_once: int) -> None:
+    """Nothing of a chunk is read before it is there, and no pinned buffer is written before it was read."""
+    model, device = small_model(2), torch.device("cuda")
+    assert isinstance(model.decoder, TaehvDecoder)
+    model.decoder.model.autoencoder.to(device)
+    statistics = model.decoder.model.normalisation
+    assert statistics is not None
+    decoder = TaehvDecoder(StreamingTaehv(model.decoder.model.autoencoder, on(statistics, device)))
+    chunks = [torch.randn(model.spec.chunk_shape, device=device) for _ in range(20)]
+    memory = decoder.new_memory()
+    expected = torch.cat([decoder.decode(chunk[None], memory) for chunk in chunks]).cpu().numpy()
+    pieces: list[Piece] = []
+    decoding = LocalDecoding(decoder, pieces.append, lambda: None, device, at_once)
+    for number, chunk in enumerate(chunks):
+        late = torch.zeros_like(chunk)
+        torch.cuda._sleep(20_000_000)  # the latents come late, as behind a transformer
+        late.copy_(chunk)
+        decoding.submit(0, number, late)
+        del late
+    decoding._pool.shutdown(wait=True)
+    decoding.check()
+    assert np.array_equal(np.concatenate([piece.pictures for piece in pieces]), expected)
+
+
+def on(statistics: Normalisation, device: torch.device) -> Normalisation:
+    return Normalisation(statistics.mean.flatten().tolist(), statistics.std.flatten().tolist(), device)

@@ -1,0 +1,120 @@
+"""What the fast paths of a micro-step are worth: each beside the plain path, in turns, so a busy machine hurts all.
+
+    python -m benchmarks.hot_path                      # the embedded model: two to four minutes, most of it compiling
+    python -m benchmarks.hot_path --paths plain,with-next --chunks 20
+
+Paths: `plain`; `compiled` (`--compile on`); `with-next` (`--clean-pass with-next`); `both`. Seconds are those of a
+chunk in steady state with KV context clean, transformer only: neither decoding nor text is in them. `ratio` is how many
+times as fast as `plain` a path is, by the medians; each path's latents are compared with `plain`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks import report
+from streamdiff import clock
+from streamdiff.config import ModelConfig
+from streamdiff.device import pick_device
+from streamdiff.models.base import Model
+from streamdiff.pipeline import loading
+from streamdiff.pipeline.ring import Ring
+
+SUMMARY = "Seconds per chunk of each fast path beside the plain one, taking turns."
+PATHS = {"plain": (False, False), "compiled": (True, False), "with-next": (False, True), "both": (True, True)}
+WARM_UP = 2  # chunks beyond the window, whose times do not count
+
+
+class Run:
+    """One stream on one path."""
+
+    def __init__(self, model: Model, device: torch.device, path: str, steps: int) -> None:
+        compiled, with_next = PATHS[path]
+        self.device = device
+        self.latents: list[Tensor] = []
+        self.seconds: list[float] = []
+        self.ring = Ring(model, device, clean_with_next=with_next)
+        begun_s = clock.monotonic_s()
+        if compiled:
+            self.ring.stage.compile(steps=steps, kv_context="clean", clean_with_next=with_next)
+        self.compile_s = clock.monotonic_s() - begun_s
+        text = model.text.encode(model.text.examples[0])
+        self.ring.open(0, text, seed=1, epoch=0, steps=steps, kv_context="clean")
+
+    def make(self, chunks: int) -> None:
+        """Make so many chunks and note the seconds of one. Mutates: self."""
+        self._rest()
+        begun_s, end = clock.monotonic_s(), len(self.latents) + chunks
+        while len(self.latents) < end:
+            self.ring.scheduler.set_room(0, 2 * self.ring.scheduler.chunk_frames)
+            self.latents += [latents for _, latents in self.ring.turn()[1]]
+        self._rest()
+        self.seconds.append((clock.monotonic_s() - begun_s) / chunks)
+
+    def _rest(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@torch.inference_mode()
+def measure(
+    model: Model, device: torch.device, paths: list[str], steps: int, rounds: int, chunks: int
+) -> list[dict[str, report.Value]]:
+    """A row per path; see the module."""
+    runs = {path: Run(model, device, path, steps) for path in paths}
+    for run in runs.values():
+        run.make(model.spec.window_chunks("clean") + WARM_UP)
+        run.seconds.clear()
+    for _ in range(rounds):
+        for run in runs.values():
+            run.make(chunks)
+    plain = runs["plain"]
+    rows: list[dict[str, report.Value]] = []
+    for path, run in runs.items():
+        pairs = zip(run.latents, plain.latents, strict=True)
+        median_s = statistics.median(run.seconds)
+        rows.append(
+            {
+                "path": path,
+                "chunk_s": median_s,
+                "least_s": min(run.seconds),
+                "ratio": statistics.median(plain.seconds) / median_s,
+                "compile_s": run.compile_s,
+                "off_by": f"{max(float((one - other).abs().max()) for one, other in pairs):.1e}",
+            }
+        )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=SUMMARY)
+    parser.add_argument("--model", default="tiny", help="as for `streamdiff serve` (default: tiny)")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    parser.add_argument("--paths", default=",".join(PATHS), help=f"of {', '.join(PATHS)} (default: all)")
+    parser.add_argument("--steps", type=int, default=4, help="denoise steps per chunk (default: 4)")
+    parser.add_argument("--rounds", type=int, default=10, help="turns of each path (default: 10)")
+    parser.add_argument("--chunks", type=int, default=2, help="chunks per turn (default: 2)")
+    parser.add_argument("--out", type=Path, help="a JSON file to write")
+    options = parser.parse_args()
+    paths = list(dict.fromkeys(["plain", *options.paths.split(",")]))
+    if unknown := [path for path in paths if path not in PATHS]:
+        parser.error(f"--paths has {', '.join(unknown)}; there are {', '.join(PATHS)}")
+    device = pick_device(options.device)
+    config = ModelConfig(name=options.model, steps=options.steps)
+    head = report.header()
+    rows = measure(loading.load_model(config, device), device, paths, options.steps, options.rounds, options.chunks)
+    print(report.table(rows))
+    if options.out is not None:
+        settings = {name: value for name, value in vars(options).items() if name != "out"}
+        report.write_json(options.out, head, {"paths": rows}, settings=settings)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

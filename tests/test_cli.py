@@ -190,7 +190,7 @@ def test_doctor_says_what_is_missing(streamdiff_command: Command) -> None:
         port = str(taken.getsockname()[1])
         process = streamdiff_command("doctor", "--port", port, "--model", "/nowhere")
     assert process.returncode == 1
-    assert f"FAIL  port      127.0.0.1:{port} cannot be listened on" in process.stdout
+    assert re.search(rf"FAIL +port +127\.0\.0\.1:{port} cannot be listened on", process.stdout)
     assert "no weights (*.safetensors) under /nowhere" in process.stdout
     assert "Missing: model, port." in process.stdout
 

@@ -22,8 +22,8 @@ COLD = {
     "streamdiff.pipeline.balance": "measures before the first chunk",
 }
 ALLOWED = {
-    "streamdiff.models.attention:probe": "tries a kernel out before the first chunk",
-    "streamdiff.models.attention:_plain": "what it is compared with",
+    "streamdiff.models.attention:_fault": "tries a kernel out before the first chunk",
+    "streamdiff.models.attention:_formula": "what it is compared with",
     "streamdiff.models.tiny.model:save": "writes files",
     "streamdiff.pipeline.links_gloo:receive": "a record in host memory, where gloo put it",
     "streamdiff.pipeline.decoding:decode_chunk": "on a decoding thread: here, and only here, pictures leave the device",

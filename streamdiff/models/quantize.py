@@ -54,9 +54,7 @@ def unsuited(mode: str, device: torch.device, dtype: torch.dtype) -> str | None:
 
 def is_quantized(name: str, shape: tuple[int, ...] | torch.Size) -> bool:
     """Whether the tensor `name` (diffusers' names) is the weight of a block's linear layer."""
-    return (
-        name.startswith("blocks.") and name.endswith(".weight") and len(shape) == 2 and any(p in name for p in _LINEAR)
-    )
+    return name.endswith(".weight") and len(shape) == 2 and any(p in name for p in _LINEAR)
 
 
 def quantize(weight: Tensor, mode: str, name: str) -> Tensor:

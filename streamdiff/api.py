@@ -218,7 +218,7 @@ class ModelOptions(TypedDict, total=False):
     weights, lora, vae, text_encoder: paths of parts in place of the model's own.
     text_device: where a large text encoder runs, `cpu` (default) or `cuda`.
     dtype: `float32` or `bfloat16`; default: bfloat16 on CUDA.
-    attention: kernel, `auto`, `math`, `flash`, `efficient` or `cudnn`; tried out when the model is loaded.
+    attention: kernel, `auto` or one that `streamdiff doctor` lists; tried out when the model is loaded.
     quantize: the blocks' linear layers in 8 bits, `none`, `fp8` (recent NVIDIA GPUs) or `int8`; needs torchao.
     size: `WIDTHxHEIGHT` in pixels; default: the model's own.
     device: `auto`, `cpu` or `cuda`.

@@ -260,7 +260,7 @@ def _parsers() -> dict[str, _Parser]:
     cli_convert.add_encode(encode)
 
     doctor = _command(commands, "doctor", "say what was found here and what will be used", cli_options.DOCTOR_EXAMPLES)
-    _add(doctor, (*cli_options.ADDRESS, *cli_options.MODEL, *cli_options.PLACES, cli_options.QUANTIZE))
+    _add(doctor, (*cli_options.ADDRESS, *cli_options.MODEL, *cli_options.LOOKED_AT))
 
     models = _command(
         commands, "models", "list published models: files, licences, memory", cli_options.MODELS_EXAMPLES, config=False

@@ -56,7 +56,7 @@ PARTS = (
     Option("--text-device", "model.text_device", str, "DEVICE", "where a large text encoder runs: cpu (default), cuda"),
     Option("--dtype", "model.dtype", str, "TYPE", "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on CUDA)"),
     Option(
-        "--attention", "model.attention", str, "KERNEL", "auto, math, flash, efficient or cudnn; tried out at start"
+        "--attention", "model.attention", str, "KERNEL", "auto, or one that `streamdiff doctor` lists; tried at start"
     ),
     QUANTIZE,
     Option(
@@ -78,7 +78,12 @@ PARTS = (
 TRACE = Option(
     "--profile", "model.trace", str, "DIR", "trace some chunks with PyTorch's profiler, and say what costs most"
 )
-PLACES = tuple(option for option in PARTS if option.flag in ("--weights", "--vae", "--text-encoder"))
+LOOKED_AT = tuple(
+    option
+    for option in PARTS
+    if option.flag in ("--weights", "--vae", "--text-encoder", "--dtype", "--attention", "--quantize")
+)
+"""What `doctor` can say something about."""
 PLAN_MODEL = (*(option for option in MODEL if option.flag in ("--model", "--steps", "--kv-context")), QUANTIZE)
 PROMPT = Option("--prompt", "session.prompt", str, "TEXT", "what to show")
 ADDRESS = (

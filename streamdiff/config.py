@@ -18,6 +18,12 @@ from streamdiff.errors import ConfigError
 KVContext = Literal["clean", "staircase", "matched"]
 # What a browser sends as Origin, or * for every page there is.
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/?#@]+)$")]
+# fmt: off
+Attention = Literal[
+    "auto", "math", "flash", "efficient", "cudnn",
+    "flash_2", "flash_3", "flash_2_hub", "flash_3_hub", "flash_4_hub", "sage", "sage_fp16", "sage_hub", "xformers",
+]
+# fmt: on
 
 
 class _Section(BaseModel):
@@ -46,9 +52,7 @@ class ModelConfig(_Section):
     )
     keep_text_encoder: bool = Field(True, description="keep its weights in memory, or read them again for every text")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on cuda, float32 on cpu")
-    attention: Literal["auto", "math", "flash", "efficient", "cudnn"] = Field(
-        "auto", description="attention kernel, tried out at the start; auto: torch's choice"
-    )
+    attention: Attention = Field("auto", description="attention kernel, tried out at the start; auto: torch's choice")
     quantize: Literal["none", "fp8", "int8"] = Field(
         "none", description="the blocks' linear layers in 8 bits: fp8 on recent NVIDIA GPUs, int8 anywhere"
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.resources
+import importlib.util
 import os
 import platform
 import socket
@@ -24,7 +25,11 @@ from streamdiff.models.catalogue import Entry
 from streamdiff.version import __version__
 
 if TYPE_CHECKING:
+    import torch
+
     from streamdiff.serve.codecs import Library
+
+_HEAD_DIM = 128
 
 
 class Grade(Enum):
@@ -49,6 +54,8 @@ def examine(config: Config) -> list[Finding]:
     looks: tuple[Callable[[Config], Iterator[Finding]], ...] = (
         _look_at_machine,
         _look_at_torch,
+        _look_at_kernels,
+        _look_at_quantisation,
         _look_at_weights,
         _look_at_codecs,
         _look_at_webrtc,
@@ -133,6 +140,56 @@ def _look_at_torch(config: Config) -> Iterator[Finding]:
         )
     else:
         yield Finding("gpu", Grade.NOTE, "none; the embedded model runs on the CPU")
+
+
+def _look_at_kernels(config: Config) -> Iterator[Finding]:
+    """Every attention kernel computes a small case, of the width that Wan's heads have."""
+    try:
+        import torch
+
+        from streamdiff.models import attention
+    except (ImportError, OSError):
+        return  # torch or diffusers: said elsewhere, or by what needs it
+    device, dtype = _computes_in(config)
+    found = attention.survey(device, dtype, heads=2, head_dim=_HEAD_DIM)
+    right = [name for name, fault in found.items() if fault is None]
+    case = f"{device}, {str(dtype).removeprefix('torch.')}"
+    yield Finding("attention", Grade.GOOD, f"{', '.join(right)}: compared with the formula, right here ({case})")
+    chosen = config.model.attention
+    if found[chosen] is not None:
+        fetched = attention.missing(chosen, torch.device(device)) is None and chosen in attention.DISPATCHED
+        grade = Grade.NOTE if fetched and attention.DISPATCHED[chosen].hub else Grade.BAD
+        yield Finding("attention", grade, f"{chosen} {found[chosen]}")
+    others = [name for name, fault in found.items() if fault is not None and name != chosen]
+    absent = [name for name in others if "is not installed" in str(found[name])]
+    for names, what in ((absent, "not installed"), ([n for n in others if n not in absent], "not for this machine")):
+        if names:
+            yield Finding("attention", Grade.NOTE, f"{what}: {', '.join(names)}")
+
+
+def _look_at_quantisation(config: Config) -> Iterator[Finding]:
+    try:
+        from streamdiff.models import quantize
+    except (ImportError, OSError):
+        return  # as above
+    device, dtype = _computes_in(config)
+    absent = None if importlib.util.find_spec("torchao") else f"takes torchao; {quantize.INSTALL}"
+    faults = {mode: quantize.unsuited(mode, device, dtype) or absent for mode in quantize.MODES[1:]}
+    if right := [mode for mode, fault in faults.items() if fault is None]:
+        version = importlib.metadata.version("torchao")
+        yield Finding("quantize", Grade.GOOD, f"{' and '.join(right)} by torchao {version}")
+    for mode, fault in faults.items():
+        if fault is not None:
+            yield Finding("quantize", Grade.BAD if config.model.quantize == mode else Grade.NOTE, f"{mode} {fault}")
+
+
+def _computes_in(config: Config) -> tuple[torch.device, torch.dtype]:
+    """Where the transformer will run, and in what."""
+    import torch
+
+    on_gpu = torch.cuda.is_available() and config.model.device != "cpu"
+    word = {"auto": "bfloat16" if on_gpu else "float32"}.get(config.model.dtype, config.model.dtype)
+    return torch.device("cuda" if on_gpu else "cpu"), {"float32": torch.float32, "bfloat16": torch.bfloat16}[word]
 
 
 def _look_at_weights(config: Config) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
@@ -168,12 +169,28 @@ def test_doctor_finds_this_machine_ready(streamdiff_command: Command) -> None:
 
 
 @pytest.mark.slow
+def test_doctor_tries_the_attention_kernels_and_says_what_can_be_quantised(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["doctor", "--port", "0", "--device", "cpu", "--attention", "xformers", "--quantize", "fp8"]
+    find = importlib.util.find_spec
+    absent = ("xformers", "sageattention")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in absent else find(name, *more))
+    assert cli.main(asked) == cli.FAILED
+    text = capsys.readouterr().out
+    assert re.search(r"ok +attention +auto, math, flash.*right here \(cpu, float32\)", text)
+    assert re.search(r"FAIL +attention +xformers is not installed \(no module xformers; pip install xformers\)", text)
+    assert re.search(r"note +attention +not installed: .*sage", text)
+    assert re.search(r"FAIL +quantize +fp8 takes an NVIDIA GPU of compute capability 8\.9", text)
+    assert "Missing: attention, quantize." in text
+
+
 def test_doctor_says_what_is_missing(streamdiff_command: Command) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         process = streamdiff_command("doctor", "--port", port, "--model", "/nowhere")
     assert process.returncode == 1
-    assert f"FAIL  port      127.0.0.1:{port} cannot be listened on" in process.stdout
+    assert re.search(rf"FAIL +port +127\.0\.0\.1:{port} cannot be listened on", process.stdout)
     assert "no weights (*.safetensors) under /nowhere" in process.stdout
     assert "Missing: model, port." in process.stdout
 

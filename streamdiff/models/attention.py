@@ -1,16 +1,22 @@
-"""Which of torch's attention kernels runs, by name, and whether it can be trusted here.
+"""Which attention kernel runs, by name, and whether it can be trusted here.
 
-A kernel that is fast and wrong gives a picture of noise and no error (a published one does so on Hopper GPUs), so the
-chosen one computes a small case at the start and is compared with the plain formula.
+Names are torch's own kernels, and others that diffusers' dispatch knows (flash-attn, FlashAttention 3 and 4,
+SageAttention, xformers, kernels of the hub), where they are installed. A kernel that is fast and wrong gives a picture
+of noise and no error (a published one does so on Hopper GPUs), so the chosen one computes a small case at the start and
+is compared with the plain formula.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -22,9 +28,62 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-"""Names of `model.attention` beside `auto`, which leaves the choice to torch."""
+"""torch's, by their names in `model.attention`; `auto` leaves the choice to torch."""
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """A kernel behind diffusers' dispatch, for CUDA: its name there, its module, and how to install that."""
+
+    backend: str
+    module: str
+    install: str
+
+    @property
+    def hub(self) -> bool:
+        """Whether the kernel itself is fetched from the hub when it is first used."""
+        return self.module == "kernels"
+
+
+_HUB, _SAGE = ("kernels", "pip install kernels"), ("sageattention", "pip install sageattention, 2.1.1 or newer")
+DISPATCHED = {
+    "flash_2": Dispatched("flash", "flash_attn", "pip install flash-attn"),
+    "flash_3": Dispatched("_flash_3", "flash_attn_interface", "built from the hopper folder of flash-attention"),
+    "flash_2_hub": Dispatched("flash_hub", *_HUB),
+    "flash_3_hub": Dispatched("_flash_3_hub", *_HUB),
+    "flash_4_hub": Dispatched("flash_4_hub", *_HUB),
+    "sage": Dispatched("sage", *_SAGE),
+    "sage_fp16": Dispatched("_sage_qk_int8_pv_fp16_cuda", *_SAGE),
+    "sage_hub": Dispatched("sage_hub", *_HUB),
+    "xformers": Dispatched("xformers", "xformers", "pip install xformers"),
+}
+"""diffusers', by their names in `model.attention`. What is `flash` there is `flash_2` here, as torch has a `flash`."""
+NAMES = ("auto", *KERNELS, *DISPATCHED)
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+_QUANTIZED = {"sage": 8e-2, "sage_fp16": 8e-2, "sage_hub": 8e-2}
+"""Kernels that round to 8 bits inside are that much off by design."""
 _QUERIES, _KEYS = 64, 192
+_REFUSALS = (RuntimeError, ValueError, AssertionError, NotImplementedError, ImportError, AttributeError, OSError)
+"""What kernels, diffusers and the hub's client raise where one cannot be had."""
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of `[R, L, H, d]` over `[R, K, H, d]` by torch; within `selected`, by the kernel of its choice."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+class _Chosen:
+    """What `attend` does now. One process runs one model at a time, on one thread."""
+
+    attend: Attend = staticmethod(plain)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """As `plain`, by the kernel that is `selected`."""
+    return _Chosen.attend(query, key, value)
 
 
 @contextmanager
@@ -32,42 +91,94 @@ def selected(name: str) -> Iterator[None]:
     """Attention within runs with this kernel, or not at all."""
     if name == "auto":
         yield
-        return
-    with sdpa_kernel([KERNELS[name]]):
-        yield
+    elif name in KERNELS:
+        with sdpa_kernel([KERNELS[name]]):
+            yield
+    else:
+        before, _Chosen.attend = _Chosen.attend, _dispatching(DISPATCHED[name].backend)
+        try:
+            yield
+        finally:
+            _Chosen.attend = before
+
+
+def _dispatching(name: str) -> Attend:
+    backend = AttentionBackendName(name)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        result: Tensor = dispatch_attention_fn(query, key, value, backend=backend)
+        return result
+
+    return attend
 
 
 def probe(name: str, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int) -> None:
-    """Compute a small case with the kernel and compare it with the formula in float64.
+    """Compute a small case with the kernel and compare it with the formula in float64. A kernel of the hub is fetched.
 
     Raises:
-        ConfigError: an unknown kernel, one that cannot run here, or one whose numbers are wrong; says by how much.
+        ConfigError: an unknown kernel, one that is not installed or cannot run here, or one whose numbers are wrong;
+            says why or by how much, and which ones are right here.
     """
-    if name != "auto" and name not in KERNELS:
-        raise ConfigError(f"model.attention is {name!r}; it can be auto, {', '.join(KERNELS)}")
+    if name not in NAMES:
+        raise ConfigError(f"model.attention is {name!r}; it can be {', '.join(NAMES)}")
+    if (fault := _fault(name, device, dtype, heads, head_dim)) is None:
+        return
+    others = [other for other, bad in survey(device, dtype, heads, head_dim).items() if bad is None and other != name]
+    case = f"{device}, {str(dtype).removeprefix('torch.')}, head width {head_dim}"
+    raise ConfigError(f"attention kernel {name} {fault} ({case}); right here are: {', '.join(others) or 'none'}")
+
+
+def survey(device: torch.device, dtype: torch.dtype, heads: int, head_dim: int) -> dict[str, str | None]:
+    """Every kernel: None where it runs here and its numbers are right, else why not. Kernels of the hub are not
+    fetched for that."""
+    return {
+        name: "would be fetched from the hub, and tried, when it is asked for"
+        if name in DISPATCHED and DISPATCHED[name].hub and missing(name, device) is None
+        else _fault(name, device, dtype, heads, head_dim)
+        for name in NAMES
+    }
+
+
+def _fault(name: str, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int) -> str | None:
+    """What is wrong with a kernel here; None if nothing is."""
+    if (reason := missing(name, device)) is not None:
+        return reason
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
-        torch.randn(1, heads, tokens, head_dim, generator=generator).to(device, dtype)
+        torch.randn(1, tokens, heads, head_dim, generator=generator).to(device, dtype)
         for tokens in (_QUERIES, _KEYS, _KEYS)
     )
     try:
-        with torch.inference_mode(), selected(name):
-            got = F.scaled_dot_product_attention(query, key, value)
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"attention kernel {name} cannot run here ({device}, {dtype}, head width {head_dim}): {reason}; use auto"
-        ) from None
-    expected = _plain(query, key, value)
+        with torch.inference_mode():
+            if name in DISPATCHED:
+                with attention_backend(DISPATCHED[name].backend):  # its requirements; fetches
+                    pass
+            with selected(name):
+                got = attend(query, key, value)
+    except _REFUSALS as error:
+        return "cannot run here: " + (str(error).strip() or type(error).__name__).splitlines()[0]
+    expected = _formula(query, key, value)
     off = float((got.double().cpu() - expected).norm() / expected.norm())
-    if not off <= _TOLERANCE[dtype]:
-        raise ConfigError(
-            f"attention kernel {name} is wrong here ({device}, {dtype}, head width {head_dim}): off by {off:.3g}, with "
-            f"{_TOLERANCE[dtype]:g} allowed; use auto or math"
-        )
+    allowed = max(_TOLERANCE[dtype], _QUANTIZED.get(name, 0.0))
+    return None if off <= allowed else f"is wrong here: off by {off:.3g}, with {allowed:g} allowed"
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def missing(name: str, device: torch.device) -> str | None:
+    """Why the kernel cannot be had on such a device, whatever the numbers: what is not installed, or another device
+    that it is for. None where it may run; whether it does, and rightly, `probe` says."""
+    kernel = DISPATCHED.get(name)
+    if kernel is None:
+        return None
+    if kernel.backend not in AttentionBackendName._value2member_map_:
+        return f"is not known to diffusers {importlib.metadata.version('diffusers')}, which has it in newer versions"
+    if importlib.util.find_spec(kernel.module) is None:
+        return f"is not installed (no module {kernel.module}; {kernel.install})"
+    if device.type != "cuda":
+        return f"is for CUDA, and the device is {device.type}"
+    return None
+
+
+def _formula(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """The formula, in float64 on the CPU."""
-    q, k, v = (x.double().cpu() for x in (query, key, value))
-    return torch.softmax(q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5, -1) @ v
+    q, k, v = (x.double().cpu().transpose(1, 2) for x in (query, key, value))
+    return (torch.softmax(q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5, -1) @ v).transpose(1, 2)

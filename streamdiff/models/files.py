@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,3 +25,9 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must hold a JSON object with keys, but holds {type(tree).__name__}")
     return tree
+
+
+def some(names: Iterable[str], count: int = 3) -> str:
+    """The first few of many names, for a message."""
+    names = list(names)
+    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")

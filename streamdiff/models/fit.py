@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
-
-_SHOWN = 3
+from streamdiff.models.files import some
 
 
 def check_fit(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, torch.Size]) -> None:
@@ -27,7 +26,7 @@ def check_fit(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, torc
         if name in found and found[name].shape != shape
     ]
     faults = [
-        f"{len(names)} {what} ({shown(names)})"
+        f"{len(names)} {what} ({some(names)})"
         for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen))
         if names
     ]
@@ -43,10 +42,4 @@ def check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """
     bad = [name for name, tensor in tensors.items() if not (tensor.is_floating_point() and tensor.isfinite().all())]
     if bad:
-        raise ConfigError(f"{path}: {len(bad)} tensors hold NaN, infinity or no floating-point numbers: {shown(bad)}")
-
-
-def shown(names: Iterable[str]) -> str:
-    """The first few of `names`."""
-    names = list(names)
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+        raise ConfigError(f"{path}: {len(bad)} tensors hold NaN, infinity or no floating-point numbers: {some(bad)}")

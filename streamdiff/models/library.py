@@ -31,9 +31,8 @@ from streamdiff.models.wan.text import TEXT_TOKENS, WanText
 from streamdiff.models.wan.transformer import WanDenoiser
 from streamdiff.models.wan.weights import read_config
 
-CHUNK_LATENTS = 3
-SIZE = (832, 480)
-FPS = 16.0
+USUAL = "self-forcing"
+"""The model of the catalogue whose picture, rate and chunk a checkpoint has that the catalogue does not know."""
 
 
 @dataclass(frozen=True)
@@ -158,11 +157,14 @@ def spec_of(place: Place, size: tuple[int, int] | None = None) -> ModelSpec:
         return tiny.read_spec(place.folder, place.name)
     config, entry = architecture(place), place.entry
     stream = entry.stream if entry is not None else None
-    width, height = size or ((entry.width, entry.height) if entry is not None else SIZE)
+    usual = catalogue.find(USUAL)
+    assert usual.stream is not None and usual.native_fps is not None
+    known = entry or usual
+    width, height = size or (known.width, known.height)
     schedules = (entry.sampling.schedule(),) if entry is not None and entry.sampling is not None else ()
     noise = entry.context.noise if entry is not None and entry.context is not None else None
     rope = entry.positions.published if entry is not None and entry.positions is not None else "relative"
-    chunk = stream.chunk_latents if stream is not None else CHUNK_LATENTS
+    chunk = (stream or usual.stream).chunk_latents
     spec = ModelSpec(
         name=place.name,
         latent_channels=config["out_channels"],
@@ -175,7 +177,7 @@ def spec_of(place: Place, size: tuple[int, int] | None = None) -> ModelSpec:
         frames_per_latent=TEMPORAL,
         width=width,
         height=height,
-        native_fps=(entry.native_fps if entry is not None else None) or FPS,
+        native_fps=known.native_fps or usual.native_fps,
         shift=1.0,
         steps=tuple(schedule.steps for schedule in schedules),
         schedules=schedules,

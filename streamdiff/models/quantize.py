@@ -31,26 +31,30 @@ def check(mode: str, device: torch.device, dtype: torch.dtype, name: str = "--qu
         raise ConfigError(f"{name} is {mode!r}; it can be {', '.join(MODES)}")
     if mode == "none":
         return
-    if mode == "fp8":
-        found = _no_fp8(device)
-        if found is not None:
-            raise ConfigError(
-                f"{name} is fp8, which takes an NVIDIA GPU of compute capability "
-                f"{'.'.join(map(str, FP8_CAPABILITY))} or more (Ada, Hopper, Blackwell), and {found}; use int8 or none"
-            )
-        if dtype is not torch.bfloat16:
-            raise ConfigError(
-                f"{name} is fp8, which is made from bfloat16, and the model runs in {str(dtype).removeprefix('torch.')}"
-                "; use --dtype bfloat16, or int8"
-            )
+    if (reason := unsuited(mode, device, dtype)) is not None:
+        raise ConfigError(f"{name} is {mode}, which {reason}")
     _torchao(name, mode)
+
+
+def unsuited(mode: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why weights in `dtype` cannot be quantised this way for this device, and what can be done; None if they can."""
+    if mode != "fp8":
+        return None
+    if (found := _no_fp8(device)) is not None:
+        least = ".".join(map(str, FP8_CAPABILITY))
+        return (
+            f"takes an NVIDIA GPU of compute capability {least} or more (Ada, Hopper, Blackwell), and {found}; use "
+            "int8 or none"
+        )
+    if dtype is not torch.bfloat16:
+        word = str(dtype).removeprefix("torch.")
+        return f"is made from bfloat16, and the model runs in {word}; use --dtype bfloat16, or int8"
+    return None
 
 
 def is_quantized(name: str, shape: tuple[int, ...] | torch.Size) -> bool:
     """Whether the tensor `name` (diffusers' names) is the weight of a block's linear layer."""
-    return (
-        name.startswith("blocks.") and name.endswith(".weight") and len(shape) == 2 and any(p in name for p in _LINEAR)
-    )
+    return name.endswith(".weight") and len(shape) == 2 and any(p in name for p in _LINEAR)
 
 
 def quantize(weight: Tensor, mode: str, name: str) -> Tensor:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+from typing import Any, get_args
+
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor
 
+from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models import attention
 from streamdiff.models.wan.transformer import KeyValue, attend
@@ -22,13 +27,16 @@ def test_kernels_that_run_here_pass(name: str, dtype: torch.dtype) -> None:
 
 
 def test_one_that_cannot_run_here_is_refused_with_the_way_out() -> None:
-    with pytest.raises(ConfigError, match=r"attention kernel cudnn cannot run here \(cpu, torch.float32.*use auto"):
+    with pytest.raises(
+        ConfigError,
+        match=r"cudnn cannot run here: .*\(cpu, float32.*right here are: auto, math, flash$",
+    ):
         attention.probe("cudnn", CPU, torch.float32, heads=3, head_dim=64)
 
 
 def test_an_unknown_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'sage'; it can be auto, math, flash, efficient, cudnn"):
-        attention.probe("sage", CPU, torch.float32, heads=3, head_dim=64)
+    with pytest.raises(ConfigError, match="'sag'; it can be auto, math, flash, efficient, cudnn, flash_2"):
+        attention.probe("sag", CPU, torch.float32, heads=3, head_dim=64)
 
 
 @pytest.mark.parametrize("fault", ["noise", "nan", "no softmax scale"])
@@ -63,3 +71,90 @@ def test_the_chosen_kernel_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(run(name), run("auto"), rtol=1e-5, atol=1e-5)
     with pytest.raises(RuntimeError, match=r"No (available kernel|viable backend)"):
         run("cudnn")
+
+
+# ---- kernels behind diffusers' dispatch ----------------------------------------------------------------------------
+
+
+def test_the_configuration_knows_the_same_names() -> None:
+    assert get_args(ModelConfig.model_fields["attention"].annotation) == attention.NAMES
+
+
+def test_diffusers_knows_each_of_them() -> None:
+    for kernel in attention.DISPATCHED.values():
+        assert AttentionBackendName(kernel.backend) in _AttentionBackendRegistry._backends
+
+
+@pytest.mark.parametrize("name", attention.DISPATCHED)
+def test_one_that_is_not_installed_is_refused_with_what_is_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    message = rf"{name} is not installed \(no module .*\) \(cpu, bfloat16.*\); right here are: auto, math, flash$"
+    with pytest.raises(ConfigError, match=message):
+        attention.probe(name, CPU, torch.bfloat16, heads=2, head_dim=64)
+    assert "is not installed" in str(attention.missing(name, torch.device("cuda")))
+
+
+def test_one_that_this_diffusers_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(attention.DISPATCHED, "sage", attention.Dispatched("sage_9", "torch", ""))
+    with pytest.raises(ConfigError, match=r"sage is not known to diffusers \d.*newer"):
+        attention.probe("sage", CPU, torch.bfloat16, heads=2, head_dim=64)
+
+
+def test_one_for_cuda_is_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: object())
+    with pytest.raises(ConfigError, match=r"sage is for CUDA, and the device is cpu .*; right here are: auto, math"):
+        attention.probe("sage", CPU, torch.float32, heads=2, head_dim=64)
+
+
+def test_what_diffusers_says_against_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of that name that is not the right one: diffusers looks at versions, and we pass on what it says."""
+    monkeypatch.setattr(attention, "missing", lambda name, device: None)
+    with pytest.raises(ConfigError, match=r"sage cannot run here: Sage Attention backend 'sage' is not usable"):
+        attention.probe("sage", CPU, torch.float32, heads=2, head_dim=64)
+
+
+@pytest.fixture
+def dispatched(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A name whose kernel is torch's, by way of diffusers' dispatch."""
+    monkeypatch.setitem(attention.DISPATCHED, "sage", attention.Dispatched("native", "torch", ""))
+    monkeypatch.setattr(attention, "missing", lambda name, device: None)
+    return "sage"
+
+
+@torch.inference_mode()
+def test_the_dispatch_is_what_runs(dispatched: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers as the plain way, in the same axes, and only while it is selected."""
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(2, tokens, 3, 8, generator=generator) for tokens in (5, 9, 9))
+    expected = attention.plain(query, key, value)
+    attention.probe(dispatched, CPU, torch.float32, heads=3, head_dim=8)
+    calls: list[torch.Size] = []
+    native = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]
+
+    def counting(query: Tensor, **more: Any) -> Tensor:
+        calls.append(query.shape)
+        result: Tensor = native(query=query, **more)
+        return result
+
+    monkeypatch.setitem(_AttentionBackendRegistry._backends, AttentionBackendName.NATIVE, counting)
+    with attention.selected(dispatched):
+        torch.testing.assert_close(attend(query, key, value), expected)
+    assert calls == [query.shape]
+    assert torch.equal(attend(query, key, value), expected) and len(calls) == 1
+
+
+def test_noise_from_the_dispatch_is_found_out(dispatched: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = lambda query, **more: torch.randn_like(query)  # noqa: E731
+    monkeypatch.setitem(_AttentionBackendRegistry._backends, AttentionBackendName.NATIVE, noise)
+    supported = {AttentionBackendName.NATIVE: {"query", "key", "value"}}
+    monkeypatch.setattr(_AttentionBackendRegistry, "_supported_arg_names", supported)
+    with pytest.raises(ConfigError, match="attention kernel sage is wrong here"):
+        attention.probe(dispatched, CPU, torch.float32, heads=3, head_dim=64)
+
+
+def test_the_survey_says_of_each_why_not() -> None:
+    found = attention.survey(CPU, torch.float32, heads=3, head_dim=64)
+    assert tuple(found) == attention.NAMES
+    assert [name for name in HERE if found[name] is not None] == []
+    assert "cannot run here" in str(found["cudnn"])
+    assert all(found[name] for name in attention.DISPATCHED)

@@ -118,7 +118,7 @@ def test_fp8_is_refused_on_an_older_gpu_and_in_float32(monkeypatch: pytest.Monke
         quantize.check("fp8", gpu, torch.bfloat16)
     quantize.check("int8", gpu, torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    with pytest.raises(ConfigError, match="made from bfloat16, and the model runs in float32; use --dtype bfloat16"):
+    with pytest.raises(ConfigError, match="is made from bfloat16, and the model runs in float32; use --dtype bfloat16"):
         quantize.check("fp8", gpu, torch.float32)
     quantize.check("fp8", gpu, torch.bfloat16)
 

@@ -13,6 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from streamdiff import cli
 from streamdiff.config import KVContext, ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.base import Model
@@ -143,6 +144,19 @@ def test_memory_holds_everything_once_and_where_it_lives(facts: Facts) -> None:
         assert rows[home].decoding
     one_row = memory(facts, lay_out(costs(4), load, "head"), Workload(4, 1, 4, "matched", 1), 2)
     assert [row.activations * 3 for row in one_row] == [row.activations for row in rows[:4]]
+
+
+def test_a_plan_in_8_bits_has_smaller_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    """On the command line; the rest of the memory stays."""
+    found = []
+    for mode in ("none", "int8"):
+        assert cli.main(["plan", "--stages", "2", "--dtype", "bfloat16", "--json", "--quantize", mode]) == 0
+        found.append([rank["bytes"] for rank in json.loads(capsys.readouterr().out)["ranks"]])
+    for whole, small in zip(*found, strict=True):
+        assert small["weights"] < whole["weights"] * 0.8
+        assert [small[part] for part in ("caches", "activations")] == [
+            whole[part] for part in ("caches", "activations")
+        ]
 
 
 # ---- where times come from -------------------------------------------------------------------------------------

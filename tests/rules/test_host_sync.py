@@ -24,14 +24,14 @@ COLD = {
     "streamdiff.pipeline.balance": "measures before the first chunk",
 }
 ALLOWED = {
-    "streamdiff.models.attention:probe": "tries a kernel out before the first chunk",
+    "streamdiff.models.attention:_fault": "tries a kernel out before the first chunk",
+    "streamdiff.models.attention:_formula": "what it is compared with",
     "streamdiff.models.tiny.text:tokens": "a prompt's, on the CPU",
     "streamdiff.models.tiny.windows:__init__": "training",
     "streamdiff.models.wan.text:_beside": "on the thread that encodes text",
     "streamdiff.pipeline.lanes:drain": "for the start and the end",
     "streamdiff.models.latents:__init__": "a decoder's constants",
     "streamdiff.pipeline.head:_levels": "a session's noise levels",
-    "streamdiff.models.attention:_plain": "what it is compared with",
     "streamdiff.models.tiny.model:save": "writes files",
     "streamdiff.pipeline.links_gloo:receive": "a record in host memory, where gloo put it",
     "streamdiff.pipeline.leaving:fetch": "on a decoding thread: here, and only here, pictures leave the device",

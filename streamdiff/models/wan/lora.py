@@ -20,8 +20,8 @@ from torch import Tensor
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint import LORA_CONTAINERS, Checkpoint, open_checkpoint
-from streamdiff.models.files import read_object
-from streamdiff.models.wan.names import bare, recognise, some, translate
+from streamdiff.models.files import read_object, some
+from streamdiff.models.wan.names import bare, recognise, translate
 
 _FACTOR = re.compile(r"(.+)\.(?:lora_(A|down)|lora_(B|up))(?:\.\w+)??\.weight")
 _ALPHA = ".alpha"

@@ -127,11 +127,6 @@ class Names:
         return name if self.layout is Layout.DIFFUSERS else original(name)
 
 
-def some(names: Iterable[str], count: int = 3) -> str:
-    """The first few of many names, for a message."""
-    return ", ".join(list(names)[:count])
-
-
 def bare(name: str) -> str:
     """`name` without wrappers anywhere and owners in front: `model.net._orig_mod.blocks.0.x` is `blocks.0.x`."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]

@@ -22,6 +22,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel,
 from torch import Tensor
 
 from streamdiff.models import attention
+from streamdiff.models.attention import attend as attend
 
 
 class KeyValue(NamedTuple):
@@ -43,12 +44,6 @@ class Tokens(NamedTuple):
 
     hidden: Tensor
     time: Tensor
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Plain attention over `[R, L, H, d]` tensors."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 class Fused(NamedTuple):

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.fit import shown
+from streamdiff.models.files import some
 
 _LEAF = r"(?P<leaf>weight|bias)"
 _HALF = r"(?P<half>encoder|decoder)"
@@ -63,7 +63,7 @@ def to_diffusers(names: Iterable[str]) -> dict[str, str]:
     unknown = [name for name, target in found.items() if target is None]
     if unknown:
         raise ConfigError(
-            f"{len(unknown)} of {len(found)} tensor names are not those of Wan2.1_VAE.pth: {shown(unknown)}; a Wan2.2 "
+            f"{len(unknown)} of {len(found)} tensor names are not those of Wan2.1_VAE.pth: {some(unknown)}; a Wan2.2 "
             "autoencoder can be used as a diffusers folder"
         )
     return {name: target for name, target in found.items() if target is not None}

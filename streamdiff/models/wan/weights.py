@@ -20,9 +20,10 @@ from tqdm import tqdm
 from streamdiff.errors import ConfigError
 from streamdiff.models import quantize as quantization
 from streamdiff.models.checkpoint import Checkpoint, open_checkpoint
+from streamdiff.models.files import some
 from streamdiff.models.wan.architecture import read_architecture
 from streamdiff.models.wan.lora import Adapter, Lora, open_lora
-from streamdiff.models.wan.names import Names, block_count, block_of, recognise, some, translate
+from streamdiff.models.wan.names import Names, block_count, block_of, recognise, translate
 
 FILE = "diffusion_pytorch_model.safetensors"
 LARGE = 256 * 2**20

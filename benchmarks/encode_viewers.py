@@ -38,6 +38,7 @@ WARM_UP_S = 4.0
 class Peers:
     """Viewers in another process; `seen` is what they said last, one entry each."""
 
+    pid: int
     seen: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -50,7 +51,7 @@ def watching(url: str, count: int) -> Iterator[Peers]:
     """
     words = [sys.executable, "-m", "benchmarks.peers", url, "--count", str(count)]
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    peers = Peers()
+    peers = Peers(process.pid)
 
     def read() -> None:
         assert process.stdout is not None
@@ -87,11 +88,19 @@ def _stats(server: Server) -> dict[str, Any]:
     return stats
 
 
+def _share_lost(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> float:
+    """Of all packets sent to the viewers: retransmitted ones count as received."""
+    lost, got = (
+        sum(end[name] - begin[name] for begin, end in zip(before, after, strict=True)) for name in ("lost", "packets")
+    )
+    return lost / max(1, lost + got)
+
+
 def _row(server: Server, count: int, seconds: float) -> dict[str, Any]:
     """Figures with `count` viewers, after `WARM_UP_S`."""
     web = psutil.Process(server.process.pid)
-    processes = [web, *web.children()]
     with watching(server.url + "whep", count) as peers:
+        processes = [psutil.Process(peers.pid), web, *web.children()]
         time.sleep(WARM_UP_S)
         begun_s, cpu, seen, stats = clock.monotonic_s(), _cpu_s(processes), peers.seen, _stats(server)
         time.sleep(seconds)
@@ -102,14 +111,16 @@ def _row(server: Server, count: int, seconds: float) -> dict[str, Any]:
     sent = [(end["bytes"] - begin["bytes"]) / passed_s for begin, end in zip(seen, after, strict=True)]
     return {
         "viewers": count,
-        "cpu_percent_web": round(used[0], 1),
-        "cpu_percent_engine": round(used[1], 1) if len(used) > 1 else None,
+        "cpu_percent_web": round(used[1], 1),
+        "cpu_percent_engine": round(used[2], 1) if len(used) > 2 else None,
+        "cpu_percent_peers": round(used[0], 1),
         "shown_fps": round((latest["frame"] - stats["frame"]) / passed_s, 2),
         "repeated": latest["repeated"] - stats["repeated"],
         "chunk_ms": latest["chunk_ms"],
         "viewer_fps_mean": round(statistics.mean(frames), 2),
         "viewer_fps_min": round(min(frames), 2),
         "kbit_s_per_viewer": round(8 * statistics.mean(sent) / 1000),
+        "packets_lost_share": round(_share_lost(seen, after), 4),
         "rss_mb_web": round(web.memory_info().rss / 2**20),
     }
 

@@ -35,6 +35,8 @@ class Seen:
     bytes: int = 0
     keys: int = 0
     width: int = 0
+    packets: int = 0
+    lost: int = 0
     state: str = "new"
 
 
@@ -82,12 +84,21 @@ async def _decode(track: Any, seen: Seen) -> None:
             seen.width = frame.width
 
 
+async def _count_packets(pc: RTCPeerConnection, seen: Seen) -> None:
+    stats = await pc.getReceivers()[0].getStats()
+    inbound = [each for each in stats.values() if each.type == "inbound-rtp"]
+    seen.packets = sum(each.packetsReceived for each in inbound)
+    seen.lost = sum(each.packetsLost for each in inbound)
+
+
 async def _run(url: str, count: int, decode: bool) -> None:
     async with httpx.AsyncClient(timeout=20) as http:
         asked = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)
         viewers = [await watch(http, url, decode) for _ in range(count)]
         while not asked.is_set():
+            for pc, seen in viewers:
+                await _count_packets(pc, seen)
             print(json.dumps([asdict(seen) for _, seen in viewers]), flush=True)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):

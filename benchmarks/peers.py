@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import queue
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -34,6 +35,8 @@ class Seen:
     bytes: int = 0
     keys: int = 0
     width: int = 0
+    packets: int = 0
+    lost: int = 0
     state: str = "new"
 
 
@@ -81,16 +84,30 @@ async def _decode(track: Any, seen: Seen) -> None:
             seen.width = frame.width
 
 
+async def _count_packets(pc: RTCPeerConnection, seen: Seen) -> None:
+    stats = await pc.getReceivers()[0].getStats()
+    inbound = [each for each in stats.values() if each.type == "inbound-rtp"]
+    seen.packets = sum(each.packetsReceived for each in inbound)
+    seen.lost = sum(each.packetsLost for each in inbound)
+
+
 async def _run(url: str, count: int, decode: bool) -> None:
     async with httpx.AsyncClient(timeout=20) as http:
+        asked = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)
         viewers = [await watch(http, url, decode) for _ in range(count)]
-        while True:
+        while not asked.is_set():
+            for pc, seen in viewers:
+                await _count_packets(pc, seen)
             print(json.dumps([asdict(seen) for _, seen in viewers]), flush=True)
-            await asyncio.sleep(1.0)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await asked.wait()
+        await asyncio.gather(*(pc.close() for pc, _ in viewers))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Watch until killed."""
+    """Watch until SIGTERM or Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description="WHEP viewers made of aiortc")
     parser.add_argument("url", help="WHEP address, such as http://127.0.0.1:8000/whep")
     parser.add_argument("--count", type=int, default=1, help="viewers")

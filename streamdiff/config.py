@@ -238,6 +238,8 @@ def _explain(kind: str, location: tuple[int | str, ...], value: object) -> str:
     """What is wrong with the value at `location`, and what is allowed there."""
     known = list(Config.model_fields) if len(location) == 1 else list(_section(str(location[0])).model_fields)
     key = str(location[min(1, len(location) - 1)])  # what follows is a place in a list
+    if kind == "extra_forbidden" and len(location) > 2:
+        return f"is no known key; known here: {', '.join(IceServer.model_fields)}"
     if kind in ("extra_forbidden", "invalid_key"):
         return f"is no known key; {_suggest(key, location, known)}"
     if len(location) == 1:

@@ -151,3 +151,20 @@ def test_an_origin_is_what_a_browser_sends(write, text: str) -> None:
     message = refusal(write(f"serve:\n  cors_origins: ['https://a.example:8443', '{text}']"))
     assert "cors_origins.1" in message and "https://example.org" in message
     assert load(write("serve:\n  cors_origins: ['*', 'https://a.example:8443']")).serve.cors_origins[1:]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ice_servers: [{url: 'http://example.org'}]", "http://example.org.*stun:HOST:PORT"),
+        ("ice_servers: [{url: 'turn:example.org:3478'}]", "turn server also with username and credential"),
+        ("ice_servers: [{url: 'stun:example.org:3478', nme: ann}]", "nme is no known key.*url, username, credential"),
+        ("outputs: show.mp4", "'show.mp4', but must be a list of files and addresses"),
+        ("encoder: gpu", "'gpu', but must be one of auto, x264, nvenc"),
+    ],
+)
+def test_wrong_servers_and_outputs_are_explained(text: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"serve:\n  {text}\n")
+    with pytest.raises(ConfigError, match=words):
+        load(file)

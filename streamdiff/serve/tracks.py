@@ -18,8 +18,12 @@ from streamdiff import clock
 from streamdiff.serve.bitrate import FRESH_S, TRIAL_S
 
 Packet: TypeAlias = "av.Packet[av.VideoStream]"
-QUEUE_PACKETS = 6
-"""Encoded frames that may wait for one viewer; 0.15 s at 40 FPS. A viewer further behind skips to a key frame."""
+QUEUE_PACKETS = 40
+"""Encoded frames that may wait for one viewer, 1 s at 40 FPS. A viewer further behind skips to a key frame.
+
+UDP takes what it is given, so a viewer's line never fills this; a process that gets no CPU for a moment does, and then
+a key frame for everybody would make it worse. What waited goes out at once, so the bound adds no delay.
+"""
 
 
 @dataclass(frozen=True)

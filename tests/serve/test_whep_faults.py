@@ -19,6 +19,7 @@ from aiortc import RTCConfiguration, RTCPeerConnection
 
 from streamdiff.config import Config, IceServer, ServeConfig
 from streamdiff.serve import whep
+from streamdiff.serve.tracks import QUEUE_PACKETS
 from tests.serve.conftest import Peer, Site, open_site
 
 pytestmark = pytest.mark.slow
@@ -188,7 +189,7 @@ def test_a_viewer_that_stops_reading_holds_nobody_up_and_goes_on_later() -> None
             stamps = [(await other.frame()).pts for _ in range(80)]
             assert all(after - before == 2250 for before, after in pairwise(stamps[20:]))
             fanout = site.services.hub.view("default").fanout  # type: ignore[union-attr]
-            assert all(len(track._queue) <= 6 for track in fanout._viewers["h264"])  # type: ignore[attr-defined]
+            assert all(len(track._queue) <= QUEUE_PACKETS for track in fanout._viewers["h264"])  # type: ignore[attr-defined]
             process.send_signal(signal.SIGCONT)
             seen = frames[0]
             await site.until(lambda: frames[0] > seen + 40)
@@ -233,7 +234,7 @@ def test_a_viewer_whose_packets_do_not_get_away_is_given_up(monkeypatch: pytest.
         cable.set()
         assert b'viewers_ended_total{end="stuck"} 1.0' in site.services.metrics.text()
         assert viewer.track is not None
-        assert len(viewer.track._queue) <= 6
+        assert len(viewer.track._queue) <= QUEUE_PACKETS
         for _ in range(40):
             await stays.frame()
 

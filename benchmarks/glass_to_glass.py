@@ -1,0 +1,137 @@
+"""How old a picture is when it is seen, and how long a prompt takes to be seen, in a real headless Chromium.
+
+Two servers, one after the other, each with the browser beside it on this machine:
+
+- an engine that paints the time into its pictures (`benchmarks.time_code`); the page reads it from its video in a
+  canvas. `made_to_screen` holds all of it: the playout buffer (`buffer`, by the server's own figures), encoding, the
+  network of this machine, the browser's jitter buffer, decoding, and up to one screen refresh.
+- `streamdiff serve` with the embedded model; `prompt_to_pixel` counts from the message's sending to the first presented
+  picture of the new colour.
+
+    python -m benchmarks.glass_to_glass --output benchmarks/results/glass_to_glass.json --plot latency.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks import live_browser, report, time_code
+from benchmarks.browser import SERVE, chromium, running_server
+
+CLOCK = (sys.executable, "-m", "benchmarks.time_code", "serve")
+
+
+def _percentile(values: Sequence[float], percent: int) -> float:
+    return sorted(values)[min(len(values) - 1, len(values) * percent // 100)]
+
+
+def _spread_ms(values: Sequence[float]) -> dict[str, float | int]:
+    return {
+        "count": len(values),
+        "median_ms": round(statistics.median(values), 1),
+        "p95_ms": round(_percentile(values, 95), 1),
+        "min_ms": round(min(values), 1),
+        "max_ms": round(max(values), 1),
+    }
+
+
+def picture_age(seconds: float, lead_s: float, fps: float) -> dict[str, Any]:
+    """Ages of pictures when they are seen, over `seconds` of the clock engine's stream."""
+    command = (*CLOCK, "--lead", str(lead_s), "--fps", str(fps))
+    with running_server(command) as server, chromium() as browser:
+        browser.get(server.url)
+        live_browser._until_live(browser)
+        time.sleep(live_browser.WARM_UP_S)
+        buffered = httpx.get(server.url + "api/state", timeout=20).json()["stats"]["buffered"]
+        browser.set_script_timeout(seconds + 30)
+        found = browser.execute_async_script(
+            time_code.READ, seconds, time_code.COLUMNS, time_code.ROWS, time_code.SIDE, time_code.PERIOD_MS
+        )
+        version = browser.capabilities["browserVersion"]
+    if not found["latencies"]:
+        raise SystemExit(f"no time code could be read in the browser: {found}")
+    ages = _spread_ms(found["latencies"])
+    return {
+        "browser": f"Chromium {version}",
+        "lead_s": lead_s,
+        "fps": fps,
+        "made_to_screen": ages,
+        "buffer_ms": round(1000 * buffered / fps, 1),
+        "received_to_screen": _spread_ms([-each for each in found["network"]]) if found["network"] else None,
+        "codes_per_s": round(len(found["latencies"]) / seconds, 1),
+        "unreadable": found["unreadable"],
+        "latencies_ms": [round(each, 1) for each in found["latencies"]],
+    }
+
+
+def prompt_to_pixel(prompts: int, command: Sequence[str] = SERVE) -> dict[str, Any]:
+    """Times from a prompt to its pixels, with what `command` serves."""
+    with running_server(command) as server, chromium() as browser:
+        browser.get(server.url)
+        live_browser._until_live(browser)
+        first = live_browser.PROMPTS[1]
+        browser.execute_script("streamdiff.client.send({ type: 'prompt', prompt: arguments[0] })", first)
+        time.sleep(live_browser.WARM_UP_S)
+        lags = live_browser._prompt_lags(browser, prompts)
+        state = httpx.get(server.url + "api/state", timeout=20).json()
+    names = ("model", "device", "steps", "kv_context", "chunk_frames")
+    return {"engine": {name: state["engine"][name] for name in names}, **_spread_ms([1000 * lag for lag in lags])}
+
+
+def plot(ages_ms: Sequence[float], path: Path) -> None:
+    """How often which age was seen."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    axes.hist(ages_ms, bins=40)
+    axes.set(xlabel="ms from made to seen", ylabel="pictures", xlim=(0, None))
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, and write JSON and a plot."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.glass_to_glass", description="how old pictures are, and prompts, when they are seen"
+    )
+    parser.add_argument("--seconds", type=float, default=20.0, help="how long time codes are read (default 20)")
+    parser.add_argument("--prompts", type=int, default=10, help="prompt changes that are timed; 0 leaves them out")
+    parser.add_argument("--lead", type=float, default=0.6, help="seconds of video made ahead, at most (default 0.6)")
+    parser.add_argument("--fps", type=float, default=40.0, help="frames shown per second (default 40)")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--plot", type=Path, help="picture to write: .png or .svg")
+    arguments = parser.parse_args(argv)
+    if arguments.seconds <= 0 or arguments.prompts < 0:
+        parser.error("--seconds must be above 0, --prompts at least 0")
+    header = report.header(sys.argv if argv is None else ["benchmarks.glass_to_glass", *argv])
+    found: dict[str, Any] = {"picture_age": picture_age(arguments.seconds, arguments.lead, arguments.fps)}
+    rows = [{"what": "made to screen", **found["picture_age"]["made_to_screen"]}]
+    if found["picture_age"]["received_to_screen"]:
+        rows.append({"what": "received to screen", **found["picture_age"]["received_to_screen"]})
+    if arguments.prompts:
+        found["prompt_to_pixel"] = prompt_to_pixel(arguments.prompts)
+        spread = {name: value for name, value in found["prompt_to_pixel"].items() if name != "engine"}
+        rows.append({"what": "prompt to pixel", **spread})
+    print(report.table(rows))
+    print(f"of it in the playout buffer: {found['picture_age']['buffer_ms']} ms")
+    if arguments.plot is not None:
+        plot(found["picture_age"]["latencies_ms"], arguments.plot)
+    if arguments.output is not None:
+        report.write_json(arguments.output, header, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

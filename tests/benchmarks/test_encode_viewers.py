@@ -1,0 +1,33 @@
+"""The viewers' benchmark measures a real server with real peers: small, and without looking at the figures' size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import encode_viewers
+
+pytestmark = pytest.mark.slow
+
+
+def test_it_counts_what_viewers_get_and_use(tmp_path: Path) -> None:
+    found = encode_viewers.measure([1, 3], 1.5, encode_viewers.PAINTED)
+    assert [row["viewers"] for row in found["rows"]] == [1, 3]
+    for row in found["rows"]:
+        assert row["viewer_fps_min"] > 0
+        assert row["viewer_fps_min"] <= row["viewer_fps_mean"]
+        assert row["shown_fps"] > 0
+        assert row["kbit_s_per_viewer"] > 0
+        assert row["cpu_percent_web"] > 0
+    encode_viewers.plot(found["rows"], tmp_path / "viewers.png")
+    assert (tmp_path / "viewers.png").stat().st_size > 1000
+    assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.parametrize("words", [["--viewers", "some"], ["--viewers", "0"], ["--seconds", "0"]])
+def test_wrong_numbers_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        encode_viewers.main(words)
+    assert words[0] in capsys.readouterr().err

@@ -95,8 +95,8 @@ def slug(case: Case) -> str:
 # ---- measuring ---------------------------------------------------------------------------------------------------
 
 
-def measure(case: Case) -> Raw:
-    """Run the case's ranks, and read what they wrote down.
+def measure(case: Case, limit_s: float | None = None) -> Raw:
+    """Run the case's ranks, for `limit_s` at most, and read what they wrote down.
 
     Raises:
         Failed: they ended without a result; they have said why.
@@ -110,7 +110,10 @@ def measure(case: Case) -> Raw:
         with _ended(
             subprocess.Popen([sys.executable, *program, *told], cwd=report.ROOT, start_new_session=True)
         ) as lead:
-            code = lead.wait()
+            try:
+                code = lead.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                raise Failed(f"{case.label}: not done within {limit_s:.0f} s") from None
         if code != 0 or not (folder / RAW).is_file():
             raise Failed(f"{case.label}: its processes ended with exit code {code}")
         raw = json.loads((folder / RAW).read_text())

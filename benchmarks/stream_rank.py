@@ -28,6 +28,7 @@ from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Accepted, Close, Event, FrameBatch, Open, Refused, SetPrompt, Shown
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.pipeline import follower
+from streamdiff.pipeline.loading import own_device
 from streamdiff.pipeline.profiling import CHUNKS, ProfiledRuntime
 from streamdiff.pipeline.runtime import Runtime, load_runtime
 
@@ -191,13 +192,8 @@ def _lead(folder: Path, case: Case) -> None:
 def _follow(folder: Path, case: Case, rank: int) -> None:
     """Any other rank; its memory counts from its start."""
     follower.follow(case.config)
-    device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda(case) else torch.device("cpu")
-    told = {"peak_bytes": peak_bytes(device), "threads": torch.get_num_threads()}
+    told = {"peak_bytes": peak_bytes(own_device(case.config.device)), "threads": torch.get_num_threads()}
     (folder / f"rank-{rank}.json").write_text(json.dumps(told))
-
-
-def _on_cuda(case: Case) -> bool:
-    return case.config.device == "cuda" or (case.config.device == "auto" and torch.cuda.is_available())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

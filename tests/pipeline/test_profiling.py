@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline.profiling import SUMMARY, TRACE, ProfiledRuntime, describe, summarise
+from streamdiff.pipeline.profiling import SUMMARY, TRACE, ProfiledRuntime, describe, load_pipeline, summarise
 from streamdiff.pipeline.runtime import Frames, Runtime
 from tests.small import CPU, RED, small_model
 
@@ -114,3 +115,14 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--profile .*file: cannot be made"):
         ProfiledRuntime(runtime(), tmp_path / "file")
+
+
+def test_a_configuration_with_a_folder_is_traced(tmp_path: Path) -> None:
+    plain, traced = load_pipeline(ModelConfig()), load_pipeline(ModelConfig(trace=str(tmp_path / "new")))
+    try:
+        assert isinstance(plain, Runtime)
+        assert isinstance(traced, ProfiledRuntime) and traced.folder.is_dir()
+        assert traced.minimum_lead(steps=4, kv_context="clean") == plain.minimum_lead(steps=4, kv_context="clean")
+    finally:
+        plain.close()
+        traced.close()

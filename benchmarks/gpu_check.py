@@ -1,0 +1,223 @@
+"""One check of `gpu_suite`, in a process of its own, for a CUDA error spoils the process it comes in.
+
+    python -m benchmarks.gpu_check cpu:clean --device cuda        the same latents as on the CPU?
+    python -m benchmarks.gpu_check decoder:full --device cuda     the same pictures?
+    python -m benchmarks.gpu_check wan:bfloat16 --device cuda     two blocks of Wan 1.3B, their numbers
+    python -m benchmarks.gpu_check fast:clean --device cuda       every value of model.compile against off
+    python -m benchmarks.gpu_check sync:clean --device cuda       micro-steps in which the host waits for nothing
+
+Prints one line; exit code 0 it holds, 1 it does not, 3 it cannot be tried here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from benchmarks.stream_case import CONTEXTS, DECODERS
+from streamdiff.config import ModelConfig
+from streamdiff.models import library, random_weights
+from streamdiff.models.wan.transformer import Tokens, WanDenoiser, attend
+from streamdiff.models.wan.weights import kept_dtype
+from streamdiff.pipeline.runtime import Runtime, load_runtime
+
+HOLDS, WRONG, NOT_HERE = 0, 1, 3
+CPU = torch.device("cpu")
+_SESSION, _CHUNKS = 0, 6
+# Two chunks in, a stream repeats what differed before; so this is far above rounding and far below a wrong kernel.
+_LATENTS_OFF, _PICTURES_OFF = 2e-3, 2
+_BLOCKS_OFF = {torch.float32: 2e-3, torch.bfloat16: 4e-2}
+FAST = "compile"
+"""The setting of `model:` with a fast path, and its value for the plain one."""
+OFF = "off"
+
+
+class NotHere(Exception):
+    """There is nothing to check; says why."""
+
+
+def off_by(got: Tensor, expected: Tensor) -> float:
+    """Length of the difference through that of what is expected; infinite where something is not finite."""
+    off = float((got.double().cpu() - expected.double().cpu()).norm() / expected.double().cpu().norm())
+    return off if off == off else float("inf")
+
+
+def latents_of(runtime: Runtime, chunks: int) -> Tensor:
+    """The first chunks of a stream, `[chunks, C, F, h, w]`, from the runtime's ring; noise is drawn on the CPU."""
+    ring, info = runtime.ring, runtime.info
+    text = runtime.text.encode(runtime.text.read(runtime.text.examples[0], None).text)
+    ring.open(_SESSION, text, seed=1, epoch=0, steps=info.steps, kv_context=info.kv_context)
+    found: list[Tensor] = []
+    while len(found) < chunks:
+        ring.scheduler.set_room(_SESSION, 10**6)
+        found += [done.latents for done in ring.turn(1.0)[1]]
+    ring.close(_SESSION)
+    ring.turn()
+    return torch.stack(found[:chunks])
+
+
+def played(**values: object) -> Tensor:
+    """`latents_of` the embedded model with these settings."""
+    runtime = load_runtime(ModelConfig.model_validate(values))
+    try:
+        return latents_of(runtime, _CHUNKS)
+    finally:
+        runtime.close()
+
+
+def same_as_cpu(context: str, device: torch.device) -> str:
+    """Latents of a stream in float32, window full and beyond."""
+    got = played(device=device.type, dtype="float32", kv_context=context)
+    return _held(off_by(got, played(device="cpu", dtype="float32", kv_context=context)), _LATENTS_OFF)
+
+
+def fast_as_plain(context: str, device: torch.device) -> str:
+    """Latents with every value of the setting against `off`."""
+    field = ModelConfig.model_fields.get(FAST)
+    if field is None:
+        raise NotHere(f"there is no model.{FAST} in this version")
+    values = [value for value in get_args(field.annotation) if value != OFF]
+    plain = played(device=device.type, dtype="float32", kv_context=context, **{FAST: OFF})
+    told = []
+    for value in values:
+        got = played(device=device.type, dtype="float32", kv_context=context, **{FAST: value})
+        told.append(f"{value} {_held(off_by(got, plain), _LATENTS_OFF)}")
+    return "; ".join(told)
+
+
+def decoder_as_cpu(name: str, device: torch.device) -> str:
+    """Pictures of the same weights, the CPU's copied to the device, in float32."""
+    own = random_weights.decoder(DECODERS[name], CPU, torch.float32)
+    latents = torch.randn(1, 16, 3, 8, 12, generator=torch.Generator().manual_seed(0))
+    expected = own.decode(latents, own.new_memory())
+    moved: Any = type(own)(_moved(own, device))
+    got = moved.decode(latents.to(device), moved.new_memory()).cpu()
+    off = int((got.int() - expected.int()).abs().max())
+    return _held(off, _PICTURES_OFF, "levels of 255")
+
+
+def _moved(decoder: Any, device: torch.device) -> Any:
+    """What the decoder's class is made from, on the device."""
+    if hasattr(decoder, "autoencoder"):
+        autoencoder = decoder.autoencoder
+        autoencoder.decoder.to(device)
+        autoencoder.post_quant_conv.to(device)
+        return autoencoder
+    decoder.model.autoencoder.to(device)
+    return decoder.model
+
+
+def blocks_as_cpu(dtype_name: str, device: torch.device) -> str:
+    """Two blocks of Wan 1.3B and 1,560 tokens, against float32 on the CPU: a wrong kernel gives noise here."""
+    dtype = getattr(torch, dtype_name)
+    place = library.find("random:wan2.1-1.3b")
+    plain = library.load_transformer(place, CPU, torch.float32, (0, 2))
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 1560, plain.width, generator=generator)
+    time = torch.randn(1, 1, plain.width, generator=generator)
+    text = torch.randn(1, 512, plain.text_width, generator=generator)
+
+    def run(denoiser: WanDenoiser, kind: torch.dtype, where: torch.device) -> Tensor:
+        tokens = Tokens(hidden.to(where, kind), time.to(where, kind))
+        with torch.inference_mode():
+            keys = denoiser.text(text.to(where, kind))
+            return denoiser.run_blocks(tokens, keys, lambda layer, q, k, v: attend(q, k, v)).hidden
+
+    expected = run(plain, torch.float32, CPU)
+    model = copy.deepcopy(plain.model)
+    for name, weight in model.named_parameters():
+        if not weight.is_meta:
+            weight.data = weight.data.to(device, kept_dtype(name, dtype))
+    return _held(off_by(run(WanDenoiser(model), dtype, device), expected), _BLOCKS_OFF[dtype])
+
+
+def no_host_sync(context: str, device: torch.device) -> str:
+    """Turns of the ring with torch raising where the host waits for the device."""
+    if device.type != "cuda":
+        raise NotHere("on a CPU nothing waits")
+    runtime = load_runtime(ModelConfig.model_validate({"device": "cuda", "kv_context": context}))
+    try:
+        latents_of(runtime, _CHUNKS)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            count = _turns(runtime, 3)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    finally:
+        runtime.close()
+    return f"{count} micro-steps without waiting"
+
+
+def _turns(runtime: Runtime, chunks: int) -> int:
+    """Micro-steps of some chunks of a stream whose first ones were made before."""
+    ring, info = runtime.ring, runtime.info
+    text = torch.zeros(runtime.model.spec.text_shape, device=ring.stage.device)
+    with _waiting():
+        ring.open(_SESSION + 1, text, seed=2, epoch=0, steps=info.steps, kv_context=info.kv_context)
+        ring.turn()
+    done = count = 0
+    while done < chunks:
+        ring.scheduler.set_room(_SESSION + 1, 10**6)
+        rows, finished = ring.turn()
+        done, count = done + len(finished), count + len(rows)
+    return count
+
+
+class _waiting:
+    """For what is no micro-step: opening a stream may wait. Mutates: torch's setting, until the end."""
+
+    def __enter__(self) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+
+
+def _held(off: float, allowed: float, unit: str = "of the length") -> str:
+    if not off <= allowed:
+        raise AssertionError(f"off by {off:.3g} {unit}, {allowed:g} is allowed")
+    return f"off by {off:.3g} {unit}, {allowed:g} is allowed"
+
+
+CHECKS: dict[str, tuple[Callable[[str, torch.device], str], tuple[str, ...]]] = {
+    "cpu": (same_as_cpu, CONTEXTS),
+    "decoder": (decoder_as_cpu, tuple(DECODERS)),
+    "wan": (blocks_as_cpu, ("float32", "bfloat16")),
+    "fast": (fast_as_plain, CONTEXTS),
+    "sync": (no_host_sync, CONTEXTS),
+}
+NAMES = tuple(f"{kind}:{what}" for kind, (_, values) in CHECKS.items() for what in values)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=NAMES, metavar="CHECK", help=", ".join(NAMES))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    options = parser.parse_args(argv)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    kind, _, what = options.name.partition(":")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print(f"{options.name}: torch sees no CUDA device")
+        return NOT_HERE
+    try:
+        told = CHECKS[kind][0](what, torch.device(options.device))
+    except NotHere as reason:
+        print(f"{options.name}: {reason}")
+        return NOT_HERE
+    except AssertionError as fault:
+        print(f"{options.name}: {fault}")
+        return WRONG
+    print(f"{options.name}: {told}")
+    return HOLDS
+
+
+if __name__ == "__main__":
+    sys.exit(main())

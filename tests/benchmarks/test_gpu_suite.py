@@ -1,0 +1,115 @@
+"""What the suite makes of its checks; the checks themselves, on the CPU, where they hold and where they must not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import fps_ttff, gpu_check, gpu_suite
+from benchmarks.gpu_suite import Deadline, Found, allowed, plain, wanted, wrong
+from benchmarks.stream_case import Amount, Case
+from streamdiff.config import ModelConfig
+
+CPU = torch.device("cpu")
+WAN = ModelConfig(name="random:wan2.1-1.3b", vae="random:taew2_1", device="cuda", kv_context="clean")
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("cpu:clean", "cpu:clean"),
+        ("cpu:matched", ""),
+        ("decoder:tiny", "decoder:tiny"),
+        ("decoder:full", ""),
+        ("wan:bfloat16", "wan:bfloat16"),
+        ("wan:float32", ""),
+        ("sync:clean", ""),
+        ("tests", ""),
+    ],
+)
+def test_what_is_wrong_is_not_measured(fault: str, reason: str) -> None:
+    assert allowed(Case(WAN, Amount()), {fault}) == reason
+
+
+def test_the_embedded_model_needs_no_wan() -> None:
+    tiny = Case(ModelConfig(device="cuda"), Amount())
+    assert allowed(tiny, {"wan:bfloat16", "decoder:tiny"}) == "" and allowed(tiny, {"cpu:clean"}) == "cpu:clean"
+
+
+def test_only_what_does_not_hold_is_wrong() -> None:
+    assert wrong([Found("a", True, ""), Found("b", False, ""), Found("c", None, "")]) == {"b"}
+
+
+def test_without_a_fault_the_fast_path_stays() -> None:
+    case = Case(WAN, Amount())
+    assert plain(case, {"fast:matched"}) is case
+
+
+def test_the_most_wanted_case_comes_first_and_none_twice() -> None:
+    cases = wanted("cpu", 4, ("wan-1.3b",), Amount())
+    labels = [case.label for case in cases]
+    assert labels[0] == "random:wan2.1-1.3b 832x480, 4 steps, clean, tiny decoder, 1 stage"
+    assert len(labels) == len(set(labels)) and any(case.config.stages == 4 for case in cases)
+    assert {case.config.device for case in cases} == {"cpu"}
+    assert not any(case.config.stages > 1 for case in wanted("cpu", 1, (), Amount()))
+
+
+def test_time_runs_out() -> None:
+    assert Deadline(10).left_s(60) == 60 and Deadline(0).left_s(60) <= 0
+
+
+def test_the_checks_hold_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main(["decoder:tiny", "--device", "cpu"]) == gpu_check.HOLDS
+    assert gpu_check.main(["sync:clean", "--device", "cpu"]) == gpu_check.NOT_HERE
+    told = capsys.readouterr().out
+    assert "decoder:tiny: off by 0 levels" in told and "nothing waits" in told
+
+
+def test_a_wrong_decoder_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    moved = gpu_check._moved
+
+    def spoiled(decoder: object, device: torch.device) -> object:
+        model = moved(decoder, device)
+        model.autoencoder.decoder[1].weight.data.mul_(0.5)
+        return model
+
+    monkeypatch.setattr(gpu_check, "_moved", spoiled)
+    assert gpu_check.main(["decoder:tiny", "--device", "cpu"]) == gpu_check.WRONG
+    assert "2 is allowed" in capsys.readouterr().out
+
+
+def test_off_by_sees_what_is_not_finite() -> None:
+    one = torch.ones(3)
+    assert gpu_check.off_by(one, one) == 0 and gpu_check.off_by(1.1 * one, one) == pytest.approx(0.1)
+    assert gpu_check.off_by(torch.tensor([1.0, float("nan"), 1.0]), one) == float("inf")
+
+
+def test_without_cuda_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    assert gpu_suite.main(["--out", str(tmp_path / "new")]) == fps_ttff.USAGE
+    assert "no CUDA device" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+def test_a_rehearsal_writes_what_it_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One context is said to be wrong: it is left out, and the other is measured."""
+    monkeypatch.setattr(gpu_check, "NAMES", ("decoder:tiny", "sync:clean"))
+    monkeypatch.setattr(gpu_suite, "_TESTS", "cpu:staircase")
+    real = gpu_suite.check
+    monkeypatch.setattr(
+        gpu_suite, "check", lambda name, *rest: Found(name, False, "made up") if ":s" in name else real(name, *rest)
+    )
+    code = gpu_suite.main(["--out", str(tmp_path), "--device", "cpu", "--only", "tiny", "--quick", "--minutes", "9"])
+    assert code == fps_ttff.FAILED
+    checks = {row["check"]: row["holds"] for row in json.loads((tmp_path / "checks.json").read_text())["checks"]}
+    assert checks == {"decoder:tiny": True, "sync:clean": None, "cpu:staircase": False}
+    stored = json.loads((tmp_path / "fps_ttff.json").read_text())
+    assert list(stored["results"]) == ["tiny, 4 steps, clean, 1 stage"]
+    assert (tmp_path / "fps_ttff.png").exists() and (tmp_path / "profile").is_dir()
+    assert "left out: tiny, 4 steps, staircase, 1 stage: cpu:staircase does not hold" in capsys.readouterr().out

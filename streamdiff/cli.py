@@ -89,7 +89,9 @@ def _complain(error: Exception, status: int) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    config = _config(arguments, {"serve.open_browser": False} if arguments.no_browser else {})
+    flags = {"serve.open_browser": False} if arguments.no_browser else {}
+    flags |= {"serve.insecure": True} if arguments.insecure else {}
+    config = _config(arguments, flags)
     from streamdiff.serve import server
 
     return server.run(_at_native_rate(config))
@@ -228,7 +230,7 @@ def _parsers() -> dict[str, _Parser]:
 
     serve = _command(commands, "serve", "show a live stream in the browser", cli_options.SERVE_EXAMPLES)
     _add(serve, (*cli_options.ADDRESS, cli_options.PROMPT, *cli_options.MODEL, *cli_options.PARTS, *cli_options.SERVE))
-    serve.add_argument("--no-browser", action="store_true", help="do not open a browser")
+    _add_flags(serve)
 
     generate = _command(commands, "generate", "make a video file", cli_options.GENERATE_EXAMPLES + cli_exact.EXAMPLES)
     generate.add_argument("--output", type=Path, metavar="FILE", help=".mp4, .webm, or a folder for PNG frames")
@@ -274,6 +276,12 @@ def _parsers() -> dict[str, _Parser]:
     models.add_argument("--json", dest="as_json", action="store_true", help="print as JSON")
     made = {"serve": serve, "generate": generate, "plan": plan, "decode": decode, "encode": encode}
     return {"": parser, **made, "doctor": doctor, "models": models}
+
+
+def _add_flags(serve: _Parser) -> None:
+    """What `serve` takes without a value."""
+    serve.add_argument("--insecure", action="store_true", help="let other machines in without a token")
+    serve.add_argument("--no-browser", action="store_true", help="do not open a browser")
 
 
 def _add_plan(plan: _Parser) -> None:

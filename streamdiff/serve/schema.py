@@ -79,6 +79,13 @@ class SessionInfo(BaseModel):
     stats: dict[str, Any]
 
 
+class OpenedSession(SessionInfo):
+    """A session that was opened just now. Its tokens are told this once."""
+
+    view_token: str = Field(description="lets who shows it watch, where the server has a token to watch")
+    control_token: str = Field(description="lets who shows it steer and end the session")
+
+
 class CapacityInfo(BaseModel):
     """What the engine can take."""
 

@@ -43,6 +43,7 @@ async def _state(request: Request) -> Response:
             "engine": {"running": failed is None, "reason": failed, **asdict(services.hub.ready)},
             "state": view.state(),
             "stats": view.stats(),
+            "occupancy": list(services.hub.occupancy),
             "viewers": services.viewers.count,
             "max_viewers": services.config.serve.max_viewers,
             "outputs": [asdict(sent) for sent in services.outputs.states()],

@@ -108,6 +108,7 @@ def _capacity(services: Services) -> CapacityInfo:
         chunk_frames=ready.chunk_frames,
         share=round(sum(hub.shares()), 4),
         share_limit=hub.capacity.limit,
+        occupancy=[round(share, 3) for share in hub.occupancy],
         sessions_fit=ready.sessions_fit,
         size=f"{ready.width}x{ready.height}",
         steps=list(ready.steps_known),

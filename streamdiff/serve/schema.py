@@ -94,6 +94,7 @@ class CapacityInfo(BaseModel):
     chunk_frames: int
     share: float = Field(description="of the engine's time that the open sessions ask for")
     share_limit: float
+    occupancy: list[float] = Field(description="share of the time that each stage of a ring was at work")
     sessions_fit: int | None = Field(description="sessions of the default kind that the memory holds; null: unknown")
     size: str
     steps: list[int]

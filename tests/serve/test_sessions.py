@@ -8,9 +8,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
-from streamdiff.config import Config, ServeConfig
+from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig, SessionConfig
+from streamdiff.engine.main import _load_runtime
 from streamdiff.engine.messages import Close, Open, SetLead, Shown
 from tests.serve.conftest import Peer, Site, bearer, open_site
 from tests.serve.scripted import CHUNK_FRAMES, Painter
@@ -63,6 +65,29 @@ def test_each_frame_reaches_its_own_session_s_viewers_only() -> None:
         assert _is(_colour(await peers["red"].frame()), "red")
 
     _run(scene)
+
+
+def test_the_real_engine_shows_two_sessions_each_its_own_prompt() -> None:
+    """The embedded model: at night it is dark, over a meadow it is not."""
+
+    async def main() -> None:
+        runtime = _load_runtime(ModelConfig())
+        config = Config(
+            session=SessionConfig(prompt="a red circle moving right over a meadow"),
+            serve=ServeConfig(load=10.0, idle_s=None),
+            playback=PlaybackConfig(fps=2.0),
+        )
+        async with open_site(config, runtime) as site:  # type: ignore[arg-type]
+            night = await _open(site, prompt="a blue star moving up at night", fps=2)
+            dark, light = await _watch(site, night["id"]), await site.watch()
+            for _ in range(4):
+                pictures = [(await peer.frame()).to_ndarray(format="rgb24") for peer in (dark, light)]
+                assert np.median(pictures[0]) + 30 < np.median(pictures[1])
+            capacity = (await site.http.get("/api/sessions")).json()["capacity"]
+            assert capacity["work_s"] > 0 and capacity["share"] > 0 and capacity["sessions_fit"] > 1
+        runtime.close()
+
+    asyncio.run(main())
 
 
 def test_a_session_is_shown_listed_and_ended() -> None:

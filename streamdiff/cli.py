@@ -89,7 +89,9 @@ def _complain(error: Exception, status: int) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    config = _config(arguments, {"serve.open_browser": False} if arguments.no_browser else {})
+    flags = {"serve.open_browser": False} if arguments.no_browser else {}
+    flags |= {"serve.insecure": True} if arguments.insecure else {}
+    config = _config(arguments, flags)
     from streamdiff.serve import server
 
     return server.run(_at_native_rate(config))
@@ -243,7 +245,7 @@ def _parsers() -> dict[str, _Parser]:
     serve = _command(commands, "serve", "show a live stream in the browser", cli_options.SERVE_EXAMPLES)
     shown = (*cli_options.ADDRESS, cli_options.PROMPT, *cli_options.MODEL, *cli_options.PARTS, *cli_options.SERVE)
     _add(serve, (*shown, cli_options.TRACE))
-    serve.add_argument("--no-browser", action="store_true", help="do not open a browser")
+    _add_flags(serve)
 
     generate = _command(commands, "generate", "make a video file", cli_options.GENERATE_EXAMPLES + cli_exact.EXAMPLES)
     _add_generate(generate)
@@ -299,6 +301,12 @@ def _add_generate(generate: _Parser) -> None:
         metavar="SECONDS:TEXT",
         help="change the prompt at this time; may be given several times",
     )
+
+
+def _add_flags(serve: _Parser) -> None:
+    """What `serve` takes without a value."""
+    serve.add_argument("--insecure", action="store_true", help="let other machines in without a token")
+    serve.add_argument("--no-browser", action="store_true", help="do not open a browser")
 
 
 def _add_plan(plan: _Parser) -> None:

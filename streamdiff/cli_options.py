@@ -106,6 +106,8 @@ SERVE = (
         "also send it to a .mp4 or .webm file, rtmp://, srt://, udp:// or tcp://; may be given several times",
         True,
     ),
+    Option("--control-token-file", "serve.control_token_file", str, "FILE", "its token is needed to steer"),
+    Option("--view-token-file", "serve.view_token_file", str, "FILE", "its token is needed to watch"),
     Option("--max-viewers", "serve.max_viewers", int, "N", "viewers at the same time, at most"),
 )
 
@@ -122,7 +124,8 @@ streamdiff COMMAND --help tells more.
 SERVE_EXAMPLES = """examples:
   streamdiff serve
   streamdiff serve --prompt "a yellow star moving left at night" --port 9000
-  streamdiff serve --host 0.0.0.0               let others on the network watch (and steer!)
+  streamdiff serve --host 0.0.0.0 --control-token-file token.txt    let others watch; steering takes the token
+  streamdiff serve --host 0.0.0.0 --insecure    let others on the network watch, and steer
   streamdiff serve --stages 4 --kv-context staircase    four ranks, started here, work on one stream
   streamdiff serve --config configs/lan.yaml
   streamdiff serve --profile costs              costs/summary.txt says where the time goes, once somebody watches

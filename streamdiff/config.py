@@ -141,6 +141,11 @@ class ServeConfig(_Section):
     open_browser: bool = Field(True, description="open a browser where there is a display")
     outputs: list[str] = Field([], description="files and addresses that the default session is also sent to")
     ice_servers: list[IceServer] = Field([], description="STUN and TURN servers; none are asked unless named here")
+    insecure: bool = Field(False, description="let others in without a token, where `host` is no loopback address")
+    view_token_file: str | None = Field(None, description="a file with the token that lets one watch")
+    control_token_file: str | None = Field(None, description="a file with the token that lets one watch and steer")
+    log_prompts: bool = Field(False, description="write prompts into the log; else none is")
+    drain_s: float = Field(0.0, ge=0, description="after SIGTERM viewers may stay for so long; no session is opened")
     cors_origins: list[Origin] = Field([], description="pages of other origins that may use it")
 
 

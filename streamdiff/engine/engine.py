@@ -36,7 +36,6 @@ from streamdiff.errors import RequestError, StreamdiffError
 
 MAX_PROMPT_CHARACTERS = 2000
 MAX_SEED = 2**31 - 1
-MEASURED_EVERY = 8  # chunks between two reports of how much work they are
 # What can go wrong with one text (memory, files, numbers), and ends nothing else. Other errors are faults of a program.
 _TEXT_ERRORS = (StreamdiffError, OSError, RuntimeError, ValueError, MemoryError)
 
@@ -89,7 +88,6 @@ class Engine:
         self._texts: dict[str, tuple[str, Any]] = {}  # by session: the text that was encoded last, and what came of it
         # A slot's next session starts above all epochs of the one before, so frames can never be taken for its own.
         self._next_epoch: dict[int, int] = {}
-        self._unmeasured = 0  # chunks made since the last report
 
     def ready(self) -> Ready:
         """What the pipeline is, for whoever connects."""
@@ -130,10 +128,11 @@ class Engine:
         events = self.settle()
         for slot, session in self._sessions.items():
             self._carry_out(slot, session.take_prompt())
+        finished = False
         for made in self._pipeline.step(wait_s):
             events += self._number(made)
-            self._unmeasured += made.last
-        return events + self._measured()
+            finished = finished or made.last
+        return events + (self._measured() if finished else [])
 
     def settle(self) -> list[Event]:
         """Carry out what had to wait for its text and need not any more; `step` does so too."""
@@ -144,10 +143,8 @@ class Engine:
         return self._waiting.encodings()
 
     def _measured(self) -> list[Event]:
-        if self._unmeasured < MEASURED_EVERY or (work_s := self._pipeline.work_s()) is None:
-            return []
-        self._unmeasured = 0
-        return [Measured(work_s, tuple(self._pipeline.occupancy()))]
+        work_s = self._pipeline.work_s()
+        return [] if work_s is None else [Measured(work_s, tuple(self._pipeline.occupancy()))]
 
     @property
     def busy(self) -> bool:

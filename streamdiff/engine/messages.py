@@ -195,8 +195,8 @@ class Closed:
 
 @dataclass(frozen=True)
 class Measured:
-    """Told now and then: seconds of work in a chunk of late, and the share of the time each stage was at work (one
-    number per rank; none with one stage)."""
+    """Told with every finished chunk: seconds of work in a chunk of late, and the share of the time each stage was at
+    work (one number per rank; none with one stage)."""
 
     work_s: float
     occupancy: tuple[float, ...] = ()

@@ -6,6 +6,7 @@ Sans-IO: the caller gives the time. Knows nothing about rings or sessions.
 from __future__ import annotations
 
 from collections import deque
+from statistics import median
 
 _LATEST = 16
 _FEW = 4
@@ -45,4 +46,4 @@ class Meter:
         with one rank. None before the first chunk."""
         if share is not None and self._since_s is not None and self._chunks >= _FEW:
             return share * (now_s - self._since_s) / self._chunks
-        return sum(self._costs) / len(self._costs) if self._costs else None
+        return median(self._costs) if self._costs else None

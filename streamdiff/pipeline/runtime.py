@@ -27,6 +27,8 @@ from streamdiff.pipeline.meter import Meter
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.ring import Ring
 
+_MEASURED_CHUNKS = 3
+
 
 @dataclass(frozen=True)
 class ModelInfo:
@@ -343,11 +345,12 @@ def load_runtime(config: ModelConfig) -> Runtime:
 
 
 def _warm_up(runtime: Runtime) -> None:
-    """Make one chunk, so that the first viewer does not pay for first calls, and another to see what it takes."""
+    """Make one chunk, so that the first viewer does not pay for first calls, and some more to see what they take."""
     conditioning = runtime.text.encode(runtime.text.read(runtime.text.examples[0], None).text)
     runtime.open(0, conditioning, seed=0, epoch=0, steps=runtime.info.steps, kv_context="clean")
-    for _ in range(2):
-        runtime.measure_from_here()
+    for number in range(1 + _MEASURED_CHUNKS):
+        if number == 1:
+            runtime.measure_from_here()
         runtime.set_room(0, runtime.info.chunk_frames)
         while not any(frames.last for frames in runtime.step(wait_s=1.0)):
             pass

@@ -16,9 +16,10 @@ from streamdiff.config import Config
 from streamdiff.engine.messages import Ready
 from streamdiff.serve import codecs as known_codecs
 from streamdiff.serve import routes_control, routes_health, routes_sessions, routes_whep, targets
+from streamdiff.serve.access import read_tokens
 from streamdiff.serve.codecs import Format
 from streamdiff.serve.hub import Client
-from streamdiff.serve.problem import Problem, respond
+from streamdiff.serve.problem import Problem, is_own_page, respond
 from streamdiff.serve.services import Services
 from streamdiff.version import __version__
 
@@ -40,9 +41,11 @@ def create_app(config: Config, client: Client, ready: Ready) -> FastAPI:
     """The application; `app.state.services` exists while it runs. `client` is read and written until then.
 
     Raises:
-        ConfigError: no codec, a size that cannot be encoded, or an output that cannot be written.
+        ConfigError: no codec, a size that cannot be encoded, tokens that cannot be used, or an output that cannot be
+            written.
     """
     codecs, encoder = known_codecs.usable(config.serve.codec, config.serve.encoder)
+    tokens = read_tokens(config.serve)
     config = config.model_copy(update={"serve": config.serve.model_copy(update={"encoder": encoder})})
     Format(ready.width, ready.height, config.playback.fps, config.serve.scale, config.serve.bitrate)  # or its error
 
@@ -50,7 +53,7 @@ def create_app(config: Config, client: Client, ready: Ready) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        services = Services(config, client, ready, codecs, outputs)
+        services = Services(config, client, ready, codecs, tokens, outputs)
         app.state.services = services
         await services.hub.start()
         try:
@@ -69,7 +72,11 @@ def create_app(config: Config, client: Client, ready: Ready) -> FastAPI:
         openapi_url="/api/openapi.json",
     )
     routers = [part.router() for part in (routes_whep, routes_sessions, routes_control, routes_health)]
-    _add_errors(app, [route for routes in routers for route in routes.routes if isinstance(route, Route)])
+    _add_errors(
+        app,
+        [route for routes in routers for route in routes.routes if isinstance(route, Route)],
+        config.serve.cors_origins,
+    )
     app.add_api_route("/", _page, methods=["GET", "HEAD"], include_in_schema=False)
     app.mount("/static", StaticFiles(packages=[("streamdiff.serve", "static")]), name="static")
     for routes in routers:
@@ -79,7 +86,7 @@ def create_app(config: Config, client: Client, ready: Ready) -> FastAPI:
     return app
 
 
-def _add_errors(app: FastAPI, routes: list[Route]) -> None:
+def _add_errors(app: FastAPI, routes: list[Route], origins: list[str]) -> None:
     """Every error is a problem document, and every answer carries the security headers. Mutates: app."""
 
     async def on_problem(_: Request, problem: Exception) -> Response:
@@ -96,6 +103,12 @@ def _add_errors(app: FastAPI, routes: list[Route]) -> None:
             headers["allow"] = ", ".join(sorted(known)) or headers.get("allow", "")
         return respond(Problem(error.status_code, str(error.detail), headers))
 
+    async def guard(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
+        if request.method not in ("GET", "HEAD", "OPTIONS") and not is_own_page(request, origins):
+            foreign = request.headers["origin"]
+            return respond(Problem(403, f"Pages of {foreign[:80]!r} may not use this server.", code="origin"))
+        return await call(request)
+
     async def add_headers(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
         response = await call(request)
         response.headers.update(SECURITY_HEADERS)
@@ -105,6 +118,7 @@ def _add_errors(app: FastAPI, routes: list[Route]) -> None:
 
     app.add_exception_handler(Problem, on_problem)
     app.add_exception_handler(HTTPException, on_http)
+    app.middleware("http")(guard)
     app.middleware("http")(add_headers)
 
 

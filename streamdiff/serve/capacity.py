@@ -40,8 +40,8 @@ class Capacity:
         if not taken or sum(taken) + wanted <= self.limit:
             return ""
         return (
-            f"The engine has no time for it: {len(taken)} open sessions take {sum(taken):.0%}, this one would take "
-            f"{wanted:.0%}, and {self.limit:.0%} is the most. End one, or ask for fewer frames per second."
+            f"The engine has no time for it: the open sessions ({len(taken)}) take {sum(taken):.0%}, this one would "
+            f"take {wanted:.0%}, and {self.limit:.0%} is the most. End one, or ask for fewer frames per second."
         )
 
     def room(self, others: Iterable[float], wanted: float) -> int | None:

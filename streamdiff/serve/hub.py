@@ -18,10 +18,12 @@ from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine.messages import Close, Command, Event, Failed, Measured, Ready, Refused
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
+from streamdiff.serve.access import Tokens
 from streamdiff.serve.capacity import Capacity
 from streamdiff.serve.lifetime import Lifetime
 from streamdiff.serve.metrics import Metrics
-from streamdiff.serve.session_view import SessionSpec, SessionView
+from streamdiff.serve.session_spec import SessionSpec
+from streamdiff.serve.session_view import SessionView
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +134,7 @@ class Hub:
         serve = self._config.serve
         # Nothing is awaited between the look at the shares and this: the place is taken.
         view = self._take_place(f"s-{secrets.token_urlsafe(9)}", spec, serve.idle_s, serve.lifetime_s)
+        view.tokens = Tokens.fresh()
         try:
             await view.ask_open()
             await view.wait_open(OPEN_TIMEOUT_S)

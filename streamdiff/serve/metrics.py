@@ -64,6 +64,9 @@ class Metrics:
         self.output_up = Gauge("streamdiff_output_up", "1 while an output is sent", output, registry=registry)
         self.output_frames = Counter("streamdiff_output_frames", "Frames handed to it", output, registry=registry)
         self.output_dropped = Counter("streamdiff_output_dropped", "Frames it did not get", output, registry=registry)
+        self.sockets_ended = Counter(
+            "streamdiff_control_sockets_ended", "Control WebSockets, by their end", ["end"], registry=registry
+        )
         self.controls = Counter("streamdiff_control", "Control messages", ["type", "result"], registry=registry)
 
     def forget(self, session: str) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from http import HTTPStatus
 from typing import Any
 
 from fastapi.responses import JSONResponse
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 
 DRAIN_BYTES = 1024 * 1024
 
@@ -55,6 +56,17 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
         message = f"The body is larger than {limit_bytes // 1024} KiB, the most this address takes."
         raise Problem(413, message, {"Connection": "close"})
     return bytes(body)
+
+
+def is_own_page(request: HTTPConnection, origins: Collection[str]) -> bool:
+    """Whether a request comes from no page at all, from one of this server, or from one of `origins`.
+
+    A browser says where a page is from; without this any page could steer a server on the viewer's own machine.
+    """
+    origin = request.headers.get("origin")
+    if origin is None or "*" in origins or origin in origins:
+        return True
+    return origin.partition("://")[2].lower() == request.headers.get("host", "").lower() != ""
 
 
 def media_type(request: Request) -> str:

@@ -10,22 +10,27 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from PIL import Image
+from starlette.websockets import WebSocket
 
 from streamdiff.errors import EngineFailure
 from streamdiff.serve.control import MAX_BODY_BYTES, Control, ControlError, Receipt, parse
-from streamdiff.serve.problem import Problem, media_type, read_body
-from streamdiff.serve.services import Services, services_of
-from streamdiff.serve.session_view import SessionEnded, SessionView
+from streamdiff.serve.control_socket import ControlSocket
+from streamdiff.serve.problem import Problem, is_own_page, media_type, read_body, respond
+from streamdiff.serve.services import SOCKET_PROTOCOL, Services, services_of
+from streamdiff.serve.session_spec import SessionEnded
+from streamdiff.serve.session_view import SessionView
 
 ANSWER_TIMEOUT_S = 5.0
+MAX_SOCKETS = 64
 
 
 def router() -> APIRouter:
-    """`/api/state`, `/api/control` and `/frame.jpg`: the default session's, or that of `?session=`."""
+    """`/api/state`, `/api/control` and `/frame.jpg`: the default session's, or that of `?session=`; and WebSockets."""
     routes = APIRouter(tags=["control"])
     routes.add_api_route("/api/state", _state, methods=["GET"])
     routes.add_api_route("/api/control", _control, methods=["POST"])
     routes.add_api_route("/frame.jpg", _frame, methods=["GET"])
+    routes.add_api_websocket_route("/api/sessions/{session}/control", _socket)
     return routes
 
 
@@ -38,6 +43,7 @@ async def _state(request: Request) -> Response:
             "engine": {"running": failed is None, "reason": failed, **asdict(services.hub.ready)},
             "state": view.state(),
             "stats": view.stats(),
+            "occupancy": list(services.hub.occupancy),
             "viewers": services.viewers.count,
             "max_viewers": services.config.serve.max_viewers,
             "outputs": [asdict(sent) for sent in services.outputs.states()],
@@ -51,7 +57,7 @@ async def _control(request: Request) -> Response:
     if media_type(request) != "application/json":
         raise Problem(415, "A control message is application/json.")
     body = await read_body(request, MAX_BODY_BYTES)
-    view = services.running_view(request)
+    view = services.controlled_view(request)
     try:
         control = parse(body)
     except ControlError as error:
@@ -89,6 +95,30 @@ async def carry_out(services: Services, view: SessionView, control: Control) -> 
     if receipt.stage == "refused":
         raise Problem(422, receipt.reason, code="refused", field=receipt.field, id=receipt.id)
     return receipt
+
+
+async def _socket(socket: WebSocket) -> None:
+    """The control WebSocket of a session. It is refused with a problem document before it is accepted."""
+    services: Services = socket.app.state.services
+    try:
+        if not is_own_page(socket, services.config.serve.cors_origins):
+            raise Problem(403, "Pages of other origins may not use this server.", code="origin")
+        if services.sockets >= MAX_SOCKETS:
+            raise Problem(503, f"There are {MAX_SOCKETS} control connections.", {"Retry-After": "5"}, code="sockets")
+        view = services.running_view(socket)
+        may_control = services.may_control(socket, view)
+    except Problem as problem:
+        await socket.send_denial_response(respond(problem))
+        return
+    services.sockets += 1
+    try:
+        offered = socket.scope["subprotocols"]
+        await socket.accept(SOCKET_PROTOCOL if SOCKET_PROTOCOL in offered else None)
+        end = await ControlSocket(socket, view, services.metrics, may_control).run()
+        if end == "session_ended":
+            await socket.close(1000, "the session has ended")
+    finally:
+        services.sockets -= 1
 
 
 async def _frame(request: Request) -> Response:

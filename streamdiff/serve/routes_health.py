@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from streamdiff.serve.access import Role
 from streamdiff.serve.problem import Problem
 from streamdiff.serve.services import services_of
 
@@ -39,6 +40,7 @@ async def _readyz(request: Request) -> Response:
 
 async def _metrics(request: Request) -> Response:
     services = services_of(request)
+    services.require(request, Role.VIEWER)
     for view in services.hub.views:
         view.stats()
     return Response(services.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from streamdiff import clock
 from streamdiff.errors import RequestError
+from streamdiff.serve.access import Role
 from streamdiff.serve.control import MAX_BODY_BYTES, Control, Kind
 from streamdiff.serve.hub import NoPlace
 from streamdiff.serve.problem import Problem, media_type, read_body
@@ -17,6 +18,7 @@ from streamdiff.serve.routes_control import carry_out
 from streamdiff.serve.schema import (
     CapacityInfo,
     NewSession,
+    OpenedSession,
     Receipts,
     SessionChange,
     SessionInfo,
@@ -27,7 +29,8 @@ from streamdiff.serve.schema import (
     read,
 )
 from streamdiff.serve.services import Services, services_of
-from streamdiff.serve.session_view import SessionSpec, SessionView
+from streamdiff.serve.session_spec import SessionSpec
+from streamdiff.serve.session_view import SessionView
 
 
 def router() -> APIRouter:
@@ -35,7 +38,7 @@ def router() -> APIRouter:
     routes = APIRouter(prefix="/api/sessions", tags=["sessions"], responses=_PROBLEMS)
     routes.add_api_route("", _list, methods=["GET"], response_model=SessionList, summary="All sessions")
     routes.add_api_route(
-        "", _open, methods=["POST"], status_code=201, response_model=SessionInfo, summary="Open a session",
+        "", _open, methods=["POST"], status_code=201, response_model=OpenedSession, summary="Open a session",
         openapi_extra=_body(NewSession), responses={503: _NO_PLACE},
     )  # fmt: skip
     one = "/{session}"
@@ -105,6 +108,7 @@ def _capacity(services: Services) -> CapacityInfo:
         chunk_frames=ready.chunk_frames,
         share=round(sum(hub.shares()), 4),
         share_limit=hub.capacity.limit,
+        occupancy=[round(share, 3) for share in hub.occupancy],
         sessions_fit=ready.sessions_fit,
         size=f"{ready.width}x{ready.height}",
         steps=list(ready.steps_known),
@@ -115,12 +119,15 @@ def _capacity(services: Services) -> CapacityInfo:
 
 async def _list(request: Request) -> SessionList:
     services = services_of(request)
+    services.require(request, Role.VIEWER)
     sessions = [info_of(services, view) for view in services.hub.views]
     return SessionList(sessions=sessions, capacity=_capacity(services))
 
 
 async def _open(request: Request) -> Response:
     services = services_of(request)
+    services.require(request, Role.CONTROLLER)
+    services.limit(request)
     wanted = read(NewSession, await _read(request))
     check_new(wanted, services.hub.ready)
     defaults = services.config
@@ -138,7 +145,9 @@ async def _open(request: Request) -> Response:
         raise Problem(503, str(error), {"Retry-After": str(error.retry_after_s)}, code=error.code) from error
     except RequestError as error:
         raise Problem(422, str(error), code="refused", field=error.field) from error
-    body = info_of(services, view).model_dump()
+    assert view.tokens is not None
+    keys = {"view_token": view.tokens.view, "control_token": view.tokens.control}
+    body = OpenedSession.model_validate(info_of(services, view).model_dump() | keys).model_dump()
     return JSONResponse(body, 201, {"Location": f"/api/sessions/{view.session}"})
 
 
@@ -150,7 +159,7 @@ async def _show(request: Request, session: str) -> SessionInfo:
 async def _change(request: Request, session: str) -> Receipts:
     services = services_of(request)
     change = read(SessionChange, await _read(request))
-    view = services.running_view(request)
+    view = services.controlled_view(request)
     controls = controls_of(change, view.steps)
     return await _obey(services, view, controls)
 
@@ -165,7 +174,7 @@ async def _obey(services: Services, view: SessionView, controls: list[Control]) 
 def _act(kind: Kind) -> Any:
     async def act(request: Request, session: str) -> Receipts:
         services = services_of(request)
-        return await _obey(services, services.running_view(request), [Control(kind)])
+        return await _obey(services, services.controlled_view(request), [Control(kind)])
 
     return act
 
@@ -173,6 +182,6 @@ def _act(kind: Kind) -> Any:
 async def _end(request: Request, session: str) -> Response:
     services = services_of(request)
     if services.hub.end_of(session) is None:
-        services.view(request)
+        services.require(request, Role.CONTROLLER, services.view(request))
         await services.hub.end(session, "deleted")
     return JSONResponse({"id": session, "ended": services.hub.end_of(session)})

@@ -10,6 +10,7 @@ from urllib.parse import quote
 from fastapi import APIRouter, Request, Response
 
 from streamdiff.config import IceServer
+from streamdiff.serve.access import Role
 from streamdiff.serve.problem import Problem, media_type, read_body
 from streamdiff.serve.sdp import MAX_SDP_BYTES
 from streamdiff.serve.services import services_of
@@ -45,8 +46,11 @@ def links(servers: list[IceServer]) -> dict[str, str]:
 
 
 async def _options(request: Request) -> Response:
+    services = services_of(request)
     headers = {"Accept-Post": SDP_TYPE, "Allow": "OPTIONS, GET, HEAD, POST"}
-    return Response(status_code=200, headers=headers | links(services_of(request).config.serve.ice_servers))
+    # Everybody is answered, but a TURN server's credentials are for those who may watch.
+    told = services.config.serve.ice_servers if services.role(request) is not Role.NOBODY else []
+    return Response(status_code=200, headers=headers | links(told))
 
 
 async def _describe() -> Response:
@@ -60,7 +64,9 @@ async def _post(request: Request) -> Response:
     offer = _text(await read_body(request, MAX_SDP_BYTES))
     view = services.running_view(request)
     address = request.client.host if request.client else ""
-    id, answer = await services.viewers.create(view, offer, address, request.query_params.get("codec"))
+    id, answer = await services.viewers.create(
+        view, offer, address, request.query_params.get("codec"), services.may_control(request, view)
+    )
     headers = {"Location": f"/whep/{quote(view.session, safe='')}/{id}"} | links(services.config.serve.ice_servers)
     return Response(answer, 201, headers, media_type=SDP_TYPE)
 

@@ -79,6 +79,13 @@ class SessionInfo(BaseModel):
     stats: dict[str, Any]
 
 
+class OpenedSession(SessionInfo):
+    """A session that was opened just now. Its tokens are told this once."""
+
+    view_token: str = Field(description="lets who shows it watch, where the server has a token to watch")
+    control_token: str = Field(description="lets who shows it steer and end the session")
+
+
 class CapacityInfo(BaseModel):
     """What the engine can take."""
 
@@ -87,6 +94,7 @@ class CapacityInfo(BaseModel):
     chunk_frames: int
     share: float = Field(description="of the engine's time that the open sessions ask for")
     share_limit: float
+    occupancy: list[float] = Field(description="share of the time that each stage of a ring was at work")
     sessions_fit: int | None = Field(description="sessions of the default kind that the memory holds; null: unknown")
     size: str
     steps: list[int]

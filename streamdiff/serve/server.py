@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import signal
 import socket
@@ -16,18 +17,32 @@ import threading
 import webbrowser
 from collections.abc import Callable, Iterator
 from ipaddress import ip_address
+from typing import Any
 
 import uvicorn
 
-from streamdiff.config import Config
+from streamdiff import clock
+from streamdiff.config import Config, ServeConfig
 from streamdiff.engine.bridge import EngineClient
 from streamdiff.engine.messages import Ready
 from streamdiff.engine.supervisor import EngineProcess, Supervisor
 from streamdiff.errors import ConfigError, EngineFailure, StreamdiffError
+from streamdiff.serve.access import Tokens, read_tokens
 from streamdiff.serve.app import create_app
+from streamdiff.serve.control import MAX_MESSAGE_BYTES
 from streamdiff.serve.services import Services
+from streamdiff.serve.session_view import prompt_log
 
 EXIT_OK, EXIT_ENGINE, EXIT_USAGE = 0, 1, 2
+SOCKET_OPTIONS: dict[str, Any] = {
+    "ws": "wsproto",
+    "ws_max_size": 2 * MAX_MESSAGE_BYTES,  # the answer to a message a little too long can still be given
+    "ws_per_message_deflate": False,
+}
+MAX_CONNECTIONS = 1000
+UNREAD_S = 20
+"""A connection whose other end takes nothing for so long is ended."""
+DRAIN_LOOK_S = 0.1
 FAREWELL_S = 0.3
 """How long viewers are given to hear that the engine ended."""
 
@@ -56,11 +71,16 @@ def run(config: Config, *, supervise: Callable[[Config], EngineProcess] = Superv
     a port that is taken; one line on standard error says which. `supervise` makes the engine's supervisor.
     """
     try:
+        tokens = read_tokens(config.serve)
         listener = _listen(config.serve.host, config.serve.port)
     except StreamdiffError as error:
         return _complain(error, EXIT_USAGE)
+    if config.serve.log_prompts:
+        prompt_log.addHandler(logging.StreamHandler())
+        prompt_log.setLevel(logging.INFO)
     with listener:
         try:
+            _check_exposed(config.serve, listener, tokens)
             return asyncio.run(_serve(config, listener, supervise))
         except ConfigError as error:
             return _complain(error, EXIT_USAGE)
@@ -81,7 +101,10 @@ def _listen(host: str, port: int) -> socket.socket:
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=512)
+        listener = socket.create_server(address[:2], family=family, backlog=512)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; accepted connections inherit it
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_S * 1000)
+        return listener
     except socket.gaierror as error:
         raise ConfigError(f"host {host!r} cannot be found: {error.strerror}. Use 127.0.0.1 or an address.") from error
     except OSError as error:
@@ -93,6 +116,21 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ConfigError(reasons.get(error.errno or 0, f"cannot listen on {host}:{port}: {error.strerror}")) from error
 
 
+def _check_exposed(config: ServeConfig, listener: socket.socket, tokens: Tokens) -> None:
+    """Raises ConfigError if others can reach the server and nothing keeps them from steering it."""
+    if _is_loopback(listener) or tokens.control is not None or config.insecure:
+        return
+    raise ConfigError(
+        f"host {config.host!r} lets other machines in, and there is no token that keeps them from steering. Give one "
+        "with --control-token-file FILE (and --view-token-file FILE, to choose who watches), or say --insecure if all "
+        "who reach this machine may watch and steer."
+    )
+
+
+def _is_loopback(listener: socket.socket) -> bool:
+    return ip_address(listener.getsockname()[0].split("%")[0]).is_loopback
+
+
 def address_of(listener: socket.socket) -> str:
     """The URL that a browser on this machine opens."""
     host, port = listener.getsockname()[:2]
@@ -102,11 +140,24 @@ def address_of(listener: socket.socket) -> str:
     return f"http://[{address}]:{port}/" if address.version == 6 else f"http://{address}:{port}/"
 
 
+class _Asked:
+    """Whether somebody asked for the end; `now`: without waiting for viewers (Ctrl-C, or asked again)."""
+
+    def __init__(self) -> None:
+        self.ever, self.now = asyncio.Event(), asyncio.Event()
+
+    def end(self, now: bool) -> None:
+        """Somebody asks. Mutates: self."""
+        if now or self.ever.is_set():
+            self.now.set()
+        self.ever.set()
+
+
 async def _serve(config: Config, listener: socket.socket, supervise: Callable[[Config], EngineProcess]) -> int:
-    asked = asyncio.Event()
+    asked = _Asked()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, asked.set)
+    loop.add_signal_handler(signal.SIGINT, asked.end, True)
+    loop.add_signal_handler(signal.SIGTERM, asked.end, False)
     supervisor = supervise(config)
     try:
         client = await _start_engine(config, supervisor, asked)
@@ -117,11 +168,11 @@ async def _serve(config: Config, listener: socket.socket, supervise: Callable[[C
         await supervisor.stop()
 
 
-async def _start_engine(config: Config, supervisor: EngineProcess, asked: asyncio.Event) -> EngineClient | None:
+async def _start_engine(config: Config, supervisor: EngineProcess, asked: _Asked) -> EngineClient | None:
     """Start the engine; None when the user asked to end before it was ready."""
     print(f"streamdiff: loading the model {config.model.name!r} ...", flush=True)
     starting = asyncio.create_task(supervisor.start())
-    asking = asyncio.create_task(asked.wait())
+    asking = asyncio.create_task(asked.ever.wait())
     await asyncio.wait({starting, asking}, return_when=asyncio.FIRST_COMPLETED)
     asking.cancel()
     if starting.done():
@@ -132,27 +183,37 @@ async def _start_engine(config: Config, supervisor: EngineProcess, asked: asynci
 
 
 async def _serve_engine(
-    config: Config, listener: socket.socket, client: EngineClient, ready: Ready, asked: asyncio.Event
+    config: Config, listener: socket.socket, client: EngineClient, ready: Ready, asked: _Asked
 ) -> int:
     """Serve a warm engine until somebody asks to end, or the engine does."""
     app = create_app(config, client, ready)
     server = _Server(
-        uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=1)
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="on",
+            timeout_graceful_shutdown=1,
+            limit_concurrency=MAX_CONNECTIONS,
+            **SOCKET_OPTIONS,
+        )
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    waiting = [asyncio.create_task(event.wait()) for event in (server.listening, asked)]
+    waiting = [asyncio.create_task(event.wait()) for event in (server.listening, asked.ever)]
     try:
         await asyncio.wait({serving, *waiting}, return_when=asyncio.FIRST_COMPLETED)
         if not server.listening.is_set() or serving.done():
-            return EXIT_OK if asked.is_set() else EXIT_ENGINE
+            return EXIT_OK if asked.ever.is_set() else EXIT_ENGINE
         _announce(config, listener, ready)
         services = app.state.services
         assert isinstance(services, Services)
         waiting.append(asyncio.create_task(services.hub.ended.wait()))
         await asyncio.wait({serving, *waiting[1:]}, return_when=asyncio.FIRST_COMPLETED)
-        if services.hub.failed is not None and not asked.is_set():
+        if services.hub.failed is not None and not asked.ever.is_set():
             await asyncio.sleep(FAREWELL_S)
             raise EngineFailure(services.hub.failed)
+        if asked.ever.is_set() and services.hub.failed is None:
+            await _drain(services, config.serve.drain_s, asked)
         return EXIT_OK
     finally:
         for task in waiting:
@@ -161,12 +222,28 @@ async def _serve_engine(
         await serving
 
 
+async def _drain(services: Services, limit_s: float, asked: _Asked) -> None:
+    """Open no more sessions, and wait until nobody watches, for `limit_s` at the most, or until asked to end now."""
+    services.hub.draining = True
+    end_s = clock.monotonic_s() + limit_s
+    if services.viewers.count:
+        print(f"streamdiff: ends when the viewers have left, in {limit_s:g} s at the latest", flush=True)
+    while services.viewers.count and clock.monotonic_s() < end_s and not asked.now.is_set():
+        await asyncio.sleep(DRAIN_LOOK_S)
+
+
 def _announce(config: Config, listener: socket.socket, ready: Ready) -> None:
     url = address_of(listener)
     size = f"{ready.width}x{ready.height}"
     print(f"streamdiff: {ready.model} on {ready.device}, {size}, {config.playback.fps:g} frames per second")
-    if not ip_address(listener.getsockname()[0].split("%")[0]).is_loopback:
-        print(f"streamdiff: listening on {config.serve.host}: all who reach this machine can watch and steer")
+    if not _is_loopback(listener):
+        serve = config.serve
+        others = "all who reach this machine can watch and steer"
+        if serve.control_token_file is not None:
+            others = "who reaches this machine can watch" if serve.view_token_file is None else "others need a token"
+        print(f"streamdiff: listening on {serve.host}: {others}")
+    if config.serve.control_token_file is not None:
+        print(f"streamdiff: steering takes the token in {config.serve.control_token_file}: open {url}#token=TOKEN")
     print(f"streamdiff: open {url} (Ctrl-C ends)", flush=True)
     if config.serve.open_browser and _has_display():
         _open_browser(url)

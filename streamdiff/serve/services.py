@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fastapi import Request
+from starlette.requests import HTTPConnection
 
+from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine.messages import Ready
+from streamdiff.serve.access import Access, Role, Tokens
 from streamdiff.serve.codecs import Codec
+from streamdiff.serve.control import Allowance
 from streamdiff.serve.hub import DEFAULT_SESSION, Client, Hub
 from streamdiff.serve.metrics import Metrics
 from streamdiff.serve.outputs import Outputs
@@ -17,26 +20,66 @@ from streamdiff.serve.session_view import SessionView
 from streamdiff.serve.targets import Target
 from streamdiff.serve.whep import Viewers
 
+REQUESTS_PER_S, REQUEST_BURST = 50.0, 200.0
+MAX_ADDRESSES = 4096
+SOCKET_PROTOCOL, TOKEN_PROTOCOL = "streamdiff", "streamdiff.token."
+
 
 class Services:
     """What the routes share. Made on the running event loop."""
 
     def __init__(
-        self, config: Config, client: Client, ready: Ready, codecs: tuple[Codec, ...], targets: Sequence[Target] = ()
+        self,
+        config: Config,
+        client: Client,
+        ready: Ready,
+        codecs: tuple[Codec, ...],
+        tokens: Tokens,
+        targets: Sequence[Target] = (),
     ) -> None:
         self.config = config
         self.metrics = Metrics()
         self.codecs = codecs
+        self.access = Access(tokens)
+        self.sockets = 0
+        """Control WebSockets that are open."""
+        self._allowances: dict[str, Allowance] = {}
         self.hub = Hub(config, client, ready, self.metrics)
         self.viewers = Viewers(config.serve.max_viewers, self.codecs, self.metrics, config.serve.ice_servers)
         self.hub.on_end = self.viewers.end_session
         self.outputs = Outputs(targets, lambda: self.hub.view(DEFAULT_SESSION), self.metrics)
 
-    def view(self, request: Request) -> SessionView:
-        """The session a request is about: of its path, else of its query, else the default one.
+    def role(self, request: HTTPConnection, view: SessionView | None = None) -> Role:
+        """What a caller may do with a session, or with the server."""
+        return self.access.role(_token_of(request), view.tokens if view else None)
+
+    def require(self, request: HTTPConnection, wanted: Role, view: SessionView | None = None) -> None:
+        """Raises Problem: 401 for a missing or wrong token, 403 for one that is good for less."""
+        role = self.role(request, view)
+        if role is Role.NOBODY or (role < wanted and _token_of(request) is None):
+            headers = {"WWW-Authenticate": 'Bearer realm="streamdiff"'}
+            raise Problem(401, "This takes a token: send it as `Authorization: Bearer ...`.", headers, code="token")
+        if role < wanted:
+            raise Problem(403, "You may watch, not steer: that takes the control token.", code="forbidden")
+
+    def may_control(self, request: HTTPConnection, view: SessionView) -> bool:
+        """Whether a caller may steer a session."""
+        return self.role(request, view) is Role.CONTROLLER
+
+    def limit(self, request: HTTPConnection) -> None:
+        """Count a request that changes something. Raises Problem: 429 for too many from one address."""
+        address = request.client.host if request.client else ""
+        if address not in self._allowances and len(self._allowances) >= MAX_ADDRESSES:
+            del self._allowances[next(iter(self._allowances))]
+        allowance = self._allowances.setdefault(address, Allowance(REQUESTS_PER_S, REQUEST_BURST))
+        if not allowance.take(clock.monotonic_s()):
+            raise Problem(429, "Too many requests in a short time from one address.", {"Retry-After": "1"}, code="rate")
+
+    def view(self, request: HTTPConnection) -> SessionView:
+        """The session a request is about, which it may watch: of its path, else of its query, else the default one.
 
         Raises:
-            Problem: 404, or 410 for one that has ended.
+            Problem: 404, 410 for one that has ended, 401.
         """
         named = request.path_params.get("session") or request.query_params.get("session")
         session = named or DEFAULT_SESSION
@@ -45,20 +88,50 @@ class Services:
             raise Problem(410, f"The session {session!r} has ended ({reason}).", code="ended", reason=reason)
         if view is None:
             raise Problem(404, f"There is no session {session[:64]!r}; GET /api/sessions lists them.", code="unknown")
+        self.require(request, Role.VIEWER, view)
         return view
 
-    def running_view(self, request: Request) -> SessionView:
-        """The same, while the engine runs.
+    def controlled_view(self, request: HTTPConnection) -> SessionView:
+        """The session that a request is about to change, and may.
 
         Raises:
-            Problem: 404, 410, 503.
+            Problem: 404, 410, 401, 403, 429, 503.
+        """
+        self.limit(request)
+        view = self.running_view(request)
+        self.require(request, Role.CONTROLLER, view)
+        return view
+
+    def running_view(self, request: HTTPConnection) -> SessionView:
+        """The same as `view`, while the engine runs.
+
+        Raises:
+            Problem: 404, 410, 401, 503.
         """
         if self.hub.failed is not None:
             raise Problem(503, f"The engine stopped: {self.hub.failed}", {"Retry-After": "5"}, code="engine")
         return self.view(request)
 
 
-def services_of(request: Request) -> Services:
+def _token_of(request: HTTPConnection) -> str | None:
+    """The token that a caller shows: as a header, or as a WebSocket's subprotocol, since pages can set no headers.
+
+    Raises:
+        Problem: 401 for another kind of authorization.
+    """
+    given = request.headers.get("authorization")
+    if given is not None:
+        kind, _, token = given.partition(" ")
+        if kind.lower() != "bearer":
+            headers = {"WWW-Authenticate": 'Bearer realm="streamdiff"'}
+            raise Problem(401, "Authorization is `Bearer` and a token.", headers, code="token")
+        return token.strip()
+    offered: list[str] = request.scope.get("subprotocols", [])
+    shown = [each.removeprefix(TOKEN_PROTOCOL) for each in offered if each.startswith(TOKEN_PROTOCOL)]
+    return shown[0] if shown else None
+
+
+def services_of(request: HTTPConnection) -> Services:
     """What `create_app` made, while the application runs."""
     services = request.app.state.services
     assert isinstance(services, Services)

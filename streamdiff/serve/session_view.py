@@ -6,8 +6,9 @@ Lives on the event loop. Knows nothing about HTTP, SDP or peer connections: a vi
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from streamdiff import clock
@@ -31,30 +32,20 @@ from streamdiff.engine.messages import (
     Shown,
 )
 from streamdiff.engine.pacing import Due
-from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
+from streamdiff.errors import EngineFailure, RequestError
+from streamdiff.serve.access import Tokens
 from streamdiff.serve.codecs import H264_LIBRARY, Format
 from streamdiff.serve.control import Control, ControlError, Receipt, RequestBook
 from streamdiff.serve.fanout import Fanout
 from streamdiff.serve.metrics import Metrics
 from streamdiff.serve.pacer import Pacer
 from streamdiff.serve.rate import Rate
+from streamdiff.serve.session_spec import SessionEnded, SessionSpec
+
+prompt_log = logging.getLogger("streamdiff.prompts")
+"""Where prompts are written, if that is asked for; see `server.run`."""
 
 Mailbox = Callable[[dict[str, Any]], None]
-
-
-class SessionEnded(StreamdiffError):
-    """The session ended while somebody waited for it."""
-
-
-@dataclass(frozen=True)
-class SessionSpec:
-    """How a session starts; None means the engine's default. `fps`: frames shown per second."""
-
-    prompt: str
-    seed: int
-    fps: float
-    steps: int | None = None
-    kv_context: str | None = None
 
 
 class SessionView:
@@ -76,6 +67,8 @@ class SessionView:
         self.seed = spec.seed
         self.steps = ready.steps if spec.steps is None else spec.steps
         self.kv_context = ready.kv_context if spec.kv_context is None else spec.kv_context
+        self.tokens: Tokens | None = None
+        """Who may watch and steer it; None: the server's rules hold."""
         self.rev = 0
         """Goes up with everything that is asked for."""
         self.text = ""
@@ -87,6 +80,7 @@ class SessionView:
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._may_play = may_play
+        self._log_prompts = config.serve.log_prompts
         self._lead_s = config.playback.lead_s
         self._native_fps = ready.native_fps
         h264 = H264_LIBRARY.get(config.serve.encoder, "libx264")
@@ -123,8 +117,13 @@ class SessionView:
 
     async def ask_open(self) -> None:
         """Ask the engine for the session."""
+        self._log(self.prompt)
         command = Open(self.session, self.prompt, self.seed, self.steps, self.kv_context, self._lead_frames())
         await self._send(command)
+
+    def _log(self, prompt: str) -> None:
+        if self._log_prompts:
+            prompt_log.info("session %s: prompt %r", self.session, prompt)
 
     async def wait_open(self, timeout_s: float) -> None:
         """Wait until the engine has opened it.
@@ -236,6 +235,7 @@ class SessionView:
         self.rev += control.changes
         match control.kind:
             case "prompt":
+                self._log(control.prompt)
                 await self._send(SetPrompt(self.session, control.prompt, request, control.switch))
             case "reset":
                 await self._send(Reset(self.session, control.seed, request))
@@ -289,10 +289,11 @@ class SessionView:
 
     # ---- viewers ------------------------------------------------------------------------------------------------
 
-    def join(self, viewer: str, mailbox: Mailbox) -> None:
+    def join(self, viewer: str, mailbox: Mailbox, may_control: bool = True) -> None:
         """Send messages to `viewer` from now on. Mutates: self."""
         self._mailboxes[viewer] = mailbox
-        mailbox({"type": "hello", "protocol": 1, "viewer": viewer, "state": self.state()})
+        role = "controller" if may_control else "viewer"
+        mailbox({"type": "hello", "protocol": 1, "viewer": viewer, "role": role, "state": self.state()})
 
     def leave(self, viewer: str) -> None:
         """Send `viewer` nothing any more. Mutates: self."""

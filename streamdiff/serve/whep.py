@@ -60,6 +60,7 @@ class Viewer:
     id: str
     view: SessionView
     pc: RTCPeerConnection
+    may_control: bool = True
     username: str | None = None
     candidates: int = 0
     codec: Codec | None = None
@@ -92,8 +93,10 @@ class Viewers:
         """Viewers, those still connecting included."""
         return len(self._viewers) + self._reserved
 
-    async def create(self, view: SessionView, offer: str, address: str, codec: str | None) -> tuple[str, str]:
-        """Connect a viewer; returns its id and the SDP answer.
+    async def create(
+        self, view: SessionView, offer: str, address: str, codec: str | None, may_control: bool = True
+    ) -> tuple[str, str]:
+        """Connect a viewer; returns its id and the SDP answer. `may_control`: whether its data channel may steer.
 
         Raises:
             Problem: 400 or 422 for the offer, 429 and 503 with Retry-After.
@@ -115,7 +118,7 @@ class Viewers:
         self._reserved += 1
         self._count()
         try:
-            return await self._connect(view, checked, wanted)
+            return await self._connect(view, checked, wanted, may_control)
         finally:
             self._reserved -= 1
             self._count()
@@ -174,9 +177,11 @@ class Viewers:
 
     # ---- one viewer's life --------------------------------------------------------------------------------------
 
-    async def _connect(self, view: SessionView, offer: str, wanted: tuple[Codec, ...]) -> tuple[str, str]:
+    async def _connect(
+        self, view: SessionView, offer: str, wanted: tuple[Codec, ...], may_control: bool
+    ) -> tuple[str, str]:
         pc = RTCPeerConnection(RTCConfiguration(iceServers=self._ice))
-        viewer = Viewer(secrets.token_urlsafe(24), view, pc, username_of(offer))
+        viewer = Viewer(secrets.token_urlsafe(24), view, pc, may_control, username_of(offer))
         viewer.track = ViewerTrack(lambda track: self._started(viewer, track), lambda: self._need_key(viewer))
         pc.on("connectionstatechange", lambda: self._state_changed(viewer))
         pc.on("datachannel", lambda channel: self._channel_opened(viewer, channel))
@@ -251,7 +256,9 @@ class Viewers:
         if channel.label != "control" or viewer.channel is not None:
             channel.close()
             return
-        viewer.channel = ControlChannel(channel, viewer.id, viewer.view, self._metrics, lambda: _network(viewer))
+        viewer.channel = ControlChannel(
+            channel, viewer.id, viewer.view, self._metrics, lambda: _network(viewer), viewer.may_control
+        )
 
     def _state_changed(self, viewer: Viewer) -> None:
         state = viewer.pc.connectionState

@@ -20,6 +20,7 @@ from streamdiff.config import Config, ModelConfig, ServeConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Command, Event, FrameBatch, Ready, Shown
 from streamdiff.serve.app import create_app
+from streamdiff.serve.server import SOCKET_OPTIONS
 from streamdiff.serve.services import Services
 from tests.serve.scripted import Painter
 
@@ -109,6 +110,11 @@ class Peer:
             return await self.track.recv()
 
 
+def bearer(token: str | None) -> dict[str, str]:
+    """The header that shows a token."""
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
 @dataclass(eq=False)
 class Site:
     """A running server."""
@@ -143,14 +149,16 @@ class Site:
         await pc.setLocalDescription(await pc.createOffer())
         return peer
 
-    async def post(self, peer: Peer, codec: str | None = None, session: str | None = None) -> httpx.Response:
+    async def post(
+        self, peer: Peer, codec: str | None = None, session: str | None = None, token: str | None = None
+    ) -> httpx.Response:
         """Send a peer's offer and take the answer."""
         given = {"codec": codec, "session": session}
         response = await self.http.post(
             "/whep",
             params={name: value for name, value in given.items() if value},
             content=peer.pc.localDescription.sdp,
-            headers={"Content-Type": "application/sdp"},
+            headers={"Content-Type": "application/sdp", **bearer(token)},
         )
         peer.status = response.status_code
         if response.status_code == 201:
@@ -178,7 +186,8 @@ async def open_site(config: Config | None = None, painter: Painter | None = None
     client = InMemoryClient(painter or Painter(chunk_s=0.02))
     app = create_app(config or Config(), client, client.ready)
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on", timeout_graceful_shutdown=1))
+    options = {"log_level": "error", "lifespan": "on", "timeout_graceful_shutdown": 1, **SOCKET_OPTIONS}
+    server = uvicorn.Server(uvicorn.Config(app, **options))
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     serving = asyncio.create_task(server._serve(sockets=[listener]))
     base = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -196,6 +196,11 @@ def main() -> int:
     parser.add_argument("--max-viewers", type=int, default=32)
     parser.add_argument("--codec", default="auto")
     parser.add_argument("--name", default="scripted")
+    parser.add_argument("--control-token-file")
+    parser.add_argument("--view-token-file")
+    parser.add_argument("--drain-s", type=float, default=0.0)
+    parser.add_argument("--insecure", action="store_true")
+    parser.add_argument("--log-prompts", action="store_true")
     parser.add_argument("--no-browser", action="store_true")
     arguments = parser.parse_args()
     serve = ServeConfig(
@@ -203,6 +208,11 @@ def main() -> int:
         port=arguments.port,
         max_viewers=arguments.max_viewers,
         codec=arguments.codec,
+        control_token_file=arguments.control_token_file,
+        view_token_file=arguments.view_token_file,
+        drain_s=arguments.drain_s,
+        insecure=arguments.insecure,
+        log_prompts=arguments.log_prompts,
         open_browser=not arguments.no_browser,
     )
     config = Config(serve=serve, playback=PlaybackConfig(), model=ModelConfig(name=arguments.name))

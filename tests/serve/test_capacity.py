@@ -21,7 +21,7 @@ def test_the_one_too_many_is_told_the_numbers_and_the_first_never_refused() -> N
     assert capacity.refusal([], 5.0) == ""
     assert capacity.refusal([0.4], 0.5) == ""
     refusal = capacity.refusal([0.5], 0.5)
-    assert "1 open" in refusal and "50%" in refusal and "90%" in refusal
+    assert "(1)" in refusal and "50%" in refusal and "90%" in refusal
     assert Capacity(12, 4, 0.9).refusal([0.0], 0.0) == "", "nothing is known yet"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
 
 from streamdiff.config import Config, ServeConfig
 from streamdiff.errors import ConfigError
@@ -102,6 +104,72 @@ def test_the_address_that_is_printed() -> None:
     if socket.has_ipv6:
         with server._listen("::1", 0) as listener:
             assert server.address_of(listener) == f"http://[::1]:{listener.getsockname()[1]}/"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_others_are_let_in_only_with_a_token_or_knowingly(host: str, tmp_path: Path) -> None:
+    refused = _start("--host", host)
+    _, complaints = refused.communicate(timeout=60)
+    assert refused.returncode == 2
+    [line] = complaints.splitlines()
+    assert "--control-token-file" in line and "--insecure" in line and host in line
+    (tmp_path / "token").write_text("a-token-of-some-length")
+    for options in (["--insecure"], ["--control-token-file", str(tmp_path / "token")]):
+        process = _start("--host", host, *options)
+        status = httpx.post(_address(process) + "api/control", json={"type": "pause"}, timeout=20).status_code
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+        assert (process.returncode, status) == (0, 200 if options == ["--insecure"] else 401)
+
+
+def test_a_token_that_cannot_be_read_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    process = _start("--control-token-file", str(tmp_path / "nothing"))
+    _, complaints = process.communicate(timeout=60)
+    assert process.returncode == 2
+    [line] = complaints.splitlines()
+    assert "control_token_file" in line and "No such file" in line
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_prompts_are_in_the_log_only_when_asked_for(asked: bool) -> None:
+    process = _start(*(["--log-prompts"] if asked else []))
+    url = _address(process)
+    session = httpx.post(url + "api/sessions", json={"prompt": "blue secret\nwhisper"}, timeout=20).json()
+    httpx.post(url + "api/control", json={"type": "prompt", "prompt": "green secret"}, timeout=20)
+    httpx.post(url + "api/control", json={"type": "prompt", "prompt": "green secret", "oops": 1}, timeout=20)
+    process.send_signal(signal.SIGTERM)
+    said, complaints = process.communicate(timeout=30)
+    found = [line for line in (said + complaints).splitlines() if "secret" in line]
+    wanted = [f"session {session['id']}: prompt 'blue secret whisper'", "session default: prompt 'green secret'"]
+    assert found == (wanted if asked else [])
+
+
+def test_viewers_may_finish_while_no_session_is_opened_any_more() -> None:
+    process = _start("--drain-s", "60")
+    url = _address(process)
+
+    async def scene() -> None:
+        pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+        receiver = pc.addTransceiver("video", direction="recvonly").receiver
+        await pc.setLocalDescription(await pc.createOffer())
+        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            headers = {"Content-Type": "application/sdp"}
+            answer = await http.post("/whep", content=pc.localDescription.sdp, headers=headers)
+            await pc.setRemoteDescription(RTCSessionDescription(answer.text, "answer"))
+            await receiver.track.recv()
+            process.send_signal(signal.SIGTERM)
+            assert process.stdout is not None
+            assert "60 s" in await asyncio.to_thread(process.stdout.readline)
+            refused = await http.post("/api/sessions", json={})
+            assert (refused.status_code, refused.json()["code"]) == (503, "draining")
+            assert (await http.get("/readyz")).status_code == 503
+            await receiver.track.recv()
+            await http.delete(answer.headers["location"])
+        await pc.close()
+
+    asyncio.run(scene())
+    _, complaints = process.communicate(timeout=30)
+    assert (process.returncode, complaints) == (0, "")
 
 
 def test_an_engine_that_dies_is_named_and_ends_the_server(running: Running) -> None:

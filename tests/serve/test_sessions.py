@@ -8,11 +8,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
-from streamdiff.config import Config, ServeConfig
+from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig, SessionConfig
+from streamdiff.engine.main import _load_runtime
 from streamdiff.engine.messages import Close, Open, SetLead, Shown
-from tests.serve.conftest import Peer, Site, open_site
+from tests.serve.conftest import Peer, Site, bearer, open_site
 from tests.serve.scripted import CHUNK_FRAMES, Painter
 from tests.serve.test_whep import _colour, _is, _until_colour
 
@@ -31,6 +33,7 @@ async def _open(site: Site, **body: Any) -> dict[str, Any]:
     response = await site.http.post("/api/sessions", json=body)
     assert response.status_code == 201, response.text
     answer: dict[str, Any] = response.json()
+    answer["headers"] = bearer(answer["control_token"])
     assert response.headers["location"] == f"/api/sessions/{answer['id']}"
     return answer
 
@@ -53,13 +56,38 @@ def test_each_frame_reaches_its_own_session_s_viewers_only() -> None:
         for _ in range(3 * CHUNK_FRAMES):
             for name, peer in peers.items():
                 assert _is(_colour(await peer.frame()), name)
-        changed = await site.http.patch(f"/api/sessions/{blue['id']}", json={"prompt": "yellow"})
+        changed = await site.http.patch(
+            f"/api/sessions/{blue['id']}", json={"prompt": "yellow"}, headers=blue["headers"]
+        )
         assert changed.json()["receipts"][0]["stage"] == "accepted"
         await _until_colour(peers["blue"], "yellow")
         assert _is(_colour(await peers["green"].frame()), "green")
         assert _is(_colour(await peers["red"].frame()), "red")
 
     _run(scene)
+
+
+def test_the_real_engine_shows_two_sessions_each_its_own_prompt() -> None:
+    """The embedded model: at night it is dark, over a meadow it is not."""
+
+    async def main() -> None:
+        runtime = _load_runtime(ModelConfig())
+        config = Config(
+            session=SessionConfig(prompt="a red circle moving right over a meadow"),
+            serve=ServeConfig(load=10.0, idle_s=None),
+            playback=PlaybackConfig(fps=2.0),
+        )
+        async with open_site(config, runtime) as site:  # type: ignore[arg-type]
+            night = await _open(site, prompt="a blue star moving up at night", fps=2)
+            dark, light = await _watch(site, night["id"]), await site.watch()
+            for _ in range(4):
+                pictures = [(await peer.frame()).to_ndarray(format="rgb24") for peer in (dark, light)]
+                assert np.median(pictures[0]) + 30 < np.median(pictures[1])
+            capacity = (await site.http.get("/api/sessions")).json()["capacity"]
+            assert capacity["work_s"] > 0 and capacity["share"] > 0 and capacity["sessions_fit"] > 1
+        runtime.close()
+
+    asyncio.run(main())
 
 
 def test_a_session_is_shown_listed_and_ended() -> None:
@@ -75,7 +103,7 @@ def test_a_session_is_shown_listed_and_ended() -> None:
         assert [each["id"] for each in listed["sessions"]] == ["default", opened["id"]]
         peer = await _watch(site, opened["id"])
         await peer.message({"type": "hello"})
-        assert (await site.http.delete(path)).status_code == 200
+        assert (await site.http.delete(path, headers=opened["headers"])).status_code == 200
         assert (await peer.message({"type": "session_ended"}))["reason"] == "deleted"
         await site.until(lambda: site.services.viewers.count == 0)
         assert (await site.http.delete(path)).status_code == 200, "twice is fine"
@@ -96,11 +124,17 @@ def test_a_session_is_shown_listed_and_ended() -> None:
 
 def test_pause_resume_and_reset() -> None:
     async def scene(site: Site) -> None:
-        path = f"/api/sessions/{(await _open(site, prompt='green'))['id']}"
-        assert (await site.http.post(f"{path}/pause")).json()["session"]["paused"] is True
-        assert (await site.http.post(f"{path}/resume")).json()["session"]["paused"] is False
+        opened = await _open(site, prompt="green")
+        path = f"/api/sessions/{opened['id']}"
+
+        async def post(act: str) -> dict[str, Any]:
+            answer: dict[str, Any] = (await site.http.post(f"{path}/{act}", headers=opened["headers"])).json()
+            return answer
+
+        assert (await post("pause"))["session"]["paused"] is True
+        assert (await post("resume"))["session"]["paused"] is False
         before = (await site.http.get(path)).json()["rev"]
-        reset = (await site.http.post(f"{path}/reset")).json()
+        reset = await post("reset")
         assert (reset["receipts"][0]["kind"], reset["session"]["rev"]) == ("reset", before + 1)
 
     _run(scene)
@@ -110,25 +144,29 @@ def test_what_a_change_may_hold() -> None:
     painter = Painter(chunk_s=0.02)
 
     async def scene(site: Site) -> None:
-        session = (await _open(site, prompt="green"))["id"]
-        path = f"/api/sessions/{session}"
-        answer = await site.http.patch(path, json={"prompt": "blue", "switch": "flush", "seed": 9, "fps": 30})
+        opened = await _open(site, prompt="green")
+        session, path = opened["id"], f"/api/sessions/{opened['id']}"
+
+        async def patch(**change: Any) -> httpx.Response:
+            return await site.http.patch(path, json=change, headers=opened["headers"])
+
+        answer = await patch(prompt="blue", switch="flush", seed=9, fps=30)
         assert [receipt["kind"] for receipt in answer.json()["receipts"]] == ["fps", "prompt", "reset"]
         after = answer.json()["session"]
         assert (after["prompt"], after["seed"], after["fps"]) == ("blue", 9, 30.0)
         assert SetLead(session, 18) in site.client.sent
         peer = await _watch(site, session)
         await _until_colour(peer, "blue")
-        await site.http.patch(path, json={"prompt": "yellow", "switch": "recache"})
+        await patch(prompt="yellow", switch="recache")
         await _until_colour(peer, "yellow")
-        await site.http.patch(path, json={"prompt": "purple", "switch": "reset"})
+        await patch(prompt="purple", switch="reset")
         await _until_colour(peer, "purple")
         assert painter.switches[-1] == "recache", "and a reset is none"
-        stale = await site.http.patch(path, json={"prompt": "red", "if_rev": after["rev"]})
+        stale = await patch(prompt="red", if_rev=after["rev"])
         assert (stale.status_code, stale.json()["code"], stale.json()["field"]) == (409, "conflict", "if_rev")
         now = (await site.http.get(path)).json()
         assert now["prompt"] == "purple"
-        assert (await site.http.patch(path, json={"prompt": "red", "if_rev": now["rev"]})).status_code == 200
+        assert (await patch(prompt="red", if_rev=now["rev"])).status_code == 200
 
     _run(scene, painter)
 
@@ -213,7 +251,7 @@ def test_of_a_hundred_opens_exactly_the_free_places_are_given() -> None:
             assert 1 <= int(answer.headers["retry-after"]) <= 60
         assert 'streamdiff_sessions_refused_total{reason="time"} 92.0' in (await site.http.get("/metrics")).text
         for session in opened:
-            await site.http.delete(f"/api/sessions/{session['id']}")
+            await site.http.delete(f"/api/sessions/{session['id']}", headers=bearer(session["control_token"]))
         assert (await site.http.get("/api/sessions")).json()["capacity"]["room"] == 8
         assert _is(_colour(await peer.frame()), "red"), "and the stream goes on"
         await peer.pc.close()
@@ -238,7 +276,7 @@ def test_a_session_that_does_not_fit_in_memory_is_refused_with_the_reason() -> N
 def test_faster_playback_needs_room_too() -> None:
     async def scene(site: Site) -> None:
         slow = await _open(site, fps=4)
-        response = await site.http.patch(f"/api/sessions/{slow['id']}", json={"fps": 120})
+        response = await site.http.patch(f"/api/sessions/{slow['id']}", json={"fps": 120}, headers=slow["headers"])
         assert (response.status_code, response.json()["code"], response.json()["field"]) == (503, "no_capacity", "fps")
         assert (await site.http.get(f"/api/sessions/{slow['id']}")).json()["fps"] == 4.0
 

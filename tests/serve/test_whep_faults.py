@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import aioice.ice
 import psutil
@@ -133,7 +134,7 @@ def test_every_way_to_name_the_default_session_gives_one_place() -> None:
     _run(scene)
 
 
-def test_ice_servers_are_told_to_viewers_and_none_unless_named() -> None:
+def test_ice_servers_are_told_to_viewers_and_none_unless_named(tmp_path: Path) -> None:
     servers = [
         IceServer(url="stun:127.0.0.1:9"),
         IceServer(url="turn:turn.example:3478?transport=udp", username="ann", credential="s3cret"),
@@ -150,6 +151,11 @@ def test_ice_servers_are_told_to_viewers_and_none_unless_named() -> None:
             (each.url, each.username, each.credential) for each in servers
         ]
 
+    async def guarded(site: Site) -> None:
+        assert "link" not in (await site.http.options("/whep")).headers, "credentials are for those who may watch"
+        token = {"Authorization": "Bearer " + "w" * 24}
+        assert (await site.http.options("/whep", headers=token)).headers["link"] == wanted
+
     async def untold(site: Site) -> None:
         peer = await site.offer(control=False)
         response = await site.post(peer)
@@ -159,6 +165,13 @@ def test_ice_servers_are_told_to_viewers_and_none_unless_named() -> None:
 
     _run(told, Config(serve=ServeConfig(ice_servers=servers)))
     _run(untold)
+    watch, steer = tmp_path / "watch", tmp_path / "steer"
+    watch.write_text("w" * 24)
+    steer.write_text("s" * 24)
+    _run(
+        guarded,
+        Config(serve=ServeConfig(ice_servers=servers, view_token_file=str(watch), control_token_file=str(steer))),
+    )
 
 
 def test_a_page_of_another_origin_can_read_where_its_viewer_is() -> None:

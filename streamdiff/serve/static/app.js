@@ -5,7 +5,9 @@ import { StreamClient } from "./client.js";
 const $ = (id) => document.getElementById(id);
 const video = $("video");
 // `?session=` and `?codec=` of the page's address are the server's business.
-const client = new StreamClient(`whep${location.search}`);
+// In the fragment, which is never sent to a server or kept in its log.
+const token = new URLSearchParams(location.hash.slice(1)).get("token");
+const client = new StreamClient(`whep${location.search}`, token);
 const view = { phase: "connecting", paused: false, seed: 0, prompt: "", frameSeen: false, notice: "" };
 const asked = new Map(); // id of a request -> { kind, at }
 const last = { frames: 0, at: 0, bytes: 0 };
@@ -299,7 +301,7 @@ setInterval(() => document.visibilityState === "visible" && measure(), 1000);
 // ---- life -----------------------------------------------------------------------------------------------------------
 
 async function describe() {
-  const { engine } = await (await fetch(`api/state${location.search}`)).json();
+  const { engine } = await (await fetch(`api/state${location.search}`, { headers: client.authorization })).json();
   $("chips").replaceChildren(
     ...engine.examples.map((example) => {
       const chip = document.createElement("button");

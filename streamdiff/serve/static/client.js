@@ -17,8 +17,9 @@ export class StreamClient extends EventTarget {
   #nextId = 1;
   #decoded = { frames: 0, at: 0 };
 
-  constructor(url = "whep") {
+  constructor(url = "whep", token = null) {
     super();
+    this.authorization = token ? { Authorization: `Bearer ${token}` } : {};
     this.#url = new URL(url, document.baseURI);
     this.pc = null;
     this.offeredAt = null;
@@ -128,7 +129,7 @@ export class StreamClient extends EventTarget {
 
   /** The STUN and TURN servers that the server names; asked once, for most servers name none. */
   async #iceServers() {
-    this.#servers ??= fetch(this.#url, { method: "OPTIONS" })
+    this.#servers ??= fetch(this.#url, { method: "OPTIONS", headers: this.authorization })
       .then((response) => parseIceServers(response.headers.get("Link") ?? ""))
       .catch(() => {
         this.#servers = null;
@@ -140,7 +141,7 @@ export class StreamClient extends EventTarget {
   async #post(offer, generation) {
     let response;
     try {
-      response = await fetch(this.#url, { method: "POST", headers: { "Content-Type": "application/sdp" }, body: offer });
+      response = await fetch(this.#url, { method: "POST", headers: { "Content-Type": "application/sdp", ...this.authorization }, body: offer });
     } catch {
       throw new Error("The server cannot be reached.");
     }

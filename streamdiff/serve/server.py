@@ -226,7 +226,7 @@ async def _drain(services: Services, limit_s: float, asked: _Asked) -> None:
     """Open no more sessions, and wait until nobody watches, for `limit_s` at the most, or until asked to end now."""
     services.hub.draining = True
     end_s = clock.monotonic_s() + limit_s
-    if services.viewers.count:
+    if services.viewers.count and limit_s > 0 and not asked.now.is_set():
         print(f"streamdiff: ends when the viewers have left, in {limit_s:g} s at the latest", flush=True)
     while services.viewers.count and clock.monotonic_s() < end_s and not asked.now.is_set():
         await asyncio.sleep(DRAIN_LOOK_S)

@@ -353,7 +353,7 @@ def test_what_cannot_be_opened_is_refused_with_all_that_waits(engine: Engine, pi
     pipeline.text.release()
     refused = encoded(engine)
     assert [(event.request, event.field) for event in refused if isinstance(event, Refused)] == [
-        ("", "session"),
+        ("", "steps"),
         ("q", "session"),
     ]
     pipeline.text.errors.clear()  # an error holds what was at hand when it was raised

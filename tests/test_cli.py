@@ -17,7 +17,7 @@ from pathlib import Path
 import av
 import pytest
 
-from streamdiff import cli, cli_convert, cli_options
+from streamdiff import cli, cli_convert, cli_options, cli_parsers
 from streamdiff.errors import ConfigError
 from streamdiff.version import __version__
 
@@ -123,7 +123,7 @@ def test_every_example_in_the_help_parses() -> None:
         for line in text.replace("\\\n", " ").splitlines():
             if line.startswith("  streamdiff ") and "COMMAND" not in line:
                 words = shlex.split(line[2:].split("   ")[0])
-                assert cli._parse(words[1:]).command in cli._parsers()
+                assert cli_parsers.parse(words[1:]).command in cli_parsers.parsers()
 
 
 def test_help_and_version_import_nothing_heavy() -> None:

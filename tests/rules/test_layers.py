@@ -13,6 +13,7 @@ from tests.rules.source import ROOT, Module, imports, modules, parse
 LAYERS = (
     ("__main__",),
     ("cli",),
+    ("cli_parsers",),
     ("cli_convert", "cli_exact", "cli_options", "convert", "doctor", "exact", "generate"),
     ("models_report",),
     ("exact_model",),

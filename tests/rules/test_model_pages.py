@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from streamdiff import cli
+from streamdiff import cli, cli_parsers
 from streamdiff.models import catalogue, hub
 from streamdiff.pipeline.known import stage_memory
 from tests.rules.source import ROOT
@@ -74,7 +74,7 @@ def test_how_it_runs_is_what_the_catalogue_says(page: str) -> None:
 @pytest.mark.parametrize(("page", "line"), COMMANDS)
 def test_commands_can_be_typed(page: str, line: str) -> None:
     """They parse, their values are allowed, and the model they name is known. Nothing is loaded."""
-    arguments = cli._parse(shlex.split(line, comments=True)[1:])
+    arguments = cli_parsers.parse(shlex.split(line, comments=True)[1:])
     name = getattr(arguments, "model.name", None) or getattr(arguments, "name", None)
     if name is not None and Path(name).suffix != ".safetensors":
         assert catalogue.find(name).name in (named(PAGES[page]) if page in PAGES else catalogue.entries())

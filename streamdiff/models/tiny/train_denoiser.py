@@ -53,7 +53,7 @@ OTHER_LR = 2e-3
 LEVELS = {4: sampling.schedule(4), 2: sampling.schedule(2)}
 POOL = 6000
 COPIES = 2
-SHARES = {"staircase": 0.4, "clean": 0.4, "first": 0.2, "next": 0.4, "again": 0.1, "reading": 0.1}
+SHARES = {"staircase": 0.4, "clean": 0.4, "first": 0.2, "next": 0.4, "again": 0.2, "reading": 0.1}
 # Matrices that AdamW trains: tables, embeddings and the two ends, for which orthogonal updates make no sense.
 ADAM_PARTS: tuple[str, ...] = (
     "encoder",
@@ -65,6 +65,8 @@ ADAM_PARTS: tuple[str, ...] = (
     *(f"transformer.blocks.{i}.scale_shift_table" for i in range(TRANSFORMER["num_layers"])),
 )
 FIRST_WINDOWS = 80
+GONE = (1, 2, 2, 4)
+"""For how many chunks a shape has been gone when it is drawn again: one of these."""
 ATTRIBUTES: tuple[tuple[str, ...], ...] = (world.COLOR_NAMES, world.SHAPES, world.MOTION_NAMES, world.BACKGROUNDS)
 
 
@@ -140,12 +142,13 @@ def first_rows(windows: Windows, chance: random.Random, generator: torch.Generat
 
 
 def next_rows(windows: Windows, chance: random.Random, generator: torch.Generator) -> Rows:
-    """Of two chunks the first, clean, and `COPIES` noisy copies of the second, each of which sees it."""
-    batch = windows.latents.shape[0]
-    sigma = torch.cat([torch.zeros(batch, 1), _step_noise(batch, COPIES, generator)], 1)
-    target = torch.arange(1 + COPIES).expand(batch, -1) > 0
-    visible = [[0], *([0, 1 + copy] for copy in range(COPIES))]
-    return Rows([0, *[1] * COPIES], visible, _context_noise(sigma, generator), target)
+    """Of all chunks but the last one clean copies, and `COPIES` noisy copies of the last, each of which sees them."""
+    batch, chunks = windows.latents.shape[:2]
+    past = chunks - 1
+    sigma = torch.cat([torch.zeros(batch, past), _step_noise(batch, COPIES, generator)], 1)
+    target = torch.arange(past + COPIES).expand(batch, -1) >= past
+    visible = [list(range(i + 1)) for i in range(past)] + [[*range(past), past + copy] for copy in range(COPIES)]
+    return Rows([*range(past), *[past] * COPIES], visible, _context_noise(sigma, generator), target)
 
 
 def _step_noise(batch: int, chunks: int, generator: torch.Generator) -> Tensor:
@@ -236,7 +239,7 @@ def draw(data: Data, batch: int, chance: random.Random, generator: torch.Generat
         kind: data.pool.sample(max(1, batch // 2), generator),
         "first": data.starts.sample(batch + batch // 2, generator),
         "next": data.pool.sample(batch, generator).cut(offset, 2),
-        "again": wear.after_nothing(data.starts.sample(max(1, batch // 4), generator), data.empty),
+        "again": wear.after_nothing(data.starts.sample(max(1, batch // 2), generator), data.empty, chance.choice(GONE)),
     }
 
 

@@ -50,13 +50,13 @@ def worn(windows: Windows, empty: Tensor, generator: torch.Generator) -> Tensor:
     return torch.lerp(windows.latents, background.expand_as(windows.latents), share.unsqueeze(2))
 
 
-def after_nothing(starts: Windows, empty: Tensor) -> Windows:
-    """Windows of two chunks from windows of one: the bare background, then the stream's first chunk. Where a shape has
-    gone altogether nothing tells its place, so it begins again where streams begin."""
-    bare = empty[starts.scenes[:, :, 3]].unsqueeze(3).expand(-1, -1, -1, CHUNK, -1, -1)
+def after_nothing(starts: Windows, empty: Tensor, past: int) -> Windows:
+    """Windows of `past` + 1 chunks from windows of one: the bare background, then the stream's first chunk. Where a
+    shape has gone altogether nothing tells its place, so it begins again where streams begin."""
+    bare = empty[starts.scenes[:, :, 3]].unsqueeze(3).expand(-1, past, -1, CHUNK, -1, -1)
     return Windows(
         torch.cat([bare, starts.latents], 1),
-        starts.scenes.repeat(1, 2, 1),
+        starts.scenes.repeat(1, past + 1, 1),
         torch.zeros_like(starts.start),
-        starts.place.repeat(1, 2, 1, 1),
+        starts.place.repeat(1, past + 1, 1, 1),
     )

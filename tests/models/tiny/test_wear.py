@@ -59,11 +59,17 @@ def test_every_background_stands_in_for_the_shape_of_its_own_scene(windows: Wind
     assert (left[gone, 0].amax((1, 2, 3, 4)) == 10).all() and (left[gone, 1].amax((1, 2, 3, 4)) == 13).all()
 
 
-def test_after_nothing_comes_the_first_chunk(windows: Windows, empty: Tensor) -> None:
+@pytest.mark.parametrize("past", [1, 4])
+def test_after_nothing_comes_the_first_chunk(windows: Windows, empty: Tensor, past: int) -> None:
     starts = windows.cut(torch.zeros(BATCH, dtype=torch.int64), 1)
-    two = wear.after_nothing(starts, empty)
-    assert (two.latents[:, 0] == 0).all() and torch.equal(two.latents[:, 1:], starts.latents)
-    assert two.scenes.shape == (BATCH, 2, 4) and two.place.shape == (BATCH, 2, CHUNK, 2) and not two.start.any()
+    all_of_it = wear.after_nothing(starts, empty, past)
+    assert (all_of_it.latents[:, :past] == 0).all() and torch.equal(all_of_it.latents[:, past:], starts.latents)
+    assert all_of_it.scenes.shape == (BATCH, past + 1, 4) and all_of_it.place.shape == (BATCH, past + 1, CHUNK, 2)
+    assert not all_of_it.start.any()
+    rows = train_denoiser.next_rows(all_of_it, random.Random(0), torch.Generator().manual_seed(0))
+    drawn = [row for row, chunk in enumerate(rows.chunk) if chunk == past]
+    assert rows.target.any(0).nonzero().flatten().tolist() == drawn, "only what comes after is learnt"
+    assert all(rows.visible[row] == [*range(past), row] for row in drawn)
 
 
 def test_only_what_has_no_target_is_worn(windows: Windows, empty: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

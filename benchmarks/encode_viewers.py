@@ -184,7 +184,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--viewers is {arguments.viewers!r}, but must be numbers such as 1,4,16")
     if min(counts) < 1 or arguments.seconds <= 0:
         parser.error("--viewers and --seconds must be above 0")
-    header = report.header(sys.argv if argv is None else ["benchmarks.encode_viewers", *argv])
+    header = report.header(
+        sys.argv if argv is None else ["benchmarks.encode_viewers", *argv],
+        warm_up=f"{WARM_UP_S:g} s each",
+    )
     served = (*SERVE, "--max-viewers", str(max(counts)), *arguments.serve)
     command = (*PAINTED, "--max-viewers", str(max(counts))) if arguments.painted else served
     found = measure(counts, arguments.seconds, command)

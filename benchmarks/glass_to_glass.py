@@ -115,7 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.seconds <= 0 or arguments.prompts < 0:
         parser.error("--seconds must be above 0, --prompts at least 0")
-    header = report.header(sys.argv if argv is None else ["benchmarks.glass_to_glass", *argv])
+    header = report.header(
+        sys.argv if argv is None else ["benchmarks.glass_to_glass", *argv], warm_up=f"{live_browser.WARM_UP_S:g} s"
+    )
     found: dict[str, Any] = {"picture_age": picture_age(arguments.seconds, arguments.lead, arguments.fps)}
     rows = [{"what": "made to screen", **found["picture_age"]["made_to_screen"]}]
     if found["picture_age"]["received_to_screen"]:

@@ -107,7 +107,7 @@ def main() -> int:
         parser.error(f"--paths has {', '.join(unknown)}; there are {', '.join(PATHS)}")
     device = pick_device(options.device)
     config = ModelConfig(name=options.model, steps=options.steps)
-    head = report.header()
+    head = report.header(warm_up=f"a window of chunks and {WARM_UP} more")
     rows = measure(loading.load_model(config, device), device, paths, options.steps, options.rounds, options.chunks)
     print(report.table(rows))
     if options.out is not None:

@@ -17,7 +17,8 @@ from streamdiff import clock
 from streamdiff.models.random_weights import DrawnText
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.runtime import Runtime
-from streamdiff.serve.encoder import Format, PictureEncoder, probe
+from streamdiff.serve.codecs import Format, probe
+from streamdiff.serve.encoder import PictureEncoder
 
 SESSION = 10**6
 """A slot that no stream of the engine has."""

@@ -41,10 +41,11 @@ def timed(device: torch.device, work: Callable[[], Any]) -> tuple[float, Any]:
     return clock.monotonic_s() - begun_s, result
 
 
-def measure(runtime: Runtime, rounds: int, step: Callable[[str], None]) -> tuple[Parts, list[str]]:
+def measure(runtime: Runtime, rounds: int, at_once: int, step: Callable[[str], None]) -> tuple[Parts, list[str]]:
     """Seconds of every part, `rounds` values each (steps: one per chunk and step), and remarks on what is not there.
 
-    `step` is told what is measured next. Mutates: the runtime's ring, which has the sessions of before at the end.
+    `at_once` latent frames are decoded by one call; `step` is told what is measured next. Mutates: the runtime's ring,
+    which has the sessions of before at the end.
     """
     device = runtime.ring.stage.device
     parts: Parts = {}
@@ -62,7 +63,7 @@ def measure(runtime: Runtime, rounds: int, step: Callable[[str], None]) -> tuple
     decoder = runtime.model.decoder
     assert decoder is not None, "one stage decodes by itself"
     step("decode and copy")
-    parts["decode"], parts["copy"], pictures = _decode(decoder, latents, device)
+    parts["decode"], parts["copy"], pictures = _decode(decoder, latents, at_once, device)
     step("encode")
     codec, parts["encode"] = _encode(pictures, runtime.info.native_fps)
     if codec != "h264":
@@ -108,7 +109,7 @@ def name_of(rows: Sequence[MicroStep]) -> str:
 
 
 def _decode(
-    decoder: Any, latents: Sequence[Tensor], device: torch.device
+    decoder: Any, latents: Sequence[Tensor], at_once: int, device: torch.device
 ) -> tuple[list[float], list[float], list[Tensor]]:
     """Seconds of each chunk's decode and of its way to the host, and the pictures; the first chunk goes twice, and does
     not count the first time."""
@@ -117,10 +118,8 @@ def _decode(
     for chunk in (latents[0], *latents):
         decoded = copied = 0.0
         made = []
-        for index in range(chunk.shape[1]):  # piece by piece, as pipeline.decoding has it
-            took_s, piece = timed(
-                device, lambda chunk=chunk, index=index: decoder.decode(chunk[None, :, index : index + 1], memory)
-            )
+        for part in chunk[None].split(at_once, 2):  # as pipeline.decoding has it
+            took_s, piece = timed(device, lambda part=part: decoder.decode(part, memory))
             decoded += took_s
             took_s, piece = timed(device, lambda piece=piece: piece.cpu())
             copied += took_s

@@ -28,7 +28,7 @@ from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Accepted, Close, Event, FrameBatch, Open, Refused, SetPrompt, Shown
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.pipeline import follower
-from streamdiff.pipeline.loading import own_device
+from streamdiff.pipeline.loading import at_once, own_device
 from streamdiff.pipeline.profiling import CHUNKS, ProfiledRuntime
 from streamdiff.pipeline.runtime import Runtime, load_runtime
 
@@ -112,7 +112,9 @@ def measure(runtime: Runtime, case: Case, load_s: float) -> Raw:
         peak = peak_bytes(device)
         parts, remarks = {}, ["parts: measured with one stage only"]
         if case.config.ranks == 1:
-            parts, remarks = stream_parts.measure(runtime, amount.rounds, bar.set_postfix_str)
+            parts, remarks = stream_parts.measure(
+                runtime, amount.rounds, at_once(case.config, device), bar.set_postfix_str
+            )
         if case.profile is not None:
             bar.set_postfix_str("profile")
             engine = _profile(runtime, case, Path(case.profile))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
-from torch import Tensor
+from torch import Tensor, nn
 
 from streamdiff.models import attention
 from streamdiff.models.attention import attend as attend
@@ -101,10 +101,13 @@ class WanDenoiser:
     def fuse(self) -> WanDenoiser:
         """Let query, key and value be one product, and all blocks' modulation one sum. Nothing is held twice: the
         modules' own weights become views of the fused ones, so both ways of running go on. Not to be moved afterwards.
-        Mutates: self, the memory of the model's weights. Returns self."""
+        Weights in 8 bits (`models.quantize`) stay three products. Mutates: self, the memory of the model's weights.
+        Returns self."""
         self.fused, self.tables = [], None
         for block in self.blocks:
             layers = block.attn1.to_q, block.attn1.to_k, block.attn1.to_v
+            if any(type(layer.weight) is not nn.Parameter for layer in layers):
+                break
             weight = torch.cat([layer.weight.detach() for layer in layers])
             bias = torch.cat([layer.bias.detach() for layer in layers])
             for layer, own, own_bias in zip(layers, weight.chunk(3), bias.chunk(3), strict=True):

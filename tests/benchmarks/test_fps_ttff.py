@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -57,7 +58,10 @@ def test_ctrl_c_ends_the_ranks(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     words = ["--stages", "2", "--kv-context", "matched", "--device", "cpu", "--chunks", "10000", "--out", str(out)]
     command = [sys.executable, "-m", "benchmarks.fps_ttff", *words]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, start_new_session=True) as program:
+    # A shell's background job ignores SIGINT, and so would what this starts when it runs in one.
+    defaults = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    started = {"cwd": ROOT, "start_new_session": True, "preexec_fn": defaults}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, **started) as program:
         assert program.stderr is not None
         seen = b""
         while b"2 stages:" not in seen:  # the bar of the rank that measures

@@ -11,6 +11,10 @@ BIN := $(VENV)/bin
 SOURCES := streamdiff tests benchmarks examples
 # What the quick loop leaves out; `make test` runs everything.
 QUICK := not slow and not browser and not packaging
+# They start a browser, another house's viewer or pip; everything else shares the cores.
+ALONE := browser or packaging or interop
+# Where ARGS choose tests, all of them may be of one kind.
+NONE := $(if $(ARGS),|| [ $$? -eq 5 ],)
 
 # An interpreter given on the command line or in the environment reaches tools/environment.sh this way.
 export VENV
@@ -33,8 +37,11 @@ serve: environment ## start the server with the embedded model and open a browse
 	@exec $(BIN)/streamdiff serve $(ARGS)
 
 test: test-environment browser lint types ## everything: style, types, unit, browser and wheel tests
-	@echo "==> tests"
-	@$(BIN)/python -m pytest --no-skips --durations=15 -m "$$(tools/interop.sh)" $(ARGS)
+	@echo "==> tests, side by side"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips --durations=15 -q -n auto --dist worksteal -m "not ($(ALONE))" $(ARGS) $(NONE)
+	@echo "==> tests that want the machine to themselves"
+	@without="$$(tools/interop.sh)"; \
+	    $(BIN)/python -m pytest --no-skips --durations=15 -m "($(ALONE))$${without:+ and $$without}" $(ARGS) $(NONE)
 	@echo "==> all tests passed"
 
 check: test-environment lint types ## the quick loop: style, types, fast tests

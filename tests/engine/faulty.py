@@ -16,7 +16,7 @@ from streamdiff.models.wan.transformer import Tokens
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.stage import Stage
 
-AT_CHUNK = 3
+AT_CHUNK = 6  # behind what is made at the start, to be warm
 
 
 def _strike() -> None:

@@ -83,10 +83,10 @@ async def test_ranks_stream_and_end_together(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "rank", "words"),
     [
-        ("raise", 1, r"rank 1 failed at session 0, chunk 3, step \d: ArithmeticError: the test's own fault"),
+        ("raise", 1, r"rank 1 failed at session 0, chunk 6, step \d: ArithmeticError: the test's own fault"),
         ("kill", 2, r"rank 2 is gone .*rank \d noticed it after session 0, chunk \d, step \d"),
         ("kill", 3, r"rank 3 is gone .*rank \d noticed it after session 0, chunk \d, step \d"),
-        ("hang", 2, r"rank 2 hangs: 6 s at session 0, chunk 3, step \d"),
+        ("hang", 2, r"rank 2 hangs: 6 s at session 0, chunk 6, step \d"),
         ("stop", 3, r"rank 3 hangs: silent for 6 s .*in the ring: session 0, chunk \d, step \d"),
     ],
     ids=["raise", "kill", "kill-last", "hang", "stop"],

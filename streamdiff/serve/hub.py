@@ -21,7 +21,7 @@ from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.serve.access import Tokens
 from streamdiff.serve.capacity import Capacity
 from streamdiff.serve.lifetime import Lifetime
-from streamdiff.serve.metrics import Metrics
+from streamdiff.serve.metrics import Metrics, StageMeter
 from streamdiff.serve.session_spec import SessionSpec
 from streamdiff.serve.session_view import SessionView
 
@@ -76,6 +76,7 @@ class Hub:
         """Called when a session ends, before its threads do: closes what its viewers hold."""
         self.capacity = Capacity(ready.chunk_frames, ready.steps, config.serve.load, ready.work_s)
         self._config, self._client, self._metrics = config, client, metrics
+        self._stages = StageMeter(metrics)
         self._places: dict[str, _Place] = {}
         self._gone: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -188,7 +189,6 @@ class Hub:
         if self.on_end is not None:
             await self.on_end(view, self._gone.get(view.session, "refused"))
         await view.close()
-        self._metrics.forget(view.session)
 
     def _remember(self, session: str, reason: str) -> None:
         self._gone[session] = reason
@@ -234,6 +234,7 @@ class Hub:
                     reason = event.reason
                 case Measured():
                     self.capacity.work_s, self.occupancy = event.work_s, event.occupancy
+                    self._stages.told(event.busy_s)
                 case Ready():
                     pass
                 case _:

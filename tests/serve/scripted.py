@@ -170,6 +170,9 @@ class Painter:
     def occupancy(self) -> list[float]:
         return []
 
+    def busy_s(self) -> list[float]:
+        return [self._made * self.chunk_s]
+
     def work_s(self) -> float | None:
         return self.chunk_s
 

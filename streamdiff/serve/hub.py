@@ -21,6 +21,7 @@ from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.serve.access import Tokens
 from streamdiff.serve.capacity import Capacity
 from streamdiff.serve.lifetime import Lifetime
+from streamdiff.serve.logs import facts
 from streamdiff.serve.metrics import Metrics, StageMeter
 from streamdiff.serve.session_spec import SessionSpec
 from streamdiff.serve.session_view import SessionView
@@ -148,6 +149,8 @@ class Hub:
             if isinstance(error, TimeoutError | EngineFailure):
                 raise NoPlace("engine", "The engine did not open the session.", 5) from error
             raise
+        told = facts(session=view.session, fps=view.fps, steps=view.steps, seed=view.seed)
+        logger.info("Session %s was opened.", view.session, extra=told)
         return view
 
     async def end(self, session: str, reason: str) -> None:
@@ -157,6 +160,7 @@ class Hub:
             return
         view = place.view
         self._remember(session, reason)
+        logger.info("Session %s ends: %s.", session, reason, extra=facts(session=session, reason=reason))
         view.say({"type": "session_ended", "reason": reason})
         await self._drop(view)
         if view.opened:

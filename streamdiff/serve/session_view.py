@@ -6,7 +6,6 @@ Lives on the event loop. Knows nothing about HTTP, SDP or peer connections: a vi
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -37,13 +36,11 @@ from streamdiff.serve.access import Tokens
 from streamdiff.serve.codecs import H264_LIBRARY, Format
 from streamdiff.serve.control import Control, ControlError, Receipt, RequestBook
 from streamdiff.serve.fanout import Fanout
+from streamdiff.serve.logs import facts, prompt_log
 from streamdiff.serve.metrics import Metrics
 from streamdiff.serve.pacer import Pacer
 from streamdiff.serve.session_meter import SessionMeter
 from streamdiff.serve.session_spec import SessionEnded, SessionSpec
-
-prompt_log = logging.getLogger("streamdiff.prompts")
-"""Where prompts are written, if that is asked for; see `server.run`."""
 
 Mailbox = Callable[[dict[str, Any]], None]
 
@@ -121,7 +118,7 @@ class SessionView:
 
     def _log(self, prompt: str) -> None:
         if self._log_prompts:
-            prompt_log.info("session %s: prompt %r", self.session, prompt)
+            prompt_log.info("session %s: prompt %r", self.session, prompt, extra=facts(session=self.session))
 
     async def wait_open(self, timeout_s: float) -> None:
         """Wait until the engine has opened it.

@@ -27,6 +27,7 @@ from streamdiff.serve import aiortc_compat
 from streamdiff.serve.channel import ControlChannel
 from streamdiff.serve.codecs import Codec
 from streamdiff.serve.control import Allowance
+from streamdiff.serve.logs import facts
 from streamdiff.serve.metrics import Ahead, Metrics
 from streamdiff.serve.problem import Problem
 from streamdiff.serve.sdp import MAX_CANDIDATES, SdpError, check_offer, parse_trickle, username_of, video_codecs_of
@@ -199,7 +200,7 @@ class Viewers:
             answer = await self._negotiate(viewer, offer, wanted)
         except aiortc_compat.OFFER_ERRORS as error:
             await pc.close()
-            logger.info("An offer was refused: %s: %s", type(error).__name__, error)
+            logger.debug("An offer was refused: %s: %s", type(error).__name__, error)
             raise Problem(422, f"The offer cannot be answered: {_first_line(error)}", code="offer") from error
         except BaseException:
             await pc.close()
@@ -208,6 +209,7 @@ class Viewers:
             await pc.close()
             raise Problem(410, f"The session {view.session!r} has ended.", code="ended")
         self._viewers[viewer.id] = viewer
+        logger.info("A viewer joins session %s.", view.session, extra=_told(viewer))
         viewer.timeout = asyncio.get_running_loop().call_later(CONNECT_TIMEOUT_S, self._timed_out, viewer)
         if self._looking is None:
             self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
@@ -300,6 +302,7 @@ class Viewers:
             viewer.view.fanout.detach(viewer.codec, viewer.track)
             self._metrics.viewer_dropped.inc(viewer.drops.more(viewer.track.dropped))
         self._metrics.viewers_ended.labels(end).inc()
+        logger.info("A viewer has left: %s.", end, extra=_told(viewer, end=end))
         self._count()
         try:
             # It says good-bye to the viewer first; where nothing gets away, that would take for ever.
@@ -332,6 +335,11 @@ def _preferences(wanted: tuple[Codec, ...]) -> list[Any]:
     known = RTCRtpSender.getCapabilities("video").codecs
     ordered = [each for codec in wanted for each in known if _MIME.get(each.mimeType.lower()) == codec]
     return ordered + [each for each in known if each.mimeType.lower() == "video/rtx"]
+
+
+def _told(viewer: Viewer, **more: object) -> dict[str, Any]:
+    """For the log. Whoever knows a viewer's id can end it: only its beginning is told."""
+    return facts(session=viewer.view.session, viewer=viewer.id[:6], codec=viewer.codec, **more)
 
 
 def _network(viewer: Viewer) -> str:

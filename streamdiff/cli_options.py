@@ -108,6 +108,7 @@ SERVE = (
     ),
     Option("--control-token-file", "serve.control_token_file", str, "FILE", "its token is needed to steer"),
     Option("--view-token-file", "serve.view_token_file", str, "FILE", "its token is needed to watch"),
+    Option("--log-format", "serve.log_format", str, "KIND", "text, or json: one object a line on standard error"),
     Option("--max-viewers", "serve.max_viewers", int, "N", "viewers at the same time, at most"),
 )
 

@@ -144,6 +144,7 @@ class ServeConfig(_Section):
     insecure: bool = Field(False, description="let others in without a token, where `host` is no loopback address")
     view_token_file: str | None = Field(None, description="a file with the token that lets one watch")
     control_token_file: str | None = Field(None, description="a file with the token that lets one watch and steer")
+    log_format: Literal["text", "json"] = Field("text", description="json: one object a line, also who comes and goes")
     log_prompts: bool = Field(False, description="write prompts into the log; else none is")
     drain_s: float = Field(0.0, ge=0, description="after SIGTERM viewers may stay for so long; no session is opened")
     cors_origins: list[Origin] = Field([], description="pages of other origins that may use it")

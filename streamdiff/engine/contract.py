@@ -128,6 +128,9 @@ class Pipeline(Protocol):
     def occupancy(self) -> list[float]:
         """Share of the time that each stage has been busy since it was loaded; empty with one stage."""
 
+    def busy_s(self) -> list[float]:
+        """Seconds that each rank was at work since its process began; only ever more."""
+
     def work_s(self) -> float | None:
         """Seconds of work in a chunk, of the latest ones, where the most work is done; None before the first."""
 

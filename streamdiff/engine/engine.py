@@ -144,7 +144,9 @@ class Engine:
 
     def _measured(self) -> list[Event]:
         work_s = self._pipeline.work_s()
-        return [] if work_s is None else [Measured(work_s, tuple(self._pipeline.occupancy()))]
+        if work_s is None:
+            return []
+        return [Measured(work_s, tuple(self._pipeline.occupancy()), tuple(self._pipeline.busy_s()))]
 
     @property
     def busy(self) -> bool:

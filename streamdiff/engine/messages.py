@@ -195,11 +195,12 @@ class Closed:
 
 @dataclass(frozen=True)
 class Measured:
-    """Told with every finished chunk: seconds of work in a chunk of late, and the share of the time each stage was at
-    work (one number per rank; none with one stage)."""
+    """Told with every finished chunk: seconds of work in a chunk of late, the share of the time each stage was at work
+    (one number per rank; none with one stage), and the seconds of it since its process began (one per rank)."""
 
     work_s: float
     occupancy: tuple[float, ...] = ()
+    busy_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -23,6 +24,9 @@ from streamdiff.config import Config
 from streamdiff.engine.bridge import EXIT_CONFIG, EngineClient
 from streamdiff.engine.messages import Failed, Ready, Shutdown
 from streamdiff.errors import ConfigError, EngineFailure
+
+output_log = logging.getLogger("streamdiff.engine.output")
+"""What the engine writes, where the log is JSON; else it goes on to our own standard error as it is."""
 
 _LAST_LINES = 20
 _LINE_CHARACTERS = 2000
@@ -162,17 +166,27 @@ class Supervisor:
         rest = ""
         while data := await process.stdout.read(8192):
             text = decoder.decode(data)
-            with contextlib.suppress(OSError):  # nobody reads our own standard error: go on keeping the last lines
-                sys.stderr.write(text)
-                sys.stderr.flush()
+            self._pass_on(text)
             *lines, rest = (rest + text).split("\n")
-            self._last_lines.extend(line for line in lines if line.strip())
+            self._keep(lines)
             rest = rest[-_LINE_CHARACTERS:]
-        if rest.strip():
-            self._last_lines.append(rest)
+        self._keep([rest])
         code = await process.wait()
         self._client.end(None if self._stopping else Failed(f"the engine ended {_name_exit(code)}{self._lines()}"))
         return code
+
+    def _pass_on(self, text: str) -> None:
+        if self._config.serve.log_format == "text":
+            with contextlib.suppress(OSError):  # nobody reads our own standard error: go on keeping the last lines
+                sys.stderr.write(text)
+                sys.stderr.flush()
+
+    def _keep(self, lines: list[str]) -> None:
+        """Keep whole lines for a last word, and put them into a log of JSON. Mutates: self."""
+        for line in filter(str.strip, lines):
+            self._last_lines.append(line)
+            if self._config.serve.log_format == "json":
+                output_log.info("%s", line)
 
     def _lines(self) -> str:
         if not self._last_lines:

@@ -75,6 +75,11 @@ class Company:
         pairs = zip(self._since, now, strict=True)
         return [(b.busy_s - a.busy_s) / (b.at_s - a.at_s) if b.at_s > a.at_s else 0.0 for a, b in pairs]
 
+    def busy_s(self) -> list[float]:
+        """Seconds that each rank was at work since its process began, as it said last."""
+        beats = [self._watch.beat_of(rank) for rank in range(self.member.ranks)]
+        return [beat.busy_s if beat is not None else 0.0 for beat in beats]
+
     def leave(self) -> None:
         """End the ring: in order where it is whole, else at once."""
         if self._fault is not None or self._watch.fault() is not None:

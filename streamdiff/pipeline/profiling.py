@@ -282,6 +282,9 @@ class ProfiledRuntime:
     def occupancy(self) -> list[float]:
         return self.runtime.occupancy()
 
+    def busy_s(self) -> list[float]:
+        return self.runtime.busy_s()
+
 
 def load_pipeline(config: ModelConfig) -> Runtime | ProfiledRuntime:
     """`load_runtime`, and traced for a while where the configuration names a folder.

@@ -212,6 +212,11 @@ class Runtime:
         """Share of the time since loading that each stage was at work, its decoding included; empty with one stage."""
         return self._company.occupancy() if self._company is not None else []
 
+    def busy_s(self) -> list[float]:
+        """Seconds that each rank was at work since its process began (on a GPU: at handing work to it); with one stage
+        those of the transformer."""
+        return self._company.busy_s() if self._company is not None else [self._ring.worker.busy_s]
+
     def work_s(self) -> float | None:
         """Seconds of work in a chunk, of the latest ones: of the busiest rank, or of all where there is one."""
         shares = self.occupancy()

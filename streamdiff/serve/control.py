@@ -192,7 +192,7 @@ class Allowance:
 # ---- receipts --------------------------------------------------------------------------------------------------------
 
 
-Stage = Literal["accepted", "applied", "shown", "superseded", "refused"]
+Stage = Literal["asked", "accepted", "applied", "shown", "superseded", "refused"]
 
 
 @dataclass(frozen=True)
@@ -259,6 +259,11 @@ class RequestBook:
         entry = _Open(f"r{self._count}", owner, control, now_s)
         self._open.append(entry)
         return entry.request
+
+    @property
+    def unanswered(self) -> int:
+        """Requests that were neither accepted nor refused yet."""
+        return sum(entry.epoch is None for entry in self._open)
 
     def find(self, request: str) -> Control | None:
         """The request of that name, while it is open."""

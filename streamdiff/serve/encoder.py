@@ -120,6 +120,11 @@ class EncoderThread:
             self._waiting.append((picture, pts))
             self._changed.notify()
 
+    @property
+    def waiting(self) -> int:
+        """Pictures that wait."""
+        return len(self._waiting)
+
     def request_key(self) -> None:
         """Make one of the next pictures a key frame."""
         with self._changed:

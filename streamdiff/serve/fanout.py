@@ -14,7 +14,7 @@ from streamdiff import clock
 from streamdiff.serve.bitrate import Governor
 from streamdiff.serve.codecs import Codec, Format
 from streamdiff.serve.encoder import EncoderCounters, EncoderThread
-from streamdiff.serve.metrics import Metrics
+from streamdiff.serve.metrics import Ahead, Metrics
 from streamdiff.serve.pacer import Pacer
 from streamdiff.serve.rate import Rate
 from streamdiff.serve.tracks import Encoded
@@ -44,6 +44,7 @@ class Fanout:
         self._encoders: dict[Codec, EncoderThread] = {}
         self._viewers: dict[Codec, set[Receiver]] = {}
         self._governors: dict[Codec, Governor] = {}
+        self._dropped: dict[Codec, Ahead] = {}
         self._look_s = 0.0
         self._bits: defaultdict[Codec, Rate] = defaultdict(Rate)
 
@@ -58,7 +59,7 @@ class Fanout:
         if codec in self._encoders:
             self.request_key(codec)
             return
-        self._encoders[codec] = EncoderThread(codec, self._format, partial(self._deliver, codec))
+        self._encoders[codec] = self._new_encoder(codec, self._format)
         self._governors[codec] = Governor(self._format.bitrate_bps)
         self._pacer.set_encoders(tuple(self._encoders.values()))
 
@@ -76,11 +77,15 @@ class Fanout:
         """Encode in another format from now on: new encoders, which begin with a key frame. Mutates: self."""
         self._format = fmt
         old = tuple(self._encoders.values())
-        self._encoders = {codec: EncoderThread(codec, fmt, partial(self._deliver, codec)) for codec in self._encoders}
+        self._encoders = {codec: self._new_encoder(codec, fmt) for codec in self._encoders}
         self._pacer.set_encoders(tuple(self._encoders.values()))
         self._governors = {codec: Governor(fmt.bitrate_bps) for codec in self._encoders}
         for encoder in old:
             encoder.stop()
+
+    def _new_encoder(self, codec: Codec, fmt: Format) -> EncoderThread:
+        self._dropped[codec] = Ahead()
+        return EncoderThread(codec, fmt, partial(self._deliver, codec))
 
     def request_key(self, codec: Codec) -> None:
         """A viewer of `codec` can go on only from a key frame."""
@@ -92,6 +97,11 @@ class Fanout:
     def counters(self) -> dict[Codec, EncoderCounters]:
         """What each running encoder has done."""
         return {codec: encoder.counters for codec, encoder in self._encoders.items()}
+
+    @property
+    def waiting(self) -> int:
+        """Pictures that wait to be encoded."""
+        return sum(encoder.waiting for encoder in self._encoders.values())
 
     def stop(self) -> None:
         """End every encoder. Mutates: self."""
@@ -115,6 +125,8 @@ class Fanout:
         self._metrics.encode_s.labels(codec).observe(encoded.encode_s)
         if encoded.key:
             self._metrics.key_frames.labels(codec).inc()
+        if (encoder := self._encoders.get(codec)) is not None:
+            self._metrics.encoder_dropped.labels(codec).inc(self._dropped[codec].more(encoder.counters.dropped))
         for track in self._viewers.get(codec, set()):
             track.put(encoded)
         now_s = clock.monotonic_s()

@@ -21,7 +21,8 @@ from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.serve.access import Tokens
 from streamdiff.serve.capacity import Capacity
 from streamdiff.serve.lifetime import Lifetime
-from streamdiff.serve.metrics import Metrics
+from streamdiff.serve.logs import facts
+from streamdiff.serve.metrics import Metrics, StageMeter
 from streamdiff.serve.session_spec import SessionSpec
 from streamdiff.serve.session_view import SessionView
 
@@ -76,6 +77,7 @@ class Hub:
         """Called when a session ends, before its threads do: closes what its viewers hold."""
         self.capacity = Capacity(ready.chunk_frames, ready.steps, config.serve.load, ready.work_s)
         self._config, self._client, self._metrics = config, client, metrics
+        self._stages = StageMeter(metrics)
         self._places: dict[str, _Place] = {}
         self._gone: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -147,6 +149,8 @@ class Hub:
             if isinstance(error, TimeoutError | EngineFailure):
                 raise NoPlace("engine", "The engine did not open the session.", 5) from error
             raise
+        told = facts(session=view.session, fps=view.fps, steps=view.steps, seed=view.seed)
+        logger.info("Session %s was opened.", view.session, extra=told)
         return view
 
     async def end(self, session: str, reason: str) -> None:
@@ -156,6 +160,7 @@ class Hub:
             return
         view = place.view
         self._remember(session, reason)
+        logger.info("Session %s ends: %s.", session, reason, extra=facts(session=session, reason=reason))
         view.say({"type": "session_ended", "reason": reason})
         await self._drop(view)
         if view.opened:
@@ -188,7 +193,6 @@ class Hub:
         if self.on_end is not None:
             await self.on_end(view, self._gone.get(view.session, "refused"))
         await view.close()
-        self._metrics.forget(view.session)
 
     def _remember(self, session: str, reason: str) -> None:
         self._gone[session] = reason
@@ -234,6 +238,7 @@ class Hub:
                     reason = event.reason
                 case Measured():
                     self.capacity.work_s, self.occupancy = event.work_s, event.occupancy
+                    self._stages.told(event.busy_s)
                 case Ready():
                     pass
                 case _:

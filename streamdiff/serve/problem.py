@@ -22,6 +22,11 @@ class Problem(Exception):
         self.headers = headers or {}
         self.extra = extra
 
+    @property
+    def code(self) -> str:
+        """A word for programs; the status where there is none."""
+        return str(self.extra.get("code", self.status))
+
 
 def respond(problem: Problem) -> JSONResponse:
     """The response that says so."""

@@ -21,6 +21,7 @@ from streamdiff.serve.session_spec import SessionEnded
 from streamdiff.serve.session_view import SessionView
 
 ANSWER_TIMEOUT_S = 5.0
+"""How long a caller waits for the engine's answer before it is told that it comes later."""
 MAX_SOCKETS = 64
 
 
@@ -64,7 +65,8 @@ async def _control(request: Request) -> Response:
         raise bad_control(services, error) from error
     if control.kind == "get":
         return JSONResponse(view.state())
-    return JSONResponse((await carry_out(services, view, control)).message())
+    receipt = await carry_out(services, view, control)
+    return JSONResponse(receipt.message(), status_of([receipt]))
 
 
 def bad_control(services: Services, error: ControlError) -> Problem:
@@ -76,8 +78,13 @@ def bad_control(services: Services, error: ControlError) -> Problem:
     return Problem(status, str(error), headers, code=error.code, field=error.field, id=error.id)
 
 
+def status_of(receipts: list[Receipt]) -> int:
+    """200 when all was accepted, 202 while some is still to come."""
+    return 202 if any(receipt.stage == "asked" for receipt in receipts) else 200
+
+
 async def carry_out(services: Services, view: SessionView, control: Control) -> Receipt:
-    """Have a message obeyed; the receipt says `accepted`.
+    """Have a message obeyed; the receipt says `accepted`, or `asked` when the engine has it and takes its time.
 
     Raises:
         Problem: it was refused (422, 409), the session has ended (410) or the engine (503, 504).
@@ -87,7 +94,8 @@ async def carry_out(services: Services, view: SessionView, control: Control) -> 
     except ControlError as error:
         raise bad_control(services, error) from error
     except TimeoutError as error:
-        raise Problem(504, "The engine did not answer in time; the request may still be carried out.") from error
+        message = f"The engine took no command for {ANSWER_TIMEOUT_S:g} s; this one may still be carried out."
+        raise Problem(504, message, code="engine") from error
     except SessionEnded as error:
         raise Problem(410, "The session has ended.", code="ended") from error
     except EngineFailure as error:
@@ -108,6 +116,7 @@ async def _socket(socket: WebSocket) -> None:
         view = services.running_view(socket)
         may_control = services.may_control(socket, view)
     except Problem as problem:
+        services.metrics.sockets_refused.labels(problem.code).inc()
         await socket.send_denial_response(respond(problem))
         return
     services.sockets += 1

@@ -41,6 +41,5 @@ async def _readyz(request: Request) -> Response:
 async def _metrics(request: Request) -> Response:
     services = services_of(request)
     services.require(request, Role.VIEWER)
-    for view in services.hub.views:
-        view.stats()
+    services.measure()
     return Response(services.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -14,7 +14,7 @@ from streamdiff.serve.access import Role
 from streamdiff.serve.control import MAX_BODY_BYTES, Control, Kind
 from streamdiff.serve.hub import NoPlace
 from streamdiff.serve.problem import Problem, media_type, read_body
-from streamdiff.serve.routes_control import carry_out
+from streamdiff.serve.routes_control import carry_out, status_of
 from streamdiff.serve.schema import (
     CapacityInfo,
     NewSession,
@@ -28,7 +28,7 @@ from streamdiff.serve.schema import (
     prompt_of,
     read,
 )
-from streamdiff.serve.services import Services, services_of
+from streamdiff.serve.services import Services, refusals, services_of
 from streamdiff.serve.session_spec import SessionSpec
 from streamdiff.serve.session_view import SessionView
 
@@ -45,13 +45,16 @@ def router() -> APIRouter:
     routes.add_api_route(one, _show, methods=["GET"], response_model=SessionInfo, summary="One session")
     routes.add_api_route(
         one, _change, methods=["PATCH"], response_model=Receipts, summary="Change it while it plays",
-        openapi_extra=_body(SessionChange),
+        openapi_extra=_body(SessionChange), responses={202: _LATER},
     )  # fmt: skip
     routes.add_api_route(one, _end, methods=["DELETE"], status_code=200, summary="End it")
     for kind, says in (("pause", "Hold it"), ("resume", "Let it go on"), ("reset", "Begin afresh")):
         act = _act(kind)  # type: ignore[arg-type]
         name = f"{kind}_session"
-        routes.add_api_route(f"{one}/{kind}", act, methods=["POST"], response_model=Receipts, summary=says, name=name)
+        routes.add_api_route(
+            f"{one}/{kind}", act, methods=["POST"], response_model=Receipts, summary=says, name=name,
+            responses={202: _LATER},
+        )  # fmt: skip
     return routes
 
 
@@ -60,6 +63,10 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
     404: {"description": "No such session", **_PROBLEM},
     410: {"description": "It has ended; `reason` says why", **_PROBLEM},
     422: {"description": "A field is wrong; `field` names it", **_PROBLEM},
+}
+_LATER: dict[str, Any] = {
+    "description": "The engine has it and carries it out later; a receipt says `asked`. GET shows what holds by then",
+    "model": Receipts,
 }
 _NO_PLACE = {
     "description": "No place: `code` is time, memory, draining or engine; Retry-After says when to ask again",
@@ -126,6 +133,11 @@ async def _list(request: Request) -> SessionList:
 
 async def _open(request: Request) -> Response:
     services = services_of(request)
+    with refusals(services.metrics.refused):
+        return await _open_here(services, request)
+
+
+async def _open_here(services: Services, request: Request) -> Response:
     services.require(request, Role.CONTROLLER)
     services.limit(request)
     wanted = read(NewSession, await _read(request))
@@ -141,7 +153,6 @@ async def _open(request: Request) -> Response:
     try:
         view = await services.hub.open(spec)
     except NoPlace as error:
-        services.metrics.refused.labels(error.code).inc()
         raise Problem(503, str(error), {"Retry-After": str(error.retry_after_s)}, code=error.code) from error
     except RequestError as error:
         raise Problem(422, str(error), code="refused", field=error.field) from error
@@ -156,25 +167,27 @@ async def _show(request: Request, session: str) -> SessionInfo:
     return info_of(services, services.view(request))
 
 
-async def _change(request: Request, session: str) -> Receipts:
+async def _change(request: Request, response: Response, session: str) -> Receipts:
     services = services_of(request)
     change = read(SessionChange, await _read(request))
     view = services.controlled_view(request)
     controls = controls_of(change, view.steps)
-    return await _obey(services, view, controls)
+    return await _obey(services, view, controls, response)
 
 
-async def _obey(services: Services, view: SessionView, controls: list[Control]) -> Receipts:
-    receipts = [(await carry_out(services, view, control)).message() for control in controls]
+async def _obey(services: Services, view: SessionView, controls: list[Control], response: Response) -> Receipts:
+    """Have all obeyed, in order; the response's status says whether some is still to come. Mutates: response."""
+    receipts = [await carry_out(services, view, control) for control in controls]
     if view.closed:
         raise Problem(410, "The session has ended.", code="ended")
-    return Receipts(receipts=receipts, session=info_of(services, view))
+    response.status_code = status_of(receipts)
+    return Receipts(receipts=[receipt.message() for receipt in receipts], session=info_of(services, view))
 
 
 def _act(kind: Kind) -> Any:
-    async def act(request: Request, session: str) -> Receipts:
+    async def act(request: Request, response: Response, session: str) -> Receipts:
         services = services_of(request)
-        return await _obey(services, services.controlled_view(request), [Control(kind)])
+        return await _obey(services, services.controlled_view(request), [Control(kind)], response)
 
     return act
 

@@ -13,7 +13,7 @@ from streamdiff.config import IceServer
 from streamdiff.serve.access import Role
 from streamdiff.serve.problem import Problem, media_type, read_body
 from streamdiff.serve.sdp import MAX_SDP_BYTES
-from streamdiff.serve.services import services_of
+from streamdiff.serve.services import Services, refusals, services_of
 
 SDP_TYPE = "application/sdp"
 TRICKLE_TYPE = "application/trickle-ice-sdpfrag"
@@ -59,6 +59,11 @@ async def _describe() -> Response:
 
 async def _post(request: Request) -> Response:
     services = services_of(request)
+    with refusals(services.metrics.viewers_refused):
+        return await _connect(services, request)
+
+
+async def _connect(services: Services, request: Request) -> Response:
     if media_type(request) != SDP_TYPE:
         raise Problem(415, f"An offer is {SDP_TYPE}.", {"Accept-Post": SDP_TYPE})
     offer = _text(await read_body(request, MAX_SDP_BYTES))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import logging
 import os
 import signal
 import socket
@@ -27,11 +26,11 @@ from streamdiff.engine.bridge import EngineClient
 from streamdiff.engine.messages import Ready
 from streamdiff.engine.supervisor import EngineProcess, Supervisor
 from streamdiff.errors import ConfigError, EngineFailure, StreamdiffError
+from streamdiff.serve import logs
 from streamdiff.serve.access import Tokens, read_tokens
 from streamdiff.serve.app import create_app
 from streamdiff.serve.control import MAX_MESSAGE_BYTES
 from streamdiff.serve.services import Services
-from streamdiff.serve.session_view import prompt_log
 
 EXIT_OK, EXIT_ENGINE, EXIT_USAGE = 0, 1, 2
 SOCKET_OPTIONS: dict[str, Any] = {
@@ -70,14 +69,16 @@ def run(config: Config, *, supervise: Callable[[Config], EngineProcess] = Superv
     0: asked to end. 1: the engine could not start or ended by itself. 2: a setting that cannot be used, for example
     a port that is taken; one line on standard error says which. `supervise` makes the engine's supervisor.
     """
+    with logs.written(config.serve):
+        return _run(config, supervise)
+
+
+def _run(config: Config, supervise: Callable[[Config], EngineProcess]) -> int:
     try:
         tokens = read_tokens(config.serve)
         listener = _listen(config.serve.host, config.serve.port)
     except StreamdiffError as error:
         return _complain(error, EXIT_USAGE)
-    if config.serve.log_prompts:
-        prompt_log.addHandler(logging.StreamHandler())
-        prompt_log.setLevel(logging.INFO)
     with listener:
         try:
             _check_exposed(config.serve, listener, tokens)
@@ -89,7 +90,7 @@ def run(config: Config, *, supervise: Callable[[Config], EngineProcess] = Superv
 
 
 def _complain(error: StreamdiffError, code: int) -> int:
-    print(f"streamdiff: {error}", file=sys.stderr)
+    logs.complains.error("%s", error)
     return code
 
 
@@ -170,7 +171,7 @@ async def _serve(config: Config, listener: socket.socket, supervise: Callable[[C
 
 async def _start_engine(config: Config, supervisor: EngineProcess, asked: _Asked) -> EngineClient | None:
     """Start the engine; None when the user asked to end before it was ready."""
-    print(f"streamdiff: loading the model {config.model.name!r} ...", flush=True)
+    logs.says.info("loading the model %r ...", config.model.name)
     starting = asyncio.create_task(supervisor.start())
     asking = asyncio.create_task(asked.ever.wait())
     await asyncio.wait({starting, asking}, return_when=asyncio.FIRST_COMPLETED)
@@ -190,6 +191,7 @@ async def _serve_engine(
     server = _Server(
         uvicorn.Config(
             app,
+            log_config=None,  # it writes as we do
             log_level="warning",
             access_log=False,
             lifespan="on",
@@ -227,7 +229,7 @@ async def _drain(services: Services, limit_s: float, asked: _Asked) -> None:
     services.hub.draining = True
     end_s = clock.monotonic_s() + limit_s
     if services.viewers.count and limit_s > 0 and not asked.now.is_set():
-        print(f"streamdiff: ends when the viewers have left, in {limit_s:g} s at the latest", flush=True)
+        logs.says.info("ends when the viewers have left, in %g s at the latest", limit_s)
     while services.viewers.count and clock.monotonic_s() < end_s and not asked.now.is_set():
         await asyncio.sleep(DRAIN_LOOK_S)
 
@@ -235,16 +237,16 @@ async def _drain(services: Services, limit_s: float, asked: _Asked) -> None:
 def _announce(config: Config, listener: socket.socket, ready: Ready) -> None:
     url = address_of(listener)
     size = f"{ready.width}x{ready.height}"
-    print(f"streamdiff: {ready.model} on {ready.device}, {size}, {config.playback.fps:g} frames per second")
+    logs.says.info("%s on %s, %s, %g frames per second", ready.model, ready.device, size, config.playback.fps)
     if not _is_loopback(listener):
         serve = config.serve
         others = "all who reach this machine can watch and steer"
         if serve.control_token_file is not None:
             others = "who reaches this machine can watch" if serve.view_token_file is None else "others need a token"
-        print(f"streamdiff: listening on {serve.host}: {others}")
+        logs.says.info("listening on %s: %s", serve.host, others)
     if config.serve.control_token_file is not None:
-        print(f"streamdiff: steering takes the token in {config.serve.control_token_file}: open {url}#token=TOKEN")
-    print(f"streamdiff: open {url} (Ctrl-C ends)", flush=True)
+        logs.says.info("steering takes the token in %s: open %s#token=TOKEN", config.serve.control_token_file, url)
+    logs.says.info("open %s (Ctrl-C ends)", url, extra=logs.facts(url=url))
     if config.serve.open_browser and _has_display():
         _open_browser(url)
 

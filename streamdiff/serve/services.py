@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
+from prometheus_client import Counter
 from starlette.requests import HTTPConnection
 
 from streamdiff import clock
@@ -48,6 +50,16 @@ class Services:
         self.viewers = Viewers(config.serve.max_viewers, self.codecs, self.metrics, config.serve.ice_servers)
         self.hub.on_end = self.viewers.end_session
         self.outputs = Outputs(targets, lambda: self.hub.view(DEFAULT_SESSION), self.metrics)
+
+    def measure(self) -> None:
+        """Bring what is not counted where it happens into the metrics."""
+        for view in self.hub.views:
+            view.measure()
+        self.viewers.measure()
+        room = self.hub.room()
+        self.metrics.room.set(float("nan") if room is None else room)
+        self.metrics.engine_up.set(self.hub.failed is None)
+        self.metrics.sockets.set(self.sockets)
 
     def role(self, request: HTTPConnection, view: SessionView | None = None) -> Role:
         """What a caller may do with a session, or with the server."""
@@ -97,9 +109,13 @@ class Services:
         Raises:
             Problem: 404, 410, 401, 403, 429, 503.
         """
-        self.limit(request)
-        view = self.running_view(request)
-        self.require(request, Role.CONTROLLER, view)
+        try:
+            self.limit(request)
+            view = self.running_view(request)
+            self.require(request, Role.CONTROLLER, view)
+        except Problem as problem:
+            self.metrics.controls.labels("any", problem.code).inc()
+            raise
         return view
 
     def running_view(self, request: HTTPConnection) -> SessionView:
@@ -129,6 +145,16 @@ def _token_of(request: HTTPConnection) -> str | None:
     offered: list[str] = request.scope.get("subprotocols", [])
     shown = [each.removeprefix(TOKEN_PROTOCOL) for each in offered if each.startswith(TOKEN_PROTOCOL)]
     return shown[0] if shown else None
+
+
+@contextlib.contextmanager
+def refusals(counter: Counter) -> Iterator[None]:
+    """Count every Problem that is raised inside by its reason; it goes on."""
+    try:
+        yield
+    except Problem as problem:
+        counter.labels(problem.code).inc()
+        raise
 
 
 def services_of(request: HTTPConnection) -> Services:

@@ -6,7 +6,6 @@ Lives on the event loop. Knows nothing about HTTP, SDP or peer connections: a vi
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -37,13 +36,11 @@ from streamdiff.serve.access import Tokens
 from streamdiff.serve.codecs import H264_LIBRARY, Format
 from streamdiff.serve.control import Control, ControlError, Receipt, RequestBook
 from streamdiff.serve.fanout import Fanout
+from streamdiff.serve.logs import facts, prompt_log
 from streamdiff.serve.metrics import Metrics
 from streamdiff.serve.pacer import Pacer
-from streamdiff.serve.rate import Rate
+from streamdiff.serve.session_meter import SessionMeter
 from streamdiff.serve.session_spec import SessionEnded, SessionSpec
-
-prompt_log = logging.getLogger("streamdiff.prompts")
-"""Where prompts are written, if that is asked for; see `server.run`."""
 
 Mailbox = Callable[[dict[str, Any]], None]
 
@@ -77,7 +74,7 @@ class SessionView:
         self.opened = False
         self.closed = False
         self._send = send
-        self._metrics = metrics
+        self._meter = SessionMeter(metrics, session)
         self._loop = asyncio.get_running_loop()
         self._may_play = may_play
         self._log_prompts = config.serve.log_prompts
@@ -91,9 +88,6 @@ class SessionView:
         self._book = RequestBook()
         self._answers: dict[str, asyncio.Future[Receipt]] = {}
         self._mailboxes: dict[str, Mailbox] = {}
-        self._made, self._shown = Rate(), Rate()
-        self._chunk_s: float | None = None
-        self._lag_s: float | None = None
         self._last_made_s = clock.monotonic_s()
         self._latest_shown: tuple[int, int] | None = None
         self._moved = asyncio.Event()
@@ -118,12 +112,13 @@ class SessionView:
     async def ask_open(self) -> None:
         """Ask the engine for the session."""
         self._log(self.prompt)
+        self._meter.asked(clock.monotonic_s())
         command = Open(self.session, self.prompt, self.seed, self.steps, self.kv_context, self._lead_frames())
         await self._send(command)
 
     def _log(self, prompt: str) -> None:
         if self._log_prompts:
-            prompt_log.info("session %s: prompt %r", self.session, prompt)
+            prompt_log.info("session %s: prompt %r", self.session, prompt, extra=facts(session=self.session))
 
     async def wait_open(self, timeout_s: float) -> None:
         """Wait until the engine has opened it.
@@ -167,14 +162,9 @@ class SessionView:
                 pass
 
     def _take_frames(self, batch: FrameBatch, now_s: float) -> None:
-        count = len(batch.pictures)
         self._pacer.push(batch.first, batch.pictures, batch.epoch)
         self._last_made_s = now_s
-        self._made.add(count, now_s)
-        self._metrics.made.labels(self.session).inc(count)
-        if batch.chunk_s is not None:
-            self._chunk_s = batch.chunk_s
-            self._metrics.chunk_s.labels(self.session).observe(batch.chunk_s)
+        self._meter.made(len(batch.pictures), batch.chunk_s, now_s)
 
     def _take_accepted(self, event: Accepted, now_s: float) -> None:
         control = self._book.find(event.request)
@@ -196,8 +186,7 @@ class SessionView:
     def _take_shown(self, frame: int, epoch: int, pts: int) -> None:
         now_s = clock.monotonic_s()
         self._latest_shown = (frame, epoch)
-        self._shown.add(1, now_s)
-        self._metrics.shown.labels(self.session).inc()
+        self._meter.shown(now_s)
         self._tell(self._book.shown(frame, epoch, now_s, pts))
         self._moved.set()
 
@@ -252,20 +241,26 @@ class SessionView:
         return request
 
     async def control_and_wait(self, control: Control, owner: str, timeout_s: float) -> Receipt:
-        """Like `control`, and wait for the engine's answer: a receipt `accepted` or `refused`.
+        """Like `control`, and wait for the engine's answer: a receipt `accepted` or `refused`; `asked` when it has not
+        answered after `timeout_s`, as while a large text encoder reads the prompt: it will be carried out later.
 
         Raises:
-            TimeoutError: the engine did not answer in time; the request may still be carried out.
+            TimeoutError: the engine took no command in that time.
             ControlError: see `control`.
             EngineFailure: the engine has ended.
             SessionEnded: the session has.
         """
         answer: asyncio.Future[Receipt] = self._loop.create_future()
         self._answers[owner] = answer
+        request = ""
         try:
             async with asyncio.timeout(timeout_s):
-                await self.control(control, owner)
+                request = await self.control(control, owner)
                 return await answer
+        except TimeoutError:
+            if not request:
+                raise
+            return Receipt(request, owner, control.id, control.kind, "asked", timeout_s)
         finally:
             del self._answers[owner]
 
@@ -305,11 +300,7 @@ class SessionView:
 
     def _tell(self, receipts: list[Receipt]) -> None:
         for receipt in receipts:
-            if receipt.stage == "shown":
-                self._lag_s = receipt.lag_s
-                self._metrics.request_lag_s.labels(receipt.kind).observe(receipt.lag_s)
-            if receipt.stage in ("accepted", "refused") and receipt.kind in ("prompt", "reset"):
-                self._metrics.controls.labels(receipt.kind, receipt.stage).inc()
+            self._meter.receipt(receipt.kind, receipt.stage, receipt.lag_s)
             answer = self._answers.get(receipt.owner)
             if answer is not None and not answer.done() and receipt.stage in ("accepted", "refused"):
                 answer.set_result(receipt)
@@ -338,17 +329,11 @@ class SessionView:
         """Live figures, JSON-able; None where nothing was measured yet."""
         now_s = clock.monotonic_s()
         progress = self._pacer.progress()
-        self._metrics.repeated.labels(self.session).set(progress.repeated)
-        self._metrics.dropped.labels(self.session).set(progress.dropped)
-        self._metrics.buffered.labels(self.session).set(progress.buffered)
         encoders = self.fanout.counters()
         return {
             "type": "stats",
             "frame": progress.frame,
-            "shown_fps": round(self._shown.per_s(now_s), 1),
-            "made_fps": round(self._made.per_s(now_s), 1),
-            "chunk_ms": None if self._chunk_s is None else round(self._chunk_s * 1000),
-            "prompt_lag_ms": None if self._lag_s is None else round(self._lag_s * 1000),
+            **self._meter.figures(now_s),
             "buffered": progress.buffered,
             "repeated": progress.repeated,
             "dropped": progress.dropped,
@@ -356,6 +341,17 @@ class SessionView:
             "encoder_dropped": sum(counters.dropped for counters in encoders.values()),
             "stalled": self.stalled_s() > 2.0,
         }
+
+    def measure(self) -> None:
+        """Bring what is not counted where it happens into the metrics."""
+        progress = self._pacer.progress()
+        self._meter.look(
+            repeated=progress.repeated,
+            dropped=progress.dropped,
+            buffered=progress.buffered,
+            unanswered=self._book.unanswered,
+            encoding=self.fanout.waiting,
+        )
 
     def state(self) -> dict[str, Any]:
         """Everything a page needs to draw itself, JSON-able."""
@@ -389,3 +385,4 @@ class SessionView:
         await asyncio.gather(self._reporting, return_exceptions=True)
         self.fanout.stop()
         self._pacer.stop()
+        self._meter.end()

@@ -84,14 +84,21 @@ class ViewerTrack(MediaStreamTrack):
 
     kind = "video"
 
-    def __init__(self, on_start: Callable[[ViewerTrack], None], on_need_key: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        on_start: Callable[[ViewerTrack], None],
+        on_need_key: Callable[[], None],
+        on_first: Callable[[float], None] = lambda since_s: None,
+    ) -> None:
+        """`on_first` is told, once, how long after the track was made its first packet went out."""
         super().__init__()
+        self._on_first = on_first
         self._on_start: Callable[[ViewerTrack], None] | None = on_start
         self._on_need_key = on_need_key
         self._queue = PacketQueue()
         self._arrived = asyncio.Event()
         self._idle = True
-        self._asked_s = clock.monotonic_s()
+        self._asked_s = self._made_s = clock.monotonic_s()
         self._heard_s = self._asked_s
         self._started_s: float | None = None
         self._estimate = (float("-inf"), 0)
@@ -102,6 +109,11 @@ class ViewerTrack(MediaStreamTrack):
     def dropped(self) -> int:
         """Encoded frames this viewer did not get."""
         return self._queue.dropped
+
+    @property
+    def waiting(self) -> int:
+        """Encoded frames that wait for this viewer."""
+        return len(self._queue)
 
     def heard(self, loss: float | None, now_s: float) -> None:
         """The viewer reported, perhaps which share of the packets it lost. Mutates: self."""
@@ -148,6 +160,8 @@ class ViewerTrack(MediaStreamTrack):
             if encoded is not None:
                 self.sent += 1
                 self._idle, self._asked_s = False, clock.monotonic_s()
+                if self.sent == 1:
+                    self._on_first(self._asked_s - self._made_s)
                 return encoded.packet
             self._arrived.clear()
             await self._arrived.wait()

@@ -27,7 +27,8 @@ from streamdiff.serve import aiortc_compat
 from streamdiff.serve.channel import ControlChannel
 from streamdiff.serve.codecs import Codec
 from streamdiff.serve.control import Allowance
-from streamdiff.serve.metrics import Metrics
+from streamdiff.serve.logs import facts
+from streamdiff.serve.metrics import Ahead, Metrics
 from streamdiff.serve.problem import Problem
 from streamdiff.serve.sdp import MAX_CANDIDATES, SdpError, check_offer, parse_trickle, username_of, video_codecs_of
 from streamdiff.serve.session_view import SessionView
@@ -67,6 +68,7 @@ class Viewer:
     track: ViewerTrack | None = None
     channel: ControlChannel | None = None
     timeout: asyncio.TimerHandle | None = field(default=None, repr=False)
+    drops: Ahead = field(default_factory=Ahead)
     key_wishes: Allowance = field(default_factory=lambda: Allowance(KEY_WISHES_PER_S, KEY_WISH_BURST))
 
 
@@ -93,6 +95,13 @@ class Viewers:
         """Viewers, those still connecting included."""
         return len(self._viewers) + self._reserved
 
+    def measure(self) -> None:
+        """Bring what is not counted where it happens into the metrics. Mutates: self."""
+        viewers = [(viewer, viewer.track) for viewer in self._viewers.values() if viewer.track is not None]
+        self._metrics.viewer_waiting.set(max((track.waiting for _, track in viewers), default=0))
+        for viewer, track in viewers:
+            self._metrics.viewer_dropped.inc(viewer.drops.more(track.dropped))
+
     async def create(
         self, view: SessionView, offer: str, address: str, codec: str | None, may_control: bool = True
     ) -> tuple[str, str]:
@@ -105,15 +114,16 @@ class Viewers:
         try:
             checked = check_offer(offer)
         except SdpError as error:
-            raise Problem(422 if error.unsatisfiable else 400, str(error)) from error
+            raise Problem(422 if error.unsatisfiable else 400, str(error), code="offer") from error
         if not video_codecs_of(checked) & set(wanted):
             names = " or ".join(codec.upper() for codec in wanted)
-            raise Problem(422, f"The offer has no video codec that is sent here: offer {names}.")
+            raise Problem(422, f"The offer has no video codec that is sent here: offer {names}.", code="codec")
         if self.count >= self._limit:
             message = f"All {self._limit} places are taken. Try again in a moment, or raise serve.max_viewers."
-            raise Problem(503, message, {"Retry-After": str(RETRY_AFTER_S)})
+            raise Problem(503, message, {"Retry-After": str(RETRY_AFTER_S)}, code="viewers")
         if not self._allowance(address).take(clock.monotonic_s()):
-            raise Problem(429, "Too many connections in a short time from one address.", {"Retry-After": "1"})
+            message = "Too many connections in a short time from one address."
+            raise Problem(429, message, {"Retry-After": "1"}, code="rate")
         # From here to the registration below there are awaits: the place is taken before the first of them.
         self._reserved += 1
         self._count()
@@ -182,15 +192,16 @@ class Viewers:
     ) -> tuple[str, str]:
         pc = RTCPeerConnection(RTCConfiguration(iceServers=self._ice))
         viewer = Viewer(secrets.token_urlsafe(24), view, pc, may_control, username_of(offer))
-        viewer.track = ViewerTrack(lambda track: self._started(viewer, track), lambda: self._need_key(viewer))
+        first = self._metrics.viewer_first_s.observe
+        viewer.track = ViewerTrack(lambda track: self._started(viewer, track), lambda: self._need_key(viewer), first)
         pc.on("connectionstatechange", lambda: self._state_changed(viewer))
         pc.on("datachannel", lambda channel: self._channel_opened(viewer, channel))
         try:
             answer = await self._negotiate(viewer, offer, wanted)
         except aiortc_compat.OFFER_ERRORS as error:
             await pc.close()
-            logger.info("An offer was refused: %s: %s", type(error).__name__, error)
-            raise Problem(422, f"The offer cannot be answered: {_first_line(error)}") from error
+            logger.debug("An offer was refused: %s: %s", type(error).__name__, error)
+            raise Problem(422, f"The offer cannot be answered: {_first_line(error)}", code="offer") from error
         except BaseException:
             await pc.close()
             raise
@@ -198,6 +209,7 @@ class Viewers:
             await pc.close()
             raise Problem(410, f"The session {view.session!r} has ended.", code="ended")
         self._viewers[viewer.id] = viewer
+        logger.info("A viewer joins session %s.", view.session, extra=_told(viewer))
         viewer.timeout = asyncio.get_running_loop().call_later(CONNECT_TIMEOUT_S, self._timed_out, viewer)
         if self._looking is None:
             self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
@@ -288,8 +300,9 @@ class Viewers:
             viewer.channel.close()
         if viewer.track is not None and viewer.codec is not None:
             viewer.view.fanout.detach(viewer.codec, viewer.track)
-            self._metrics.viewer_dropped.inc(viewer.track.dropped)
+            self._metrics.viewer_dropped.inc(viewer.drops.more(viewer.track.dropped))
         self._metrics.viewers_ended.labels(end).inc()
+        logger.info("A viewer has left: %s.", end, extra=_told(viewer, end=end))
         self._count()
         try:
             # It says good-bye to the viewer first; where nothing gets away, that would take for ever.
@@ -305,7 +318,8 @@ class Viewers:
             return self._codecs
         found = tuple(known for known in self._codecs if known == codec.lower())
         if not found:
-            raise Problem(422, f"The codec {codec[:20]!r} is not offered; this server has {', '.join(self._codecs)}.")
+            known = ", ".join(self._codecs)
+            raise Problem(422, f"The codec {codec[:20]!r} is not offered; this server has {known}.", code="codec")
         return found
 
     def _allowance(self, address: str) -> Allowance:
@@ -321,6 +335,11 @@ def _preferences(wanted: tuple[Codec, ...]) -> list[Any]:
     known = RTCRtpSender.getCapabilities("video").codecs
     ordered = [each for codec in wanted for each in known if _MIME.get(each.mimeType.lower()) == codec]
     return ordered + [each for each in known if each.mimeType.lower() == "video/rtx"]
+
+
+def _told(viewer: Viewer, **more: object) -> dict[str, Any]:
+    """For the log. Whoever knows a viewer's id can end it: only its beginning is told."""
+    return facts(session=viewer.view.session, viewer=viewer.id[:6], codec=viewer.codec, **more)
 
 
 def _network(viewer: Viewer) -> str:

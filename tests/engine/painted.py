@@ -200,6 +200,9 @@ class PaintedPipeline:
     def occupancy(self) -> list[float]:
         return []
 
+    def busy_s(self) -> list[float]:
+        return [0.0]
+
     def work_s(self) -> float | None:
         return None
 

@@ -15,7 +15,7 @@ import pytest
 
 from streamdiff.config import Config, ModelConfig
 from streamdiff.engine.bridge import EngineClient
-from streamdiff.engine.messages import Failed, FrameBatch, Open, Shown
+from streamdiff.engine.messages import Failed, FrameBatch, Measured, Open, Shown
 from streamdiff.engine.supervisor import Supervisor
 from streamdiff.errors import ConfigError
 
@@ -78,6 +78,9 @@ async def test_ranks_stream_and_end_together(folder: Path) -> None:
     async with ring(folder) as (client, processes):
         assert len(processes) == 1 + STAGES
         assert await watch(client, 4) == ""
+        async with asyncio.timeout(LIMIT_S):
+            told = await anext(event async for event in client.events() if isinstance(event, Measured))
+        assert len(told.busy_s) == STAGES and min(told.busy_s) > 0
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ class InMemoryClient:
         self._lock = threading.Condition()
         self._commands: list[Command] = []
         self._stopping = False
+        self._held = False
         self.ready: Ready = self._engine.ready()
         self.sent: list[Command] = []
         self._thread = threading.Thread(target=self._run)
@@ -43,8 +44,7 @@ class InMemoryClient:
     def _run(self) -> None:
         while not self._stopping:
             with self._lock:
-                if not self._commands and not self._engine.busy:
-                    self._lock.wait()
+                self._lock.wait_for(lambda: self._stopping or (not self._held and self.busy))
                 commands, self._commands = self._commands, []
             events = [event for command in commands for event in self._engine.handle(command)]
             events += self._engine.step()
@@ -60,6 +60,20 @@ class InMemoryClient:
     async def events(self) -> AsyncIterator[Event]:
         while (event := await self._events.get()) is not None:
             yield event
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Meanwhile the engine takes no command."""
+        self._hold(True)
+        try:
+            yield
+        finally:
+            self._hold(False)
+
+    def _hold(self, held: bool) -> None:
+        with self._lock:
+            self._held = held
+            self._lock.notify()
 
     async def inject(self, event: Event | None) -> None:
         """As if the engine had said it; None: it ends."""

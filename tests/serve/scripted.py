@@ -170,6 +170,9 @@ class Painter:
     def occupancy(self) -> list[float]:
         return []
 
+    def busy_s(self) -> list[float]:
+        return [self._made * self.chunk_s]
+
     def work_s(self) -> float | None:
         return self.chunk_s
 
@@ -201,6 +204,7 @@ def main() -> int:
     parser.add_argument("--drain-s", type=float, default=0.0)
     parser.add_argument("--insecure", action="store_true")
     parser.add_argument("--log-prompts", action="store_true")
+    parser.add_argument("--log-format", default="text")
     parser.add_argument("--no-browser", action="store_true")
     arguments = parser.parse_args()
     serve = ServeConfig(
@@ -213,6 +217,7 @@ def main() -> int:
         drain_s=arguments.drain_s,
         insecure=arguments.insecure,
         log_prompts=arguments.log_prompts,
+        log_format=arguments.log_format,
         open_browser=not arguments.no_browser,
     )
     config = Config(serve=serve, playback=PlaybackConfig(), model=ModelConfig(name=arguments.name))

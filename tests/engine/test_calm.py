@@ -1,0 +1,43 @@
+"""The engine writes nothing while it works: ten thousand micro-steps leave not a line."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from streamdiff.config import ModelConfig
+from streamdiff.engine.engine import Engine
+from streamdiff.engine.messages import Event, FrameBatch, Open, SetPrompt, Shown
+from streamdiff.pipeline.runtime import Runtime
+from tests.small import BLUE, CPU, RED, small_model
+
+pytestmark = pytest.mark.slow
+
+MICRO_STEPS = 10_000
+
+
+def test_ten_thousand_micro_steps_print_nothing(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    model = small_model(6, layers=1)
+    runtime = Runtime(model, CPU, steps=2)
+    engine = Engine(runtime, ModelConfig(steps=2), 3 * model.spec.chunk_frames)
+
+    def take(events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, FrameBatch):
+                engine.handle(Shown("one", event.first + len(event.pictures)))
+
+    take(engine.handle(Open("one", RED)))
+    changed = 0
+    while runtime.ring.worker.done < MICRO_STEPS:
+        take(engine.step(5.0))
+        if runtime.ring.worker.done // 500 > changed:
+            changed += 1
+            take(engine.handle(SetPrompt("one", (RED, BLUE)[changed % 2])))
+    engine.close()
+    assert changed > 10
+    assert capfd.readouterr() == ("", "")
+    assert not caplog.records

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent import futures
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from streamdiff.config import ModelConfig
 from streamdiff.engine.contract import Made, Pipeline, Reading
 from streamdiff.engine.messages import (
+    SWITCHES,
     Close,
     Closed,
     Command,
@@ -222,7 +224,16 @@ class Engine:
             steps=steps,
             kv_context=kv_context,
         )
-        return session, self._carry_out(slot, session.open(reading.notice))
+        return session, self._carry_out(slot, session.open(reading.notice, self._switches(slot)))
+
+    def _switches(self, slot: int) -> tuple[str, ...]:
+        """What a new prompt may do to the past of an open session, as the pipeline says."""
+        possible = []
+        for switch in SWITCHES:
+            with suppress(RequestError):
+                self._pipeline.check_switch(slot, switch)
+                possible.append(switch)
+        return tuple(possible)
 
     def _choice(self, command: Open) -> tuple[int, str]:
         """Steps and KV context of a session."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Pictures = NDArray[np.uint8]
-SWITCHES = ("keep", "recache", "flush", "reset")
+SWITCHES: tuple[str, ...] = ("keep", "recache", "flush", "reset")
 """What a new prompt does to the past: all of it stays as it was cached; it is cached again under the new prompt; only
 the oldest chunks that always stay (the sink) are kept; or the stream begins afresh."""
 
@@ -129,12 +129,14 @@ class Ready:
 
 @dataclass(frozen=True)
 class Opened:
-    """`text` is the prompt as the model was given it; `notice` a friendly remark for the page, or empty."""
+    """`text` is the prompt as the model was given it; `notice` a friendly remark for the page, or empty. `switches`:
+    those of SWITCHES that this session's KV context can do."""
 
     session: str
     epoch: int
     text: str
     notice: str = ""
+    switches: tuple[str, ...] = SWITCHES
 
 
 @dataclass(frozen=True)

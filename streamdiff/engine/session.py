@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from streamdiff.engine.messages import Accepted, Applied, Closed, Event, FrameBatch, Opened
+from streamdiff.engine.messages import SWITCHES, Accepted, Applied, Closed, Event, FrameBatch, Opened
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ class Session:
         """How many more frames may come now."""
         return self._lead_frames - (self._made_frames - self._shown_frames)
 
-    def open(self, notice: str = "") -> list[Output]:
-        """Begin: the pipeline has opened the stream with this session's text, seed and epoch."""
-        return [Allow(self.room_frames), Opened(self.name, self.epoch, self.text, notice)]
+    def open(self, notice: str = "", switches: tuple[str, ...] = SWITCHES) -> list[Output]:
+        """Begin: the pipeline has opened the stream with this session's text, seed and epoch; it can do `switches`."""
+        return [Allow(self.room_frames), Opened(self.name, self.epoch, self.text, notice, switches)]
 
     def set_prompt(self, text: str, notice: str, request: str, switch: str = "keep") -> list[Output]:
         """Take a prompt; `take_prompt` gives it to the pipeline, unless a later one comes first. With `switch` "reset"

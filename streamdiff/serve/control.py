@@ -198,7 +198,8 @@ Stage = Literal["asked", "accepted", "applied", "shown", "superseded", "refused"
 @dataclass(frozen=True)
 class Receipt:
     """How far a request has come. `lag_s` counts from its arrival; `frame` is the first frame that obeys it, of chunk
-    `chunk`, and `pts` its presentation time on the stream's media clock, in 90 kHz ticks."""
+    `chunk`, and `pts` its presentation time on the stream's media clock, in 90 kHz ticks. `switch` is what a
+    prompt does to the past."""
 
     request: str
     owner: str
@@ -214,6 +215,7 @@ class Receipt:
     notice: str = ""
     field: str = ""
     reason: str = ""
+    switch: str = ""
 
     def message(self) -> dict[str, Any]:
         """The JSON message for viewers: without what is unset, and without who asked."""
@@ -228,6 +230,7 @@ class Receipt:
             "notice": self.notice or None,
             "field": self.field or None,
             "reason": self.reason or None,
+            "switch": self.switch or None,
         }
         return body | {name: value for name, value in optional.items() if value is not None}
 
@@ -320,4 +323,5 @@ def _receipt(entry: _Open, stage: Stage, now_s: float, **more: Any) -> Receipt:
     control = entry.control
     lag_s = max(0.0, now_s - entry.begun_s)
     place = (entry.epoch, entry.frame, entry.chunk)
-    return Receipt(entry.request, entry.owner, control.id, control.kind, stage, lag_s, *place, **more)
+    switch = control.switch if control.kind == "prompt" else ""
+    return Receipt(entry.request, entry.owner, control.id, control.kind, stage, lag_s, *place, switch=switch, **more)

@@ -181,7 +181,11 @@ class Hub:
         def may_play(fps: float) -> str:
             return self.capacity.refusal(self.shares(but=name), self.capacity.share(fps, view.steps))
 
-        view = SessionView(name, spec, self._config, self.ready, self._client.send, self._metrics, may_play)
+        def occupancy() -> tuple[float, ...]:
+            return self.occupancy
+
+        client, metrics = self._client, self._metrics
+        view = SessionView(name, spec, self._config, self.ready, client.send, metrics, may_play, occupancy)
         self._places[name] = _Place(view, Lifetime(clock.monotonic_s(), idle_s, lifetime_s))
         self._metrics.sessions.set(len(self._places))
         return view

@@ -6,13 +6,14 @@ Lives on the event loop. Knows nothing about HTTP, SDP or peer connections: a vi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine.messages import (
+    SWITCHES,
     Accepted,
     Applied,
     Closed,
@@ -57,8 +58,10 @@ class SessionView:
         send: Callable[[Command], Awaitable[None]],
         metrics: Metrics,
         may_play: Callable[[float], str] = lambda fps: "",
+        occupancy: Callable[[], Sequence[float]] = tuple,
     ) -> None:
-        """`may_play` says why the session cannot show so many frames per second, or "" if it can."""
+        """`may_play` says why the session cannot show so many frames per second, or "" if it can; `occupancy` what
+        share of the time, 0 to 1, each rank of a ring was at work."""
         self.session = session
         self.prompt = spec.prompt
         self.seed = spec.seed
@@ -70,13 +73,14 @@ class SessionView:
         """Goes up with everything that is asked for."""
         self.text = ""
         self.notice = ""
+        self.switches = SWITCHES
         self.paused = False
         self.opened = False
         self.closed = False
         self._send = send
         self._meter = SessionMeter(metrics, session)
         self._loop = asyncio.get_running_loop()
-        self._may_play = may_play
+        self._may_play, self._occupancy = may_play, occupancy
         self._log_prompts = config.serve.log_prompts
         self._lead_s = config.playback.lead_s
         self._native_fps = ready.native_fps
@@ -144,7 +148,7 @@ class SessionView:
                 self.opened = True
                 if not self._opening.done():
                     self._opening.set_result(None)
-                self.text, self.notice = event.text, event.notice
+                self.text, self.notice, self.switches = event.text, event.notice, event.switches
                 self._broadcast(self.state())
             case Accepted():
                 self._take_accepted(event, now_s)
@@ -340,6 +344,7 @@ class SessionView:
             "missed": progress.missed,
             "encoder_dropped": sum(counters.dropped for counters in encoders.values()),
             "stalled": self.stalled_s() > 2.0,
+            "occupancy": [round(share, 3) for share in self._occupancy()],
         }
 
     def measure(self) -> None:
@@ -366,6 +371,7 @@ class SessionView:
             "rev": self.rev,
             "steps": self.steps,
             "kv_context": self.kv_context,
+            "switches": list(self.switches),
             "fps": self.fps,
             "native_fps": self._native_fps,
             "width": self.format.width,

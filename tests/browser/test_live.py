@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import httpx
 import psutil
@@ -18,12 +16,11 @@ import pytest
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.keys import Keys
 
-from benchmarks.browser import SERVE, Server, chromium, console_errors, probe, running_server
+from benchmarks.browser import SERVE, Server, console_errors, probe, running_server
+from tests.browser.looking import LIMIT_S, PAINTED, ask, coloured, until
 
 pytestmark = pytest.mark.browser
 
-PAINTED = (sys.executable, "-m", "tests.serve.scripted", "serve", "--no-browser")
-LIMIT_S = 60.0
 NOTHING = "\N{EN DASH}"
 
 
@@ -31,12 +28,6 @@ NOTHING = "\N{EN DASH}"
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with running_server(request.param) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[WebDriver]:
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture
@@ -48,28 +39,6 @@ def page(server: Server, browser: WebDriver) -> Iterator[WebDriver]:
     yield browser
     assert console_errors(browser) == []
     browser.get("about:blank")
-
-
-def until(browser: WebDriver, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """Look at the page again and again until `condition` holds for what is seen."""
-    end = time.monotonic() + LIMIT_S
-    while not condition(seen := probe(browser)):
-        assert time.monotonic() < end, {name: value for name, value in seen.items() if name != "pixels"}
-    return seen
-
-
-def ask(browser: WebDriver, prompt: str) -> None:
-    """Type a prompt, press Enter, and wait until the page says that it is on screen."""
-    box = browser.find_element("id", "prompt")
-    box.clear()
-    box.send_keys(prompt + Keys.ENTER)
-    until(browser, lambda _: browser.find_element("id", "receipt").get_attribute("data-stage") == "shown")
-
-
-def coloured(seen: dict[str, Any], over: int, under: int) -> int:
-    """How many of the 1,024 pixels have clearly more of one channel than of another."""
-    pixels = seen["pixels"]
-    return sum(pixels[at + over] - pixels[at + under] > 90 for at in range(0, len(pixels), 4))
 
 
 def test_frames_are_decoded_and_move(page: WebDriver) -> None:
@@ -205,7 +174,7 @@ def test_nothing_is_wider_than_the_screen_and_all_is_big_enough_for_a_thumb(page
             until(page, lambda _, width=width: page.execute_script("return innerWidth") == width)  # type: ignore[misc]
             assert page.execute_script("return document.documentElement.scrollWidth") <= width
             small = page.execute_script(
-                "return [...document.querySelectorAll('button, input, textarea')]"
+                "return [...document.querySelectorAll('button, input, textarea, select')]"
                 ".filter(e => e.offsetParent && e.offsetHeight < 36).map(e => e.id || e.textContent)"
             )
             assert small == []
@@ -215,14 +184,14 @@ def test_nothing_is_wider_than_the_screen_and_all_is_big_enough_for_a_thumb(page
 
 def test_everything_has_a_name_and_the_keyboard_gets_everywhere(page: WebDriver) -> None:
     nameless = page.execute_script(
-        "return [...document.querySelectorAll('button, input, textarea, video')].filter(e => !(e.ariaLabel ||"
-        " e.textContent.trim() || e.labels?.length)).map(e => e.outerHTML)"
+        "return [...document.querySelectorAll('button, input, textarea, select, meter, video')]"
+        ".filter(e => !(e.ariaLabel || e.textContent.trim() || e.labels?.length)).map(e => e.outerHTML)"
     )
     assert nameless == []
     page.find_element("tag name", "body").send_keys("/")
     assert page.switch_to.active_element.get_attribute("id") == "prompt"
     seen = []
-    for _ in range(14):
+    for _ in range(18):
         page.switch_to.active_element.send_keys(Keys.TAB)
         seen.append(page.switch_to.active_element.get_attribute("id"))
-    assert {"send", "seed", "dice", "seed-apply"} <= set(seen)
+    assert {"send", "switch", "seed", "dice", "seed-apply", "fps"} <= set(seen)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from streamdiff.config import ModelConfig
 from streamdiff.engine.contract import Pipeline
 from streamdiff.engine.main import main
+from streamdiff.engine.messages import SWITCHES
 from streamdiff.errors import ConfigError, RequestError
 
 SIZE = 16
@@ -81,6 +82,7 @@ class _Stream:
     seed: int
     epoch: int
     steps: int
+    kv_context: str
     chunk: int = 0
     room: int = 0
     paused: bool = False
@@ -113,11 +115,12 @@ class PaintedPipeline:
         assert isinstance(conditioning, str) and session not in self.streams
         if steps not in (2, 4):
             raise RequestError("steps", f"steps is {steps}; it must be 2 or 4")
-        self.streams[session] = _Stream(conditioning, seed, epoch, steps)
+        self.streams[session] = _Stream(conditioning, seed, epoch, steps, kv_context)
         self.calls.append(("open", session, conditioning, steps, kv_context))
 
     def check_switch(self, session: int, switch: str) -> None:
-        if switch not in ("keep", "flush", "reset"):
+        known = ("keep", "flush", "reset") if self.streams[session].kv_context == "matched" else SWITCHES
+        if switch not in known:
             raise RequestError("switch", f"the painter cannot {switch}")
 
     def set_conditioning(self, session: int, conditioning: object, *, epoch: int, switch: str = "keep") -> None:
@@ -128,7 +131,8 @@ class PaintedPipeline:
 
     def reset(self, session: int, conditioning: object, *, seed: int, epoch: int) -> None:
         assert isinstance(conditioning, str)
-        self.streams[session] = _Stream(conditioning, seed, epoch, self.streams[session].steps)
+        stream = self.streams[session]
+        self.streams[session] = _Stream(conditioning, seed, epoch, stream.steps, stream.kv_context)
         self.calls.append(("reset", session, conditioning, seed, epoch))
 
     def set_paused(self, session: int, paused: bool) -> None:

@@ -12,6 +12,7 @@ from streamdiff.engine.contract import Pipeline
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.main import _load_runtime
 from streamdiff.engine.messages import (
+    SWITCHES,
     Accepted,
     Applied,
     Close,
@@ -385,6 +386,17 @@ def test_switches_make_different_pictures(real: Pipeline) -> None:
     assert not np.array_equal(seen["keep"], seen["flush"])
     assert not np.array_equal(seen["keep"], seen["recache"])
     assert not np.array_equal(seen["flush"], seen["recache"])
+
+
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+def test_a_session_tells_which_switches_it_can_have(start: Start, kv_context: str) -> None:
+    engine = start(2)
+    opened = ask(engine, Open("a", RED, kv_context=kv_context), Opened)
+    assert isinstance(opened, Opened)
+    assert set(opened.switches) == {*SWITCHES} - ({"recache"} if kv_context == "matched" else set())
+    for switch in SWITCHES:
+        answer = engine.handle(SetPrompt("a", BLUE, "r", switch))
+        assert isinstance(answer[0], Accepted if switch in opened.switches else Refused)
 
 
 def test_a_switch_that_cannot_be_is_refused_and_the_stream_goes_on(start: Start) -> None:

@@ -1,7 +1,8 @@
 """A pipeline that paints instead of computing, behind the real engine process: what the serve tests and the browser
 test run against. `python -m tests.serve.scripted serve ...` is `streamdiff serve` with this pipeline.
 
-The background is the prompt's last known colour word. A white bar, one frame wide per frame, marks time.
+The background is the prompt's last known colour word. A white bar, one frame wide per frame, marks time, and a square
+in the upper right corner what the last prompt did to the past, unless it kept it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig
 from streamdiff.engine import main as engine_main
+from streamdiff.engine.messages import SWITCHES
 from streamdiff.engine.supervisor import Supervisor
 from streamdiff.errors import RequestError
 from streamdiff.serve import server
@@ -30,6 +32,7 @@ COLOURS = {
     "purple": (140, 60, 190),
     "orange": (235, 130, 40),
 }
+MARKS = {"recache": (255, 255, 255), "flush": (0, 0, 0), "reset": (240, 60, 240)}
 SIZE = 128
 CHUNK_FRAMES = 8
 
@@ -90,6 +93,8 @@ class _Stream:
     chunk: int = 0
     time: int = 0
     seed: int = 0
+    kv_context: str = "clean"
+    mark: tuple[int, int, int] | None = None
 
 
 @dataclass
@@ -99,6 +104,7 @@ class Painter:
     chunk_s: float = 0.05
     die_after_chunks: int | None = None
     fits: int | None = None
+    shares: tuple[float, ...] = ()
     switches: list[str] = field(default_factory=list)
     info: Info = Info()
     text: Text = Text()
@@ -113,21 +119,24 @@ class Painter:
             raise RequestError("steps", f"steps is {steps}; the painter has {self.info.steps_known}")
         if self.fits is not None and len(self._streams) >= self.fits:
             raise RequestError("session", f"only {self.fits} paintings fit", "memory")
-        self._streams[session] = _Stream(conditioning, epoch, seed=seed)  # type: ignore[arg-type]
+        self._streams[session] = _Stream(conditioning, epoch, seed=seed, kv_context=kv_context)  # type: ignore[arg-type]
 
     def check_switch(self, session: int, switch: str) -> None:
-        if switch not in ("keep", "recache", "flush", "reset"):
+        matched = self._streams[session].kv_context == "matched"
+        if switch not in (("keep", "flush", "reset") if matched else SWITCHES):
             raise RequestError("switch", f"the painter cannot {switch}")
 
     def set_conditioning(self, session: int, conditioning: object, *, epoch: int, switch: str = "keep") -> None:
         stream = self._streams[session]
         stream.colour, stream.epoch = conditioning, epoch  # type: ignore[assignment]
+        stream.mark = MARKS.get(switch)
         self.switches.append(switch)
 
     def reset(self, session: int, conditioning: object, *, seed: int, epoch: int) -> None:
         stream = self._streams[session]
         stream.colour, stream.epoch, stream.seed = conditioning, epoch, seed  # type: ignore[assignment]
         stream.chunk = stream.time = 0
+        stream.mark = MARKS["reset"]
 
     def set_paused(self, session: int, paused: bool) -> None:
         self._streams[session].paused = paused
@@ -161,6 +170,8 @@ class Painter:
         picture[:] = stream.colour
         at = (stream.chunk * self.info.chunk_frames + number + stream.seed) * 2 % SIZE
         picture[SIZE - 24 : SIZE - 8, at : at + 8] = 255
+        if stream.mark is not None:
+            picture[:24, -24:] = stream.mark
         return picture
 
     @property
@@ -168,7 +179,7 @@ class Painter:
         return bool(self._ready())
 
     def occupancy(self) -> list[float]:
-        return []
+        return list(self.shares)
 
     def busy_s(self) -> list[float]:
         return [self._made * self.chunk_s]

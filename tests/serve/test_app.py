@@ -16,7 +16,7 @@ from streamdiff.engine.messages import Failed, Ready, Refused
 from streamdiff.errors import ConfigError
 from streamdiff.serve import app as app_module
 from tests.serve.conftest import Site, open_site
-from tests.serve.scripted import COLOURS
+from tests.serve.scripted import CHUNK_FRAMES, COLOURS, Painter
 from tests.serve.test_whep import _colour, _is, _run, _until_colour
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ def test_the_page_comes_with_all_it_needs_from_here_only() -> None:
         assert "script-src 'self'" in page.headers["content-security-policy"]
         assert "<script>" not in page.text and "style=" not in page.text and "onclick" not in page.text
         assert "http://" not in page.text and "https://" not in page.text
-        for name in ("app.js", "client.js", "style.css", "icon.svg"):
+        for name in ("app.js", "client.js", "dom.js", "numbers.js", "style.css", "icon.svg"):
             response = await site.http.get(f"/static/{name}")
             assert response.status_code == 200
             assert response.content == (Path(str(app_module.STATIC)) / name).read_bytes()
@@ -222,6 +222,19 @@ def test_everybody_hears_of_a_change_and_only_the_asker_gets_receipts() -> None:
         assert not [message for message in hears.messages if message["type"] == "receipt"]
 
     _run(scene)
+
+
+def test_viewers_hear_how_busy_each_rank_of_a_ring_is() -> None:
+    async def scene(painter: Painter) -> dict[str, object]:
+        async with open_site(painter=painter) as site:
+            peer = await site.watch()
+            for _ in range(2 * CHUNK_FRAMES):
+                await peer.frame()
+            peer.messages.clear()
+            return await peer.message({"type": "stats"})
+
+    assert asyncio.run(scene(Painter(chunk_s=0.02, shares=(0.75, 0.5))))["occupancy"] == [0.75, 0.5]
+    assert asyncio.run(scene(Painter(chunk_s=0.02)))["occupancy"] == []
 
 
 def test_one_frame_as_a_picture() -> None:

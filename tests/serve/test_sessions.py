@@ -140,6 +140,20 @@ def test_pause_resume_and_reset() -> None:
     _run(scene)
 
 
+def test_the_state_tells_which_switches_a_session_can_have() -> None:
+    async def scene(site: Site) -> None:
+        matched = await _open(site, prompt="green", kv_context="matched")
+        state = (await site.http.get("/api/state", params={"session": matched["id"]})).json()["state"]
+        assert (state["session"], state["switches"]) == (matched["id"], ["keep", "flush", "reset"])
+        change = {"prompt": "blue", "switch": "recache"}
+        refused = await site.http.patch(f"/api/sessions/{matched['id']}", json=change, headers=matched["headers"])
+        assert (refused.status_code, refused.json()["field"]) == (422, "switch")
+        default = (await site.http.get("/api/state")).json()["state"]
+        assert default["switches"] == ["keep", "recache", "flush", "reset"]
+
+    _run(scene)
+
+
 def test_what_a_change_may_hold() -> None:
     painter = Painter(chunk_s=0.02)
 
@@ -157,7 +171,8 @@ def test_what_a_change_may_hold() -> None:
         assert SetLead(session, 18) in site.client.sent
         peer = await _watch(site, session)
         await _until_colour(peer, "blue")
-        await patch(prompt="yellow", switch="recache")
+        [receipt] = (await patch(prompt="yellow", switch="recache")).json()["receipts"]
+        assert receipt["switch"] == "recache"
         await _until_colour(peer, "yellow")
         await patch(prompt="purple", switch="reset")
         await _until_colour(peer, "purple")

@@ -1,24 +1,19 @@
 // The page: draws the state of the stream and passes on what the visitor asks for.
 
 import { StreamClient } from "./client.js";
+import { $, drawFieldError, number, setText } from "./dom.js";
+import { drawStats, startMeasuring } from "./numbers.js";
 
-const $ = (id) => document.getElementById(id);
 const video = $("video");
+const token = tokenOf(location.hash);
 // `?session=` and `?codec=` of the page's address are the server's business.
-// In the fragment, which is never sent to a server or kept in its log.
-const token = new URLSearchParams(location.hash.slice(1)).get("token");
 const client = new StreamClient(`whep${location.search}`, token);
-const view = { phase: "connecting", paused: false, seed: 0, prompt: "", frameSeen: false, notice: "" };
+const view = { phase: "connecting", steers: true, paused: false, seed: 0, fps: 0, prompt: "", frameSeen: false, notice: "" };
 const asked = new Map(); // id of a request -> { kind, at }
-const last = { frames: 0, at: 0, bytes: 0 };
 
 globalThis.streamdiff = { client, view };
 
 // ---- drawing --------------------------------------------------------------------------------------------------------
-
-function setText(node, text) {
-  if (node.textContent !== text) node.textContent = text;
-}
 
 function drawStatus() {
   const live = view.phase === "live" && view.frameSeen;
@@ -30,7 +25,37 @@ function drawStatus() {
   $("paused-badge").hidden = !(live && view.paused);
   $("pause").setAttribute("aria-pressed", String(view.paused));
   setText($("pause-text"), view.paused ? "Resume" : "Pause");
-  for (const id of ["pause", "reset", "seed-apply"]) $(id).disabled = !client.connected;
+  drawControls();
+}
+
+/** Who may only watch sees every control, disabled, and why. Of the others a few wait for the connection. */
+function drawControls() {
+  const why = view.steers ? "" : token
+    ? "The token in this page's address lets you watch. Steering takes the control token."
+    : "You may watch. Steering takes the control token, at the end of this page's address: #token=…";
+  $("readonly").hidden = view.steers;
+  setText($("readonly-text"), why);
+  for (const control of document.querySelectorAll("[data-steers]")) {
+    control.disabled = !view.steers || (control.dataset.steers === "connected" && !client.connected);
+    if (why) control.title = why;
+    else if (control.title !== control.dataset.title) control.title = control.dataset.title ?? "";
+  }
+}
+
+/** The switches that the session can have, and what the chosen one does. */
+function drawSwitches(known) {
+  const select = $("switch");
+  for (const option of select.options) option.hidden = option.disabled = !known.includes(option.value);
+  if (!known.includes(select.value)) select.value = "keep";
+  drawSwitchHelp();
+}
+
+function drawSwitchHelp() {
+  const select = $("switch");
+  const help = select.selectedOptions[0].dataset.help;
+  setText($("switch-help"), help);
+  select.dataset.title = help;
+  if (view.steers) select.title = help;
 }
 
 function drawVeil(text, { busy = true, button = false } = {}) {
@@ -42,7 +67,12 @@ function drawVeil(text, { busy = true, button = false } = {}) {
 function drawState(state) {
   view.paused = state.paused;
   view.prompt = state.prompt;
+  const typing = document.activeElement === $("fps") && $("fps").valueAsNumber !== view.fps;
+  if (state.fps !== view.fps && !typing) $("fps").value = state.fps;
   view.fps = state.fps;
+  setText($("fps-native"), `The model's own rate: ${state.native_fps}`);
+  setText($("playing-label"), state.session === "default" ? "Now playing" : `Now playing in session ${state.session}`);
+  drawSwitches(state.switches);
   setText($("playing"), state.text || state.prompt);
   video.setAttribute("aria-label", `Live video: ${state.text || state.prompt}`);
   $("screen").style.aspectRatio = `${state.width} / ${state.height}`;
@@ -65,34 +95,11 @@ function drawReceipt(text, stage = "") {
   setText($("receipt"), text);
 }
 
-function drawFieldError(field, text) {
-  const input = $(field);
-  setText($(`${field}-error`), text);
-  if (text) input.setAttribute("aria-invalid", "true");
-  else input.removeAttribute("aria-invalid");
-}
-
-function number(id, value, digits, low = false) {
-  const node = $(id);
-  setText(node, value == null || Number.isNaN(value) ? "–" : value.toFixed(digits));
-  node.classList.toggle("low", low);
-}
-
-function drawFacts(facts) {
-  const wanted = Object.entries(facts).filter(([, value]) => value != null);
-  $("facts").replaceChildren(
-    ...wanted.flatMap(([name, value]) => {
-      const [term, definition] = [document.createElement("dt"), document.createElement("dd")];
-      term.textContent = name;
-      definition.textContent = value;
-      return [term, definition];
-    }),
-  );
-}
-
 // ---- what the server says -------------------------------------------------------------------------------------------
 
 const seconds = (ms) => `${(ms / 1000).toFixed(2)} s`;
+const AT_ONCE = ["pause", "resume", "fps"]; // nothing has to be made for these: accepted is all that comes
+const PAST = { recache: ", its past cached again", flush: ", the past flushed", reset: ", begun afresh" };
 const quoted = (text) => (text.length > 60 ? `“${text.slice(0, 57)}…”` : `“${text}”`);
 
 function onReceipt(receipt) {
@@ -100,12 +107,15 @@ function onReceipt(receipt) {
   if (!request) return;
   const lag = performance.now() - request.at;
   if (receipt.text) request.text = receipt.text; // what the model was given, which may differ from what was typed
-  if (receipt.stage === "accepted" && (request.kind === "prompt" || request.kind === "reset")) {
+  if (AT_ONCE.includes(request.kind) && receipt.stage === "accepted") {
+    asked.delete(receipt.id);
+    if (request.kind === "fps") drawReceipt(`Plays at ${request.fps} frames a second.`, "shown");
+  } else if (receipt.stage === "accepted" && (request.kind === "prompt" || request.kind === "reset")) {
     drawReceipt(view.paused ? "Taken. It shows when you resume." : "Taken. It is being made now.", "accepted");
   } else if (receipt.stage === "shown") {
     number("n-lag", lag / 1000, 2);
     view.lagMs = lag;
-    drawReceipt(request.kind === "reset" ? `Started over after ${seconds(lag)}.` : `${quoted(request.text)} is on screen, after ${seconds(lag)}.`, "shown");
+    drawReceipt(request.kind === "reset" ? `Started over after ${seconds(lag)}.` : `${quoted(request.text)} is on screen, after ${seconds(lag)}${PAST[receipt.switch] ?? ""}.`, "shown");
   } else if (receipt.stage === "superseded") {
     drawReceipt("A newer prompt took its place.", "superseded");
   } else if (receipt.stage === "refused") {
@@ -116,22 +126,23 @@ function onReceipt(receipt) {
 
 function onRefused(kind, field, reason) {
   drawReceipt("");
-  drawFieldError(field === "seed" || kind === "reset" ? "seed" : "prompt", reason);
+  const fields = { seed: "seed", fps: "fps", switch: "switch" };
+  drawFieldError(fields[field] ?? (kind === "reset" ? "seed" : "prompt"), reason);
 }
 
 const handlers = {
-  hello: ({ state }) => {
+  hello: ({ state, role }) => {
+    view.steers = role === "controller";
     describe().catch(() => {}); // the examples are a comfort; without them the page works
     drawState(state);
   },
   state: drawState,
   receipt: onReceipt,
-  stats: (stats) => {
-    view.stats = stats;
-    number("n-made", stats.made_fps, 0, !view.paused && stats.made_fps < 0.85 * view.fps);
-    number("n-chunk", stats.chunk_ms == null ? null : stats.chunk_ms / 1000, 2);
+  stats: (stats) => drawStats(stats, view),
+  error: (error) => {
+    onRefused(asked.get(error.id)?.kind, error.field, error.message);
+    asked.delete(error.id);
   },
-  error: (error) => onRefused(asked.get(error.id)?.kind, error.field, error.message),
   engine_ended: ({ message }) => {
     view.phase = "error";
     drawVeil(message, { busy: false, button: true });
@@ -149,7 +160,7 @@ client.addEventListener("status", ({ detail }) => {
   if (detail.phase === "waiting") {
     drawVeil(`${detail.message} Trying again in ${Math.max(1, Math.round(detail.waitMs / 1000))} s.`, { button: true });
   }
-  if (detail.phase === "error") drawVeil(detail.message, { busy: false });
+  if (detail.phase === "error") drawVeil(detail.status === 401 ? needsToken() : detail.message, { busy: false, button: detail.again });
   if (detail.phase === "live") drawVeil("Waiting for the first frame");
   drawStatus();
 });
@@ -164,6 +175,12 @@ client.addEventListener("stream", ({ detail }) => {
     if (error.name === "NotAllowedError") drawVeil("This browser wants a press before it plays.", { busy: false, button: true });
   });
 });
+
+function needsToken() {
+  return token
+    ? "The token in this page's address is not one of this stream's."
+    : "Watching this stream takes a token, at the end of this page's address: #token=…";
+}
 
 function onFirstFrame(offeredAt) {
   if (offeredAt !== client.offeredAt) return;
@@ -181,14 +198,15 @@ function ask(kind, body = {}) {
     drawReceipt("There is no connection right now; try again in a moment.");
     return;
   }
-  asked.set(id, { kind, at: performance.now(), text: body.prompt ?? "" });
+  asked.set(id, { kind, at: performance.now(), text: body.prompt ?? "", fps: body.fps });
   if (kind === "prompt" || kind === "reset") drawReceipt("Sent …");
 }
 
 function sendPrompt(text) {
   const prompt = text.trim();
   drawFieldError("prompt", prompt ? "" : "Write what you want to see first.");
-  if (prompt) ask("prompt", { prompt });
+  drawFieldError("switch", "");
+  if (prompt) ask("prompt", { prompt, switch: $("switch").value });
   else $("prompt").focus();
 }
 
@@ -202,6 +220,13 @@ function readSeed() {
 function startOver() {
   const seed = readSeed();
   if (seed !== null) ask("reset", { seed });
+}
+
+function changeFps() {
+  const fps = $("fps").valueAsNumber;
+  const usable = fps >= 1 && fps <= 120;
+  drawFieldError("fps", usable ? "" : "Frames a second are a number from 1 to 120.");
+  if (usable && fps !== view.fps) ask("fps", { fps });
 }
 
 function togglePause() {
@@ -233,6 +258,12 @@ $("seed-form").addEventListener("submit", (event) => {
   startOver();
 });
 $("seed").addEventListener("input", readSeed);
+$("fps-form").addEventListener("submit", (event) => event.preventDefault()); // Enter is a change already
+$("fps").addEventListener("change", changeFps);
+$("switch").addEventListener("change", () => {
+  drawFieldError("switch", "");
+  drawSwitchHelp();
+});
 $("dice").addEventListener("click", () => {
   $("seed").value = Math.floor(Math.random() * 2147483648);
   startOver();
@@ -250,53 +281,10 @@ document.addEventListener("keydown", (event) => {
   const busy = event.target.closest("input, textarea, button, summary, a, select");
   if (busy || event.ctrlKey || event.metaKey || event.altKey || event.repeat) return;
   const act = { "/": () => $("prompt").focus(), " ": togglePause, k: togglePause, r: () => ask("reset"), f: toggleFullscreen }[event.key.toLowerCase()];
-  if (!act) return;
+  if (!act || (!view.steers && act !== toggleFullscreen)) return;
   event.preventDefault();
   act();
 });
-
-// ---- live numbers ---------------------------------------------------------------------------------------------------
-
-async function measure() {
-  const pc = client.pc;
-  if (!pc || pc.connectionState !== "connected") return;
-  const reports = [...(await pc.getStats()).values()];
-  const inbound = reports.find((report) => report.type === "inbound-rtp" && report.kind === "video");
-  if (!inbound || pc !== client.pc) return;
-  const codec = reports.find((report) => report.id === inbound.codecId)?.mimeType?.replace("video/", "");
-  const pair = reports.find((report) => report.type === "candidate-pair" && report.nominated);
-  const now = performance.now();
-  const passedS = (now - last.at) / 1000;
-  const same = inbound.framesDecoded >= last.frames && last.at > 0;
-  const fps = same ? (inbound.framesDecoded - last.frames) / passedS : null;
-  const kbps = same ? ((inbound.bytesReceived - last.bytes) * 8) / passedS / 1000 : null;
-  Object.assign(last, { frames: inbound.framesDecoded, bytes: inbound.bytesReceived, at: now });
-  client.noteDecoded(inbound.framesDecoded);
-  view.decodedFps = fps;
-  number("n-shown", view.paused ? 0 : fps, 0, !view.paused && fps != null && view.stats?.shown_fps > fps / 0.85);
-  number("n-dropped", inbound.framesDropped ?? 0, 0);
-  if ($("facts").closest("details").open) drawMore(inbound, codec, pair, kbps);
-}
-
-function drawMore(inbound, codec, pair, kbps) {
-  const emitted = inbound.jitterBufferEmittedCount;
-  const delayMs = emitted ? (1000 * inbound.jitterBufferDelay) / emitted : null;
-  drawFacts({
-    Codec: codec,
-    Size: inbound.frameWidth ? `${inbound.frameWidth} × ${inbound.frameHeight}` : null,
-    "Bit rate": kbps == null ? null : `${Math.round(kbps)} kbit/s`,
-    "Round trip": pair?.currentRoundTripTime == null ? null : `${Math.round(1000 * pair.currentRoundTripTime)} ms`,
-    "Jitter buffer": delayMs == null ? null : `${delayMs.toFixed(0)} ms`,
-    Freezes: inbound.freezeCount,
-    "Packets lost": inbound.packetsLost,
-    Network: view.stats?.network,
-    "Frame number": view.stats?.frame,
-    "Made ahead": view.stats == null ? null : `${view.stats.buffered} frames`,
-    Repeated: view.stats?.repeated,
-  });
-}
-
-setInterval(() => document.visibilityState === "visible" && measure(), 1000);
 
 // ---- life -----------------------------------------------------------------------------------------------------------
 
@@ -307,6 +295,7 @@ async function describe() {
       const chip = document.createElement("button");
       chip.type = "button";
       chip.className = "chip";
+      chip.dataset.steers = "";
       chip.textContent = example;
       chip.setAttribute("aria-current", String(example === view.prompt));
       chip.addEventListener("click", () => {
@@ -316,13 +305,32 @@ async function describe() {
       return chip;
     }),
   );
+  drawControls();
   setText($("vocabulary-text"), engine.vocabulary.replaceAll("; ", "\n"));
   $("vocabulary").hidden = !engine.vocabulary;
 }
 
+/** The token of a page's address. It stands in the fragment, which is never sent to a server or kept in its log. */
+function tokenOf(fragment) {
+  const given = /[#&]token=([^&]+)/.exec(fragment)?.[1] ?? null;
+  try {
+    return given && decodeURIComponent(given);
+  } catch {
+    return given; // a percent sign that stands for itself
+  }
+}
+
+addEventListener("hashchange", () => tokenOf(location.hash) !== token && location.reload());
+// A plain link to the prompt would take the token out of the address.
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  $("prompt").focus();
+});
 addEventListener("pagehide", () => client.stop());
 addEventListener("pageshow", (event) => event.persisted && client.start());
 addEventListener("online", () => client.retryNow());
 
+for (const control of document.querySelectorAll("[data-steers][title]")) control.dataset.title = control.title;
 drawStatus();
+startMeasuring(client, view);
 client.start();

@@ -5,6 +5,8 @@ const DISCONNECTED_LIMIT_MS = 3000;
 const SILENCE_LIMIT_MS = 3000;
 const CONNECT_LIMIT_MS = 12000;
 const BACKOFF_MS = [500, 1000, 2000, 4000, 8000];
+// No token or a wrong one, no such session, or one that has ended: asking again by itself would change nothing.
+const FINAL = [401, 403, 404, 410];
 
 export class StreamClient extends EventTarget {
   #url;
@@ -91,7 +93,7 @@ export class StreamClient extends EventTarget {
   async #connect() {
     this.stop();
     if (!("RTCPeerConnection" in globalThis)) {
-      this.#emit("status", { phase: "error", message: "This browser cannot play WebRTC video.", final: true });
+      this.#fail({ message: "This browser cannot play WebRTC video." });
       return;
     }
     const generation = this.#generation;
@@ -99,7 +101,9 @@ export class StreamClient extends EventTarget {
     try {
       await this.#offer(generation);
     } catch (error) {
-      if (generation === this.#generation) this.#retry(error.message, error.retryAfterMs);
+      if (generation !== this.#generation) return;
+      if (FINAL.includes(error.status)) this.#fail({ message: error.message, status: error.status, again: true });
+      else this.#retry(error.message, error.retryAfterMs);
     }
   }
 
@@ -172,6 +176,7 @@ export class StreamClient extends EventTarget {
       }
       if (message.type === "stats") this.serverShows = message.shown_fps > 1;
       this.#emit("message", message);
+      if (message.type === "session_ended") this.#fail({ message: `The session has ended (${message.reason}).`, again: true });
       if (message.type === "bye") this.#retry("The server is shutting down.", 1000 * (message.retry_after_s ?? 2));
     };
     channel.onclose = () => {
@@ -187,6 +192,12 @@ export class StreamClient extends EventTarget {
         if (generation === this.#generation && pc.connectionState === "disconnected") this.#retry("The connection was lost.");
       });
     }
+  }
+
+  /** Stop, for good unless `start` or `retryNow` is called; `again`: whether that could help. */
+  #fail(detail) {
+    this.stop();
+    this.#emit("status", { phase: "error", ...detail });
   }
 
   #retry(message, afterMs) {
@@ -207,6 +218,7 @@ async function refusal(response) {
     // not a problem document: the status has to do
   }
   const error = new Error(detail || `The server answered ${response.status}.`);
+  error.status = response.status;
   const retryAfterS = Number(response.headers.get("Retry-After"));
   if (retryAfterS > 0) error.retryAfterMs = retryAfterS * 1000;
   return error;

@@ -1,0 +1,38 @@
+"""How the browser tests look at the page, and ask it for things."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.common.keys import Keys
+
+from benchmarks.browser import probe
+
+PAINTED = (sys.executable, "-m", "tests.serve.scripted", "serve", "--no-browser")
+LIMIT_S = 60.0
+
+
+def until(browser: WebDriver, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Look at the page again and again until `condition` holds for what is seen."""
+    end = time.monotonic() + LIMIT_S
+    while not condition(seen := probe(browser)):
+        assert time.monotonic() < end, {name: value for name, value in seen.items() if name != "pixels"}
+    return seen
+
+
+def ask(browser: WebDriver, prompt: str) -> None:
+    """Type a prompt, press Enter, and wait until the page says that it is on screen."""
+    box = browser.find_element("id", "prompt")
+    box.clear()
+    box.send_keys(prompt + Keys.ENTER)
+    until(browser, lambda _: browser.find_element("id", "receipt").get_attribute("data-stage") == "shown")
+
+
+def coloured(seen: dict[str, Any], over: int, under: int) -> int:
+    """How many of the 1,024 pixels have clearly more of one channel than of another."""
+    pixels = seen["pixels"]
+    return sum(pixels[at + over] - pixels[at + under] > 90 for at in range(0, len(pixels), 4))

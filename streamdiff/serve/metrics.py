@@ -57,6 +57,9 @@ class Metrics:
         )
         self.bitrate = Gauge("streamdiff_bitrate_bps", "Bit rate of an encoder", codec, registry=registry)
         self.sessions = Gauge("streamdiff_sessions", "Open sessions", registry=registry)
+        self.engine_restarts = Counter(
+            "streamdiff_engine_restarts", "Times the engine was started again after it had failed", registry=registry
+        )
         self.refused = Counter(
             "streamdiff_sessions_refused", "Sessions that were not opened, by the reason", ["reason"], registry=registry
         )

@@ -62,7 +62,7 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
     422: {"description": "A field is wrong; `field` names it", **_PROBLEM},
 }
 _NO_PLACE = {
-    "description": "No place: `code` is time, memory, draining or engine; Retry-After says when to ask again",
+    "description": "No place: `code` is time, memory, draining, restarting or engine; Retry-After: when to ask again",
     **_PROBLEM,
 }
 

@@ -102,8 +102,12 @@ class Services:
         self.require(request, Role.CONTROLLER, view)
         return view
 
+    def restart_s(self) -> int:
+        """In how many seconds an engine that is started again may be there, as far as is known."""
+        return self.hub.restarting.retry_after_s if self.hub.restarting is not None else 1
+
     def running_view(self, request: HTTPConnection) -> SessionView:
-        """The same as `view`, while the engine runs.
+        """The same as `view`, while the engine runs, or is to run again.
 
         Raises:
             Problem: 404, 410, 401, 503.

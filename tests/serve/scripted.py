@@ -7,11 +7,13 @@ The background is the prompt's last known colour word. A white bar, one frame wi
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -181,6 +183,8 @@ class Painter:
 
 
 def load(config: ModelConfig, painter: Painter) -> Painter:
+    if "GATE" in os.environ:  # a FIFO: the engine starts when somebody writes to it
+        Path(os.environ["GATE"]).read_bytes()
     return painter
 
 
@@ -199,6 +203,7 @@ def main() -> int:
     parser.add_argument("--control-token-file")
     parser.add_argument("--view-token-file")
     parser.add_argument("--drain-s", type=float, default=0.0)
+    parser.add_argument("--restarts", type=int, default=5)
     parser.add_argument("--insecure", action="store_true")
     parser.add_argument("--log-prompts", action="store_true")
     parser.add_argument("--no-browser", action="store_true")
@@ -211,6 +216,7 @@ def main() -> int:
         control_token_file=arguments.control_token_file,
         view_token_file=arguments.view_token_file,
         drain_s=arguments.drain_s,
+        restarts=arguments.restarts,
         insecure=arguments.insecure,
         log_prompts=arguments.log_prompts,
         open_browser=not arguments.no_browser,

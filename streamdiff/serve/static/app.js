@@ -8,7 +8,7 @@ const video = $("video");
 // In the fragment, which is never sent to a server or kept in its log.
 const token = new URLSearchParams(location.hash.slice(1)).get("token");
 const client = new StreamClient(`whep${location.search}`, token);
-const view = { phase: "connecting", paused: false, seed: 0, prompt: "", frameSeen: false, notice: "" };
+const view = { phase: "connecting", paused: false, seed: 0, prompt: "", frameSeen: false, notice: "", engine: "running" };
 const asked = new Map(); // id of a request -> { kind, at }
 const last = { frames: 0, at: 0, bytes: 0 };
 
@@ -25,12 +25,13 @@ function drawStatus() {
   const phase = live ? (view.paused ? "paused" : "live") : view.phase === "error" ? "error" : "connecting";
   const words = { live: "Live", paused: "Paused", error: "Stopped", connecting: view.phase === "waiting" ? "Reconnecting" : "Connecting" };
   $("status").dataset.phase = phase;
-  setText($("status-text"), words[phase]);
+  const again = phase !== "error" && view.engine === "restarting";
+  setText($("status-text"), again ? "Restarting" : words[phase]);
   $("veil").hidden = live;
   $("paused-badge").hidden = !(live && view.paused);
   $("pause").setAttribute("aria-pressed", String(view.paused));
   setText($("pause-text"), view.paused ? "Resume" : "Pause");
-  for (const id of ["pause", "reset", "seed-apply"]) $(id).disabled = !client.connected;
+  for (const id of ["pause", "reset", "seed-apply"]) $(id).disabled = !client.connected || view.engine !== "running";
 }
 
 function drawVeil(text, { busy = true, button = false } = {}) {
@@ -48,7 +49,8 @@ function drawState(state) {
   $("screen").style.aspectRatio = `${state.width} / ${state.height}`;
   if (document.activeElement !== $("seed") && state.seed !== view.seed) $("seed").value = state.seed;
   view.seed = state.seed;
-  drawNotice(state.notice);
+  view.engine = state.engine;
+  drawNotice(state.engine === "restarting" ? `The engine is being started again: ${state.engine_reason}` : state.notice);
   for (const chip of $("chips").children) chip.setAttribute("aria-current", String(chip.textContent === state.prompt));
   drawStatus();
 }

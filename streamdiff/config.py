@@ -147,6 +147,9 @@ class ServeConfig(_Section):
     log_format: Literal["text", "json"] = Field("text", description="json: one object a line, also who comes and goes")
     log_prompts: bool = Field(False, description="write prompts into the log; else none is")
     drain_s: float = Field(0.0, ge=0, description="after SIGTERM viewers may stay for so long; no session is opened")
+    restarts: int = Field(5, ge=0, le=1000, description="an engine that fails is started again; 0: the server ends")
+    restart_window_s: float = Field(300.0, gt=0, description="more failures than `restarts` within so long are the end")
+    restart_wait_s: float = Field(0.5, ge=0, description="before the second restart; then twice as long each time")
     cors_origins: list[Origin] = Field([], description="pages of other origins that may use it")
 
 

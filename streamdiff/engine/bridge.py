@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 
 from streamdiff.engine import wire
-from streamdiff.engine.messages import Command, Event, Failed
+from streamdiff.engine.messages import Alive, Command, Event, Failed
 from streamdiff.errors import EngineFailure
 
 HIGH_WATER = 256
@@ -116,6 +116,8 @@ class EngineClient:
         self._socket.bind(endpoint)
         self._sending = asyncio.Lock()
         self._told_failure = False
+        self.heard = 0
+        """How many messages have come: while it goes up, the engine lives."""
         self._end: asyncio.Future[Failed | None] = asyncio.get_running_loop().create_future()
 
     async def send(self, command: Command) -> None:
@@ -132,7 +134,7 @@ class EngineClient:
                 raise EngineFailure(failure.reason if failure else "the engine has ended; start it again")
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Every event in order, until the engine has ended. For one reader at a time.
+        """Every event in order, until the engine has ended, but `Alive`, which only counts. For one reader at a time.
 
         If the engine ended without being asked to, the last event is `Failed`, also when the engine could not send it.
 
@@ -142,10 +144,14 @@ class EngineClient:
         while not self._end.done():
             receiving = asyncio.ensure_future(self._socket.recv_multipart(copy=False))
             if await self._before_end(receiving):
-                yield self._received(receiving.result())
+                event = self._received(receiving.result())
+                if not isinstance(event, Alive):
+                    yield event
         # What the engine sent just before it ended may still be on its way through the socket.
         while await self._more_to_come():
-            yield self._received(await self._socket.recv_multipart(copy=False))
+            event = self._received(await self._socket.recv_multipart(copy=False))
+            if not isinstance(event, Alive):
+                yield event
         failure = self._end.result()
         if failure is not None and not self._told_failure:
             self._told_failure = True
@@ -153,6 +159,7 @@ class EngineClient:
 
     def _received(self, parts: list[zmq.Frame]) -> Event:
         event = wire.decode_event([frame.buffer for frame in parts])
+        self.heard += 1
         self._told_failure = self._told_failure or isinstance(event, Failed)
         return event
 

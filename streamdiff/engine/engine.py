@@ -188,6 +188,8 @@ class Engine:
         if command.session in self._slots or command.session in self._waiting:
             raise RequestError("session", f"session {command.session!r} is open already; close it or use another id")
         _check_seed(command.seed)
+        if min(command.epoch, command.made_frames, command.shown_frames) < 0:
+            raise RequestError("session", "epoch, made_frames and shown_frames of a session count from 0")
         reading = self._read(command.prompt, None)
         if self._pipeline.text.slow:
             self._lead(command)
@@ -212,9 +214,11 @@ class Engine:
             command.session,
             text=reading.text,
             seed=command.seed,
-            epoch=self._next_epoch.get(slot, 0),
+            epoch=max(command.epoch, self._next_epoch.get(slot, 0)),
             lead_frames=self._lead_frames if command.lead_frames is None else command.lead_frames,
             least_lead_frames=self._lead(command),
+            made_frames=command.made_frames,
+            shown_frames=command.shown_frames,
         )
         self._pipeline.open(
             slot,

@@ -18,17 +18,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
+from streamdiff import clock
 from streamdiff.config import Config, ModelConfig
 from streamdiff.engine.bridge import EXIT_CONFIG, EngineServer
 from streamdiff.engine.contract import Pipeline
 from streamdiff.engine.engine import Engine
-from streamdiff.engine.messages import Event, Failed, Shutdown
+from streamdiff.engine.messages import Alive, Event, Failed, Shutdown
 from streamdiff.errors import ConfigError, EngineFailure
 
 # How long `step` may wait for a decode with nothing else to do: the most by which a command can be late then.
 _DECODE_WAIT_S = 0.01
 # How often an idle engine looks whether its pipeline is well.
 _IDLE_WAIT_S = 0.5
+# How often a busy engine says that it lives; an idle one does whenever it looks.
+_ALIVE_S = 0.25
 # A launcher that lost a rank ends the others at once; what happened may be known a moment later.
 _TOLD_WHY_S = 1.0
 Tap = Callable[[Engine, Event], None]
@@ -103,7 +106,11 @@ def lead_frames(config: Config) -> int:
 
 def _serve(server: EngineServer, engine: Engine, stop: Stop, tap: Tap) -> None:
     """The loop: take commands, work, tell. Waits in `poll` when there is nothing to do."""
+    alive_s = clock.monotonic_s()
     while not stop.requested:
+        if clock.monotonic_s() >= alive_s:
+            alive_s = clock.monotonic_s() + _ALIVE_S
+            server.send(Alive())
         for command in server.poll(0.0 if engine.busy else _IDLE_WAIT_S):
             for event in engine.handle(command):
                 server.send(event)

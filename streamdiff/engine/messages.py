@@ -24,6 +24,8 @@ class Open:
     """Open `session` (any non-empty id). Answered by `Opened` or `Refused`. None means the engine's default.
 
     `lead_frames`: how many frames may be made beyond those shown; where the pipeline needs more, it gets more.
+    The last three are for a session that an engine before this one had: its first chunk has `epoch` or a later one, its
+    first frame the number `made_frames`, and `shown_frames` of those before it were shown.
     """
 
     session: str
@@ -32,6 +34,9 @@ class Open:
     steps: int | None = None
     kv_context: str | None = None
     lead_frames: int | None = None
+    epoch: int = 0
+    made_frames: int = 0
+    shown_frames: int = 0
 
 
 @dataclass(frozen=True)
@@ -206,10 +211,15 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Alive:
+    """Told twice a second and more: the engine's loop turns. Goes no further than the bridge."""
+
+
+@dataclass(frozen=True)
 class Failed:
     """The engine cannot go on; the process ends after this."""
 
     reason: str
 
 
-Event = Ready | Opened | Accepted | Applied | Refused | FrameBatch | Closed | Measured | Failed
+Event = Ready | Opened | Accepted | Applied | Refused | FrameBatch | Closed | Measured | Alive | Failed

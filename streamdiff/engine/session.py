@@ -63,12 +63,22 @@ class Session:
     """One stream. Every method returns what is to be done and told, in this order."""
 
     def __init__(
-        self, name: str, *, text: str, seed: int, epoch: int, lead_frames: int, least_lead_frames: int = 0
+        self,
+        name: str,
+        *,
+        text: str,
+        seed: int,
+        epoch: int,
+        lead_frames: int,
+        least_lead_frames: int = 0,
+        made_frames: int = 0,
+        shown_frames: int = 0,
     ) -> None:
         """Args:
         epoch: of the first chunk.
         lead_frames: how many frames may be made beyond those reported as shown.
         least_lead_frames: what the lead is at least.
+        made_frames, shown_frames: of the stream that this one takes up; its own frames are numbered from there.
         """
         self.name = name
         self.text = text
@@ -83,8 +93,8 @@ class Session:
         self._oldest_epoch = epoch
         self._prompt_waits = False
         self._paused = False
-        self._made_frames = 0
-        self._shown_frames = 0
+        self._made_frames = made_frames
+        self._shown_frames = min(shown_frames, made_frames)
 
     @property
     def room_frames(self) -> int:

@@ -32,6 +32,9 @@ _LAST_LINES = 20
 _LINE_CHARACTERS = 2000
 _STOP_LIMIT_S = 1.5
 _STOP_RANKS_LIMIT_S = 10.0
+_LOOKS = 10  # before an engine hangs
+# Ranks find out themselves which of them hangs, and say so; only if they do not is their launcher ended from here.
+_RANKS_HANG_S = 15.0
 
 
 def _environment() -> dict[str, str]:
@@ -90,6 +93,9 @@ class Supervisor:
         self._client: EngineClient | None = None
         self._ready: Ready | None = None
         self._watching: asyncio.Task[int] | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._hang_s = config.model.hang_s + (0.0 if config.model.ranks == 1 else _RANKS_HANG_S)
+        self._hung = False
         self._stopping = False
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
 
@@ -129,6 +135,7 @@ class Supervisor:
             )
             self._watching = asyncio.create_task(self._watch(self._process), name="engine-watch")
             await self._wait_until_ready(self._client)
+            self._listening = asyncio.create_task(self._listen(self._process, self._client), name="engine-listen")
         except BaseException:
             await self.stop()
             raise
@@ -172,8 +179,25 @@ class Supervisor:
             rest = rest[-_LINE_CHARACTERS:]
         self._keep([rest])
         code = await process.wait()
-        self._client.end(None if self._stopping else Failed(f"the engine ended {_name_exit(code)}{self._lines()}"))
+        self._client.end(None if self._stopping else Failed(self._why(code)))
         return code
+
+    def _why(self, code: int) -> str:
+        if self._hung:
+            more = "a machine so slow needs a larger model.hang_s"
+            return f"the engine hung: it said nothing for {self._hang_s:g} s, and was ended ({more}){self._lines()}"
+        return f"the engine ended {_name_exit(code)}{self._lines()}"
+
+    async def _listen(self, process: Process, client: EngineClient) -> None:
+        """End an engine that says nothing any more. Counts the looks, not the time: nobody may have let us look."""
+        heard, silent = client.heard, 0
+        while silent < _LOOKS:
+            await asyncio.sleep(self._hang_s / _LOOKS)
+            silent = silent + 1 if client.heard == heard else 0
+            heard = client.heard
+        self._hung = True
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            process.kill()
 
     def _pass_on(self, text: str) -> None:
         if self._config.serve.log_format == "text":
@@ -201,6 +225,8 @@ class Supervisor:
     async def stop(self) -> None:
         """End the engine, gently and then by force; removes what `start` made. May be called at any time, and again."""
         self._stopping = True
+        if self._listening is not None:
+            self._listening.cancel()
         process, client = self._process, self._client
         if process is not None and self._watching is not None:
             try:

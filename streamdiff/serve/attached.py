@@ -18,6 +18,8 @@ def main() -> int:
     parser.add_argument("--config-json", required=True, help="the whole configuration as JSON")
     options = parser.parse_args()
     config = Config.model_validate_json(options.config_json)
+    # The engine is this process's parent, and takes it along: whoever started the engine starts both again.
+    config = config.model_copy(update={"serve": config.serve.model_copy(update={"restarts": 0})})
     return server.run(config, supervise=lambda _: Attached(options.address))
 
 

@@ -286,6 +286,22 @@ class RequestBook:
         self.forget(request)
         return receipts
 
+    def engine_lost(self, epoch: int | None, made_frames: int, reason: str, now_s: float) -> list[Receipt]:
+        """The engine has ended; frames up to `made_frames` have come, and are still shown. What it had not taken is
+        refused. Of what it took and made no frame for, the latest holds for the stream that begins again with `epoch`;
+        None: none will, and that is refused too. Mutates: self."""
+        ahead = [entry for entry in self._open if entry.frame is None or entry.frame >= made_frames]
+        latest = max((entry.epoch for entry in ahead if entry.epoch is not None), default=None)
+        receipts = []
+        for entry in ahead:
+            entry.frame = entry.chunk = None
+            if entry.epoch is None or epoch is None:
+                receipts.append(_receipt(entry, "refused", now_s, reason=reason))
+                self.forget(entry.request)
+            elif entry.epoch == latest:
+                entry.epoch = epoch
+        return receipts
+
     def applied(self, epoch: int, first_frame: int, now_s: float, chunk: int = 0) -> list[Receipt]:
         """The first chunk of `epoch` is made; older requests that have not come so far never will. Mutates: self."""
         receipts = []

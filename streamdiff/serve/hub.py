@@ -16,7 +16,8 @@ from typing import Protocol
 
 from streamdiff import clock
 from streamdiff.config import Config
-from streamdiff.engine.messages import Close, Command, Event, Failed, Measured, Ready, Refused
+from streamdiff.engine.keeper import Restarting
+from streamdiff.engine.messages import Alive, Close, Command, Event, Failed, Measured, Ready, Refused
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.serve.access import Tokens
 from streamdiff.serve.capacity import Capacity
@@ -42,12 +43,12 @@ class Client(Protocol):
     async def send(self, command: Command) -> None:
         """Hand a command to the engine."""
 
-    def events(self) -> AsyncIterator[Event]:
-        """What the engine says, until it ends."""
+    def events(self) -> AsyncIterator[Event | Restarting]:
+        """What the engine says, until it ends; after `Restarting` a new one says it, which begins with `Ready`."""
 
 
 class NoPlace(StreamdiffError):
-    """A session that cannot be opened now: `code` is `time`, `memory`, `draining` or `engine`."""
+    """A session that cannot be opened now: `code` is `time`, `memory`, `draining`, `restarting` or `engine`."""
 
     def __init__(self, code: str, message: str, retry_after_s: int) -> None:
         super().__init__(message)
@@ -70,6 +71,8 @@ class Hub:
     def __init__(self, config: Config, client: Client, ready: Ready, metrics: Metrics) -> None:
         self.ready = ready
         self.failed: str | None = None
+        self.restarting: Restarting | None = None
+        """What is told while the engine is started again."""
         self.draining = False
         self.ended = asyncio.Event()
         self.occupancy: tuple[float, ...] = ()
@@ -128,6 +131,8 @@ class Hub:
         """
         if self.failed is not None:
             raise NoPlace("engine", f"The engine stopped: {self.failed}", 5)
+        if (again := self.restarting) is not None:
+            raise NoPlace("restarting", f"The engine is being started again: {again.reason}", again.retry_after_s)
         if self.draining:
             raise NoPlace("draining", "The server is about to end and opens no more sessions.", 5)
         steps = self.ready.steps if spec.steps is None else spec.steps
@@ -211,7 +216,8 @@ class Hub:
         reader.add_done_callback(self._ended)
         self._tasks = [reader, asyncio.create_task(self._keep_house(), name="housekeeping")]
         for view in self.views:
-            await view.ask_open()
+            with contextlib.suppress(EngineFailure):  # it has ended at once, which the reader is told
+                await view.ask_open()
 
     async def stop(self) -> None:
         """Stop reading and end every view."""
@@ -243,16 +249,39 @@ class Hub:
                 case Measured():
                     self.capacity.work_s, self.occupancy = event.work_s, event.occupancy
                     self._stages.told(event.busy_s)
+                case Restarting():
+                    self._lost(event)
                 case Ready():
+                    await self._reopen(event)
+                case Alive():  # for the bridge
                     pass
                 case _:
                     view = self.view(event.session)
                     if view is not None and isinstance(event, Refused) and self._is_fatal(view):
                         self.failed = f"it refused to open the session: {event.reason}"
                         return
+                    if view is not None and isinstance(event, Refused) and view.engine == "restarting":
+                        # The new engine has no place for it. Viewers take time to go, and others wait for events.
+                        self._tasks.append(asyncio.create_task(self.end(view.session, "restart")))
+                        continue
                     if view is not None:
                         view.handle(event)
         self.failed = reason
+
+    def _lost(self, restarting: Restarting) -> None:
+        """The engine has ended, another is started. Mutates: self."""
+        self.restarting = restarting
+        self._metrics.engine_restarts.inc()
+        for view in self.views:
+            view.lost("restarting", restarting.reason)
+
+    async def _reopen(self, ready: Ready) -> None:
+        """Another engine is there: open all sessions on it. Mutates: self."""
+        self.ready, self.restarting = ready, None
+        self.capacity.work_s = ready.work_s or self.capacity.work_s
+        for view in self.views:
+            with contextlib.suppress(EngineFailure):  # it has ended too, and `Restarting` comes next
+                await view.ask_open()
 
     def _is_fatal(self, view: SessionView) -> bool:
         """Whether a refusal ends everything: the session that the page shows could not be opened."""
@@ -265,6 +294,8 @@ class Hub:
         if error is not None:
             logger.error("The engine's events could not be taken.", exc_info=error)
             self.failed = f"{type(error).__name__}: {error}"
+        self.restarting = None
         for view in self.views:
+            view.lost("failed", self.failed or "it ended")
             view.say({"type": "engine_ended", "message": f"The engine stopped: {self.failed}"})
         self.ended.set()

@@ -54,6 +54,9 @@ class Metrics:
 
     def _add_engine(self, registry: CollectorRegistry) -> None:
         self.engine_up = Gauge("streamdiff_engine_up", "1 while the engine runs", registry=registry)
+        self.engine_restarts = Counter(
+            "streamdiff_engine_restarts", "Times the engine was started again after it had failed", registry=registry
+        )
         self.room = Gauge(
             "streamdiff_sessions_room", "Further sessions that could play, NaN before that is known", registry=registry
         )

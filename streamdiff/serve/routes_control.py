@@ -38,13 +38,14 @@ def router() -> APIRouter:
 async def _state(request: Request) -> Response:
     services = services_of(request)
     view = services.view(request)
-    failed = services.hub.failed
+    hub = services.hub
+    reason = hub.failed or (hub.restarting.reason if hub.restarting else None)
     return JSONResponse(
         {
-            "engine": {"running": failed is None, "reason": failed, **asdict(services.hub.ready)},
+            "engine": {"running": reason is None, "reason": reason, **asdict(hub.ready)},
             "state": view.state(),
             "stats": view.stats(),
-            "occupancy": list(services.hub.occupancy),
+            "occupancy": list(hub.occupancy),
             "viewers": services.viewers.count,
             "max_viewers": services.config.serve.max_viewers,
             "outputs": [asdict(sent) for sent in services.outputs.states()],
@@ -72,9 +73,10 @@ async def _control(request: Request) -> Response:
 def bad_control(services: Services, error: ControlError) -> Problem:
     """What a message that is not obeyed is answered."""
     services.metrics.controls.labels("any", error.code).inc()
-    known = {"bad_json": 400, "bad_message": 400, "conflict": 409, "no_capacity": 503}
-    headers = {"Retry-After": str(services.hub.retry_after_s())} if error.code == "no_capacity" else {}
-    status = known.get(error.code, 422)
+    known = {"bad_json": 400, "bad_message": 400, "conflict": 409}
+    waits = {"no_capacity": services.hub.retry_after_s(), "restarting": services.restart_s(), "engine_ended": 5}
+    headers = {"Retry-After": str(waits[error.code])} if error.code in waits else {}
+    status = 503 if error.code in waits else known.get(error.code, 422)
     return Problem(status, str(error), headers, code=error.code, field=error.field, id=error.id)
 
 

@@ -30,6 +30,9 @@ async def _readyz(request: Request) -> Response:
     view = services.running_view(request)
     if services.hub.draining:
         raise Problem(503, "The server is about to end.", code="draining")
+    if view.engine == "restarting":
+        message = f"The engine is being started again: {view.engine_reason}"
+        raise Problem(503, message, {"Retry-After": str(services.restart_s())}, code="restarting")
     if not view.opened:
         raise Problem(503, "The stream is not open yet.", {"Retry-After": "1"})
     stalled_s = view.stalled_s()

@@ -69,7 +69,7 @@ _LATER: dict[str, Any] = {
     "model": Receipts,
 }
 _NO_PLACE = {
-    "description": "No place: `code` is time, memory, draining or engine; Retry-After says when to ask again",
+    "description": "No place: `code` is time, memory, draining, restarting or engine; Retry-After: when to ask again",
     **_PROBLEM,
 }
 

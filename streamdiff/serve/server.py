@@ -22,8 +22,9 @@ import uvicorn
 
 from streamdiff import clock
 from streamdiff.config import Config, ServeConfig
-from streamdiff.engine.bridge import EngineClient
+from streamdiff.engine.keeper import Keeper
 from streamdiff.engine.messages import Ready
+from streamdiff.engine.restarts import Restarts
 from streamdiff.engine.supervisor import EngineProcess, Supervisor
 from streamdiff.errors import ConfigError, EngineFailure, StreamdiffError
 from streamdiff.serve import logs
@@ -66,8 +67,9 @@ class _Server(uvicorn.Server):
 def run(config: Config, *, supervise: Callable[[Config], EngineProcess] = Supervisor) -> int:
     """Serve until Ctrl-C, SIGTERM or the engine's end; returns the exit code.
 
-    0: asked to end. 1: the engine could not start or ended by itself. 2: a setting that cannot be used, for example
-    a port that is taken; one line on standard error says which. `supervise` makes the engine's supervisor.
+    0: asked to end. 1: the engine could not start, or failed once more than it is started again. 2: a setting that
+    cannot be used, for example a port that is taken; one line on standard error says which. `supervise` makes
+    an engine process, each time one is started.
     """
     with logs.written(config.serve):
         return _run(config, supervise)
@@ -159,35 +161,34 @@ async def _serve(config: Config, listener: socket.socket, supervise: Callable[[C
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, asked.end, True)
     loop.add_signal_handler(signal.SIGTERM, asked.end, False)
-    supervisor = supervise(config)
+    limits = Restarts(config.serve.restarts, config.serve.restart_window_s, config.serve.restart_wait_s)
+    engine = Keeper(lambda: supervise(config), limits)
     try:
-        client = await _start_engine(config, supervisor, asked)
-        if client is None:
+        if not await _start_engine(config, engine, asked):
             return EXIT_OK
-        return await _serve_engine(config, listener, client, supervisor.ready, asked)
+        return await _serve_engine(config, listener, engine, asked)
     finally:
-        await supervisor.stop()
+        await engine.stop()
 
 
-async def _start_engine(config: Config, supervisor: EngineProcess, asked: _Asked) -> EngineClient | None:
-    """Start the engine; None when the user asked to end before it was ready."""
+async def _start_engine(config: Config, engine: Keeper, asked: _Asked) -> bool:
+    """Start the engine; False when the user asked to end before it was ready."""
     logs.says.info("loading the model %r ...", config.model.name)
-    starting = asyncio.create_task(supervisor.start())
+    starting = asyncio.create_task(engine.start())
     asking = asyncio.create_task(asked.ever.wait())
     await asyncio.wait({starting, asking}, return_when=asyncio.FIRST_COMPLETED)
     asking.cancel()
     if starting.done():
-        return starting.result()
+        starting.result()
+        return True
     starting.cancel()
     await asyncio.gather(starting, return_exceptions=True)
-    return None
+    return False
 
 
-async def _serve_engine(
-    config: Config, listener: socket.socket, client: EngineClient, ready: Ready, asked: _Asked
-) -> int:
-    """Serve a warm engine until somebody asks to end, or the engine does."""
-    app = create_app(config, client, ready)
+async def _serve_engine(config: Config, listener: socket.socket, engine: Keeper, asked: _Asked) -> int:
+    """Serve a warm engine until somebody asks to end, or the engine does and is never started again."""
+    app = create_app(config, engine, engine.ready)
     server = _Server(
         uvicorn.Config(
             app,
@@ -206,14 +207,17 @@ async def _serve_engine(
         await asyncio.wait({serving, *waiting}, return_when=asyncio.FIRST_COMPLETED)
         if not server.listening.is_set() or serving.done():
             return EXIT_OK if asked.ever.is_set() else EXIT_ENGINE
-        _announce(config, listener, ready)
+        _announce(config, listener, engine.ready)
         services = app.state.services
         assert isinstance(services, Services)
         waiting.append(asyncio.create_task(services.hub.ended.wait()))
         await asyncio.wait({serving, *waiting[1:]}, return_when=asyncio.FIRST_COMPLETED)
         if services.hub.failed is not None and not asked.ever.is_set():
             await asyncio.sleep(FAREWELL_S)
-            raise EngineFailure(services.hub.failed)
+            if not engine.gave_up:
+                raise EngineFailure(services.hub.failed)
+            await _stay(services.hub.failed, serving, waiting[1])
+            return EXIT_ENGINE
         if asked.ever.is_set() and services.hub.failed is None:
             await _drain(services, config.serve.drain_s, asked)
         return EXIT_OK
@@ -222,6 +226,13 @@ async def _serve_engine(
             task.cancel()
         server.should_exit = True
         await serving
+
+
+async def _stay(failed: str, *ends: asyncio.Task[Any]) -> None:
+    """Say why there is no engine any more, to all who ask, until somebody ends the server."""
+    logs.complains.error("%s", failed)
+    logs.complains.error("the server stays to say so, /readyz answers 503 (Ctrl-C ends)")
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
 
 
 async def _drain(services: Services, limit_s: float, asked: _Asked) -> None:

@@ -58,7 +58,7 @@ class Services:
         self.viewers.measure()
         room = self.hub.room()
         self.metrics.room.set(float("nan") if room is None else room)
-        self.metrics.engine_up.set(self.hub.failed is None)
+        self.metrics.engine_up.set(self.hub.failed is None and self.hub.restarting is None)
         self.metrics.sockets.set(self.sockets)
 
     def role(self, request: HTTPConnection, view: SessionView | None = None) -> Role:
@@ -118,8 +118,12 @@ class Services:
             raise
         return view
 
+    def restart_s(self) -> int:
+        """In how many seconds an engine that is started again may be there, as far as is known."""
+        return self.hub.restarting.retry_after_s if self.hub.restarting is not None else 1
+
     def running_view(self, request: HTTPConnection) -> SessionView:
-        """The same as `view`, while the engine runs.
+        """The same as `view`, while the engine runs, or is to run again.
 
         Raises:
             Problem: 404, 410, 401, 503.

@@ -1,8 +1,11 @@
-"""What one session has to tell in figures: to Prometheus, and to the page. Knows nothing about viewers or frames."""
+"""What one session has to tell in figures: to Prometheus, and to the page. Knows nothing about viewers or pictures."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from streamdiff.serve.metrics import Ahead, Metrics
+from streamdiff.serve.pacer import Progress
 from streamdiff.serve.rate import Rate
 
 
@@ -50,24 +53,31 @@ class SessionMeter:
             self._metrics.request_lag_s.labels(kind, stage).observe(lag_s)
         self._lag_s = lag_s if stage == "shown" else self._lag_s
 
-    def figures(self, now_s: float) -> dict[str, float | None]:
-        """For the page: frames per second shown and made, a chunk's and a request's time; None before the first."""
+    def figures(self, progress: Progress, encoder_dropped: int, now_s: float) -> dict[str, Any]:
+        """For the page, JSON-able: among others frames per second shown and made, a chunk's and a request's time;
+        None before the first."""
         return {
+            "type": "stats",
+            "frame": progress.frame,
             "shown_fps": round(self._shown.per_s(now_s), 1),
             "made_fps": round(self._made.per_s(now_s), 1),
             "chunk_ms": None if self._chunk_s is None else round(self._chunk_s * 1000),
             "prompt_lag_ms": None if self._lag_s is None else round(self._lag_s * 1000),
+            "buffered": progress.buffered,
+            "repeated": progress.repeated,
+            "dropped": progress.dropped,
+            "missed": progress.missed,
+            "encoder_dropped": encoder_dropped,
         }
 
-    def look(self, *, repeated: int, dropped: int, buffered: int, unanswered: int, encoding: int) -> None:
-        """How it stands: totals of slots repeated and frames dropped; frames, requests and pictures that wait.
-        Mutates: self."""
+    def look(self, progress: Progress, *, unanswered: int, encoding: int) -> None:
+        """How it stands: how far the frames are; requests and pictures that wait. Mutates: self."""
         if self._ended:
             return
         name, metrics = self._session, self._metrics
-        metrics.repeated.labels(name).inc(self._repeated.more(repeated))
-        metrics.dropped.labels(name).inc(self._dropped.more(dropped))
-        metrics.buffered.labels(name).set(buffered)
+        metrics.repeated.labels(name).inc(self._repeated.more(progress.repeated))
+        metrics.dropped.labels(name).inc(self._dropped.more(progress.dropped))
+        metrics.buffered.labels(name).set(progress.buffered)
         metrics.unanswered.labels(name).set(unanswered)
         metrics.encoder_waiting.labels(name).set(encoding)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from streamdiff import clock
 from streamdiff.config import Config
@@ -34,8 +34,9 @@ from streamdiff.engine.messages import (
 from streamdiff.engine.pacing import Due
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.serve.access import Tokens
+from streamdiff.serve.audience import Audience, Mailbox
 from streamdiff.serve.codecs import H264_LIBRARY, Format
-from streamdiff.serve.control import Control, ControlError, Receipt, RequestBook
+from streamdiff.serve.control import Control, ControlError, Id, Receipt, RequestBook
 from streamdiff.serve.fanout import Fanout
 from streamdiff.serve.logs import facts, prompt_log
 from streamdiff.serve.metrics import Metrics
@@ -43,7 +44,8 @@ from streamdiff.serve.pacer import Pacer
 from streamdiff.serve.session_meter import SessionMeter
 from streamdiff.serve.session_spec import SessionEnded, SessionSpec
 
-Mailbox = Callable[[dict[str, Any]], None]
+EngineState = Literal["running", "restarting", "failed"]
+LOST = {"restarting": "The engine is being started again", "failed": "The engine stopped"}
 
 
 class SessionView:
@@ -77,8 +79,14 @@ class SessionView:
         self.paused = False
         self.opened = False
         self.closed = False
+        self.engine: EngineState = "running"
+        self.engine_reason = ""
+        """Why it does not run."""
+        self._epoch = -1  # the latest one the engine told
+        self._made_frames = 0
         self._send = send
         self._meter = SessionMeter(metrics, session)
+        self._audience = Audience(self._meter)
         self._loop = asyncio.get_running_loop()
         self._may_play, self._occupancy = may_play, occupancy
         self._log_prompts = config.serve.log_prompts
@@ -90,8 +98,6 @@ class SessionView:
         self._pacer = Pacer(spec.fps, start_frames, self._shown_on_pacer, config.serve.grace_s)
         self.fanout = Fanout(self.format, self._pacer, metrics)
         self._book = RequestBook()
-        self._answers: dict[str, asyncio.Future[Receipt]] = {}
-        self._mailboxes: dict[str, Mailbox] = {}
         self._last_made_s = clock.monotonic_s()
         self._latest_shown: tuple[int, int] | None = None
         self._moved = asyncio.Event()
@@ -114,11 +120,19 @@ class SessionView:
         return self._pacer.held
 
     async def ask_open(self) -> None:
-        """Ask the engine for the session."""
-        self._log(self.prompt)
-        self._meter.asked(clock.monotonic_s())
-        command = Open(self.session, self.prompt, self.seed, self.steps, self.kv_context, self._lead_frames())
-        await self._send(command)
+        """Ask the engine for the session; a new engine, where it takes up what the one before has left.
+
+        Raises:
+            EngineFailure: the engine has ended.
+        """
+        if self._epoch < 0:
+            self._log(self.prompt)
+            self._meter.asked(clock.monotonic_s())
+        text = self.text or self.prompt  # as it was read last: words that said nothing then say nothing now
+        past = (self._epoch + 1, self._made_frames, self._pacer.progress().passed)
+        await self._send(Open(self.session, text, self.seed, self.steps, self.kv_context, self._lead_frames(), *past))
+        if self.paused:
+            await self._send(Pause(self.session))
 
     def _log(self, prompt: str) -> None:
         if self._log_prompts:
@@ -133,8 +147,28 @@ class SessionView:
         async with asyncio.timeout(timeout_s):
             await asyncio.shield(self._opening)
 
-    def _lead_frames(self) -> int:
-        return max(1, round(self._lead_s * self.format.fps))
+    def _lead_frames(self, fps: float | None = None) -> int:
+        return max(1, round(self._lead_s * (fps or self.format.fps)))
+
+    def lost(self, engine: EngineState, reason: str) -> None:
+        """The engine has ended: say so, and what becomes of requests. The last picture stays; `ask_open` goes on.
+
+        Mutates: self.
+        """
+        self.opened, self.engine, self.engine_reason = False, engine, reason
+        self._audience.disappoint(lambda: self._down(None))
+        if not self._opening.done():
+            self._opening.set_exception(EngineFailure(reason))
+            self._opening.exception()  # nobody need wait for it
+        self._opening = self._loop.create_future()
+        why = f"{LOST[engine]}, and this was not taken before: {reason}"
+        carried = self._epoch + 1 if engine == "restarting" else None
+        self._audience.tell(self._book.engine_lost(carried, self._made_frames, why, clock.monotonic_s()))
+        self._audience.broadcast(self.state())
+
+    def _down(self, id: Id) -> ControlError:
+        code = "restarting" if self.engine == "restarting" else "engine_ended"
+        return ControlError(code, f"{LOST[self.engine]}: {self.engine_reason}", id=id)
 
     # ---- the engine's events ------------------------------------------------------------------------------------
 
@@ -145,21 +179,22 @@ class SessionView:
             case FrameBatch():
                 self._take_frames(event, now_s)
             case Opened():
-                self.opened = True
+                self.opened, self.engine, self.engine_reason = True, "running", ""
+                self._epoch = event.epoch
                 if not self._opening.done():
                     self._opening.set_result(None)
-                self.text, self.notice, self.switches = event.text, event.notice, event.switches
-                self._broadcast(self.state())
+                self.text, self.notice, self.switches = event.text, event.notice or self.notice, event.switches
+                self._audience.broadcast(self.state())
             case Accepted():
                 self._take_accepted(event, now_s)
             case Applied():
-                self._tell(self._book.applied(event.epoch, event.first_frame, now_s, event.chunk))
+                self._audience.tell(self._book.applied(event.epoch, event.first_frame, now_s, event.chunk))
             case Refused() if not self.opened:
                 if not self._opening.done():
                     self._opening.set_exception(RequestError(event.field, event.reason, event.code))
                     self._opening.exception()  # nobody need wait for it
             case Refused():
-                self._tell(self._book.refused(event.request, event.field, event.reason, now_s))
+                self._audience.tell(self._book.refused(event.request, event.field, event.reason, now_s))
             case Closed():
                 self.opened = False
             case _:
@@ -167,10 +202,11 @@ class SessionView:
 
     def _take_frames(self, batch: FrameBatch, now_s: float) -> None:
         self._pacer.push(batch.first, batch.pictures, batch.epoch)
-        self._last_made_s = now_s
+        self._last_made_s, self._made_frames = now_s, batch.first + len(batch.pictures)
         self._meter.made(len(batch.pictures), batch.chunk_s, now_s)
 
     def _take_accepted(self, event: Accepted, now_s: float) -> None:
+        self._epoch = event.epoch
         control = self._book.find(event.request)
         if control is not None and "reset" in (control.kind, control.switch):
             self._pacer.clear_before(event.epoch)
@@ -179,8 +215,8 @@ class SessionView:
         if control is not None and control.kind == "prompt":
             self.prompt = control.prompt
         self.text, self.notice = event.text or self.text, event.notice
-        self._tell(self._book.accepted(event.request, event.epoch, event.text, event.notice, now_s))
-        self._broadcast(self.state())
+        self._audience.tell(self._book.accepted(event.request, event.epoch, event.text, event.notice, now_s))
+        self._audience.broadcast(self.state())
 
     # ---- what was shown -----------------------------------------------------------------------------------------
 
@@ -191,7 +227,7 @@ class SessionView:
         now_s = clock.monotonic_s()
         self._latest_shown = (frame, epoch)
         self._meter.shown(now_s)
-        self._tell(self._book.shown(frame, epoch, now_s, pts))
+        self._audience.tell(self._book.shown(frame, epoch, now_s, pts))
         self._moved.set()
 
     async def _report_shown(self) -> None:
@@ -206,7 +242,7 @@ class SessionView:
                 try:
                     await self._send(Shown(self.session, passed))
                 except EngineFailure:
-                    return  # whoever reads the engine's events says so
+                    continue  # whoever reads the engine's events says so; the next engine is told when it is asked
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
@@ -214,9 +250,11 @@ class SessionView:
         """Carry out a valid message of `owner`; returns the request's name. Its receipts follow.
 
         Raises:
-            ControlError: the session has changed since the revision it is for, or cannot do it.
+            ControlError: the session has changed since the revision it is for, or cannot do it, or has no engine.
             EngineFailure: the engine has ended.
         """
+        if self.engine != "running":
+            raise self._down(control.id)
         if control.if_rev is not None and control.if_rev != self.rev:
             message = (
                 f"The session has changed: its state has revision {self.rev}, the request is for {control.if_rev}."
@@ -254,8 +292,7 @@ class SessionView:
             EngineFailure: the engine has ended.
             SessionEnded: the session has.
         """
-        answer: asyncio.Future[Receipt] = self._loop.create_future()
-        self._answers[owner] = answer
+        answer = self._audience.expect(owner)
         request = ""
         try:
             async with asyncio.timeout(timeout_s):
@@ -266,55 +303,41 @@ class SessionView:
                 raise
             return Receipt(request, owner, control.id, control.kind, "asked", timeout_s)
         finally:
-            del self._answers[owner]
+            self._audience.forget(owner)
 
     async def _set_fps(self, fps: float) -> None:
+        await self._send(SetLead(self.session, self._lead_frames(fps)))
         self.format = replace(self.format, fps=fps)
         self._pacer.set_fps(fps)
         self.fanout.set_format(self.format)
-        self._broadcast(self.state())
-        await self._send(SetLead(self.session, self._lead_frames()))
+        self._audience.broadcast(self.state())
 
     async def _set_paused(self, paused: bool) -> None:
+        await self._send(Pause(self.session) if paused else Resume(self.session))
         self.paused = paused
         self._pacer.set_paused(paused)
-        self._broadcast(self.state())
-        await self._send(Pause(self.session) if paused else Resume(self.session))
+        self._audience.broadcast(self.state())
 
     def _done_at_once(self, request: str) -> None:
         epoch = self._latest_shown[1] if self._latest_shown else 0
-        self._tell(self._book.accepted(request, epoch, "", "", clock.monotonic_s()))
+        self._audience.tell(self._book.accepted(request, epoch, "", "", clock.monotonic_s()))
         self._book.forget(request)
 
     # ---- viewers ------------------------------------------------------------------------------------------------
 
     def join(self, viewer: str, mailbox: Mailbox, may_control: bool = True) -> None:
         """Send messages to `viewer` from now on. Mutates: self."""
-        self._mailboxes[viewer] = mailbox
+        self._audience.join(viewer, mailbox)
         role = "controller" if may_control else "viewer"
         mailbox({"type": "hello", "protocol": 1, "viewer": viewer, "role": role, "state": self.state()})
 
     def leave(self, viewer: str) -> None:
         """Send `viewer` nothing any more. Mutates: self."""
-        self._mailboxes.pop(viewer, None)
+        self._audience.leave(viewer)
 
     def say(self, message: dict[str, Any]) -> None:
         """A message to everybody who watches."""
-        self._broadcast(message)
-
-    def _tell(self, receipts: list[Receipt]) -> None:
-        for receipt in receipts:
-            self._meter.receipt(receipt.kind, receipt.stage, receipt.lag_s)
-            answer = self._answers.get(receipt.owner)
-            if answer is not None and not answer.done() and receipt.stage in ("accepted", "refused"):
-                answer.set_result(receipt)
-            mailbox = self._mailboxes.get(receipt.owner)
-            if mailbox is not None:
-                mailbox(receipt.message())
-
-    def _broadcast(self, message: dict[str, Any]) -> None:
-        for mailbox in list(self._mailboxes.values()):
-            mailbox(message)
+        self._audience.broadcast(message)
 
     # ---- what there is to see -----------------------------------------------------------------------------------
 
@@ -331,32 +354,14 @@ class SessionView:
 
     def stats(self) -> dict[str, Any]:
         """Live figures, JSON-able; None where nothing was measured yet."""
-        now_s = clock.monotonic_s()
-        progress = self._pacer.progress()
-        encoders = self.fanout.counters()
-        return {
-            "type": "stats",
-            "frame": progress.frame,
-            **self._meter.figures(now_s),
-            "buffered": progress.buffered,
-            "repeated": progress.repeated,
-            "dropped": progress.dropped,
-            "missed": progress.missed,
-            "encoder_dropped": sum(counters.dropped for counters in encoders.values()),
-            "stalled": self.stalled_s() > 2.0,
-            "occupancy": [round(share, 3) for share in self._occupancy()],
-        }
+        dropped = sum(counters.dropped for counters in self.fanout.counters().values())
+        figures = self._meter.figures(self._pacer.progress(), dropped, clock.monotonic_s())
+        occupancy = [round(share, 3) for share in self._occupancy()]
+        return figures | {"stalled": self.stalled_s() > 2.0, "occupancy": occupancy}
 
     def measure(self) -> None:
         """Bring what is not counted where it happens into the metrics."""
-        progress = self._pacer.progress()
-        self._meter.look(
-            repeated=progress.repeated,
-            dropped=progress.dropped,
-            buffered=progress.buffered,
-            unanswered=self._book.unanswered,
-            encoding=self.fanout.waiting,
-        )
+        self._meter.look(self._pacer.progress(), unanswered=self._book.unanswered, encoding=self.fanout.waiting)
 
     def state(self) -> dict[str, Any]:
         """Everything a page needs to draw itself, JSON-able."""
@@ -369,6 +374,8 @@ class SessionView:
             "seed": self.seed,
             "paused": self.paused,
             "rev": self.rev,
+            "engine": self.engine,
+            "engine_reason": self.engine_reason,
             "steps": self.steps,
             "kv_context": self.kv_context,
             "switches": list(self.switches),
@@ -384,9 +391,7 @@ class SessionView:
     async def close(self) -> None:
         """End the threads and tasks of this view. The engine's session is not closed."""
         self.closed = True
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(SessionEnded("the session ended before this was answered"))
+        self._audience.disappoint(lambda: SessionEnded("the session ended before this was answered"))
         self._reporting.cancel()
         await asyncio.gather(self._reporting, return_exceptions=True)
         self.fanout.stop()

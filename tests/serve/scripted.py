@@ -8,11 +8,13 @@ in the upper right corner what the last prompt did to the past, unless it kept i
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -195,6 +197,8 @@ class Painter:
 
 
 def load(config: ModelConfig, painter: Painter) -> Painter:
+    if "GATE" in os.environ:  # a FIFO: the engine starts when somebody writes to it
+        Path(os.environ["GATE"]).read_bytes()
     return painter
 
 
@@ -213,6 +217,7 @@ def main() -> int:
     parser.add_argument("--control-token-file")
     parser.add_argument("--view-token-file")
     parser.add_argument("--drain-s", type=float, default=0.0)
+    parser.add_argument("--restarts", type=int, default=5)
     parser.add_argument("--insecure", action="store_true")
     parser.add_argument("--log-prompts", action="store_true")
     parser.add_argument("--log-format", default="text")
@@ -226,6 +231,7 @@ def main() -> int:
         control_token_file=arguments.control_token_file,
         view_token_file=arguments.view_token_file,
         drain_s=arguments.drain_s,
+        restarts=arguments.restarts,
         insecure=arguments.insecure,
         log_prompts=arguments.log_prompts,
         log_format=arguments.log_format,

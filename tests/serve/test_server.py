@@ -172,8 +172,9 @@ def test_viewers_may_finish_while_no_session_is_opened_any_more() -> None:
     assert (process.returncode, complaints) == (0, "")
 
 
-def test_an_engine_that_dies_is_named_and_ends_the_server(running: Running) -> None:
-    process, _ = running
+def test_an_engine_that_dies_is_named_and_ends_the_server_where_it_is_not_started_again() -> None:
+    process = _start("--restarts", "0")
+    _address(process)
     [engine] = psutil.Process(process.pid).children()
     os.kill(engine.pid, signal.SIGKILL)
     _, complaints = process.communicate(timeout=30)
@@ -183,7 +184,7 @@ def test_an_engine_that_dies_is_named_and_ends_the_server(running: Running) -> N
 
 
 def test_an_engine_that_raises_says_where() -> None:
-    process = _start("--name", "dies-2")
+    process = _start("--name", "dies-2", "--restarts", "0")
     _, complaints = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "out of paint" in complaints

@@ -8,7 +8,7 @@ const video = $("video");
 const token = tokenOf(location.hash);
 // `?session=` and `?codec=` of the page's address are the server's business.
 const client = new StreamClient(`whep${location.search}`, token);
-const view = { phase: "connecting", steers: true, paused: false, seed: 0, fps: 0, prompt: "", frameSeen: false, notice: "" };
+const view = { phase: "connecting", steers: true, paused: false, seed: 0, fps: 0, prompt: "", frameSeen: false, notice: "", engine: "running" };
 const asked = new Map(); // id of a request -> { kind, at }
 
 globalThis.streamdiff = { client, view };
@@ -20,7 +20,8 @@ function drawStatus() {
   const phase = live ? (view.paused ? "paused" : "live") : view.phase === "error" ? "error" : "connecting";
   const words = { live: "Live", paused: "Paused", error: "Stopped", connecting: view.phase === "waiting" ? "Reconnecting" : "Connecting" };
   $("status").dataset.phase = phase;
-  setText($("status-text"), words[phase]);
+  const again = phase !== "error" && view.engine === "restarting";
+  setText($("status-text"), again ? "Restarting" : words[phase]);
   $("veil").hidden = live;
   $("paused-badge").hidden = !(live && view.paused);
   $("pause").setAttribute("aria-pressed", String(view.paused));
@@ -28,15 +29,16 @@ function drawStatus() {
   drawControls();
 }
 
-/** Who may only watch sees every control, disabled, and why. Of the others a few wait for the connection. */
+/** Who may only watch sees every control, disabled, and why. Of the others a few wait for the connection and the engine. */
 function drawControls() {
   const why = view.steers ? "" : token
     ? "The token in this page's address lets you watch. Steering takes the control token."
     : "You may watch. Steering takes the control token, at the end of this page's address: #token=…";
   $("readonly").hidden = view.steers;
   setText($("readonly-text"), why);
+  const obeyed = client.connected && view.engine === "running";
   for (const control of document.querySelectorAll("[data-steers]")) {
-    control.disabled = !view.steers || (control.dataset.steers === "connected" && !client.connected);
+    control.disabled = !view.steers || (control.dataset.steers === "connected" && !obeyed);
     if (why) control.title = why;
     else if (control.title !== control.dataset.title) control.title = control.dataset.title ?? "";
   }
@@ -78,7 +80,8 @@ function drawState(state) {
   $("screen").style.aspectRatio = `${state.width} / ${state.height}`;
   if (document.activeElement !== $("seed") && state.seed !== view.seed) $("seed").value = state.seed;
   view.seed = state.seed;
-  drawNotice(state.notice);
+  view.engine = state.engine;
+  drawNotice(state.engine === "restarting" ? `The engine is being started again: ${state.engine_reason}` : state.notice);
   for (const chip of $("chips").children) chip.setAttribute("aria-current", String(chip.textContent === state.prompt));
   drawStatus();
 }

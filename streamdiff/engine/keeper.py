@@ -1,0 +1,144 @@
+"""Keeps an engine running: starts it, and starts another when it fails, within bounds. Torch-free, asyncio.
+
+Knows nothing about sessions: who reads `events` opens them again on the new engine when it hears `Ready`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from streamdiff import clock
+from streamdiff.engine.bridge import EngineClient
+from streamdiff.engine.messages import Command, Event, Failed, Ready
+from streamdiff.engine.restarts import Restarts
+from streamdiff.engine.supervisor import EngineProcess
+from streamdiff.errors import ConfigError, EngineFailure
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Restarting:
+    """The engine has failed and is started again; `Ready` follows, or `Failed` for good.
+
+    `reason` is one line; `retry_after_s`: in how many seconds it may be back, as far as is known.
+    """
+
+    reason: str
+    retry_after_s: int
+
+
+class Keeper:
+    """An engine that comes back. `make` gives a new engine process, not started; `restarts` says how often."""
+
+    def __init__(self, make: Callable[[], EngineProcess], restarts: Restarts) -> None:
+        self._make, self._restarts = make, restarts
+        self._engine = make()
+        self._client: EngineClient | None = None
+        self._down = "it has not been started"
+        self._start_s = 0.0
+        self.gave_up = False
+        """Whether it failed once more than it is started again."""
+
+    @property
+    def ready(self) -> Ready:
+        """What the engine said of itself; after `start`."""
+        return self._engine.ready
+
+    async def start(self) -> None:
+        """Start the engine for the first time; a fault here is told, and nothing is tried again.
+
+        Raises:
+            ConfigError, EngineFailure: see `EngineProcess.start`.
+        """
+        begun_s = clock.monotonic_s()
+        self._client = await self._engine.start()
+        self._start_s = clock.monotonic_s() - begun_s
+
+    async def stop(self) -> None:
+        """End the engine. May be called at any time, and again, but not while `events` is read."""
+        await self._engine.stop()
+
+    async def send(self, command: Command) -> None:
+        """Send `command` to the engine that runs.
+
+        Raises:
+            EngineFailure: none does.
+        """
+        if self._client is None:
+            raise EngineFailure(self._down)
+        await self._client.send(command)
+
+    async def events(self) -> AsyncGenerator[Event | Restarting, None]:
+        """Every event of every engine in order: after a failure `Restarting`, once or several times, then the new
+        engine's `Ready`, or `Failed` as the last. Ends when the engine is asked to end. For one reader."""
+        while self._client is not None:
+            reason: str | None = None
+            async with aclosing(self._client.events()) as events:
+                async for event in events:
+                    if isinstance(event, Failed):
+                        reason = event.reason
+                        break
+                    yield event
+            self._client = None
+            if reason is not None:
+                async for word in self._again(reason):
+                    yield word
+
+    async def _again(self, reason: str) -> AsyncGenerator[Ready | Failed | Restarting, None]:
+        """Start engines until one runs or there were too many."""
+        failed_s, known = clock.monotonic_s(), self._engine.ready
+        while self._client is None:
+            self._down = reason
+            wait_s = self._restarts.fault(clock.monotonic_s())
+            if wait_s is None:
+                self.gave_up = self._restarts.most > 0
+                yield Failed(self._enough(reason))
+                await self._engine.stop()
+                return
+            logger.warning("%s\nThe engine is started again in %g s (%s).", reason, wait_s, self._which())
+            yield Restarting(_line(reason), max(1, math.ceil(wait_s + self._start_s)))
+            await self._engine.stop()
+            await asyncio.sleep(wait_s)
+            self._engine = self._make()
+            try:
+                client = await self._engine.start()
+                _check_same(known, self._engine.ready)
+            except (EngineFailure, ConfigError) as error:
+                reason = str(error)
+            else:
+                self._client = client
+        logger.warning("The engine runs again after %.1f s.", clock.monotonic_s() - failed_s)
+        yield self._engine.ready
+
+    def _which(self) -> str:
+        most, window_s = self._restarts.most, self._restarts.window_s
+        return f"restart {self._restarts.count} of at most {most} within {window_s:g} s"
+
+    def _enough(self, reason: str) -> str:
+        most, window_s = self._restarts.most, self._restarts.window_s
+        if most == 0:
+            return reason
+        return (
+            f"the engine failed again after {most} restarts within {window_s:g} s, and is not started any more "
+            f"(serve.restarts, serve.restart_window_s); start the server again when this is mended: {reason}"
+        )
+
+
+def _line(reason: str) -> str:
+    """The first line of a reason, without a word on what the engine wrote."""
+    return reason.split("\n", 1)[0].removesuffix("; the last it wrote:").removesuffix("; it wrote nothing")
+
+
+def _check_same(before: Ready, after: Ready) -> None:
+    """Raises EngineFailure for pictures of another kind: encoders and viewers are set up for those before."""
+    fields = ("model", "width", "height", "native_fps", "chunk_frames")
+    differs = [f"{name} {getattr(before, name)} before, {getattr(after, name)} now" for name in fields
+               if getattr(before, name) != getattr(after, name)]  # fmt: skip
+    if differs:
+        raise EngineFailure(f"the engine came back as another one: {', '.join(differs)}")

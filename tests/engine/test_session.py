@@ -175,3 +175,13 @@ def test_the_lead_may_change_but_not_below_what_the_pipeline_needs() -> None:
     assert stream.set_lead(24) == [Allow(24)]
     assert stream.set_lead(1) == [Allow(6)]
     assert Session("a", text="red", seed=0, epoch=0, lead_frames=1, least_lead_frames=6).room_frames == 6
+
+
+def test_a_session_taken_up_goes_on_counting_and_has_room_for_what_was_not_shown() -> None:
+    s = Session("s", text="red", seed=3, epoch=9, lead_frames=12, made_frames=100, shown_frames=95)
+    assert s.open() == [Allow(7), Opened("s", 9, "red", "")]
+    applied, allow, batch = make(s, epoch=9, chunk=0)
+    assert applied == Applied("s", 9, 0, 100)
+    assert isinstance(batch, FrameBatch) and batch.first == 100
+    assert allow == Allow(3)
+    assert s.shown(98) == [Allow(6)]

@@ -38,6 +38,8 @@ MESSAGES = [
     messages.Ready("tiny", "cpu", 128, 96, 40.0, 12, 4, "clean", steps_known=(2, 4), work_s=0.2, sessions_fit=7),
     messages.Refused("a", "", "session", "why", "memory"),
     messages.Measured(0.25, (0.5, 1.0), (3.0, 4.5)),
+    messages.Alive(),
+    messages.Open("a", "a red circle", epoch=3, made_frames=50, shown_frames=40),
     messages.Failed("reason"),
 ]
 

@@ -186,3 +186,50 @@ def test_receipts_name_the_chunk_and_the_time_of_the_first_frame() -> None:
     [shown] = book.shown(60, 3, 1.5, pts=135_000)
     message = shown.message()
     assert (message["chunk"], message["frame"], message["pts"], message["id"]) == (5, 60, 135_000, "mine")
+
+
+def _three_prompts() -> RequestBook:
+    """One shown soon (frame 10, which is made), one taken, one not taken."""
+    book = RequestBook()
+    for number, prompt in enumerate("abc"):
+        book.begin(Control("prompt", number, prompt=prompt), "me", 0.0)
+    book.accepted("r1", 1, "a", "", 0.1)
+    book.applied(1, 10, 0.2)
+    book.accepted("r2", 2, "b", "", 0.3)
+    return book
+
+
+def test_what_a_lost_engine_had_taken_last_holds_for_the_next_one_and_what_it_had_not_is_refused() -> None:
+    book = _three_prompts()
+    [refused] = book.engine_lost(3, 12, "it died", 0.4)
+    assert (refused.id, refused.stage, refused.reason) == (2, "refused", "it died")
+    assert [(receipt.id, receipt.stage) for receipt in book.shown(11, 1, 0.5)] == [(0, "shown")]
+    [applied] = book.applied(3, 12, 0.6)
+    assert (applied.id, applied.stage, applied.epoch, applied.frame) == (1, "applied", 3, 12)
+    assert [(receipt.id, receipt.stage) for receipt in book.shown(12, 3, 0.7)] == [(1, "shown")]
+
+
+def test_a_request_whose_frame_was_named_and_never_came_is_carried_over_too() -> None:
+    book = RequestBook()
+    book.begin(Control("prompt", "mine", prompt="a"), "me", 0.0)
+    book.accepted("r1", 1, "a", "", 0.1)
+    book.applied(1, 10, 0.2)
+    assert book.engine_lost(2, 10, "it died", 0.3) == []
+    assert [receipt.stage for receipt in book.applied(2, 10, 0.4)] == ["applied"]
+    assert [receipt.stage for receipt in book.shown(10, 2, 0.5)] == ["shown"]
+
+
+def test_of_several_that_a_lost_engine_had_taken_the_latest_holds() -> None:
+    book = _three_prompts()
+    book.accepted("r3", 3, "c", "", 0.3)
+    assert book.engine_lost(4, 12, "it died", 0.4) == []
+    assert [(receipt.id, receipt.stage) for receipt in book.applied(4, 12, 0.5)] == [(1, "superseded"), (2, "applied")]
+
+
+def test_with_no_engine_to_come_all_that_has_no_frames_is_refused() -> None:
+    book = _three_prompts()
+    assert [(receipt.id, receipt.stage) for receipt in book.engine_lost(None, 12, "it died", 0.4)] == [
+        (1, "refused"),
+        (2, "refused"),
+    ]
+    assert [receipt.id for receipt in book.shown(10, 1, 0.5)] == [0], "its frames have come"

@@ -27,7 +27,7 @@ from tests.serve.conftest import Peer
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 PAINTED = ("tests.serve.scripted", "serve")
 MODEL = ("streamdiff", "serve")
 

@@ -31,7 +31,7 @@ EPILOG = """examples:
   python -m benchmarks.gpu_suite --out results/h200 --minutes 25
   python -m benchmarks.gpu_suite --out results/h200 --minutes 9 --only wan-1.3b      one call of a short loan
   python -m benchmarks.gpu_suite --out results/h200 --checks-only
-  python -m benchmarks.gpu_suite --out /tmp/rehearsal --device cpu --only tiny       the suite itself, without a GPU
+  python -m benchmarks.gpu_suite --out results/rehearsal --device cpu --only tiny   the suite itself, without a GPU
 
 Writes into --out: checks.json, fps_ttff.json and .png, throughput.json, profile/. Exit code 0: all checks hold and all
 cases are measured; 1: not all, see what is printed; 2: there is no CUDA device.

@@ -1,4 +1,4 @@
-"""The engine writes nothing while it works: ten thousand micro-steps leave not a line."""
+"""The engine writes nothing while it works. Ten thousand chunks of the ring alone: tests/pipeline/test_no_growth.py."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tests.small import BLUE, CPU, RED, small_model
 
 pytestmark = pytest.mark.slow
 
-MICRO_STEPS = 10_000
+MICRO_STEPS = 600
 
 
-def test_ten_thousand_micro_steps_print_nothing(
+def test_micro_steps_prompts_and_decoding_print_nothing(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     model = small_model(6, layers=1)
-    runtime = Runtime(model, CPU, steps=2)
-    engine = Engine(runtime, ModelConfig(steps=2), 3 * model.spec.chunk_frames)
+    runtime = Runtime(model, CPU, steps=4)
+    engine = Engine(runtime, ModelConfig(steps=4), 3 * model.spec.chunk_frames)
 
     def take(events: list[Event]) -> None:
         for event in events:
@@ -34,10 +34,10 @@ def test_ten_thousand_micro_steps_print_nothing(
     changed = 0
     while runtime.ring.worker.done < MICRO_STEPS:
         take(engine.step(5.0))
-        if runtime.ring.worker.done // 500 > changed:
+        if runtime.ring.worker.done // 100 > changed:
             changed += 1
             take(engine.handle(SetPrompt("one", (RED, BLUE)[changed % 2])))
     engine.close()
-    assert changed > 10
+    assert changed > 4
     assert capfd.readouterr() == ("", "")
     assert not caplog.records

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import types
 import weakref
@@ -18,6 +19,7 @@ from streamdiff.models.wan.weights import load_transformer
 from streamdiff.pipeline.facts import Facts, facts_from
 from streamdiff.pipeline.plan import Layout, Workload, memory
 from tests.models.wan.layouts import flow
+from tests.pipeline.processes import ROOT
 from tests.small import CPU, small_model, small_transformer
 
 HEADS, HEAD_DIM = 4, 16
@@ -141,3 +143,11 @@ def test_a_weight_that_torchao_leaves_alone_is_no_quiet_success(monkeypatch: pyt
     monkeypatch.setattr(quantize, "_torchao", lambda name, mode: lazy)
     with pytest.raises(ConfigError, match=r"blocks\.0\.ffn\.2\.weight \[3, 5\] cannot be quantised to int8"):
         quantize.quantize(torch.ones(3, 5), "int8", "blocks.0.ffn.2.weight")
+
+
+@pytest.mark.slow
+def test_torchaos_remarks_on_other_machines_stay_out_of_the_way() -> None:
+    """diffusers imports torchao wherever it is installed; a user who does not quantise reads nothing of it."""
+    program = "import streamdiff.models.wan.transformer, sys; print('torchao' in sys.modules)"
+    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (process.stdout, process.stderr) == ("True\n", "")

@@ -63,14 +63,18 @@ def flat(chunks: int, kv_context: str) -> None:
 
 
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
-def test_memory_files_and_lists_are_flat(kv_context: str) -> None:
+def test_memory_files_and_lists_are_flat(kv_context: str, capfd: pytest.CaptureFixture[str]) -> None:
     flat(400, kv_context)
+    assert capfd.readouterr() == ("", ""), "calm: no micro-step prints a line"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_context", ["clean", "staircase"])
-def test_memory_files_and_lists_are_flat_over_ten_thousand_chunks(kv_context: str) -> None:
+def test_memory_files_and_lists_are_flat_over_ten_thousand_chunks(
+    kv_context: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     flat(10_000, kv_context)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_decoding_side_is_flat_too() -> None:

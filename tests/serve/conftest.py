@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -237,3 +237,13 @@ def no_threads_left() -> Iterator[None]:
 
 
 __all__ = ["FrameBatch", "InMemoryClient", "Peer", "Site", "candidate_to_sdp", "open_site"]
+
+
+def run_scene(scene: Callable[[Site], Awaitable[None]], config: Config | None = None) -> None:
+    """Play `scene` on a server of its own."""
+
+    async def main() -> None:
+        async with open_site(config) as site:
+            await scene(site)
+
+    asyncio.run(main())

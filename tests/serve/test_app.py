@@ -15,9 +15,9 @@ from streamdiff.config import Config, ServeConfig
 from streamdiff.engine.messages import Failed, Ready, Refused
 from streamdiff.errors import ConfigError
 from streamdiff.serve import app as app_module
-from tests.serve.conftest import Site, open_site
+from tests.serve.conftest import Site, open_site, run_scene
 from tests.serve.scripted import CHUNK_FRAMES, COLOURS, Painter
-from tests.serve.test_whep import _colour, _is, _run, _until_colour
+from tests.serve.test_whep import _colour, _is, _until_colour
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ def test_the_page_comes_with_all_it_needs_from_here_only() -> None:
             assert response.content == (Path(str(app_module.STATIC)) / name).read_bytes()
         assert (await site.http.get("/static/../app.py")).status_code == 404
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_a_prompt_over_http_changes_the_pixels() -> None:
@@ -57,7 +57,7 @@ def test_a_prompt_over_http_changes_the_pixels() -> None:
         assert state["viewers"] == 1
         assert state["stats"]["dropped"] == 0
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_receipts_follow_a_prompt_to_the_screen() -> None:
@@ -79,7 +79,7 @@ def test_receipts_follow_a_prompt_to_the_screen() -> None:
         assert view.stats()["prompt_lag_ms"] == pytest.approx(1000 * shown["lag_s"], abs=1)
         assert view.stats()["frame"] >= shown["frame"]
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_unknown_words_bring_a_notice_and_the_stream_goes_on() -> None:
@@ -94,7 +94,7 @@ def test_unknown_words_bring_a_notice_and_the_stream_goes_on() -> None:
         assert state["text"] != "a dragon"
         assert _is(_colour(await peer.frame()), "red")
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_reset_takes_a_seed_and_drops_what_was_made_before() -> None:
@@ -113,7 +113,7 @@ def test_reset_takes_a_seed_and_drops_what_was_made_before() -> None:
         frame = view.stats()["frame"]
         await site.until(lambda: view.stats()["frame"] > frame + 8)
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_bad_requests_over_http() -> None:
@@ -144,7 +144,7 @@ def test_bad_requests_over_http() -> None:
         assert (await site.http.get("/api/control")).status_code == 405
         assert (await site.http.get("/api/state")).json()["state"] == before
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_garbage_on_the_data_channel_is_answered_and_nothing_changes() -> None:
@@ -168,7 +168,7 @@ def test_garbage_on_the_data_channel_is_answered_and_nothing_changes() -> None:
         assert await peer.message({"type": "pong", "id": 5})
         await peer.frame()
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_a_flood_of_messages_is_cut_and_the_video_goes_on() -> None:
@@ -181,7 +181,7 @@ def test_a_flood_of_messages_is_cut_and_the_video_goes_on() -> None:
         await _until_colour(peer, "purple")
         assert sum(message.get("code") == "rate_limited" for message in peer.messages) < 20
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_of_many_prompts_the_latest_wins() -> None:
@@ -197,7 +197,7 @@ def test_of_many_prompts_the_latest_wins() -> None:
         assert set(ends) == set(range(len(names)))
         assert set(ends.values()) <= {"shown", "superseded"}, "every request was told its end"
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_channels_that_are_not_for_control_are_closed() -> None:
@@ -209,7 +209,7 @@ def test_channels_that_are_not_for_control_are_closed() -> None:
         await site.until(lambda: other.readyState == "closed")
         assert peer.channel.readyState == "open"
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_everybody_hears_of_a_change_and_only_the_asker_gets_receipts() -> None:
@@ -221,7 +221,7 @@ def test_everybody_hears_of_a_change_and_only_the_asker_gets_receipts() -> None:
         assert await hears.message({"type": "state", "paused": True})
         assert not [message for message in hears.messages if message["type"] == "receipt"]
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_viewers_hear_how_busy_each_rank_of_a_ring_is() -> None:
@@ -246,7 +246,7 @@ def test_one_frame_as_a_picture() -> None:
         assert picture.shape == (128, 128, 3)
         assert _is(tuple(int(c) for c in picture[40, 40]), "red")
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_health_and_metrics() -> None:
@@ -264,7 +264,7 @@ def test_health_and_metrics() -> None:
         assert values['streamdiff_encode_seconds_count{codec="h264"}'] >= 20
         assert values['streamdiff_key_frames_total{codec="h264"}'] >= 1
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_viewers_hear_that_the_server_ends() -> None:
@@ -275,7 +275,7 @@ def test_viewers_hear_that_the_server_ends() -> None:
         assert (await peer.message({"type": "bye"}))["reason"] == "shutdown"
         assert site.services.viewers.count == 0
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_a_session_that_cannot_open_is_no_silent_black_page() -> None:

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from streamdiff.config import Config, ServeConfig
 from streamdiff.serve import control_socket, routes_control
-from tests.serve.conftest import Site, bearer, open_site
+from tests.serve.conftest import Site, bearer, run_scene
 from tests.serve.socket_client import SocketClient
 from tests.serve.test_whep import _colour, _is, _until_colour
 
 pytestmark = pytest.mark.slow
 PATH = "/api/sessions/default/control"
 VIEW, CONTROL = "a-token-to-watch-with", "a-token-to-steer-with"
-
-
-def _run(scene: Callable[[Site], Awaitable[None]], config: Config | None = None) -> None:
-    async def main() -> None:
-        async with open_site(config) as site:
-            await scene(site)
-
-    asyncio.run(main())
 
 
 def _locked(tmp_path: Path) -> Config:
@@ -52,7 +43,7 @@ def test_receipts_follow_a_prompt_to_the_screen() -> None:
         await socket.close()
         await site.until(lambda: site.services.sockets == 0)
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_everything_can_be_asked_for_while_it_plays() -> None:
@@ -77,7 +68,7 @@ def test_everything_can_be_asked_for_while_it_plays() -> None:
             await peer.frame()
         await socket.close()
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_bad_messages_are_answered_and_a_long_one_ends_it() -> None:
@@ -93,7 +84,7 @@ def test_bad_messages_are_answered_and_a_long_one_ends_it() -> None:
         assert await socket.until_closed() == 1009
         assert (await site.http.get("/readyz")).status_code == 200
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_two_controllers_the_last_one_wins_and_a_stale_one_is_told() -> None:
@@ -110,7 +101,7 @@ def test_two_controllers_the_last_one_wins_and_a_stale_one_is_told() -> None:
         await _until_colour(peer, "purple")
         await asyncio.gather(one.close(), two.close())
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_a_page_of_another_origin_cannot_steer() -> None:
@@ -130,7 +121,7 @@ def test_a_page_of_another_origin_cannot_steer() -> None:
         own_post = await site.http.post("/api/sessions/default/pause", headers={"Origin": site.base})
         assert own_post.status_code == 200
 
-    _run(scene, Config(serve=ServeConfig(cors_origins=["https://friend.example"])))
+    run_scene(scene, Config(serve=ServeConfig(cors_origins=["https://friend.example"])))
 
 
 def test_viewers_read_only(tmp_path: Path) -> None:
@@ -179,7 +170,7 @@ def test_viewers_read_only(tmp_path: Path) -> None:
         assert await page.message({"type": "receipt", "id": 5, "stage": "accepted"})
         await asyncio.gather(reads.close(), page.close())
 
-    _run(scene, _locked(tmp_path))
+    run_scene(scene, _locked(tmp_path))
 
 
 def test_each_session_has_a_controller_of_its_own(tmp_path: Path) -> None:
@@ -200,7 +191,7 @@ def test_each_session_has_a_controller_of_its_own(tmp_path: Path) -> None:
         assert (await site.http.get("/api/sessions", headers=bearer(mine["control_token"]))).status_code == 401
         assert (await site.http.delete(path, headers=bearer(mine["control_token"]))).status_code == 200
 
-    _run(scene, _locked(tmp_path))
+    run_scene(scene, _locked(tmp_path))
 
 
 def test_a_reader_that_does_not_read_is_let_go_and_others_hear_on() -> None:
@@ -222,7 +213,7 @@ def test_a_reader_that_does_not_read_is_let_go_and_others_hear_on() -> None:
         assert control_socket.MAX_BUFFERED_BYTES < 1024 * 1024
         await asyncio.gather(reads.close(), stuck.close())
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_so_many_connections_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +229,7 @@ def test_so_many_connections_and_no_more(monkeypatch: pytest.MonkeyPatch) -> Non
         assert again.status == 101
         await asyncio.gather(*(socket.close() for socket in (*sockets, again)))
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_the_end_of_a_session_ends_its_sockets() -> None:
@@ -255,4 +246,4 @@ def test_the_end_of_a_session_ends_its_sockets() -> None:
         assert unknown.status == 404
         await asyncio.gather(socket.close(), gone.close(), unknown.close())
 
-    _run(scene)
+    run_scene(scene)

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 from datetime import datetime
 from typing import Any
 
@@ -18,19 +17,9 @@ from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
 
 from streamdiff.config import ServeConfig
 from streamdiff.serve import logs
-from tests.serve.test_server import ROOT
+from tests.serve.test_server import start
 
 pytestmark = pytest.mark.slow
-
-
-def _start(*options: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.serve.scripted", "serve", "--no-browser", *options],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def _records(text: str) -> list[dict[str, Any]]:
@@ -72,7 +61,7 @@ async def _play(url: str, frames: int, prompts: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_as_json_every_line_is_an_object_and_only_comings_and_goings_are_told(asked: bool) -> None:
-    process = _start("--log-format", "json", *(["--log-prompts"] if asked else []))
+    process = start("--log-format", "json", *(["--log-prompts"] if asked else []))
     try:
         url, begin = _first_with_url(process)
         session = asyncio.run(_play(url, 200, [f"green secret {number}" for number in range(5)]))
@@ -101,7 +90,7 @@ def test_as_json_every_line_is_an_object_and_only_comings_and_goings_are_told(as
 
 
 def test_as_json_the_engine_s_last_words_and_the_end_are_objects_too() -> None:
-    process = _start("--log-format", "json", "--name", "dies-2")
+    process = start("--log-format", "json", "--name", "dies-2")
     said, complaints = process.communicate(timeout=60)
     assert (process.returncode, said) == (1, "")
     records = _records(complaints)
@@ -112,7 +101,7 @@ def test_as_json_the_engine_s_last_words_and_the_end_are_objects_too() -> None:
 
 
 def test_as_text_comings_and_goings_are_not_told() -> None:
-    process = _start()
+    process = start()
     assert process.stdout is not None
     lines = []
     for line in process.stdout:

@@ -14,9 +14,8 @@ import pytest
 from streamdiff.config import Config, ServeConfig
 from streamdiff.engine.messages import Failed
 from streamdiff.serve.metrics import Ahead
-from tests.serve.conftest import Peer, Site, open_site
+from tests.serve.conftest import Peer, Site, open_site, run_scene
 from tests.serve.scripted import CHUNK_FRAMES, Painter
-from tests.serve.test_whep import _run
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +78,7 @@ def test_what_a_viewer_and_a_prompt_move() -> None:
         assert (left["streamdiff_viewers"], left['streamdiff_viewers_ended_total{end="delete"}']) == (0, 1)
         assert left["streamdiff_viewer_first_frame_seconds_count"] == 1
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_totals_are_counted_once_however_often_they_are_read() -> None:
@@ -95,7 +94,7 @@ def test_totals_are_counted_once_however_often_they_are_read() -> None:
         for _ in range(3):
             assert (await _figures(site))[dropped] == view.stats()["dropped"]
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_what_waits_for_the_engine_is_told() -> None:
@@ -112,7 +111,7 @@ def test_what_waits_for_the_engine_is_told() -> None:
         assert (await asking).status_code == 200
         assert (await _figures(site))[unanswered] == 0
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_refusals_are_counted_by_their_reason() -> None:
@@ -152,7 +151,7 @@ def test_refusals_are_counted_by_their_reason() -> None:
         assert found['streamdiff_control_total{result="bad_prompt",type="any"}'] == 1
         assert found['streamdiff_control_total{result="unknown",type="any"}'] == 1
 
-    _run(scene, Config(serve=ServeConfig(max_viewers=1)))
+    run_scene(scene, Config(serve=ServeConfig(max_viewers=1)))
 
 
 async def _watch(site: Site, session: str) -> Peer:
@@ -179,7 +178,7 @@ def test_an_ended_session_leaves_no_figures() -> None:
             view.measure()
             assert f'session="{session["id"]}"' not in (await site.http.get("/metrics")).text
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_an_engine_that_ended_is_down() -> None:
@@ -224,4 +223,4 @@ def test_figures_are_for_those_who_may_watch(tmp_path: Any) -> None:
 
         assert [await status(token) for token in (None, "a-view-token-of-some-length")] == [401, 200]
 
-    _run(scene, Config(serve=serve))
+    run_scene(scene, Config(serve=serve))

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 Running = tuple[subprocess.Popen[str], str]
 
 
-def _start(*options: str) -> subprocess.Popen[str]:
+def start(*options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "tests.serve.scripted", "serve", "--no-browser", *options],
         cwd=ROOT,
@@ -47,7 +47,7 @@ def _address(process: subprocess.Popen[str]) -> str:
 
 @pytest.fixture
 def running() -> Iterator[Running]:
-    process = _start()
+    process = start()
     try:
         yield process, _address(process)
     finally:
@@ -57,7 +57,7 @@ def running() -> Iterator[Running]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_serves_and_ends_clean(number: signal.Signals) -> None:
-    process = _start()
+    process = start()
     url = _address(process)
     [engine] = psutil.Process(process.pid).children()
     assert httpx.get(url + "readyz", timeout=20).status_code == 200
@@ -70,7 +70,7 @@ def test_it_serves_and_ends_clean(number: signal.Signals) -> None:
 
 
 def test_it_can_be_ended_while_the_engine_starts() -> None:
-    process = _start()
+    process = start()
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
@@ -80,7 +80,7 @@ def test_it_can_be_ended_while_the_engine_starts() -> None:
 
 def test_a_port_in_use_is_one_line_and_exit_code_2(running: Running) -> None:
     port = running[1].rstrip("/").rsplit(":", 1)[1]
-    second = _start("--port", port)
+    second = start("--port", port)
     _, complaints = second.communicate(timeout=60)
     assert second.returncode == 2
     [line] = complaints.splitlines()
@@ -108,14 +108,14 @@ def test_the_address_that_is_printed() -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_others_are_let_in_only_with_a_token_or_knowingly(host: str, tmp_path: Path) -> None:
-    refused = _start("--host", host)
+    refused = start("--host", host)
     _, complaints = refused.communicate(timeout=60)
     assert refused.returncode == 2
     [line] = complaints.splitlines()
     assert "--control-token-file" in line and "--insecure" in line and host in line
     (tmp_path / "token").write_text("a-token-of-some-length")
     for options in (["--insecure"], ["--control-token-file", str(tmp_path / "token")]):
-        process = _start("--host", host, *options)
+        process = start("--host", host, *options)
         status = httpx.post(_address(process) + "api/control", json={"type": "pause"}, timeout=20).status_code
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)
@@ -123,7 +123,7 @@ def test_others_are_let_in_only_with_a_token_or_knowingly(host: str, tmp_path: P
 
 
 def test_a_token_that_cannot_be_read_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    process = _start("--control-token-file", str(tmp_path / "nothing"))
+    process = start("--control-token-file", str(tmp_path / "nothing"))
     _, complaints = process.communicate(timeout=60)
     assert process.returncode == 2
     [line] = complaints.splitlines()
@@ -132,7 +132,7 @@ def test_a_token_that_cannot_be_read_is_one_line_and_exit_code_2(tmp_path: Path)
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_prompts_are_in_the_log_only_when_asked_for(asked: bool) -> None:
-    process = _start(*(["--log-prompts"] if asked else []))
+    process = start(*(["--log-prompts"] if asked else []))
     url = _address(process)
     session = httpx.post(url + "api/sessions", json={"prompt": "blue secret\nwhisper"}, timeout=20).json()
     httpx.post(url + "api/control", json={"type": "prompt", "prompt": "green secret"}, timeout=20)
@@ -145,7 +145,7 @@ def test_prompts_are_in_the_log_only_when_asked_for(asked: bool) -> None:
 
 
 def test_viewers_may_finish_while_no_session_is_opened_any_more() -> None:
-    process = _start("--drain-s", "60")
+    process = start("--drain-s", "60")
     url = _address(process)
 
     async def scene() -> None:
@@ -173,7 +173,7 @@ def test_viewers_may_finish_while_no_session_is_opened_any_more() -> None:
 
 
 def test_an_engine_that_dies_is_named_and_ends_the_server_where_it_is_not_started_again() -> None:
-    process = _start("--restarts", "0")
+    process = start("--restarts", "0")
     _address(process)
     [engine] = psutil.Process(process.pid).children()
     os.kill(engine.pid, signal.SIGKILL)
@@ -184,7 +184,7 @@ def test_an_engine_that_dies_is_named_and_ends_the_server_where_it_is_not_starte
 
 
 def test_an_engine_that_raises_says_where() -> None:
-    process = _start("--name", "dies-2", "--restarts", "0")
+    process = start("--name", "dies-2", "--restarts", "0")
     _, complaints = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "out of paint" in complaints

@@ -12,20 +12,12 @@ import pytest
 
 from streamdiff.config import Config, PlaybackConfig, ServeConfig
 from streamdiff.serve import whep
-from tests.serve.conftest import Peer, Site, open_site
+from tests.serve.conftest import Peer, Site, run_scene
 from tests.serve.scripted import COLOURS
 
 pytestmark = pytest.mark.slow
 
 SDP = {"Content-Type": "application/sdp"}
-
-
-def _run(scene: object, config: Config | None = None) -> None:
-    async def main() -> None:
-        async with open_site(config) as site:
-            await scene(site)  # type: ignore[operator]
-
-    asyncio.run(main())
 
 
 def _colour(frame: object) -> tuple[int, ...]:
@@ -62,7 +54,7 @@ def test_the_endpoint_describes_itself() -> None:
             missing = await site.http.post(path, content="v=0", headers=SDP)
             assert (missing.status_code, missing.json()["status"]) == (404, 404)
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_bad_offers_are_answered_and_the_stream_goes_on() -> None:
@@ -104,7 +96,7 @@ def test_bad_offers_are_answered_and_the_stream_goes_on() -> None:
         for _ in range(20):
             await watcher.frame()
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_a_body_without_a_length_is_read_up_to_the_limit_only() -> None:
@@ -124,7 +116,7 @@ def test_a_body_without_a_length_is_read_up_to_the_limit_only() -> None:
             pass  # the server closes; whether its answer is read first is luck
         assert sent < 64 * 2**20
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_sessions_end_once_and_are_remembered_for_a_while() -> None:
@@ -140,7 +132,7 @@ def test_sessions_end_once_and_are_remembered_for_a_while() -> None:
         trickle = {"Content-Type": "application/trickle-ice-sdpfrag"}
         assert (await site.http.patch(peer.location, content="a=mid:0", headers=trickle)).status_code == 404
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_trickle_takes_candidates_and_refuses_what_it_cannot() -> None:
@@ -161,7 +153,7 @@ def test_trickle_takes_candidates_and_refuses_what_it_cannot() -> None:
         assert (wrong.status_code, wrong.headers["accept-patch"]) == (415, "application/trickle-ice-sdpfrag")
         await peer.frame()
 
-    _run(scene)
+    run_scene(scene)
 
 
 # ---- limits ----------------------------------------------------------------------------------------------------------
@@ -183,7 +175,7 @@ def test_a_hundred_at_once_get_exactly_the_places_there_are(monkeypatch: pytest.
         assert site.services.viewers.count == 8
         await watcher.frame()
 
-    _run(scene, Config(serve=ServeConfig(max_viewers=8)))
+    run_scene(scene, Config(serve=ServeConfig(max_viewers=8)))
 
 
 def test_who_never_connects_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +187,7 @@ def test_who_never_connects_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> 
         await site.until(lambda: site.services.viewers.count == 0)
         assert (await site.http.delete(location)).status_code == 200
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_a_flood_from_one_address_is_slowed_down(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +200,7 @@ def test_a_flood_from_one_address_is_slowed_down(monkeypatch: pytest.MonkeyPatch
         assert [response.status_code for response in responses] == [201, 201, 201, 429, 429]
         assert responses[-1].headers["retry-after"] == "1"
 
-    _run(scene)
+    run_scene(scene)
 
 
 # ---- viewers ---------------------------------------------------------------------------------------------------------
@@ -230,7 +222,7 @@ def test_a_viewer_sees_the_stream(codec: str | None, name: str) -> None:
         assert set(np.diff(stamps)) & {2250}, "40 frames per second on the 90 kHz clock"
         assert str(frames[0].time_base) == "1/90000"
 
-    _run(scene)
+    run_scene(scene)
 
 
 @pytest.mark.parametrize(("fps", "ticks"), [(40.0, 2250), (50.0, 1800), (60.0, 1500)])
@@ -243,7 +235,7 @@ def test_frames_carry_the_media_clock_at_any_rate(fps: float, ticks: int) -> Non
         assert (steps[30:] % ticks == 0).mean() > 0.9
         assert np.median(steps) == ticks
 
-    _run(scene, Config(playback=PlaybackConfig(fps=fps)))
+    run_scene(scene, Config(playback=PlaybackConfig(fps=fps)))
 
 
 def test_two_viewers_share_one_encoder_and_the_second_gets_a_key_frame() -> None:
@@ -266,7 +258,7 @@ def test_two_viewers_share_one_encoder_and_the_second_gets_a_key_frame() -> None
         await asyncio.gather(*(site.http.delete(peer.location) for peer in (first, second, third)))
         assert fanout.codecs == ()
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_nobody_watches_and_the_engine_stops_at_its_lead() -> None:
@@ -285,7 +277,7 @@ def test_nobody_watches_and_the_engine_stops_at_its_lead() -> None:
         await again.frame()
         await site.until(lambda: view.stats()["frame"] > frame)
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_a_viewer_that_vanishes_leaves_the_others_alone() -> None:
@@ -298,7 +290,7 @@ def test_a_viewer_that_vanishes_leaves_the_others_alone() -> None:
             await stays.frame()
         assert (await site.http.delete(goes.location)).status_code == 200, "it may still say so itself"
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_who_joins_a_paused_stream_sees_the_picture() -> None:
@@ -318,7 +310,7 @@ def test_who_joins_a_paused_stream_sees_the_picture() -> None:
         await site.until(lambda: view.stats()["frame"] > frame)
         await _until_colour(late, "red")
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_a_lost_picture_is_asked_for_and_sent_as_a_key_frame() -> None:
@@ -335,4 +327,4 @@ def test_a_lost_picture_is_asked_for_and_sent_as_a_key_frame() -> None:
         assert counters.key_frames <= before + 2, "a storm of wishes makes one key frame per 0.3 s"
         await peer.frame()
 
-    _run(scene)
+    run_scene(scene)

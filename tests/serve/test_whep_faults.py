@@ -21,19 +21,11 @@ from aiortc import RTCConfiguration, RTCPeerConnection
 from streamdiff.config import Config, IceServer, ServeConfig
 from streamdiff.serve import whep
 from streamdiff.serve.tracks import QUEUE_PACKETS
-from tests.serve.conftest import Peer, Site, open_site
+from tests.serve.conftest import Peer, Site, run_scene
 
 pytestmark = pytest.mark.slow
 
 SDP = {"Content-Type": "application/sdp"}
-
-
-def _run(scene: object, config: Config | None = None) -> None:
-    async def main() -> None:
-        async with open_site(config) as site:
-            await scene(site)  # type: ignore[operator]
-
-    asyncio.run(main())
 
 
 async def _offer(*kinds: str) -> str:
@@ -86,7 +78,7 @@ def test_what_a_viewer_offers_beside_one_video_stays_inactive(kinds: tuple[str, 
         found = re.findall(r"^a=(sendrecv|sendonly|recvonly|inactive)\r$", response.text, re.MULTILINE)
         assert found == directions
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_more_bad_offers() -> None:
@@ -112,7 +104,7 @@ def test_more_bad_offers() -> None:
             response = await site.http.post("/whep", content=body, headers=SDP)
             assert response.status_code == status, (status, response.text, body)
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_every_way_to_name_the_default_session_gives_one_place() -> None:
@@ -131,7 +123,7 @@ def test_every_way_to_name_the_default_session_gives_one_place() -> None:
         missing = await site.http.post("/whep/other", content=offer, headers=SDP)
         assert (missing.status_code, missing.json()["status"]) == (404, 404)
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_ice_servers_are_told_to_viewers_and_none_unless_named(tmp_path: Path) -> None:
@@ -163,12 +155,12 @@ def test_ice_servers_are_told_to_viewers_and_none_unless_named(tmp_path: Path) -
         assert "srflx" not in response.text, "nobody was asked for the public address"
         assert "access-control-allow-origin" not in response.headers
 
-    _run(told, Config(serve=ServeConfig(ice_servers=servers)))
-    _run(untold)
+    run_scene(told, Config(serve=ServeConfig(ice_servers=servers)))
+    run_scene(untold)
     watch, steer = tmp_path / "watch", tmp_path / "steer"
     watch.write_text("w" * 24)
     steer.write_text("s" * 24)
-    _run(
+    run_scene(
         guarded,
         Config(serve=ServeConfig(ice_servers=servers, view_token_file=str(watch), control_token_file=str(steer))),
     )
@@ -188,7 +180,7 @@ def test_a_page_of_another_origin_can_read_where_its_viewer_is() -> None:
         assert before.status_code == 200
         assert "DELETE" in before.headers["access-control-allow-methods"]
 
-    _run(scene, Config(serve=ServeConfig(cors_origins=["https://friend.example"])))
+    run_scene(scene, Config(serve=ServeConfig(cors_origins=["https://friend.example"])))
 
 
 # ---- viewers that stop, vanish and flood -----------------------------------------------------------------------------
@@ -207,7 +199,7 @@ def test_a_viewer_that_stops_reading_holds_nobody_up_and_goes_on_later() -> None
             seen = frames[0]
             await site.until(lambda: frames[0] > seen + 40)
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_a_viewer_that_says_nothing_any_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +215,7 @@ def test_a_viewer_that_says_nothing_any_more_is_given_up(monkeypatch: pytest.Mon
             assert b'viewers_ended_total{end="silent"} 1.0' in site.services.metrics.text()
             await other.frame()
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_a_viewer_whose_packets_do_not_get_away_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +243,7 @@ def test_a_viewer_whose_packets_do_not_get_away_is_given_up(monkeypatch: pytest.
         for _ in range(40):
             await stays.frame()
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_a_killed_viewer_is_noticed_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +258,7 @@ def test_a_killed_viewer_is_noticed_and_forgotten(monkeypatch: pytest.MonkeyPatc
             assert fanout.codecs == (), "nobody watches, nothing is encoded"
             assert re.search(rb'viewers_ended_total{end="(failed|closed)"} 1.0', site.services.metrics.text())
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_a_viewer_that_asks_for_key_frames_without_end_is_heard_now_and_then() -> None:
@@ -280,7 +272,7 @@ def test_a_viewer_that_asks_for_key_frames_without_end_is_heard_now_and_then() -
         await site.until(lambda: b"key_wishes_refused_total 9" in site.services.metrics.text())
         await peer.frame()
 
-    _run(scene)
+    run_scene(scene)
 
 
 # ---- what is left ----------------------------------------------------------------------------------------------------
@@ -314,7 +306,7 @@ def test_a_page_that_is_reloaded_without_end_leaves_nothing_behind() -> None:
         for _ in range(20):
             await late.frame()
 
-    _run(scene)
+    run_scene(scene)
 
 
 def test_nothing_is_left_of_a_hundred_that_came_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,4 +326,4 @@ def test_nothing_is_left_of_a_hundred_that_came_at_once(monkeypatch: pytest.Monk
         for _ in range(20):
             await watcher.frame()
 
-    _run(scene, Config(serve=ServeConfig(max_viewers=8)))
+    run_scene(scene, Config(serve=ServeConfig(max_viewers=8)))

@@ -93,7 +93,7 @@ def _share_lost(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]
     lost, got = (
         sum(end[name] - begin[name] for begin, end in zip(before, after, strict=True)) for name in ("lost", "packets")
     )
-    return lost / max(1, lost + got)
+    return float(lost / max(1, lost + got))
 
 
 def _row(server: Server, count: int, seconds: float) -> dict[str, Any]:

@@ -93,10 +93,10 @@ def fast_as_plain(context: str, device: torch.device) -> str:
 
 def decoder_as_cpu(name: str, device: torch.device) -> str:
     """Pictures of the same weights, the CPU's copied to the device, in float32."""
-    own = random_weights.decoder(DECODERS[name], CPU, torch.float32)
+    own: Any = random_weights.decoder(DECODERS[name], CPU, torch.float32)
     latents = torch.randn(1, 16, 3, 8, 12, generator=torch.Generator().manual_seed(0))
     expected = own.decode(latents, own.new_memory())
-    moved: Any = type(own)(_moved(own, device))
+    moved = type(own)(_moved(own, device))
     got = moved.decode(latents.to(device), moved.new_memory()).cpu()
     off = int((got.int() - expected.int()).abs().max())
     return _held(off, _PICTURES_OFF, "levels of 255")

@@ -68,7 +68,7 @@ async def watch(http: httpx.AsyncClient, url: str, decode: bool) -> tuple[RTCPee
     if response.status_code != 201:
         raise RuntimeError(f"{url} answered {response.status_code}: {response.text}")
     if not decode:
-        aiortc.rtcrtpreceiver.decoder_worker = _count_only(seen)  # type: ignore[attr-defined]
+        aiortc.rtcrtpreceiver.decoder_worker = _count_only(seen)
     await pc.setRemoteDescription(RTCSessionDescription(response.text, "answer"))
     while pc.connectionState in ("new", "connecting"):
         await asyncio.sleep(0.01)

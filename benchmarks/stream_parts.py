@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,13 +75,15 @@ def measure(runtime: Runtime, rounds: int, at_once: int, step: Callable[[str], N
 def _text(runtime: Runtime, rounds: int, device: torch.device) -> list[float]:
     """Texts that no cache knows; the first one loads the weights and does not count."""
     texts = [runtime.text.read(f"{runtime.text.examples[0]} ({n})", None).text for n in range(-1, rounds)]
-    return [timed(device, lambda text=text: runtime.text.encode(text))[0] for text in texts][1:]
+    return [timed(device, partial(runtime.text.encode, text))[0] for text in texts][1:]
 
 
 def turns(runtime: Runtime, rounds: int, device: torch.device) -> tuple[Parts, list[Tensor]]:
     """Times of the ring's turns by what they carried, and the latents of the chunks that were measured."""
     ring, spec = runtime.ring, runtime.model.spec
-    info, times, latents = runtime.info, defaultdict(list), []
+    info = runtime.info
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    latents: list[Tensor] = []
     text = torch.zeros(spec.text_shape, device=device)
     ring.open(SESSION, text, seed=0, epoch=0, steps=info.steps, kv_context=info.kv_context)
     full = spec.window_chunks(info.kv_context)
@@ -119,9 +122,9 @@ def _decode(
         decoded = copied = 0.0
         made = []
         for part in chunk[None].split(at_once, 2):  # as pipeline.decoding has it
-            took_s, piece = timed(device, lambda part=part: decoder.decode(part, memory))
+            took_s, piece = timed(device, partial(decoder.decode, part, memory))
             decoded += took_s
-            took_s, piece = timed(device, lambda piece=piece: piece.cpu())
+            took_s, piece = timed(device, piece.cpu)
             copied += took_s
             made.append(piece)
         decode_s.append(decoded)

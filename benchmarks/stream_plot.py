@@ -48,8 +48,8 @@ def draw(path: Path, results: Mapping[str, Any]) -> None:
 def part_s(result: Mapping[str, Any], name: str) -> float:
     """Seconds of a part of one chunk; 0 where it was not measured."""
     if name == "steps":
-        return sum(result["step_s_by_step"].values())
-    return result["figures"][f"{name}_s"] or 0.0
+        return float(sum(result["step_s_by_step"].values()))
+    return float(result["figures"][f"{name}_s"] or 0.0)
 
 
 def draw_floors(path: Path, results: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn, TypeAlias
 
 import psutil
 import torch
@@ -37,7 +38,7 @@ LEAD_CHUNKS = 2
 """As `streamdiff generate` has it: one chunk is computed while the one before it is decoded."""
 _WAIT_S = 0.01  # as the engine process waits with nothing to do
 _LIMIT_S = 600.0  # for anything to come
-Bar = tqdm  # type: ignore[type-arg]
+Bar: TypeAlias = "tqdm[NoReturn]"
 
 
 class Player:
@@ -110,7 +111,8 @@ def measure(runtime: Runtime, case: Case, load_s: float) -> Raw:
         prompts = list(_prompts(player, runtime, amount.prompts, bar))
         player.close()
         peak = peak_bytes(device)
-        parts, remarks = {}, ["parts: measured with one stage only"]
+        parts: stream_parts.Parts = {}
+        remarks = ["parts: measured with one stage only"]
         if case.config.ranks == 1:
             parts, remarks = stream_parts.measure(
                 runtime, amount.rounds, at_once(case.config, device), bar.set_postfix_str

@@ -357,6 +357,7 @@ def load_subject(folder: Path, device: torch.device) -> Subject:
 
     loaded = tiny.load(folder, device)
     decoder = loaded.decoder
+    assert decoder is not None, "the whole model was loaded"
 
     def decode_each(latents: Tensor) -> Tensor:
         """The very pictures a viewer gets: one stream at a time, rounded to bytes."""

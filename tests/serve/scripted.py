@@ -180,6 +180,9 @@ class Painter:
     def busy(self) -> bool:
         return bool(self._ready())
 
+    def check(self, wait_s: float = 0.0) -> None:
+        """A painter fails only while it paints."""
+
     def occupancy(self) -> list[float]:
         return list(self.shares)
 
@@ -205,7 +208,8 @@ def load(config: ModelConfig, painter: Painter) -> Painter:
 def main() -> int:
     """`serve`: a whole server. Anything else: the engine process of one."""
     if sys.argv[1] != "serve":
-        dies = int(config.name.split("-")[1]) if (config := _model_config()).name.startswith("dies-") else None
+        name = _model_config().name
+        dies = int(name.split("-")[1]) if name.startswith("dies-") else None
         return engine_main.main(load=partial(load, painter=Painter(die_after_chunks=dies)))
     parser = argparse.ArgumentParser()
     parser.add_argument("command")

@@ -140,7 +140,7 @@ def _exact(arguments: argparse.Namespace) -> int:
         device=config.model.device,
         fps=config.playback.fps if "fps" in config.playback.model_fields_set else None,
         kv_context=config.model.kv_context,
-        steps=steps,
+        steps=config.model.steps if steps is None else steps,
         weights=_path(config.model.weights),
         lora=config.model.lora,
         vae=config.model.vae,

@@ -24,7 +24,13 @@ MODEL = (
     Option("--model", "model.name", str, "NAME", "`tiny`, a name that `streamdiff models` lists, a hub id, or a path"),
     Option("--device", "model.device", str, "DEVICE", "auto, cpu or cuda (default auto: cuda where there is one)"),
     Option("--threads", "model.threads", int, "N", "CPU threads of the transformer"),
-    Option("--steps", "model.steps", int, "N", "denoise steps per chunk: 4, or 2 for twice the speed"),
+    Option(
+        "--steps",
+        "model.steps",
+        int,
+        "N",
+        "denoise steps per chunk (default: what the model was made for; `tiny` has 4, and 2)",
+    ),
     Option(
         "--kv-context",
         "model.kv_context",

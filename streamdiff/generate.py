@@ -52,8 +52,7 @@ def run(config: Config, job: Job) -> int:
 
 
 def _open(config: Config) -> api.StreamSession:
-    pipeline = api.load(config.model)
-    return api.StreamSession(pipeline, config.model, config.session.prompt, seed=config.session.seed)
+    return api.StreamSession(api.load(config.model), config.session.prompt, seed=config.session.seed)
 
 
 def _checked(job: Job) -> Path:

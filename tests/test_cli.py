@@ -17,7 +17,7 @@ from pathlib import Path
 import av
 import pytest
 
-from streamdiff import cli, cli_convert, cli_options, cli_parsers
+from streamdiff import cli, cli_convert, cli_options, cli_parsers, doctor
 from streamdiff.errors import ConfigError
 from streamdiff.version import __version__
 
@@ -65,7 +65,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("plan --stage-times 0.1,0.1,0.1,-0.1", "each above 0"),
         ("plan --decode-time -1", "--decode-time is -1"),
         ("plan --kv-context foggy", "--kv-context is 'foggy', but must be one of clean, staircase, matched"),
-        ("plan --steps 3", "--steps is 3; model tiny has 4, 2"),
+        ("plan --steps 3", "--steps is 3; model tiny has 4 or 2"),
         ("plan --model nowhere", "--model is 'nowhere'; it can be `tiny`"),
         ("plan --profile none.json", "none.json: cannot be read"),
         ("plan --trace none/t.json", "--trace is 'none/t.json', which lies in none, which is no folder"),
@@ -164,6 +164,7 @@ def test_doctor_finds_this_machine_ready(streamdiff_command: Command) -> None:
         "aiortc",
         "weight files",
         "will be used",
+        "tiny, steps: 4 per chunk",
     ):
         assert words in process.stdout
 
@@ -193,6 +194,23 @@ def test_doctor_says_what_is_missing(streamdiff_command: Command) -> None:
     assert re.search(rf"FAIL +port +127\.0\.0\.1:{port} cannot be listened on", process.stdout)
     assert "no weights (*.safetensors) under /nowhere" in process.stdout
     assert "Missing: model, port." in process.stdout
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("", r"ok +steps +4 per chunk \(what the model was made for\)"),
+        ("--steps 2", r"ok +steps +2 per chunk\n"),
+        ("--steps 3", r"FAIL +steps +--steps is 3; model tiny has 4 or 2 \(without --steps: 4\)"),
+        ("--model causal-forcing-framewise-1step", r"ok +steps +1 per chunk \(what"),
+        ("--model wan2.1-t2v-1.3b", r"FAIL +steps +model wan2.1-t2v-1.3b has no denoise steps of its own"),
+        ("--model some/repository", r"note +steps +what the model was made for"),
+    ],
+)
+def test_doctor_says_in_how_many_steps(asked: str, words: str) -> None:
+    arguments = cli_parsers.parse(["doctor", *asked.split()])
+    (found,) = doctor._look_at_steps(cli._config(arguments))
+    assert re.search(words, f"{found.grade.value} {found.topic} {found.text}\n")
 
 
 def test_a_port_in_use_is_told_in_one_line(streamdiff_command: Command) -> None:

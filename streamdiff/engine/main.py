@@ -151,7 +151,7 @@ def run(
     engine: Engine | None = None
     try:
         config = Config.model_validate_json(config_json)
-        engine = Engine(load(config.model), config.model, lead_frames(config))
+        engine = Engine(load(config.model), lead_frames(config))
         stop.loading = False
         server.send(engine.ready())
         _serve(server, engine, stop, tap)

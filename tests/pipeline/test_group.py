@@ -48,6 +48,7 @@ def test_a_rank_that_differs_is_named_by_all() -> None:
 def test_weights_and_settings_are_among_the_facts(tmp_path: Path) -> None:
     facts = loading._facts(ModelConfig())
     assert {"streamdiff", "torch", "weights", "model.steps", "model.kv_context"} <= set(facts)
+    assert facts["model.steps"] == "4" and loading._facts(ModelConfig(steps=4)) == facts
     for path in WEIGHTS.rglob("*"):
         if path.is_file():
             copy = tmp_path / path.relative_to(WEIGHTS)

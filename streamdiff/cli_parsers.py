@@ -102,6 +102,7 @@ def _add_generate(generate: Parser) -> None:
             cli_options.PROMPT,
             *(option for option in cli_options.MODEL if option.flag != "--steps"),
             *cli_options.PARTS,
+            cli_options.STAGES,
             cli_options.TRACE,
         ),
     )

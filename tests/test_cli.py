@@ -240,6 +240,31 @@ def test_generate_makes_the_video_that_was_asked_for(streamdiff_command: Command
 
 
 @pytest.mark.slow
+def test_generate_over_several_ranks_makes_the_same_frames(streamdiff_command: Command, tmp_path: Path) -> None:
+    """It starts a process per rank, here of two stages and one that decodes; the picture changes on the way."""
+    (tmp_path / "ring.yaml").write_text("model: {decode: own-rank}")
+    for folder, more in (("one", ()), ("three", ("--stages", "2", "--config", "ring.yaml"))):
+        process = streamdiff_command(
+            *("generate", "--output", folder, "--seconds", "1", "--seed", "3", "--device", "cpu", *more),
+            *("--prompt", "a red circle at night", "--prompt-at", "0.2:a blue circle in the desert"),
+        )
+        assert process.returncode == 0, process.stderr
+        assert f"{folder}: 40 frames, 1 s at 40 per second" in process.stdout
+    one, three = (sorted((tmp_path / folder).iterdir()) for folder in ("one", "three"))
+    assert [path.name for path in one] == [path.name for path in three] and len(one) == 40
+    assert all(mine.read_bytes() == theirs.read_bytes() for mine, theirs in zip(one, three, strict=True))
+    assert one[0].read_bytes() != one[-1].read_bytes()
+
+
+@pytest.mark.slow
+def test_what_is_wrong_with_a_ring_is_told_once(streamdiff_command: Command, tmp_path: Path) -> None:
+    process = streamdiff_command("generate", "--output", "out.mp4", "--stages", "5", "--device", "cpu")
+    assert process.returncode == 2
+    assert process.stderr.count("streamdiff: error: stages is 5, but must be 1 to 4: every stage needs a block") == 1
+    assert "Traceback" not in process.stderr and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
 def test_an_unknown_model_is_told_in_one_line(streamdiff_command: Command) -> None:
     process = streamdiff_command("generate", "--output", "out.mp4", "--model", "tinny")
     assert process.returncode == 2
@@ -248,10 +273,12 @@ def test_an_unknown_model_is_told_in_one_line(streamdiff_command: Command) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stages", ["1", "2"])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_video_leaves_nothing(tmp_path: Path, number: signal.Signals, status: int) -> None:
+def test_an_interrupted_video_leaves_nothing(tmp_path: Path, number: signal.Signals, status: int, stages: str) -> None:
     root = Path(cli.__file__).parents[1]
     command = [sys.executable, "-m", "streamdiff", "generate", "--output", str(tmp_path / "o.mp4"), "--seconds", "999"]
+    command += ["--stages", stages]
     # A shell's background job ignores SIGINT, and so would what these tests start when they run in one.
     defaults = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True, preexec_fn=defaults) as process:

@@ -24,10 +24,13 @@ EXIT_FAILED = 1
 
 
 def launch(module: str, ranks: int, arguments: Sequence[str], log_folder: str) -> int:
-    """Run `python -m module` as so many `ranks` until all have ended; returns the exit code.
+    """Run `python -m module` as so many `ranks` until all have ended; returns the exit code: 0, `EXIT_CONFIG` where a
+    rank said so, 128 and the number of the signal that ended it, else `EXIT_FAILED`.
 
-    `log_folder` is one that somebody removes afterwards.
+    `log_folder` is one that somebody removes afterwards. Mutates: this process's environment, and elastic's logging.
     """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share this machine; each sets its own number later
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -46,8 +49,8 @@ def launch(module: str, ranks: int, arguments: Sequence[str], log_folder: str) -
     except ChildFailedError as error:  # the ranks have said why
         codes = {failure.exitcode for failure in error.failures.values()}
         return EXIT_CONFIG if EXIT_CONFIG in codes else EXIT_FAILED
-    except SignalException:
-        return EXIT_FAILED
+    except SignalException as error:
+        return 128 + int(error.sigval)
     return 0
 
 
@@ -57,8 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--address", required=True, help="private folder of the bridge's socket")
     parser.add_argument("--config-json", required=True, help="the whole configuration as JSON")
     options = parser.parse_args(argv)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share this machine; each sets its own number later
     ranks = Config.model_validate_json(options.config_json).model.ranks
     passed = ("--address", options.address, "--config-json", options.config_json)
     return launch(options.module, ranks, passed, options.address)

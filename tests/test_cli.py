@@ -261,7 +261,7 @@ def test_what_is_wrong_with_a_ring_is_told_once(streamdiff_command: Command, tmp
     process = streamdiff_command("generate", "--output", "out.mp4", "--stages", "5", "--device", "cpu")
     assert process.returncode == 2
     assert process.stderr.count("streamdiff: error: stages is 5, but must be 1 to 4: every stage needs a block") == 1
-    assert "Traceback" not in process.stderr and not list(tmp_path.iterdir())
+    assert process.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -291,7 +291,7 @@ def test_an_interrupted_video_leaves_nothing(tmp_path: Path, number: signal.Sign
         process.send_signal(number)
         rest = process.stderr.read()
     assert process.returncode == status
-    assert "Traceback" not in rest
+    assert "Traceback" not in rest and "elastic" not in rest
     assert not list(tmp_path.iterdir())
 
 

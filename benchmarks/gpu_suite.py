@@ -160,7 +160,8 @@ def throughput(case: Case, deadline: Deadline, out: Path) -> Found:
     """The floor of the most wanted case, beside what is measured."""
     config = case.config
     words = ["-m", "benchmarks.throughput_model", "--model", config.name, "--device", config.device]
-    words += ["--kv-context", config.kv_context, "--steps", str(config.steps), "--out", str(out / "throughput.json")]
+    words += ["--kv-context", config.kv_context, "--out", str(out / "throughput.json")]
+    words += ["--steps", str(config.steps)] if config.steps else []
     words += ["--size", config.size] if config.size else []
     words += ["--vae", config.vae] if config.vae else []
     try:

@@ -44,7 +44,7 @@ class Case:
         config = self.config
         size = f" {config.size}" if config.size else ""
         vae = f", {'full' if decoder_of(config) == 'full' else 'tiny'} decoder" if config.vae else ""
-        steps = f"{config.steps} step{'s' if config.steps > 1 else ''}"
+        steps = "own steps" if config.steps is None else f"{config.steps} step{'s' if config.steps > 1 else ''}"
         stages = f"{config.stages} stage{'s' if config.stages > 1 else ''}"
         return f"{config.name}{size}, {steps}, {config.kv_context}{vae}, {stages}"
 
@@ -58,11 +58,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Preset:
-    """Lists whose product is a run's cases. `decoders` are `tiny` and `full`, None where the model has its own."""
+    """Lists whose product is a run's cases. `decoders` are `tiny` and `full`, None where the model has its own; of
+    `steps` None is what the model was made for."""
 
     about: str
     model: str
-    steps: tuple[int, ...] = (4,)
+    steps: tuple[int | None, ...] = (4,)
     kv_contexts: tuple[str, ...] = ("clean",)
     stages: tuple[int, ...] = (1,)
     sizes: tuple[str | None, ...] = (None,)
@@ -111,7 +112,9 @@ def combinations(preset: Preset, *, every: bool = False) -> list[dict[str, objec
     for size, decoder, steps, context, stages in product(*lists):
         if context == "clean" and stages > 1 and not every:
             continue
-        values: dict[str, object] = {"model.steps": steps, "model.kv_context": context, "model.stages": stages}
+        values: dict[str, object] = {"model.kv_context": context, "model.stages": stages}
+        if steps is not None:
+            values["model.steps"] = steps
         if size is not None:
             values["model.size"] = size
         if decoder is not None:

@@ -24,7 +24,9 @@ def add(made: argparse.ArgumentParser) -> None:
     lists.add_argument(
         "--stages", type=whole_numbers, metavar="N,N", help="ranks of the ring, a process and a device each"
     )
-    lists.add_argument("--steps", type=whole_numbers, metavar="N,N", help="denoise steps: 4, 2 or 1")
+    lists.add_argument(
+        "--steps", type=whole_numbers, metavar="N,N", help="denoise steps, as 4,2,1 (with --model: its own)"
+    )
     lists.add_argument("--kv-context", type=words, metavar="C,C", help="clean, staircase, matched")
     lists.add_argument("--size", type=words, metavar="WxH,WxH", help="of the picture, for Wan: 832x480, 512x512")
     lists.add_argument("--decoder", type=words, metavar="D,D", help="for Wan without a checkpoint: tiny, full")
@@ -65,6 +67,9 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
         "sizes": options.size,
         "decoders": _decoders(options.decoder),
     }
+    other = "model.name" in given and not is_random(str(base["model.name"]))
+    if other or "model.steps" in given:
+        lists["steps"] = lists["steps"] or (None,)
     if "model.vae" in base or ("model.name" in base and not is_random(str(base["model.name"]))):
         lists["decoders"] = lists["decoders"] or (None,)
     preset = replace(preset, **{name: values for name, values in lists.items() if values})

@@ -99,7 +99,7 @@ def measure(runtime: Runtime, case: Case, load_s: float) -> Raw:
     device = runtime.ring.stage.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    engine = Engine(runtime, case.config, LEAD_CHUNKS * runtime.info.chunk_frames)
+    engine = Engine(runtime, LEAD_CHUNKS * runtime.info.chunk_frames)
     warm_up = spec.window_chunks(case.config.kv_context) + amount.margin
     total = amount.openings + warm_up + amount.chunks + amount.prompts
     with tqdm(total=total, desc=case.label, unit="", dynamic_ncols=True, leave=False) as bar:
@@ -170,7 +170,7 @@ def _text(runtime: Runtime, number: int) -> str:
 def _profile(runtime: Runtime, case: Case, folder: Path) -> Engine:
     """Trace some chunks of another stream, when everything else is measured; the engine that has to be closed."""
     pipeline: Pipeline = ProfiledRuntime(runtime, folder)
-    engine = Engine(pipeline, case.config, LEAD_CHUNKS * runtime.info.chunk_frames)
+    engine = Engine(pipeline, LEAD_CHUNKS * runtime.info.chunk_frames)
     last = runtime.model.spec.window_chunks(case.config.kv_context) + CHUNKS + 2
     player = Player(engine, "profile", case.prompt)
     player.play(lambda piece: piece.chunk_s is not None and piece.chunk >= last)

@@ -21,7 +21,7 @@ from benchmarks.forward_cost import Ceilings, Part, forward
 from benchmarks.stream_case import Case
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline import loading
-from streamdiff.pipeline.runtime import load_runtime
+from streamdiff.pipeline.runtime import ModelInfo, load_runtime
 
 EPILOG = """examples:
   python -m benchmarks.throughput_model                                  the embedded model
@@ -80,14 +80,14 @@ def measure(case: Case, step: Any) -> dict[str, Any]:
         runtime.close()
     parts = forward(loading.facts_of(config), config.kv_context)
     forward_s = median([value for name, values in times.items() if name.startswith("step ") for value in values])
-    return judged(parts, found, dtype.itemsize, forward_s, runtime.info.chunk_frames, case) | {
+    return judged(parts, found, dtype.itemsize, forward_s, runtime.info) | {
         "raw": times,
         "dtype": str(dtype).removeprefix("torch."),
     }
 
 
 def judged(
-    parts: Sequence[Part], found: Ceilings, value_bytes: int, forward_s: float, chunk_frames: int, case: Case
+    parts: Sequence[Part], found: Ceilings, value_bytes: int, forward_s: float, info: ModelInfo
 ) -> dict[str, Any]:
     """Floor and share from parts, ceilings and a measured forward."""
     rows = []
@@ -104,7 +104,7 @@ def judged(
             }
         )
     floor_s = sum(part.floor_s(found, value_bytes) for part in parts)
-    forwards = case.config.steps + (case.config.kv_context != "matched")
+    forwards = info.steps + (info.kv_context != "matched")
     return {
         "figures": {
             "floor_s": floor_s,
@@ -116,8 +116,8 @@ def judged(
         "parts": rows,
         "forwards_per_chunk": forwards,
         "tflop_per_forward": sum(part.flops for part in parts) / 1e12,
-        "fps_at_the_floor": chunk_frames / (forwards * floor_s),
-        "fps_as_measured": chunk_frames / (forwards * forward_s),
+        "fps_at_the_floor": info.chunk_frames / (forwards * floor_s),
+        "fps_as_measured": info.chunk_frames / (forwards * forward_s),
     }
 
 

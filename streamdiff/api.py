@@ -58,7 +58,7 @@ class StreamSession:
     may be called from other threads than the one that iterates.
     """
 
-    def __init__(self, pipeline: Pipeline, defaults: ModelConfig, prompt: str, *, seed: int = 0) -> None:
+    def __init__(self, pipeline: Pipeline, prompt: str, *, seed: int = 0) -> None:
         """Take over `pipeline`, and close it at the end.
 
         Raises:
@@ -71,7 +71,7 @@ class StreamSession:
         """Frames that are made together."""
         self.width: int = info.width
         self.height: int = info.height
-        self._engine = Engine(pipeline, defaults, _LEAD_CHUNKS * info.chunk_frames)
+        self._engine = Engine(pipeline, _LEAD_CHUNKS * info.chunk_frames)
         self._lock = threading.Lock()
         self._frames: deque[Frame] = deque()
         self._made = 0
@@ -222,7 +222,7 @@ class ModelOptions(TypedDict, total=False):
     quantize: the blocks' linear layers in 8 bits, `none`, `fp8` (recent NVIDIA GPUs) or `int8`; needs torchao.
     size: `WIDTHxHEIGHT` in pixels; default: the model's own.
     device: `auto`, `cpu` or `cuda`.
-    steps: denoise steps per chunk; the embedded model has 2 and 4.
+    steps: denoise steps per chunk, of those the model has; default: what it was made for. The embedded one has 4 and 2.
     kv_context: what a chunk sees of earlier chunks: `clean`, `staircase` or `matched`.
     threads: CPU threads of the transformer.
     stages: ranks over which the transformer is split. With more than one this process must be rank 0 of as many
@@ -241,7 +241,7 @@ class ModelOptions(TypedDict, total=False):
     quantize: str
     size: str
     device: str
-    steps: int
+    steps: int | None
     kv_context: str
     threads: int
     stages: int
@@ -283,7 +283,7 @@ def open(prompt: str, *, seed: int = 0, **options: Unpack[ModelOptions]) -> Stre
         RequestError: a prompt or seed that cannot be used.
     """
     config = _model_config(options)
-    return StreamSession(load(config), config, prompt, seed=seed)
+    return StreamSession(load(config), prompt, seed=seed)
 
 
 def follow(**options: Unpack[ModelOptions]) -> None:
@@ -315,7 +315,7 @@ def stream(
 
 
 def _frames(config: ModelConfig, prompt: str, seed: int, seconds: float | None) -> Iterator[Frame]:
-    with StreamSession(load(config), config, prompt, seed=seed) as session:
+    with StreamSession(load(config), prompt, seed=seed) as session:
         limit = None if seconds is None else max(1, round(seconds * session.fps))
         for count, frame in enumerate(session, start=1):
             yield frame

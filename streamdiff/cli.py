@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             case "serve":
                 return _serve(arguments)
             case "generate":
-                return _generate(arguments)
+                return _generate(arguments, argv)
             case "plan":
                 return _plan(arguments)
             case "doctor":
@@ -97,7 +97,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return doctor.report(config)
 
 
-def _generate(arguments: argparse.Namespace) -> int:
+def _generate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if cli_exact.asked_for(arguments):
         return _exact(arguments)
     config = _config(arguments)
@@ -108,7 +108,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         seconds=10.0 if arguments.seconds is None else arguments.seconds,
         changes=tuple(sorted(parse_change(text) for text in arguments.prompt_at)),
     )
-    return generate.run(config, job)
+    return generate.run(config, job) if config.model.ranks == 1 else generate.run_as_ranks(config, job, argv)
 
 
 def _exact(arguments: argparse.Namespace) -> int:
@@ -140,7 +140,7 @@ def _exact(arguments: argparse.Namespace) -> int:
         device=config.model.device,
         fps=config.playback.fps if "fps" in config.playback.model_fields_set else None,
         kv_context=config.model.kv_context,
-        steps=steps,
+        steps=config.model.steps if steps is None else steps,
         weights=_path(config.model.weights),
         lora=config.model.lora,
         vae=config.model.vae,

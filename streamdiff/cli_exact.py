@@ -93,7 +93,6 @@ _OPTIONS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
      "keys and values are less alike than this (cosine, -1 to 1; StreamDiffusionV2 has 0.2; -1: never)"),
     ("--averaged-sink", float, "KEEP", "a chunk that leaves the window is folded into the sink, of which this share "
      "stays (0 to 1; Reward-Forcing has 0.999; 1: the sink stays as it is); the sink is then one chunk"),
-    ("--stages", int, "P", "split the blocks over P stages; the result is the same"),
 )  # fmt: skip
 NAMES = (*(flag[2:].replace("-", "_") for flag, *_ in _OPTIONS), "warp", "motion_noise", "no_decode", "prompt_switch")
 

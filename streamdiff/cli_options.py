@@ -24,7 +24,13 @@ MODEL = (
     Option("--model", "model.name", str, "NAME", "`tiny`, a name that `streamdiff models` lists, a hub id, or a path"),
     Option("--device", "model.device", str, "DEVICE", "auto, cpu or cuda (default auto: cuda where there is one)"),
     Option("--threads", "model.threads", int, "N", "CPU threads of the transformer"),
-    Option("--steps", "model.steps", int, "N", "denoise steps per chunk: 4, or 2 for twice the speed"),
+    Option(
+        "--steps",
+        "model.steps",
+        int,
+        "N",
+        "denoise steps per chunk (default: what the model was made for; `tiny` has 4, and 2)",
+    ),
     Option(
         "--kv-context",
         "model.kv_context",
@@ -90,8 +96,11 @@ ADDRESS = (
     Option("--host", "serve.host", str, "ADDRESS", "address to listen on (default 127.0.0.1: this machine only)"),
     Option("--port", "serve.port", int, "N", "port to listen on (default 8000; 0 picks a free one)"),
 )
+STAGES = Option(
+    "--stages", "model.stages", int, "N", "ranks, started here, over which the model's blocks are split (default 1)"
+)
 SERVE = (
-    Option("--stages", "model.stages", int, "N", "ranks over which the model's blocks are split (default 1)"),
+    STAGES,
     Option("--decode", "model.decode", str, "PLACE", "rank of a ring that decodes: head (default), last or own-rank"),
     Option("--codec", "serve.codec", str, "CODEC", "auto, h264 or vp8 (default auto)"),
     Option("--encoder", "serve.encoder", str, "NAME", "of H.264: auto, x264 or nvenc (default auto: what opens)"),
@@ -138,6 +147,9 @@ GENERATE_EXAMPLES = """examples:
   streamdiff generate --prompt "a red circle" --prompt-at "4:a blue circle" --prompt-at "8:a white star" \\
       --seconds 12 --output changes.webm
   streamdiff generate --prompt "a purple square" --seconds 1 --output frames/    one PNG per frame
+  streamdiff generate --stages 2 --kv-context staircase --output ring.mp4        two ranks, started here, work on it
+
+With options that say everything by numbers and files, stages take turns in one process.
 """
 PLAN_EXAMPLES = """examples:
   streamdiff plan --stages 4 --kv-context staircase --trace ring.json

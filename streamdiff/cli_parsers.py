@@ -102,6 +102,7 @@ def _add_generate(generate: Parser) -> None:
             cli_options.PROMPT,
             *(option for option in cli_options.MODEL if option.flag != "--steps"),
             *cli_options.PARTS,
+            cli_options.STAGES,
             cli_options.TRACE,
         ),
     )
@@ -110,7 +111,8 @@ def _add_generate(generate: Parser) -> None:
         dest="model.steps",
         type=cli_exact.parse_steps,
         metavar="N",
-        help="denoise steps per chunk: 4, or 2 for twice the speed; or the timesteps themselves, 1000,937.5,833.33,625",
+        help="denoise steps per chunk (default: what the model was made for; `tiny` has 4, and 2); or the timesteps "
+        "themselves, 1000,937.5,833.33,625",
     )
     cli_exact.add(generate)
     generate.add_argument(

@@ -62,7 +62,9 @@ class ModelConfig(_Section):
     size: str | None = Field(None, description="WIDTHxHEIGHT of the picture; default: the model's own")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")
     threads: int = Field(1, ge=1, le=64, description="CPU threads of the transformer; decoding has one of its own")
-    steps: int = Field(4, ge=1, le=50, description="denoise steps per chunk; a model has one or a few numbers of them")
+    steps: int | None = Field(
+        None, ge=1, le=50, description="denoise steps per chunk, of those the model has; default: what it was made for"
+    )
     kv_context: KVContext = Field("clean", description="what a chunk sees of earlier chunks (DESIGN: KV context)")
     clean_pass: Literal["alone", "with-next"] = Field(
         "alone", description="with-next: one forward for it and the next chunk's first step, where there is room for it"

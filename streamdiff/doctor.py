@@ -20,8 +20,11 @@ from typing import TYPE_CHECKING
 
 from streamdiff import models_report
 from streamdiff.config import Config
+from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue
+from streamdiff.models.base import choose_steps
 from streamdiff.models.catalogue import Entry
+from streamdiff.pipeline import known
 from streamdiff.version import __version__
 
 if TYPE_CHECKING:
@@ -57,6 +60,7 @@ def examine(config: Config) -> list[Finding]:
         _look_at_kernels,
         _look_at_quantisation,
         _look_at_weights,
+        _look_at_steps,
         _look_at_codecs,
         _look_at_webrtc,
         _look_at_address,
@@ -211,6 +215,22 @@ def _look_at_weights(config: Config) -> Iterator[Finding]:
     )
 
 
+def _look_at_steps(config: Config) -> Iterator[Finding]:
+    """How many denoise steps a chunk takes, as far as that is known before the model is there."""
+    wanted, own = config.model.steps, "what the model was made for"
+    try:
+        facts = known.facts_of(config.model.name)
+    except ConfigError:  # neither a known model nor a folder of the embedded kind: its files say it when it is loaded
+        yield Finding("steps", Grade.NOTE, own if wanted is None else f"{wanted} per chunk, if the model has so many")
+        return
+    try:
+        steps = choose_steps(wanted, facts.steps, facts.name)
+    except ConfigError as error:
+        yield Finding("steps", Grade.BAD, str(error))
+    else:
+        yield Finding("steps", Grade.GOOD, f"{steps} per chunk" + (f" ({own})" if steps == facts.steps[0] else ""))
+
+
 def _look_at_published(entry: Entry, config: Config) -> Iterator[Finding]:
     """Whether the parts are there, or will have to be fetched."""
     assert entry.weights is not None
@@ -309,7 +329,8 @@ def _uses(config: Config, findings: list[Finding]) -> Iterator[tuple[str, str]]:
     on_gpu = bool(gpus) and config.model.device != "cpu"
     threads = f"{config.model.threads} thread{'s' if config.model.threads > 1 else ''}"
     yield "device", gpus[0] if on_gpu else f"cpu, {threads} for the transformer and one for decoding"
-    yield "model", f"{config.model.name}, {config.model.steps} steps, KV context {config.model.kv_context}"
+    steps = next(finding.text for finding in findings if finding.topic == "steps")
+    yield "model", f"{config.model.name}, steps: {steps}, KV context {config.model.kv_context}"
     yield "codec", _codec_in_use(config, findings)
     yield "playback", f"{config.playback.fps:g} frames per second, at most {config.playback.lead_s:g} s ahead"
     host = config.serve.host

@@ -13,7 +13,7 @@ from torch import Tensor
 from streamdiff.device import pick_device, pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models import library, sampling
-from streamdiff.models.base import Model, ModelSpec, StreamDecoder, TextEncoder
+from streamdiff.models.base import Model, ModelSpec, StreamDecoder, TextEncoder, choose_steps
 from streamdiff.models.files import read_object
 from streamdiff.models.headers import parse_header
 from streamdiff.models.library import Parts, Place
@@ -79,12 +79,7 @@ def _schedule(job: Job, place: Place, spec: ModelSpec) -> Schedule:
         raise ConfigError("--sigmas, --shift, --warp and --first-chunk-steps go with a list: --steps 1000,750,500,250")
     if not spec.steps:
         raise ConfigError("--steps is missing: the timesteps the model is told, for example 1000,937.5,833.33,625")
-    steps = spec.steps[0] if job.steps is None else job.steps
-    if steps not in spec.steps:
-        raise ConfigError(
-            f"--steps is {steps}; {place.name} has {', '.join(map(str, spec.steps))}, or give timesteps with commas"
-        )
-    return spec.schedule(steps)
+    return spec.schedule(choose_steps(job.steps, spec.steps, place.name))
 
 
 def _given(job: Job, steps: tuple[float, ...], sigmas: tuple[float, ...] | None) -> Schedule:

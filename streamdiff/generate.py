@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NoReturn
 
 import numpy as np
@@ -16,6 +18,8 @@ from tqdm import tqdm
 
 from streamdiff import api
 from streamdiff.config import Config
+from streamdiff.engine.main import be_follower
+from streamdiff.engine.supervisor import environment
 from streamdiff.errors import ConfigError
 from streamdiff.serve.files import check_target, write_video
 from streamdiff.whole import leaving
@@ -28,6 +32,25 @@ class Job:
     output: Path | None
     seconds: float
     changes: tuple[tuple[float, str], ...] = ()
+
+
+def run_as_ranks(config: Config, job: Job, argv: Sequence[str]) -> int:
+    """`run` over the ranks of a ring, each a process of its own that carries out the same command line `argv`. They are
+    started here, unless torchrun has started this process as one of them. Returns the exit status.
+
+    Raises:
+        ConfigError, RequestError: as `run`.
+
+    Mutates: where it starts ranks, this process's environment.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        _checked(job)
+        from streamdiff.engine.launch import launch  # imports torch
+
+        os.environ.update(environment())
+        with TemporaryDirectory(prefix="streamdiff-") as folder:
+            return launch("streamdiff", config.model.ranks, argv, folder)
+    return run(config, job) if os.environ["RANK"] == "0" else be_follower(config.model)
 
 
 def run(config: Config, job: Job) -> int:
@@ -52,8 +75,7 @@ def run(config: Config, job: Job) -> int:
 
 
 def _open(config: Config) -> api.StreamSession:
-    pipeline = api.load(config.model)
-    return api.StreamSession(pipeline, config.model, config.session.prompt, seed=config.session.seed)
+    return api.StreamSession(api.load(config.model), config.session.prompt, seed=config.session.seed)
 
 
 def _checked(job: Job) -> Path:

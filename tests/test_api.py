@@ -12,14 +12,13 @@ import pytest
 
 import streamdiff
 from streamdiff.api import StreamSession
-from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
 from tests.engine.painted import CHUNK_FRAMES, SIZE, PaintedPipeline, checksum
 
 
 @pytest.fixture
 def session() -> StreamSession:
-    return StreamSession(PaintedPipeline(), ModelConfig(), "red", seed=5)
+    return StreamSession(PaintedPipeline(), "red", seed=5)
 
 
 def take(session: StreamSession, count: int) -> list[tuple[int, int, int]]:
@@ -75,7 +74,7 @@ def test_a_reset_starts_afresh(session: StreamSession) -> None:
 
 def test_closing_ends_everything() -> None:
     pipeline = PaintedPipeline()
-    with StreamSession(pipeline, ModelConfig(), "red") as session:
+    with StreamSession(pipeline, "red") as session:
         frames = iter(session)
         next(frames)
     assert pipeline.closed and not pipeline.streams
@@ -89,7 +88,7 @@ def test_closing_ends_everything() -> None:
 def test_an_unusable_start_frees_the_pipeline() -> None:
     pipeline = PaintedPipeline()
     with pytest.raises(RequestError, match="the prompt is empty"):
-        StreamSession(pipeline, ModelConfig(), " ")
+        StreamSession(pipeline, " ")
     assert pipeline.closed
 
 

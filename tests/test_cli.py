@@ -17,7 +17,7 @@ from pathlib import Path
 import av
 import pytest
 
-from streamdiff import cli, cli_convert, cli_options, cli_parsers
+from streamdiff import cli, cli_convert, cli_options, cli_parsers, doctor
 from streamdiff.errors import ConfigError
 from streamdiff.version import __version__
 
@@ -65,7 +65,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("plan --stage-times 0.1,0.1,0.1,-0.1", "each above 0"),
         ("plan --decode-time -1", "--decode-time is -1"),
         ("plan --kv-context foggy", "--kv-context is 'foggy', but must be one of clean, staircase, matched"),
-        ("plan --steps 3", "--steps is 3; model tiny has 4, 2"),
+        ("plan --steps 3", "--steps is 3; model tiny has 4 or 2"),
         ("plan --model nowhere", "--model is 'nowhere'; it can be `tiny`"),
         ("plan --profile none.json", "none.json: cannot be read"),
         ("plan --trace none/t.json", "--trace is 'none/t.json', which lies in none, which is no folder"),
@@ -164,6 +164,7 @@ def test_doctor_finds_this_machine_ready(streamdiff_command: Command) -> None:
         "aiortc",
         "weight files",
         "will be used",
+        "tiny, steps: 4 per chunk",
     ):
         assert words in process.stdout
 
@@ -195,6 +196,23 @@ def test_doctor_says_what_is_missing(streamdiff_command: Command) -> None:
     assert "Missing: model, port." in process.stdout
 
 
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("", r"ok +steps +4 per chunk \(what the model was made for\)"),
+        ("--steps 2", r"ok +steps +2 per chunk\n"),
+        ("--steps 3", r"FAIL +steps +--steps is 3; model tiny has 4 or 2 \(without --steps: 4\)"),
+        ("--model causal-forcing-framewise-1step", r"ok +steps +1 per chunk \(what"),
+        ("--model wan2.1-t2v-1.3b", r"FAIL +steps +model wan2.1-t2v-1.3b has no denoise steps of its own"),
+        ("--model some/repository", r"note +steps +what the model was made for"),
+    ],
+)
+def test_doctor_says_in_how_many_steps(asked: str, words: str) -> None:
+    arguments = cli_parsers.parse(["doctor", *asked.split()])
+    (found,) = doctor._look_at_steps(cli._config(arguments))
+    assert re.search(words, f"{found.grade.value} {found.topic} {found.text}\n")
+
+
 def test_a_port_in_use_is_told_in_one_line(streamdiff_command: Command) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -222,6 +240,31 @@ def test_generate_makes_the_video_that_was_asked_for(streamdiff_command: Command
 
 
 @pytest.mark.slow
+def test_generate_over_several_ranks_makes_the_same_frames(streamdiff_command: Command, tmp_path: Path) -> None:
+    """It starts a process per rank, here of two stages and one that decodes; the picture changes on the way."""
+    (tmp_path / "ring.yaml").write_text("model: {decode: own-rank}")
+    for folder, more in (("one", ()), ("three", ("--stages", "2", "--config", "ring.yaml"))):
+        process = streamdiff_command(
+            *("generate", "--output", folder, "--seconds", "1", "--seed", "3", "--device", "cpu", *more),
+            *("--prompt", "a red circle at night", "--prompt-at", "0.2:a blue circle in the desert"),
+        )
+        assert process.returncode == 0, process.stderr
+        assert f"{folder}: 40 frames, 1 s at 40 per second" in process.stdout
+    one, three = (sorted((tmp_path / folder).iterdir()) for folder in ("one", "three"))
+    assert [path.name for path in one] == [path.name for path in three] and len(one) == 40
+    assert all(mine.read_bytes() == theirs.read_bytes() for mine, theirs in zip(one, three, strict=True))
+    assert one[0].read_bytes() != one[-1].read_bytes()
+
+
+@pytest.mark.slow
+def test_what_is_wrong_with_a_ring_is_told_once(streamdiff_command: Command, tmp_path: Path) -> None:
+    process = streamdiff_command("generate", "--output", "out.mp4", "--stages", "5", "--device", "cpu")
+    assert process.returncode == 2
+    assert process.stderr.count("streamdiff: error: stages is 5, but must be 1 to 4: every stage needs a block") == 1
+    assert process.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
 def test_an_unknown_model_is_told_in_one_line(streamdiff_command: Command) -> None:
     process = streamdiff_command("generate", "--output", "out.mp4", "--model", "tinny")
     assert process.returncode == 2
@@ -230,10 +273,12 @@ def test_an_unknown_model_is_told_in_one_line(streamdiff_command: Command) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stages", ["1", "2"])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_video_leaves_nothing(tmp_path: Path, number: signal.Signals, status: int) -> None:
+def test_an_interrupted_video_leaves_nothing(tmp_path: Path, number: signal.Signals, status: int, stages: str) -> None:
     root = Path(cli.__file__).parents[1]
     command = [sys.executable, "-m", "streamdiff", "generate", "--output", str(tmp_path / "o.mp4"), "--seconds", "999"]
+    command += ["--stages", stages]
     # A shell's background job ignores SIGINT, and so would what these tests start when they run in one.
     defaults = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True, preexec_fn=defaults) as process:
@@ -246,7 +291,7 @@ def test_an_interrupted_video_leaves_nothing(tmp_path: Path, number: signal.Sign
         process.send_signal(number)
         rest = process.stderr.read()
     assert process.returncode == status
-    assert "Traceback" not in rest
+    assert "Traceback" not in rest and "elastic" not in rest
     assert not list(tmp_path.iterdir())
 
 

@@ -18,16 +18,21 @@ from safetensors.torch import load_file, save_file
 
 import streamdiff
 from streamdiff import cli
+from streamdiff.config import ModelConfig
+from streamdiff.engine.engine import Engine
+from streamdiff.engine.messages import Close, FrameBatch, Open
 from streamdiff.errors import ConfigError
 from streamdiff.models import library
 from streamdiff.models.base import Model
 from streamdiff.pipeline import scripted
+from streamdiff.pipeline.runtime import load_runtime
 from tests.models.wan import umt5
 from tests.models.wan.layouts import original
 from tests.pipeline.processes import ROOT
 from tests.small_vae import small_wan_autoencoder
 
 PROMPT = "a red fox trots through fresh snow"
+CAUSAL = "causal-forcing-framewise"
 FRAMES = 9 + 12  # the first latent frame of a stream is one picture, each later one four
 
 
@@ -138,10 +143,37 @@ def test_what_a_model_does_with_its_sink_is_known(
     assert (spec.adaptive_sink, spec.averaged_sink) == (adaptive, averaged)
 
 
+@pytest.mark.parametrize(("name", "steps"), [("self-forcing", 4), (f"{CAUSAL}-2step", 2), (f"{CAUSAL}-1step", 1)])
+def test_a_model_runs_in_the_steps_it_was_made_for(
+    files: Files, name: str, steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing says how many, and everybody reads the same number; another one is refused with those there are."""
+    runtime = load_runtime(ModelConfig(name=name, **files.options))  # type: ignore[arg-type]
+    try:
+        assert runtime.info.steps == steps and runtime.info.steps_known == (steps,)
+        engine = Engine(runtime, 2 * runtime.info.chunk_frames)
+        assert engine.ready().steps == steps
+        films = []
+        for asked in (Open("a", PROMPT, 3), Open("b", PROMPT, 3, steps)):
+            events = engine.handle(asked)
+            while not (pictures := [each.pictures for each in events if isinstance(each, FrameBatch)]):
+                events = engine.step(0.05)
+            films.append(np.concatenate(pictures))
+            engine.handle(Close(asked.session))
+        assert np.array_equal(*films)
+    finally:
+        runtime.close()
+    command = ["generate", "--model", name, *files.flags, "--prompt", PROMPT, "--seconds", "0.3", "--output"]
+    assert cli.main([*command, str(tmp_path / "frames")]) == 0
+    assert len(list((tmp_path / "frames").iterdir())) == 5
+    assert cli.main([*command, str(tmp_path / "more"), "--steps", "3"]) == cli.USER_ERROR
+    assert f"--steps is 3; model {name} has {steps} (without --steps: {steps})" in capsys.readouterr().err
+
+
 def test_a_first_chunk_has_its_own_steps_live_and_in_files(files: Files, tmp_path: Path) -> None:
     """Causal-Forcing++ by name, of whose chunks the first takes four steps and the others two."""
-    picked = {**files.options, "model": "causal-forcing-framewise-2step"}
-    with streamdiff.open(PROMPT, seed=3, steps=2, **picked) as session:  # type: ignore[arg-type]
+    picked = {**files.options, "model": f"{CAUSAL}-2step"}
+    with streamdiff.open(PROMPT, seed=3, **picked) as session:  # type: ignore[arg-type]
         live = np.stack(list(islice(session, 9)))
     latents = tmp_path / "latents.safetensors"
     command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", "3", "--no-decode", "--latents-out"]
@@ -211,7 +243,7 @@ def test_what_cannot_be_is_refused(files: Files, options: dict[str, str], words:
 
 
 def test_steps_that_the_model_does_not_have_are_refused(files: Files) -> None:
-    with pytest.raises(ConfigError, match="steps is 3; model self-forcing has 4"):
+    with pytest.raises(ConfigError, match="--steps is 3; model self-forcing has 4"):
         streamdiff.open(PROMPT, model="self-forcing", steps=3, **files.options)  # type: ignore[arg-type]
 
 
@@ -297,9 +329,9 @@ def test_the_text_encoder_may_be_original_wans_file(files: Files, tmp_path: Path
 
 
 def test_a_configuration_file_counts_on_the_exact_way_too(
-    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Stages, and whether the text encoder stays in memory once the prompt is encoded."""
+    """Stages, steps, and whether the text encoder stays in memory once the prompt is encoded."""
     (tmp_path / "config.yaml").write_text("model: {stages: 2, keep_text_encoder: false}\n")
     seen: list[tuple[bool, int]] = []
     play = scripted.play
@@ -313,6 +345,10 @@ def test_a_configuration_file_counts_on_the_exact_way_too(
     for more in (["--config", str(tmp_path / "config.yaml")], ["--stages", "1"]):
         assert cli.main(["generate", "--model", "self-forcing", "--prompt", PROMPT, *files.flags, *parts, *more]) == 0
     assert seen == [(False, 2), (True, 1)]
+    (tmp_path / "config.yaml").write_text("model: {steps: 2}\n")
+    asked = ["generate", "--model", "self-forcing", "--prompt", PROMPT, *files.flags, *parts]
+    assert cli.main([*asked, "--config", str(tmp_path / "config.yaml")]) == cli.USER_ERROR
+    assert "--steps is 2; model self-forcing has 4" in capsys.readouterr().err
 
 
 def test_the_text_encoders_device_is_checked(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,8 @@ class Text(Protocol):
 
 
 class Info(Protocol):
-    """What a loaded model is. Sizes in pixels."""
+    """What a loaded model is. Sizes in pixels; `steps` and `kv_context` are those of a session that does not name its
+    own, `steps_known` the numbers of steps that it may name."""
 
     @property
     def name(self) -> str: ...

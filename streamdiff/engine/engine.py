@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from streamdiff.config import ModelConfig
 from streamdiff.engine.contract import Made, Pipeline, Reading
 from streamdiff.engine.messages import (
     SWITCHES,
@@ -76,13 +75,12 @@ def _bad_value(error: ValueError, field: str) -> RequestError:
 class Engine:
     """Sessions by name, each in a slot of `pipeline`."""
 
-    def __init__(self, pipeline: Pipeline, defaults: ModelConfig, lead_frames: int) -> None:
+    def __init__(self, pipeline: Pipeline, lead_frames: int) -> None:
         """Args:
-        defaults: `steps` and `kv_context` of a session that does not name its own.
+        pipeline: its `info` says steps and KV context of a session that does not name its own.
         lead_frames: frames made beyond those shown, at most, per session. Where the pipeline needs more, it gets more.
         """
         self._pipeline = pipeline
-        self._defaults = defaults
         self._lead_frames = lead_frames
         self._slots: dict[str, int] = {}
         self._sessions: dict[int, Session] = {}
@@ -241,8 +239,9 @@ class Engine:
 
     def _choice(self, command: Open) -> tuple[int, str]:
         """Steps and KV context of a session."""
-        steps = self._defaults.steps if command.steps is None else command.steps
-        return steps, self._defaults.kv_context if command.kv_context is None else command.kv_context
+        info = self._pipeline.info
+        steps = info.steps if command.steps is None else command.steps
+        return steps, info.kv_context if command.kv_context is None else command.kv_context
 
     def _lead(self, command: Open) -> int:
         """Frames that a session must be allowed to be ahead. Raises RequestError for what the pipeline cannot run."""

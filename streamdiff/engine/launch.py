@@ -19,15 +19,22 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from streamdiff.config import Config
 from streamdiff.engine.bridge import EXIT_CONFIG
+from streamdiff.engine.supervisor import name_exit
 
 EXIT_FAILED = 1
+_ELASTIC = ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api")
+"""Loggers of what is told here, or by the ranks, in words of our own."""
 
 
 def launch(module: str, ranks: int, arguments: Sequence[str], log_folder: str) -> int:
-    """Run `python -m module` as so many `ranks` until all have ended; returns the exit code.
+    """Run `python -m module` as so many `ranks` until all have ended; returns the exit code: 0, `EXIT_CONFIG` where a
+    rank said so, 128 and the number of the signal that ended it, else `EXIT_FAILED`.
 
-    `log_folder` is one that somebody removes afterwards.
+    `log_folder` is one that somebody removes afterwards. Mutates: this process's environment, and elastic's logging.
     """
+    for logger in _ELASTIC:
+        logging.getLogger(logger).setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share this machine; each sets its own number later
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -43,11 +50,15 @@ def launch(module: str, ranks: int, arguments: Sequence[str], log_folder: str) -
     )
     try:
         elastic_launch(config, sys.executable)("-m", module, *arguments)
-    except ChildFailedError as error:  # the ranks have said why
-        codes = {failure.exitcode for failure in error.failures.values()}
-        return EXIT_CONFIG if EXIT_CONFIG in codes else EXIT_FAILED
-    except SignalException:
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in sorted(error.failures.items())}
+        if EXIT_CONFIG in codes.values():  # the rank has said why
+            return EXIT_CONFIG
+        ends = ", ".join(f"rank {rank} ended {name_exit(code)}" for rank, code in codes.items())
+        print(f"streamdiff: {ends}", file=sys.stderr)
         return EXIT_FAILED
+    except SignalException as error:
+        return 128 + int(error.sigval)
     return 0
 
 
@@ -57,8 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--address", required=True, help="private folder of the bridge's socket")
     parser.add_argument("--config-json", required=True, help="the whole configuration as JSON")
     options = parser.parse_args(argv)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share this machine; each sets its own number later
     ranks = Config.model_validate_json(options.config_json).model.ranks
     passed = ("--address", options.address, "--config-json", options.config_json)
     return launch(options.module, ranks, passed, options.address)

@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None, *, load: Callable[[ModelConfig], Pip
     parser.add_argument("--config-json", required=True, help="the whole configuration as JSON")
     arguments = parser.parse_args(argv)
     if int(os.environ.get("RANK", "0")) > 0:
-        return _be_follower(arguments.config_json)
+        return be_follower(Config.model_validate_json(arguments.config_json).model)
     stop = Stop(arguments.address)
     stop.listen()
     stop.watch_parent()
@@ -151,7 +151,7 @@ def run(
     engine: Engine | None = None
     try:
         config = Config.model_validate_json(config_json)
-        engine = Engine(load(config.model), config.model, lead_frames(config))
+        engine = Engine(load(config.model), lead_frames(config))
         stop.loading = False
         server.send(engine.ready())
         _serve(server, engine, stop, tap)
@@ -172,10 +172,10 @@ def run(
     return 0
 
 
-def _be_follower(config_json: str) -> int:
-    """Work for rank 0, which says what is wrong with the configuration."""
+def be_follower(config: ModelConfig) -> int:
+    """Work for rank 0, which says what is wrong with the configuration; returns the exit code."""
     try:
-        _follow(Config.model_validate_json(config_json).model)
+        _follow(config)
     except ConfigError:
         threading.Event().wait(_ORPHAN_LIMIT_S)
         return EXIT_CONFIG

@@ -37,16 +37,17 @@ _LOOKS = 10  # before an engine hangs
 _RANKS_HANG_S = 15.0
 
 
-def _environment() -> dict[str, str]:
-    """The child's environment: it must find this very package, and nothing that lies about in the current folder."""
+def environment() -> dict[str, str]:
+    """A child's environment: it must find this very package, and nothing that lies about in the current folder."""
     root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    variables = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
     if str(root) not in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    return environment
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    return variables
 
 
-def _name_exit(code: int) -> str:
+def name_exit(code: int) -> str:
+    """How a process ended, after the word "ended": an exit code, or (negative) a signal."""
     if code >= 0:
         return f"with exit code {code}"
     known = {number.value: number.name for number in signal.Signals}
@@ -129,7 +130,7 @@ class Supervisor:
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=STDOUT,
-                env=_environment(),
+                env=environment(),
                 # Ctrl-C in a terminal reaches the web process alone, which then ends the engine in order.
                 start_new_session=True,
             )
@@ -186,7 +187,7 @@ class Supervisor:
         if self._hung:
             more = "a machine so slow needs a larger model.hang_s"
             return f"the engine hung: it said nothing for {self._hang_s:g} s, and was ended ({more}){self._lines()}"
-        return f"the engine ended {_name_exit(code)}{self._lines()}"
+        return f"the engine ended {name_exit(code)}{self._lines()}"
 
     async def _listen(self, process: Process, client: EngineClient) -> None:
         """End an engine that says nothing any more. Counts the looks, not the time: nobody may have let us look."""

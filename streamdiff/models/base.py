@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from streamdiff.errors import ConfigError
 from streamdiff.models.sampling import Schedule, own
 
 if TYPE_CHECKING:
@@ -72,10 +73,30 @@ def window_chunks(window: int, sink: int, chunk: int) -> int:
     return -(-sink // chunk) - (sink - window) // chunk
 
 
+def choose_steps(wanted: int | None, known: tuple[int, ...], model: str) -> int:
+    """Denoise steps per chunk: `wanted`, or (None) what `model` was made for, the first of those `known`.
+
+    Raises:
+        ConfigError: a number that the model does not have, or it has none at all.
+    """
+    if not known:
+        raise ConfigError(
+            f"model {model} has no denoise steps of its own, so it cannot stream; `streamdiff models` lists others"
+        )
+    if wanted is None:
+        return known[0]
+    if wanted not in known:
+        raise ConfigError(
+            f"--steps is {wanted}; model {model} has {' or '.join(map(str, known))} (without --steps: {known[0]})"
+        )
+    return wanted
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """Facts about a model that everyone plans with. Sizes of chunk, windows and sink are in latent frames; `text_shape`
-    is (text tokens, text width) of a prompt's embeddings; `context_sigma`, 0 to 1, is the noise level at which the
+    is (text tokens, text width) of a prompt's embeddings; `steps` are the numbers of denoise steps per chunk that
+    it has, the one that it was made for first; `context_sigma`, 0 to 1, is the noise level at which the
     clean pass writes a finished chunk into the cache (0: as it is); `rope` says whether the sink keeps its rotary
     positions (`absolute`) or stands right before the window (`relative`); `adaptive_sink` is the likeness, -1 to 1,
     below which a new chunk takes a sink chunk's place (None: the sink stays as it is); `averaged_sink`, 0 to 1, is the

@@ -51,6 +51,21 @@ class Architecture(_Section):
         """Width of one head."""
         return self.width // self.heads
 
+    def arguments(self, text_dim: int) -> dict[str, Any]:
+        """Arguments of diffusers' `WanTransformer3DModel`, for texts of this width."""
+        return {
+            "patch_size": self.patch,
+            "num_attention_heads": self.heads,
+            "attention_head_dim": self.head_dim,
+            "in_channels": self.in_channels,
+            "out_channels": self.out_channels,
+            "text_dim": text_dim,
+            "freq_dim": self.freq_dim,
+            "ffn_dim": self.ffn_dim,
+            "num_layers": self.blocks,
+            "cross_attn_norm": True,
+        }
+
 
 class Files(_Section):
     """Files of one repository. `repo` is a hub id, or the address of a repository elsewhere (then it has a slash more);

@@ -17,22 +17,19 @@ import torch
 
 from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
-from streamdiff.models import attention, autoencoders, catalogue, hub, random_weights
+from streamdiff.models import attention, autoencoders, catalogue, hub, random_weights, specs
 from streamdiff.models.base import ModelSpec, StreamDecoder, TextEncoder
-from streamdiff.models.catalogue import Entry, Stream
+from streamdiff.models.catalogue import Entry
 from streamdiff.models.checkpoint import Checkpoint
 from streamdiff.models.files import read_object
 from streamdiff.models.text_cache import CachedText, EmbeddingCache
 from streamdiff.models.tiny import model as tiny
 from streamdiff.models.tiny.text import TinyText
 from streamdiff.models.wan.lora import Lora
-from streamdiff.models.wan.model import SPATIAL, TEMPORAL, TransformerSource, load_denoiser
-from streamdiff.models.wan.text import TEXT_TOKENS, WanText
+from streamdiff.models.wan.model import SPATIAL, TransformerSource, load_denoiser
+from streamdiff.models.wan.text import WanText
 from streamdiff.models.wan.transformer import WanDenoiser
 from streamdiff.models.wan.weights import read_config
-
-USUAL = "self-forcing"
-"""The model of the catalogue whose picture, rate and chunk a checkpoint has that the catalogue does not know."""
 
 
 @dataclass(frozen=True)
@@ -155,43 +152,8 @@ def spec_of(place: Place, size: tuple[int, int] | None = None) -> ModelSpec:
         if size is not None:
             raise ConfigError(f"the size of {place.name} is fixed; leave --size out")
         return tiny.read_spec(place.folder, place.name)
-    config, entry = architecture(place), place.entry
-    stream = entry.stream if entry is not None else None
-    usual = catalogue.find(USUAL)
-    assert usual.stream is not None and usual.native_fps is not None
-    known = entry or usual
-    width, height = size or (known.width, known.height)
-    schedules = (entry.sampling.schedule(),) if entry is not None and entry.sampling is not None else ()
-    noise = entry.context.noise if entry is not None and entry.context is not None else None
-    rope = entry.positions.published if entry is not None and entry.positions is not None else "relative"
-    chunk = (stream or usual.stream).chunk_latents
-    spec = ModelSpec(
-        name=place.name,
-        latent_channels=config["out_channels"],
-        latent_height=height // SPATIAL,
-        latent_width=width // SPATIAL,
-        chunk_latents=chunk,
-        window_latents=stream.window_latents if stream is not None else 0,
-        clean_window_latents=stream.clean_window_latents if stream is not None else None,
-        sink_latents=stream.sink_latents if stream is not None else 0,
-        frames_per_latent=TEMPORAL,
-        width=width,
-        height=height,
-        native_fps=known.native_fps or usual.native_fps,
-        shift=1.0,
-        steps=tuple(schedule.steps for schedule in schedules),
-        schedules=schedules,
-        text_shape=(TEXT_TOKENS, config["text_dim"]),
-        context_sigma=(noise or 0.0) / 1000,
-        rope=rope,
-        adaptive_sink=_sink_value(stream, "adaptive"),
-        averaged_sink=_sink_value(stream, "average"),
-    )
+    spec = specs.spec_of(place.name, place.entry, architecture(place), size)
     return random_weights.any_steps(spec) if random_weights.is_random(place.name) else spec
-
-
-def _sink_value(stream: Stream | None, policy: str) -> float | None:
-    return stream.sink_value if stream is not None and stream.sink_policy == policy else None
 
 
 def check_first_chunk(place: Place) -> None:

@@ -22,7 +22,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
-from streamdiff.models import catalogue
+from streamdiff.models import catalogue, specs
 from streamdiff.models.autoencoders import VideoDecoder
 from streamdiff.models.base import ModelSpec, Reading
 from streamdiff.models.catalogue import Context, Entry, Positions
@@ -38,7 +38,6 @@ PREFIX = "random:"
 WAN_VAE, SMALL_VAE = "random:wan2.1", "random:taew2_1"
 STEPS = (4, 2, 1)
 _LIKE, _SHIFT = "longlive-1.3b", 5.0
-_TEXT_DIM = 4096
 _CPU = torch.device("cpu")
 
 
@@ -79,7 +78,7 @@ def source(name: str, device: torch.device = _CPU, dtype: torch.dtype = torch.fl
     Raises:
         ConfigError: as `entry`.
     """
-    config = _architecture(entry(name).architecture)
+    config = specs.architecture_of(entry(name))
     with torch.device("meta"):
         shapes = WanTransformer3DModel.from_config(config).state_dict()
     store = Drawn({key: tuple(tensor.shape) for key, tensor in shapes.items()}, device, dtype)
@@ -152,20 +151,3 @@ class DrawnText:
         """Embeddings `[T, text_dim]`, float32, on the device."""
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(text.encode()))
         return torch.randn(self._shape, generator=generator, device=self._device)
-
-
-def _architecture(name: str) -> dict[str, Any]:
-    """Arguments of diffusers' `WanTransformer3DModel`."""
-    sizes = catalogue.parts().architectures[name]
-    return {
-        "patch_size": sizes.patch,
-        "num_attention_heads": sizes.heads,
-        "attention_head_dim": sizes.head_dim,
-        "in_channels": sizes.in_channels,
-        "out_channels": sizes.out_channels,
-        "text_dim": _TEXT_DIM,
-        "freq_dim": sizes.freq_dim,
-        "ffn_dim": sizes.ffn_dim,
-        "num_layers": sizes.blocks,
-        "cross_attn_norm": True,
-    }

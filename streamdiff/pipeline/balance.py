@@ -16,7 +16,7 @@ import torch
 
 from streamdiff import clock
 from streamdiff.config import ModelConfig
-from streamdiff.models.base import StreamDecoder, Trunk
+from streamdiff.models.base import StreamDecoder, Trunk, choose_steps
 from streamdiff.models.wan.transformer import Tokens
 from streamdiff.pipeline.costs import Costs, in_proportion, read_profile
 from streamdiff.pipeline.facts import Facts
@@ -80,7 +80,8 @@ def share_out(config: ModelConfig, facts: Facts, member: Member, own: Measured |
         member.store.set(f"cost/{member.rank}", json.dumps(asdict(own)))
         everybody = [Measured(**json.loads(member.store.get(f"cost/{rank}"))) for rank in range(config.stages)]
         costs = _combined(everybody, facts.blocks)
-    workload = Workload(config.stages, 1, config.steps, config.kv_context, 1)
+    steps = choose_steps(config.steps, facts.steps, facts.name)
+    workload = Workload(config.stages, 1, steps, config.kv_context, 1)
     return lay_out(costs, workload, decode_place(config)).blocks
 
 

@@ -222,10 +222,10 @@ def read_facts(model: str) -> Facts:
     return facts
 
 
-def facts_from(architecture: Mapping[str, Any], spec: ModelSpec) -> Facts:
-    """The facts of a model with a transformer of this architecture (arguments of diffusers' `WanTransformer3DModel`).
-    They are the transformer's alone: text encoder and autoencoder count as 0, and nothing is said of how long decoding
-    takes or what it remembers."""
+def facts_from(architecture: Mapping[str, Any], spec: ModelSpec, decoder_memory_values: int = 0) -> Facts:
+    """The facts of a model with a transformer of this architecture (arguments of diffusers' `WanTransformer3DModel`),
+    and a decoder that remembers so many numbers. Weights of text encoder and autoencoder count as 0, and nothing is
+    said of how long decoding takes."""
     given: Any = architecture
     return Facts(
         name=spec.name,
@@ -251,7 +251,8 @@ def facts_from(architecture: Mapping[str, Any], spec: ModelSpec) -> Facts:
         decoder=Decoder(spec.latent_channels, 1, (0,) * 4, (0,) * 3, (1,) * 3, (1, 1, spec.frames_per_latent)),
         text_values=0,
         decoder_values=0,
-        decoder_memory_values=0,
+        decoder_memory_values=decoder_memory_values,
+        first_chunk_steps=spec.schedules[0].of(0).steps if spec.schedules else None,
     )
 
 

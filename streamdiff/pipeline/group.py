@@ -54,8 +54,8 @@ def check_world(stages: int, ranks: int) -> None:
     wanted = f"stages is {stages}" + (" and decoding has a rank of its own" if ranks > stages else "")
     if world == 1:
         raise ConfigError(
-            f"{wanted}, but this is one process. `streamdiff serve --stages {stages}` starts its ranks by itself; a "
-            f"program of your own needs torchrun --nproc-per-node {ranks}, see examples/torchrun_stream.py"
+            f"{wanted}, but this is one process. `streamdiff serve` and `streamdiff generate` start their ranks by "
+            f"themselves; a program of your own needs torchrun --nproc-per-node {ranks}: examples/torchrun_stream.py"
         )
     raise ConfigError(f"{wanted}, but torchrun started {world} ranks; start {ranks}, or change the configuration")
 

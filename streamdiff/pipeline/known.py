@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from streamdiff.models import catalogue
 from streamdiff.models.catalogue import Entry
 from streamdiff.models.decoder_memory import wan_values
-from streamdiff.pipeline.facts import Decoder, Facts, read_facts
+from streamdiff.models.specs import architecture_of, spec_of
+from streamdiff.pipeline.facts import Facts, facts_from, read_facts
 from streamdiff.pipeline.plan import Layout, Memory, Workload, memory, split_evenly
 
 BFLOAT16 = 2  # bytes of a number
@@ -24,44 +27,18 @@ def facts_of(name: str) -> Facts:
 def known_facts(entry: Entry, *, height: int | None = None, width: int | None = None) -> Facts:
     """Sizes of the model at `height` x `width` pixels, by default its own picture.
 
-    They are the transformer's, and what the decoder remembers of a stream: weights of text encoder and autoencoder
-    count as 0, and nothing is said about how long decoding takes. A model that makes whole clips counts as a chunk of
-    one latent frame that sees itself.
+    As `facts_from` has them, and what the decoder remembers of a stream. A model that makes whole clips counts as a
+    chunk of one latent frame that sees itself.
     """
     if entry.weights is None:
         return read_facts(entry.name)
-    shared = catalogue.parts()
-    sizes, pictures = shared.architectures[entry.architecture], shared.autoencoders[entry.autoencoder]
-    text, stream = shared.text_encoders[entry.text_encoder], entry.stream
-    latent_height = (height or entry.height) // pictures.spatial
-    latent_width = (width or entry.width) // pictures.spatial
-    return Facts(
-        name=entry.name,
-        blocks=sizes.blocks,
-        heads=sizes.heads,
-        head_dim=sizes.head_dim,
-        ffn_dim=sizes.ffn_dim,
-        text_dim=text.width,
-        freq_dim=sizes.freq_dim,
-        in_channels=sizes.in_channels,
-        out_channels=sizes.out_channels,
-        patch=sizes.patch,
-        cross_attn_norm=True,
-        latent_height=latent_height,
-        latent_width=latent_width,
-        chunk_latents=stream.chunk_latents if stream else 1,
-        window_latents=stream.window_latents if stream else 1,
-        clean_window_latents=stream.clean_window_latents if stream else None,
-        sink_latents=stream.sink_latents if stream else 0,
-        steps=(entry.sampling.schedule().steps,) if entry.sampling else (),
-        native_fps=entry.native_fps or 0.0,
-        text_tokens=text.tokens,
-        decoder=Decoder(pictures.channels, 1, (0, 0, 0, 0), (0, 0, 0), (1, 1, 1), (1, 1, pictures.temporal)),
-        text_values=0,
-        decoder_values=0,
-        decoder_memory_values=wan_values(pictures.config, latent_height, latent_width) if pictures.config else 0,
-        first_chunk_steps=entry.sampling.schedule().of(0).steps if entry.sampling else None,
-    )
+    architecture = architecture_of(entry)
+    spec = spec_of(entry.name, entry, architecture, (width or entry.width, height or entry.height))
+    if entry.stream is None:
+        spec = replace(spec, chunk_latents=1, window_latents=1)
+    decoder = catalogue.parts().autoencoders[entry.autoencoder].config
+    remembered = wan_values(decoder, spec.latent_height, spec.latent_width) if decoder else 0
+    return facts_from(architecture, spec, remembered)
 
 
 def stage_memory(entry: Entry, stages: int, quantize: str = "none") -> tuple[Memory, ...]:

@@ -15,7 +15,7 @@ from streamdiff.config import ModelConfig
 from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
 from streamdiff.models import library
-from streamdiff.models.base import Model, ModelSpec, StreamDecoder, TextEncoder, Trunk
+from streamdiff.models.base import Model, ModelSpec, StreamDecoder, TextEncoder, Trunk, choose_steps
 from streamdiff.models.library import Parts, Place
 from streamdiff.models.wan.lora import parse_lora
 from streamdiff.models.wan.transformer import WanDenoiser
@@ -141,7 +141,7 @@ def _denoiser(config: ModelConfig, device: torch.device, blocks: Run | None) -> 
 def compile_stage(config: ModelConfig, stage: Stage) -> None:
     """Make the stage's graphs, if the configuration wants them. Takes minutes. Mutates: stage."""
     if config.compile == "on":
-        stage.compile(steps=config.steps, kv_context=config.kv_context, clean_with_next=config.clean_with_next)
+        stage.compile(steps=steps_of(config), kv_context=config.kv_context, clean_with_next=config.clean_with_next)
 
 
 def load_decoder(config: ModelConfig, device: torch.device) -> StreamDecoder:
@@ -170,9 +170,14 @@ def read_spec(config: ModelConfig) -> ModelSpec:
             f"clean_pass is with-next and kv_context is {config.kv_context}, where chunks wait for no clean pass; "
             "use kv_context clean, or clean_pass alone"
         )
-    if config.steps not in spec.steps:
-        raise ConfigError(f"steps is {config.steps}; model {spec.name} has {' or '.join(map(str, spec.steps))}")
+    choose_steps(config.steps, spec.steps, spec.name)
     return spec
+
+
+def steps_of(config: ModelConfig) -> int:
+    """Denoise steps of a session that does not name its own. Raises ConfigError as `read_spec`."""
+    spec = read_spec(config)
+    return choose_steps(config.steps, spec.steps, spec.name)
 
 
 def facts_of(config: ModelConfig) -> Facts:
@@ -187,5 +192,6 @@ def _facts(config: ModelConfig) -> dict[str, str]:
         "streamdiff": __version__,
         "torch": torch.__version__,
         **{f"model.{name}": str(value) for name, value in config.model_dump().items()},
+        "model.steps": str(steps_of(config)),
         "weights": library.digest(place_of(config)),
     }

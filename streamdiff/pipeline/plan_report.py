@@ -10,6 +10,7 @@ from pathlib import Path
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
+from streamdiff.models.base import choose_steps
 from streamdiff.pipeline import costs as cost
 from streamdiff.pipeline import trace
 from streamdiff.pipeline.facts import Facts
@@ -79,10 +80,9 @@ def make(model: ModelConfig, job: Job) -> Outcome:
     """
     _check(job)
     facts = facts_of(model.name)
-    if model.steps not in facts.steps:
-        raise ConfigError(f"--steps is {model.steps}; model {facts.name} has {', '.join(map(str, facts.steps))}")
+    steps = choose_steps(model.steps, facts.steps, facts.name)
     check_stages(job.stages, facts.blocks)
-    load = Workload(job.stages, job.sessions, model.steps, model.kv_context, job.max_rows)
+    load = Workload(job.stages, job.sessions, steps, model.kv_context, job.max_rows)
     if job.stage_times is not None:
         source, layout, decode_s, links = _by_hand(job.stage_times, job, facts, load)
     else:
@@ -91,7 +91,7 @@ def make(model: ModelConfig, job: Job) -> Outcome:
         links = (*[found.link_s] * (job.stages - 1), found.flow_s)
     setup = Setup(
         stage_s=layout.stage_s,
-        streams=(Stream(model.steps, model.kv_context, first_steps=facts.first_chunk_steps),) * job.sessions,
+        streams=(Stream(steps, model.kv_context, first_steps=facts.first_chunk_steps),) * job.sessions,
         link_s=links if job.stages > 1 else (),
         decode_s=decode_s,
         decode_stage=layout.decode_stage,

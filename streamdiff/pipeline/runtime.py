@@ -14,7 +14,7 @@ from torch import Tensor
 from streamdiff import clock
 from streamdiff.config import ModelConfig
 from streamdiff.errors import RequestError
-from streamdiff.models.base import Model, TextEncoder
+from streamdiff.models.base import Model, TextEncoder, choose_steps
 from streamdiff.pipeline import loading, ranks
 from streamdiff.pipeline.budget import Budget
 from streamdiff.pipeline.company import Company
@@ -32,7 +32,7 @@ _MEASURED_CHUNKS = 3
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What runs here; sizes in pixels."""
+    """What runs here; sizes in pixels. `steps` and `kv_context` are those of a session that does not name its own."""
 
     name: str
     device: str
@@ -86,21 +86,26 @@ class Runtime:
         self,
         model: Model,
         device: torch.device,
-        steps: int = 4,
+        steps: int | None = None,
         kv_context: str = "clean",
         company: Company | None = None,
         budget: Budget | None = None,
         ring: Ring | None = None,
         at_once: int = 1,
     ) -> None:
-        """`company` are the other ranks of the ring; without them all blocks of `model` run here, on `ring` if that was
-        made already. `budget` is the memory for caches; None: without limit. `at_once` latent frames are decoded by one
-        call."""
+        """`steps` and `kv_context` are those of a session that does not name its own (None: what the model was made
+        for). `company` are the other ranks of the ring; without them all blocks of `model` run here, on `ring` if that
+        was made already. `budget` is the memory for caches; None: without limit. `at_once` latent frames are decoded by
+        one call.
+
+        Raises:
+            ConfigError: steps that the model does not have.
+        """
         spec = model.spec
         self.model, self.text = model, model.text
         self.info = ModelInfo(
-            spec.name, str(device), spec.width, spec.height, spec.native_fps, spec.chunk_frames, steps, kv_context,
-            spec.steps,
+            spec.name, str(device), spec.width, spec.height, spec.native_fps, spec.chunk_frames,
+            choose_steps(steps, spec.steps, spec.name), kv_context, spec.steps,
         )  # fmt: skip
         self._company, self._budget = company, budget
         self._ring = company.ring if company else ring or Ring(model, device)

@@ -11,11 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import throughput_model
 from benchmarks.forward_cost import Ceilings, Part, forward
-from benchmarks.stream_case import Amount, Case
-from streamdiff.config import ModelConfig
 from streamdiff.models.base import Model
 from streamdiff.pipeline.facts import Facts, facts_from
 from streamdiff.pipeline.ring import Ring
+from streamdiff.pipeline.runtime import ModelInfo
 from tests.small import CPU, small_model
 
 
@@ -78,8 +77,8 @@ def test_a_part_takes_as_long_as_its_slower_side() -> None:
 
 def test_floor_and_share_of_hand_made_parts() -> None:
     parts = [Part("a", 200.0, 1.0), Part("b", 200.0, 50.0)]
-    case = Case(ModelConfig(steps=4, kv_context="clean"), Amount())
-    found = throughput_model.judged(parts, Ceilings(100.0, 10.0), 2, 24.0, 12, case)
+    info = ModelInfo("small", "cpu", 8, 8, 16.0, chunk_frames=12, steps=4, kv_context="clean")
+    found = throughput_model.judged(parts, Ceilings(100.0, 10.0), 2, 24.0, info)
     assert found["figures"]["floor_s"] == 12.0 and found["figures"]["share"] == 0.5
     assert [row["set by"] for row in found["parts"]] == ["matrix", "copy"]
     assert found["fps_at_the_floor"] == pytest.approx(12 / (5 * 12.0))

@@ -6,7 +6,6 @@ import logging
 
 import pytest
 
-from streamdiff.config import ModelConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Event, FrameBatch, Open, SetPrompt, Shown
 from streamdiff.pipeline.runtime import Runtime
@@ -23,7 +22,7 @@ def test_micro_steps_prompts_and_decoding_print_nothing(
     caplog.set_level(logging.INFO)
     model = small_model(6, layers=1)
     runtime = Runtime(model, CPU, steps=4)
-    engine = Engine(runtime, ModelConfig(steps=4), 3 * model.spec.chunk_frames)
+    engine = Engine(runtime, 3 * model.spec.chunk_frames)
 
     def take(events: list[Event]) -> None:
         for event in events:

@@ -32,7 +32,7 @@ from streamdiff.engine.messages import (
     Shown,
     Shutdown,
 )
-from tests.engine.painted import CHUNK_FRAMES, PaintedPipeline, checksum
+from tests.engine.painted import CHUNK_FRAMES, Info, PaintedPipeline, checksum
 
 RED, BLUE, GREEN = "a red circle moving right over a meadow", "a blue star moving left at night", "a green heart"
 CONFIG = ModelConfig()
@@ -59,7 +59,7 @@ def start(pipeline: Pipeline) -> Iterator[Callable[[int], Engine]]:
     engines: list[Engine] = []
 
     def start(lead_chunks: int = 2) -> Engine:
-        engines.append(Engine(pipeline, CONFIG, lead_chunks * pipeline.info.chunk_frames))
+        engines.append(Engine(pipeline, lead_chunks * pipeline.info.chunk_frames))
         return engines[-1]
 
     yield start
@@ -318,7 +318,8 @@ def test_a_report_for_a_session_that_is_gone_is_ignored(start: Start) -> None:
 
 def test_the_painter_gets_what_was_asked_and_nothing_twice() -> None:
     pipeline = PaintedPipeline()
-    engine = Engine(pipeline, ModelConfig(steps=2, kv_context="staircase"), CHUNK_FRAMES)
+    pipeline.info = Info(steps=2, kv_context="staircase")
+    engine = Engine(pipeline, CHUNK_FRAMES)
     engine.handle(Open("a", "red", 4))
     engine.handle(Open("b", "blue", 4, 4, "matched"))
     for text in ("green", "blue", "red"):
@@ -336,7 +337,7 @@ def test_the_painter_gets_what_was_asked_and_nothing_twice() -> None:
 
 
 def test_refusals_and_notices_of_the_model_reach_who_asked() -> None:
-    engine = Engine(PaintedPipeline(), CONFIG, CHUNK_FRAMES)
+    engine = Engine(PaintedPipeline(), CHUNK_FRAMES)
     assert engine.handle(Open("a", "refuse me")) == [Refused("a", "", "prompt", "the painter refuses this prompt")]
     assert engine.handle(Open("a", "red dragon")) == [Opened("a", 0, "red dragon", "I do not know dragon")]
     assert engine.handle(SetPrompt("a", "refuse me", "r")) == [
@@ -347,7 +348,7 @@ def test_refusals_and_notices_of_the_model_reach_who_asked() -> None:
 
 def test_frames_carry_their_session_seed_and_text() -> None:
     """Every picture is the right one: number, seed and text are painted into it."""
-    engine = Engine(PaintedPipeline(), CONFIG, 2 * CHUNK_FRAMES)
+    engine = Engine(PaintedPipeline(), 2 * CHUNK_FRAMES)
     texts = {"a": "red", "b": "blue", "c": "green star"}
     for seed, (name, text) in enumerate(texts.items()):
         engine.handle(Open(name, text, seed))
@@ -375,7 +376,7 @@ def test_switches_make_different_pictures(real: Pipeline) -> None:
     """Chunks of the new prompt see the past, a past written again, or none: pixels must tell."""
     seen = {}
     for switch in ("keep", "recache", "flush"):
-        engine = Engine(real, CONFIG, 2 * real.info.chunk_frames)
+        engine = Engine(real, 2 * real.info.chunk_frames)
         engine.handle(Open("a", RED, 1))
         run(engine, until=chunks(3, engine))
         engine.handle(SetPrompt("a", BLUE, "r1", switch))
@@ -420,9 +421,10 @@ def test_a_session_has_the_lead_it_asks_for(start: Start) -> None:
 
 
 def test_the_engine_says_what_a_chunk_costs(real: Pipeline) -> None:
-    engine = Engine(real, CONFIG, 2 * real.info.chunk_frames)
+    engine = Engine(real, 2 * real.info.chunk_frames)
     ready = engine.ready()
-    assert ready.work_s is not None and ready.sessions_fit is not None and CONFIG.steps in ready.steps_known
+    assert ready.work_s is not None and ready.sessions_fit is not None
+    assert ready.steps == 4 and ready.steps_known == (4, 2)
     engine.handle(Open("a", RED))
     events = run(engine, until=chunks(3, engine))
     measured = [event.work_s for event in events if isinstance(event, Measured)]

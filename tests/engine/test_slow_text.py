@@ -105,7 +105,7 @@ def text(pipeline: SlowPipeline) -> SlowText:
 @pytest.fixture
 def engine(pipeline: SlowPipeline) -> Iterator[Engine]:
     """With session `a` open on "red"."""
-    engine = Engine(pipeline, ModelConfig(), 2 * CHUNK_FRAMES)
+    engine = Engine(pipeline, 2 * CHUNK_FRAMES)
     assert tell(engine, Open("a", "red", 1)) == [Opened("a", 0, "red")]
     yield engine
     pipeline.text.release()
@@ -392,7 +392,7 @@ def test_closing_answers_what_waits_and_late_texts_are_dropped(engine: Engine, p
 
 
 def test_a_prompt_waits_for_its_answer_in_the_api(pipeline: SlowPipeline) -> None:
-    with StreamSession(pipeline, ModelConfig(), "red", seed=5) as session:
+    with StreamSession(pipeline, "red", seed=5) as session:
         frames = iter(session)
         next(frames)
         assert session.prompt("blue dragon") == "I do not know dragon"
@@ -409,7 +409,7 @@ def test_a_prompt_waits_for_its_answer_in_the_api(pipeline: SlowPipeline) -> Non
 
 def test_waiting_for_a_prompt_makes_no_frames(pipeline: SlowPipeline) -> None:
     """So the prompt is in force from the same chunk on, however long it takes to be encoded."""
-    with StreamSession(pipeline, ModelConfig(), "red") as session:
+    with StreamSession(pipeline, "red") as session:
         next(iter(session))
         stream = pipeline.streams[0]
         before = stream.chunk, stream.steps_left, len(stream.decoded)
@@ -419,7 +419,7 @@ def test_waiting_for_a_prompt_makes_no_frames(pipeline: SlowPipeline) -> None:
 
 def test_frames_are_taken_while_another_thread_waits_for_its_prompt(pipeline: SlowPipeline) -> None:
     pipeline.text.hold("blue")
-    with StreamSession(pipeline, ModelConfig(), "red") as session:
+    with StreamSession(pipeline, "red") as session:
         steering = threading.Thread(target=lambda: session.prompt("blue"))
         steering.start()
         frames = iter(session)
@@ -432,7 +432,7 @@ def test_frames_are_taken_while_another_thread_waits_for_its_prompt(pipeline: Sl
 
 def test_closing_lets_a_thread_go_that_waits(pipeline: SlowPipeline) -> None:
     pipeline.text.hold("blue")
-    session = StreamSession(pipeline, ModelConfig(), "red")
+    session = StreamSession(pipeline, "red")
     caught: list[StreamdiffError] = []
 
     def steer() -> None:
@@ -452,7 +452,7 @@ def test_closing_lets_a_thread_go_that_waits(pipeline: SlowPipeline) -> None:
 def test_an_opening_that_fails_frees_the_pipeline(pipeline: SlowPipeline) -> None:
     pipeline.text.errors["red"] = OSError("no such file")
     with pytest.raises(RequestError, match="could not be encoded: OSError: no such file"):
-        StreamSession(pipeline, ModelConfig(), "red")
+        StreamSession(pipeline, "red")
     assert pipeline.closed
 
 
@@ -467,7 +467,7 @@ def test_the_real_model_streams_with_wans_text_encoder(tmp_path: Path) -> None:
     pipeline.text = CachedText(
         encoder, cache, identity=encoder.identity, revision=encoder.revision, length=encoder.length
     )
-    with StreamSession(pipeline, ModelConfig(steps=2), "a red fox", seed=3) as session:
+    with StreamSession(pipeline, "a red fox", seed=3) as session:
         frames = iter(session)
         size = session.chunk_frames
         first = [next(frames) for _ in range(2 * size)]
@@ -490,7 +490,7 @@ def test_slowness_changes_no_frame_of_the_real_model() -> None:
     def frames(slow: bool) -> np.ndarray:
         pipeline = _load_runtime(ModelConfig(steps=2))
         pipeline.text.slow = slow  # type: ignore[misc]
-        with StreamSession(pipeline, ModelConfig(steps=2), "a red circle moving left", seed=3) as session:
+        with StreamSession(pipeline, "a red circle moving left", seed=3) as session:
             made = []
             for number, frame in enumerate(session):
                 made.append(frame)

@@ -48,6 +48,7 @@ def test_a_rank_that_differs_is_named_by_all() -> None:
 def test_weights_and_settings_are_among_the_facts(tmp_path: Path) -> None:
     facts = loading._facts(ModelConfig())
     assert {"streamdiff", "torch", "weights", "model.steps", "model.kv_context"} <= set(facts)
+    assert facts["model.steps"] == "4" and loading._facts(ModelConfig(steps=4)) == facts
     for path in WEIGHTS.rglob("*"):
         if path.is_file():
             copy = tmp_path / path.relative_to(WEIGHTS)
@@ -61,7 +62,12 @@ def test_weights_and_settings_are_among_the_facts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("world", "stages", "ranks", "words"),
     [
-        (1, 4, 4, r"stages is 4, but this is one process.*serve --stages 4.*torchrun --nproc-per-node 4"),
+        (
+            1,
+            4,
+            4,
+            r"stages is 4, but this is one process.*`streamdiff generate` start.*torchrun --nproc-per-node 4",
+        ),
         (2, 4, 4, r"stages is 4, but torchrun started 2 ranks; start 4"),
         (4, 4, 5, r"stages is 4 and decoding has a rank of its own, but torchrun started 4 ranks; start 5"),
     ],
@@ -76,26 +82,9 @@ def test_another_number_of_ranks(
     check_world(stages, ranks)
 
 
-@pytest.mark.parametrize("asked", ["python", "generate"])
-def test_stages_in_one_process_are_refused(asked: str, tmp_path: Path) -> None:
-    config, output = tmp_path / "two.yaml", tmp_path / "out.mp4"
-    config.write_text("model: {stages: 2}")
-    command = {
-        "python": ["-c", "import streamdiff; streamdiff.open('a red circle', stages=2)"],
-        "generate": [
-            "-m",
-            "streamdiff",
-            "generate",
-            "--prompt",
-            "a red circle",
-            "--config",
-            config,
-            "--output",
-            output,
-        ],
-    }[asked]
+def test_stages_in_one_process_are_refused() -> None:
+    command = [sys.executable, "-c", "import streamdiff; streamdiff.open('a red circle', stages=2)"]
     environment = {**os.environ, "WORLD_SIZE": "1"}
-    process = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert process.returncode != 0
     assert "stages is 2, but this is one process" in process.stderr
-    assert not output.exists()

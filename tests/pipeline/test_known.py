@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
+from streamdiff.config import ModelConfig
 from streamdiff.models import catalogue
+from streamdiff.pipeline import loading
 from streamdiff.pipeline.facts import read_facts
 from streamdiff.pipeline.known import known_facts, stage_memory
 
@@ -66,6 +70,14 @@ def test_a_model_of_whole_clips_has_no_caches() -> None:
 
 def test_the_embedded_models_facts_are_its_folders() -> None:
     assert known_facts(catalogue.find("tiny")) == read_facts("tiny")
+
+
+def test_a_checkpoint_says_what_the_catalogue_says() -> None:
+    """Of LongLive's architecture and stream, before anything is there and from the shapes of tensors."""
+    told = known_facts(catalogue.find("longlive-1.3b"))
+    read = loading.facts_of(ModelConfig(name="random:wan2.1-1.3b"))
+    any_steps = replace(told, name=read.name, steps=(4, 2, 1), first_chunk_steps=None)
+    assert read == replace(any_steps, decoder_memory_values=0)
 
 
 def test_another_picture_has_other_tokens() -> None:

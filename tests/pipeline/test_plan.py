@@ -360,7 +360,10 @@ def test_steps_that_the_model_lacks_are_told(tmp_path: Path) -> None:
     index = json.loads((folder / "model_index.json").read_text())
     index["stream"]["steps"] = [2]
     write(folder / "model_index.json", index)
-    with pytest.raises(ConfigError, match=r"--steps is 4; model .* has 2"):
-        make(ModelConfig(name=str(folder)), Job())
+    assert make(ModelConfig(name=str(folder)), Job()).load.steps == 2
+    with pytest.raises(ConfigError, match=r"--steps is 4; model .* has 2 \(without --steps: 2\)"):
+        make(ModelConfig(name=str(folder), steps=4), Job())
+    with pytest.raises(ConfigError, match=r"model wan2.1-t2v-1.3b has no denoise steps of its own"):
+        make(ModelConfig(name="wan2.1-t2v-1.3b"), Job())
     with pytest.raises(ConfigError, match="--model is 'tinny'; it can be `tiny`"):
         make(ModelConfig(name="tinny"), Job())

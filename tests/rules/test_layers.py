@@ -51,6 +51,7 @@ TORCH_FREE = (
     "streamdiff.models.catalogue",
     "streamdiff.models.headers",
     "streamdiff.models.sampling",
+    "streamdiff.models.specs",
     "streamdiff.models.wan.names",
     "streamdiff.models_report",
     "streamdiff.pipeline.costs",

@@ -16,7 +16,7 @@ import uvicorn
 from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
 from aiortc.sdp import candidate_to_sdp
 
-from streamdiff.config import Config, ModelConfig, ServeConfig
+from streamdiff.config import Config, ServeConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Command, Event, FrameBatch, Ready, Shown
 from streamdiff.serve.app import create_app
@@ -31,7 +31,7 @@ class InMemoryClient:
     def __init__(self, painter: Painter, lead_frames: int = 24) -> None:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
-        self._engine = Engine(painter, ModelConfig(), lead_frames)
+        self._engine = Engine(painter, lead_frames)
         self._lock = threading.Condition()
         self._commands: list[Command] = []
         self._stopping = False

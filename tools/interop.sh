@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Install the viewers of other houses that tests/interop plays with, where that is ours to do: libwebrtc in Node, one
-# prebuilt npm package, and GStreamer, system packages.
+# Install the viewers of other houses that tests/interop plays with, where that is ours to do: npm packages (libwebrtc in
+# Node, prebuilt; WHEP players for pages), and GStreamer, system packages.
 # Prints what pytest has to leave out: nothing, or the tests whose viewer cannot be had here.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../tests/interop"
@@ -12,12 +12,14 @@ node_plays() {
         say "interop: no Node with npm here, so its viewers do not play (20 or newer does)"
         return 1
     fi
-    if ! [[ -d node_modules/@roamhq/wrtc ]] &&
-        ! timeout 120 npm install --silent --no-audit --no-fund --no-package-lock >&2; then
-        say "interop: npm could not install @roamhq/wrtc, so Node's viewers do not play"
-        return 1
+    if ! cmp -s package.json node_modules/.installed.json; then
+        if ! timeout 120 npm install --silent --no-audit --no-fund --no-package-lock >&2; then
+            say "interop: npm could not install what tests/interop/package.json names, so Node's viewers do not play"
+            return 1
+        fi
+        cp package.json node_modules/.installed.json
     fi
-    say "interop: $(node --version), @roamhq/wrtc"
+    say "interop: $(node --version), @roamhq/wrtc, @eyevinn/webrtc-player, whip-whep"
 }
 
 GSTREAMER=(gstreamer1.0-plugins-good gstreamer1.0-plugins-bad gstreamer1.0-nice gir1.2-gst-plugins-bad-1.0 python3-gi)

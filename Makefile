@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 SOURCES := streamdiff tests benchmarks examples
 # What the quick loop leaves out; `make test` runs everything.
-QUICK := not slow and not browser and not packaging
+QUICK := not slow and not browser and not packaging and not interop
 # They start a browser, another house's viewer or pip; everything else shares the cores.
 ALONE := browser or packaging or interop
 # Where ARGS choose tests, all of them may be of one kind.

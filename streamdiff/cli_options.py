@@ -112,7 +112,7 @@ SERVE = (
         "serve.outputs",
         str,
         "FILE|URL",
-        "also send it to a .mp4 or .webm file, rtmp://, srt://, udp:// or tcp://; may be given several times",
+        "also send it to a .mp4 or .webm file, rtmp://, srt://, udp://, tcp://, whip+https://; may be repeated",
         True,
     ),
     Option("--control-token-file", "serve.control_token_file", str, "FILE", "its token is needed to steer"),

@@ -1,5 +1,6 @@
 """A live session sent to files and servers: each output takes the encoded packets as a viewer does, and a process
-of its own (`muxing`) writes them. What is slow or gone is skipped and tried again; nobody else waits for it.
+of its own (`muxing`) writes them; to a WHIP server a peer connection (`whip`) sends them. What is slow or gone is
+skipped and tried again; nobody else waits for it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import Literal
 
 from streamdiff import clock
 from streamdiff.serve.fanout import Fanout
-from streamdiff.serve.metrics import Metrics
+from streamdiff.serve.metrics import Ahead, Metrics
 from streamdiff.serve.muxing import RECORD, Header
 from streamdiff.serve.session_view import SessionView
 from streamdiff.serve.targets import Target
 from streamdiff.serve.tracks import Encoded, PacketQueue
+from streamdiff.serve.whip import Publication, WhipError
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +66,7 @@ class Output:
         dropped = self._queue.dropped
         if self._queue.put(encoded) and self._fanout is not None:
             self._fanout.request_key(self._target.codec)
-        if self.sent.frames:  # what came before the first key frame is not missing
-            self.sent.dropped += self._queue.dropped - dropped
-            self._metrics.output_dropped.labels(self.sent.name).inc(self._queue.dropped - dropped)
+        self._count(0, self._queue.dropped - dropped)
         self._arrived.set()
 
     def line_bps(self, now_s: float) -> None:
@@ -76,10 +76,13 @@ class Output:
         """Write what came so far, and end."""
         self._stopping.set()
         self._arrived.set()
+        if self._target.container == "whip":  # nothing is left to write, and an answer may be long in coming
+            self._task.cancel()
         _, late = await asyncio.wait({self._task}, timeout=2 * FAREWELL_S)
         for task in late:
             task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        self.sent.state = "ended"
 
     async def _run(self) -> None:
         attempt, failures = 0, 0
@@ -89,7 +92,7 @@ class Output:
                 await self._sleep(BACK_OFF_S[0])
                 continue
             begun_s = clock.monotonic_s()
-            reason = await self._send(view, attempt)
+            reason = await (self._publish(view) if self._target.container == "whip" else self._send(view, attempt))
             self._metrics.output_up.labels(self.sent.name).set(0)
             if self._stopping.is_set():
                 break
@@ -102,7 +105,6 @@ class Output:
             wait_s = BACK_OFF_S[min(failures, len(BACK_OFF_S)) - 1]
             logger.warning("Output %s broke off: %s. Tried again in %g s.", self.sent.name, reason, wait_s)
             await self._sleep(wait_s)
-        self.sent.state = "ended"
 
     async def _sleep(self, seconds: float) -> None:
         """Wait, or until the end is asked for."""
@@ -174,9 +176,38 @@ class Output:
             process.stdin.write(RECORD.pack(encoded.pts, encoded.key, len(data)) + data)
             async with asyncio.timeout(STUCK_S):
                 await process.stdin.drain()
-            self.sent.state, self.sent.frames = "sending", self.sent.frames + 1
+            self._count(1, 0)
+
+    async def _publish(self, view: SessionView) -> str | None:
+        """Publish the session until something fails; says what. None: the session has ended."""
+        publication = Publication(self._target.url, view.fanout, self._target.codec)
+        frames, dropped = Ahead(), Ahead()
+        try:
+            await publication.open()
+            while not self._stopping.is_set() and not view.closed:
+                if reason := publication.fault(clock.monotonic_s()):
+                    return reason
+                self._arrived.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await self._arrived.wait()
+                track = publication.track
+                self._count(int(frames.more(track.sent)), int(dropped.more(track.dropped)))
+        except WhipError as error:
+            return str(error)
+        finally:
+            await publication.close()
+        return None
+
+    def _count(self, frames: int, dropped: int) -> None:
+        """What went out and what did not. Mutates: self."""
+        if frames:
+            self.sent.state, self.sent.frames = "sending", self.sent.frames + frames
             self._metrics.output_up.labels(self.sent.name).set(1)
-            self._metrics.output_frames.labels(self.sent.name).inc()
+            self._metrics.output_frames.labels(self.sent.name).inc(frames)
+        if self.sent.frames:  # what came before the first key frame is not missing
+            self.sent.dropped += dropped
+            self._metrics.output_dropped.labels(self.sent.name).inc(dropped)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

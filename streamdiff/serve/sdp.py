@@ -93,6 +93,16 @@ def check_offer(text: str) -> str:
     return "\r\n".join(lines) + "\r\n"
 
 
+def without_unusable(answer: str) -> str:
+    """A media server's answer without the candidates that cannot be used here.
+
+    Raises:
+        SdpError: it has a line that is no candidate.
+    """
+    lines = [line.rstrip() for line in answer.splitlines()]
+    return "".join(f"{line}\r\n" for line in lines if not line.startswith("a=candidate:") or _usable(line))
+
+
 def username_of(offer: str) -> str | None:
     """The first ICE user name fragment in a checked offer."""
     found = re.search(r"^a=ice-ufrag:(\S+)", offer, re.MULTILINE)

@@ -21,7 +21,10 @@ _FILES: dict[str, tuple[str, Codec, dict[str, str]]] = {
     ".mp4": ("mp4", "h264", _MP4),
     ".webm": ("webm", "vp8", _WEBM),
 }
-_STREAMS = {"rtmp": "flv", "rtmps": "flv", "srt": "mpegts", "udp": "mpegts", "tcp": "mpegts"}
+_STREAMS = {
+    **{"rtmp": "flv", "rtmps": "flv", "srt": "mpegts", "udp": "mpegts", "tcp": "mpegts"},
+    **{"whip+https": "whip", "whip+http": "whip"},
+}
 _KNOWN = "a file that ends in .mp4 or .webm, or an address that begins with " + ", ".join(
     f"{scheme}://" for scheme in _STREAMS
 )
@@ -56,6 +59,10 @@ def parse(text: str) -> Target:
             raise ConfigError(f"the output {text[:60]!r} is of no known kind; use {_KNOWN}")
         if not parts.hostname:
             raise ConfigError(f"the output {text[:60]!r} names no host")
+        if _STREAMS[parts.scheme] == "whip" and parts.password is not None:
+            raise ConfigError(
+                f"an output at {parts.hostname} has a name and a password; WHIP takes a token: TOKEN@host"
+            )
         _check_protocol(parts.scheme)
         host = f"{parts.hostname}:{parts.port}" if parts.port else parts.hostname
         return Target(text, f"{parts.scheme}://{host}", _STREAMS[parts.scheme], "h264", {}, False)

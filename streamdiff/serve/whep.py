@@ -220,7 +220,7 @@ class Viewers:
         assert viewer.track is not None
         transceiver = pc.addTransceiver(viewer.track, direction="sendonly")
         # aiortc takes preferences only before it sees the offer.
-        transceiver.setCodecPreferences(_preferences(wanted))
+        transceiver.setCodecPreferences(preferences(wanted))
         await pc.setRemoteDescription(RTCSessionDescription(offer, "offer"))
         negotiated = aiortc_compat.negotiated_codec(transceiver)
         viewer.codec = _MIME.get(negotiated.mimeType.lower()) if negotiated is not None else None
@@ -331,7 +331,8 @@ class Viewers:
         self._metrics.viewers.set(self.count)
 
 
-def _preferences(wanted: tuple[Codec, ...]) -> list[Any]:
+def preferences(wanted: tuple[Codec, ...]) -> list[Any]:
+    """The codecs to offer or take, best first, and retransmission; for aiortc's `setCodecPreferences`."""
     known = RTCRtpSender.getCapabilities("video").codecs
     ordered = [each for codec in wanted for each in known if _MIME.get(each.mimeType.lower()) == codec]
     return ordered + [each for each in known if each.mimeType.lower() == "video/rtx"]

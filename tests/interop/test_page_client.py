@@ -11,7 +11,7 @@ import pytest
 from streamdiff.config import IceServer
 from streamdiff.serve.routes_whep import links
 
-pytestmark = pytest.mark.interop
+pytestmark = [pytest.mark.interop, pytest.mark.node]
 
 CLIENT = Path(__file__).parents[2] / "streamdiff" / "serve" / "static" / "client.js"
 SCRIPT = """

@@ -11,7 +11,7 @@ import pytest
 
 from tests.serve.conftest import Site, open_site
 
-pytestmark = [pytest.mark.slow, pytest.mark.interop]
+pytestmark = [pytest.mark.slow, pytest.mark.interop, pytest.mark.node]
 
 VIEWER = Path(__file__).with_name("whep_viewer.js")
 

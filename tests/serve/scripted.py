@@ -220,6 +220,7 @@ def main() -> int:
     parser.add_argument("--name", default="scripted")
     parser.add_argument("--control-token-file")
     parser.add_argument("--view-token-file")
+    parser.add_argument("--cors-origins", nargs="*", default=[])
     parser.add_argument("--drain-s", type=float, default=0.0)
     parser.add_argument("--restarts", type=int, default=5)
     parser.add_argument("--insecure", action="store_true")
@@ -234,6 +235,7 @@ def main() -> int:
         codec=arguments.codec,
         control_token_file=arguments.control_token_file,
         view_token_file=arguments.view_token_file,
+        cors_origins=arguments.cors_origins,
         drain_s=arguments.drain_s,
         restarts=arguments.restarts,
         insecure=arguments.insecure,

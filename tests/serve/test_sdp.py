@@ -9,7 +9,14 @@ import pytest
 from aiortc import RTCConfiguration, RTCPeerConnection
 from aiortc.sdp import SessionDescription
 
-from streamdiff.serve.sdp import MAX_CANDIDATES, SdpError, check_offer, parse_trickle, username_of
+from streamdiff.serve.sdp import (
+    MAX_CANDIDATES,
+    SdpError,
+    check_offer,
+    parse_trickle,
+    username_of,
+    without_unusable,
+)
 
 
 async def _offer(*kinds: str, direction: str = "recvonly", channel: bool = True) -> str:
@@ -130,6 +137,16 @@ def test_nine_sections_are_too_many(offer: str) -> None:
     video = offer[offer.index("m=video") :]
     with pytest.raises(SdpError, match="8 at most"):
         check_offer(offer + video * 8)
+
+
+def test_an_answer_keeps_the_candidates_that_can_be_used_and_all_else() -> None:
+    useful = "v=0\r\na=candidate:1 1 udp 2130706431 192.0.2.2 50000 typ host\r\na=end-of-candidates\r\n"
+    useless = "a=candidate:2 1 tcp 1015022079 192.0.2.2 9 typ host tcptype active\r\n"
+    named = "a=candidate:3 1 udp 2130706431 0a1b.local 50001 typ host\r\n"
+    assert without_unusable(useful) == useful
+    assert without_unusable(useful + useless + named) == useful
+    with pytest.raises(SdpError, match="no ICE candidate"):
+        without_unusable(useful + "a=candidate:nonsense\r\n")
 
 
 def test_trickle_reads_candidates_and_skips_what_is_of_no_use(offer: str) -> None:

@@ -7,7 +7,8 @@ losses, each the flow's mean squared error:
   copies of the chunks each see the clean copies of their past;
 - *first*: first chunks of streams, alone;
 - *next*: a chunk after one clean chunk, at several levels;
-- *again*: a stream's first chunk after a bare background, which is what is left of a shape that was lost.
+- *again*: a stream's first chunk after a bare background, which is what is left of a shape that was lost;
+- *own*: what should follow chunks that the network made itself (`own_past`), where it begins with a finished model.
 
 Only where a stream starts or its prompt changes must a chunk be drawn from words; everywhere else it can be copied
 from the past. The short kinds hold many such places at a fraction of a window's cost. What is only seen, and has no
@@ -31,6 +32,8 @@ from streamdiff.models.base import Model
 from streamdiff.models.taehv import TAEHV
 from streamdiff.models.taehv_stream import TaehvDecoder
 from streamdiff.models.tiny import prompts, training, wear, world
+from streamdiff.models.tiny.own_past import OwnPasts
+from streamdiff.models.tiny.rows import CONTEXT_SIGMA, LEVELS, ROWS, Rows
 from streamdiff.models.tiny.text import WIDTH, TinyText, build_encoder, build_tokenizer
 from streamdiff.models.tiny.windows import CHUNK, CHUNKS, Pool, Starts, Windows, latent_statistics
 from streamdiff.models.wan import rotary
@@ -50,10 +53,8 @@ TRANSFORMER: dict[str, Any] = {
 }
 MATRIX_LR = 1e-2
 OTHER_LR = 2e-3
-LEVELS = {4: sampling.schedule(4), 2: sampling.schedule(2)}
 POOL = 6000
-COPIES = 2
-SHARES = {"staircase": 0.4, "clean": 0.4, "first": 0.2, "next": 0.4, "again": 0.2, "reading": 0.1}
+SHARES = {"staircase": 0.4, "clean": 0.4, "first": 0.2, "next": 0.4, "again": 0.2, "own": 0.6, "reading": 0.1}
 # Matrices that AdamW trains: tables, embeddings and the two ends, for which orthogonal updates make no sense.
 ADAM_PARTS: tuple[str, ...] = (
     "encoder",
@@ -67,6 +68,8 @@ ADAM_PARTS: tuple[str, ...] = (
 FIRST_WINDOWS = 80
 GONE = (1, 2, 2, 4)
 """For how many chunks a shape has been gone when it is drawn again: one of these."""
+STREAMS = 64
+"""The network's own streams."""
 ATTRIBUTES: tuple[tuple[str, ...], ...] = (world.COLOR_NAMES, world.SHAPES, world.MOTION_NAMES, world.BACKGROUNDS)
 
 
@@ -92,77 +95,6 @@ class BlockCausal:
         for row, seen in enumerate(self.visible):
             mixed.append(attend(query[:, row], key[:, seen].flatten(1, 2), value[:, seen].flatten(1, 2)))
         return torch.stack(mixed, 1).flatten(0, 1)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """One forward's worth of work: for every row its chunk of the window, sigma, and whether it has a target."""
-
-    chunk: list[int]
-    visible: list[list[int]]
-    sigma: Tensor  # [B, rows]
-    target: Tensor  # bool [B, rows]
-
-
-def staircase_rows(windows: Windows, chance: random.Random, generator: torch.Generator) -> Rows:
-    """Levels that rise from clean to noise along the window, as chunks of one session stand in the ring.
-
-    Where a window starts a stream its first chunks may be anywhere on the stairs; elsewhere the first chunk must be
-    clean, since the past it would need is not in the window.
-    """
-    batch = windows.latents.shape[0]
-    steps = 4 if chance.random() < 0.75 else 2
-    levels = torch.tensor([*LEVELS[steps], 0.0])
-    newest = torch.randint(1000, (batch,), generator=generator)
-    ahead = torch.where(newest < 600, 0, newest % 4) if steps == 4 else newest % 2
-    base = torch.where(windows.start.cpu(), torch.randint(steps + 2, (batch,), generator=generator), CHUNKS - 1 + ahead)
-    step = base[:, None] - torch.arange(CHUNKS)
-    sigma = levels[step.clamp(0, steps)]
-    target = (step >= 0) & (step < steps)
-    return Rows(
-        list(range(CHUNKS)), [list(range(i + 1)) for i in range(CHUNKS)], _context_noise(sigma, generator), target
-    )
-
-
-def clean_rows(windows: Windows, chance: random.Random, generator: torch.Generator) -> Rows:
-    """Clean copies of chunks 0..3 and noisy copies of 0..4; a noisy copy sees the clean past and itself."""
-    batch = windows.latents.shape[0]
-    past = CHUNKS - 1
-    sigma = torch.cat([torch.zeros(batch, past), _step_noise(batch, CHUNKS, generator)], 1)
-    target = torch.cat([torch.zeros(batch, past, dtype=torch.bool), torch.ones(batch, CHUNKS, dtype=torch.bool)], 1)
-    target[:, past] = windows.start.cpu()
-    visible = [list(range(i + 1)) for i in range(past)] + [[*range(i), past + i] for i in range(CHUNKS)]
-    return Rows([*range(past), *range(CHUNKS)], visible, _context_noise(sigma, generator), target)
-
-
-def first_rows(windows: Windows, chance: random.Random, generator: torch.Generator) -> Rows:
-    """First chunks of streams, one a window, that see nothing but themselves."""
-    sigma = _step_noise(windows.latents.shape[0], 1, generator)
-    return Rows([0], [[0]], sigma, torch.ones_like(sigma, dtype=torch.bool))
-
-
-def next_rows(windows: Windows, chance: random.Random, generator: torch.Generator) -> Rows:
-    """Of all chunks but the last one clean copies, and `COPIES` noisy copies of the last, each of which sees them."""
-    batch, chunks = windows.latents.shape[:2]
-    past = chunks - 1
-    sigma = torch.cat([torch.zeros(batch, past), _step_noise(batch, COPIES, generator)], 1)
-    target = torch.arange(past + COPIES).expand(batch, -1) >= past
-    visible = [list(range(i + 1)) for i in range(past)] + [[*range(past), past + copy] for copy in range(COPIES)]
-    return Rows([*range(past), *[past] * COPIES], visible, _context_noise(sigma, generator), target)
-
-
-def _step_noise(batch: int, chunks: int, generator: torch.Generator) -> Tensor:
-    """Levels `[batch, chunks]`: mostly those of the four sampling steps, the others anywhere."""
-    levels = torch.tensor(LEVELS[4])[torch.randint(4, (batch, chunks), generator=generator)]
-    anywhere = torch.rand(batch, chunks, generator=generator).clamp(min=0.02)
-    return torch.where(torch.rand(batch, chunks, generator=generator) < 0.85, levels, anywhere)
-
-
-def _context_noise(sigma: Tensor, generator: torch.Generator) -> Tensor:
-    """Lift half of the clean levels to at most 0.3: a finished chunk is remembered at 0.25 (decision 0011)."""
-    lifted = 0.3 * torch.rand(sigma.shape, generator=generator)
-    pick = torch.rand(sigma.shape, generator=generator) < 0.5
-    return torch.where((sigma == 0) & pick, lifted, sigma)
 
 
 class TinyNetwork(nn.Module):
@@ -216,11 +148,6 @@ def captions(scenes: Tensor, chance: random.Random) -> list[str]:
     return result
 
 
-ROWS = {
-    "staircase": staircase_rows, "clean": clean_rows, "first": first_rows, "next": next_rows, "again": next_rows
-}  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Data:
     """What a step draws from. `empty` `[backgrounds, C, h, w]`: latents of the bare backgrounds."""
@@ -228,6 +155,26 @@ class Data:
     pool: Pool
     starts: Starts
     empty: Tensor
+
+
+def play_on(
+    network: TinyNetwork, own: OwnPasts, count: int, chance: random.Random, generator: torch.Generator
+) -> Windows:
+    """The next `count` of the network's own streams, a chunk further, and what was right. Mutates: own."""
+
+    def flow(past: Tensor, noisy: Tensor, sigma: Tensor, scenes: Tensor) -> Tensor:
+        kept = torch.full((len(past), past.shape[1]), CONTEXT_SIGMA, device=past.device)
+        noise = torch.randn(past.shape, generator=generator).to(past.device)
+        seen = sampling.add_noise(past, noise, kept.view(*kept.shape, 1, 1, 1, 1))
+        chunks = past.shape[1] + 1
+        rows = Rows(list(range(chunks)), [list(range(i + 1)) for i in range(chunks)], sigma, sigma)
+        words = captions(scenes[:, None].expand(-1, chunks, -1), chance)
+        every = torch.cat([seen, noisy[:, None]], 1).flatten(0, 1)
+        made = network.flow(every, torch.cat([kept, sigma[:, None]], 1), network.text.tokens(words), rows)
+        newest: Tensor = made.unflatten(0, (len(past), chunks))[:, -1]
+        return newest
+
+    return own.turn(count, flow, LEVELS[4 if chance.random() < 0.75 else 2], generator)
 
 
 def draw(data: Data, batch: int, chance: random.Random, generator: torch.Generator) -> dict[str, Windows]:
@@ -351,17 +298,21 @@ def train(
     pool = Pool(autoencoder, mean, std, POOL, device)
     pool.grow(FIRST_WINDOWS, training.step_generator(seed + 1, progress.step))
     empty = wear.empty_latents(autoencoder, mean, std, device)
-    data = Data(pool, Starts(autoencoder, mean, std, device), empty)
+    starts = Starts(autoencoder, mean, std, device)
+    own = None
+    if plan.begin is not None:
+        own = OwnPasts(autoencoder, mean, std, starts, STREAMS, training.step_generator(seed + 2, progress.step))
+    data = Data(pool, starts, empty)
     smooth: dict[str, float] = {}
     for done in training.steps(budget, progress, "denoiser"):
         generator = training.step_generator(seed, progress.step)
         shared = random.Random(seed * 1_000_003 + progress.step)
         if progress.step % 2 == 0:
             pool.grow(max(1, plan.batch // 4), generator)
-        losses = {
-            kind: loss_of(network, windows, empty, kind, shared, generator)
-            for kind, windows in draw(data, plan.batch, shared, generator).items()
-        }
+        drawn = draw(data, plan.batch, shared, generator)
+        if own is not None:
+            drawn["own"] = play_on(network, own, plan.batch, shared, generator)
+        losses = {kind: loss_of(network, windows, empty, kind, shared, generator) for kind, windows in drawn.items()}
         if plan.begin is None:
             losses["reading"] = reading_loss(network, shared, generator)
         total = torch.stack([SHARES[kind] * loss for kind, loss in losses.items()]).sum()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from streamdiff.models.tiny import rows as shown
 from streamdiff.models.tiny import train_denoiser, wear, world
 from streamdiff.models.tiny.windows import CHUNK, Windows
 from tests.small import CPU
@@ -66,7 +67,7 @@ def test_after_nothing_comes_the_first_chunk(windows: Windows, empty: Tensor, pa
     assert (all_of_it.latents[:, :past] == 0).all() and torch.equal(all_of_it.latents[:, past:], starts.latents)
     assert all_of_it.scenes.shape == (BATCH, past + 1, 4) and all_of_it.place.shape == (BATCH, past + 1, CHUNK, 2)
     assert not all_of_it.start.any()
-    rows = train_denoiser.next_rows(all_of_it, random.Random(0), torch.Generator().manual_seed(0))
+    rows = shown.next_rows(all_of_it, random.Random(0), torch.Generator().manual_seed(0))
     drawn = [row for row, chunk in enumerate(rows.chunk) if chunk == past]
     assert rows.target.any(0).nonzero().flatten().tolist() == drawn, "only what comes after is learnt"
     assert all(rows.visible[row] == [*range(past), row] for row in drawn)
@@ -76,9 +77,9 @@ def test_only_what_has_no_target_is_worn(windows: Windows, empty: Tensor, monkey
     """The loss compares with whole shapes, noises whole shapes, and shows worn ones."""
     monkeypatch.setattr(wear, "SHARE", 1.0)
     network = train_denoiser.TinyNetwork()
-    seen: list[tuple[Tensor, Tensor, train_denoiser.Rows]] = []
+    seen: list[tuple[Tensor, Tensor, shown.Rows]] = []
 
-    def flow(latents: Tensor, sigma: Tensor, ids: Tensor, rows: train_denoiser.Rows) -> Tensor:
+    def flow(latents: Tensor, sigma: Tensor, ids: Tensor, rows: shown.Rows) -> Tensor:
         seen.append((latents.unflatten(0, sigma.shape), sigma, rows))
         return torch.zeros_like(latents)
 

@@ -299,9 +299,8 @@ def train(
     pool.grow(FIRST_WINDOWS, training.step_generator(seed + 1, progress.step))
     empty = wear.empty_latents(autoencoder, mean, std, device)
     starts = Starts(autoencoder, mean, std, device)
-    own = None
-    if plan.begin is not None:
-        own = OwnPasts(autoencoder, mean, std, starts, STREAMS, training.step_generator(seed + 2, progress.step))
+    chance = training.step_generator(seed + 2, progress.step)
+    own = None if plan.begin is None else OwnPasts(autoencoder, mean, std, starts, STREAMS, chance)
     data = Data(pool, starts, empty)
     smooth: dict[str, float] = {}
     for done in training.steps(budget, progress, "denoiser"):

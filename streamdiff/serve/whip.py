@@ -45,6 +45,7 @@ class Publication:
         self._pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
         self._wishes = Allowance(KEY_WISHES_PER_S, KEY_WISH_BURST)
         self._resource: str | None = None
+        self._resource_headers = self._headers
         self._opened_s = 0.0
         self.track = ViewerTrack(lambda track: fanout.attach(codec, track), lambda: fanout.request_key(codec))
 
@@ -94,25 +95,30 @@ class Publication:
         self._fanout.detach(self._codec, self.track)  # not before: a connection may have stood at the last moment
         if self._resource is not None:
             with contextlib.suppress(httpx.HTTPError):
-                async with self._http(CLOSE_S) as http:
-                    await http.delete(self._resource)
+                async with httpx.AsyncClient(timeout=CLOSE_S, follow_redirects=True) as http:
+                    await http.delete(self._resource, headers=self._resource_headers)
 
     async def _post(self, offer: str) -> str:
         """The answer to an offer. Mutates: self."""
         try:
-            async with self._http(CONNECT_S) as http:
-                response = await http.post(self._url, content=offer, headers={"Content-Type": "application/sdp"})
+            async with httpx.AsyncClient(timeout=CONNECT_S, follow_redirects=True) as http:
+                headers = {**self._headers, "Content-Type": "application/sdp"}
+                response = await http.post(self._url, content=offer, headers=headers)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise WhipError(f"the media server cannot be reached ({type(error).__name__})") from error
         if response.status_code != 201:
             raise WhipError(f"the media server answered {response.status_code} {response.reason_phrase}")
         if "location" in response.headers:
             self._resource = urljoin(str(response.url), response.headers["location"])
+            if _origin(self._resource) != _origin(str(response.url)):
+                self._resource_headers = {}  # the token is for the server that took it
         return response.text
-
-    def _http(self, timeout_s: float) -> httpx.AsyncClient:
-        return httpx.AsyncClient(timeout=timeout_s, headers=self._headers, follow_redirects=True)
 
     def _wished_key(self) -> None:
         if self._wishes.take(clock.monotonic_s()):
             self._fanout.request_key(self._codec)
+
+
+def _origin(url: str) -> tuple[str, str]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.netloc

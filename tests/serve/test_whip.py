@@ -34,6 +34,8 @@ class MediaServer:
     track: Any = None
     refusal: Response | None = None
     redirected: bool = False
+    host: str = ""
+    """Where the publication is said to be; "": where it was asked for."""
     heard: list[tuple[str, str, str]] = field(default_factory=list)
 
     async def post(self, request: Request) -> Response:
@@ -47,7 +49,7 @@ class MediaServer:
         self.pc.on("track", lambda track: setattr(self, "track", track))
         await self.pc.setRemoteDescription(RTCSessionDescription((await request.body()).decode(), "offer"))
         await self.pc.setLocalDescription(await self.pc.createAnswer())
-        headers = {"Location": "/publications/1"}
+        headers = {"Location": f"http://{self.host}:{self.port}/publications/1" if self.host else "/publications/1"}
         return Response(self.pc.localDescription.sdp, 201, headers, media_type="application/sdp")
 
     async def delete(self, request: Request) -> Response:
@@ -82,9 +84,12 @@ async def media_server() -> AsyncIterator[MediaServer]:
         await serving
 
 
-def _play(scene: Callable[[Site, MediaServer], Awaitable[None]], after: Callable[[MediaServer], None]) -> None:
+def _play(
+    scene: Callable[[Site, MediaServer], Awaitable[None]], after: Callable[[MediaServer], None], host: str = ""
+) -> None:
     async def main() -> None:
         async with media_server() as taking:
+            taking.host = host
             url = f"whip+http://token%2Fof%20this%2Btest@127.0.0.1:{taking.port}/whip/{ROOM}"
             async with open_site(Config(serve=ServeConfig(outputs=[url]))) as site:
                 await scene(site, taking)
@@ -131,6 +136,16 @@ def test_a_session_is_published_and_comes_back_when_the_media_server_does(monkey
         assert taking.heard == [post, post, delete, post, delete]  # the first is sent on to another address
 
     _play(scene, after)
+
+
+def test_the_token_is_not_sent_to_another_server_that_the_media_server_names() -> None:
+    async def scene(site: Site, taking: MediaServer) -> None:
+        await site.until(lambda: _sent(site).state == "sending")
+
+    def after(taking: MediaServer) -> None:
+        assert taking.heard[-1] == ("DELETE", "", "")
+
+    _play(scene, after, host="localhost")
 
 
 def test_a_lost_picture_is_made_good_by_a_key_frame() -> None:

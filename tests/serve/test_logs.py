@@ -90,7 +90,7 @@ def test_as_json_every_line_is_an_object_and_only_comings_and_goings_are_told(as
 
 
 def test_as_json_the_engine_s_last_words_and_the_end_are_objects_too() -> None:
-    process = start("--log-format", "json", "--name", "dies-2")
+    process = start("--log-format", "json", "--name", "dies-2", "--restarts", "0")
     said, complaints = process.communicate(timeout=60)
     assert (process.returncode, said) == (1, "")
     records = _records(complaints)

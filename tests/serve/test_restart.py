@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -365,10 +366,10 @@ def test_the_model_streams_again_after_a_process_of_its_engine_was_killed(stages
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No private folder of any engine is left."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    yield
-    assert list(folder.glob("streamdiff-*")) == []
+    # Not below tmp_path: a socket's whole path has to fit into a hundred bytes.
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield
+        assert list(Path(folder).glob("streamdiff-*")) == []

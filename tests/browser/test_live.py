@@ -5,6 +5,7 @@ Once with the embedded model, once with a pipeline that paints (its pixels are k
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -151,15 +152,46 @@ def test_the_page_comes_back_when_the_server_does(browser: WebDriver) -> None:
     console_errors(browser)  # refused connections are in the console while the server is away
 
 
-def test_the_page_names_the_engines_end(browser: WebDriver) -> None:
+SAID = (
+    "globalThis.said = [];"
+    "streamdiff.client.addEventListener('message', (event) => said.push(JSON.stringify(event.detail)))"
+)
+
+
+def test_an_engine_that_is_killed_comes_back_and_the_page_goes_on_by_itself(browser: WebDriver) -> None:
     with running_server(PAINTED) as server:
         browser.get(server.url)
         until(browser, lambda seen: seen["status"] == "Live")
+        ask(browser, "a blue circle moving right")
+        before = probe(browser)
+        browser.execute_script(SAID)
         [engine] = psutil.Process(server.process.pid).children()
-        browser.execute_script(
-            "globalThis.said = [];"
-            "streamdiff.client.addEventListener('message', (event) => said.push(event.detail.message ?? ''))"
-        )
+        os.kill(engine.pid, signal.SIGKILL)
+
+        def again(_: object) -> bool:
+            said = [json.loads(text) for text in browser.execute_script("return said")]
+            states = [each["engine"] for each in said if each["type"] == "state"]
+            return "running" in states[states.index("restarting") :] if "restarting" in states else False
+
+        back = until(browser, again)
+        pictures = {tuple(back["pixels"])}
+        moves = until(browser, lambda seen: len(pictures.add(tuple(seen["pixels"])) or pictures) >= 5)  # type: ignore[func-returns-value]
+        assert coloured(moves, 2, 0) > 12 and coloured(moves, 0, 2) < 6, "the prompt is still in force"
+        assert moves["inbound"]["id"] == before["inbound"]["id"], "the connection is the same"
+        assert moves["inbound"]["framesDecoded"] > before["inbound"]["framesDecoded"]
+        assert moves["status"] == "Live"
+        ask(browser, "a red circle moving right")
+        until(browser, lambda seen: coloured(seen, 0, 2) > 12)
+    browser.get("about:blank")
+    console_errors(browser)
+
+
+def test_the_page_names_the_engines_end(browser: WebDriver) -> None:
+    with running_server((*PAINTED, "--restarts", "0")) as server:
+        browser.get(server.url)
+        until(browser, lambda seen: seen["status"] == "Live")
+        [engine] = psutil.Process(server.process.pid).children()
+        browser.execute_script(SAID)
         os.kill(engine.pid, signal.SIGKILL)
         until(browser, lambda _: "SIGKILL" in " ".join(browser.execute_script("return said")))
     browser.get("about:blank")

@@ -59,7 +59,7 @@ class OwnPasts:
         windows = self._windows(past, scenes)
         self.latents[rows] = torch.cat([past[:, 1:], self._draw(past, scenes, flow, levels, generator)[:, None]], 1)
         self._begin_anew(rows[torch.rand(count, generator=generator).to(rows.device) < FRESH], generator)
-        return Windows(*(value.clone() for value in (windows.latents, windows.scenes, windows.start, windows.place)))
+        return windows
 
     def _begin_anew(self, rows: Tensor, generator: torch.Generator) -> None:
         if len(rows):

@@ -2,12 +2,12 @@
 
     python -m streamdiff.models.tiny.train --minutes 180          # both stages, on the CPU or the GPU that is there
     python -m streamdiff.models.tiny.train --stage denoiser       # go on with one stage
-    python -m streamdiff.models.tiny.train --stage denoiser --begin tiny --rate 0.2 --minutes 30  # improve a model,
-        # also on streams that it plays itself while it is trained
+    python -m streamdiff.models.tiny.train --stage denoiser --begin tiny --rate 0.2 --minutes 30  # improve a model
     torchrun --nproc-per-node 2 -m streamdiff.models.tiny.train   # several processes, gradients averaged
 
-Checkpoints lie under --out; the same command goes on where it stopped. At the end the model is written to
-OUT/model in diffusers layout; `--install` puts it into the package instead of the present one.
+With --begin the model also learns from streams that it plays itself meanwhile. Checkpoints lie under --out; the same
+command goes on where it stopped. At the end the model is written to OUT/model in diffusers layout; `--install` puts it
+into the package instead of the present one.
 """
 
 from __future__ import annotations

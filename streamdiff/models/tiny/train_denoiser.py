@@ -93,8 +93,16 @@ class BlockCausal:
         key, value = rotary.rotate(key.unflatten(0, rows), self.table), value.unflatten(0, rows)
         mixed = []
         for row, seen in enumerate(self.visible):
-            mixed.append(attend(query[:, row], key[:, seen].flatten(1, 2), value[:, seen].flatten(1, 2)))
+            mixed.append(_attend(query[:, row], key[:, seen].flatten(1, 2), value[:, seen].flatten(1, 2)))
         return torch.stack(mixed, 1).flatten(0, 1)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """`attend`, in float32 on a CPU, whose bfloat16 attention takes twice as long backwards."""
+    if query.device.type != "cpu":
+        return attend(query, key, value)
+    with torch.autocast("cpu", enabled=False):
+        return attend(query.float(), key.float(), value.float())
 
 
 class TinyNetwork(nn.Module):
@@ -210,7 +218,7 @@ def loss_of(
     ids = network.text.tokens(captions(windows.scenes, chance)).unflatten(0, windows.scenes.shape[:2])
     flow = network.flow(noisy, sigma, ids[:, rows.chunk].flatten(0, 1), rows)
     weight = windows.weight()[:, rows.chunk]
-    error = weight * (flow - (noise - clean).flatten(0, 1)).square().unflatten(0, sigma.shape)
+    error = weight * (flow.float() - (noise - clean).flatten(0, 1)).square().unflatten(0, sigma.shape)
     error = error.mean((2, 3, 4, 5)) / weight.mean()
     loss: Tensor = (error * target).sum() / target.sum().clamp(min=1)
     return loss
@@ -241,12 +249,13 @@ class Trained:
 
 @dataclass(frozen=True)
 class Plan:
-    """How to train: samples per process and step, a factor on the learning rates, and what to begin with: a finished
-    model, whose text encoder then stays as it is, or nothing."""
+    """How to train: samples per process and step, a factor on the learning rates, what to begin with: a finished model,
+    whose text encoder then stays as it is, or nothing; and whether matrices are multiplied in bfloat16."""
 
     batch: int = 8
     rate: float = 1.0
     begin: Model | None = None
+    bf16: bool = False
 
 
 def _begin(
@@ -309,13 +318,13 @@ def train(
         if progress.step % 2 == 0:
             pool.grow(max(1, plan.batch // 4), generator)
         drawn = draw(data, plan.batch, shared, generator)
-        if own is not None:
-            drawn["own"] = play_on(network, own, plan.batch, shared, generator)
-        losses = {kind: loss_of(network, windows, empty, kind, shared, generator) for kind, windows in drawn.items()}
-        if plan.begin is None:
-            losses["reading"] = reading_loss(network, shared, generator)
-        total = torch.stack([SHARES[kind] * loss for kind, loss in losses.items()]).sum()
-        optimizer.step(total, done, progress.step)
+        with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
+            if own is not None:
+                drawn["own"] = play_on(network, own, plan.batch, shared, generator)
+            losses = {kind: loss_of(network, some, empty, kind, shared, generator) for kind, some in drawn.items()}
+            if plan.begin is None:
+                losses["reading"] = reading_loss(network, shared, generator)
+        optimizer.step(torch.stack([SHARES[kind] * loss for kind, loss in losses.items()]).sum(), done, progress.step)
         average.update(network, progress.step)
         for kind, loss in losses.items():
             smooth[kind] = 0.97 * smooth.get(kind, float(loss.detach())) + 0.03 * float(loss.detach())

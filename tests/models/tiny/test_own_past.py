@@ -127,3 +127,30 @@ def test_the_packaged_network_makes_nearly_what_is_right(own: OwnPasts) -> None:
     windows = train_denoiser.play_on(network, own, 6, random.Random(0), torch.Generator().manual_seed(0))
     made, right = own.latents[:6, -1], windows.latents[:, -1]
     assert (made - right).square().mean() < 0.1 * (windows.latents[:, -2] - right).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # the norms of a transformer in float32
+def test_gradients_in_bfloat16_point_where_those_in_float32_do(
+    starts: Starts, parts: tuple[TAEHV, Tensor, Tensor]
+) -> None:
+    plan = train_denoiser.Plan(begin=model.load(model.WEIGHTS, CPU))
+    network, _ = train_denoiser._begin(plan, parts[0], 0, CPU)
+    windows = starts.sample(2, torch.Generator().manual_seed(1))
+    windows = Windows(
+        windows.latents.repeat(1, 3, 1, 1, 1, 1),
+        windows.scenes.repeat(1, 3, 1),
+        windows.start,
+        windows.place.repeat(1, 3, 1, 1),
+    )
+    empty = wear.empty_latents(*parts, CPU)
+    gradients = []
+    for bf16 in (False, True):
+        network.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            chance, generator = random.Random(0), torch.Generator().manual_seed(0)
+            loss = train_denoiser.loss_of(network, windows, empty, "own", chance, generator)
+        assert loss.dtype is torch.float32
+        loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in network.transformer.parameters() if p.grad is not None]))
+    assert not torch.equal(*gradients)
+    assert torch.cosine_similarity(*gradients, dim=0) > 0.98

@@ -194,6 +194,7 @@ def test_bad_arguments_end_with_two_and_a_reason(
         (["--stage", "denoiser"], "autoencoder.pt; train the autoencoder first"),
         (["--device", "cuda"], "torch sees no CUDA device"),
         (["--begin", "tiny"], "--begin goes with --stage denoiser"),
+        (["--bf16", "--stage", "autoencoder"], "--bf16 goes with --stage all or denoiser"),
         (["--begin", "/nowhere", "--stage", "denoiser"], "model folder /nowhere has no model_index.json"),
     ],
 )

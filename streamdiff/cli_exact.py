@@ -87,6 +87,8 @@ _OPTIONS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
     ("--rope", str, "KIND", "absolute (positions count from the stream's beginning, without end) or relative (the sink "
      "stands next to the window); default: the model's own, or relative"),
     ("--chunk-frames", int, "N", "latent frames of a chunk (default: those of --noise, or the model's own)"),
+    ("--first-chunk-frames", int, "N", "latent frames that are made together at the beginning, a multiple of "
+     "the chunk's (default: the model's own); in files, and for --chunks, they are several chunks"),
     ("--context-noise", float, "T", "timestep, 0 to 1000, at which a finished chunk is remembered (default: the "
      "model's own, or 0)"),
     ("--adaptive-sink", float, "THRESHOLD", "a chunk takes the place of the sink chunk that it is least like, if their "

@@ -36,7 +36,7 @@ MODEL = (
         "model.kv_context",
         str,
         "POLICY",
-        "what a chunk sees of earlier ones: clean, staircase, matched",
+        "what a chunk sees of earlier ones: clean, staircase, matched (default: what the model was made for)",
     ),
     Option("--seed", "session.seed", int, "N", "the same seed and prompts give the same video (default 0)"),
     Option("--fps", "playback.fps", float, "N", "frames shown per second (default: the model's own; `tiny` has 40)"),

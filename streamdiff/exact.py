@@ -64,6 +64,7 @@ class Job:
     sink: int | None = None
     rope: str | None = None
     chunk_frames: int | None = None
+    first_chunk_frames: int | None = None
     context_noise: float | None = None
     adaptive_sink: float | None = None
     averaged_sink: float | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,13 +46,19 @@ def load(job: Job) -> Found:
     loras = () if job.lora is None else (parse_lora(job.lora),)
     parts = Parts(job.weights, job.container, config, loras, job.vae, job.text_encoder)
     place = library.find(job.model, parts)
-    if job.chunk_frames is None:
-        library.check_first_chunk(place)
     device = pick_device(job.device)
     dtype = pick_dtype(job.dtype, device)
     size = None if job.size is None else library.parse_size(job.size)
     spec = _overridden(library.spec_of(place, size), job)
     schedule = _schedule(job, place, spec)
+    if schedule.first is not None and spec.first_chunks > 1:
+        raise ConfigError(
+            f"the first chunk has {schedule.first.steps} steps, and it is longer than the others; a model with both is "
+            "not built. Leave --first-chunk-steps out, or say --first-chunk-frames "
+            f"{spec.chunk_latents}"
+        )
+    if job.video_latents is None and job.noise is None and (remark := library.without_video(place)):
+        print(f"streamdiff: note: {remark}", file=sys.stderr)
     denoiser = library.load_transformer(place, device, dtype, kernel=job.attention, quantize=job.quantize)
     check_stages(job.stages, len(denoiser.blocks))
     text: TextEncoder = library.NoText()
@@ -106,6 +113,7 @@ def _overridden(spec: ModelSpec, job: Job) -> ModelSpec:
                 raise ConfigError(f"--size is {job.size}, but {path} is for another; leave --size out")
             height, width = sides
     chunk = job.chunk_frames or chunk
+    first = job.first_chunk_frames or (spec.first_chunks * chunk if chunk == spec.chunk_latents else chunk)
     window = spec.window_latents if job.window is None else job.window
     sink = spec.sink_latents if job.sink is None else job.sink
     if not sink:  # the model's own way with a sink has nothing to go on then
@@ -123,6 +131,7 @@ def _overridden(spec: ModelSpec, job: Job) -> ModelSpec:
         rope=job.rope or spec.rope,
         adaptive_sink=spec.adaptive_sink if job.adaptive_sink is None else job.adaptive_sink,
         averaged_sink=spec.averaged_sink if job.averaged_sink is None else job.averaged_sink,
+        first_chunks=_first_chunks(first, chunk, job.chunks),
         context_sigma=spec.context_sigma if job.context_noise is None else job.context_noise / sampling.TIMESTEPS,
         text_shape=_text_shape(spec, job),
     )
@@ -130,10 +139,30 @@ def _overridden(spec: ModelSpec, job: Job) -> ModelSpec:
     return spec
 
 
-def _check(spec: ModelSpec) -> None:
-    chunk = spec.chunk_latents
+def _first_chunks(first: int, chunk: int, chunks: int) -> int:
+    """Chunks that a stream's first one is made of, `first` latent frames."""
     if chunk < 1:
         raise ConfigError(f"--chunk-frames is {chunk}; at least 1 is needed")
+    if first < 1 or first % chunk:
+        raise ConfigError(
+            f"--first-chunk-frames is {first}; a first chunk is made of chunks, so it must be a multiple of "
+            f"the others' {chunk} latent frames"
+        )
+    if first > chunk * chunks:
+        raise ConfigError(
+            f"--chunks is {chunks}, but the first chunk, of {first} latent frames, is made of {first // chunk}; "
+            "make at least as many"
+        )
+    return first // chunk
+
+
+def _check(spec: ModelSpec) -> None:
+    chunk = spec.chunk_latents
+    if spec.first_chunks * chunk > min(map(spec.window, ("clean", "matched"))):
+        raise ConfigError(
+            f"--window is {spec.window_latents} latent frames; it must hold the first chunk, which has "
+            f"{spec.first_chunks * chunk}"
+        )
     if not 0 <= spec.sink_latents <= min(map(spec.window, ("clean", "matched"))) - chunk:
         raise ConfigError(
             f"--sink is {spec.sink_latents} and --window {spec.window_latents} latent frames; the window counts the "

@@ -33,6 +33,7 @@ from tests.small_vae import small_wan_autoencoder
 
 PROMPT = "a red fox trots through fresh snow"
 CAUSAL = "causal-forcing-framewise"
+VIDEO_TO_VIDEO = "streamdiffusionv2-1.3b"
 FRAMES = 9 + 12  # the first latent frame of a stream is one picture, each later one four
 
 
@@ -188,14 +189,43 @@ def test_a_first_chunk_has_its_own_steps_live_and_in_files(files: Files, tmp_pat
     assert not torch.allclose(load_file(latents)["latents"][0], by_name[0], atol=1e-2)
 
 
+def test_a_longer_first_chunk_live_and_in_files(
+    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """StreamDiffusionV2 by name, which begins with two latent frames and goes on with one, in the KV context that it
+    was made for; nothing but the name says so."""
+    picked = {**files.options, "model": VIDEO_TO_VIDEO}
+    with streamdiff.open(PROMPT, seed=3, **picked) as session:  # type: ignore[arg-type]
+        assert session.chunk_frames == 4
+        live = np.stack(list(islice(session, FRAMES)))
+    assert "was made to change a video, and noise alone is nothing that it knows" in capsys.readouterr().err
+    latents = tmp_path / "latents.safetensors"
+    command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", "6", "--no-decode", "--latents-out"]
+    command += [str(latents), "--model", VIDEO_TO_VIDEO, *files.flags]
+    assert cli.main(command) == 0
+    assert "was made to change a video" in capsys.readouterr().err
+    by_name, pictures = load_file(latents)["latents"], decoded(files, latents)
+    assert by_name.shape[2] == 1
+    assert live.shape == pictures.shape and np.abs(live.astype(int) - pictures.astype(int)).max() <= 1
+    assert cli.main([*command, "--kv-context", "matched", "--first-chunk-frames", "2"]) == 0
+    assert torch.equal(load_file(latents)["latents"], by_name)
+    for other in (["--first-chunk-frames", "1"], ["--kv-context", "clean"]):
+        assert cli.main([*command, *other]) == 0
+        assert not torch.allclose(load_file(latents)["latents"][2:], by_name[2:], atol=1e-3)
+    assert cli.main([*command, "--chunks", "1"]) == cli.USER_ERROR
+    assert "--chunks is 1, but the first chunk, of 2 latent frames" in capsys.readouterr().err
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("quantize", ["none", "int8"])
-def test_two_ranks_serve_the_same_frames(files: Files, tmp_path: Path, quantize: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "quantize"), [("self-forcing", "none"), ("self-forcing", "int8"), (VIDEO_TO_VIDEO, "none")]
+)
+def test_two_ranks_serve_the_same_frames(files: Files, tmp_path: Path, model: str, quantize: str) -> None:
     """Each of two processes reads its own blocks, and quantises them; the frames are compared."""
     program = f"""
 import os, sys
 import streamdiff
-options = dict(model="self-forcing", stages=2, quantize={quantize!r}, **{files.options!r})
+options = dict(model={model!r}, stages=2, quantize={quantize!r}, **{files.options!r})
 if os.environ["RANK"] != "0":
     streamdiff.follow(**options)
 else:
@@ -208,7 +238,8 @@ else:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(path)]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr[-3000:]
-    assert np.array_equal(np.load(tmp_path / "frames.npy"), taken(files, quantize=quantize))
+    with streamdiff.open(PROMPT, seed=3, model=model, quantize=quantize, **files.options) as session:  # type: ignore[arg-type]
+        assert np.array_equal(np.load(tmp_path / "frames.npy"), np.stack(list(islice(session, FRAMES))))
 
 
 def test_a_context_that_the_model_was_not_made_for_is_remarked_on(
@@ -225,7 +256,6 @@ def test_a_context_that_the_model_was_not_made_for_is_remarked_on(
     ("options", "words"),
     [
         ({"size": "60x32"}, "--size is '60x32'; it must be WIDTHxHEIGHT, multiples of 16"),
-        ({"model": "streamdiffusionv2-1.3b"}, "begins with a chunk of 2 latent frames, and goes on with chunks of 1"),
         ({"model": "wan2.1-t2v-1.3b"}, "neither steps nor window are known"),
         ({"model": "tiny", "size": "64x64"}, "the size of tiny is fixed"),
         ({"model": "tiny", "text_encoder": "/nowhere"}, "the text encoder of tiny is fixed"),

@@ -100,7 +100,8 @@ class ModelSpec:
     clean pass writes a finished chunk into the cache (0: as it is); `rope` says whether the sink keeps its rotary
     positions (`absolute`) or stands right before the window (`relative`); `adaptive_sink` is the likeness, -1 to 1,
     below which a new chunk takes a sink chunk's place (None: the sink stays as it is); `averaged_sink`, 0 to 1, is the
-    share of the sink that stays when a chunk that leaves the window is folded into it (None: none is)."""
+    share of the sink that stays when a chunk that leaves the window is folded into it (None: none is); the
+    `first_chunks` of a stream are made together, as one longer chunk."""
 
     name: str
     latent_channels: int
@@ -122,6 +123,7 @@ class ModelSpec:
     adaptive_sink: float | None = None
     averaged_sink: float | None = None
     schedules: tuple[Schedule, ...] = ()
+    first_chunks: int = 1
 
     def schedule(self, steps: int) -> Schedule:
         """The denoise steps of a chunk in `steps` steps: those published, else the embedded model's."""
@@ -139,6 +141,10 @@ class ModelSpec:
     def chunk_frames(self) -> int:
         """Frames that one chunk decodes to."""
         return self.chunk_latents * self.frames_per_latent
+
+    def room(self, chunk: int) -> int:
+        """Frames for which there must be room to begin with `chunk`, and what is made together with it."""
+        return self.chunk_frames * (self.first_chunks if chunk == 0 else 1)
 
     @property
     def chunk_shape(self) -> tuple[int, int, int, int]:

@@ -51,7 +51,6 @@ def place_of(config: ModelConfig) -> Place:
             f"of {config.name} neither steps nor window are known, so it cannot run live. Name a causal model of "
             "`streamdiff models` whose kind it is, and give the file as --weights"
         )
-    library.check_first_chunk(place)
     return place
 
 

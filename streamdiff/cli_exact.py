@@ -56,6 +56,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="the more --video-latents move, the less noise is mixed in, down to 0.1 below --strength; the model is "
         "told 0.1 less than that (StreamDiffusionV2, with --strength 0.8; its code looks at pixels)",
     )
+    group.add_argument(
+        "--context-alone",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="a finished chunk is remembered as it is without what was before it, but the sink (default: the model's "
+        "own; Krea computes its past anew for every chunk, which with a window of two chunks is the same)",
+    )
     group.add_argument("--no-decode", action="store_true", default=None, help="make latents only")
     group.add_argument(
         "--prompt-switch",
@@ -96,7 +103,14 @@ _OPTIONS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
     ("--averaged-sink", float, "KEEP", "a chunk that leaves the window is folded into the sink, of which this share "
      "stays (0 to 1; Reward-Forcing has 0.999; 1: the sink stays as it is); the sink is then one chunk"),
 )  # fmt: skip
-NAMES = (*(flag[2:].replace("-", "_") for flag, *_ in _OPTIONS), "warp", "motion_noise", "no_decode", "prompt_switch")
+NAMES = (
+    *(flag[2:].replace("-", "_") for flag, *_ in _OPTIONS),
+    "warp",
+    "motion_noise",
+    "context_alone",
+    "no_decode",
+    "prompt_switch",
+)
 
 
 def asked_for(arguments: argparse.Namespace) -> bool:

@@ -133,6 +133,7 @@ def _overridden(spec: ModelSpec, job: Job) -> ModelSpec:
         averaged_sink=spec.averaged_sink if job.averaged_sink is None else job.averaged_sink,
         first_chunks=_first_chunks(first, chunk, job.chunks),
         context_sigma=spec.context_sigma if job.context_noise is None else job.context_noise / sampling.TIMESTEPS,
+        context_alone=spec.context_alone if job.context_alone is None else job.context_alone,
         text_shape=_text_shape(spec, job),
     )
     _check(spec)

@@ -101,7 +101,8 @@ class ModelSpec:
     positions (`absolute`) or stands right before the window (`relative`); `adaptive_sink` is the likeness, -1 to 1,
     below which a new chunk takes a sink chunk's place (None: the sink stays as it is); `averaged_sink`, 0 to 1, is the
     share of the sink that stays when a chunk that leaves the window is folded into it (None: none is); the
-    `first_chunks` of a stream are made together, as one longer chunk."""
+    `first_chunks` of a stream are made together, as one longer chunk; with `context_alone` the clean pass of a chunk
+    sees nothing before it but the sink."""
 
     name: str
     latent_channels: int
@@ -124,6 +125,7 @@ class ModelSpec:
     averaged_sink: float | None = None
     schedules: tuple[Schedule, ...] = ()
     first_chunks: int = 1
+    context_alone: bool = False
 
     def schedule(self, steps: int) -> Schedule:
         """The denoise steps of a chunk in `steps` steps: those published, else the embedded model's."""

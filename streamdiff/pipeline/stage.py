@@ -179,6 +179,8 @@ class Stage:
         # A chunk leaves when the one that takes its slot first writes there.
         fold = self.spec.averaged_sink if session.matched or row.step == 0 else None
         since = session.since[row.epoch]
+        if row.clean and self.spec.context_alone:
+            since = max(since, row.chunk)
         return self.attention.view(session.plan, session.state, cache, row.chunk, since, adapt, fold, ahead)
 
 

@@ -162,4 +162,12 @@ class Reference:
         return found
 
     def _sees(self, row: Row) -> list[Sight]:
-        return sees(self.model, row, self.steps, self.kv_context, self.extra)
+        seen = sees(self.model, row, self.steps, self.kv_context, self.extra)
+        if self.model.spec.context_alone and row[1] == self.steps + self.extra * (row[0] == 0):
+            return [each for each in map(self._of_the_sink, seen[:-1]) if each[1]] + [seen[-1]]
+        return seen
+
+    def _of_the_sink(self, sight: Sight) -> Sight:
+        (chunk, step), frames = sight
+        per = self.model.spec.chunk_latents
+        return (chunk, step), [f for f in frames if chunk * per + f < self.model.spec.sink_latents]

@@ -224,6 +224,8 @@ class ModelOptions(TypedDict, total=False):
     device: `auto`, `cpu` or `cuda`.
     steps: denoise steps per chunk, of those the model has; default: what it was made for. The embedded one has 4 and 2.
     kv_context: what a chunk sees of earlier chunks: `clean`, `staircase` or `matched`; default: what it was made for.
+    window, sink: latent frames a chunk can see, the sink and itself included, and those of the beginning that stay in
+        sight; `rope`: `absolute` or `relative` positions. Default: the model's own.
     threads: CPU threads of the transformer.
     stages: ranks over which the transformer is split. With more than one this process must be rank 0 of as many
         (torchrun starts them), and the others must call `follow` with the same options.
@@ -243,6 +245,9 @@ class ModelOptions(TypedDict, total=False):
     device: str
     steps: int | None
     kv_context: str
+    window: int
+    sink: int
+    rope: str
     threads: int
     stages: int
     decode: str

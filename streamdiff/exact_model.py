@@ -13,7 +13,7 @@ from torch import Tensor
 
 from streamdiff.device import pick_device, pick_dtype
 from streamdiff.errors import ConfigError
-from streamdiff.models import library, sampling
+from streamdiff.models import library, sampling, windows
 from streamdiff.models.base import Model, ModelSpec, StreamDecoder, TextEncoder, choose_steps
 from streamdiff.models.files import read_object
 from streamdiff.models.headers import parse_header
@@ -136,7 +136,7 @@ def _overridden(spec: ModelSpec, job: Job) -> ModelSpec:
         context_alone=spec.context_alone if job.context_alone is None else job.context_alone,
         text_shape=_text_shape(spec, job),
     )
-    _check(spec)
+    windows.check(spec)
     return spec
 
 
@@ -155,46 +155,6 @@ def _first_chunks(first: int, chunk: int, chunks: int) -> int:
             "make at least as many"
         )
     return first // chunk
-
-
-def _check(spec: ModelSpec) -> None:
-    chunk = spec.chunk_latents
-    if spec.first_chunks * chunk > min(map(spec.window, ("clean", "matched"))):
-        raise ConfigError(
-            f"--window is {spec.window_latents} latent frames; it must hold the first chunk, which has "
-            f"{spec.first_chunks * chunk}"
-        )
-    if not 0 <= spec.sink_latents <= min(map(spec.window, ("clean", "matched"))) - chunk:
-        raise ConfigError(
-            f"--sink is {spec.sink_latents} and --window {spec.window_latents} latent frames; the window counts the "
-            f"sink, which is at least 0, and must leave room for the chunk itself, {chunk} latent frames"
-        )
-    if spec.rope not in ("absolute", "relative"):
-        raise ConfigError(f"--rope is {spec.rope}, but must be absolute or relative")
-    _check_sink(spec)
-    if not 0 <= spec.context_sigma <= 1:
-        raise ConfigError(f"--context-noise is {spec.context_sigma * sampling.TIMESTEPS:g}, but must be from 0 to 1000")
-
-
-def _check_sink(spec: ModelSpec) -> None:
-    sink, chunk, adaptive, averaged = spec.sink_latents, spec.chunk_latents, spec.adaptive_sink, spec.averaged_sink
-    if adaptive is not None and averaged is not None:
-        raise ConfigError("--adaptive-sink and --averaged-sink are two ways to change the sink; give one of them")
-    if adaptive is not None and not (-1 <= adaptive <= 1 and sink):
-        raise ConfigError(
-            f"--adaptive-sink is {adaptive:g} with a sink of {sink} latent frames; it must be from -1 to 1, and goes "
-            "with a --sink"
-        )
-    if adaptive is not None and sink % chunk:
-        raise ConfigError(
-            f"--adaptive-sink puts chunks in the place of others, so --sink, which is {sink}, must be a multiple of "
-            f"the chunk's {chunk} latent frames"
-        )
-    if averaged is not None and not (0 <= averaged <= 1 and sink == chunk):
-        raise ConfigError(
-            f"--averaged-sink is {averaged:g} with a sink of {sink} latent frames; it must be from 0 to 1, and the "
-            f"sink one chunk, {chunk} latent frames, as chunks are folded into it"
-        )
 
 
 def _shape(path: Path, name: str) -> tuple[int, ...]:

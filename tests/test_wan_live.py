@@ -189,6 +189,25 @@ def test_a_first_chunk_has_its_own_steps_live_and_in_files(files: Files, tmp_pat
     assert not torch.allclose(load_file(latents)["latents"][0], by_name[0], atol=1e-2)
 
 
+def test_what_a_chunk_sees_may_be_changed_live_and_in_files(files: Files, tmp_path: Path) -> None:
+    """Infinity-RoPE's way with a file of Self-Forcing's kind: the stream is that of the way over files."""
+    latents = tmp_path / "latents.safetensors"
+    sizes = {"window": 4, "sink": 1, "rope": "relative"}
+    with streamdiff.open(PROMPT, model="self-forcing", seed=3, **files.options, **sizes) as session:  # type: ignore[arg-type]
+        live = np.stack(list(islice(session, FRAMES + 12)))
+    flags = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
+    command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", "3", "--no-decode", "--latents-out"]
+    command += [str(latents), "--model", "self-forcing", *files.flags]
+    assert cli.main([*command, *flags]) == 0
+    changed = load_file(latents)["latents"]
+    assert np.abs(live.astype(int) - decoded(files, latents).astype(int)).max() <= 1
+    (tmp_path / "c.yaml").write_text("model: {window: 4, sink: 1, rope: relative}\n")
+    assert cli.main([*command, "--config", str(tmp_path / "c.yaml")]) == 0
+    assert torch.equal(load_file(latents)["latents"], changed)
+    assert cli.main(command) == 0
+    assert not torch.allclose(load_file(latents)["latents"][2], changed[2], atol=1e-3)
+
+
 def test_a_longer_first_chunk_live_and_in_files(
     files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -256,6 +275,9 @@ def test_a_context_that_the_model_was_not_made_for_is_remarked_on(
     ("options", "words"),
     [
         ({"size": "60x32"}, "--size is '60x32'; it must be WIDTHxHEIGHT, multiples of 16"),
+        ({"model": "tiny", "window": 6}, "knows no past but that of the window it was trained with"),
+        ({"window": 3, "sink": 1}, "must leave room for the chunk itself, 3 latent frames"),
+        ({"window": 0}, "window is 0"),
         ({"model": "wan2.1-t2v-1.3b"}, "neither steps nor window are known"),
         ({"model": "tiny", "size": "64x64"}, "the size of tiny is fixed"),
         ({"model": "tiny", "text_encoder": "/nowhere"}, "the text encoder of tiny is fixed"),
@@ -264,7 +286,7 @@ def test_a_context_that_the_model_was_not_made_for_is_remarked_on(
         ({"model": "self-forcin"}, "self-forcing"),
     ],
 )
-def test_what_cannot_be_is_refused(files: Files, options: dict[str, str], words: str) -> None:
+def test_what_cannot_be_is_refused(files: Files, options: dict[str, object], words: str) -> None:
     given = {"model": "self-forcing", **files.options, **options}
     if options.get("model") == "tiny":
         given = options

@@ -14,7 +14,7 @@ import torch
 from streamdiff.config import ModelConfig
 from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
-from streamdiff.models import library
+from streamdiff.models import library, windows
 from streamdiff.models.base import Model, ModelSpec, StreamDecoder, TextEncoder, Trunk, choose_steps
 from streamdiff.models.library import Parts, Place
 from streamdiff.models.wan.lora import parse_lora
@@ -159,11 +159,20 @@ def read_spec(config: ModelConfig) -> ModelSpec:
     """The model's facts.
 
     Raises:
-        ConfigError: no such model, one that does not have as many steps as are asked for, or a way of the clean pass
-            that its KV context does not have.
+        ConfigError: no such model, one that does not have as many steps as are asked for, a window that cannot be, or
+            a way of the clean pass that its KV context does not have.
     """
     size = None if config.size is None else library.parse_size(config.size)
-    spec = library.spec_of(place_of(config), size)
+    place = place_of(config)
+    spec = library.spec_of(place, size)
+    asked = config.window, config.sink, config.rope
+    if asked != (None, None, None):
+        if place.embedded:
+            raise ConfigError(
+                f"{config.name} knows no past but that of the window it was trained with; leave --window, --sink and "
+                "--rope out"
+            )
+        spec = windows.changed(spec, *asked)
     if config.clean_with_next and config.kv_context != "clean":
         raise ConfigError(
             f"clean_pass is with-next and kv_context is {config.kv_context}, where chunks wait for no clean pass; "

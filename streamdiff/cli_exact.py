@@ -65,6 +65,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="a finished chunk is remembered as it is without what was before it, but the sink (default: the model's "
         "own; Krea computes its past anew for every chunk, which with a window of two chunks is the same)",
     )
+    group.add_argument(
+        "--context-pictures",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="from the second chunk on a finished chunk is remembered with its first latent frame encoded again, by "
+        "itself, from the last of its pictures; takes both halves of the autoencoder (default: the model's own; Krea)",
+    )
     group.add_argument("--no-decode", action="store_true", default=None, help="make latents only")
     group.add_argument(
         "--prompt-switch",
@@ -110,6 +117,7 @@ NAMES = (
     "warp",
     "motion_noise",
     "context_alone",
+    "context_pictures",
     "no_decode",
     "prompt_switch",
 )

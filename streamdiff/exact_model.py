@@ -64,7 +64,8 @@ def load(job: Job) -> Found:
     text: TextEncoder = library.NoText()
     if job.prompt_embeds is None:
         text = library.load_text(place, spec, device, job.keep_text_encoder, job.text_device)
-    return Found(Model(spec, denoiser, text, None), schedule, device, lambda: library.load_decoder(place, device))
+    past = library.load_past(place, spec, device) if job.kv_context != "matched" else None
+    return Found(Model(spec, denoiser, text, None, past), schedule, device, lambda: library.load_decoder(place, device))
 
 
 def encode(model: Model, prompt: str) -> Tensor:
@@ -134,6 +135,7 @@ def _overridden(spec: ModelSpec, job: Job) -> ModelSpec:
         first_chunks=_first_chunks(first, chunk, job.chunks),
         context_sigma=spec.context_sigma if job.context_noise is None else job.context_noise / sampling.TIMESTEPS,
         context_alone=spec.context_alone if job.context_alone is None else job.context_alone,
+        context_pictures=spec.context_pictures if job.context_pictures is None else job.context_pictures,
         text_shape=_text_shape(spec, job),
     )
     windows.check(spec)

@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
@@ -22,17 +23,20 @@ from streamdiff.config import ModelConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Close, FrameBatch, Open
 from streamdiff.errors import ConfigError
-from streamdiff.models import library
+from streamdiff.models import library, sampling
 from streamdiff.models.base import Model
+from streamdiff.models.wan.transformer import KeyValue
 from streamdiff.pipeline import scripted
 from streamdiff.pipeline.runtime import load_runtime
 from tests.models.wan import umt5
 from tests.models.wan.layouts import original
 from tests.pipeline.processes import ROOT
+from tests.pipeline.reference import Explicit
 from tests.small_vae import small_wan_autoencoder
 
 PROMPT = "a red fox trots through fresh snow"
 CAUSAL = "causal-forcing-framewise"
+KREA = "krea-realtime-14b"
 VIDEO_TO_VIDEO = "streamdiffusionv2-1.3b"
 FRAMES = 9 + 12  # the first latent frame of a stream is one picture, each later one four
 
@@ -206,6 +210,64 @@ def test_what_a_chunk_sees_may_be_changed_live_and_in_files(files: Files, tmp_pa
     assert torch.equal(load_file(latents)["latents"], changed)
     assert cli.main(command) == 0
     assert not torch.allclose(load_file(latents)["latents"][2], changed[2], atol=1e-3)
+
+
+def test_a_past_that_is_seen_again_from_its_pictures_live_and_in_files(files: Files, tmp_path: Path) -> None:
+    """Krea by name. The reference: no cache, each step one forward over the chunk before, as it is shown by diffusers'
+    own autoencoder on whole clips, and the chunk."""
+    latents = tmp_path / "latents.safetensors"
+    command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", "4", "--no-decode", "--latents-out"]
+    command += [str(latents), "--model", KREA, *files.flags]
+    assert cli.main(command) == 0
+    made = load_file(latents)["latents"]
+    with streamdiff.open(PROMPT, model=KREA, seed=3, **files.options) as session:  # type: ignore[arg-type]
+        live = np.stack(list(islice(session, 9 + 3 * 12)))
+    assert np.abs(live.astype(int) - decoded(files, latents).astype(int)).max() <= 1
+    context = shown(files, made, 2)
+    assert not torch.allclose(context[:, 0], made[2][:, 0], atol=1e-2) and torch.equal(context[:, 1:], made[2][:, 1:])
+    torch.testing.assert_close(made[3], after(files, context, 3), rtol=1e-4, atol=1e-4)  # a picture aside: 1e-3
+    assert cli.main([*command, "--no-context-pictures"]) == 0
+    without = load_file(latents)["latents"]
+    assert torch.equal(without[:2], made[:2]), "chunk 0 begins with one picture anyway"
+    assert (without[2] - made[2]).abs().max() > 1e-3
+    torch.testing.assert_close(without[3], after(files, without[2], 3), rtol=1e-4, atol=1e-4)
+    assert cli.main([*command, "--no-context-pictures", "--stages", "2"]) == 0
+    assert torch.equal(load_file(latents)["latents"], without)
+    assert cli.main([*command, "--stages", "2"]) == 0
+    assert torch.equal(load_file(latents)["latents"], made)
+
+
+@torch.inference_mode()
+def shown(files: Files, made: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Latents `[C, F, h, w]` of a chunk, the first encoded from the last picture that it decodes to, by itself."""
+    vae = AutoencoderKLWan.from_pretrained(files.vae)
+    mean, std = (torch.tensor(vae.config[f"latents_{word}"]).view(1, -1, 1, 1, 1) for word in ("mean", "std"))
+    clip = made[: chunk + 1].transpose(0, 1).flatten(1, 2)[None]
+    video = vae.decode(clip * std + mean).sample.clamp(-1, 1)
+    last = 4 * 3 * chunk  # of latent frame n the pictures 4 n - 3 to 4 n
+    first = (vae.encode(video[:, :, last : last + 1]).latent_dist.mean - mean) / std
+    return torch.cat([first[0], made[chunk][:, 1:]], 1)
+
+
+@torch.inference_mode()
+def after(files: Files, context: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Latents of `chunk` with nothing before it but `context`, which sees itself alone."""
+    place = library.find(KREA, library.Parts(weights=files.weights, vae=str(files.vae), text_encoder=files.text))
+    spec, cpu = library.spec_of(place, (64, 32)), torch.device("cpu")
+    denoiser = library.load_transformer(place, cpu, torch.float32)
+    encoded = library.load_text(place, spec, cpu).encode(PROMPT)
+    text = [KeyValue(*layer) for layer in denoiser.text(encoded[None].expand(2, -1, -1))]
+    schedule = spec.schedule(4)
+    x0 = torch.zeros(spec.chunk_shape)
+    for step, (told, sigma) in enumerate(zip(schedule.timesteps, schedule.sigmas, strict=True)):
+        noise = sampling.noise(spec.chunk_shape, seed=3, chunk=chunk, step=step)
+        x_t = sampling.add_noise(x0, noise, sigma)
+        level = torch.tensor([0.0, told])[:, None].expand(-1, spec.chunk_latents)
+        tokens = denoiser.embed(torch.stack([context, x_t]), level)
+        grid = (spec.latent_height // 2, spec.latent_width // 2)
+        tokens = denoiser.run_blocks(tokens, text, Explicit([[0], [0, 1]], spec.chunk_latents, grid))
+        x0 = sampling.clean_from_flow(x_t, denoiser.head(tokens, spec.chunk_shape[1:])[-1], sigma)
+    return x0
 
 
 def test_a_longer_first_chunk_live_and_in_files(

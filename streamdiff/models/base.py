@@ -102,7 +102,8 @@ class ModelSpec:
     below which a new chunk takes a sink chunk's place (None: the sink stays as it is); `averaged_sink`, 0 to 1, is the
     share of the sink that stays when a chunk that leaves the window is folded into it (None: none is); the
     `first_chunks` of a stream are made together, as one longer chunk; with `context_alone` the clean pass of a chunk
-    sees nothing before it but the sink."""
+    sees nothing before it but the sink, and with `context_pictures` it is shown a first latent frame that was encoded
+    again from its picture."""
 
     name: str
     latent_channels: int
@@ -126,6 +127,7 @@ class ModelSpec:
     schedules: tuple[Schedule, ...] = ()
     first_chunks: int = 1
     context_alone: bool = False
+    context_pictures: bool = False
 
     def schedule(self, steps: int) -> Schedule:
         """The denoise steps of a chunk in `steps` steps: those published, else the embedded model's."""
@@ -154,6 +156,19 @@ class ModelSpec:
         return self.latent_channels, self.chunk_latents, self.latent_height, self.latent_width
 
 
+class Past(Protocol):
+    """What the clean pass is shown of a finished chunk, where that is not its latents as they are."""
+
+    def new_memory(self) -> Any:
+        """The memory of a stream that has not begun."""
+
+    def stream_bytes(self, height: int, width: int) -> int:
+        """Bytes that the memory of a running stream has, for latents of `height` x `width`."""
+
+    def again(self, chunk: int, latents: Tensor, memory: Any) -> Tensor:
+        """What is shown of the next chunk's finished latents `[C, F, h, w]`, of that shape. Mutates: memory."""
+
+
 @dataclass(frozen=True)
 class Trunk:
     """What a stage needs of a model: facts, and a run of transformer blocks on one device."""
@@ -165,10 +180,11 @@ class Trunk:
 @dataclass(frozen=True)
 class Model(Trunk):
     """What the head needs of a model: a trunk, and what stands before and behind it. With one stage that is all.
-    `decoder` is None where another rank decodes."""
+    `decoder` is None where another rank decodes, `past` where the clean pass is shown latents as they are."""
 
     text: TextEncoder
     decoder: StreamDecoder | None
+    past: Past | None = None
 
     @property
     def blocks(self) -> int:

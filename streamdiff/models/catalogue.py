@@ -205,12 +205,15 @@ class Stream(_Section):
 class Context(_Section):
     """KV contexts: the one the weights were trained for (None: not known), and others that are known to work.
     `noise` is the timestep told in the clean pass, None where there is none. `alone`: that pass sees nothing before the
-    chunk but the sink. With a window of two chunks this is what comes of computing the past anew for every chunk."""
+    chunk but the sink. With a window of two chunks this is what comes of computing the past anew for every chunk.
+    `pictures`: from the second chunk on it is shown a first latent frame that was encoded again, by itself, from the
+    last of its pictures."""
 
     trained: KVContext | None
     works: tuple[KVContext, ...] = ()
     noise: float | None = Field(ge=0, le=1000)
     alone: bool = False
+    pictures: bool = False
 
     @property
     def default(self) -> KVContext:

@@ -18,6 +18,7 @@ import torch
 from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
 from streamdiff.models import attention, autoencoders, catalogue, hub, random_weights, specs
+from streamdiff.models.again import FromPictures
 from streamdiff.models.base import ModelSpec, StreamDecoder, TextEncoder
 from streamdiff.models.catalogue import Entry
 from streamdiff.models.checkpoint import Checkpoint
@@ -304,6 +305,29 @@ def load_decoder(place: Place, device: torch.device, dtype: torch.dtype = torch.
     if random_weights.is_random(vae):
         return random_weights.decoder(vae, device, dtype)
     return autoencoders.load_decoder(vae, device, dtype)
+
+
+def load_past(
+    place: Place, spec: ModelSpec, device: torch.device, dtype: torch.dtype = torch.float32
+) -> FromPictures | None:
+    """What shows the clean pass the past, for a model whose past is seen again from its pictures; None for others.
+
+    Raises:
+        ConfigError: there is no autoencoder with both halves.
+    """
+    if not spec.context_pictures:
+        return None
+    vae = place.vae
+    if vae is None and place.entry is not None:
+        files = catalogue.parts().autoencoders[place.entry.autoencoder].weights
+        vae = str(hub.fetch(files)[0]) if files is not None else None
+    if vae is None or random_weights.is_random(vae):
+        raise ConfigError(
+            f"the past of {place.name} is seen again from its pictures, which takes an autoencoder with both halves, "
+            f"but there is {'none' if vae is None else vae}; give one as --vae"
+        )
+    halves = autoencoders.load_decoder(vae, device, dtype), autoencoders.load_encoder(vae, device, dtype)
+    return FromPictures(*halves)
 
 
 class NoText:

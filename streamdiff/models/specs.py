@@ -58,6 +58,7 @@ def spec_of(
         adaptive_sink=_sink_value(stream, "adaptive"),
         averaged_sink=_sink_value(stream, "average"),
         context_alone=entry is not None and entry.context is not None and entry.context.alone,
+        context_pictures=entry is not None and entry.context is not None and entry.context.pictures,
         first_chunks=1 if stream is None else stream.first_chunks,
     )
 

@@ -326,13 +326,13 @@ def load_runtime(config: ModelConfig) -> Runtime:
     if config.ranks == 1:
         check_world(1, 1)
         model = loading.load_model(config, device)
-        runs, rooms = ((0, model.blocks),), [loading.own_room(config, device, decoder)]
+        runs, rooms = ((0, model.blocks),), [loading.own_room(config, device, decoder, model.past)]
     else:
         member = loading.join(config)
         model, runs = loading.load_share(
             config, member, device, lambda blocks: loading.load_model(config, device, blocks), decoder
         )
-        member.tell_room(loading.own_room(config, device, decoder))
+        member.tell_room(loading.own_room(config, device, decoder, model.past))
         link = ranks.link_of(config, device)
         place, paired = ranks.Place(0, config.stages), config.clean_with_next
         ring = ranks.head_ring(model, place, device, link=link, clean_with_next=paired)

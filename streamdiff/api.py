@@ -223,7 +223,9 @@ class ModelOptions(TypedDict, total=False):
     size: `WIDTHxHEIGHT` in pixels; default: the model's own.
     device: `auto`, `cpu` or `cuda`.
     steps: denoise steps per chunk, of those the model has; default: what it was made for. The embedded one has 4 and 2.
-    kv_context: what a chunk sees of earlier chunks: `clean`, `staircase` or `matched`.
+    kv_context: what a chunk sees of earlier chunks: `clean`, `staircase` or `matched`; default: what it was made for.
+    window, sink: latent frames a chunk can see, the sink and itself included, and those of the beginning that stay in
+        sight; `rope`: `absolute` or `relative` positions. Default: the model's own.
     threads: CPU threads of the transformer.
     stages: ranks over which the transformer is split. With more than one this process must be rank 0 of as many
         (torchrun starts them), and the others must call `follow` with the same options.
@@ -243,6 +245,9 @@ class ModelOptions(TypedDict, total=False):
     device: str
     steps: int | None
     kv_context: str
+    window: int
+    sink: int
+    rope: str
     threads: int
     stages: int
     decode: str
@@ -255,8 +260,10 @@ def _model_config(options: Mapping[str, object]) -> ModelConfig:
             f"there is no option {', '.join(sorted(unknown))}; known are {', '.join(ModelOptions.__annotations__)}"
         )
     values = {"name" if option == "model" else option: value for option, value in options.items()}
+    from streamdiff.models.catalogue import with_own_context
+
     try:
-        return ModelConfig.model_validate(values)
+        return with_own_context(ModelConfig.model_validate(values))
     except ValidationError as error:
         first = error.errors()[0]
         option = ".".join(str(part) for part in first["loc"])

@@ -119,8 +119,8 @@ def _exact(arguments: argparse.Namespace) -> int:
     ):
         if is_given:
             raise ConfigError(f"{flag} does not go with the options that say everything by chunks; use {instead}")
-    steps, model = getattr(arguments, "model.steps"), getattr(arguments, "model.name")
-    config = _config(arguments, without=("model.steps", "model.name"))
+    steps = getattr(arguments, "model.steps")
+    config = _config(arguments, without=("model.steps",))
     for name, value, plain in (
         ("compile", config.model.compile, "off"),
         ("clean_pass", config.model.clean_pass, "alone"),
@@ -133,7 +133,7 @@ def _exact(arguments: argparse.Namespace) -> int:
 
     given = {name: getattr(arguments, name) for name in cli_exact.NAMES}
     job = exact.Job(
-        model=model or config.model.name,
+        model=config.model.name,
         prompt=config.session.prompt,
         seed=config.session.seed,
         output=arguments.output,
@@ -147,6 +147,9 @@ def _exact(arguments: argparse.Namespace) -> int:
         text_encoder=_path(config.model.text_encoder),
         text_device=config.model.text_device,
         keep_text_encoder=config.model.keep_text_encoder,
+        window=config.model.window,
+        sink=config.model.sink,
+        rope=config.model.rope,
         stages=config.model.stages,
         dtype=config.model.dtype,
         size=config.model.size,
@@ -206,7 +209,10 @@ def _config(
         option.key: value for option, value in given.items() if value is not None and option.key not in without
     }
     names = {option.key: option.flag for option in given}
-    return load(arguments.config, {**overrides, **(extra or {})}, names)
+    from streamdiff.models.catalogue import with_own_context
+
+    config = load(arguments.config, {**overrides, **(extra or {})}, names)
+    return config.model_copy(update={"model": with_own_context(config.model)})
 
 
 def parse_change(text: str) -> tuple[float, str]:

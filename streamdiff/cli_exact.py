@@ -24,6 +24,8 @@ sides over 8 (Wan2.1), L text tokens, D text width:
                   both stand in the file of --noise
   latents         [chunks, C, f, h, w], float32, clean, normalised as the transformer has them; what comes out, and what
                   --video-latents takes
+With these options --stages P cuts the model into P parts that take turns in this one process: the very bits of P ranks,
+and no faster. Without them (--seconds) the P are processes.
 x_t = (1 - sigma) x0 + sigma noise; the model predicts noise - x0. Chunks count from 0.
 """
 
@@ -56,6 +58,20 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="the more --video-latents move, the less noise is mixed in, down to 0.1 below --strength; the model is "
         "told 0.1 less than that (StreamDiffusionV2, with --strength 0.8; its code looks at pixels)",
     )
+    group.add_argument(
+        "--context-alone",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="a finished chunk is remembered as it is without what was before it, but the sink (default: the model's "
+        "own; Krea computes its past anew for every chunk, which with a window of two chunks is the same)",
+    )
+    group.add_argument(
+        "--context-pictures",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="from the second chunk on a finished chunk is remembered with its first latent frame encoded again, by "
+        "itself, from the last of its pictures; takes both halves of the autoencoder (default: the model's own; Krea)",
+    )
     group.add_argument("--no-decode", action="store_true", default=None, help="make latents only")
     group.add_argument(
         "--prompt-switch",
@@ -87,6 +103,8 @@ _OPTIONS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
     ("--rope", str, "KIND", "absolute (positions count from the stream's beginning, without end) or relative (the sink "
      "stands next to the window); default: the model's own, or relative"),
     ("--chunk-frames", int, "N", "latent frames of a chunk (default: those of --noise, or the model's own)"),
+    ("--first-chunk-frames", int, "N", "latent frames that are made together at the beginning, a multiple of "
+     "the chunk's (default: the model's own); in files, and for --chunks, they are several chunks"),
     ("--context-noise", float, "T", "timestep, 0 to 1000, at which a finished chunk is remembered (default: the "
      "model's own, or 0)"),
     ("--adaptive-sink", float, "THRESHOLD", "a chunk takes the place of the sink chunk that it is least like, if their "
@@ -94,7 +112,15 @@ _OPTIONS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
     ("--averaged-sink", float, "KEEP", "a chunk that leaves the window is folded into the sink, of which this share "
      "stays (0 to 1; Reward-Forcing has 0.999; 1: the sink stays as it is); the sink is then one chunk"),
 )  # fmt: skip
-NAMES = (*(flag[2:].replace("-", "_") for flag, *_ in _OPTIONS), "warp", "motion_noise", "no_decode", "prompt_switch")
+NAMES = (
+    *(flag[2:].replace("-", "_") for flag, *_ in _OPTIONS),
+    "warp",
+    "motion_noise",
+    "context_alone",
+    "context_pictures",
+    "no_decode",
+    "prompt_switch",
+)
 
 
 def asked_for(arguments: argparse.Namespace) -> bool:

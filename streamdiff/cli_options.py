@@ -36,7 +36,7 @@ MODEL = (
         "model.kv_context",
         str,
         "POLICY",
-        "what a chunk sees of earlier ones: clean, staircase, matched",
+        "what a chunk sees of earlier ones: clean, staircase, matched (default: what the model was made for)",
     ),
     Option("--seed", "session.seed", int, "N", "the same seed and prompts give the same video (default 0)"),
     Option("--fps", "playback.fps", float, "N", "frames shown per second (default: the model's own; `tiny` has 40)"),
@@ -90,7 +90,25 @@ LOOKED_AT = tuple(
     if option.flag in ("--weights", "--vae", "--text-encoder", "--dtype", "--attention", "--quantize")
 )
 """What `doctor` can say something about."""
-PLAN_MODEL = (*(option for option in MODEL if option.flag in ("--model", "--steps", "--kv-context")), QUANTIZE)
+WINDOW = (
+    Option(
+        "--window",
+        "model.window",
+        int,
+        "N",
+        "latent frames a chunk can see, sink and itself included (default: the model's own)",
+    ),
+    Option(
+        "--sink", "model.sink", int, "N", "latent frames of the beginning that stay in sight (default: the model's)"
+    ),
+    Option("--rope", "model.rope", str, "KIND", "absolute or relative positions (default: the model's own)"),
+)
+"""What a chunk sees; of every session, as caches, memory and graphs are made for it at the start."""
+PLAN_MODEL = (
+    *(option for option in MODEL if option.flag in ("--model", "--steps", "--kv-context")),
+    QUANTIZE,
+    *WINDOW[:2],
+)
 PROMPT = Option("--prompt", "session.prompt", str, "TEXT", "what to show")
 ADDRESS = (
     Option("--host", "serve.host", str, "ADDRESS", "address to listen on (default 127.0.0.1: this machine only)"),
@@ -100,6 +118,7 @@ STAGES = Option(
     "--stages", "model.stages", int, "N", "ranks, started here, over which the model's blocks are split (default 1)"
 )
 SERVE = (
+    *WINDOW,
     STAGES,
     Option("--decode", "model.decode", str, "PLACE", "rank of a ring that decodes: head (default), last or own-rank"),
     Option("--codec", "serve.codec", str, "CODEC", "auto, h264 or vp8 (default auto)"),

@@ -69,6 +69,13 @@ class ModelConfig(_Section):
     clean_pass: Literal["alone", "with-next"] = Field(
         "alone", description="with-next: one forward for it and the next chunk's first step, where there is room for it"
     )
+    window: int | None = Field(
+        None, ge=1, description="latent frames a chunk can see, sink and itself included; default: the model's own"
+    )
+    sink: int | None = Field(None, ge=0, description="first latent frames that stay in sight; default: the model's own")
+    rope: Literal["absolute", "relative"] | None = Field(
+        None, description="positions from the stream's beginning, or the sink next to the window; default: the model's"
+    )
     stages: int = Field(1, ge=1, le=64, description="ranks over which the transformer's blocks are split")
     decode: Literal["head", "last", "own-rank"] = Field("head", description="which rank of a ring decodes")
     decode_at_once: int | None = Field(

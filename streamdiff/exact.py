@@ -64,7 +64,10 @@ class Job:
     sink: int | None = None
     rope: str | None = None
     chunk_frames: int | None = None
+    first_chunk_frames: int | None = None
     context_noise: float | None = None
+    context_alone: bool | None = None
+    context_pictures: bool | None = None
     adaptive_sink: float | None = None
     averaged_sink: float | None = None
     attention: str = "auto"
@@ -151,6 +154,9 @@ def _check(job: Job) -> None:
         raise ConfigError("--chunks is missing: how many chunks to make; for example --chunks 8")
     if job.video_latents is None and (job.strength is not None or job.motion_noise):
         raise ConfigError("--strength and --motion-noise say how input is mixed with noise; give it as --video-latents")
+    for option, is_given in (("--context-alone", job.context_alone), ("--context-pictures", job.context_pictures)):
+        if is_given and job.kv_context == "matched":
+            raise ConfigError(f"{option} is about the clean pass, which KV context matched does not have")
     if job.chunks < 1:
         raise ConfigError(f"--chunks is {job.chunks}; at least 1 is needed")
     if job.no_decode and job.output is not None:

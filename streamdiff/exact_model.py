@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from streamdiff.device import pick_device, pick_dtype
 from streamdiff.errors import ConfigError
-from streamdiff.models import library, sampling
+from streamdiff.models import library, sampling, windows
 from streamdiff.models.base import Model, ModelSpec, StreamDecoder, TextEncoder, choose_steps
 from streamdiff.models.files import read_object
 from streamdiff.models.headers import parse_header
@@ -45,19 +46,26 @@ def load(job: Job) -> Found:
     loras = () if job.lora is None else (parse_lora(job.lora),)
     parts = Parts(job.weights, job.container, config, loras, job.vae, job.text_encoder)
     place = library.find(job.model, parts)
-    if job.chunk_frames is None:
-        library.check_first_chunk(place)
     device = pick_device(job.device)
     dtype = pick_dtype(job.dtype, device)
     size = None if job.size is None else library.parse_size(job.size)
     spec = _overridden(library.spec_of(place, size), job)
     schedule = _schedule(job, place, spec)
+    if schedule.first is not None and spec.first_chunks > 1:
+        raise ConfigError(
+            f"the first chunk has {schedule.first.steps} steps, and it is longer than the others; a model with both is "
+            "not built. Leave --first-chunk-steps out, or say --first-chunk-frames "
+            f"{spec.chunk_latents}"
+        )
+    if job.video_latents is None and job.noise is None and (remark := library.without_video(place)):
+        print(f"streamdiff: note: {remark}", file=sys.stderr)
     denoiser = library.load_transformer(place, device, dtype, kernel=job.attention, quantize=job.quantize)
     check_stages(job.stages, len(denoiser.blocks))
     text: TextEncoder = library.NoText()
     if job.prompt_embeds is None:
         text = library.load_text(place, spec, device, job.keep_text_encoder, job.text_device)
-    return Found(Model(spec, denoiser, text, None), schedule, device, lambda: library.load_decoder(place, device))
+    past = library.load_past(place, spec, device) if job.kv_context != "matched" else None
+    return Found(Model(spec, denoiser, text, None, past), schedule, device, lambda: library.load_decoder(place, device))
 
 
 def encode(model: Model, prompt: str) -> Tensor:
@@ -106,6 +114,7 @@ def _overridden(spec: ModelSpec, job: Job) -> ModelSpec:
                 raise ConfigError(f"--size is {job.size}, but {path} is for another; leave --size out")
             height, width = sides
     chunk = job.chunk_frames or chunk
+    first = job.first_chunk_frames or (spec.first_chunks * chunk if chunk == spec.chunk_latents else chunk)
     window = spec.window_latents if job.window is None else job.window
     sink = spec.sink_latents if job.sink is None else job.sink
     if not sink:  # the model's own way with a sink has nothing to go on then
@@ -123,48 +132,31 @@ def _overridden(spec: ModelSpec, job: Job) -> ModelSpec:
         rope=job.rope or spec.rope,
         adaptive_sink=spec.adaptive_sink if job.adaptive_sink is None else job.adaptive_sink,
         averaged_sink=spec.averaged_sink if job.averaged_sink is None else job.averaged_sink,
+        first_chunks=_first_chunks(first, chunk, job.chunks),
         context_sigma=spec.context_sigma if job.context_noise is None else job.context_noise / sampling.TIMESTEPS,
+        context_alone=spec.context_alone if job.context_alone is None else job.context_alone,
+        context_pictures=spec.context_pictures if job.context_pictures is None else job.context_pictures,
         text_shape=_text_shape(spec, job),
     )
-    _check(spec)
+    windows.check(spec)
     return spec
 
 
-def _check(spec: ModelSpec) -> None:
-    chunk = spec.chunk_latents
+def _first_chunks(first: int, chunk: int, chunks: int) -> int:
+    """Chunks that a stream's first one is made of, `first` latent frames."""
     if chunk < 1:
         raise ConfigError(f"--chunk-frames is {chunk}; at least 1 is needed")
-    if not 0 <= spec.sink_latents <= min(map(spec.window, ("clean", "matched"))) - chunk:
+    if first < 1 or first % chunk:
         raise ConfigError(
-            f"--sink is {spec.sink_latents} and --window {spec.window_latents} latent frames; the window counts the "
-            f"sink, which is at least 0, and must leave room for the chunk itself, {chunk} latent frames"
+            f"--first-chunk-frames is {first}; a first chunk is made of chunks, so it must be a multiple of "
+            f"the others' {chunk} latent frames"
         )
-    if spec.rope not in ("absolute", "relative"):
-        raise ConfigError(f"--rope is {spec.rope}, but must be absolute or relative")
-    _check_sink(spec)
-    if not 0 <= spec.context_sigma <= 1:
-        raise ConfigError(f"--context-noise is {spec.context_sigma * sampling.TIMESTEPS:g}, but must be from 0 to 1000")
-
-
-def _check_sink(spec: ModelSpec) -> None:
-    sink, chunk, adaptive, averaged = spec.sink_latents, spec.chunk_latents, spec.adaptive_sink, spec.averaged_sink
-    if adaptive is not None and averaged is not None:
-        raise ConfigError("--adaptive-sink and --averaged-sink are two ways to change the sink; give one of them")
-    if adaptive is not None and not (-1 <= adaptive <= 1 and sink):
+    if first > chunk * chunks:
         raise ConfigError(
-            f"--adaptive-sink is {adaptive:g} with a sink of {sink} latent frames; it must be from -1 to 1, and goes "
-            "with a --sink"
+            f"--chunks is {chunks}, but the first chunk, of {first} latent frames, is made of {first // chunk}; "
+            "make at least as many"
         )
-    if adaptive is not None and sink % chunk:
-        raise ConfigError(
-            f"--adaptive-sink puts chunks in the place of others, so --sink, which is {sink}, must be a multiple of "
-            f"the chunk's {chunk} latent frames"
-        )
-    if averaged is not None and not (0 <= averaged <= 1 and sink == chunk):
-        raise ConfigError(
-            f"--averaged-sink is {averaged:g} with a sink of {sink} latent frames; it must be from 0 to 1, and the "
-            f"sink one chunk, {chunk} latent frames, as chunks are folded into it"
-        )
+    return first // chunk
 
 
 def _shape(path: Path, name: str) -> tuple[int, ...]:

@@ -230,7 +230,10 @@ def _run_lines(entry: Entry) -> Iterator[tuple[str, str]]:
     yield "window", f"{_latents(stream.window_latents)}{clean}{sink}{policy}"
     yield "trained on", f"streams of {_latents(stream.trained_latents)}" if stream.trained_latents else _UNKNOWN
     yield "KV context", f"trained for {context.trained or _UNKNOWN}; also known to work: {_names(context.works)}"
-    yield "", f"the clean pass is told {_number(context.noise)}" if context.noise is not None else "no clean pass"
+    alone = " and sees its chunk alone" if context.alone else ""
+    again = ", its first latent frame encoded again from its picture" if context.pictures else ""
+    told = f"the clean pass is told {_number(context.noise)}{alone}{again}"
+    yield "", told if context.noise is not None else "no clean pass"
     trained, works = entry.switches.trained or _UNKNOWN, _names(entry.switches.works)
     yield "prompt change", f"trained for {trained}; known to work: {works}; reset always does"
     yield "positions", f"{entry.positions.published}; also: {_names(entry.positions.works)}"

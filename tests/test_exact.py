@@ -207,7 +207,11 @@ def test_the_embedded_model_writes_latents_and_video(tmp_path: Path) -> None:
     ("extra", "words"),
     [
         (["--window", "4", "--sink", "2"], "must leave room for the chunk itself, 3 latent frames"),
+        (["--first-chunk-frames", "4"], "--first-chunk-frames is 4; a first chunk is made of chunks"),
+        (["--first-chunk-frames", "6", "--window", "5"], "must hold the first chunk, which has 6"),
+        (["--first-chunk-frames", "6", "--first-chunk-steps", "1000,900,833,500"], "a model with both is not built"),
         (["--window", "3", "--sink", "3"], "must leave room for the chunk itself"),
+        (["--context-alone", "--kv-context", "matched"], "--context-alone is about the clean pass"),
         (["--rope", "learned"], "--rope is learned, but must be absolute or relative"),
         (["--context-noise", "1001"], "--context-noise is 1001, but must be from 0 to 1000"),
         (["--stages", "4"], "3"),

@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
@@ -22,17 +23,21 @@ from streamdiff.config import ModelConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Close, FrameBatch, Open
 from streamdiff.errors import ConfigError
-from streamdiff.models import library
+from streamdiff.models import library, sampling
 from streamdiff.models.base import Model
+from streamdiff.models.wan.transformer import KeyValue
 from streamdiff.pipeline import scripted
 from streamdiff.pipeline.runtime import load_runtime
 from tests.models.wan import umt5
 from tests.models.wan.layouts import original
 from tests.pipeline.processes import ROOT
+from tests.pipeline.reference import Explicit
 from tests.small_vae import small_wan_autoencoder
 
 PROMPT = "a red fox trots through fresh snow"
 CAUSAL = "causal-forcing-framewise"
+KREA = "krea-realtime-14b"
+VIDEO_TO_VIDEO = "streamdiffusionv2-1.3b"
 FRAMES = 9 + 12  # the first latent frame of a stream is one picture, each later one four
 
 
@@ -188,14 +193,120 @@ def test_a_first_chunk_has_its_own_steps_live_and_in_files(files: Files, tmp_pat
     assert not torch.allclose(load_file(latents)["latents"][0], by_name[0], atol=1e-2)
 
 
+def test_what_a_chunk_sees_may_be_changed_live_and_in_files(files: Files, tmp_path: Path) -> None:
+    """Infinity-RoPE's way with a file of Self-Forcing's kind: the stream is that of the way over files."""
+    latents = tmp_path / "latents.safetensors"
+    sizes = {"window": 4, "sink": 1, "rope": "relative"}
+    with streamdiff.open(PROMPT, model="self-forcing", seed=3, **files.options, **sizes) as session:  # type: ignore[arg-type]
+        live = np.stack(list(islice(session, FRAMES + 12)))
+    flags = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
+    command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", "3", "--no-decode", "--latents-out"]
+    command += [str(latents), "--model", "self-forcing", *files.flags]
+    assert cli.main([*command, *flags]) == 0
+    changed = load_file(latents)["latents"]
+    assert np.abs(live.astype(int) - decoded(files, latents).astype(int)).max() <= 1
+    (tmp_path / "c.yaml").write_text("model: {window: 4, sink: 1, rope: relative}\n")
+    assert cli.main([*command, "--config", str(tmp_path / "c.yaml")]) == 0
+    assert torch.equal(load_file(latents)["latents"], changed)
+    assert cli.main(command) == 0
+    assert not torch.allclose(load_file(latents)["latents"][2], changed[2], atol=1e-3)
+
+
+def test_a_past_that_is_seen_again_from_its_pictures_live_and_in_files(files: Files, tmp_path: Path) -> None:
+    """Krea by name. The reference: no cache, each step one forward over the chunk before, as it is shown by diffusers'
+    own autoencoder on whole clips, and the chunk."""
+    latents = tmp_path / "latents.safetensors"
+    command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", "4", "--no-decode", "--latents-out"]
+    command += [str(latents), "--model", KREA, *files.flags]
+    assert cli.main(command) == 0
+    made = load_file(latents)["latents"]
+    with streamdiff.open(PROMPT, model=KREA, seed=3, **files.options) as session:  # type: ignore[arg-type]
+        live = np.stack(list(islice(session, 9 + 3 * 12)))
+    assert np.abs(live.astype(int) - decoded(files, latents).astype(int)).max() <= 1
+    context = shown(files, made, 2)
+    assert not torch.allclose(context[:, 0], made[2][:, 0], atol=1e-2) and torch.equal(context[:, 1:], made[2][:, 1:])
+    torch.testing.assert_close(made[3], after(files, context, 3), rtol=1e-4, atol=1e-4)  # a picture aside: 1e-3
+    assert cli.main([*command, "--no-context-pictures"]) == 0
+    without = load_file(latents)["latents"]
+    assert torch.equal(without[:2], made[:2]), "chunk 0 begins with one picture anyway"
+    assert (without[2] - made[2]).abs().max() > 1e-3
+    torch.testing.assert_close(without[3], after(files, without[2], 3), rtol=1e-4, atol=1e-4)
+    assert cli.main([*command, "--no-context-pictures", "--stages", "2"]) == 0
+    assert torch.equal(load_file(latents)["latents"], without)
+    assert cli.main([*command, "--stages", "2"]) == 0
+    assert torch.equal(load_file(latents)["latents"], made)
+
+
+@torch.inference_mode()
+def shown(files: Files, made: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Latents `[C, F, h, w]` of a chunk, the first encoded from the last picture that it decodes to, by itself."""
+    vae = AutoencoderKLWan.from_pretrained(files.vae)
+    mean, std = (torch.tensor(vae.config[f"latents_{word}"]).view(1, -1, 1, 1, 1) for word in ("mean", "std"))
+    clip = made[: chunk + 1].transpose(0, 1).flatten(1, 2)[None]
+    video = vae.decode(clip * std + mean).sample.clamp(-1, 1)
+    last = 4 * 3 * chunk  # of latent frame n the pictures 4 n - 3 to 4 n
+    first = (vae.encode(video[:, :, last : last + 1]).latent_dist.mean - mean) / std
+    return torch.cat([first[0], made[chunk][:, 1:]], 1)
+
+
+@torch.inference_mode()
+def after(files: Files, context: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Latents of `chunk` with nothing before it but `context`, which sees itself alone."""
+    place = library.find(KREA, library.Parts(weights=files.weights, vae=str(files.vae), text_encoder=files.text))
+    spec, cpu = library.spec_of(place, (64, 32)), torch.device("cpu")
+    denoiser = library.load_transformer(place, cpu, torch.float32)
+    encoded = library.load_text(place, spec, cpu).encode(PROMPT)
+    text = [KeyValue(*layer) for layer in denoiser.text(encoded[None].expand(2, -1, -1))]
+    schedule = spec.schedule(4)
+    x0 = torch.zeros(spec.chunk_shape)
+    for step, (told, sigma) in enumerate(zip(schedule.timesteps, schedule.sigmas, strict=True)):
+        noise = sampling.noise(spec.chunk_shape, seed=3, chunk=chunk, step=step)
+        x_t = sampling.add_noise(x0, noise, sigma)
+        level = torch.tensor([0.0, told])[:, None].expand(-1, spec.chunk_latents)
+        tokens = denoiser.embed(torch.stack([context, x_t]), level)
+        grid = (spec.latent_height // 2, spec.latent_width // 2)
+        tokens = denoiser.run_blocks(tokens, text, Explicit([[0], [0, 1]], spec.chunk_latents, grid))
+        x0 = sampling.clean_from_flow(x_t, denoiser.head(tokens, spec.chunk_shape[1:])[-1], sigma)
+    return x0
+
+
+def test_a_longer_first_chunk_live_and_in_files(
+    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """StreamDiffusionV2 by name, which begins with two latent frames and goes on with one, in the KV context that it
+    was made for; nothing but the name says so."""
+    picked = {**files.options, "model": VIDEO_TO_VIDEO}
+    with streamdiff.open(PROMPT, seed=3, **picked) as session:  # type: ignore[arg-type]
+        assert session.chunk_frames == 4
+        live = np.stack(list(islice(session, FRAMES)))
+    assert "was made to change a video, and noise alone is nothing that it knows" in capsys.readouterr().err
+    latents = tmp_path / "latents.safetensors"
+    command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", "6", "--no-decode", "--latents-out"]
+    command += [str(latents), "--model", VIDEO_TO_VIDEO, *files.flags]
+    assert cli.main(command) == 0
+    assert "was made to change a video" in capsys.readouterr().err
+    by_name, pictures = load_file(latents)["latents"], decoded(files, latents)
+    assert by_name.shape[2] == 1
+    assert live.shape == pictures.shape and np.abs(live.astype(int) - pictures.astype(int)).max() <= 1
+    assert cli.main([*command, "--kv-context", "matched", "--first-chunk-frames", "2"]) == 0
+    assert torch.equal(load_file(latents)["latents"], by_name)
+    for other in (["--first-chunk-frames", "1"], ["--kv-context", "clean"]):
+        assert cli.main([*command, *other]) == 0
+        assert not torch.allclose(load_file(latents)["latents"][2:], by_name[2:], atol=1e-3)
+    assert cli.main([*command, "--chunks", "1"]) == cli.USER_ERROR
+    assert "--chunks is 1, but the first chunk, of 2 latent frames" in capsys.readouterr().err
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("quantize", ["none", "int8"])
-def test_two_ranks_serve_the_same_frames(files: Files, tmp_path: Path, quantize: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "quantize"), [("self-forcing", "none"), ("self-forcing", "int8"), (VIDEO_TO_VIDEO, "none")]
+)
+def test_two_ranks_serve_the_same_frames(files: Files, tmp_path: Path, model: str, quantize: str) -> None:
     """Each of two processes reads its own blocks, and quantises them; the frames are compared."""
     program = f"""
 import os, sys
 import streamdiff
-options = dict(model="self-forcing", stages=2, quantize={quantize!r}, **{files.options!r})
+options = dict(model={model!r}, stages=2, quantize={quantize!r}, **{files.options!r})
 if os.environ["RANK"] != "0":
     streamdiff.follow(**options)
 else:
@@ -208,7 +319,8 @@ else:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(path)]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr[-3000:]
-    assert np.array_equal(np.load(tmp_path / "frames.npy"), taken(files, quantize=quantize))
+    with streamdiff.open(PROMPT, seed=3, model=model, quantize=quantize, **files.options) as session:  # type: ignore[arg-type]
+        assert np.array_equal(np.load(tmp_path / "frames.npy"), np.stack(list(islice(session, FRAMES))))
 
 
 def test_a_context_that_the_model_was_not_made_for_is_remarked_on(
@@ -225,7 +337,9 @@ def test_a_context_that_the_model_was_not_made_for_is_remarked_on(
     ("options", "words"),
     [
         ({"size": "60x32"}, "--size is '60x32'; it must be WIDTHxHEIGHT, multiples of 16"),
-        ({"model": "streamdiffusionv2-1.3b"}, "begins with a chunk of 2 latent frames, and goes on with chunks of 1"),
+        ({"model": "tiny", "window": 6}, "knows no past but that of the window it was trained with"),
+        ({"window": 3, "sink": 1}, "must leave room for the chunk itself, 3 latent frames"),
+        ({"window": 0}, "window is 0"),
         ({"model": "wan2.1-t2v-1.3b"}, "neither steps nor window are known"),
         ({"model": "tiny", "size": "64x64"}, "the size of tiny is fixed"),
         ({"model": "tiny", "text_encoder": "/nowhere"}, "the text encoder of tiny is fixed"),
@@ -234,7 +348,7 @@ def test_a_context_that_the_model_was_not_made_for_is_remarked_on(
         ({"model": "self-forcin"}, "self-forcing"),
     ],
 )
-def test_what_cannot_be_is_refused(files: Files, options: dict[str, str], words: str) -> None:
+def test_what_cannot_be_is_refused(files: Files, options: dict[str, object], words: str) -> None:
     given = {"model": "self-forcing", **files.options, **options}
     if options.get("model") == "tiny":
         given = options

@@ -100,7 +100,10 @@ class ModelSpec:
     clean pass writes a finished chunk into the cache (0: as it is); `rope` says whether the sink keeps its rotary
     positions (`absolute`) or stands right before the window (`relative`); `adaptive_sink` is the likeness, -1 to 1,
     below which a new chunk takes a sink chunk's place (None: the sink stays as it is); `averaged_sink`, 0 to 1, is the
-    share of the sink that stays when a chunk that leaves the window is folded into it (None: none is)."""
+    share of the sink that stays when a chunk that leaves the window is folded into it (None: none is); the
+    `first_chunks` of a stream are made together, as one longer chunk; with `context_alone` the clean pass of a chunk
+    sees nothing before it but the sink, and with `context_pictures` it is shown a first latent frame that was encoded
+    again from its picture."""
 
     name: str
     latent_channels: int
@@ -122,6 +125,9 @@ class ModelSpec:
     adaptive_sink: float | None = None
     averaged_sink: float | None = None
     schedules: tuple[Schedule, ...] = ()
+    first_chunks: int = 1
+    context_alone: bool = False
+    context_pictures: bool = False
 
     def schedule(self, steps: int) -> Schedule:
         """The denoise steps of a chunk in `steps` steps: those published, else the embedded model's."""
@@ -140,10 +146,27 @@ class ModelSpec:
         """Frames that one chunk decodes to."""
         return self.chunk_latents * self.frames_per_latent
 
+    def room(self, chunk: int) -> int:
+        """Frames for which there must be room to begin with `chunk`, and what is made together with it."""
+        return self.chunk_frames * (self.first_chunks if chunk == 0 else 1)
+
     @property
     def chunk_shape(self) -> tuple[int, int, int, int]:
         """Shape `[C, F, h, w]` of a chunk's latents."""
         return self.latent_channels, self.chunk_latents, self.latent_height, self.latent_width
+
+
+class Past(Protocol):
+    """What the clean pass is shown of a finished chunk, where that is not its latents as they are."""
+
+    def new_memory(self) -> Any:
+        """The memory of a stream that has not begun."""
+
+    def stream_bytes(self, height: int, width: int) -> int:
+        """Bytes that the memory of a running stream has, for latents of `height` x `width`."""
+
+    def again(self, chunk: int, latents: Tensor, memory: Any) -> Tensor:
+        """What is shown of the next chunk's finished latents `[C, F, h, w]`, of that shape. Mutates: memory."""
 
 
 @dataclass(frozen=True)
@@ -157,10 +180,11 @@ class Trunk:
 @dataclass(frozen=True)
 class Model(Trunk):
     """What the head needs of a model: a trunk, and what stands before and behind it. With one stage that is all.
-    `decoder` is None where another rank decodes."""
+    `decoder` is None where another rank decodes, `past` where the clean pass is shown latents as they are."""
 
     text: TextEncoder
     decoder: StreamDecoder | None
+    past: Past | None = None
 
     @property
     def blocks(self) -> int:

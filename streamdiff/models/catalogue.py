@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from streamdiff.config import KVContext
+from streamdiff.config import KVContext, ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.sampling import Schedule, published
 
@@ -184,9 +184,18 @@ class Stream(_Section):
     def _fits(self) -> Stream:
         if self.sink_latents + self.chunk_latents > min(self.window("clean"), self.window_latents):
             raise ValueError("a window holds at least the sink and one chunk")
+        if (self.first_chunk_latents or self.chunk_latents) % self.chunk_latents:
+            raise ValueError("first_chunk_latents must be a multiple of chunk_latents, as it is made of chunks")
+        if self.first_chunk_latents is not None and self.first_chunk_latents > self.window_latents:
+            raise ValueError("a window holds at least the first chunk")
         if (self.sink_policy in ("average", "adaptive")) != (self.sink_value is not None):
             raise ValueError("sink_value goes with sink_policy average or adaptive")
         return self
+
+    @property
+    def first_chunks(self) -> int:
+        """Chunks that the stream's first one is as long as."""
+        return (self.first_chunk_latents or self.chunk_latents) // self.chunk_latents
 
     def window(self, kv_context: KVContext) -> int:
         """Latent frames that a chunk sees, sink and itself included."""
@@ -195,11 +204,16 @@ class Stream(_Section):
 
 class Context(_Section):
     """KV contexts: the one the weights were trained for (None: not known), and others that are known to work.
-    `noise` is the timestep told in the clean pass, None where there is none."""
+    `noise` is the timestep told in the clean pass, None where there is none. `alone`: that pass sees nothing before the
+    chunk but the sink. With a window of two chunks this is what comes of computing the past anew for every chunk.
+    `pictures`: from the second chunk on it is shown a first latent frame that was encoded again, by itself, from the
+    last of its pictures."""
 
     trained: KVContext | None
     works: tuple[KVContext, ...] = ()
     noise: float | None = Field(ge=0, le=1000)
+    alone: bool = False
+    pictures: bool = False
 
     @property
     def default(self) -> KVContext:
@@ -240,6 +254,7 @@ class Entry(_Section):
     autoencoder: str
     encode_normalised: bool | None
     text_encoder: str
+    begins_with: Literal["noise", "video"] = Field("noise", description="what its chunks are made from")
     sampling: Sampling | None
     stream: Stream | None
     context: Context | None
@@ -288,6 +303,14 @@ def find(name: str) -> Entry:
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
     raise ConfigError(f"no model is called {name!r}; {hint}")
+
+
+def with_own_context(model: ModelConfig) -> ModelConfig:
+    """`model` with the KV context that its weights were made for, where none was asked for."""
+    entry = entries().get(model.name)
+    if "kv_context" in model.model_fields_set or entry is None or entry.context is None:
+        return model
+    return model.model_copy(update={"kv_context": entry.context.default})
 
 
 def read_entry(path: Path | Traversable) -> Entry:

@@ -18,6 +18,7 @@ import torch
 from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
 from streamdiff.models import attention, autoencoders, catalogue, hub, random_weights, specs
+from streamdiff.models.again import FromPictures
 from streamdiff.models.base import ModelSpec, StreamDecoder, TextEncoder
 from streamdiff.models.catalogue import Entry
 from streamdiff.models.checkpoint import Checkpoint
@@ -156,25 +157,23 @@ def spec_of(place: Place, size: tuple[int, int] | None = None) -> ModelSpec:
     return random_weights.any_steps(spec) if random_weights.is_random(place.name) else spec
 
 
-def check_first_chunk(place: Place) -> None:
-    """Raises ConfigError where a stream's first chunk has another length than the others."""
-    stream = place.entry.stream if place.entry is not None else None
-    if stream is not None and stream.first_chunk_latents not in (None, stream.chunk_latents):
-        first, chunk = stream.first_chunk_latents, stream.chunk_latents
-        raise ConfigError(
-            f"{place.name} begins with a chunk of {first} latent frames, and goes on with chunks of {chunk}; that is "
-            f"not built. `streamdiff generate --chunk-frames {chunk}` runs it with {chunk} from the start, which is "
-            "not what its authors do"
-        )
-
-
 def remark(place: Place, kv_context: str) -> str:
     """What a user should know before a model runs with this KV context; empty where it was made for it."""
     context = place.entry.context if place.entry is not None else None
     if context is None or kv_context == context.trained or kv_context in context.works:
-        return ""
+        return without_video(place)
     trained = f"was trained for {context.trained}" if context.trained else "was trained for nobody says what"
     return f"{place.name} {trained}; whether it keeps its quality with KV context {kv_context} is not known"
+
+
+def without_video(place: Place) -> str:
+    """What a user should know before a model runs on noise alone; empty where it was made for that."""
+    if place.entry is None or place.entry.begins_with == "noise":
+        return ""
+    return (
+        f"{place.name} was made to change a video, and noise alone is nothing that it knows; `streamdiff generate "
+        "--video-latents` gives it one"
+    )
 
 
 def architecture(place: Place) -> dict[str, Any]:
@@ -306,6 +305,29 @@ def load_decoder(place: Place, device: torch.device, dtype: torch.dtype = torch.
     if random_weights.is_random(vae):
         return random_weights.decoder(vae, device, dtype)
     return autoencoders.load_decoder(vae, device, dtype)
+
+
+def load_past(
+    place: Place, spec: ModelSpec, device: torch.device, dtype: torch.dtype = torch.float32
+) -> FromPictures | None:
+    """What shows the clean pass the past, for a model whose past is seen again from its pictures; None for others.
+
+    Raises:
+        ConfigError: there is no autoencoder with both halves.
+    """
+    if not spec.context_pictures:
+        return None
+    vae = place.vae
+    if vae is None and place.entry is not None:
+        files = catalogue.parts().autoencoders[place.entry.autoencoder].weights
+        vae = str(hub.fetch(files)[0]) if files is not None else None
+    if vae is None or random_weights.is_random(vae):
+        raise ConfigError(
+            f"the past of {place.name} is seen again from its pictures, which takes an autoencoder with both halves, "
+            f"but there is {'none' if vae is None else vae}; give one as --vae"
+        )
+    halves = autoencoders.load_decoder(vae, device, dtype), autoencoders.load_encoder(vae, device, dtype)
+    return FromPictures(*halves)
 
 
 class NoText:

@@ -57,6 +57,9 @@ def spec_of(
         rope=entry.positions.published if entry is not None and entry.positions is not None else "relative",
         adaptive_sink=_sink_value(stream, "adaptive"),
         averaged_sink=_sink_value(stream, "average"),
+        context_alone=entry is not None and entry.context is not None and entry.context.alone,
+        context_pictures=entry is not None and entry.context is not None and entry.context.pictures,
+        first_chunks=1 if stream is None else stream.first_chunks,
     )
 
 

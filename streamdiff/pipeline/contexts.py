@@ -31,6 +31,7 @@ def spare_slots(kv_context: str, *, steps: int) -> int:
     return in_flight_limit(kv_context, steps=steps, stages=1) - 1 if kv_context == "staircase" else 0
 
 
-def minimum_lead(kv_context: str, *, steps: int, stages: int, chunk_frames: int) -> int:
-    """Frames a viewer's lead must allow so that the ring can run: the chunks in flight and one being shown."""
-    return chunk_frames * (in_flight_limit(kv_context, steps=steps, stages=stages) + 1)
+def minimum_lead(kv_context: str, *, steps: int, stages: int, chunk_frames: int, first_chunks: int = 1) -> int:
+    """Frames a viewer's lead must allow so that the ring can run: the chunks in flight and one being shown, and at the
+    beginning those that are made together."""
+    return chunk_frames * max(in_flight_limit(kv_context, steps=steps, stages=stages) + 1, first_chunks)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class HeadSession:
     chunk `[its steps + 1, F]`, and of the others.
     `kept` holds the finished latents of all chunks that the next one may see, for the clean pass, the first time or
     again; none where there is no such pass. Chunks admitted see none before `since` but the sink. `source` is the input
-    that first steps start from, None for pure noise.
+    that first steps start from, None for pure noise. `pictures` is the memory of the model's `past`.
     """
 
     noise: Noise
@@ -56,6 +56,7 @@ class HeadSession:
     kept: dict[int, Tensor] = field(default_factory=dict)
     since: int = 0
     source: Source | None = None
+    pictures: Any = None
 
     @property
     def clean_pass(self) -> bool:
@@ -72,7 +73,7 @@ class Head:
     """Embedding, output layer and sampler of every open session."""
 
     def __init__(self, model: Model, device: torch.device) -> None:
-        self.denoiser, self.spec, self.device = model.denoiser, model.spec, device
+        self.denoiser, self.spec, self.device, self.past = model.denoiser, model.spec, device, model.past
         self.sessions: dict[int, HeadSession] = {}
         # On a CPU a thread that draws would only take time from the one that computes.
         self._thread = ThreadPoolExecutor(1, "noise") if device.type == "cuda" else None
@@ -146,7 +147,7 @@ class Head:
             if row.last:
                 finished.append(Finished(row, x0))
                 if session.clean_pass:
-                    session.keep(row.chunk, x0)
+                    session.keep(row.chunk, self._remembered(session, row.chunk, x0))
                     session.latents[key] = x0
             else:
                 fresh = self._noise(row, row.step + 1)
@@ -176,6 +177,13 @@ class Head:
         """What the model is told at each step, and in the clean pass, `[steps + 1, F]`."""
         told = [*schedule.timesteps, self.spec.context_sigma * sampling.TIMESTEPS]
         return torch.tensor(told, device=self.device)[:, None].expand(-1, self.spec.chunk_latents)
+
+    def _remembered(self, session: HeadSession, chunk: int, x0: Tensor) -> Tensor:
+        """What the clean pass will be shown of a chunk, before noise. Mutates: session."""
+        if self.past is None:
+            return x0
+        session.pictures = self.past.new_memory() if session.pictures is None else session.pictures
+        return self.past.again(chunk, x0, session.pictures)
 
     def _context(self, row: MicroStep) -> Tensor:
         """What the clean pass shows of a finished chunk, the first time or again."""

@@ -38,7 +38,8 @@ def known_facts(entry: Entry, *, height: int | None = None, width: int | None = 
         spec = replace(spec, chunk_latents=1, window_latents=1)
     decoder = catalogue.parts().autoencoders[entry.autoencoder].config
     remembered = wan_values(decoder, spec.latent_height, spec.latent_width) if decoder else 0
-    return facts_from(architecture, spec, remembered)
+    # Whose past is seen again from its pictures decodes every chunk a second time.
+    return facts_from(architecture, spec, remembered * (2 if spec.context_pictures else 1))
 
 
 def stage_memory(entry: Entry, stages: int, quantize: str = "none") -> tuple[Memory, ...]:

@@ -14,8 +14,8 @@ import torch
 from streamdiff.config import ModelConfig
 from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
-from streamdiff.models import library
-from streamdiff.models.base import Model, ModelSpec, StreamDecoder, TextEncoder, Trunk, choose_steps
+from streamdiff.models import library, windows
+from streamdiff.models.base import Model, ModelSpec, Past, StreamDecoder, TextEncoder, Trunk, choose_steps
 from streamdiff.models.library import Parts, Place
 from streamdiff.models.wan.lora import parse_lora
 from streamdiff.models.wan.transformer import WanDenoiser
@@ -51,7 +51,6 @@ def place_of(config: ModelConfig) -> Place:
             f"of {config.name} neither steps nor window are known, so it cannot run live. Name a causal model of "
             "`streamdiff models` whose kind it is, and give the file as --weights"
         )
-    library.check_first_chunk(place)
     return place
 
 
@@ -107,10 +106,14 @@ def load_share(
     return (trunk if runs[member.rank] == even else load(runs[member.rank])), runs
 
 
-def own_room(config: ModelConfig, device: torch.device, decoder: StreamDecoder | None) -> Room:
-    """What this rank has for sessions, once its weights are loaded; `decoder` is the one that works here, if any."""
+def own_room(
+    config: ModelConfig, device: torch.device, decoder: StreamDecoder | None, past: Past | None = None
+) -> Room:
+    """What this rank has for sessions, once its weights are loaded; `decoder` and `past` are those that work here, if
+    any."""
     spec = read_spec(config)
-    remembered = 0 if decoder is None else decoder.stream_bytes(spec.latent_height, spec.latent_width)
+    there = [each for each in (decoder, past) if each is not None]
+    remembered = sum(each.stream_bytes(spec.latent_height, spec.latent_width) for each in there)
     return Room(free_bytes(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), config.memory_gb), remembered)
 
 
@@ -120,7 +123,8 @@ def load_model(config: ModelConfig, device: torch.device, blocks: Run | None = N
     place, spec = place_of(config), read_spec(config)
     if remark := library.remark(place, config.kv_context):
         print(f"streamdiff: note: {remark}", file=sys.stderr)
-    return Model(spec, _denoiser(config, device, blocks), _text(config, place, spec, device), None)
+    denoiser, text = _denoiser(config, device, blocks), _text(config, place, spec, device)
+    return Model(spec, denoiser, text, None, library.load_past(place, spec, device, _decoder_dtype(device)))
 
 
 def load_trunk(config: ModelConfig, device: torch.device, blocks: Run) -> Trunk:
@@ -146,8 +150,11 @@ def compile_stage(config: ModelConfig, stage: Stage) -> None:
 
 def load_decoder(config: ModelConfig, device: torch.device) -> StreamDecoder:
     """What the rank needs that decodes."""
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return library.load_decoder(place_of(config), device, dtype)
+    return library.load_decoder(place_of(config), device, _decoder_dtype(device))
+
+
+def _decoder_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def at_once(config: ModelConfig, device: torch.device) -> int:
@@ -160,11 +167,20 @@ def read_spec(config: ModelConfig) -> ModelSpec:
     """The model's facts.
 
     Raises:
-        ConfigError: no such model, one that does not have as many steps as are asked for, or a way of the clean pass
-            that its KV context does not have.
+        ConfigError: no such model, one that does not have as many steps as are asked for, a window that cannot be, or
+            a way of the clean pass that its KV context does not have.
     """
     size = None if config.size is None else library.parse_size(config.size)
-    spec = library.spec_of(place_of(config), size)
+    place = place_of(config)
+    spec = library.spec_of(place, size)
+    asked = config.window, config.sink, config.rope
+    if asked != (None, None, None):
+        if place.embedded:
+            raise ConfigError(
+                f"{config.name} knows no past but that of the window it was trained with; leave --window, --sink and "
+                "--rope out"
+            )
+        spec = windows.changed(spec, *asked)
     if config.clean_with_next and config.kv_context != "clean":
         raise ConfigError(
             f"clean_pass is with-next and kv_context is {config.kv_context}, where chunks wait for no clean pass; "

@@ -57,6 +57,19 @@ class Outcome:
     run: Run
 
 
+def _as_asked(facts: Facts, model: ModelConfig) -> Facts:
+    """`facts` with the window and sink that the configuration asks for."""
+    if model.window is not None:
+        facts = replace(facts, window_latents=model.window, clean_window_latents=None)
+    if model.sink is not None:
+        facts = replace(facts, sink_latents=model.sink)
+    least = facts.sink_latents + facts.chunk_latents
+    window = facts.window(model.kv_context)
+    if (model.window, model.sink) != (None, None) and window < least:
+        raise ConfigError(f"--window is {window} latent frames; it holds the sink and a chunk, so at least {least}")
+    return facts
+
+
 def run(model: ModelConfig, job: Job) -> int:
     """Plan, print, and write what else was asked for; returns the exit status.
 
@@ -73,13 +86,13 @@ def run(model: ModelConfig, job: Job) -> int:
 
 
 def make(model: ModelConfig, job: Job) -> Outcome:
-    """The plan for `model` (its name, steps, KV context and way to quantise count).
+    """The plan for `model` (its name, steps, KV context, window, sink and way to quantise count).
 
     Raises:
         ConfigError: something cannot be planned.
     """
     _check(job)
-    facts = facts_of(model.name)
+    facts = _as_asked(facts_of(model.name), model)
     steps = choose_steps(model.steps, facts.steps, facts.name)
     check_stages(job.stages, facts.blocks)
     load = Workload(job.stages, job.sessions, steps, model.kv_context, job.max_rows)

@@ -133,7 +133,8 @@ def head_ring(
     """The ring, for rank 0. `model` has the blocks of rank 0 only."""
     if place.stages == 1:
         return Ring(model, device, max_rows, clean_with_next=clean_with_next)
-    links = connect(model, place, device, rows_carried(max_rows, clean_with_next), link=link)
+    carried = rows_carried(model.spec, max_rows, clean_with_next)
+    links = connect(model, place, device, carried, link=link)
     stage = Stage(model, device, place.rank, place.stages)
     return Ring(model, device, max_rows, stage=stage, links=links, clean_with_next=clean_with_next)
 
@@ -147,7 +148,8 @@ def follower(
     clean_with_next: bool = False,
 ) -> Worker:
     """The loop of any other rank. `trunk` has this rank's blocks only."""
-    outbox, inbox = connect(trunk, place, device, rows_carried(max_rows, clean_with_next), link=link)
+    carried = rows_carried(trunk.spec, max_rows, clean_with_next)
+    outbox, inbox = connect(trunk, place, device, carried, link=link)
     return Worker(LinkSource(inbox), Stage(trunk, device, place.rank, place.stages), outbox)
 
 

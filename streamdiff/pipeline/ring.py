@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from streamdiff import clock
-from streamdiff.models.base import Model
+from streamdiff.models.base import Model, ModelSpec
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.head import Finished, Head
 from streamdiff.pipeline.links import Inbox, LocalLink, NoLink, Outbox
@@ -82,8 +82,8 @@ class Ring:
         links: tuple[Outbox, Inbox] | None = None,
         clean_with_next: bool = False,
     ) -> None:
-        """`stage` is this rank's part (all blocks of `model` by default), `links` lead to stage 1 and back; with
-        `clean_with_next` (see `StreamBatchScheduler`) they have to carry two rows at least."""
+        """`stage` is this rank's part (all blocks of `model` by default), `links` lead to stage 1 and back; they have
+        to carry the rows that `rows_carried` says."""
         self.stage = stage or Stage(model, device)
         if links is None:
             loop = NoLink()
@@ -94,6 +94,7 @@ class Ring:
             chunk_frames=model.spec.chunk_frames,
             max_rows=max_rows,
             clean_with_next=clean_with_next,
+            first_chunks=model.spec.first_chunks,
         )
         self.head = Head(model, device)
         self._admission = Admission(self.scheduler, self.head, limit=stages + 1 if stages > 1 else 1)
@@ -155,6 +156,8 @@ class Ring:
         schedule = self.head.spec.schedule(steps) if isinstance(steps, int) else steps
         steps = schedule.steps
         first = schedule.of(0).steps
+        if first > steps and self.head.spec.first_chunks > 1:
+            raise ValueError("a first chunk of another length that also has more steps is not built")
         self.scheduler.open(session, steps=steps, first_steps=first, kv_context=kv_context, epoch=epoch)
         noise = noise or self._seeded(seed)
         self.head.open(session, noise=noise, schedule=schedule, kv_context=kv_context, source=source)
@@ -249,9 +252,9 @@ class Ring:
         return finished
 
 
-def rows_carried(max_rows: int, clean_with_next: bool) -> int:
+def rows_carried(spec: ModelSpec, max_rows: int, clean_with_next: bool) -> int:
     """Rows that a ring's links have to carry."""
-    return max(max_rows, 2) if clean_with_next else max_rows
+    return max(max_rows, 2 if clean_with_next else 1, spec.first_chunks)
 
 
 class LocalRing(Ring):
@@ -267,7 +270,7 @@ class LocalRing(Ring):
         clean_with_next: bool = False,
     ) -> None:
         """`link` makes each edge's link."""
-        carried = rows_carried(max_rows, clean_with_next)
+        carried = rows_carried(model.spec, max_rows, clean_with_next)
         forward = Wire.between_stages(model, carried)
         links = [link(forward) for _ in range(stages - 1)] + [link(Wire.back_to_head(model, carried))]
         parts = [Stage(model.part(*run), device, i, stages) for i, run in enumerate(split_evenly(model.blocks, stages))]

@@ -39,7 +39,7 @@ def rollout(
         chunk number to normalised latents `[N, C, F, h, w]`.
     """
     device = next(model.denoiser.model.parameters()).device
-    count, room = len(prompts), model.spec.chunk_frames
+    count = len(prompts)
     ring = Ring(model, device, max_rows=count)
     for i, text in enumerate(prompts):
         ring.open(i, model.text.encode(text), seed=seed + i, epoch=0, steps=steps, kv_context=kv_context)
@@ -52,7 +52,7 @@ def rollout(
             if pending[i] and ring.scheduler.next_chunk(i) == pending[i][0][0]:
                 chunk, texts = pending[i].pop(0)
                 ring.set_text(i, chunk, model.text.encode(texts[i]))
-            ring.scheduler.set_room(i, room)
+            ring.scheduler.set_room(i, model.spec.room(ring.scheduler.next_chunk(i)))
         for row, latents in ring.turn()[1]:
             left[row.session] = max(0, chunks - 1 - row.chunk)
             if row.chunk < chunks and (keep is None or row.chunk in keep):

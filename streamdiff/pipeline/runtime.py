@@ -129,7 +129,8 @@ class Runtime:
     def minimum_lead(self, *, steps: int, kv_context: str) -> int:
         """Frames that a session's lead must allow at least."""
         stages = self._ring.stage.stages
-        return minimum_lead(kv_context, steps=steps, stages=stages, chunk_frames=self.info.chunk_frames)
+        chunk_frames, first = self.info.chunk_frames, self.model.spec.first_chunks
+        return minimum_lead(kv_context, steps=steps, stages=stages, chunk_frames=chunk_frames, first_chunks=first)
 
     def open(self, session: int, conditioning: Tensor, *, seed: int, epoch: int, steps: int, kv_context: str) -> None:
         """Start a stream; it makes nothing before it has room.
@@ -325,13 +326,13 @@ def load_runtime(config: ModelConfig) -> Runtime:
     if config.ranks == 1:
         check_world(1, 1)
         model = loading.load_model(config, device)
-        runs, rooms = ((0, model.blocks),), [loading.own_room(config, device, decoder)]
+        runs, rooms = ((0, model.blocks),), [loading.own_room(config, device, decoder, model.past)]
     else:
         member = loading.join(config)
         model, runs = loading.load_share(
             config, member, device, lambda blocks: loading.load_model(config, device, blocks), decoder
         )
-        member.tell_room(loading.own_room(config, device, decoder))
+        member.tell_room(loading.own_room(config, device, decoder, model.past))
         link = ranks.link_of(config, device)
         place, paired = ranks.Place(0, config.stages), config.clean_with_next
         ring = ranks.head_ring(model, place, device, link=link, clean_with_next=paired)
@@ -361,8 +362,9 @@ def _warm_up(runtime: Runtime) -> None:
     for number in range(1 + _MEASURED_CHUNKS):
         if number == 1:
             runtime.measure_from_here()
-        runtime.set_room(0, runtime.info.chunk_frames)
-        while not any(frames.last for frames in runtime.step(wait_s=1.0)):
-            pass
+        left = runtime.model.spec.first_chunks if number == 0 else 1
+        runtime.set_room(0, left * runtime.info.chunk_frames)
+        while left > 0:
+            left -= sum(frames.last for frames in runtime.step(wait_s=1.0))
     runtime.close_session(0)
     runtime.step()

@@ -17,16 +17,20 @@ chunks after it. `staircase` and `clean` space themselves by their own rules.
 chunks end together then: in here steps are numbered so that the last one, and the clean pass, have the same number in
 every chunk, and the first chunk begins below 0. So what the rules say of step s of two neighbours is said of steps that
 are as far from the end, and nothing else has to know.
+
+**Chunks that are made together.** Where a stream's first chunk is longer than the others, its parts are chunks of their
+own that go side by side, as rows of one forward that see each other. In here they are one chunk, number 0, and what
+comes after waits until its last pass has entered: it is what everybody sees of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from math import gcd
+from dataclasses import dataclass, field, replace
 
 from streamdiff.pipeline.contexts import in_flight_limit
 from streamdiff.pipeline.microstep import MicroStep, compatible
+from streamdiff.pipeline.timetable import timetable_tick
 
 RERUN = -1
 """The choice of a session that lets a finished chunk's clean pass run once more."""
@@ -53,7 +57,7 @@ class _Chunk:
 @dataclass(slots=True)
 class _Session:
     """`chunks` are those in flight, oldest first; their numbers have no holes, and the last is `next_chunk` - 1. A
-    chunk has `steps` steps, the stream's first `first_extra` more.
+    chunk has `steps` steps, the stream's first `first_extra` more; the first `first_chunks` are made together.
 
     `rerun` are finished chunks whose clean pass is due once more, oldest first, before a new chunk is admitted.
     `choice` is the index in `chunks` of the one whose step is due next, `len(chunks)` for a new one, RERUN for a clean
@@ -70,6 +74,7 @@ class _Session:
     chunk_frames: int
     in_flight_limit: int
     waiting_since: int
+    first_chunks: int = 1
     room: int = 0
     paused: bool = False
     next_chunk: int = 0
@@ -87,19 +92,28 @@ class _Session:
         """Steps of a chunk before its step 0."""
         return self.first_extra if chunk == 0 else 0
 
+    def together(self, chunk: int) -> int:
+        """Chunks that are made together from `chunk` on."""
+        return self.first_chunks if chunk == 0 else 1
+
     def next_tick(self, chunk: _Chunk) -> int:
         """Where the timetable has the chunk's next step."""
         return chunk.tick + (chunk.entered + 1) * self.stages
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for one more chunk."""
-        return self.room >= self.chunk_frames
+        """Whether there is room for what would be admitted next."""
+        return self.room >= self.chunk_frames * self.together(self.next_chunk)
+
+    @property
+    def beginning(self) -> bool:
+        """Whether chunks that are made together still have passes to enter."""
+        return self.first_chunks > 1 and any(c.number == 0 and c.entered < self.passes - 1 for c in self.chunks)
 
     def choose(self) -> int | None:
         """What `choice` should be now."""
         count = len(self.chunks)
-        may_admit = self.fits and count < self.in_flight_limit and not self.rerun
+        may_admit = self.fits and count < self.in_flight_limit and not self.rerun and not self.beginning
         if self.paused:
             return None
         if self.rerun and all(chunk.entered == self.passes - 1 for chunk in self.chunks):
@@ -125,26 +139,33 @@ class _Session:
         step, steps = chunk.entered + 1 + chunk.extra, self.steps + chunk.extra
         return MicroStep(self.name, chunk.number, step, steps, chunk.epoch)
 
+    def rows(self, choice: int) -> list[MicroStep]:
+        """The same, with the rows of chunks that go together with it."""
+        row = self.row(choice)
+        chunks: Sequence[int] = range(row.chunk, row.chunk + self.together(row.chunk))
+        if choice == RERUN:  # the window may have left some of them
+            chunks = [chunk for chunk in self.rerun if chunk in chunks]
+        return [replace(row, chunk=chunk) for chunk in chunks] if len(chunks) > 1 else [row]
+
     def enter(self, choice: int) -> None:
         """That step has entered the ring."""
         if choice == RERUN:
-            del self.rerun[0]
+            del self.rerun[: len(self.rows(choice))]
             self.choice, self.stale = None, True
             return
         if choice == len(self.chunks):
             extra = self.extra(self.next_chunk)
             self.chunks.append(_Chunk(self.next_chunk, self.epoch, self._tick_of_next(), extra, -1 - extra, -1 - extra))
-            self.next_chunk += 1
-            self.room -= self.chunk_frames
+            self.room -= self.chunk_frames * self.together(self.next_chunk)
+            self.next_chunk += self.together(self.next_chunk)
         self.chunks[choice].entered += 1
         self.choice, self.stale = None, True
 
     def come_back(self, row: MicroStep) -> None:
         """That step's result is here; nothing happens if it is not one of a chunk in flight."""
-        index = row.chunk - self.chunks[0].number if self.chunks else -1
-        if not 0 <= index < len(self.chunks):
+        chunk = next((each for each in self.chunks if each.number == row.chunk), None)
+        if chunk is None:  # also for those that go together with chunk 0, which stands for them
             return
-        chunk = self.chunks[index]
         step = row.step - chunk.extra
         if chunk.epoch != row.epoch or chunk.back != step - 1 or chunk.entered < step:
             return
@@ -172,7 +193,7 @@ class _Session:
         # Chunk n + k reads this one's step s - 1 in its own step s - 1 - k: all of those enter before step s does. They
         # have when chunk n + s - 1 is in flight, for it entered when the one before it was at step 1, and so on. Before
         # a rerun no more are to come, and those there are have to be asked.
-        if self.kv_context != "staircase" or len(self.chunks) >= index + step:
+        if self.kv_context != "staircase" or len(self.chunks) >= index + step or self.beginning:
             return True
         readers = enumerate(self.chunks[index + 1 :], start=1)
         return bool(self.rerun) and all(reader.entered >= step - 1 - k for k, reader in readers)
@@ -198,6 +219,7 @@ class StreamBatchScheduler:
     Args:
         stages: stages of the ring, P.
         chunk_frames: frames that one chunk adds, the unit of `set_room`.
+        first_chunks: chunks of a stream's beginning that are made together, in one forward whatever `max_rows`.
         max_rows: micro-steps that may share a forward.
         clean_with_next: whether a clean pass takes the next chunk's first step with it, as a row beyond `max_rows`
             where that is 1.
@@ -206,12 +228,21 @@ class StreamBatchScheduler:
         ValueError: one of them is below 1.
     """
 
-    def __init__(self, *, stages: int, chunk_frames: int, max_rows: int = 1, clean_with_next: bool = False) -> None:
-        for name, value in (("stages", stages), ("chunk_frames", chunk_frames), ("max_rows", max_rows)):
+    def __init__(
+        self,
+        *,
+        stages: int,
+        chunk_frames: int,
+        max_rows: int = 1,
+        clean_with_next: bool = False,
+        first_chunks: int = 1,
+    ) -> None:
+        given = {"stages": stages, "chunk_frames": chunk_frames, "max_rows": max_rows, "first_chunks": first_chunks}
+        for name, value in given.items():
             if value < 1:
                 raise ValueError(f"{name} is {value}; at least 1 is needed")
         self.stages, self.chunk_frames, self.max_rows = stages, chunk_frames, max_rows
-        self.clean_with_next = clean_with_next
+        self.clean_with_next, self.first_chunks = clean_with_next, first_chunks
         self._sessions: dict[int, _Session] = {}
         self._forwards = 0  # handed out so far: what waiting is counted in
 
@@ -235,8 +266,9 @@ class StreamBatchScheduler:
         if kv_context == "clean" and self.clean_with_next:
             limit += 1
         self._sessions[session] = _Session(
-            session, steps, extra, kv_context, epoch, self.stages, self.chunk_frames, limit, self._forwards
-        )
+            session, steps, extra, kv_context, epoch, self.stages, self.chunk_frames, limit, self._forwards,
+            self.first_chunks,
+        )  # fmt: skip
 
     def close(self, session: int) -> None:
         """Drop a session and what it has in flight; micro-steps that still come back are ignored."""
@@ -292,14 +324,14 @@ class StreamBatchScheduler:
         return sum(chunk.entered - chunk.back for state in self._sessions.values() for chunk in state.chunks)
 
     def next(self) -> list[MicroStep]:
-        """The rows of the next forward, at most `max_rows`, possibly none. They count as entered.
+        """The rows of the next forward, at most `max_rows` (or `first_chunks`), possibly none. They count as entered.
 
         Within a session: oldest chunk first, `matched` by its timetable. A chunk gives at most one row, since its next
         step needs this one's result. All rows are `compatible` with the first.
         """
         rows: list[MicroStep] = []
-        while len(rows) < self.max_rows and (row := self._pick(rows)):
-            rows.append(row)
+        while len(rows) < self.max_rows and (picked := self._pick(rows)):
+            rows += picked
         if self.clean_with_next and (follower := self._follower(rows)):
             rows.append(follower)
         if rows:
@@ -321,18 +353,19 @@ class StreamBatchScheduler:
         """Whether `next` would hand out anything."""
         return any(self._choice(state) is not None for state in self._sessions.values())
 
-    def _pick(self, taken: list[MicroStep]) -> MicroStep | None:
-        """Hand out one more row for the forward that has `taken`."""
+    def _pick(self, taken: list[MicroStep]) -> list[MicroStep]:
+        """Hand out one more row, or rows that go together, for the forward that has `taken`."""
         waiting = [state for state in self._sessions.values() if self._choice(state) is not None]
         for state in sorted(waiting, key=self._rank):
             choice = state.choice
             assert choice is not None
-            row = state.row(choice)
-            if not taken or (compatible(taken[0], row) and not any(_same_chunk(row, other) for other in taken)):
+            rows = state.rows(choice)
+            apart = not any(_same_chunk(row, other) for row in rows for other in taken)
+            if not taken or (compatible(taken[0], rows[0]) and apart and len(taken) + len(rows) <= self.max_rows):
                 state.enter(choice)
                 state.waiting_since = self._forwards + 1
-                return row
-        return None
+                return rows
+        return []
 
     def _follower(self, rows: list[MicroStep]) -> MicroStep | None:
         """The first step of the chunk after a clean pass that is alone in its forward; hands it out."""
@@ -363,15 +396,3 @@ class StreamBatchScheduler:
 def _same_chunk(row: MicroStep, other: MicroStep) -> bool:
     """Whether both write the same keys; a clean pass and its rerun could meet in a forward."""
     return (row.session, row.chunk) == (other.session, other.chunk)
-
-
-def timetable_tick(chunk: int, *, stages: int, passes: int) -> int:
-    """Tick on which the timetable of a paced session has step 0 of a chunk; step s stands `s * stages` ticks later.
-
-    With P stages and S passes per chunk, a round is P chunks in P * S ticks: chunk i of it stands on tick
-    `i * S + floor(i * gcd(P, S) / P)`. The second term moves chunks on by a tick whenever the first falls on the same
-    stage (modulo P) as an earlier one; so all micro-steps of all chunks stand on ticks of their own, without a hole,
-    and starts are S or S + 1 ticks apart, once a round `S + 1 - gcd(P, S)`.
-    """
-    rounds, place = divmod(chunk, stages)
-    return rounds * stages * passes + place * passes + place * gcd(stages, passes) // stages

@@ -86,13 +86,13 @@ class Script:
         renoise = None if self.renoise is None else self.renoise[first:]
         return GivenNoise(self.initial[first:], renoise, self.schedule, seeded)
 
-    def source(self, first: int) -> Source | None:
-        """Input of the stream that begins at chunk `first`."""
+    def source(self, first: int, together: int = 1) -> Source | None:
+        """Input of the stream that begins at chunk `first`, of whose chunks the first are made `together`."""
         if self.video is None:
             return None
         video, strength = self.video[first:], self._strength
         if self.motion_noise:
-            return Source.following_motion(video, strength)
+            return Source.following_motion(video, strength, together=together)
         told = self.schedule.timesteps[0] if self.strength is None else TIMESTEPS * strength
         return Source.steady(video, strength, told)
 
@@ -136,12 +136,14 @@ def play(
     has started. With several stages they take turns in this process.
 
     Raises:
+        ConfigError: a stream that ends, or a prompt that changes, among chunks that the model makes together.
         ValueError: an unknown KV context, or one that the schedule does not go with.
     """
+    _check_together(script, model.spec.first_chunks)
     ring = Ring(model, device) if stages == 1 else LocalRing(model, device, stages)
     epochs = count(1)
     for begin, switches, end in script.segments:
-        noise, source = script.noise(model, begin.chunk), script.source(begin.chunk)
+        noise, source = script.noise(model, begin.chunk), script.source(begin.chunk, model.spec.first_chunks)
         if begin.chunk == 0:
             context = script.kv_context
             ring.open(
@@ -165,6 +167,22 @@ def play(
                 break
 
 
+def _check_together(script: Script, count: int) -> None:
+    """Raises ConfigError for what would cut the first `count` chunks of a stream, which are made together."""
+    for begin, switches, end in script.segments:
+        if end - begin.chunk < count:
+            raise ConfigError(
+                f"a stream from chunk {begin.chunk} to {end} has {end - begin.chunk} chunks, but the first {count} are "
+                f"made together; make at least {count}"
+            )
+        for switch in switches:
+            if switch.chunk - begin.chunk < count:
+                raise ConfigError(
+                    f"a prompt switch is at chunk {switch.chunk}, but the first {count} chunks from {begin.chunk} on "
+                    f"are made together; switch at {begin.chunk + count} or later"
+                )
+
+
 def _stream(
     ring: Ring, most: int | None, due: dict[int, Switch], epochs: Iterator[int]
 ) -> Iterator[tuple[int, Tensor]]:
@@ -176,7 +194,8 @@ def _stream(
             following = ring.scheduler.next_chunk(_NAME)
             if (switch := due.pop(following, None)) is not None:
                 ring.set_text(_NAME, next(epochs), switch.embeddings, switch.policy)
-            ring.scheduler.set_room(_NAME, ring.head.spec.chunk_frames if most is None or following < most else 0)
+            goes_on = most is None or following < most
+            ring.scheduler.set_room(_NAME, ring.head.spec.room(following) if goes_on else 0)
             rows, finished = ring.turn()
             assert rows or finished or ring.waiting, "the stream stands still"
             done |= {row.chunk: latents for row, latents in finished}

@@ -37,10 +37,12 @@ class Source:
         return cls(latents, level, torch.full_like(level, told))
 
     @classmethod
-    def following_motion(cls, latents: Tensor, strength: float, frames: Tensor | None = None) -> Source:
+    def following_motion(
+        cls, latents: Tensor, strength: float, frames: Tensor | None = None, together: int = 1
+    ) -> Source:
         """The more motion, the less noise, see `motion_levels`; the model is told `TOLD_LESS` less. Motion is that of
         `frames` `[n, C, F, H, W]`, such as pixels, or of the latents themselves."""
-        levels = motion_levels(latents if frames is None else frames, strength)
+        levels = motion_levels(latents if frames is None else frames, strength, together)
         told = (levels * TIMESTEPS).floor() - TOLD_LESS * TIMESTEPS
         return cls(latents, levels.float(), told.float())
 
@@ -61,11 +63,11 @@ class Source:
         return min(chunk, len(self.latents) - 1)
 
 
-def motion_levels(frames: Tensor, strength: float) -> Tensor:
+def motion_levels(frames: Tensor, strength: float, together: int = 1) -> Tensor:
     """StreamDiffusionV2's noise controller (github.com/chenfengxu714/StreamDiffusionV2, `inference.py`): with m the
     largest root mean square difference of a chunk's neighbouring frames, the one before the chunk included, over
     `FULL_MOTION` and at most 1, the level is 0.9 (strength - 0.1 m) + 0.1 (the level before). Theirs looks at pixels.
-    The first chunk has `strength` itself. Nothing is read back to the host.
+    The first chunk, or those that are made `together`, have `strength` itself. Nothing is read back to the host.
 
     Args:
         frames: `[n, C, F, h, w]`.
@@ -78,7 +80,7 @@ def motion_levels(frames: Tensor, strength: float) -> Tensor:
     line = frames.double().movedim(2, 1).flatten(0, 1)
     steps = (line[1:] - line[:-1]).square().flatten(1).mean(1).sqrt()
     motion = torch.cat([steps.new_zeros(1), steps]).view(count, length).amax(1) / FULL_MOTION
-    levels = [motion.new_full((), strength)]
-    for share in motion.clamp(0, 1)[1:]:
+    levels = [motion.new_full((), strength)] * min(together, count)
+    for share in motion.clamp(0, 1)[together:]:
         levels.append(_NEW * (strength - REACH * share) + (1 - _NEW) * levels[-1])
     return torch.stack(levels)

@@ -120,11 +120,14 @@ class Stage:
     @torch.inference_mode()
     def forward(self, rows: Sequence[MicroStep], tokens: Tokens) -> Tokens:
         """Run this stage's blocks for `rows`. Mutates: the rows' caches."""
-        views = [self._view(row) for row in rows]
+        views = [self._view(row, self._ahead(rows, index)) for index, row in enumerate(rows)]
         texts = [self.sessions[row.session].text[row.epoch] for row in rows]
-        if self.compiled is not None and (done := self.compiled.run(tokens, texts, views)) is not None:
-            return done
-        return self.denoiser.run_blocks(tokens, side_by_side(texts), self.attention.on(views))
+        done = self.compiled.run(tokens, texts, views) if self.compiled is not None else None
+        if done is None:
+            done = self.denoiser.run_blocks(tokens, side_by_side(texts), self.attention.on(views))
+        for row in rows:
+            self._share(row)
+        return done
 
     @torch.inference_mode()
     def compile(self, *, steps: int, kv_context: str, clean_with_next: bool = False) -> None:
@@ -142,23 +145,43 @@ class Stage:
         # Where something is done with what leaves the ring, that is met one chunk after all its slots are full.
         chunks = plan.slots - plan.spare if spec.averaged_sink is None else plan.slots + 1
         self.compiled.learning = True
-        for rows in _met(chunks, steps, kv_context != "matched", clean_with_next):
+        for rows in _met(chunks, steps, kv_context != "matched", clean_with_next, spec.first_chunks):
             hidden = like.new_zeros(len(rows), self.frames * self.grid[0] * self.grid[1], denoiser.width)
             time = like.new_zeros(len(rows), spec.chunk_latents, denoiser.width)
             self.forward(rows, Tokens(hidden, time))
         self.compiled.learning = False
         self.close(_TRIAL)
 
-    def _view(self, row: MicroStep) -> RowView:
+    def _ahead(self, rows: Sequence[MicroStep], index: int) -> int:
+        """Rows after this one that are made together with it."""
+        row, count = rows[index], self.spec.first_chunks
+        return sum(
+            row.chunk < other.chunk < count and (row.session, row.step) == (other.session, other.step)
+            for other in rows[index + 1 :]
+        )
+
+    def _share(self, row: MicroStep) -> None:
+        """What was made together is seen by every step as its last one left it (StreamDiffusionV2's start: it runs
+        through all steps on one cache, which is copied then). Mutates: the row's caches."""
         session = self.sessions[row.session]
-        # A first chunk may have more steps: those before the others' first write where that one will.
-        cache = max(0, row.step - (row.steps - session.steps)) if session.matched else 0
+        if session.matched and row.last and row.chunk < self.spec.first_chunks > 1:
+            session.state.share(self._cache(session, row), session.plan.slot(row.chunk))
+
+    def _cache(self, session: StageSession, row: MicroStep) -> int:
+        """A first chunk may have more steps: those before the others' first write where that one will."""
+        return max(0, row.step - (row.steps - session.steps)) if session.matched else 0
+
+    def _view(self, row: MicroStep, ahead: int) -> RowView:
+        session = self.sessions[row.session]
+        cache = self._cache(session, row)
         # Where there is a clean pass, only what that writes stays.
         adapt = self.spec.adaptive_sink if session.matched or row.clean else None
         # A chunk leaves when the one that takes its slot first writes there.
         fold = self.spec.averaged_sink if session.matched or row.step == 0 else None
         since = session.since[row.epoch]
-        return self.attention.view(session.plan, session.state, cache, row.chunk, since, adapt, fold)
+        if row.clean and self.spec.context_alone:
+            since = max(since, row.chunk)
+        return self.attention.view(session.plan, session.state, cache, row.chunk, since, adapt, fold, ahead)
 
 
 def ring_plan(spec: ModelSpec, kv_context: str, *, steps: int) -> RingPlan:
@@ -167,11 +190,11 @@ def ring_plan(spec: ModelSpec, kv_context: str, *, steps: int) -> RingPlan:
     return RingPlan(spec.sink_latents, spec.window(kv_context), spare, absolute, spec.chunk_latents)
 
 
-def _met(chunks: int, steps: int, clean: bool, clean_with_next: bool) -> Iterator[list[MicroStep]]:
+def _met(chunks: int, steps: int, clean: bool, clean_with_next: bool, first: int) -> Iterator[list[MicroStep]]:
     """Rows of a stream's first `chunks` chunks, while its window fills: the first step of every chunk, and the clean
-    pass; where there is none, every step, as each has a cache of its own."""
-    for chunk in range(chunks):
+    pass; where there is none, every step, as each has a cache of its own. The `first` chunks go together."""
+    for chunk in (0, *range(first, max(chunks, first + 1))):
         for step in (0, steps) if clean else range(steps):
-            yield [MicroStep(_TRIAL, chunk, step, steps, 0)]
-        if clean_with_next:
+            yield [MicroStep(_TRIAL, each, step, steps, 0) for each in range(chunk, first if chunk == 0 else chunk + 1)]
+        if clean_with_next and (chunk > 0 or first == 1):
             yield [MicroStep(_TRIAL, chunk, steps, steps, 0), MicroStep(_TRIAL, chunk + 1, 0, steps, 0)]

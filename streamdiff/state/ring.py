@@ -106,6 +106,12 @@ class StageState:
         """Keys and values `[slots, tokens, H, d]` of each layer in one of the caches."""
         return self._layers[cache]
 
+    def share(self, cache: int, slot: int) -> None:
+        """Let all caches have what is in this slot of one of them. Mutates: self."""
+        for field in fields(self):
+            whole = getattr(self, field.name)
+            whole[:, :, slot] = whole[cache, :, slot].clone()
+
     def reset(self) -> None:
         """Forget the stream. Mutates: self."""
         for field in fields(self):
@@ -119,7 +125,8 @@ class RowShape:
     Counts and places are of latent frames, `chunk` in a slot. The row sees the first `sink` frames of the ring and
     `rest` others: those of `part` where they lie side by side, else those that an index tensor names. `raw`: how many
     of its own frames, the first, belong to the sink. `adapt`: the similarity below which it takes a sink chunk's place.
-    `fold`: the share of the sink that stays when the chunk whose slot it takes is folded into it first.
+    `fold`: the share of the sink that stays when the chunk whose slot it takes is folded into it first. `ahead`: how
+    many rows after it in the forward it sees, since they are made together.
     """
 
     chunk: int
@@ -129,6 +136,7 @@ class RowShape:
     part: tuple[int, int] | None
     adapt: float | None = None
     fold: float | None = None
+    ahead: int = 0
 
 
 class RowTensors(NamedTuple):
@@ -189,17 +197,19 @@ class RingAttention:
         since: int = 0,
         adapt: float | None = None,
         fold: float | None = None,
+        ahead: int = 0,
     ) -> RowView:
         """The view of `chunk` in a ring where chunks before `since` are forgotten, except for the sink. With `adapt` it
         takes the place of the sink chunk that it is least like, if it is less like it than that. With `fold` the chunk
-        whose slot it takes is folded into the sink first, of which that share stays."""
-        sink, first = plan.frames(chunk, since)
-        begin, end, gone = chunk * plan.chunk, (chunk + 1) * plan.chunk, plan.evicted(chunk)
+        whose slot it takes is folded into the sink first, of which that share stays. It sees what the chunk `ahead` of
+        it sees, of whose row and those between it is to be told in the same forward, after its own."""
+        sink, first = plan.frames(chunk + ahead, since)
+        begin, end, gone = chunk * plan.chunk, (chunk + ahead + 1) * plan.chunk, plan.evicted(chunk)
         places = tuple(sorted(plan.place(frame) for frame in range(first, end)))
         part, raw = self._part(plan, places), min(max(plan.sink - begin, 0), plan.chunk)
         adapt = adapt if plan.sink and not raw else None
         fold = fold if gone >= max(plan.pinned, since) else None
-        shape = RowShape(plan.chunk, raw, sink, len(places), part, adapt, fold)
+        shape = RowShape(plan.chunk, raw, sink, len(places), part, adapt, fold, ahead)
         keys, values = state.layers(cache)
         at, rest = self._index((plan.slot(chunk),)), self._index(places) if part is None else None
         # Relative: the sink's last frame is followed by the window's first, so count back from there.
@@ -237,15 +247,14 @@ class RingAttention:
 
 
 def attend_rows(rows: Sequence[RowView], layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Each row in turn writes its keys and values and attends to its view; all `[R, L, H, d]`. Mutates: the caches."""
-    mixed = []
+    """Each row in turn writes its keys and values and attends to its view; those that it sees of the rows after it are
+    written before. All `[R, L, H, d]`. Mutates: the caches."""
+    mixed, written = [], 0
     for index, (shape, row) in enumerate(rows):
+        while written <= index + shape.ahead:
+            _write(rows[written], layer, key[written], value[written])
+            written += 1
         keys, values = row.keys[layer], row.values[layer]
-        if shape.fold is not None and row.back is not None:
-            gone = rotary.rotate(keys.index_select(0, row.at)[0], row.back), values.index_select(0, row.at)[0]
-            fold_into_sink((keys[0], values[0]), gone, shape.fold)
-        keys.index_copy_(0, row.at, _own_keys(shape, row, key[index])[None])
-        values.index_copy_(0, row.at, value[index][None])
         seen_keys, seen_values = _rest(keys, shape, row), _rest(values, shape, row)
         if row.sink_table is not None:
             sink = rotary.rotate(_frames(keys, shape)[: shape.sink].flatten(0, 1), row.sink_table)
@@ -257,6 +266,17 @@ def attend_rows(rows: Sequence[RowView], layer: int, query: Tensor, key: Tensor,
             count = shape.sink // shape.chunk
             adapt_sink((keys[:count], values[:count]), (key[index], value[index]), shape.adapt)
     return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
+
+
+def _write(view: RowView, layer: int, key: Tensor, value: Tensor) -> None:
+    """Put a row's keys and values `[L, H, d]` into its slot. Mutates: the caches."""
+    shape, row = view
+    keys, values = row.keys[layer], row.values[layer]
+    if shape.fold is not None and row.back is not None:
+        gone = rotary.rotate(keys.index_select(0, row.at)[0], row.back), values.index_select(0, row.at)[0]
+        fold_into_sink((keys[0], values[0]), gone, shape.fold)
+    keys.index_copy_(0, row.at, _own_keys(shape, row, key)[None])
+    values.index_copy_(0, row.at, value[None])
 
 
 def _own_keys(shape: RowShape, row: RowTensors, key: Tensor) -> Tensor:

@@ -104,6 +104,22 @@ def test_a_rank_quantises_its_own_blocks_one_weight_at_a_time(
     assert set(names) == {f"blocks.{i}.{part}.weight" for i in range(*blocks) for part in BLOCK}
 
 
+@torch.inference_mode()
+def test_fp8_by_rows_is_near_the_bfloat16_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao's own weights and products, which a CPU can compute too, slowly; nothing but the two checks for a GPU,
+    ours and theirs, are out of the way."""
+    plain = flow(load(folder, "none", torch.bfloat16)).float()
+    monkeypatch.setattr(quantize, "_no_fp8", lambda device: None)
+    monkeypatch.setattr("torchao.quantization.quant_api._check_hardware_support", lambda granularity: None)
+    model = load(folder, "fp8", torch.bfloat16)
+    weights = {name: weight for name, weight in model.state_dict().items() if type(weight) is not Tensor}
+    assert set(weights) == {f"blocks.{i}.{part}.weight" for i in range(3) for part in BLOCK}
+    for weight in weights.values():
+        assert weight.qdata.dtype == torch.float8_e4m3fn and weight.scale.shape == (len(weight), 1)
+    error = float((flow(model).float() - plain).norm() / plain.norm())
+    assert 1e-3 < error < 0.1, "rounded, and no more than that"
+
+
 # ---- what is refused -----------------------------------------------------------------------------------------------
 
 

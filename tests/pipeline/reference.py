@@ -39,13 +39,21 @@ def sees(model: Model, row: Row, steps: int, kv_context: str, extra: int = 0) ->
     """What `row` attends to, oldest first, itself last. The first chunk has `extra` more steps: it is seen when it has
     as many steps before it as another chunk would."""
     chunk, step = row
-    if chunk == 0:
-        return [(row, window(model, 0, kv_context)[0][1])]
+    together = model.spec.first_chunks
+    if chunk < together:
+        # Those that are made together see each other, wherever they are, and nothing else.
+        return [((c, step), frames) for c, frames in window(model, together - 1, kv_context)]
     at: dict[str, Callable[[int], int]] = {
         "clean": lambda distance: steps,
         "staircase": lambda distance: min(step + distance, steps),
         "matched": lambda distance: step,
     }
+    if together > 1:  # whole before another begins, and seen as its last pass left it
+        whole = steps - 1 if kv_context == "matched" else steps
+        return [
+            ((c, step if c == chunk else whole if c < together else at[kv_context](chunk - c)), frames)
+            for c, frames in window(model, chunk, kv_context)
+        ]
     return [
         ((c, at[kv_context](chunk - c) + extra * (c == 0) if c < chunk else step), frames)
         for c, frames in window(model, chunk, kv_context)
@@ -75,7 +83,8 @@ class Explicit:
             chunks = self.chunks
             places = [i if chunks is None else chunks[r] * self.frames + f for i, (r, f) in enumerate(pairs)]
             table = rotary.table(torch.tensor(places), *self.grid, query.shape[-1])
-            turned = rotary.rotate(query[row], table[-self.frames * per :])
+            own = pairs.index((row, 0)) * per  # the last, but among chunks that are made together
+            turned = rotary.rotate(query[row], table[own : own + self.frames * per])
             mixed.append(attend(turned[None], rotary.rotate(keys, table)[None], values[None]))
         return torch.cat(mixed)
 
@@ -153,4 +162,12 @@ class Reference:
         return found
 
     def _sees(self, row: Row) -> list[Sight]:
-        return sees(self.model, row, self.steps, self.kv_context, self.extra)
+        seen = sees(self.model, row, self.steps, self.kv_context, self.extra)
+        if self.model.spec.context_alone and row[1] == self.steps + self.extra * (row[0] == 0):
+            return [each for each in map(self._of_the_sink, seen[:-1]) if each[1]] + [seen[-1]]
+        return seen
+
+    def _of_the_sink(self, sight: Sight) -> Sight:
+        (chunk, step), frames = sight
+        per = self.model.spec.chunk_latents
+        return (chunk, step), [f for f in frames if chunk * per + f < self.model.spec.sink_latents]

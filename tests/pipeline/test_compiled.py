@@ -179,3 +179,17 @@ def test_averaged_sinks_and_windows_that_cut_chunks_have_graphs_too(window: int,
         got = play(ring, model, {0: order})[0]
     assert worst(got, play(Ring(model, CPU), model, {0: order})[0]) <= TOLERANCE
     assert ran_a_graph and all(ran_a_graph)
+
+
+@pytest.mark.parametrize("kv_context", ["clean", "matched"])
+def test_chunks_that_are_made_together_have_a_graph(kv_context: str) -> None:
+    model = replace(MODEL, spec=replace(MODEL.spec, first_chunks=2))
+    ring = Ring(model, CPU)
+    ring.stage.compile(steps=2, kv_context=kv_context)
+    ran_a_graph: list[bool] = []
+    ring.stage.compiled.run = told(ring.stage.compiled, ran_a_graph)  # type: ignore[method-assign, union-attr]
+    order = {0: Order(RED, 5, 2, kv_context)}
+    with nothing_compiled():
+        got = play(ring, model, order, 6)[0]
+    assert worst(got, play(Ring(model, CPU), model, order, 6)[0]) <= TOLERANCE
+    assert all(ran_a_graph) and len(ran_a_graph) > 6

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from streamdiff.models import sampling
 from streamdiff.models.base import Model
 from streamdiff.models.wan.transformer import KeyValue
 from streamdiff.pipeline.microstep import MicroStep
@@ -105,6 +106,39 @@ def test_the_past_may_be_shown_with_a_little_noise(kv_context: str) -> None:
     plain = streamed(model, steps=2, kv_context=kv_context)
     assert torch.equal(got[0], plain[0]), "a first chunk has no past"
     assert not torch.allclose(got[-1], plain[-1], atol=1e-2)
+
+
+@pytest.mark.parametrize(("window", "sink"), [(4, 0), (5, 0), (6, 2), (7, 3)])
+@pytest.mark.parametrize("kv_context", ["clean", "staircase"])
+def test_a_past_may_be_kept_without_what_was_before_it(kv_context: str, window: int, sink: int) -> None:
+    plain = small_model(1, window=window, sink=sink)
+    model = replace(plain, spec=replace(plain.spec, context_alone=True))
+    got = streamed(model, steps=2, kv_context=kv_context)
+    for one, expected in zip(got, referenced(model, steps=2, kv_context=kv_context), strict=True):
+        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
+    assert (got[-1] - streamed(plain, steps=2, kv_context=kv_context)[-1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("rope", ["relative", "absolute"])
+def test_with_a_window_of_two_chunks_that_is_a_past_computed_anew(rope: str) -> None:
+    """Krea's way: before each chunk the one before it, with no other, is run through the model again, then all steps
+    see what that gives. Here as one forward of two chunks per step, with a block-causal mask and no cache."""
+    model = small_model(1, window=4)
+    model = replace(model, spec=replace(model.spec, context_alone=True, rope=rope))
+    spec, denoiser, steps = model.spec, model.denoiser, 2
+    got = streamed(model, steps=steps, kv_context="clean", chunks=4)
+    grid = (spec.latent_height // denoiser.patch[1], spec.latent_width // denoiser.patch[2])
+    text = [KeyValue(*layer) for layer in denoiser.text(model.text.encode(RED)[None].expand(2, -1, -1))]
+    chunk, x0 = 3, torch.zeros(spec.chunk_shape)
+    for step, sigma in enumerate(sampling.schedule(steps, spec.shift)):
+        noise = sampling.noise(spec.chunk_shape, seed=11, chunk=chunk, step=step)
+        x_t = sampling.add_noise(x0, noise, sigma)
+        level = torch.tensor([0.0, 1000 * sigma])[:, None].expand(-1, spec.chunk_latents)
+        with torch.inference_mode():
+            tokens = denoiser.embed(torch.stack([got[chunk - 1], x_t]), level)
+            tokens = denoiser.run_blocks(tokens, text, Explicit([[0], [0, 1]], spec.chunk_latents, grid))
+            x0 = sampling.clean_from_flow(x_t, denoiser.head(tokens, spec.chunk_shape[1:])[-1], sigma)
+    torch.testing.assert_close(got[chunk], x0, rtol=1e-4, atol=1e-4)
 
 
 def test_the_contexts_are_different_streams() -> None:

@@ -260,6 +260,17 @@ def test_the_plan_says_what_was_asked_for() -> None:
     assert "an estimate from FLOPs and bytes at 400 TFLOP/s" in "\n".join(as_text(make(MATCHED, Job())))
 
 
+def test_a_shorter_window_is_planned_with() -> None:
+    def caches(**asked: int) -> int:
+        return make(ModelConfig(name="self-forcing", **asked), Job(stages=1)).memory[0].caches  # type: ignore[arg-type]
+
+    chunk = caches(window=9) - caches(window=6)
+    assert chunk > 0 and caches() - caches(window=6) == 5 * chunk
+    assert caches(window=7, sink=1) == caches(window=9), "the sink's chunk is kept whole"
+    with pytest.raises(ConfigError, match="--window is 6 latent frames; it holds the sink and a chunk, so at least 7"):
+        caches(window=6, sink=4)
+
+
 def test_json_holds_the_whole_plan_and_is_json() -> None:
     outcome = make(MATCHED, Job(stage_times=QUARTERS, decode="own-rank", decode_time=0.5))
     tree = json.loads(json.dumps(as_tree(outcome), allow_nan=False))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,11 +17,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from streamdiff.errors import ConfigError
+from streamdiff import clock
+from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.pipeline.budget import Room
 
 START_LIMIT = timedelta(minutes=10)
 """How long ranks wait for each other while weights are loaded."""
+STILL_S = 1800.0
+"""How long they wait for one that gets no further: a single graph of a large model takes minutes."""
+_LOOK_S = 0.05
 _FOR_EVER = timedelta(days=3650)  # a receive is posted long before anybody has to send; `Watch` finds who hangs
 
 
@@ -40,10 +45,33 @@ class Member:
         """What all ranks have told; waits for them."""
         return [Room(*json.loads(self.store.get(f"room/{rank}"))) for rank in range(self.ranks)]
 
-    def meet(self) -> None:
-        """Wait until all ranks are here, as one may take minutes longer than another to compile. Once per ring."""
+    def tell_made(self, made: int) -> None:
+        """Tell the head how many of its graphs this rank has made, see `compiling.Progress`."""
+        self.store.set(f"made/{self.rank}", str(made))
+
+    def hear_made(self, stages: int) -> list[int]:
+        """What the ranks of the stages have told last, 0 where one has told nothing yet."""
+        keys = [f"made/{rank}" for rank in range(stages)]
+        return [int(self.store.get(key)) if self.store.check([key]) else 0 for key in keys]
+
+    def meet(self, progress: Callable[[], int] = lambda: 0) -> None:
+        """Wait until all ranks are here, and nothing can be sent to one that compiles. Once per ring.
+
+        `progress` is how much all ranks have made so far. The wait is a row of looks, between which a signal is heard.
+
+        Raises:
+            EngineFailure: some are not here, and there was no progress for `STILL_S`; names them.
+        """
         self.store.set(f"met/{self.rank}", "")
-        self.store.wait([f"met/{rank}" for rank in range(self.ranks)], START_LIMIT)
+        made, since_s = progress(), clock.monotonic_s()
+        while missing := [rank for rank in range(self.ranks) if not self.store.check([f"met/{rank}"])]:
+            if (now := progress()) > made:
+                made, since_s = now, clock.monotonic_s()
+            if clock.monotonic_s() - since_s > STILL_S:
+                names = ", ".join(str(rank) for rank in missing)
+                raise EngineFailure(f"rank {names} did not get ready: no progress for {STILL_S:g} s")
+            threading.Event().wait(_LOOK_S)
+        progress()
 
 
 def check_world(stages: int, ranks: int) -> None:

@@ -5,7 +5,7 @@ Does what works say; never decides anything itself. Knows nothing about latents'
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -127,10 +127,18 @@ class Stage:
         return self.denoiser.run_blocks(tokens, side_by_side(texts), self.attention.on(views))
 
     @torch.inference_mode()
-    def compile(self, *, steps: int, kv_context: str, clean_with_next: bool = False) -> None:
+    def compile(
+        self,
+        *,
+        steps: int,
+        kv_context: str,
+        clean_with_next: bool = False,
+        told: Callable[[int, int], None] = lambda made, of: None,
+    ) -> None:
         """Make a graph for every forward that a session of this kind meets: one for each number of chunks in its
         window, as the window fills, and one for each that takes the next chunk's first step with it. Takes from seconds
-        to minutes. Mutates: self.
+        to minutes; `told` is called with the number of chunks whose graphs are made, and how many there are.
+        Mutates: self.
         """
         self.compiled = CompiledBlocks(self.denoiser, self.device)
         spec, denoiser = self.spec, self.denoiser
@@ -142,10 +150,13 @@ class Stage:
         # Where something is done with what leaves the ring, that is met one chunk after all its slots are full.
         chunks = plan.slots - plan.spare if spec.averaged_sink is None else plan.slots + 1
         self.compiled.learning = True
-        for rows in _met(chunks, steps, kv_context != "matched", clean_with_next):
-            hidden = like.new_zeros(len(rows), self.frames * self.grid[0] * self.grid[1], denoiser.width)
-            time = like.new_zeros(len(rows), spec.chunk_latents, denoiser.width)
-            self.forward(rows, Tokens(hidden, time))
+        told(0, chunks)
+        for chunk in range(chunks):
+            for rows in _met(chunk, steps, kv_context != "matched", clean_with_next):
+                hidden = like.new_zeros(len(rows), self.frames * self.grid[0] * self.grid[1], denoiser.width)
+                time = like.new_zeros(len(rows), spec.chunk_latents, denoiser.width)
+                self.forward(rows, Tokens(hidden, time))
+            told(chunk + 1, chunks)
         self.compiled.learning = False
         self.close(_TRIAL)
 
@@ -167,11 +178,10 @@ def ring_plan(spec: ModelSpec, kv_context: str, *, steps: int) -> RingPlan:
     return RingPlan(spec.sink_latents, spec.window(kv_context), spare, absolute, spec.chunk_latents)
 
 
-def _met(chunks: int, steps: int, clean: bool, clean_with_next: bool) -> Iterator[list[MicroStep]]:
-    """Rows of a stream's first `chunks` chunks, while its window fills: the first step of every chunk, and the clean
+def _met(chunk: int, steps: int, clean: bool, clean_with_next: bool) -> Iterator[list[MicroStep]]:
+    """Rows of the forwards of one of a stream's first chunks, while its window fills: the first step, and the clean
     pass; where there is none, every step, as each has a cache of its own."""
-    for chunk in range(chunks):
-        for step in (0, steps) if clean else range(steps):
-            yield [MicroStep(_TRIAL, chunk, step, steps, 0)]
-        if clean_with_next:
-            yield [MicroStep(_TRIAL, chunk, steps, steps, 0), MicroStep(_TRIAL, chunk + 1, 0, steps, 0)]
+    for step in (0, steps) if clean else range(steps):
+        yield [MicroStep(_TRIAL, chunk, step, steps, 0)]
+    if clean_with_next:
+        yield [MicroStep(_TRIAL, chunk, steps, steps, 0), MicroStep(_TRIAL, chunk + 1, 0, steps, 0)]

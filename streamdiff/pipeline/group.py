@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -68,8 +69,7 @@ class Member:
             if (now := progress()) > made:
                 made, since_s = now, clock.monotonic_s()
             if clock.monotonic_s() - since_s > STILL_S:
-                names = ", ".join(str(rank) for rank in missing)
-                raise EngineFailure(f"rank {names} did not get ready: no progress for {STILL_S:g} s")
+                raise EngineFailure(f"rank {_names(missing)} did not get ready: no progress for {STILL_S:g} s")
             threading.Event().wait(_LOOK_S)
         progress()
 
@@ -95,9 +95,10 @@ def join(facts: Mapping[str, str]) -> Member:
 
     Raises:
         ConfigError: a fact that differs; names rank, fact and both values.
+        EngineFailure: a rank did not come.
     """
     store, rank, world = next(rendezvous("env://", timeout=START_LIMIT))
-    store = PrefixStore("streamdiff", store)
+    store = _of_this_start(PrefixStore("streamdiff", store), rank, world)
     store.set(f"facts/{rank}", json.dumps(dict(facts)))
     everybody = [json.loads(store.get(f"facts/{other}")) for other in range(world)]
     store.set(f"read/{rank}", "")
@@ -112,3 +113,35 @@ def join(facts: Mapping[str, str]) -> Member:
                 )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_FOR_EVER)
     return Member(rank, world, store)
+
+
+def _of_this_start(store: Store, rank: int, world: int) -> Store:
+    """The part of `store` that belongs to this start of the ring alone.
+
+    torchrun with `--max-restarts` gives ranks the store of those before them, where addresses of dead processes stand,
+    and its count of restarts need not be the same on all machines. So each rank says hello with a word that nobody else
+    has, and rank 0 answers that word with its own, which names the part. A hello may be that of a process that is gone,
+    and is looked at again until all have come.
+
+    Raises:
+        EngineFailure: a rank did not come within START_LIMIT.
+    """
+    own = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"hello/{rank}", own)
+        part = PrefixStore(store.get(f"welcome/{own}").decode(), store)
+        part.set(f"here/{rank}", "")
+        return part
+    part, end_s = PrefixStore(own, store), clock.monotonic_s() + START_LIMIT.total_seconds()
+    while missing := [other for other in range(1, world) if not part.check([f"here/{other}"])]:
+        for other in missing:
+            if store.check([f"hello/{other}"]):
+                store.set(f"welcome/{store.get(f'hello/{other}').decode()}", own)
+        if clock.monotonic_s() > end_s:
+            raise EngineFailure(f"rank {_names(missing)} did not come within {START_LIMIT.total_seconds():g} s")
+        threading.Event().wait(_LOOK_S)
+    return part
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)

@@ -36,7 +36,7 @@ def follow(config: ModelConfig) -> None:
     """
     member = loading.join(config)
     device = loading.own_device(config.device)
-    link = ranks.link_of(config, device)
+    place = ranks.Place.of(config, member.rank, device)
     decoder = loading.load_decoder(config, device) if member.rank == config.decode_rank else None
     workers: list[Worker | DecodeWorker] = []
     progress = Progress(member, config.stages)
@@ -45,13 +45,12 @@ def follow(config: ModelConfig) -> None:
             config, member, device, lambda blocks: loading.load_trunk(config, device, blocks), decoder
         )
         member.tell_room(loading.own_room(config, device, decoder))
-        place, paired = ranks.Place(member.rank, config.stages), config.clean_with_next
-        worker = ranks.follower(trunk, place, device, link=link, clean_with_next=paired)
+        worker = ranks.follower(trunk, place, device)
         loading.compile_stage(config, worker.stage, progress)
         workers.append(worker)
     else:
         member.tell_room(loading.own_room(config, device, decoder))
-        if link == "nccl":
+        if place.link == "nccl":
             edge_groups(config.stages, device)  # all ranks make them together, also who has none
     if decoder is not None:
         outbox, inbox = ranks.decode_links(loading.read_spec(config), member.rank, config.decode_rank, device)

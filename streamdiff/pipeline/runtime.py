@@ -333,9 +333,7 @@ def load_runtime(config: ModelConfig) -> Runtime:
             config, member, device, lambda blocks: loading.load_model(config, device, blocks), decoder
         )
         member.tell_room(loading.own_room(config, device, decoder))
-        link = ranks.link_of(config, device)
-        place, paired = ranks.Place(0, config.stages), config.clean_with_next
-        ring = ranks.head_ring(model, place, device, link=link, clean_with_next=paired)
+        ring = ranks.head_ring(model, ranks.Place.of(config, 0, device), device)
         links = ranks.decode_links(model.spec, 0, config.decode_rank, device) if decoder is None else None
         progress = Progress(member, config.stages)
         loading.compile_stage(config, ring.stage, progress)

@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from typing import Any
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
+
+from streamdiff.whole import leaving
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVE = (sys.executable, "-m", "streamdiff", "serve", "--port", "0", "--no-browser")
@@ -70,21 +74,30 @@ class Server:
 
 @contextmanager
 def running_server(command: Sequence[str] = SERVE) -> Iterator[Server]:
-    """Start `command` in the repository's root and wait for the address on its standard output.
+    """Start `command` in the repository's root and wait for the address on its standard output. However this process is
+    asked to end meanwhile, the server ends too. Only for the main thread.
 
     Raises:
         RuntimeError: it ended before that; with what it wrote.
     """
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        yield Server(process, _address(process))
-    finally:
-        process.terminate()
+    with leaving():
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        reader = threading.Thread(target=deque, args=(process.stdout, 0))  # who writes is never held up
         try:
-            process.communicate(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
+            server = Server(process, _address(process))
+            reader.start()
+            yield server
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if reader.ident is not None:
+                reader.join()
+            assert process.stdout is not None
+            process.stdout.close()
 
 
 def _address(process: subprocess.Popen[str]) -> str:

@@ -26,8 +26,9 @@ from streamdiff.config import Config
 from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
 from streamdiff.models.random_weights import is_random
+from streamdiff.whole import leaving
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM
 _STOP_S = 15.0
 EPILOG = """examples:
   python -m benchmarks.fps_ttff                                  the embedded model, at 1, 2 and 4 stages
@@ -126,7 +127,7 @@ def measure(case: Case, limit_s: float | None = None) -> Raw:
 
 @contextmanager
 def _ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """Leave no process behind: Ctrl-C reaches this one only, which then ends the launcher, and that its ranks."""
+    """Leave no process behind: a signal reaches this one only, which then ends the launcher, and that its ranks."""
     try:
         yield process
     finally:
@@ -210,19 +211,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"note: {text}", file=sys.stderr)
     results: dict[str, Any] = {}
     failed: list[str] = []
-    code = OK
+    code: int = OK
     try:
-        for number, case in enumerate(all_cases, start=1):
-            print(f"{number} of {len(all_cases)}: {case.label}", file=sys.stderr, flush=True)
-            try:
-                results[case.label] = result_of(measure(case))
-            except Failed as error:
-                print(f"error: {error}", file=sys.stderr)
-                failed.append(case.label)
-                code = FAILED
-    except KeyboardInterrupt:
+        with leaving():
+            for number, case in enumerate(all_cases, start=1):
+                print(f"{number} of {len(all_cases)}: {case.label}", file=sys.stderr, flush=True)
+                try:
+                    results[case.label] = result_of(measure(case))
+                except Failed as error:
+                    print(f"error: {error}", file=sys.stderr)
+                    failed.append(case.label)
+                    code = FAILED
+    except (KeyboardInterrupt, SystemExit) as asked:
         print(f"\nstopped: {len(results)} of {len(all_cases)} cases are measured", file=sys.stderr)
-        code = INTERRUPTED
+        code = INTERRUPTED if isinstance(asked, KeyboardInterrupt) else TERMINATED
     if results:
         done = [case for case in all_cases if case.label in results]
         _tell(options, head, done, results, {"device": str(device), "weights": note(done), "failed": failed})

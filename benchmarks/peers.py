@@ -15,7 +15,7 @@ import json
 import queue
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ import aiortc.rtcrtpreceiver
 import httpx
 from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
 from aiortc.mediastreams import MediaStreamError
+from av import VideoFrame
 
 SDP = {"Content-Type": "application/sdp"}
 
@@ -51,8 +52,16 @@ def _count_only(seen: Seen) -> Any:
     return worker
 
 
-async def watch(http: httpx.AsyncClient, url: str, decode: bool) -> tuple[RTCPeerConnection, Seen]:
-    """Connect one viewer.
+async def watch(
+    http: httpx.AsyncClient,
+    url: str,
+    decode: bool,
+    *,
+    look: Callable[[VideoFrame], None] = lambda frame: None,
+    hear: Callable[[str], None] | None = None,
+) -> tuple[RTCPeerConnection, Seen]:
+    """Connect one viewer; `look` is called with every decoded frame, `hear` with what the server says on a data
+    channel, which is there only for that.
 
     Raises:
         RuntimeError: the server refused; with its answer.
@@ -62,7 +71,9 @@ async def watch(http: httpx.AsyncClient, url: str, decode: bool) -> tuple[RTCPee
     pc.addTransceiver("video", direction="recvonly")
     pc.on("connectionstatechange", lambda: setattr(seen, "state", pc.connectionState))
     if decode:
-        pc.on("track", lambda track: asyncio.ensure_future(_decode(track, seen)))
+        pc.on("track", lambda track: asyncio.ensure_future(_decode(track, seen, look)))
+    if hear is not None:
+        pc.createDataChannel("control").on("message", hear)
     await pc.setLocalDescription(await pc.createOffer())
     response = await http.post(url, content=pc.localDescription.sdp, headers=SDP)
     if response.status_code != 201:
@@ -75,13 +86,14 @@ async def watch(http: httpx.AsyncClient, url: str, decode: bool) -> tuple[RTCPee
     return pc, seen
 
 
-async def _decode(track: Any, seen: Seen) -> None:
+async def _decode(track: Any, seen: Seen, look: Callable[[VideoFrame], None]) -> None:
     with contextlib.suppress(MediaStreamError):
         while True:
             frame = await track.recv()
             seen.frames += 1
             seen.keys += frame.key_frame
             seen.width = frame.width
+            look(frame)
 
 
 async def _count_packets(pc: RTCPeerConnection, seen: Seen) -> None:

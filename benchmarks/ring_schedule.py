@@ -138,7 +138,7 @@ def run_rank(rank: int, stages: int, port: int, plans: Sequence[Plan]) -> list[d
     for number, plan in enumerate(plans):
         place = Place(rank, stages, number)
         stage = Sleeping(model, place, plan.forward_s)
-        links = connect(model, place, CPU, 1) if stages > 1 else None
+        links = connect(model, place, CPU) if stages > 1 else None
         if rank > 0 and links is not None:
             Worker(LinkSource(links[1]), stage, links[0]).run()
             continue

@@ -220,6 +220,8 @@ class ModelOptions(TypedDict, total=False):
     dtype: `float32` or `bfloat16`; default: bfloat16 on CUDA.
     attention: kernel, `auto` or one that `streamdiff doctor` lists; tried out when the model is loaded.
     quantize: the blocks' linear layers in 8 bits, `none`, `fp8` (recent NVIDIA GPUs) or `int8`; needs torchao.
+    compile: `on` makes graphs of the transformer first, which takes minutes, and runs these; default `off`.
+    clean_pass: `alone` (default), or `with-next`: one forward less for each chunk, KV context `clean` only.
     size: `WIDTHxHEIGHT` in pixels; default: the model's own.
     device: `auto`, `cpu` or `cuda`.
     steps: denoise steps per chunk, of those the model has; default: what it was made for. The embedded one has 4 and 2.
@@ -241,6 +243,8 @@ class ModelOptions(TypedDict, total=False):
     dtype: str
     attention: str
     quantize: str
+    compile: str
+    clean_pass: str
     size: str
     device: str
     steps: int | None

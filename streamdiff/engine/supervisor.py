@@ -10,6 +10,7 @@ import codecs
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -29,7 +30,9 @@ output_log = logging.getLogger("streamdiff.engine.output")
 """What the engine writes, where the log is JSON; else it goes on to our own standard error as it is."""
 
 _LAST_LINES = 20
+_LINE_END = re.compile(r"[\r\n]")  # bars of progress end with the one, lines with the other
 _LINE_CHARACTERS = 2000
+_START_LIMIT_S, _COMPILE_LIMIT_S = 300.0, 3600.0
 _STOP_LIMIT_S = 1.5
 _STOP_RANKS_LIMIT_S = 10.0
 _LOOKS = 10  # before an engine hangs
@@ -55,6 +58,11 @@ def name_exit(code: int) -> str:
     return f"by signal {known.get(-code, str(-code))}{hint}"
 
 
+def loading_limit_s(config: Config) -> float:
+    """How long an engine may take to be ready: much longer where it makes graphs."""
+    return _START_LIMIT_S if config.model.compile == "off" else _COMPILE_LIMIT_S
+
+
 class EngineProcess(Protocol):
     """The engine, as the web process sees it: `Supervisor` starts one, `attached.Attached` belongs to one."""
 
@@ -76,17 +84,17 @@ class Supervisor:
         self,
         config: Config,
         *,
-        start_limit_s: float = 300.0,
+        start_limit_s: float | None = None,
         stop_limit_s: float | None = None,
         module: str = "streamdiff.engine.main",
     ) -> None:
         """Args:
-        start_limit_s: how long loading and warming up may take.
+        start_limit_s: how long loading and warming up may take; by default `loading_limit_s`.
         stop_limit_s: how long the process may take to end by itself before it is killed; by default more for ranks.
         module: what runs with `python -m`; takes `--address` and `--config-json`.
         """
         self._config = config
-        self._start_limit_s = start_limit_s
+        self._start_limit_s = start_limit_s or loading_limit_s(config)
         self._stop_limit_s = stop_limit_s or (_STOP_LIMIT_S if config.model.ranks == 1 else _STOP_RANKS_LIMIT_S)
         self._module = module
         self._folder: Path | None = None
@@ -175,7 +183,7 @@ class Supervisor:
         while data := await process.stdout.read(8192):
             text = decoder.decode(data)
             self._pass_on(text)
-            *lines, rest = (rest + text).split("\n")
+            *lines, rest = _LINE_END.split(rest + text)
             self._keep(lines)
             rest = rest[-_LINE_CHARACTERS:]
         self._keep([rest])

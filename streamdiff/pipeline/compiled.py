@@ -8,6 +8,7 @@ from chunk to chunk (slots, positions, prompts) comes in tensors, so nothing is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.wan.transformer import KeyValue, Tokens, WanDenoiser
-from streamdiff.state.ring import RingAttention, RowShape, RowTensors, RowView
+from streamdiff.state.ring import RowShape, RowTensors, RowView, attend_rows
 
 Caches = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 """Keys and values of each layer of one session."""
@@ -99,19 +100,12 @@ def compiled(denoiser: WanDenoiser, key: Key) -> Blocks:
             RowView(shape, RowTensors(*inputs.caches[session], own.at, own.rest, own.own, own.sink_table, own.back))
             for session, shape, own in zip(sessions, shapes, inputs.rows, strict=True)
         ]
-        attention = RowsAttention(rows)
+        attention = partial(attend_rows, rows)
         return denoiser.run_blocks(Tokens(inputs.hidden, inputs.time), side_by_side(inputs.texts), attention).hidden
 
     # torch keeps what it has compiled with the code, and stops at eight versions: each key has code of its own.
     own_code = FunctionType(blocks.__code__.replace(), blocks.__globals__, "blocks", None, blocks.__closure__)
     return cast(Blocks, torch.compile(own_code, fullgraph=True, dynamic=False))
-
-
-class RowsAttention(RingAttention):
-    """`RingAttention` for given rows; makes no views."""
-
-    def __init__(self, rows: list[RowView]) -> None:
-        self.rows = rows
 
 
 def side_by_side(texts: Texts) -> list[KeyValue]:

@@ -15,6 +15,7 @@ import torch
 
 from streamdiff.config import ModelConfig
 from streamdiff.pipeline import loading, ranks
+from streamdiff.pipeline.compiling import Progress
 from streamdiff.pipeline.decoding import DecodeWorker
 from streamdiff.pipeline.group import Member
 from streamdiff.pipeline.links import LinkClosed
@@ -35,26 +36,26 @@ def follow(config: ModelConfig) -> None:
     """
     member = loading.join(config)
     device = loading.own_device(config.device)
-    link = ranks.link_of(config, device)
+    place = ranks.Place.of(config, member.rank, device)
     decoder = loading.load_decoder(config, device) if member.rank == config.decode_rank else None
     workers: list[Worker | DecodeWorker] = []
+    progress = Progress(member, config.stages)
     if member.rank < config.stages:
         trunk, _ = loading.load_share(
             config, member, device, lambda blocks: loading.load_trunk(config, device, blocks), decoder
         )
         member.tell_room(loading.own_room(config, device, decoder))
-        place, paired = ranks.Place(member.rank, config.stages), config.clean_with_next
-        worker = ranks.follower(trunk, place, device, link=link, clean_with_next=paired)
-        loading.compile_stage(config, worker.stage)
+        worker = ranks.follower(trunk, place, device)
+        loading.compile_stage(config, worker.stage, progress)
         workers.append(worker)
     else:
         member.tell_room(loading.own_room(config, device, decoder))
-        if link == "nccl":
+        if place.link == "nccl":
             edge_groups(config.stages, device)  # all ranks make them together, also who has none
     if decoder is not None:
         outbox, inbox = ranks.decode_links(loading.read_spec(config), member.rank, config.decode_rank, device)
         workers.append(DecodeWorker(decoder, inbox, outbox, device, loading.at_once(config, device)))
-    member.meet()
+    member.meet(progress.made)
     _work(workers, member, config.hang_s)
 
 

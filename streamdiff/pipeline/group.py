@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,11 +18,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from streamdiff.errors import ConfigError
+from streamdiff import clock
+from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.pipeline.budget import Room
 
 START_LIMIT = timedelta(minutes=10)
 """How long ranks wait for each other while weights are loaded."""
+STILL_S = 1800.0
+"""How long they wait for one that gets no further: a single graph of a large model takes minutes."""
+_LOOK_S = 0.05
 _FOR_EVER = timedelta(days=3650)  # a receive is posted long before anybody has to send; `Watch` finds who hangs
 
 
@@ -40,10 +46,32 @@ class Member:
         """What all ranks have told; waits for them."""
         return [Room(*json.loads(self.store.get(f"room/{rank}"))) for rank in range(self.ranks)]
 
-    def meet(self) -> None:
-        """Wait until all ranks are here, as one may take minutes longer than another to compile. Once per ring."""
+    def tell_made(self, made: int) -> None:
+        """Tell the head how many of its graphs this rank has made, see `compiling.Progress`."""
+        self.store.set(f"made/{self.rank}", str(made))
+
+    def hear_made(self, stages: int) -> list[int]:
+        """What the ranks of the stages have told last, 0 where one has told nothing yet."""
+        keys = [f"made/{rank}" for rank in range(stages)]
+        return [int(self.store.get(key)) if self.store.check([key]) else 0 for key in keys]
+
+    def meet(self, progress: Callable[[], int] = lambda: 0) -> None:
+        """Wait until all ranks are here, and nothing can be sent to one that compiles. Once per ring.
+
+        `progress` is how much all ranks have made so far. The wait is a row of looks, between which a signal is heard.
+
+        Raises:
+            EngineFailure: some are not here, and there was no progress for `STILL_S`; names them.
+        """
         self.store.set(f"met/{self.rank}", "")
-        self.store.wait([f"met/{rank}" for rank in range(self.ranks)], START_LIMIT)
+        made, since_s = progress(), clock.monotonic_s()
+        while missing := [rank for rank in range(self.ranks) if not self.store.check([f"met/{rank}"])]:
+            if (now := progress()) > made:
+                made, since_s = now, clock.monotonic_s()
+            if clock.monotonic_s() - since_s > STILL_S:
+                raise EngineFailure(f"rank {_names(missing)} did not get ready: no progress for {STILL_S:g} s")
+            threading.Event().wait(_LOOK_S)
+        progress()
 
 
 def check_world(stages: int, ranks: int) -> None:
@@ -67,9 +95,10 @@ def join(facts: Mapping[str, str]) -> Member:
 
     Raises:
         ConfigError: a fact that differs; names rank, fact and both values.
+        EngineFailure: a rank did not come.
     """
     store, rank, world = next(rendezvous("env://", timeout=START_LIMIT))
-    store = PrefixStore("streamdiff", store)
+    store = _of_this_start(PrefixStore("streamdiff", store), rank, world)
     store.set(f"facts/{rank}", json.dumps(dict(facts)))
     everybody = [json.loads(store.get(f"facts/{other}")) for other in range(world)]
     store.set(f"read/{rank}", "")
@@ -84,3 +113,35 @@ def join(facts: Mapping[str, str]) -> Member:
                 )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_FOR_EVER)
     return Member(rank, world, store)
+
+
+def _of_this_start(store: Store, rank: int, world: int) -> Store:
+    """The part of `store` that belongs to this start of the ring alone.
+
+    torchrun with `--max-restarts` gives ranks the store of those before them, where addresses of dead processes stand,
+    and its count of restarts need not be the same on all machines. So each rank says hello with a word that nobody else
+    has, and rank 0 answers that word with its own, which names the part. A hello may be that of a process that is gone,
+    and is looked at again until all have come.
+
+    Raises:
+        EngineFailure: a rank did not come within START_LIMIT.
+    """
+    own = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"hello/{rank}", own)
+        part = PrefixStore(store.get(f"welcome/{own}").decode(), store)
+        part.set(f"here/{rank}", "")
+        return part
+    part, end_s = PrefixStore(own, store), clock.monotonic_s() + START_LIMIT.total_seconds()
+    while missing := [other for other in range(1, world) if not part.check([f"here/{other}"])]:
+        for other in missing:
+            if store.check([f"hello/{other}"]):
+                store.set(f"welcome/{store.get(f'hello/{other}').decode()}", own)
+        if clock.monotonic_s() > end_s:
+            raise EngineFailure(f"rank {_names(missing)} did not come within {START_LIMIT.total_seconds():g} s")
+        threading.Event().wait(_LOOK_S)
+    return part
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)

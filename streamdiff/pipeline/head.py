@@ -142,8 +142,7 @@ class Head:
             x_t = session.latents.pop(key)
             if row.clean:
                 continue
-            sigmas = session.schedule.of(row.chunk).sigmas
-            x0 = sampling.clean_from_flow(x_t, flow.to(x_t.dtype), self._sigma(row))
+            x0 = sampling.clean_from_flow(x_t, flow.to(x_t.dtype), self._sigma(row, row.step))
             if row.last:
                 finished.append(Finished(row, x0))
                 if session.clean_pass:
@@ -151,7 +150,7 @@ class Head:
                     session.latents[key] = x0
             else:
                 fresh = self._noise(row, row.step + 1)
-                session.latents[key] = sampling.add_noise(x0, fresh, sigmas[row.step + 1])
+                session.latents[key] = sampling.add_noise(x0, fresh, self._sigma(row, row.step + 1))
         return finished
 
     def _begin(self, row: MicroStep) -> Tensor:
@@ -166,12 +165,12 @@ class Head:
             return session.source.level(row.chunk).expand(self.spec.chunk_latents)
         return session.levels[row.chunk > 0][row.step]
 
-    def _sigma(self, row: MicroStep) -> Tensor | float:
-        """The noise level from which x0 is made."""
+    def _sigma(self, row: MicroStep, step: int) -> Tensor | float:
+        """The noise level of the row's chunk at one of its steps; at the first an input may have its own."""
         session = self.sessions[row.session]
-        if row.step == 0 and session.source is not None:
+        if step == 0 and session.source is not None:
             return session.source.level(row.chunk) / sampling.TIMESTEPS
-        return session.schedule.of(row.chunk).sigmas[row.step]
+        return session.schedule.of(row.chunk).sigmas[step]
 
     def _levels(self, schedule: Schedule) -> Tensor:
         """What the model is told at each step, and in the clean pass, `[steps + 1, F]`."""

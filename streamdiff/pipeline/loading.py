@@ -21,6 +21,7 @@ from streamdiff.models.wan.lora import parse_lora
 from streamdiff.models.wan.transformer import WanDenoiser
 from streamdiff.pipeline import balance, group
 from streamdiff.pipeline.budget import Room, free_bytes
+from streamdiff.pipeline.compiling import Progress
 from streamdiff.pipeline.facts import Facts, facts_from, read_facts
 from streamdiff.pipeline.plan import check_stages, split_evenly
 from streamdiff.pipeline.stage import Stage
@@ -142,10 +143,12 @@ def _denoiser(config: ModelConfig, device: torch.device, blocks: Run | None) -> 
     return library.load_transformer(place_of(config), device, dtype, blocks, config.attention, config.quantize)
 
 
-def compile_stage(config: ModelConfig, stage: Stage) -> None:
-    """Make the stage's graphs, if the configuration wants them. Takes minutes. Mutates: stage."""
+def compile_stage(config: ModelConfig, stage: Stage, progress: Progress) -> None:
+    """Make the stage's graphs, if the configuration wants them. Takes minutes, and talks to no other rank: so all ranks
+    do it at the same time, and `Member.meet` afterwards. Mutates: stage, progress."""
     if config.compile == "on":
-        stage.compile(steps=steps_of(config), kv_context=config.kv_context, clean_with_next=config.clean_with_next)
+        steps, paired = steps_of(config), config.clean_with_next
+        stage.compile(steps=steps, kv_context=config.kv_context, clean_with_next=paired, told=progress.told)
 
 
 def load_decoder(config: ModelConfig, device: torch.device) -> StreamDecoder:

@@ -30,11 +30,24 @@ _LATENTS_TAG, _PICTURES_TAG = 1_000_001, 1_000_002  # beyond those of any ring's
 
 @dataclass(frozen=True)
 class Place:
-    """Rank `rank` of a ring of `stages`; `ring` tells rings over the same processes apart."""
+    """Rank `rank` of a ring of `stages`, and what all of its ranks have to agree on: `rows` in a forward, `link`, and
+    whether a clean pass takes the next chunk's first step with it. `ring` tells rings over the same processes apart."""
 
     rank: int
     stages: int
     ring: int = 0
+    rows: int = 1
+    link: Link = "gloo"
+    clean_with_next: bool = False
+
+    @classmethod
+    def of(cls, config: ModelConfig, rank: int, device: torch.device) -> Place:
+        """The place of a configuration. Raises ConfigError as `pick_link`."""
+        return cls(rank, config.stages, link=link_of(config, device), clean_with_next=config.clean_with_next)
+
+    def carried(self, spec: ModelSpec) -> int:
+        """Rows that the edges have to carry."""
+        return rows_carried(spec, self.rows, self.clean_with_next)
 
     @property
     def edge_in(self) -> int:
@@ -49,21 +62,17 @@ class Place:
 
 
 def connect(
-    trunk: Trunk,
-    place: Place,
-    device: torch.device,
-    max_rows: int,
-    group: dist.ProcessGroup | None = None,
-    link: Link = "gloo",
+    trunk: Trunk, place: Place, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> tuple[Outbox, Inbox]:
     """This rank's ends of its two edges. `group` is one of gloo, the default one when it is None. With `nccl` all ranks
     of the default group have to call this, and it returns when the neighbours have."""
 
     def wire(edge: int) -> Wire:
+        carried = place.carried(trunk.spec)
         back = edge == place.stages - 1
-        return Wire.back_to_head(trunk, max_rows) if back else Wire.between_stages(trunk, max_rows)
+        return Wire.back_to_head(trunk, carried) if back else Wire.between_stages(trunk, carried)
 
-    if link == "nccl":
+    if place.link == "nccl":
         return _connect_nccl(place, device, wire(place.edge_out), wire(place.edge_in), group)
     after, before = (place.rank + 1) % place.stages, (place.rank - 1) % place.stages
     outbox = GlooOutbox(wire(place.edge_out), after, place.tag(place.edge_out), group)
@@ -122,34 +131,16 @@ def pick_link(wanted: str, device: torch.device, shared_device: bool = False) ->
     return "nccl" if wanted == "nccl" else "gloo"
 
 
-def head_ring(
-    model: Model,
-    place: Place,
-    device: torch.device,
-    max_rows: int = 1,
-    link: Link = "gloo",
-    clean_with_next: bool = False,
-) -> Ring:
+def head_ring(model: Model, place: Place, device: torch.device) -> Ring:
     """The ring, for rank 0. `model` has the blocks of rank 0 only."""
-    if place.stages == 1:
-        return Ring(model, device, max_rows, clean_with_next=clean_with_next)
-    carried = rows_carried(model.spec, max_rows, clean_with_next)
-    links = connect(model, place, device, carried, link=link)
+    links = connect(model, place, device) if place.stages > 1 else None
     stage = Stage(model, device, place.rank, place.stages)
-    return Ring(model, device, max_rows, stage=stage, links=links, clean_with_next=clean_with_next)
+    return Ring(model, device, place.rows, stage=stage, links=links, clean_with_next=place.clean_with_next)
 
 
-def follower(
-    trunk: Trunk,
-    place: Place,
-    device: torch.device,
-    max_rows: int = 1,
-    link: Link = "gloo",
-    clean_with_next: bool = False,
-) -> Worker:
+def follower(trunk: Trunk, place: Place, device: torch.device) -> Worker:
     """The loop of any other rank. `trunk` has this rank's blocks only."""
-    carried = rows_carried(trunk.spec, max_rows, clean_with_next)
-    outbox, inbox = connect(trunk, place, device, carried, link=link)
+    outbox, inbox = connect(trunk, place, device)
     return Worker(LinkSource(inbox), Stage(trunk, device, place.rank, place.stages), outbox)
 
 

@@ -18,7 +18,8 @@ from streamdiff.models.base import Model, TextEncoder, choose_steps
 from streamdiff.pipeline import loading, ranks
 from streamdiff.pipeline.budget import Budget
 from streamdiff.pipeline.company import Company
-from streamdiff.pipeline.contexts import minimum_lead
+from streamdiff.pipeline.compiling import Progress
+from streamdiff.pipeline.contexts import in_flight_limit, minimum_lead
 from streamdiff.pipeline.decoding import Decoding, LocalDecoding, Piece
 from streamdiff.pipeline.group import check_world
 from streamdiff.pipeline.head import Finished
@@ -333,38 +334,44 @@ def load_runtime(config: ModelConfig) -> Runtime:
             config, member, device, lambda blocks: loading.load_model(config, device, blocks), decoder
         )
         member.tell_room(loading.own_room(config, device, decoder, model.past))
-        link = ranks.link_of(config, device)
-        place, paired = ranks.Place(0, config.stages), config.clean_with_next
-        ring = ranks.head_ring(model, place, device, link=link, clean_with_next=paired)
+        ring = ranks.head_ring(model, ranks.Place.of(config, 0, device), device)
         links = ranks.decode_links(model.spec, 0, config.decode_rank, device) if decoder is None else None
-        loading.compile_stage(config, ring.stage)
+        progress = Progress(member, config.stages)
+        loading.compile_stage(config, ring.stage, progress)
         company = Company(member, ring, config.hang_s, links)
         rooms = member.hear_rooms()
-        member.meet()
+        member.meet(progress.made)
     model = replace(model, decoder=decoder)
     counts = [last - first for first, last in runs] + [0] * (config.ranks - config.stages)
     budget = Budget(loading.facts_of(config), rooms, counts, model.denoiser.dtype.itemsize)
     alone = None
     if company is None:
         alone = Ring(model, device, clean_with_next=config.clean_with_next)
-        loading.compile_stage(config, alone.stage)
+        loading.compile_stage(config, alone.stage, Progress(None, 1))
     at_once = loading.at_once(config, device)
     runtime = Runtime(model, device, config.steps, config.kv_context, company, budget, alone, at_once)
-    _warm_up(runtime)
+    _warm_up(runtime, config)
     runtime.occupancy()  # counts from here
     return runtime
 
 
-def _warm_up(runtime: Runtime) -> None:
-    """Make one chunk, so that the first viewer does not pay for first calls, and some more to see what they take."""
+def _warm_up(runtime: Runtime, config: ModelConfig) -> None:
+    """Make one chunk, so that the first viewer does not pay for first calls, and some more to see what they take.
+
+    Graphs are made for the configured KV context, so with them that is what is measured; a staircase needs newcomers.
+    """
+    kv_context = config.kv_context if config.compile == "on" else "clean"
+    steps = runtime.info.steps
+    room = in_flight_limit(kv_context, steps=steps, stages=config.stages)
     conditioning = runtime.text.encode(runtime.text.read(runtime.text.examples[0], None).text)
-    runtime.open(0, conditioning, seed=0, epoch=0, steps=runtime.info.steps, kv_context="clean")
+    runtime.open(0, conditioning, seed=0, epoch=0, steps=steps, kv_context=kv_context)
     for number in range(1 + _MEASURED_CHUNKS):
         if number == 1:
             runtime.measure_from_here()
         left = runtime.model.spec.first_chunks if number == 0 else 1
-        runtime.set_room(0, left * runtime.info.chunk_frames)
+        runtime.set_room(0, max(room, left) * runtime.info.chunk_frames)
         while left > 0:
             left -= sum(frames.last for frames in runtime.step(wait_s=1.0))
     runtime.close_session(0)
-    runtime.step()
+    while runtime.ring.has_work:  # newcomers of a staircase are still in it
+        runtime.step(wait_s=1.0)

@@ -5,7 +5,7 @@ Does what works say; never decides anything itself. Knows nothing about latents'
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -130,10 +130,18 @@ class Stage:
         return done
 
     @torch.inference_mode()
-    def compile(self, *, steps: int, kv_context: str, clean_with_next: bool = False) -> None:
+    def compile(
+        self,
+        *,
+        steps: int,
+        kv_context: str,
+        clean_with_next: bool = False,
+        told: Callable[[int, int], None] = lambda made, of: None,
+    ) -> None:
         """Make a graph for every forward that a session of this kind meets: one for each number of chunks in its
         window, as the window fills, and one for each that takes the next chunk's first step with it. Takes from seconds
-        to minutes. Mutates: self.
+        to minutes; `told` is called with the number of chunks whose graphs are made, and how many there are.
+        Mutates: self.
         """
         self.compiled = CompiledBlocks(self.denoiser, self.device)
         spec, denoiser = self.spec, self.denoiser
@@ -145,10 +153,15 @@ class Stage:
         # Where something is done with what leaves the ring, that is met one chunk after all its slots are full.
         chunks = plan.slots - plan.spare if spec.averaged_sink is None else plan.slots + 1
         self.compiled.learning = True
-        for rows in _met(chunks, steps, kv_context != "matched", clean_with_next, spec.first_chunks):
-            hidden = like.new_zeros(len(rows), self.frames * self.grid[0] * self.grid[1], denoiser.width)
-            time = like.new_zeros(len(rows), spec.chunk_latents, denoiser.width)
-            self.forward(rows, Tokens(hidden, time))
+        first = spec.first_chunks
+        begins = (0, *range(first, max(chunks, first + 1)))
+        told(0, len(begins))
+        for made, chunk in enumerate(begins, 1):
+            for rows in _met(chunk, 1 if chunk else first, steps, kv_context != "matched", clean_with_next):
+                hidden = like.new_zeros(len(rows), self.frames * self.grid[0] * self.grid[1], denoiser.width)
+                time = like.new_zeros(len(rows), spec.chunk_latents, denoiser.width)
+                self.forward(rows, Tokens(hidden, time))
+            told(made, len(begins))
         self.compiled.learning = False
         self.close(_TRIAL)
 
@@ -190,11 +203,10 @@ def ring_plan(spec: ModelSpec, kv_context: str, *, steps: int) -> RingPlan:
     return RingPlan(spec.sink_latents, spec.window(kv_context), spare, absolute, spec.chunk_latents)
 
 
-def _met(chunks: int, steps: int, clean: bool, clean_with_next: bool, first: int) -> Iterator[list[MicroStep]]:
-    """Rows of a stream's first `chunks` chunks, while its window fills: the first step of every chunk, and the clean
-    pass; where there is none, every step, as each has a cache of its own. The `first` chunks go together."""
-    for chunk in (0, *range(first, max(chunks, first + 1))):
-        for step in (0, steps) if clean else range(steps):
-            yield [MicroStep(_TRIAL, each, step, steps, 0) for each in range(chunk, first if chunk == 0 else chunk + 1)]
-        if clean_with_next and (chunk > 0 or first == 1):
-            yield [MicroStep(_TRIAL, chunk, steps, steps, 0), MicroStep(_TRIAL, chunk + 1, 0, steps, 0)]
+def _met(chunk: int, together: int, steps: int, clean: bool, clean_with_next: bool) -> Iterator[list[MicroStep]]:
+    """Rows of the forwards of one of a stream's first chunks, or of `together` from `chunk` on, while its window fills:
+    the first step, and the clean pass; where there is none, every step, as each has a cache of its own."""
+    for step in (0, steps) if clean else range(steps):
+        yield [MicroStep(_TRIAL, each, step, steps, 0) for each in range(chunk, chunk + together)]
+    if clean_with_next and together == 1:
+        yield [MicroStep(_TRIAL, chunk, steps, steps, 0), MicroStep(_TRIAL, chunk + 1, 0, steps, 0)]

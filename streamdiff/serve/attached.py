@@ -7,6 +7,7 @@ from pathlib import Path
 
 from streamdiff.config import Config
 from streamdiff.engine.attached import Attached
+from streamdiff.engine.supervisor import loading_limit_s
 from streamdiff.serve import server
 
 
@@ -20,7 +21,8 @@ def main() -> int:
     config = Config.model_validate_json(options.config_json)
     # The engine is this process's parent, and takes it along: whoever started the engine starts both again.
     config = config.model_copy(update={"serve": config.serve.model_copy(update={"restarts": 0})})
-    return server.run(config, supervise=lambda _: Attached(options.address))
+    limit_s = loading_limit_s(config)
+    return server.run(config, supervise=lambda _: Attached(options.address, start_limit_s=limit_s))
 
 
 if __name__ == "__main__":

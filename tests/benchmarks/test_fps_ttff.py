@@ -4,6 +4,7 @@ an end by Ctrl-C that leaves nothing behind. No figure is judged here."""
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -54,13 +55,19 @@ def test_one_and_two_stages_are_measured_and_told(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_ranks(tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, fps_ttff.INTERRUPTED), (signal.SIGTERM, fps_ttff.TERMINATED)]
+)
+def test_a_signal_ends_the_ranks(tmp_path: Path, number: int, code: int) -> None:
+    out, files = tmp_path / "result.json", tmp_path / "temporary"
+    files.mkdir()
+    shared = set(Path("/dev/shm").iterdir())
     words = ["--stages", "2", "--kv-context", "matched", "--device", "cpu", "--chunks", "10000", "--out", str(out)]
     command = [sys.executable, "-m", "benchmarks.fps_ttff", *words]
     # A shell's background job ignores SIGINT, and so would what this starts when it runs in one.
     defaults = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    started = {"cwd": ROOT, "start_new_session": True, "preexec_fn": defaults}
+    environment = {**os.environ, "TMPDIR": str(files)}
+    started = {"cwd": ROOT, "env": environment, "start_new_session": True, "preexec_fn": defaults}
     with subprocess.Popen(command, stderr=subprocess.PIPE, **started) as program:
         assert program.stderr is not None
         seen = b""
@@ -70,12 +77,15 @@ def test_ctrl_c_ends_the_ranks(tmp_path: Path) -> None:
             seen += byte
         ranks = psutil.Process(program.pid).children(recursive=True)
         assert len(ranks) >= 3
-        program.send_signal(signal.SIGINT)
+        program.send_signal(number)
         rest = program.stderr.read()
-        assert program.wait(60) == fps_ttff.INTERRUPTED
+        assert program.wait(60) == code
     assert b"stopped: 0 of 1 cases are measured" in rest
     _, alive = psutil.wait_procs(ranks, timeout=30)
+    for process in alive:
+        process.kill()
     assert alive == [] and not out.exists()
+    assert set(Path("/dev/shm").iterdir()) <= shared and list(files.iterdir()) == []
 
 
 def test_presets_are_what_was_asked_for() -> None:

@@ -224,7 +224,7 @@ def load(config: ModelConfig) -> Pipeline:
     if config.name == "broken":
         raise ArithmeticError("the weights are sour")
     if config.name == "slow":
-        print("still loading", file=sys.stderr)
+        print("compiling: 0/2\rcompiling: 1/2\nstill loading", file=sys.stderr)
         time.sleep(3600)
     return PaintedPipeline()
 

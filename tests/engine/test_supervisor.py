@@ -169,7 +169,8 @@ async def test_a_model_that_cannot_be_loaded() -> None:
 
 async def test_a_start_that_takes_too_long() -> None:
     running = supervisor("slow", start_limit_s=8)
-    with pytest.raises(EngineFailure, match="not ready within 8 s; the last it wrote:\n  still loading"):
+    bars_and_lines = "  compiling: 0/2\n  compiling: 1/2\n  still loading"
+    with pytest.raises(EngineFailure, match=f"not ready within 8 s; the last it wrote:\n{bars_and_lines}"):
         await running.start()
     assert not psutil.pid_exists(running.pid)
 

@@ -110,15 +110,39 @@ def test_ctrl_c_keeps_what_was_made(tmp_path: Path, nothing_left: None) -> None:
     assert (tmp_path / "a.mp4").stat().st_size > 1000
 
 
-def test_live(tmp_path: Path, nothing_left: None) -> None:
-    process = start("--nproc-per-node", "2", str(EXAMPLE), "--serve", "--port", "0", cwd=tmp_path)
+def address(process: subprocess.Popen[str]) -> str:
+    """Where it serves, once it does."""
     assert process.stdout is not None
     heard = ""
     while not (found := re.search(r"open (http://\S+/) ", heard)):
         line = process.stdout.readline()
         assert line, heard
         heard += line
-    assert "<video" in httpx.get(found[1]).text
+    return found[1]
+
+
+def test_torchrun_starts_a_killed_rank_again_as_often_as_it_is_told(tmp_path: Path, nothing_left: None) -> None:
+    """All ranks, and the web server with them, at the port it had; then it is over, and nothing stays."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    again = ("--nproc-per-node", "2", "--max-restarts", "1")
+    process = start(*again, str(EXAMPLE), "--serve", "--port", port, cwd=tmp_path)
+    killed: list[psutil.Process] = []
+    for _ in range(2):
+        assert httpx.get(address(process) + "readyz", timeout=60).status_code == 200
+        ranks = [child for child in psutil.Process(process.pid).children() if child.environ().get("RANK") == "1"]
+        assert len(ranks) == 1 and ranks[0] not in killed
+        killed += ranks
+        ranks[0].kill()
+    said, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1
+    assert "rank 1 is gone" in said and "open http" not in said, said
+
+
+def test_live(tmp_path: Path, nothing_left: None) -> None:
+    process = start("--nproc-per-node", "2", str(EXAMPLE), "--serve", "--port", "0", cwd=tmp_path)
+    assert "<video" in httpx.get(address(process)).text
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=LIMIT_S)
     assert "streamdiff:" not in said, "no complaint at the end"

@@ -150,15 +150,15 @@ def on(device: torch.device) -> Model:
 def ring(rank: int, ranks: int, device: torch.device, ahead: bool) -> None:
     """Three sessions, one of each KV context, around the ring; each compared to itself on one stage on the same GPU."""
     model = on(device)
-    place, part = Place(rank, ranks), model.part(*split_evenly(model.blocks, ranks)[rank])
+    place, part = Place(rank, ranks, link="nccl"), model.part(*split_evenly(model.blocks, ranks)[rank])
     if rank:
-        worker = follower(part, place, device, 1, "nccl")
+        worker = follower(part, place, device)
         for _ in range(100):  # first calls
             worker.turn(None)
         with told_syncs(rank):
             worker.run()
         return
-    head = head_ring(part, place, device, 1, "nccl")
+    head = head_ring(part, place, device)
     with told_syncs(rank):
         made = play(head, model, THREE, CHUNKS_LONG)
     head.stop()

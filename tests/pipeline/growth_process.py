@@ -148,7 +148,7 @@ def main(rank: int, stages: int, port: int, chunks: int) -> list[Counts]:
     links_gloo.dist = transfers = Transfers()  # type: ignore[assignment]
     model = small_model(6, layers=stages, heads=1, chunk=1, window=3, planes=0)
     part, place = model.part(*split_evenly(model.blocks, stages)[rank]), ranks.Place(rank, stages)
-    stage, links = Stage(part, CPU, rank, stages), ranks.connect(part, place, CPU, 1)
+    stage, links = Stage(part, CPU, rank, stages), ranks.connect(part, place, CPU)
     worker = Counter(stage, *links, transfers)
     gc.collect()
     gc.freeze()  # what was imported is not counted, and is not looked at again and again

@@ -66,13 +66,12 @@ def main(rank: int, stages: int, port: int, out: str, cases: list[str]) -> None:
         case = Case.of(text)
         ranks.GlooOutbox, ranks.GlooInbox = LINKS[case.links]  # type: ignore[misc]
         model = model_of(case.dtype)
-        place = Place(rank, stages, number)
-        link: ranks.Link = "nccl" if case.links == LANES else "gloo"
+        place = Place(rank, stages, number, case.max_rows, "nccl" if case.links == LANES else "gloo")
         part = model.part(*split_evenly(model.blocks, stages)[rank])
         if rank:
-            follower(part, place, CPU, case.max_rows, link).run()
+            follower(part, place, CPU).run()
             continue
-        ring = head_ring(part, place, CPU, case.max_rows, link)
+        ring = head_ring(part, place, CPU)
         results[text] = play(ring, model, {name: THREE[name] for name in case.names}, case.chunks)
         ring.stop(LEAVE_S)
     if rank == 0:

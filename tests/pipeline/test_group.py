@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
@@ -18,18 +19,20 @@ from streamdiff.pipeline.group import check_world
 from tests.pipeline.processes import ROOT, free_port
 
 pytestmark = pytest.mark.slow
+LIMIT_S = 240.0  # ends what hangs
 
 
-def join(facts: list[dict[str, str]]) -> list[str]:
-    """What each rank says."""
+def join(facts: list[dict[str, str]], store: dist.TCPStore | None = None) -> list[str]:
+    """What each rank says; `store` is a launcher's, else rank 0 brings its own."""
     command = [sys.executable, "-m", "tests.pipeline.group_process"]
-    rest = [str(len(facts)), str(free_port()), json.dumps(facts)]
+    rest = [str(len(facts)), str(free_port() if store is None else store.port), json.dumps(facts)]
+    environment = {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": str(store is not None)}
     ranks = [
-        subprocess.Popen([*command, str(rank), *rest], cwd=ROOT, text=True, stdout=subprocess.PIPE)
+        subprocess.Popen([*command, str(rank), *rest], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE)
         for rank in range(len(facts))
     ]
     try:
-        return [rank.communicate()[0].strip() for rank in ranks]
+        return [rank.communicate(timeout=LIMIT_S)[0].strip() for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -38,6 +41,13 @@ def join(facts: list[dict[str, str]]) -> list[str]:
 
 def test_ranks_that_are_alike_meet() -> None:
     assert join([{"torch": "2.13"}] * 3) == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
+
+
+def test_ranks_that_are_started_again_do_not_hear_those_before_them() -> None:
+    """torchrun with --max-restarts gives them the same store, where facts and addresses of the dead stand."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for steps in ("4", "2"):
+        assert join([{"model.steps": steps}] * 2, store) == ["rank 0 of 2", "rank 1 of 2"]
 
 
 def test_a_rank_that_differs_is_named_by_all() -> None:

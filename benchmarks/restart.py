@@ -1,0 +1,290 @@
+"""How long viewers wait when a rank of the engine is killed: until they are told, and until they see new pictures.
+
+Starts `streamdiff serve` as a user would, with real aiortc viewers that decode what they get and listen on a data
+channel, as the page does. Then `kill -9` to one process of the engine, again and again, and each time the clock runs
+from the kill until every viewer has decoded a new picture, over the connection it had. Restarts come at once here; a
+server makes the second one within five minutes wait half a second, and later ones longer (`serve.restart_wait_s`).
+
+    python -m benchmarks.restart
+    python -m benchmarks.restart --stages 2 --rank 1 --out restart.json --plot restart.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import yaml
+from aiortc import RTCPeerConnection
+from av import VideoFrame
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from benchmarks import peers, report, stream_plot
+from benchmarks.browser import SERVE, Server, running_server
+from streamdiff import clock
+from streamdiff.errors import ConfigError
+
+OK, LOST, USAGE = 0, 1, 2
+GOAL_S = 5.0
+"""What is aimed at with the embedded model on a CPU, for drawing only."""
+LIMIT_S = 300.0
+STEADY_FRAMES = 40
+"""Pictures that differ from the one before, at every viewer, before a kill."""
+_LEVELS, _SHARE = 32, 0.002
+"""A picture is another one where so large a share of its pixels differs by so many of 256 levels: a shape that moves by
+two pixels has four times that, while a picture that is sent again differs by what the codec does to it."""
+
+
+@dataclass(eq=False)
+class Viewer:
+    """What one viewer has seen and heard: when each picture came that was another than the one before, when the server
+    told which state of the engine, and what became of the connection."""
+
+    changes_s: list[float] = field(default_factory=list)
+    engine: list[tuple[float, str]] = field(default_factory=list)
+    pc: RTCPeerConnection | None = None
+    states: list[str] = field(default_factory=list)
+    _last: NDArray[np.uint8] | None = None
+
+    def look(self, frame: VideoFrame) -> None:
+        """A picture was decoded. Mutates: self."""
+        picture: NDArray[np.uint8] = np.asarray(frame.to_ndarray(format="gray"), np.uint8)
+        if self._last is not None and is_other(self._last, picture):
+            self.changes_s.append(clock.monotonic_s())
+        self._last = picture
+
+    def hear(self, text: str) -> None:
+        """The server said something on the data channel. Mutates: self."""
+        message = json.loads(text)
+        if message["type"] == "state":
+            self.engine.append((clock.monotonic_s(), message["engine"]))
+
+    def heard(self, state: str, after_s: float) -> float | None:
+        """When it heard of this state first, after `after_s`."""
+        return next((at_s for at_s, told in self.engine if at_s > after_s and told == state), None)
+
+    def changed(self, after_s: float) -> float | None:
+        """When the first new picture came after `after_s`."""
+        return next((at_s for at_s in self.changes_s if at_s > after_s), None)
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Seconds from the kill: until the server told that it restarts, until it told that the engine runs, and by viewer
+    until the first new picture. `still_s` is by viewer how long the picture stood."""
+
+    told_s: float
+    running_s: float
+    resumed_s: list[float]
+    still_s: list[float]
+    kept: int
+
+
+def is_other(before: NDArray[np.uint8], picture: NDArray[np.uint8]) -> bool:
+    """Whether a decoded picture `[H, W]` shows something else than the one before."""
+    difference = np.abs(picture.astype(np.int16) - before)
+    return float((difference > _LEVELS).mean()) > _SHARE
+
+
+def of_viewers(viewers: Sequence[Viewer], killed_s: float) -> Restart | None:
+    """What a kill at `killed_s` did, or None while not all viewers see new pictures.
+
+    Pictures that were made before the kill are shown after it; new ones come after the engine has opened the stream,
+    which the server tells.
+    """
+    told = [viewer.heard("restarting", killed_s) for viewer in viewers]
+    running = [viewer.heard("running", at_s) for viewer, at_s in zip(viewers, told, strict=True) if at_s is not None]
+    if None in told or None in running:
+        return None
+    resumed = [viewer.changed(at_s or 0.0) for viewer, at_s in zip(viewers, running, strict=True)]
+    if None in resumed:
+        return None
+    seen = [at_s for at_s in resumed if at_s is not None]
+    last = [max(at_s for at_s in viewer.changes_s if at_s < end) for viewer, end in zip(viewers, seen, strict=True)]
+    return Restart(
+        told_s=max(at_s for at_s in told if at_s is not None) - killed_s,
+        running_s=max(at_s for at_s in running if at_s is not None) - killed_s,
+        resumed_s=[at_s - killed_s for at_s in seen],
+        still_s=[end - begin for begin, end in zip(last, seen, strict=True)],
+        kept=sum(viewer.states == ["connected"] for viewer in viewers),
+    )
+
+
+def figures(restarts: Sequence[Restart]) -> dict[str, float]:
+    """By name in `metrics.METRICS`."""
+    worst = [max(restart.resumed_s) for restart in restarts]
+    return {
+        "told_s": median(restart.told_s for restart in restarts),
+        "running_s": median(restart.running_s for restart in restarts),
+        "resumed_s": median(worst),
+        "resumed_worst_s": max(worst),
+        "still_s": median(max(restart.still_s) for restart in restarts),
+    }
+
+
+# ---- measuring ---------------------------------------------------------------------------------------------------
+
+
+def engine_process(server: Server, rank: int, stages: int) -> psutil.Process:
+    """The engine's process of this rank: a child of the web process, or of the launcher of ranks that is one.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    if stages > 1:
+        children = [child for child in children if child.environ().get("RANK") == str(rank)]
+    if not children:
+        raise RuntimeError(f"rank {rank} of the engine is not there")
+    return children[0]
+
+
+async def _until(what: str, done: Callable[[], bool]) -> None:
+    """Wait. Raises RuntimeError after `LIMIT_S`."""
+    end_s = clock.monotonic_s() + LIMIT_S
+    while not done():
+        if clock.monotonic_s() > end_s:
+            raise RuntimeError(f"{what}: not within {LIMIT_S:g} s")
+        await asyncio.sleep(0.01)
+
+
+async def _join(http: httpx.AsyncClient, url: str) -> Viewer:
+    viewer = Viewer()
+    pc, _ = await peers.watch(http, url, True, look=viewer.look, hear=viewer.hear)
+    viewer.states.append(pc.connectionState)
+    pc.on("connectionstatechange", lambda: viewer.states.append(pc.connectionState))
+    viewer.pc = pc
+    return viewer
+
+
+async def _restart(server: Server, viewers: Sequence[Viewer], rank: int, stages: int) -> Restart:
+    """One kill, and what follows."""
+    before = [len(viewer.changes_s) for viewer in viewers]
+    await _until(
+        "viewers see the stream",
+        lambda: all(len(v.changes_s) > seen + STEADY_FRAMES for v, seen in zip(viewers, before, strict=True)),
+    )
+    process = engine_process(server, rank, stages)
+    killed_s = clock.monotonic_s()
+    process.kill()
+    await _until("viewers see new pictures after the kill", lambda: of_viewers(viewers, killed_s) is not None)
+    found = of_viewers(viewers, killed_s)
+    assert found is not None
+    return found
+
+
+async def _measure(server: Server, count: int, repeats: int, rank: int, stages: int) -> list[Restart]:
+    async with AsyncExitStack() as stack:
+        http = await stack.enter_async_context(httpx.AsyncClient(timeout=20))
+        viewers = []
+        for _ in range(count):
+            viewers.append(await _join(http, server.url + "whep"))
+            assert viewers[-1].pc is not None
+            stack.push_async_callback(viewers[-1].pc.close)
+        with tqdm(total=repeats, desc="restarts", dynamic_ncols=True) as bar:
+            found = []
+            for _ in range(repeats):
+                found.append(await _restart(server, viewers, rank, stages))
+                bar.update()
+        return found
+
+
+def measure(viewers: int, repeats: int, rank: int, stages: int, options: Sequence[str]) -> list[Restart]:
+    """All restarts of a server of its own; `options` are further ones of `streamdiff serve`."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="streamdiff-") as limits:
+        # One more than wanted: an engine that cannot start again ends the benchmark with the server's own reason.
+        yaml.safe_dump({"serve": {"restarts": repeats + 1, "restart_wait_s": 0.0}}, limits)
+        limits.flush()
+        with running_server((*SERVE, "--config", limits.name, "--stages", str(stages), *options)) as server:
+            return asyncio.run(_measure(server, viewers, repeats, rank, stages))
+
+
+# ---- telling -----------------------------------------------------------------------------------------------------
+
+
+def plot(restarts: Sequence[Restart], path: Path) -> None:
+    """What happened when, restart by restart."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    canvas, axes = pyplot.subplots(figsize=(7, 4))
+    numbers = range(1, len(restarts) + 1)
+    axes.plot(numbers, [each.told_s for each in restarts], "o", label="viewers are told")
+    axes.plot(numbers, [each.running_s for each in restarts], "s", label="the engine runs")
+    for number, each in zip(numbers, restarts, strict=True):
+        label = "a viewer sees a new picture" if number == 1 else None
+        axes.plot([number] * len(each.resumed_s), each.resumed_s, "_", color="black", markersize=16, label=label)
+    axes.axhline(GOAL_S, color="gray", linestyle=":", label="goal")
+    axes.set(xlabel="restart", ylabel="seconds after the kill", xticks=list(numbers), ylim=(0, None))
+    axes.legend()
+    axes.grid(alpha=0.3)
+    canvas.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    canvas.savefig(path)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.restart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--stages", type=int, default=1, help="ranks of the engine (default 1)")
+    made.add_argument("--rank", type=int, default=0, help="which of them is killed (default 0, the head)")
+    made.add_argument("--repeats", type=int, default=5, help="kills (default 5)")
+    made.add_argument("--viewers", type=int, default=3, help="viewers who watch (default 3)")
+    made.add_argument("--out", type=Path, metavar="FILE", help="JSON file to write")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="picture to write: .png or .svg")
+    made.add_argument("serve", nargs="*", help="further arguments of `streamdiff serve`, after --")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, and write JSON and a plot."""
+    made = parser()
+    options = made.parse_args(argv)
+    for name in ("stages", "repeats", "viewers"):
+        if getattr(options, name) < 1:
+            made.error(f"--{name} is {getattr(options, name)}, but must be 1 or more")
+    if not 0 <= options.rank < options.stages:
+        made.error(f"--rank is {options.rank}, but with --stages {options.stages} it must be 0 to {options.stages - 1}")
+    try:
+        if options.plot is not None:
+            stream_plot.check(options.plot)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE
+    head = report.header(
+        ["benchmarks.restart", *argv] if argv is not None else None,
+        warm_up=f"{STEADY_FRAMES} moving pictures at every viewer before each kill",
+    )
+    restarts = measure(options.viewers, options.repeats, options.rank, options.stages, options.serve)
+    label = f"tiny, {options.stages} stage{'s' if options.stages > 1 else ''}, rank {options.rank} killed"
+    found = figures(restarts)
+    kept = min(restart.kept for restart in restarts)
+    print(report.table([{"case": label, **found, "connections kept": f"{kept} of {options.viewers}"}]))
+    if options.out is not None:
+        names = ("stages", "rank", "repeats", "viewers", "serve")
+        settings = {label: {name: getattr(options, name) for name in names}}
+        result: dict[str, Any] = {"figures": found, "kept": kept, "restarts": [vars(each) for each in restarts]}
+        report.write_json(options.out, head, {label: result}, benchmark="restart", settings=settings)
+    if options.plot is not None:
+        plot(restarts, options.plot)
+    return OK if kept == options.viewers else LOST
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""One rank of a ring whose stages may be compiled, started by the launcher as an engine process is, loaded as one is.
+
+Rank 0 plays a stream whose prompt changes on the way and keeps its frames and latents. Every rank writes down how many
+forwards of the stream ran a graph and how many did not, and fails if anything is compiled once it is warm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch._dynamo.utils import counters
+
+from streamdiff.config import Config, ModelConfig
+from streamdiff.models.wan.transformer import Tokens
+from streamdiff.pipeline import follower
+from streamdiff.pipeline.compiled import CompiledBlocks, Texts
+from streamdiff.pipeline.head import Finished, Head
+from streamdiff.pipeline.microstep import MicroStep
+from streamdiff.pipeline.runtime import load_runtime
+from streamdiff.pipeline.stage import Stage
+from streamdiff.state.ring import RowView
+from tests.small import BLUE, RED
+
+CHUNKS, SWITCH_AT = 10, 6
+"""With a window of three or five chunks: evictions before the prompt changes, and after it."""
+
+ran: list[bool] = []
+graphs: list[int] = []
+latents: list[torch.Tensor] = []
+
+
+class WatchedBlocks(CompiledBlocks):
+    def run(self, tokens: Tokens, texts: Texts, views: Sequence[RowView]) -> Tokens | None:
+        done = super().run(tokens, texts, views)
+        if not self.learning:
+            ran.append(done is not None)
+        return done
+
+
+def watch() -> None:
+    """Note what happens to this rank's stage, and to what comes back to the head. Mutates: the classes."""
+    compile_stage, advance = Stage.compile, Head.advance
+
+    def compiled_once(stage: Stage, **options: object) -> None:
+        compile_stage(stage, **options)  # type: ignore[arg-type]
+        assert stage.compiled is not None
+        graphs.append(len(stage.compiled.keys))
+        torch.compiler.set_stance("fail_on_recompile")
+
+    def kept(head: Head, rows: Sequence[MicroStep], flows: torch.Tensor) -> list[Finished]:
+        finished = advance(head, rows, flows)
+        latents.extend(each.latents.clone() for each in finished)
+        return finished
+
+    Stage.compile = compiled_once  # type: ignore[method-assign]
+    Head.advance = kept  # type: ignore[method-assign]
+
+
+def play(config: ModelConfig, switch: str) -> dict[str, list[torch.Tensor]]:
+    """Frames `[n, H, W, 3]` and latents of the stream. Its prompt changes when nothing more can run, for want of
+    room, so the same works enter the ring in the same order however long each takes."""
+    runtime = load_runtime(config)
+    info, frames = runtime.info, list[torch.Tensor]()
+    latents.clear()  # what warmed it
+    runtime.open(0, runtime.text.encode(RED), seed=4, epoch=0, steps=info.steps, kv_context=info.kv_context)
+    runtime.set_room(0, SWITCH_AT * info.chunk_frames)
+    while runtime.ring.has_work:
+        frames += [torch.from_numpy(each.pictures) for each in runtime.step(1.0)]
+    runtime.set_conditioning(0, runtime.text.encode(BLUE), epoch=1, switch=switch)
+    runtime.set_room(0, 2 * CHUNKS * info.chunk_frames)  # a staircase needs newcomers
+    while len(latents) < CHUNKS or sum(len(each) for each in frames) < CHUNKS * info.chunk_frames:
+        frames += [torch.from_numpy(each.pictures) for each in runtime.step(1.0)]
+    runtime.close()
+    return {"frames": list(torch.cat(frames)[: CHUNKS * info.chunk_frames]), "latents": latents[:CHUNKS]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--address", type=Path, required=True)
+    parser.add_argument("--config-json", required=True)
+    options = parser.parse_args()
+    config = Config.model_validate_json(options.config_json).model
+    rank = int(os.environ["RANK"])
+    from streamdiff.pipeline import stage
+
+    stage.CompiledBlocks = WatchedBlocks  # type: ignore[misc]
+    watch()
+    if rank == 0:
+        torch.save(play(config, os.environ["SWITCH"]), options.address / "made.pt")
+    else:
+        follower.follow(config)
+    told = {
+        "graphs": sum(graphs),
+        "ran": sum(ran),
+        "plain": len(ran) - sum(ran),
+        "breaks": len(counters["graph_break"]),
+    }
+    (options.address / f"rank-{rank}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -1,0 +1,64 @@
+"""`compile: on` over real ranks: each makes the graphs of its own blocks before the ring is warm, the whole stream runs
+them, nothing is compiled later, and the stream is the plain ring's."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streamdiff.config import Config, ModelConfig
+from tests.pipeline.compiled_process import CHUNKS
+from tests.pipeline.processes import ROOT
+from tests.pipeline.test_compiled import TOLERANCE, worst
+
+pytestmark = pytest.mark.slow
+STAGES = 2
+LIMIT_S = 900.0  # ends what hangs; a busy machine takes minutes
+Made = dict[str, list[torch.Tensor]]
+
+
+def play(folder: Path, switch: str, **options: Any) -> tuple[Made, list[dict[str, int]], str]:
+    """What the head made, what each rank says of its forwards, and what all wrote to standard error."""
+    folder.mkdir()
+    config = Config(model=ModelConfig(stages=STAGES, device="cpu", **options)).model_dump_json()
+    told = ("--module", "tests.pipeline.compiled_process", "--address", str(folder), "--config-json", config)
+    process = subprocess.run(
+        [sys.executable, "-m", "streamdiff.engine.launch", *told],
+        cwd=ROOT, env={**os.environ, "SWITCH": switch}, text=True, stderr=subprocess.PIPE, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(STAGES)]
+    return torch.load(folder / "made.pt"), ranks, process.stderr
+
+
+@pytest.mark.parametrize(
+    ("kv_context", "clean_pass", "switch", "graphs"),
+    [("clean", "with-next", "recache", 6), ("staircase", "alone", "flush", 5)],
+)
+def test_ranks_run_their_own_graphs_and_make_the_plain_stream(
+    tmp_path: Path, kv_context: str, clean_pass: str, switch: str, graphs: int
+) -> None:
+    options = {"kv_context": kv_context, "clean_pass": clean_pass}
+    expected, plain, quiet = play(tmp_path / "off", switch, **options)
+    got, compiled, shown = play(tmp_path / "on", switch, compile="on", **options)
+    assert [rank["graphs"] for rank in plain] == [0, 0] and "compiling" not in quiet
+    for rank in compiled:
+        assert rank["graphs"] == graphs and rank["breaks"] == 0
+        assert rank["ran"] > 5 * CHUNKS * (0.8 if clean_pass == "with-next" else 1) and rank["plain"] == 0
+    assert len(got["latents"]) == CHUNKS and len(got["frames"]) >= 4 * CHUNKS
+    largest = max(float(each.abs().max()) for each in expected["latents"])
+    assert worst(got["latents"], expected["latents"]) <= TOLERANCE * largest, (
+        "as one part in so many: this model's are larger"
+    )
+    assert worst([each.float() for each in got["frames"]], [each.float() for each in expected["frames"]]) <= 1
+    bars = re.findall(r"compiling:[^\r\n]* (\d+)/(\d+) ", shown)
+    window = max(int(total) for _, total in bars)
+    assert bars[0] == ("0", str(window)) and bars[-1] == (str(window), str(window)), "of all ranks, to the end"

@@ -7,6 +7,7 @@ the embedded model uses the same classes with small widths. Weights are separate
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -59,6 +60,7 @@ class MemBlock(nn.Module):
 
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
+        self.channels = n_in
         self.conv: nn.Sequential = nn.Sequential(
             _conv(n_in * 2, n_out),
             nn.ReLU(inplace=True),
@@ -126,23 +128,29 @@ class Memory:
         return sum(tensor.nbytes for tensor in self.past.values())
 
 
-def _run(layers: nn.Sequential, x: Tensor, memory: Memory) -> Tensor:
-    """Apply `layers` to a chunk `[B, T, C, H, W]`, all frames of the chunk at once. Mutates: memory."""
-    batch = x.shape[0]
+def run(layers: nn.Sequential, x: Tensor, past: Mapping[int, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
+    """Apply `layers` to a chunk `[B, T, C, H, W]`, all frames of the chunk at once.
+
+    `past` is the last input frame of every MemBlock before the chunk, and that after it comes back; of what is not in
+    it, zeros are taken.
+    """
+    batch, after = x.shape[0], {}
     x = x.flatten(0, 1).contiguous(memory_format=torch.channels_last)
     for index, layer in enumerate(layers):
         if isinstance(layer, MemBlock):
             frames = x.unflatten(0, (batch, -1))
-            before = memory.past.get(index)
+            before = past.get(index)
             if before is None:
                 before = torch.zeros_like(frames[:, 0])
-            past = torch.cat([before.unsqueeze(1), frames[:, :-1]], 1).flatten(0, 1)
-            memory.past[index] = frames[:, -1].detach().clone() if not torch.is_grad_enabled() else frames[:, -1]
-            x = layer(x, past.contiguous(memory_format=torch.channels_last))
+            shifted = torch.cat([before.unsqueeze(1), frames[:, :-1]], 1).flatten(0, 1)
+            # A copy, which does not keep the chunk, in a layout that is always the same: a graph is made for it.
+            last = frames[:, -1]
+            after[index] = last if torch.is_grad_enabled() else last.clone(memory_format=torch.channels_last)
+            x = layer(x, shifted.contiguous(memory_format=torch.channels_last))
         else:
             x = layer(x)
     out: Tensor = x.unflatten(0, (batch, -1))
-    return out
+    return out, after
 
 
 class TAEHV(nn.Module):
@@ -183,7 +191,8 @@ class TAEHV(nn.Module):
         x = frames.flatten(0, 1)
         if self.config.patch_size > 1:
             x = F.pixel_unshuffle(x, self.config.patch_size)
-        return _run(self.encoder, x.unflatten(0, (batch, -1)), memory)
+        latents, memory.past = run(self.encoder, x.unflatten(0, (batch, -1)), memory.past)
+        return latents
 
     def decode(self, latents: Tensor, memory: Memory) -> Tensor:
         """Decode `[B, T, C, h, w]` latents into the frames they stand for. Mutates: memory.
@@ -191,10 +200,31 @@ class TAEHV(nn.Module):
         Returns `[B, T * temporal - trimmed, 3, H, W]`, not clamped; `trimmed` is `frames_to_trim` on a stream's first
         call and 0 after. Decoding a stream in any chunks gives the frames of decoding it whole.
         """
-        x = _run(self.decoder, latents, memory)
+        frames, memory.past = self.decode_step(latents, memory.past)
+        return frames[:, self.trim(memory) :]
+
+    def decode_step(self, latents: Tensor, past: Mapping[int, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
+        """As `decode`, but nothing is trimmed; what is remembered goes in and comes out as in `run`."""
+        x, after = run(self.decoder, latents, past)
         batch = x.shape[0]
         if self.config.patch_size > 1:
             x = F.pixel_shuffle(x.flatten(0, 1), self.config.patch_size).unflatten(0, (batch, -1))
-        trim = self.config.frames_to_trim if memory.first else 0
+        return x, after
+
+    def trim(self, memory: Memory) -> int:
+        """Leading frames of this call that are not shown. Mutates: memory, whose stream has then begun."""
+        trimmed = self.config.frames_to_trim if memory.first else 0
         memory.first = False
-        return x[:, trim:]
+        return trimmed
+
+    def blank(self, latents: Tensor) -> dict[int, Tensor]:
+        """What a stream that has not begun sees before its first frame: zeros, in the layout in which `run` leaves
+        them; sizes and dtype for `latents` `[B, T, C, h, w]`."""
+        (batch, _, _, height, width), past = latents.shape, {}
+        for index, layer in enumerate(self.decoder):
+            if isinstance(layer, MemBlock):
+                shape = batch, layer.channels, height, width
+                past[index] = latents.new_zeros(shape).contiguous(memory_format=torch.channels_last)
+            elif isinstance(layer, TGrow):
+                height, width = height * layer.scale, width * layer.scale
+        return past

@@ -5,23 +5,27 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from streamdiff.config import ModelConfig
+from streamdiff.config import ModelConfig, ServedModel
 from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
 from streamdiff.models import library
 from streamdiff.models.base import Model, ModelSpec, StreamDecoder, TextEncoder, Trunk, choose_steps
 from streamdiff.models.library import Parts, Place
+from streamdiff.models.stepping import rgb24, yuv420p
 from streamdiff.models.wan.lora import parse_lora
 from streamdiff.models.wan.transformer import WanDenoiser
+from streamdiff.pictures import PictureKind
 from streamdiff.pipeline import balance, group
 from streamdiff.pipeline.budget import Room, free_bytes
 from streamdiff.pipeline.facts import Facts, facts_from, read_facts
+from streamdiff.pipeline.picture_decoder import PictureDecoder
 from streamdiff.pipeline.plan import check_stages, split_evenly
 from streamdiff.pipeline.stage import Stage
 from streamdiff.version import __version__
@@ -144,10 +148,44 @@ def compile_stage(config: ModelConfig, stage: Stage) -> None:
         stage.compile(steps=steps_of(config), kv_context=config.kv_context, clean_with_next=config.clean_with_next)
 
 
-def load_decoder(config: ModelConfig, device: torch.device) -> StreamDecoder:
-    """What the rank needs that decodes."""
+def load_decoder(config: ModelConfig, device: torch.device) -> PictureDecoder:
+    """What the rank needs that decodes.
+
+    Raises:
+        ConfigError: there is none; or as `pictures_of`.
+    """
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return library.load_decoder(place_of(config), device, dtype)
+    layout = {"rgb": rgb24, "yuv420": yuv420p}[pictures_of(config, device)]
+    return PictureDecoder(library.load_decoder(place_of(config), device, dtype), layout)
+
+
+def pictures_of(config: ModelConfig, device: torch.device) -> PictureKind:
+    """What the decoder hands out: RGB, or what a server's encoders take.
+
+    Raises:
+        ConfigError: the server wants YUV420 of a size that has none.
+    """
+    wanted = config.pictures if isinstance(config, ServedModel) else "rgb"
+    if wanted == "rgb" or (wanted == "auto" and device.type == "cpu"):
+        return "rgb"
+    spec = read_spec(config)
+    if spec.height % 2 == 0 and spec.width % 2 == 0:
+        return "yuv420"
+    if wanted == "auto":
+        return "rgb"
+    raise ConfigError(
+        f"serve.pictures is yuv420, but pictures of {spec.width} x {spec.height} have none, as both sides must be "
+        "even; use rgb, or leave it out"
+    )
+
+
+def compile_decoder(config: ModelConfig, decoder: PictureDecoder | None, device: torch.device, threads: int) -> None:
+    """Make the decoder's graphs, if there is one and the configuration wants them, for a thread that decodes with so
+    many CPU threads. Takes from seconds to minutes. Mutates: decoder."""
+    if decoder is not None and config.compile == "on":
+        latents = torch.zeros(read_spec(config).chunk_shape, device=device)
+        with ThreadPoolExecutor(1, "compile", lambda: torch.set_num_threads(threads)) as alike:
+            alike.submit(decoder.compile, latents, at_once(config, device)).result()
 
 
 def at_once(config: ModelConfig, device: torch.device) -> int:

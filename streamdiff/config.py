@@ -74,6 +74,9 @@ class ModelConfig(_Section):
     decode_at_once: int | None = Field(
         None, ge=1, le=64, description="latent frames per call of the decoder; default: 1 on cpu, a chunk on cuda"
     )
+    decode_layout: Literal["auto", "channels-last", "contiguous"] = Field(
+        "auto", description="how pictures lie in the decoder; auto: channels-last, but for Wan's on a cpu"
+    )
     link: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl between GPUs, else gloo")
     hang_s: float = Field(60.0, ge=1, description="a rank that is silent or busy with one forward for so long hangs")
     profile: str | None = Field(None, description="measured times to split the blocks by; default: measure at start")

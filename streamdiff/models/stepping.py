@@ -25,6 +25,10 @@ Layout = Callable[[Tensor], Tensor]
 class SteppedDecoder(StreamDecoder, Protocol):
     """A decoder whose `decode` is `decode_by` its own `step`."""
 
+    def lay_out(self, channels_last: bool) -> None:
+        """Lay weights and pictures out with the channels last, or with the width, from now on; before any
+        stream begins. Mutates: self."""
+
     def past(self, latents: Tensor, memory: Any) -> Past:
         """What `memory` remembers. Raises ValueError for latents of another shape than the stream can go on with."""
 

@@ -128,14 +128,16 @@ class Memory:
         return sum(tensor.nbytes for tensor in self.past.values())
 
 
-def run(layers: nn.Sequential, x: Tensor, past: Mapping[int, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
+def run(
+    layers: nn.Sequential, x: Tensor, past: Mapping[int, Tensor], layout: torch.memory_format = torch.channels_last
+) -> tuple[Tensor, dict[int, Tensor]]:
     """Apply `layers` to a chunk `[B, T, C, H, W]`, all frames of the chunk at once.
 
     `past` is the last input frame of every MemBlock before the chunk, and that after it comes back; of what is not in
-    it, zeros are taken.
+    it, zeros are taken. Pictures lie in `layout` on the way.
     """
     batch, after = x.shape[0], {}
-    x = x.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+    x = x.flatten(0, 1).contiguous(memory_format=layout)
     for index, layer in enumerate(layers):
         if isinstance(layer, MemBlock):
             frames = x.unflatten(0, (batch, -1))
@@ -145,8 +147,8 @@ def run(layers: nn.Sequential, x: Tensor, past: Mapping[int, Tensor]) -> tuple[T
             shifted = torch.cat([before.unsqueeze(1), frames[:, :-1]], 1).flatten(0, 1)
             # A copy, which does not keep the chunk, in a layout that is always the same: a graph is made for it.
             last = frames[:, -1]
-            after[index] = last if torch.is_grad_enabled() else last.clone(memory_format=torch.channels_last)
-            x = layer(x, shifted.contiguous(memory_format=torch.channels_last))
+            after[index] = last if torch.is_grad_enabled() else last.clone(memory_format=layout)
+            x = layer(x, shifted.contiguous(memory_format=layout))
         else:
             x = layer(x)
     out: Tensor = x.unflatten(0, (batch, -1))
@@ -158,7 +160,7 @@ class TAEHV(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.layout = config, torch.channels_last
         image = 3 * config.patch_size**2
         e, eb = config.encoder_widths, config.encoder_blocks
         layers: list[nn.Module] = [_conv(image, e[0]), nn.ReLU(inplace=True)]
@@ -176,11 +178,12 @@ class TAEHV(nn.Module):
             layers += [_conv(d[i], d[i + 1], bias=False)]
         self.decoder = nn.Sequential(*layers, nn.ReLU(inplace=True), _conv(d[3], image))
 
-    def channels_last(self) -> None:
-        """Lay the convolutions out for channels-last pictures, which CPU and GPU kernels prefer. Mutates: self."""
+    def lay_out(self, layout: torch.memory_format) -> None:
+        """Lay convolutions and pictures out so from now on. Mutates: self."""
+        self.layout = layout
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
-                module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
+                module.weight.data = module.weight.data.contiguous(memory_format=layout)
 
     def encode(self, frames: Tensor, memory: Memory) -> Tensor:
         """Encode `[B, T, 3, H, W]` frames in [0, 1], T a multiple of `temporal`. Mutates: memory.
@@ -191,7 +194,7 @@ class TAEHV(nn.Module):
         x = frames.flatten(0, 1)
         if self.config.patch_size > 1:
             x = F.pixel_unshuffle(x, self.config.patch_size)
-        latents, memory.past = run(self.encoder, x.unflatten(0, (batch, -1)), memory.past)
+        latents, memory.past = run(self.encoder, x.unflatten(0, (batch, -1)), memory.past, self.layout)
         return latents
 
     def decode(self, latents: Tensor, memory: Memory) -> Tensor:
@@ -205,7 +208,7 @@ class TAEHV(nn.Module):
 
     def decode_step(self, latents: Tensor, past: Mapping[int, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
         """As `decode`, but nothing is trimmed; what is remembered goes in and comes out as in `run`."""
-        x, after = run(self.decoder, latents, past)
+        x, after = run(self.decoder, latents, past, self.layout)
         batch = x.shape[0]
         if self.config.patch_size > 1:
             x = F.pixel_shuffle(x.flatten(0, 1), self.config.patch_size).unflatten(0, (batch, -1))
@@ -224,7 +227,7 @@ class TAEHV(nn.Module):
         for index, layer in enumerate(self.decoder):
             if isinstance(layer, MemBlock):
                 shape = batch, layer.channels, height, width
-                past[index] = latents.new_zeros(shape).contiguous(memory_format=torch.channels_last)
+                past[index] = latents.new_zeros(shape).contiguous(memory_format=self.layout)
             elif isinstance(layer, TGrow):
                 height, width = height * layer.scale, width * layer.scale
         return past

@@ -104,6 +104,10 @@ class TaehvDecoder(_Half):
         frames = self.model.autoencoder.decode(self._taken(latents), memory).float().clamp(0, 1)
         return frames.transpose(1, 2) * 2 - 1
 
+    def lay_out(self, channels_last: bool) -> None:
+        """See `SteppedDecoder`; channels last, unless told otherwise."""
+        self.model.autoencoder.lay_out(torch.channels_last if channels_last else torch.contiguous_format)
+
     def past(self, latents: Tensor, memory: Memory) -> Past:
         """See `SteppedDecoder`: a stream that has not begun remembers zeros, so that all its steps are alike."""
         self._check(latents)
@@ -257,7 +261,7 @@ def build(path: Path, tensors: Mapping[str, Tensor], config: Config, device: tor
     check_fit(path, tensors, {name: tensor.shape for name, tensor in autoencoder.state_dict().items()})
     check_finite(path, tensors)
     autoencoder.load_state_dict({name: tensor.to(device, dtype) for name, tensor in tensors.items()}, assign=True)
-    autoencoder.eval().requires_grad_(False).channels_last()
+    autoencoder.eval().requires_grad_(False).lay_out(torch.channels_last)
     return autoencoder
 
 

@@ -156,7 +156,11 @@ def load_decoder(config: ModelConfig, device: torch.device) -> PictureDecoder:
     """
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     layout = {"rgb": rgb24, "yuv420": yuv420p}[pictures_of(config, device)]
-    return PictureDecoder(library.load_decoder(place_of(config), device, dtype), layout)
+    decoder = library.load_decoder(place_of(config), device, dtype)
+    # On one busy core, in turns: TAEHV's decoder 1.06 to 1.17 times as fast with channels last, Wan's 0.9 times.
+    if config.decode_layout != "auto" or device.type == "cuda":
+        decoder.lay_out(config.decode_layout != "contiguous")
+    return PictureDecoder(decoder, layout)
 
 
 def pictures_of(config: ModelConfig, device: torch.device) -> PictureKind:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,15 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from streamdiff.config import ModelConfig
 from streamdiff.models.stepping import SteppedDecoder
 from streamdiff.models.wan.vae import WanDecoder
+from streamdiff.pipeline import loading
 from streamdiff.pipeline.decoding import DECODE_THREADS, LocalDecoding, Piece
 from streamdiff.pipeline.picture_decoder import PictureDecoder
-from tests.small import AUTOENCODER, CPU, small_autoencoder, small_decoder
+from streamdiff.pipeline.runtime import Runtime, load_runtime
+from tests.pipeline.test_runtime import open_session, pictures, save_model, take
+from tests.small import AUTOENCODER, BLUE, CPU, RED, small_autoencoder, small_decoder
 from tests.small_vae import small_wan_autoencoder
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")]
@@ -139,3 +144,50 @@ def test_what_no_graph_was_made_for_is_decoded_the_plain_way(
     with nothing_compiled():
         got = compiled.decode(larger, compiled.new_memory())
     assert torch.equal(got, plain.decode(larger, plain.new_memory()))
+
+
+def test_the_product_compiles_it_before_it_is_ready_and_no_event_of_a_stream_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First chunks, a prompt switch, a reset, another session; the transformer's graphs have a test of their own."""
+    save_model(tmp_path)
+    monkeypatch.setattr(loading, "compile_stage", lambda config, stage: None)
+    runtime = load_runtime(ModelConfig(name=str(tmp_path), device="cpu", compile="on", decode_at_once=2))
+    plain = load_runtime(ModelConfig(name=str(tmp_path), device="cpu", decode_at_once=2))
+    assert isinstance(runtime.model.decoder, PictureDecoder) and isinstance(plain.model.decoder, PictureDecoder)
+    assert len(runtime.model.decoder.keys) == 1 and not plain.model.decoder.keys
+    with nothing_compiled():
+        got, expected = life(runtime), life(plain)
+    assert got.shape == expected.shape
+    assert np.abs(got.astype(int) - expected).max() <= 1
+
+
+def life(runtime: Runtime) -> np.ndarray:
+    """A stream's frames through all that happens to one."""
+    open_session(runtime)
+    pieces = take(runtime, 0, 2)
+    runtime.set_conditioning(0, runtime.text.encode(BLUE), epoch=1)
+    pieces += take(runtime, 0, 2)
+    runtime.reset(0, runtime.text.encode(RED), seed=3, epoch=2)
+    pieces += take(runtime, 0, 2)
+    open_session(runtime, 1)
+    pieces += take(runtime, 1, 1)
+    runtime.close()
+    return pictures(pieces)
+
+
+@pytest.mark.parametrize("made", [taehv, wan])
+def test_both_layouts_give_the_same_pictures(made: Callable[[], tuple[SteppedDecoder, tuple[int, ...], int]]) -> None:
+    seen, left = [], []
+    for channels_last in (False, True):
+        decoder, shape, at_once = made()
+        decoder.lay_out(channels_last)
+        memory = decoder.new_memory()
+        groups = [group for chunk in chunks(shape) for group in chunk.split(at_once, 1)]
+        seen.append(torch.cat([decoder.decode(group[None], memory) for group in groups]).int())
+        left.append(remembered(memory))
+        strides = {each.stride(1) for each in left[-1] if each.shape[1] > 1}
+        assert (strides == {1}) is channels_last
+    assert (seen[0] - seen[1]).abs().max() <= 1
+    for one, other in zip(*left, strict=True):
+        assert float((one - other).abs().max()) <= TOLERANCE * float(one.abs().max())

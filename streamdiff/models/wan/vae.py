@@ -95,6 +95,16 @@ class WanDecoder(_Half):
 
     def __init__(self, autoencoder: AutoencoderKLWan) -> None:
         super().__init__(autoencoder, autoencoder.decoder)
+        self._layout = torch.contiguous_format
+
+    def lay_out(self, channels_last: bool) -> None:
+        """See `SteppedDecoder`; as the weights were stored, unless told otherwise."""
+        self._layout = torch.channels_last_3d if channels_last else torch.contiguous_format
+        for module in self.autoencoder.decoder.modules():
+            if isinstance(module, nn.Conv2d | nn.Conv3d):
+                flat = torch.channels_last if channels_last else torch.contiguous_format
+                layout = self._layout if isinstance(module, nn.Conv3d) else flat
+                module.weight.data = module.weight.data.contiguous(memory_format=layout)
 
     def frames_of(self, latents: int) -> int:
         """Frames that a stream's first `latents` latent frames give."""
@@ -160,7 +170,10 @@ class WanDecoder(_Half):
         x = self.autoencoder.decoder(x, feat_cache=features, feat_idx=[0], first_chunk=first)
         video: Tensor = unpatchify(x, self.patch_size)  # type: ignore[no-untyped-call]
         # In a layout that is always the same, as a graph is made for it.
-        after = {i: each.contiguous() if isinstance(each, Tensor) else each for i, each in enumerate(features)}
+        after = {
+            index: each.contiguous(memory_format=self._layout) if isinstance(each, Tensor) else each
+            for index, each in enumerate(features)
+        }
         return video.clamp(-1, 1), after
 
 

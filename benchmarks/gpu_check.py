@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu_check cpu:clean --device cuda        the same latents as on the CPU?
     python -m benchmarks.gpu_check decoder:full --device cuda     the same pictures?
+    python -m benchmarks.gpu_check graphs:full --device cuda      compiled, channels last, and as YUV420: the same?
     python -m benchmarks.gpu_check wan:bfloat16 --device cuda     two blocks of Wan 1.3B, their numbers
     python -m benchmarks.gpu_check fast:clean --device cuda       every value of model.compile against off
     python -m benchmarks.gpu_check sync:clean --device cuda       micro-steps in which the host waits for nothing
@@ -23,8 +24,10 @@ from torch import Tensor
 from benchmarks.stream_case import CONTEXTS, DECODERS
 from streamdiff.config import ModelConfig
 from streamdiff.models import library, random_weights
+from streamdiff.models.stepping import yuv420p
 from streamdiff.models.wan.transformer import Tokens, WanDenoiser, attend
 from streamdiff.models.wan.weights import kept_dtype
+from streamdiff.pipeline.picture_decoder import PictureDecoder
 from streamdiff.pipeline.runtime import Runtime, load_runtime
 
 HOLDS, WRONG, NOT_HERE = 0, 1, 3
@@ -100,6 +103,26 @@ def decoder_as_cpu(name: str, device: torch.device) -> str:
     got = moved.decode(latents.to(device), moved.new_memory()).cpu()
     off = int((got.int() - expected.int()).abs().max())
     return _held(off, _PICTURES_OFF, "levels of 255")
+
+
+def decoder_graphs(name: str, device: torch.device) -> str:
+    """A stream's pictures in YUV420 by the compiled decoder, channels last, against the plain one's, in float32."""
+    if device.type != "cuda":
+        raise NotHere("on a CPU tests/pipeline/test_picture_decoder.py compiles small ones")
+    plain: Any = random_weights.decoder(DECODERS[name], device, torch.float32)
+    plain.lay_out(channels_last=False)
+    chunks = torch.randn(3, 1, 16, 3, 8, 12, generator=torch.Generator().manual_seed(0)).to(device)
+    memory = plain.new_memory()
+    pictures = torch.cat([plain.decode(chunk, memory) for chunk in chunks])
+    expected = yuv420p(pictures.permute(0, 3, 1, 2).float())
+    fast: Any = random_weights.decoder(DECODERS[name], device, torch.float32)
+    fast.lay_out(channels_last=True)
+    decoder = PictureDecoder(fast, yuv420p)
+    decoder.compile(chunks[0, 0], 3)
+    memory = decoder.new_memory()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        got = torch.cat([decoder.decode(chunk, memory) for chunk in chunks])
+    return _held(int((got.int() - expected.int()).abs().max()), _PICTURES_OFF, "levels of 255")
 
 
 def _moved(decoder: Any, device: torch.device) -> Any:
@@ -188,6 +211,7 @@ def _held(off: float, allowed: float, unit: str = "of the length") -> str:
 CHECKS: dict[str, tuple[Callable[[str, torch.device], str], tuple[str, ...]]] = {
     "cpu": (same_as_cpu, CONTEXTS),
     "decoder": (decoder_as_cpu, tuple(DECODERS)),
+    "graphs": (decoder_graphs, tuple(DECODERS)),
     "wan": (blocks_as_cpu, ("float32", "bfloat16")),
     "fast": (fast_as_plain, CONTEXTS),
     "sync": (no_host_sync, CONTEXTS),

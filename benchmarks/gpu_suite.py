@@ -94,7 +94,8 @@ def allowed(case: Case, faults: set[str]) -> str:
 
 def plain(case: Case, faults: set[str]) -> Case:
     """The case without its fast path where that is wrong."""
-    if f"fast:{case.config.kv_context}" not in faults:
+    own = {f"fast:{case.config.kv_context}", f"graphs:{stream_case.decoder_of(case.config)}"}
+    if not own & faults:
         return case
     values = {**case.config.model_dump(), gpu_check.FAST: gpu_check.OFF}
     return replace(case, config=ModelConfig.model_validate(values))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from streamdiff import clock
 from streamdiff.models.random_weights import DrawnText
+from streamdiff.pictures import size_of
+from streamdiff.pipeline.decoding import DECODE_THREADS
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.runtime import Runtime
 from streamdiff.serve.codecs import Format, probe
@@ -64,7 +67,9 @@ def measure(runtime: Runtime, rounds: int, at_once: int, step: Callable[[str], N
     decoder = runtime.model.decoder
     assert decoder is not None, "one stage decodes by itself"
     step("decode and copy")
-    parts["decode"], parts["copy"], pictures = _decode(decoder, latents, at_once, device)
+    with ThreadPoolExecutor(1, "decode", lambda: torch.set_num_threads(DECODE_THREADS)) as alike:  # as it is in service
+        decoded = alike.submit(_decode, decoder, latents, at_once, device).result()
+    parts["decode"], parts["copy"], pictures = decoded
     step("encode")
     codec, parts["encode"] = _encode(pictures, runtime.info.native_fps)
     if codec != "h264":
@@ -136,7 +141,7 @@ def _decode(
 def _encode(chunks: Sequence[Tensor], fps: float) -> tuple[str, list[float]]:
     """The best codec there is, and seconds of each chunk's pictures, one after the other; the first does not count."""
     codec = probe()[0]
-    _, height, width, _ = chunks[0].shape
+    height, width = size_of(chunks[0].shape[1:])
     encoder = PictureEncoder(codec, Format(width, height, fps))
     times, pts = [], 0
     for chunk in (chunks[0], *chunks):

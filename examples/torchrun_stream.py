@@ -112,7 +112,7 @@ def live(options: argparse.Namespace, model: dict[str, object]) -> int:
     config = Config(
         model=ModelConfig.model_validate(model),
         session=SessionConfig(prompt=options.prompt, seed=options.seed),
-        serve=ServeConfig(host=options.host, port=options.port),
+        serve=ServeConfig(host=options.host, port=options.port, pictures="rgb"),  # the file takes no other
     )
     recorder = Recorder(options.output, PlaybackConfig().fps, options.seconds)
     seen: list[tuple[Engine, Tally]] = []

@@ -70,7 +70,7 @@ PARTS = (
         "model.compile",
         str,
         "off|on",
-        "run compiled graphs of the transformer; made at the start, takes minutes (default off)",
+        "run compiled graphs of transformer and decoder; made at the start, takes minutes (default off)",
     ),
     Option(
         "--clean-pass",
@@ -124,6 +124,9 @@ SERVE = (
     Option("--codec", "serve.codec", str, "CODEC", "auto, h264 or vp8 (default auto)"),
     Option("--encoder", "serve.encoder", str, "NAME", "of H.264: auto, x264 or nvenc (default auto: what opens)"),
     Option("--scale", "serve.scale", int, "N", "enlarge the picture this many times before encoding (default 2)"),
+    Option(
+        "--pictures", "serve.pictures", str, "KIND", "from the decoder: rgb, yuv420 or auto (default auto: the cheaper)"
+    ),
     Option("--bitrate", "serve.bitrate", int, "BITS", "bit/s of the video (default: fits size and fps)"),
     Option("--lead", "playback.lead_s", float, "SECONDS", "video made ahead of what is shown, at most"),
     Option(

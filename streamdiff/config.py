@@ -57,7 +57,7 @@ class ModelConfig(_Section):
         "none", description="the blocks' linear layers in 8 bits: fp8 on recent NVIDIA GPUs, int8 anywhere"
     )
     compile: Annotated[Literal["off", "on"], BeforeValidator(_switch)] = Field(
-        "off", description="make graphs of the transformer at the start, which takes minutes, and run these"
+        "off", description="make graphs of transformer and decoder at the start, which takes minutes, and run these"
     )
     size: str | None = Field(None, description="WIDTHxHEIGHT of the picture; default: the model's own")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")
@@ -81,6 +81,9 @@ class ModelConfig(_Section):
     decode_at_once: int | None = Field(
         None, ge=1, le=64, description="latent frames per call of the decoder; default: 1 on cpu, a chunk on cuda"
     )
+    decode_layout: Literal["auto", "channels-last", "contiguous"] = Field(
+        "auto", description="how pictures lie in the decoder; auto: channels-last, but for Wan's on a cpu"
+    )
     link: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl between GPUs, else gloo")
     hang_s: float = Field(60.0, ge=1, description="a rank that is silent or busy with one forward for so long hangs")
     profile: str | None = Field(None, description="measured times to split the blocks by; default: measure at start")
@@ -101,6 +104,12 @@ class ModelConfig(_Section):
     def decode_rank(self) -> int:
         """The rank that decodes."""
         return {"head": 0, "last": self.stages - 1, "own-rank": self.stages}[self.decode]
+
+
+class ServedModel(ModelConfig):
+    """The same for `serve`, and what its encoders are given; see `Config.served_model`."""
+
+    pictures: Literal["auto", "rgb", "yuv420"]
 
 
 class SessionConfig(_Section):
@@ -141,6 +150,9 @@ class ServeConfig(_Section):
         "auto", description="of H.264, tried out at the start; auto: NVENC where it can be opened, else x264"
     )
     scale: int = Field(2, ge=1, le=8, description="the picture is enlarged by this before encoding")
+    pictures: Literal["auto", "rgb", "yuv420"] = Field(
+        "auto", description="what leaves the decoder's device; auto: yuv420 on cuda where scale is 1, else rgb"
+    )
     bitrate: int | None = Field(None, ge=100_000, le=50_000_000, description="bit/s; default fits size and fps")
     max_viewers: int = Field(32, ge=1, le=1000)
     grace_s: float = Field(5.0, ge=0, description="a stream that nobody watches any more plays on for so long")
@@ -169,6 +181,13 @@ class Config(_Section):
     session: SessionConfig = SessionConfig()
     playback: PlaybackConfig = PlaybackConfig()
     serve: ServeConfig = ServeConfig()
+
+    def served_model(self) -> ServedModel:
+        """What the engine of a server loads, on every rank. Pictures that are enlarged come as RGB, unless
+        `serve.pictures` says otherwise: YUV420 has a colour for 2 x 2 pixels only."""
+        enlarged = self.serve.pictures == "auto" and self.serve.scale > 1
+        pictures = "rgb" if enlarged else self.serve.pictures
+        return ServedModel.model_validate({**self.model.model_dump(), "pictures": pictures})
 
 
 def load(

@@ -60,7 +60,7 @@ class Info(Protocol):
 
 
 class Made(Protocol):
-    """Decoded frames of one chunk, in order: `pictures` uint8 `[n, H, W, 3]`.
+    """Decoded frames of one chunk, in order: `pictures` uint8 `[n, *P]`, P as in `streamdiff.pictures`.
 
     `last` is True on the last piece of a chunk, and `chunk_s` is then the seconds since the chunk's admission.
     """

@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None, *, load: Callable[[ModelConfig], Pip
     parser.add_argument("--config-json", required=True, help="the whole configuration as JSON")
     arguments = parser.parse_args(argv)
     if int(os.environ.get("RANK", "0")) > 0:
-        return be_follower(Config.model_validate_json(arguments.config_json).model)
+        return be_follower(Config.model_validate_json(arguments.config_json).served_model())
     stop = Stop(arguments.address)
     stop.listen()
     stop.watch_parent()
@@ -151,7 +151,7 @@ def run(
     engine: Engine | None = None
     try:
         config = Config.model_validate_json(config_json)
-        engine = Engine(load(config.model), lead_frames(config))
+        engine = Engine(load(config.served_model()), lead_frames(config))
         stop.loading = False
         server.send(engine.ready())
         _serve(server, engine, stop, tap)

@@ -26,7 +26,8 @@ SLOWEST, PLENTY = 0.1, 0.75
 
 @dataclass(frozen=True)
 class Due:
-    """One slot: `picture` uint8 `[H, W, 3]`, its session frame number and epoch, `pts` in 90 kHz ticks."""
+    """One slot: `picture` uint8 as in `streamdiff.pictures`, its session frame number and epoch, `pts` in ticks of 90
+    kHz."""
 
     picture: NDArray[np.uint8] = field(repr=False)
     frame: int
@@ -120,7 +121,7 @@ class Playout:
         return len(self._queue)
 
     def push(self, first: int, pictures: NDArray[np.uint8], *, epoch: int = 0) -> None:
-        """Take consecutive frames, numbered from `first`; `pictures` uint8 `[n, H, W, 3]` is kept, not copied.
+        """Take consecutive frames, numbered from `first`; `pictures` uint8 `[n, ...]` is kept, not copied.
 
         Frames of an epoch that was cleared are dropped.
 

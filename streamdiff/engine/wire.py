@@ -7,6 +7,7 @@ here; anything unknown, missing or of the wrong type is an error. Knows nothing 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
@@ -18,6 +19,7 @@ import numpy as np
 from streamdiff.engine import messages
 from streamdiff.engine.messages import Command, Event, Pictures
 from streamdiff.errors import StreamdiffError
+from streamdiff.pictures import kind_of
 
 Part = bytes | memoryview
 COMMANDS: tuple[type, ...] = get_args(Command)
@@ -78,11 +80,15 @@ def encode(message: Command | Event) -> list[Part]:
 
 
 def _checked_pictures(kind: type, name: str, value: object) -> Pictures:
-    if not isinstance(value, np.ndarray) or value.dtype != np.uint8 or value.ndim != 4 or value.shape[3] != 3:
+    if not isinstance(value, np.ndarray) or value.dtype != np.uint8:
         what = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
-        raise WireError(f"{kind.__name__}.{name} is {what}, expected uint8 [count, height, width, 3]")
+        raise WireError(f"{kind.__name__}.{name} is {what}, expected uint8 [count, ...]")
     if value.size == 0:
         raise WireError(f"{kind.__name__}.{name} has no pictures: its shape is {list(value.shape)}")
+    try:
+        kind_of(value.shape[1:])
+    except ValueError as error:
+        raise WireError(f"{kind.__name__}.{name} is uint8 {list(value.shape)}: {error}") from error
     return value
 
 
@@ -119,14 +125,17 @@ def _decode(parts: Sequence[Part], kinds: tuple[type, ...]) -> Any:
 
 
 def _pictures(kind: type, shape: object, raw: list[Part]) -> Pictures:
-    valid = isinstance(shape, list) and len(shape) == 4 and all(_fits(n, int) and n > 0 for n in shape)
-    if not isinstance(shape, list) or not valid or shape[3] != 3 or not raw:
+    valid = isinstance(shape, list) and len(shape) in (3, 4) and all(_fits(n, int) and n > 0 for n in shape)
+    if not isinstance(shape, list) or not valid or not raw:
         raise WireError(f"{kind.__name__}: pictures of shape {shape!r:.80} with {len(raw)} raw parts")
     data = raw.pop(0)
-    count, height, width, channels = shape
-    if len(data) != count * height * width * channels:
+    try:
+        kind_of(shape[1:])
+    except ValueError as error:
+        raise WireError(f"{kind.__name__}: pictures of shape {shape}: {error}") from error
+    if len(data) != math.prod(shape):
         raise WireError(f"{kind.__name__}: {len(data)} bytes for pictures of shape {shape}")
-    return np.frombuffer(memoryview(data).toreadonly(), dtype=np.uint8).reshape(count, height, width, channels)
+    return np.frombuffer(memoryview(data).toreadonly(), dtype=np.uint8).reshape(shape)
 
 
 def decode_command(parts: Sequence[Part]) -> Command:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.base import StreamDecoder
 from streamdiff.models.checkpoint import read_tensors
 from streamdiff.models.files import read_object
+from streamdiff.models.stepping import SteppedDecoder
 from streamdiff.models.taehv_stream import (
     StreamingTaehv,
     TaehvDecoder,
@@ -38,7 +38,7 @@ class _Half(Protocol):
     device: torch.device
 
 
-class VideoDecoder(_Half, StreamDecoder, Protocol):
+class VideoDecoder(_Half, SteppedDecoder, Protocol):
     """A stream decoder that also gives frames as numbers."""
 
     def frames_of(self, latents: int) -> int:

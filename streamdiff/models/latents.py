@@ -50,9 +50,3 @@ def split_whole(pending: Tensor | None, frames: Tensor, first: int, group: int) 
     count = joined.shape[2]
     whole = first + (count - first) // group * group if count >= first else 0
     return joined[:, :, :whole], joined[:, :, whole:].clone() if whole < count else None
-
-
-def to_bytes(video: Tensor) -> Tensor:
-    """Video `[1, 3, n, H, W]` in [-1, 1] as pictures uint8 `[n, H, W, 3]`."""
-    pictures = ((video[0].float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
-    return pictures.permute(1, 2, 3, 0).contiguous()

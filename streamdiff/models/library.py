@@ -19,10 +19,11 @@ from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
 from streamdiff.models import attention, autoencoders, catalogue, hub, random_weights, specs
 from streamdiff.models.again import FromPictures
-from streamdiff.models.base import ModelSpec, StreamDecoder, TextEncoder
+from streamdiff.models.base import ModelSpec, TextEncoder
 from streamdiff.models.catalogue import Entry
 from streamdiff.models.checkpoint import Checkpoint
 from streamdiff.models.files import read_object
+from streamdiff.models.stepping import SteppedDecoder
 from streamdiff.models.text_cache import CachedText, EmbeddingCache
 from streamdiff.models.tiny import model as tiny
 from streamdiff.models.tiny.text import TinyText
@@ -288,7 +289,7 @@ def load_text(
     return CachedText(encoder, cache, identity=encoder.identity, revision=encoder.revision, length=length)
 
 
-def load_decoder(place: Place, device: torch.device, dtype: torch.dtype = torch.float32) -> StreamDecoder:
+def load_decoder(place: Place, device: torch.device, dtype: torch.dtype = torch.float32) -> SteppedDecoder:
     """What turns latents into pictures, in `dtype` unless it is the embedded model's.
 
     Raises:

@@ -7,6 +7,7 @@ the embedded model uses the same classes with small widths. Weights are separate
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -59,6 +60,7 @@ class MemBlock(nn.Module):
 
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
+        self.channels = n_in
         self.conv: nn.Sequential = nn.Sequential(
             _conv(n_in * 2, n_out),
             nn.ReLU(inplace=True),
@@ -126,23 +128,31 @@ class Memory:
         return sum(tensor.nbytes for tensor in self.past.values())
 
 
-def _run(layers: nn.Sequential, x: Tensor, memory: Memory) -> Tensor:
-    """Apply `layers` to a chunk `[B, T, C, H, W]`, all frames of the chunk at once. Mutates: memory."""
-    batch = x.shape[0]
-    x = x.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+def run(
+    layers: nn.Sequential, x: Tensor, past: Mapping[int, Tensor], layout: torch.memory_format = torch.channels_last
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Apply `layers` to a chunk `[B, T, C, H, W]`, all frames of the chunk at once.
+
+    `past` is the last input frame of every MemBlock before the chunk, and that after it comes back; of what is not in
+    it, zeros are taken. Pictures lie in `layout` on the way.
+    """
+    batch, after = x.shape[0], {}
+    x = x.flatten(0, 1).contiguous(memory_format=layout)
     for index, layer in enumerate(layers):
         if isinstance(layer, MemBlock):
             frames = x.unflatten(0, (batch, -1))
-            before = memory.past.get(index)
+            before = past.get(index)
             if before is None:
                 before = torch.zeros_like(frames[:, 0])
-            past = torch.cat([before.unsqueeze(1), frames[:, :-1]], 1).flatten(0, 1)
-            memory.past[index] = frames[:, -1].detach().clone() if not torch.is_grad_enabled() else frames[:, -1]
-            x = layer(x, past.contiguous(memory_format=torch.channels_last))
+            shifted = torch.cat([before.unsqueeze(1), frames[:, :-1]], 1).flatten(0, 1)
+            # A copy, which does not keep the chunk, in a layout that is always the same: a graph is made for it.
+            last = frames[:, -1]
+            after[index] = last if torch.is_grad_enabled() else last.clone(memory_format=layout)
+            x = layer(x, shifted.contiguous(memory_format=layout))
         else:
             x = layer(x)
     out: Tensor = x.unflatten(0, (batch, -1))
-    return out
+    return out, after
 
 
 class TAEHV(nn.Module):
@@ -150,7 +160,7 @@ class TAEHV(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.layout = config, torch.channels_last
         image = 3 * config.patch_size**2
         e, eb = config.encoder_widths, config.encoder_blocks
         layers: list[nn.Module] = [_conv(image, e[0]), nn.ReLU(inplace=True)]
@@ -168,11 +178,12 @@ class TAEHV(nn.Module):
             layers += [_conv(d[i], d[i + 1], bias=False)]
         self.decoder = nn.Sequential(*layers, nn.ReLU(inplace=True), _conv(d[3], image))
 
-    def channels_last(self) -> None:
-        """Lay the convolutions out for channels-last pictures, which CPU and GPU kernels prefer. Mutates: self."""
+    def lay_out(self, layout: torch.memory_format) -> None:
+        """Lay convolutions and pictures out so from now on. Mutates: self."""
+        self.layout = layout
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
-                module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
+                module.weight.data = module.weight.data.contiguous(memory_format=layout)
 
     def encode(self, frames: Tensor, memory: Memory) -> Tensor:
         """Encode `[B, T, 3, H, W]` frames in [0, 1], T a multiple of `temporal`. Mutates: memory.
@@ -183,7 +194,8 @@ class TAEHV(nn.Module):
         x = frames.flatten(0, 1)
         if self.config.patch_size > 1:
             x = F.pixel_unshuffle(x, self.config.patch_size)
-        return _run(self.encoder, x.unflatten(0, (batch, -1)), memory)
+        latents, memory.past = run(self.encoder, x.unflatten(0, (batch, -1)), memory.past, self.layout)
+        return latents
 
     def decode(self, latents: Tensor, memory: Memory) -> Tensor:
         """Decode `[B, T, C, h, w]` latents into the frames they stand for. Mutates: memory.
@@ -191,10 +203,31 @@ class TAEHV(nn.Module):
         Returns `[B, T * temporal - trimmed, 3, H, W]`, not clamped; `trimmed` is `frames_to_trim` on a stream's first
         call and 0 after. Decoding a stream in any chunks gives the frames of decoding it whole.
         """
-        x = _run(self.decoder, latents, memory)
+        frames, memory.past = self.decode_step(latents, memory.past)
+        return frames[:, self.trim(memory) :]
+
+    def decode_step(self, latents: Tensor, past: Mapping[int, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
+        """As `decode`, but nothing is trimmed; what is remembered goes in and comes out as in `run`."""
+        x, after = run(self.decoder, latents, past, self.layout)
         batch = x.shape[0]
         if self.config.patch_size > 1:
             x = F.pixel_shuffle(x.flatten(0, 1), self.config.patch_size).unflatten(0, (batch, -1))
-        trim = self.config.frames_to_trim if memory.first else 0
+        return x, after
+
+    def trim(self, memory: Memory) -> int:
+        """Leading frames of this call that are not shown. Mutates: memory, whose stream has then begun."""
+        trimmed = self.config.frames_to_trim if memory.first else 0
         memory.first = False
-        return x[:, trim:]
+        return trimmed
+
+    def blank(self, latents: Tensor) -> dict[int, Tensor]:
+        """What a stream that has not begun sees before its first frame: zeros, in the layout in which `run` leaves
+        them; sizes and dtype for `latents` `[B, T, C, h, w]`."""
+        (batch, _, _, height, width), past = latents.shape, {}
+        for index, layer in enumerate(self.decoder):
+            if isinstance(layer, MemBlock):
+                shape = batch, layer.channels, height, width
+                past[index] = latents.new_zeros(shape).contiguous(memory_format=self.layout)
+            elif isinstance(layer, TGrow):
+                height, width = height * layer.scale, width * layer.scale
+        return past

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from streamdiff.models.latents import (
     Normalisation,
     split_whole,
 )
+from streamdiff.models.stepping import Past, decode_by, rgb24
 from streamdiff.models.taehv import TAEHV, Config, Memory
 from streamdiff.models.wan.weights import FILE
 
@@ -90,9 +91,7 @@ class TaehvDecoder(_Half):
         Raises:
             ValueError: latents of another shape.
         """
-        with torch.inference_mode():
-            frames = self._frames(latents, memory)[0]
-            return (frames * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+        return decode_by(self.step, rgb24, self, latents, memory)
 
     @torch.inference_mode()
     def decode_video(self, latents: Tensor, memory: Memory) -> Tensor:
@@ -101,16 +100,39 @@ class TaehvDecoder(_Half):
         Raises:
             ValueError: as `decode`.
         """
-        return self._frames(latents, memory).transpose(1, 2) * 2 - 1
+        self._check(latents)
+        frames = self.model.autoencoder.decode(self._taken(latents), memory).float().clamp(0, 1)
+        return frames.transpose(1, 2) * 2 - 1
 
-    def _frames(self, latents: Tensor, memory: Memory) -> Tensor:
-        """Frames float32 `[B, n, 3, H, W]` in [0, 1], as `decode_video`. Mutates: memory."""
+    def lay_out(self, channels_last: bool) -> None:
+        """See `SteppedDecoder`; channels last, unless told otherwise."""
+        self.model.autoencoder.lay_out(torch.channels_last if channels_last else torch.contiguous_format)
+
+    def past(self, latents: Tensor, memory: Memory) -> Past:
+        """See `SteppedDecoder`: a stream that has not begun remembers zeros, so that all its steps are alike."""
+        self._check(latents)
+        return memory.past or self.model.autoencoder.blank(latents.to(self.dtype).transpose(1, 2))
+
+    def pieces(self, latents: Tensor) -> tuple[Tensor]:
+        return (latents,)
+
+    def step(self, piece: Tensor, past: Past) -> tuple[Tensor, Past]:
+        frames, after = self.model.autoencoder.decode_step(self._taken(piece), cast(dict[int, Tensor], past))
+        return frames[0].float().clamp(0, 1) * 255, after
+
+    def remember(self, latents: Tensor, memory: Memory, past: Past) -> int:
+        memory.past = cast(dict[int, Tensor], past)
+        return self.model.autoencoder.trim(memory)
+
+    def _check(self, latents: Tensor) -> None:
         if latents.ndim != 5 or latents.shape[1] != self.latent_channels or 0 in latents.shape:
             raise ValueError(f"latents are {list(latents.shape)}; expected [B, {self.latent_channels}, F, h, w]")
+
+    def _taken(self, latents: Tensor) -> Tensor:
+        """Normalised latents `[B, C, F, h, w]` as the network takes them: `[B, F, C, h, w]`, in its dtype."""
         if self.model.normalisation is not None:
             latents = self.model.normalisation.undo(latents)
-        frames = self.model.autoencoder.decode(latents.to(self.dtype).transpose(1, 2), memory)
-        return frames.float().clamp(0, 1)
+        return latents.to(self.dtype).transpose(1, 2)
 
 
 class TaehvEncoder(_Half):
@@ -239,7 +261,7 @@ def build(path: Path, tensors: Mapping[str, Tensor], config: Config, device: tor
     check_fit(path, tensors, {name: tensor.shape for name, tensor in autoencoder.state_dict().items()})
     check_finite(path, tensors)
     autoencoder.load_state_dict({name: tensor.to(device, dtype) for name, tensor in tensors.items()}, assign=True)
-    autoencoder.eval().requires_grad_(False).channels_last()
+    autoencoder.eval().requires_grad_(False).lay_out(torch.channels_last)
     return autoencoder
 
 

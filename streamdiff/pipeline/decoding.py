@@ -21,6 +21,7 @@ from torch import Tensor
 
 from streamdiff import clock
 from streamdiff.models.base import ModelSpec, StreamDecoder
+from streamdiff.pictures import PictureKind, shape_of
 from streamdiff.pipeline.leaving import Lane, decode_chunk
 from streamdiff.pipeline.links import Inbox, LinkClosed, Outbox
 from streamdiff.pipeline.microstep import MicroStep
@@ -28,11 +29,13 @@ from streamdiff.pipeline.work import Control, Kind, Wire, Work
 from streamdiff.pipeline.worker import LEAVE_S
 
 CPU = torch.device("cpu")
+DECODE_THREADS = 1
+"""CPU threads of decoding beside a stage's work."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Pictures uint8 `[n, H, W, 3]` of one latent frame; `last` of its chunk."""
+    """Pictures uint8 `[n, *P]` of one latent frame, P as in `streamdiff.pictures`; `last` of its chunk."""
 
     stream: int
     chunk: int
@@ -112,7 +115,7 @@ class LocalDecoding:
             self._wake()
 
     def _enter(self) -> None:
-        torch.set_num_threads(1)
+        torch.set_num_threads(DECODE_THREADS)
         self._lane.enter()
 
     def _decode(self, stream: int, chunk: int, latents: Tensor, ready: torch.cuda.Event | None) -> None:
@@ -126,9 +129,9 @@ def latents_wire(spec: ModelSpec) -> Wire:
     return Wire(1, ((spec.chunk_shape, torch.float32),), None)
 
 
-def pictures_wire(spec: ModelSpec) -> Wire:
+def pictures_wire(spec: ModelSpec, kind: PictureKind = "rgb") -> Wire:
     """Back to the head: the pictures of one latent frame, a row each."""
-    return Wire(spec.frames_per_latent, (((spec.height, spec.width, 3), torch.uint8),), None)
+    return Wire(spec.frames_per_latent, ((shape_of(kind, spec.height, spec.width), torch.uint8),), None)
 
 
 class RemoteDecoding:

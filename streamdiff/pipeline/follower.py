@@ -16,7 +16,7 @@ import torch
 from streamdiff.config import ModelConfig
 from streamdiff.pipeline import loading, ranks
 from streamdiff.pipeline.compiling import Progress
-from streamdiff.pipeline.decoding import DecodeWorker
+from streamdiff.pipeline.decoding import DECODE_THREADS, DecodeWorker
 from streamdiff.pipeline.group import Member
 from streamdiff.pipeline.links import LinkClosed
 from streamdiff.pipeline.links_nccl import edge_groups
@@ -53,7 +53,11 @@ def follow(config: ModelConfig) -> None:
         if place.link == "nccl":
             edge_groups(config.stages, device)  # all ranks make them together, also who has none
     if decoder is not None:
-        outbox, inbox = ranks.decode_links(loading.read_spec(config), member.rank, config.decode_rank, device)
+        # Beside a stage it has a thread of its own, alone it is the process.
+        threads = DECODE_THREADS if workers else torch.get_num_threads()
+        loading.compile_decoder(config, decoder, device, threads)
+        spec, kind = loading.read_spec(config), loading.pictures_of(config, device)
+        outbox, inbox = ranks.decode_links(spec, member.rank, config.decode_rank, device, kind)
         workers.append(DecodeWorker(decoder, inbox, outbox, device, loading.at_once(config, device)))
     member.meet(progress.made)
     _work(workers, member, config.hang_s)
@@ -78,7 +82,7 @@ def _work(workers: Sequence[Worker | DecodeWorker], member: Member, hang_s: floa
 
 def _beside(worker: Worker | DecodeWorker, watch: Watch, member: Member) -> None:
     """A loop on a thread; the rank does not go on without it."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(DECODE_THREADS)
     threading.excepthook = _die
     _run(worker, watch, member)
 

@@ -41,7 +41,7 @@ class Lane:
             latents.record_stream(self._stream)
 
     def fetch(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Each piece `[n, H, W, 3]` on the host, valid until the next is asked for. The next one is already being
+        """Each piece `[n, ...]` on the host, valid until the next is asked for. The next one is already being
         decoded when the host waits for a copy; two pinned buffers take turns."""
         if self._stream is None:
             yield from pieces
@@ -69,7 +69,7 @@ class Lane:
 
 
 def decode_chunk(decoder: StreamDecoder, latents: Tensor, memory: Any, lane: Lane, at_once: int) -> Iterator[Tensor]:
-    """Pictures uint8 `[n, H, W, 3]` of each latent frame of `[C, F, h, w]`, on the host, valid until the next is asked
+    """Pictures uint8 `[n, ...]` of each latent frame of `[C, F, h, w]`, on the host, valid until the next is asked
     for; `at_once` latent frames are decoded by one call. Mutates: memory."""
     groups = latents.split(at_once, 1)
     decoded = (decoder.decode(group[None], memory) for group in groups)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.base import Model, ModelSpec, Trunk
+from streamdiff.pictures import PictureKind
 from streamdiff.pipeline.decoding import latents_wire, pictures_wire
 from streamdiff.pipeline.links import Inbox, Outbox
 from streamdiff.pipeline.links_gloo import GlooInbox, GlooOutbox
@@ -145,10 +146,16 @@ def follower(trunk: Trunk, place: Place, device: torch.device) -> Worker:
 
 
 def decode_links(
-    spec: ModelSpec, rank: int, decode_rank: int, device: torch.device, group: dist.ProcessGroup | None = None
+    spec: ModelSpec,
+    rank: int,
+    decode_rank: int,
+    device: torch.device,
+    kind: PictureKind = "rgb",
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[GlooOutbox, GlooInbox]:
-    """The ends, on the head or on the rank that decodes, of the edges between the two: latents there, pictures back."""
-    there, back = latents_wire(spec), pictures_wire(spec)
+    """The ends, on the head or on the rank that decodes, of the edges between the two: latents there, pictures of
+    `kind` back."""
+    there, back = latents_wire(spec), pictures_wire(spec, kind)
     if rank == 0:
         outbox = GlooOutbox(there, decode_rank, _LATENTS_TAG, group)
         return outbox, GlooInbox(back, decode_rank, _PICTURES_TAG, torch.device("cpu"), group)

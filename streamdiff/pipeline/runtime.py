@@ -20,7 +20,7 @@ from streamdiff.pipeline.budget import Budget
 from streamdiff.pipeline.company import Company
 from streamdiff.pipeline.compiling import Progress
 from streamdiff.pipeline.contexts import in_flight_limit, minimum_lead
-from streamdiff.pipeline.decoding import Decoding, LocalDecoding, Piece
+from streamdiff.pipeline.decoding import DECODE_THREADS, Decoding, LocalDecoding, Piece
 from streamdiff.pipeline.group import check_world
 from streamdiff.pipeline.head import Finished
 from streamdiff.pipeline.links import LinkClosed
@@ -50,8 +50,8 @@ class ModelInfo:
 class Frames:
     """Decoded frames of one chunk, in order, possibly several pieces per chunk.
 
-    pictures are uint8 `[n, H, W, 3]`; `last` marks a chunk's last piece, which also tells the seconds from the chunk's
-    admission until now.
+    pictures are uint8 `[n, *P]`, P as in `streamdiff.pictures`; `last` marks a chunk's last piece, which also tells the
+    seconds from the chunk's admission until now.
     """
 
     session: int
@@ -335,9 +335,13 @@ def load_runtime(config: ModelConfig) -> Runtime:
         )
         member.tell_room(loading.own_room(config, device, decoder, model.past))
         ring = ranks.head_ring(model, ranks.Place.of(config, 0, device), device)
-        links = ranks.decode_links(model.spec, 0, config.decode_rank, device) if decoder is None else None
+        links = None
+        if decoder is None:
+            kind = loading.pictures_of(config, device)
+            links = ranks.decode_links(model.spec, 0, config.decode_rank, device, kind)
         progress = Progress(member, config.stages)
         loading.compile_stage(config, ring.stage, progress)
+        loading.compile_decoder(config, decoder, device, DECODE_THREADS)
         company = Company(member, ring, config.hang_s, links)
         rooms = member.hear_rooms()
         member.meet(progress.made)
@@ -348,6 +352,7 @@ def load_runtime(config: ModelConfig) -> Runtime:
     if company is None:
         alone = Ring(model, device, clean_with_next=config.clean_with_next)
         loading.compile_stage(config, alone.stage, Progress(None, 1))
+        loading.compile_decoder(config, decoder, device, DECODE_THREADS)
     at_once = loading.at_once(config, device)
     runtime = Runtime(model, device, config.steps, config.kv_context, company, budget, alone, at_once)
     _warm_up(runtime, config)

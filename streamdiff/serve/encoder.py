@@ -17,6 +17,7 @@ from av.video.frame import PictureType, VideoFrame
 from numpy.typing import NDArray
 
 from streamdiff import clock
+from streamdiff.pictures import kind_of, size_of
 from streamdiff.serve.codecs import PERIODIC_KEY_S, TIME_BASE, Codec, Format, open_context
 from streamdiff.serve.tracks import Encoded
 
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 KEY_INTERVAL_S = 0.3
 """Wishes for a key frame that come closer together than this share one."""
+YUV_COLOURS = "ITU709"
+"""The colours of a YUV420 picture."""
 QUEUE_PICTURES = 4
 """Pictures that may wait for the encoder, 0.1 s at 40 FPS; the oldest goes first."""
 
@@ -55,25 +58,52 @@ class KeyGate:
         return False
 
 
+def frame_of(picture: Picture) -> VideoFrame:
+    """A picture, uint8 as in `streamdiff.pictures`, as PyAV has it. Raises ValueError for what is none."""
+    return VideoFrame.from_ndarray(picture, format={"rgb": "rgb24", "yuv420": "yuv420p"}[kind_of(picture.shape)])
+
+
+def as_rgb(picture: Picture) -> Picture:
+    """The same picture as uint8 `[H, W, 3]`. Raises ValueError for what is none."""
+    if kind_of(picture.shape) == "rgb":
+        return picture
+    rgb = frame_of(picture).to_ndarray(format="rgb24", src_colorspace=YUV_COLOURS)
+    return rgb.astype(np.uint8, copy=False)
+
+
 class PictureEncoder:
     """One codec, one size. Not thread-safe."""
 
     def __init__(self, codec: Codec, fmt: Format) -> None:
         self._width, self._height = fmt.width * fmt.scale, fmt.height * fmt.scale
-        self._shape = (fmt.height, fmt.width, 3)
+        self._size = (fmt.height, fmt.width)
         # VP8 knows BT.601 only; H.264 says what it is, and players trust it.
         self._colours = "ITU709" if codec == "h264" else "ITU601"
+        # Of the same size only colours are brought together, where bicubic would blur and shift them.
+        self._interpolation = "BICUBIC" if fmt.scale > 1 else "AREA"
         self._context = open_context(codec, fmt)
 
     def encode(self, picture: Picture, pts: int, key: bool) -> list[Encoded]:
-        """Encode uint8 `[H, W, 3]` RGB shown at `pts` (90 kHz ticks, strictly increasing)."""
+        """Encode a picture, uint8 as in `streamdiff.pictures`, shown at `pts` (90 kHz ticks, strictly increasing).
+
+        YUV420 goes to the encoder as it is, unless it is to be enlarged, or the codec knows other colours only.
+
+        Raises:
+            ValueError: no picture, or one of another size.
+        """
         begun_s = clock.monotonic_s()
-        if picture.shape != self._shape:
-            raise ValueError(f"The encoder was opened for pictures of {self._shape}, not {picture.shape}.")
-        frame = VideoFrame.from_ndarray(picture, format="rgb24")
-        frame = frame.reformat(
-            self._width, self._height, "yuv420p", dst_colorspace=self._colours, interpolation="BICUBIC"
-        )
+        if size_of(picture.shape) != self._size:
+            raise ValueError(f"The encoder was opened for pictures of {self._size}, not {size_of(picture.shape)}.")
+        frame, rgb = frame_of(picture), kind_of(picture.shape) == "rgb"
+        if rgb or self._colours != YUV_COLOURS or frame.width != self._width:
+            frame = frame.reformat(
+                self._width,
+                self._height,
+                "yuv420p",
+                src_colorspace=None if rgb else YUV_COLOURS,
+                dst_colorspace=self._colours,
+                interpolation=self._interpolation,
+            )
         frame.pts, frame.time_base = pts, TIME_BASE
         frame.pict_type = PictureType.I if key else PictureType.NONE
         packets = self._context.encode(frame)

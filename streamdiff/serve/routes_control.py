@@ -15,6 +15,7 @@ from starlette.websockets import WebSocket
 from streamdiff.errors import EngineFailure
 from streamdiff.serve.control import MAX_BODY_BYTES, Control, ControlError, Receipt, parse
 from streamdiff.serve.control_socket import ControlSocket
+from streamdiff.serve.encoder import as_rgb
 from streamdiff.serve.problem import Problem, is_own_page, media_type, read_body, respond
 from streamdiff.serve.services import SOCKET_PROTOCOL, Services, services_of
 from streamdiff.serve.session_spec import SessionEnded
@@ -141,5 +142,5 @@ async def _frame(request: Request) -> Response:
 
 def _jpeg(picture: Any) -> bytes:
     file = BytesIO()
-    Image.fromarray(picture).save(file, "JPEG", quality=92)
+    Image.fromarray(as_rgb(picture)).save(file, "JPEG", quality=92)
     return file.getvalue()

@@ -45,7 +45,13 @@ def test_only_what_does_not_hold_is_wrong() -> None:
 
 def test_without_a_fault_the_fast_path_stays() -> None:
     case = Case(WAN, Amount())
-    assert plain(case, {"fast:matched"}) is case
+    assert plain(case, {"fast:matched", "graphs:full"}) is case
+
+
+@pytest.mark.parametrize("fault", ["fast:clean", "graphs:tiny"])
+def test_with_a_fault_the_plain_path_is_measured(fault: str) -> None:
+    case = Case(WAN.model_copy(update={"compile": "on"}), Amount())
+    assert plain(case, {fault}).config.compile == "off"
 
 
 def test_the_most_wanted_case_comes_first_and_none_twice() -> None:
@@ -64,6 +70,7 @@ def test_time_runs_out() -> None:
 def test_the_checks_hold_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main(["decoder:tiny", "--device", "cpu"]) == gpu_check.HOLDS
     assert gpu_check.main(["sync:clean", "--device", "cpu"]) == gpu_check.NOT_HERE
+    assert gpu_check.main(["graphs:tiny", "--device", "cpu"]) == gpu_check.NOT_HERE
     told = capsys.readouterr().out
     assert "decoder:tiny: off by 0 levels" in told and "nothing waits" in told
 

@@ -9,15 +9,18 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import psutil
 import pytest
 
-from streamdiff.config import Config, ModelConfig
+from streamdiff.config import Config, ModelConfig, ServeConfig
 from streamdiff.engine.bridge import EngineClient
 from streamdiff.engine.messages import Failed, FrameBatch, Measured, Open, Shown
 from streamdiff.engine.supervisor import Supervisor
 from streamdiff.errors import ConfigError
+from streamdiff.serve.encoder import as_rgb
 
 LIMIT_S = 120.0
 pytestmark = pytest.mark.slow
@@ -81,6 +84,28 @@ async def test_ranks_stream_and_end_together(folder: Path) -> None:
         async with asyncio.timeout(LIMIT_S):
             told = await anext(event async for event in client.events() if isinstance(event, Measured))
         assert len(told.busy_s) == STAGES and min(told.busy_s) > 0
+
+
+@pytest.mark.parametrize("compiled", ["off", "on"])
+async def test_a_rank_that_only_decodes_sends_yuv420_from_plain_and_compiled_decoders(
+    folder: Path, compiled: Literal["off", "on"]
+) -> None:
+    """Latents go to it and planes come back, in the colours of the prompt."""
+    model = ModelConfig(kv_context="clean", decode="own-rank", compile=compiled)
+    config = Config(model=model, serve=ServeConfig(pictures="yuv420"))
+    # A graph takes half a minute on a core of its own, and more where others are at work.
+    supervisor = Supervisor(config, start_limit_s=5 * LIMIT_S, module="tests.engine.only_decoder")
+    client = await supervisor.start()
+    try:
+        await client.send(Open("one", "a red circle at night"))
+        async with asyncio.timeout(LIMIT_S):
+            batch = await anext(event async for event in client.events() if isinstance(event, FrameBatch))
+    finally:
+        await supervisor.stop()
+    ready = supervisor.ready
+    assert batch.pictures.shape[1:] == (ready.height * 3 // 2, ready.width)
+    rgb = np.stack([as_rgb(picture) for picture in batch.pictures]).astype(int)
+    assert (rgb[..., 0] - rgb[..., 2]).max() > 100 and rgb.mean() < 100, "something red in the dark"
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ MESSAGES = [
     messages.Refused("a", "r1", "prompt", "why"),
     messages.FrameBatch("a", 1, 3, 36, 0.25, PICTURES),
     messages.FrameBatch("a", 1, 3, 36, None, PICTURES[:, :, ::2]),
+    messages.FrameBatch("a", 1, 3, 36, None, np.arange(2 * 6 * 8, dtype=np.uint8).reshape(2, 6, 8)),
     messages.Closed("a"),
     messages.Ready("tiny", "cpu", 128, 96, 40.0, 12, 4, "clean", steps_known=(2, 4), work_s=0.2, sessions_fit=7),
     messages.Refused("a", "", "session", "why", "memory"),
@@ -116,6 +117,9 @@ def test_what_is_not_json_is_refused(data: bytes) -> None:
         ([0, 3, 4, 3], [b""]),
         ([-2, -3, 4, 3], [b"x" * 72]),
         ([24, 3], [b"x" * 72]),
+        ([2, 6, 8], [b"x" * 95]),
+        ([2, 6, 7], [b"x" * 84]),
+        ([2, 5, 8], [b"x" * 80]),
         ("2343", [b"x" * 72]),
     ],
 )

@@ -6,7 +6,8 @@ By hand: `python -m pytest tests/gpu/test_hot_path.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -15,11 +16,15 @@ import torch
 
 from streamdiff.models.base import Model
 from streamdiff.models.latents import Normalisation
+from streamdiff.models.stepping import Layout, SteppedDecoder, rgb24, yuv420p
 from streamdiff.models.taehv_stream import StreamingTaehv, TaehvDecoder
-from streamdiff.pipeline.decoding import LocalDecoding, Piece
+from streamdiff.models.wan.vae import WanDecoder
+from streamdiff.pipeline.decoding import DECODE_THREADS, LocalDecoding, Piece
+from streamdiff.pipeline.picture_decoder import PictureDecoder
 from streamdiff.pipeline.ring import Ring
 from tests.pipeline.playing import CHUNKS_LONG, Order, play
-from tests.small import RED, WHITE, small_model
+from tests.small import RED, WHITE, small_autoencoder, small_model
+from tests.small_vae import small_wan_autoencoder
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,6 +110,50 @@ def test_pictures_decoded_on_a_stream_of_their_own_are_the_same_while_the_device
     decoding._pool.shutdown(wait=True)
     decoding.check()
     assert np.array_equal(np.concatenate([piece.pictures for piece in pieces]), expected)
+
+
+def tiny_kind() -> tuple[SteppedDecoder, tuple[int, ...]]:
+    autoencoder = small_autoencoder(3).to("cuda")
+    return TaehvDecoder(StreamingTaehv(autoencoder, None)), (4, 3, 4, 4)
+
+
+def wan_kind() -> tuple[SteppedDecoder, tuple[int, ...]]:
+    autoencoder = small_wan_autoencoder(2, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[True])
+    return WanDecoder(autoencoder.to("cuda")), (16, 3, 4, 4)
+
+
+@pytest.mark.parametrize("layout", [rgb24, yuv420p])
+@pytest.mark.parametrize("kind", [tiny_kind, wan_kind])
+def test_a_compiled_decoder_with_channels_last_makes_the_plain_pictures(
+    kind: Callable[[], tuple[SteppedDecoder, tuple[int, ...]]], layout: Layout
+) -> None:
+    """On the decoding thread and its stream; nothing is compiled there any more."""
+    device, (plain, shape), (fast, _) = torch.device("cuda"), kind(), kind()
+    plain.lay_out(channels_last=False)
+    fast.lay_out(channels_last=True)
+    decoder = PictureDecoder(fast, layout)
+    with ThreadPoolExecutor(1, initializer=lambda: torch.set_num_threads(DECODE_THREADS)) as alike:
+        alike.submit(decoder.compile, torch.zeros(shape, device=device), shape[1]).result()
+    chunks = [torch.randn(shape, device=device) for _ in range(4)]
+    pieces: list[Piece] = []
+    decoding = LocalDecoding(decoder, pieces.append, lambda: None, device, shape[1])
+    torch.compiler.set_stance("fail_on_recompile")
+    try:
+        for number, chunk in enumerate(chunks):
+            decoding.submit(0, number, chunk)
+        decoding._pool.shutdown(wait=True)
+    finally:
+        torch.compiler.set_stance("default")
+    decoding.check()
+    reference, memory = PictureDecoder(plain, layout), plain.new_memory()
+    expected = torch.cat([reference.decode(chunk[None], memory) for chunk in chunks]).cpu().numpy().astype(int)
+    got = np.concatenate([piece.pictures for piece in pieces]).astype(int)
+    assert got.shape == expected.shape and np.abs(got - expected).max() <= 2
+
+
+def test_yuv420_of_the_device_is_that_of_the_cpu() -> None:
+    frames = torch.rand(2, 3, 32, 48, generator=torch.Generator().manual_seed(0)) * 255
+    assert (yuv420p(frames.cuda()).cpu().int() - yuv420p(frames).int()).abs().max() <= 1
 
 
 def on(statistics: Normalisation, device: torch.device) -> Normalisation:

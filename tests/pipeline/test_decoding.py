@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from streamdiff.models.stepping import yuv420p
+from streamdiff.pictures import shape_of
 from streamdiff.pipeline.decoding import (
     DecodeWorker,
     Decoding,
@@ -23,6 +25,7 @@ from streamdiff.pipeline.decoding import (
 )
 from streamdiff.pipeline.leaving import Lane, decode_chunk
 from streamdiff.pipeline.links import LinkClosed, LocalLink
+from streamdiff.pipeline.picture_decoder import PictureDecoder
 from tests.small import AUTOENCODER, CPU, small_autoencoder, small_decoder, small_model
 
 MODEL = small_model(2)
@@ -106,6 +109,21 @@ def test_pictures_are_those_of_the_whole_stream(heard: tuple[Decoding, Heard]) -
     decoding.submit(0, 0, latents(0))
     assert np.array_equal(out.chunk()[2], got[0][0])
     decoding.check()
+
+
+def test_yuv420_comes_over_a_link_as_it_was_made() -> None:
+    assert MODEL.decoder is not None
+    decoder, heard = PictureDecoder(MODEL.decoder, yuv420p), Heard()
+    there, back = LocalLink(latents_wire(SPEC)), LocalLink(pictures_wire(SPEC, "yuv420"))
+    worker = threading.Thread(target=DecodeWorker(decoder, there, back).run)
+    worker.start()
+    decoding = RemoteDecoding(there, back, SPEC, heard.pieces.put, lambda: None)
+    decoding.submit(0, 0, latents(3))
+    shown = heard.chunk()[2]
+    decoding.close()
+    worker.join(LIMIT_S)
+    assert shown.shape == (SPEC.chunk_frames, *shape_of("yuv420", SPEC.height, SPEC.width))
+    assert np.array_equal(shown, decoder.decode(latents(3)[None], decoder.new_memory()).numpy())
 
 
 class Broken:

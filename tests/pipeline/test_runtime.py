@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from streamdiff.config import ModelConfig
+from streamdiff.config import Config, ModelConfig, ServeConfig
 from streamdiff.errors import ConfigError
+from streamdiff.models.stepping import yuv420p
 from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline.loading import own_device
 from streamdiff.pipeline.runtime import Frames, Runtime, load_runtime
@@ -237,7 +239,7 @@ def test_info_says_what_runs_here(runtime: Runtime) -> None:
     assert info.steps == 4 and info.kv_context == "clean"
 
 
-def test_a_model_folder_is_loaded_and_warm(tmp_path: Path) -> None:
+def save_model(folder: Path) -> None:
     parts = small_parts(7)
     stream: dict[str, object] = {
         "latent_height": LATENT_SIDE,
@@ -249,7 +251,39 @@ def test_a_model_folder_is_loaded_and_warm(tmp_path: Path) -> None:
         "shift": 5.0,
         "steps": [4, 2],
     }
-    tiny.save(tmp_path, parts.autoencoder, parts.mean, parts.std, (parts.text, parts.transformer), stream)
+    tiny.save(folder, parts.autoencoder, parts.mean, parts.std, (parts.text, parts.transformer), stream)
+
+
+def test_a_server_may_have_yuv420_of_the_same_pictures(tmp_path: Path) -> None:
+    """Over the product's own way from its configuration; nobody else gets it."""
+    save_model(tmp_path)
+    model = ModelConfig(name=str(tmp_path), device="cpu")
+    made = []
+    for config in (
+        model,
+        Config(model=model, serve=ServeConfig(scale=1)).served_model(),
+        Config(model=model, serve=ServeConfig(scale=1, pictures="yuv420")).served_model(),
+    ):
+        runtime = load_runtime(config)
+        open_session(runtime)
+        made.append(pictures(take(runtime, 0, 2)))
+        runtime.close()
+    rgb, automatic, planes = made
+    assert np.array_equal(rgb, automatic), "on a CPU"
+    frames = torch.from_numpy(rgb).permute(0, 3, 1, 2).float()
+    assert planes.shape == (len(rgb), rgb.shape[1] * 3 // 2, rgb.shape[2]) and planes.std() > 5
+    assert np.abs(planes.astype(int) - yuv420p(frames).numpy()).max() <= 1
+
+
+def test_a_server_gets_rgb_where_pictures_are_enlarged_unless_it_asks() -> None:
+    def pictures(**serve: Any) -> str:
+        return Config(serve=ServeConfig(**serve)).served_model().pictures
+
+    assert [pictures(scale=1), pictures(scale=2), pictures(scale=2, pictures="yuv420")] == ["auto", "rgb", "yuv420"]
+
+
+def test_a_model_folder_is_loaded_and_warm(tmp_path: Path) -> None:
+    save_model(tmp_path)
     runtime = load_runtime(ModelConfig(name=str(tmp_path), device="cpu", steps=2))
     assert runtime.info.steps == 2 and not runtime.busy
     open_session(runtime)

@@ -24,7 +24,7 @@ LAYERS = (
     ("state",),
     ("models",),
     ("config", "device", "whole"),
-    ("errors", "clock", "version"),
+    ("errors", "clock", "pictures", "version"),
 )
 RANK = {name: rank for rank, names in enumerate(reversed(LAYERS)) for name in names}
 

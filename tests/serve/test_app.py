@@ -6,7 +6,9 @@ import asyncio
 import json
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
@@ -247,6 +249,31 @@ def test_one_frame_as_a_picture() -> None:
         assert _is(tuple(int(c) for c in picture[40, 40]), "red")
 
     run_scene(scene)
+
+
+class PlanesPainter(Painter):
+    """Hands out YUV420, as an engine on a GPU does."""
+
+    def _paint(self, *given: Any) -> np.ndarray:
+        frame = av.VideoFrame.from_ndarray(super()._paint(*given), format="rgb24")
+        return frame.reformat(format="yuv420p", dst_colorspace="ITU709").to_ndarray()
+
+
+def test_pictures_in_yuv420_are_seen_in_their_colours_live_and_as_a_picture() -> None:
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        assert _is(_colour(await peer.frame()), "red")
+        await site.http.post("/api/control", json={"type": "prompt", "prompt": "blue"})
+        await _until_colour(peer, "blue")
+        picture = np.asarray(Image.open(BytesIO((await site.http.get("/frame.jpg")).content)))
+        assert picture.shape == (128, 128, 3)
+        assert _is(tuple(int(c) for c in picture[40, 40]), "blue")
+
+    async def main() -> None:
+        async with open_site(painter=PlanesPainter()) as site:
+            await scene(site)
+
+    asyncio.run(main())
 
 
 def test_health_and_metrics() -> None:

@@ -8,9 +8,12 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+import torch
 
+from streamdiff.models.stepping import yuv420p
+from streamdiff.pictures import shape_of
 from streamdiff.serve.codecs import Codec, Format
-from streamdiff.serve.encoder import KEY_INTERVAL_S, EncoderThread, KeyGate, PictureEncoder
+from streamdiff.serve.encoder import KEY_INTERVAL_S, EncoderThread, KeyGate, PictureEncoder, as_rgb
 from streamdiff.serve.tracks import Encoded
 
 CODECS: tuple[Codec, ...] = ("h264", "vp8")
@@ -131,3 +134,67 @@ def test_another_bit_rate_holds_from_a_key_frame_on(codec: Codec) -> None:
     before, after = (sum(encoded.packet.size for encoded in part) for part in (out[20:60], out[80:120]))
     assert after < before / 2
     assert thread.counters.bitrate_bps == 500_000
+
+
+def _smooth(width: int = 64, height: int = 48) -> np.ndarray:
+    """Colours that differ from place to place, and hard edges in all directions."""
+    y, x = np.mgrid[0:height, 0:width]
+    picture = np.stack([x * 4 % 256, y * 5 % 256, (x + y) * 2 % 256], 2)
+    picture[10:21, 13:30] = (230, 20, 200)
+    return picture.astype(np.uint8)
+
+
+def _planes(picture: np.ndarray) -> np.ndarray:
+    """YUV420 of an RGB picture as the model's device makes it."""
+    return yuv420p(torch.from_numpy(picture).permute(2, 0, 1)[None].float())[0].numpy()
+
+
+def test_yuv420_made_on_the_device_is_that_of_libswscale() -> None:
+    """As `PictureEncoder` has it made of RGB, for H.264; over all colours, and at edges too."""
+    levels = np.linspace(0, 255, 16).astype(np.uint8)
+    cube = np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), -1).reshape(64, 64, 3)
+    for picture in (_smooth(), cube, cube.repeat(2, 0).repeat(2, 1)):
+        height, width = picture.shape[:2]
+        frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+        frame = frame.reformat(width, height, "yuv420p", dst_colorspace="ITU709", interpolation="AREA")
+        expected, got = frame.to_ndarray().astype(int), _planes(picture).astype(int)
+        assert got.shape == expected.shape == shape_of("yuv420", height, width)
+        assert np.abs(got - expected).max() <= 2
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("scale", [1, 2])
+def test_yuv420_comes_out_in_the_right_colours(codec: Codec, scale: int) -> None:
+    encoder, decoder = PictureEncoder(codec, Format(64, 48, 40.0, scale)), _decoder(codec)
+    matrix = "ITU709" if codec == "h264" else "ITU601"
+    for number, colour in enumerate(COLOURS * 2):
+        picture = np.full((48, 64, 3), colour, np.uint8)
+        [encoded] = encoder.encode(_planes(picture), number * 2250, key=number == 0)
+        [frame] = decoder.decode(encoded.packet)
+        assert (frame.width, frame.height) == (64 * scale, 48 * scale)
+        shown = frame.to_ndarray(format="rgb24", src_colorspace=matrix)[20, 20]
+        assert np.abs(shown.astype(int) - colour).max() <= 12
+
+
+def test_h264_of_either_kind_of_picture_is_the_same_picture() -> None:
+    shown = []
+    for picture in (_smooth(), _planes(_smooth())):
+        encoder, decoder = PictureEncoder("h264", Format(64, 48, 40.0, 1, 8_000_000)), _decoder("h264")
+        for number in range(4):
+            [encoded] = encoder.encode(picture, number * 2250, key=number == 0)
+            [frame] = decoder.decode(encoded.packet)
+        shown.append(frame.to_ndarray().astype(int))
+    assert np.abs(shown[0] - shown[1]).mean() <= 1
+
+
+def test_a_picture_of_either_kind_can_be_had_as_rgb() -> None:
+    assert as_rgb(_smooth()) is not None and np.array_equal(as_rgb(_smooth()), _smooth())
+    for colour in COLOURS:
+        back = as_rgb(_planes(_flat(colour)))
+        assert back.shape == (64, 64, 3) and np.abs(back.astype(int) - colour).max() <= 3
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (48, 64, 4), (48, 63), (0, 64, 3), (64,)])
+def test_what_is_no_picture_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"a picture is of shape|opened for"):
+        PictureEncoder("h264", Format(64, 64, 40.0)).encode(np.zeros(shape, np.uint8), 0, True)

@@ -161,7 +161,7 @@ def train(out: Path, budget: training.Budget, seed: int, device: torch.device, b
     torch.manual_seed(seed)
     model = TAEHV(AUTOENCODER)
     initialise(model)
-    model.to(device).channels_last()
+    model.to(device).lay_out(torch.channels_last)
     optimizer = training.Optimizer(model, MATRIX_LR, OTHER_LR)
     progress = training.Progress()
     checkpoint = training.Checkpoint(out / "autoencoder.pt")

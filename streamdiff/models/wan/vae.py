@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.decoder_memory import wan_values
-from streamdiff.models.latents import Normalisation, split_whole, to_bytes
+from streamdiff.models.latents import Normalisation, split_whole
+from streamdiff.models.stepping import Past, decode_by, rgb24
 
 
 @dataclass
@@ -94,6 +95,16 @@ class WanDecoder(_Half):
 
     def __init__(self, autoencoder: AutoencoderKLWan) -> None:
         super().__init__(autoencoder, autoencoder.decoder)
+        self._layout = torch.contiguous_format
+
+    def lay_out(self, channels_last: bool) -> None:
+        """See `SteppedDecoder`; as the weights were stored, unless told otherwise."""
+        self._layout = torch.channels_last_3d if channels_last else torch.contiguous_format
+        for module in self.autoencoder.decoder.modules():
+            if isinstance(module, nn.Conv2d | nn.Conv3d):
+                flat = torch.channels_last if channels_last else torch.contiguous_format
+                layout = self._layout if isinstance(module, nn.Conv3d) else flat
+                module.weight.data = module.weight.data.contiguous(memory_format=layout)
 
     def frames_of(self, latents: int) -> int:
         """Frames that a stream's first `latents` latent frames give."""
@@ -109,7 +120,7 @@ class WanDecoder(_Half):
         Raises:
             ValueError: latents of another shape than that, or than the stream began with.
         """
-        return to_bytes(self.decode_video(latents, memory))
+        return decode_by(self.step, rgb24, self, latents, memory)
 
     @torch.inference_mode()
     def decode_video(self, latents: Tensor, memory: Memory) -> Tensor:
@@ -128,18 +139,42 @@ class WanDecoder(_Half):
         Raises:
             ValueError: as `decode`.
         """
-        size = _check("latents", raw, self.latent_channels, memory)
-        features, first = self._features(memory), not memory.begun
+        past, parts = self.past(raw, memory), []
+        for piece in self.pieces(raw):
+            part, past = self._step(piece, past)
+            parts.append(part)
+        self.remember(raw, memory, past)
+        return torch.cat(parts, 2)
+
+    def past(self, latents: Tensor, memory: Memory) -> Past:
+        """See `SteppedDecoder`. A stream's first two latent frames meet three kinds: nothing, then one frame of each
+        layer and a word where time is stretched, then two frames, from there on always."""
+        _check("latents", latents, self.latent_channels, memory)
+        return dict(enumerate(self._features(memory)))
+
+    def pieces(self, latents: Tensor) -> tuple[Tensor, ...]:
+        return tuple(latents[:, :, index : index + 1] for index in range(latents.shape[2]))
+
+    def step(self, piece: Tensor, past: Past) -> tuple[Tensor, Past]:
+        video, after = self._step(self.normalisation.undo(piece), past)
+        return (video[0].float().transpose(0, 1) + 1) * 127.5, after
+
+    def remember(self, latents: Tensor, memory: Memory, past: Past) -> int:
+        memory.features, memory.size = list(past.values()), _check("latents", latents, self.latent_channels, memory)
+        return 0
+
+    def _step(self, raw: Tensor, past: Past) -> tuple[Tensor, Past]:
+        """Raw latents `[B, C, 1, h, w]` to frames `[B, 3, n, H, W]` in [-1, 1], in the weights' dtype."""
+        features, first = list(past.values()), all(feature is None for feature in past.values())
         x = self.autoencoder.post_quant_conv(raw.to(self.dtype))
-        parts = []
-        for index in range(x.shape[2]):
-            part = x[:, :, index : index + 1]
-            parts.append(
-                self.autoencoder.decoder(part, feat_cache=features, feat_idx=[0], first_chunk=first and index == 0)
-            )
-        video: Tensor = unpatchify(torch.cat(parts, 2), self.patch_size)  # type: ignore[no-untyped-call]
-        memory.features, memory.size = features, size
-        return video.clamp(-1, 1)
+        x = self.autoencoder.decoder(x, feat_cache=features, feat_idx=[0], first_chunk=first)
+        video: Tensor = unpatchify(x, self.patch_size)  # type: ignore[no-untyped-call]
+        # In a layout that is always the same, as a graph is made for it.
+        after = {
+            index: each.contiguous(memory_format=self._layout) if isinstance(each, Tensor) else each
+            for index, each in enumerate(features)
+        }
+        return video.clamp(-1, 1), after
 
 
 class WanEncoder(_Half):

@@ -1,0 +1,133 @@
+"""What the fast paths of the decoder are worth: each beside the plain path, in turns, so a busy machine hurts all.
+
+    python -m benchmarks.decode_paths                                     # the embedded model's: a minute, compiling
+    python -m benchmarks.decode_paths --vae random:wan2.1 --size 832x480 --device cuda --at-once 3
+
+Paths: `plain`; `compiled` (`--compile on`); `yuv420` (`--pictures yuv420`); `both`. Each with channels last, and, with
+`--layouts`, with the width last too. Seconds are those of a chunk on the device, its copy to the host included; `ratio`
+is how many times as fast as the first row a path is, by the medians. `off_by` compares pictures, in levels of 255.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import report
+from streamdiff import clock
+from streamdiff.device import pick_device
+from streamdiff.models import autoencoders, library, random_weights
+from streamdiff.models.stepping import rgb24, yuv420p
+from streamdiff.pipeline.decoding import DECODE_THREADS
+from streamdiff.pipeline.leaving import Lane, decode_chunk
+from streamdiff.pipeline.picture_decoder import PictureDecoder
+
+SUMMARY = "Seconds per chunk of each fast path of the decoder beside the plain one, taking turns."
+PATHS = {"plain": (False, rgb24), "compiled": (True, rgb24), "yuv420": (False, yuv420p), "both": (True, yuv420p)}
+LAYOUTS = {"channels last": True, "width last": False}
+WARM_UP = 2  # chunks whose times do not count
+
+
+class Run:
+    """One stream on one path."""
+
+    def __init__(self, decoder: Any, path: str, layout: str, like: Tensor, at_once: int) -> None:
+        compiled, kind = PATHS[path]
+        decoder.lay_out(LAYOUTS[layout])
+        self.decoder, self.at_once = PictureDecoder(decoder, kind), at_once
+        begun_s = clock.monotonic_s()
+        if compiled:
+            self.decoder.compile(like, at_once)
+        self.compile_s = clock.monotonic_s() - begun_s
+        self.memory, self.lane = self.decoder.new_memory(), Lane(like.device)
+        self.seconds: list[float] = []
+        self.pictures = torch.empty(0)
+
+    def make(self, latents: Tensor) -> None:
+        """Decode a chunk `[C, F, h, w]`, note the seconds and keep the pictures. Mutates: self."""
+        begun_s = clock.monotonic_s()
+        self.lane.follow(self.lane.mark(), latents)
+        pieces = decode_chunk(self.decoder, latents, self.memory, self.lane, self.at_once)
+        self.pictures = torch.cat([piece.clone() for piece in pieces])
+        self.seconds.append(clock.monotonic_s() - begun_s)
+
+
+def load(vae: str, device: torch.device) -> Any:
+    """The decoder half of an autoencoder, or of one with random weights, in the dtype that serving has."""
+    dtype = torch.float32 if device.type == "cpu" or vae == "tiny" else torch.bfloat16
+    if random_weights.is_random(vae):
+        return random_weights.decoder(vae, device, dtype)
+    return autoencoders.load_decoder(vae, device, dtype)
+
+
+@torch.inference_mode()
+def measure(runs: dict[str, Run], shape: tuple[int, ...], device: torch.device, rounds: int) -> list[dict[str, Any]]:
+    """A row per path; see the module."""
+    drawn = torch.Generator().manual_seed(0)
+    off_by = dict.fromkeys(runs, 0)
+    for _ in range(WARM_UP + rounds):
+        latents = torch.randn(shape, generator=drawn).to(device)
+        for run in runs.values():
+            run.make(latents)
+        plain = next(iter(runs.values())).pictures
+        planes = yuv420p(plain.permute(0, 3, 1, 2).float())
+        for path, run in runs.items():
+            expected = plain if run.pictures.shape == plain.shape else planes
+            off_by[path] = max(off_by[path], int((run.pictures.int() - expected.int()).abs().max()))
+    medians = {path: statistics.median(run.seconds[WARM_UP:]) for path, run in runs.items()}
+    first_s = next(iter(medians.values()))
+    return [
+        {
+            "path": path,
+            "chunk_s": medians[path],
+            "least_s": min(run.seconds[WARM_UP:]),
+            "ratio": first_s / medians[path],
+            "compile_s": run.compile_s,
+            "off_by": off_by[path],
+        }
+        for path, run in runs.items()
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=SUMMARY)
+    parser.add_argument("--vae", default="tiny", help="tiny, a path, random:wan2.1 or random:taew2_1 (default: tiny)")
+    parser.add_argument("--size", default="128x128", help="WIDTHxHEIGHT of the picture (default: 128x128)")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    parser.add_argument("--paths", default=",".join(PATHS), help=f"of {', '.join(PATHS)} (default: all)")
+    parser.add_argument("--layouts", action="store_true", help="each path with the width last too")
+    parser.add_argument("--chunk", type=int, default=3, help="latent frames in a chunk (default: 3)")
+    parser.add_argument("--at-once", type=int, default=1, help="latent frames decoded by one call (default: 1)")
+    parser.add_argument("--rounds", type=int, default=10, help="chunks of each path that count (default: 10)")
+    parser.add_argument("--out", type=Path, help="a JSON file to write")
+    options = parser.parse_args()
+    paths = list(dict.fromkeys(["plain", *options.paths.split(",")]))
+    if unknown := [path for path in paths if path not in PATHS]:
+        parser.error(f"--paths has {', '.join(unknown)}; there are {', '.join(PATHS)}")
+    device, head = pick_device(options.device), report.header(warm_up=f"{WARM_UP} chunks")
+    torch.set_num_threads(DECODE_THREADS)
+    width, height = library.parse_size(options.size)
+    sample = load(options.vae, device)
+    shape = (sample.latent_channels, options.chunk, height // sample.spatial, width // sample.spatial)
+    like = torch.zeros(shape, device=device)
+    runs = {
+        f"{path}, {layout}": Run(load(options.vae, device), path, layout, like, options.at_once)
+        for layout in (LAYOUTS if options.layouts else ("channels last",))
+        for path in paths
+    }
+    rows = measure(runs, shape, device, options.rounds)
+    print(report.table(rows))
+    if options.out is not None:
+        settings = {name: value for name, value in vars(options).items() if name != "out"}
+        report.write_json(options.out, head, {"paths": rows}, settings=settings)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

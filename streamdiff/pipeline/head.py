@@ -37,8 +37,9 @@ PROMPT_SWITCHES = ("keep", "flush", "recache")
 
 @dataclass
 class HeadSession:
-    """Noise source, schedule and the latents `[C, F, h, w]` of chunks in flight (x_t, or x0 for the clean pass), by
-    chunk and epoch: what comes back for a stream that was reset meanwhile is nobody's.
+    """Noise source (`given`, and `noise` as it is drawn from), schedule and the latents `[C, F, h, w]` of chunks in
+    flight (x_t, or x0 for the clean pass), by chunk and epoch: what comes back for a stream that was reset meanwhile
+    is nobody's.
 
     `levels` are the timesteps that the model is told at each step, the clean pass last, on the device: of the first
     chunk `[its steps + 1, F]`, and of the others.
@@ -47,6 +48,7 @@ class HeadSession:
     that first steps start from, None for pure noise.
     """
 
+    given: Noise
     noise: Noise
     schedule: Schedule
     kv_context: str
@@ -82,12 +84,16 @@ class Head:
     ) -> None:
         """Start a stream, or start it again with other noise. Mutates: self."""
         plan = ring_plan(self.spec, kv_context, steps=schedule.steps)
-        levels = self._levels(schedule.of(0)), self._levels(schedule)
-        if self._thread is not None:
-            noise = DrawnAhead(noise, self.device, schedule.steps + (self.spec.context_sigma > 0), self._thread)
+        levels, drawn = self._both_levels(schedule), self._drawn(noise, schedule)
         self.sessions[session] = HeadSession(
-            noise, schedule, kv_context, plan, levels, source=source and source.on(self.device)
+            noise, drawn, schedule, kv_context, plan, levels, source=source and source.on(self.device)
         )
+
+    def set_steps(self, session: int, schedule: Schedule) -> None:
+        """Chunks from now on have this schedule; none may be in flight. Mutates: self."""
+        state = self.sessions[session]
+        state.schedule, state.levels = schedule, self._both_levels(schedule)
+        state.noise = self._drawn(state.given, schedule)
 
     def close(self, session: int) -> None:
         self.sessions.pop(session, None)
@@ -171,6 +177,16 @@ class Head:
         if row.step == 0 and session.source is not None:
             return session.source.level(row.chunk) / sampling.TIMESTEPS
         return session.schedule.of(row.chunk).sigmas[row.step]
+
+    def _drawn(self, noise: Noise, schedule: Schedule) -> Noise:
+        """The noise on the device, drawn ahead where that pays."""
+        if self._thread is None:
+            return noise
+        return DrawnAhead(noise, self.device, schedule.steps + (self.spec.context_sigma > 0), self._thread)
+
+    def _both_levels(self, schedule: Schedule) -> tuple[Tensor, Tensor]:
+        """What the model is told at each step of the first chunk and of the others, see `HeadSession`."""
+        return self._levels(schedule.of(0)), self._levels(schedule)
 
     def _levels(self, schedule: Schedule) -> Tensor:
         """What the model is told at each step, and in the clean pass, `[steps + 1, F]`."""

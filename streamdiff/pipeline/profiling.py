@@ -251,6 +251,12 @@ class ProfiledRuntime:
     def check_switch(self, session: int, switch: str) -> None:
         self.runtime.check_switch(session, switch)
 
+    def check_steps(self, session: int, steps: int) -> None:
+        self.runtime.check_steps(session, steps)
+
+    def set_steps(self, session: int, steps: int, *, epoch: int) -> None:
+        self.runtime.set_steps(session, steps, epoch=epoch)
+
     def set_conditioning(self, session: int, conditioning: Tensor, *, epoch: int, switch: str = "keep") -> None:
         self.runtime.set_conditioning(session, conditioning, epoch=epoch, switch=switch)
 

@@ -67,6 +67,8 @@ class _Chunk:
 
     admitted_s: float
     epoch: int
+    work: float
+    """As so many chunks in the default number of steps."""
 
 
 @dataclass
@@ -113,6 +115,7 @@ class Runtime:
         self._numbers = count()
         self._ready: queue.SimpleQueue[tuple[Piece, float] | None] = queue.SimpleQueue()
         self._pending = 0  # chunks that are decoding
+        self._works: list[float] = []  # of the chunks that this turn finished
         self._meter = Meter()
         self._decoding = self._decode_where(model, company, device, at_once)
         self._ring.notify(self._wake)
@@ -167,6 +170,18 @@ class Runtime:
         self._ring.reset(session, conditioning, seed=seed, epoch=epoch)
         self._begin(session)
 
+    def check_steps(self, session: int, steps: int) -> None:
+        """Raises RequestError for a number of steps that the session cannot go on in."""
+        try:
+            self._ring.check_steps(session, steps)
+        except ValueError as error:
+            raise RequestError("steps", str(error)) from error
+
+    def set_steps(self, session: int, steps: int, *, epoch: int) -> None:
+        """Make chunks in `steps` steps from the next one on that is admitted after those in flight, see
+        `Ring.set_steps`. Needs no more memory."""
+        self._ring.set_steps(session, epoch, steps)
+
     def set_paused(self, session: int, paused: bool) -> None:
         self._ring.scheduler.set_paused(session, paused)
 
@@ -194,13 +209,14 @@ class Runtime:
         rows, finished = self._turn()
         for row in rows:
             if row.step == 0:
-                self._streams[row.session].chunks[row.chunk] = _Chunk(now_s, row.epoch)
+                self._streams[row.session].chunks[row.chunk] = _Chunk(now_s, row.epoch, self._work(row))
                 self._streams[row.session].ahead_frames += self.info.chunk_frames
         for row, latents in finished:
             self._pending += 1
             self._decoding.submit(self._streams[row.session].number, row.chunk, latents)
         frames = self._collect(wait_s if not rows and not finished else 0.0)
-        self._meter.turn(clock.monotonic_s(), self.busy, sum(each.last for each in frames))
+        self._meter.turn(clock.monotonic_s(), self.busy, self._works)
+        self._works = []
         return frames
 
     @property
@@ -223,7 +239,8 @@ class Runtime:
         return self._company.busy_s() if self._company is not None else [self._ring.worker.busy_s]
 
     def work_s(self) -> float | None:
-        """Seconds of work in a chunk, of the latest ones: of the busiest rank, or of all where there is one."""
+        """Seconds of work in a chunk in the default number of steps, as the latest ones tell: of the busiest rank, or
+        of all where there is one."""
         shares = self.occupancy()
         return self._meter.work_s(max(shares, default=None), clock.monotonic_s())
 
@@ -251,6 +268,10 @@ class Runtime:
             return self._ring.turn()
         except LinkClosed as error:
             raise self._company.broken(error) from error
+
+    def _work(self, row: MicroStep) -> float:
+        """What a chunk in the steps of `row` costs: a chunk is so many passes as it has steps, and the clean one."""
+        return (row.steps + 1) / (self.info.steps + 1)
 
     def _wake(self) -> None:
         """Let a waiting `step` look again. From any thread."""
@@ -301,6 +322,8 @@ class Runtime:
         stream.ahead_frames -= self.model.spec.frames_per_latent
         chunk = stream.chunks.pop(piece.chunk) if piece.last else stream.chunks[piece.chunk]
         chunk_s = ready_s - chunk.admitted_s if piece.last else None
+        if piece.last:
+            self._works.append(chunk.work)
         return [Frames(stream.session, piece.chunk, chunk.epoch, piece.pictures, piece.last, chunk_s)]
 
     def _look(self) -> None:

@@ -1,32 +1,27 @@
 """StreamBatchScheduler: decides which micro-step enters the ring next.
 
 Pure logic: no torch, no clock, no I/O. Events in (`open`, `returned`, `set_room`, ...), decisions out (`next`). The
-rules are DESIGN section 4; what a micro-step attends to follows from them, never from timing.
-
-**Paced admission.** Chunks of one `matched` session that enter as soon as they may finish together, and then nothing
-finishes for long. So such a session has a timetable. In a ring of equal stages a forward moves on by one stage per
-tick, and a micro-step is back after P ticks (P stages). Chunk n is put on tick `timetable_tick(n)`, about every S ticks
-(S steps), and its step s on P * s ticks later. That is a perfect packing, one micro-step on every tick, and micro-steps
-enter in its order: a new chunk is admitted when all steps of the session's chunks in flight that stand before it have
-entered, and then goes before those that stand after it. Nobody looks at a clock, only the order counts; whatever the
-stages take, chunks finish one by one. Admission waits for nothing but steps of the same session that are in flight,
-which wait for nothing but the ring; so it never stalls, and a chunk that comes late (there was no room) only moves the
-chunks after it. `staircase` and `clean` space themselves by their own rules.
+rules are DESIGN section 4; what a micro-step attends to follows from them, never from timing. New chunks of `matched`
+sessions are paced, see `timetable`.
 
 **A first chunk with more steps.** Some models take more steps for the first chunk of a stream than for the others. All
 chunks end together then: in here steps are numbered so that the last one, and the clean pass, have the same number in
 every chunk, and the first chunk begins below 0. So what the rules say of step s of two neighbours is said of steps that
 are as far from the end, and nothing else has to know.
+
+**Another number of steps.** It holds for chunks that are admitted once all those in flight have come back (`drain`,
+`set_steps`): so no chunk overtakes its elders, and no rule has to compare chunks with different numbers. Meanwhile the
+newest chunk in flight has no follower and waits for none, as before a rerun. Other sessions go on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import gcd
 
 from streamdiff.pipeline.contexts import in_flight_limit
 from streamdiff.pipeline.microstep import MicroStep, compatible
+from streamdiff.pipeline.timetable import timetable_tick
 
 RERUN = -1
 """The choice of a session that lets a finished chunk's clean pass run once more."""
@@ -55,7 +50,8 @@ class _Session:
     """`chunks` are those in flight, oldest first; their numbers have no holes, and the last is `next_chunk` - 1. A
     chunk has `steps` steps, the stream's first `first_extra` more.
 
-    `rerun` are finished chunks whose clean pass is due once more, oldest first, before a new chunk is admitted.
+    `rerun` are finished chunks whose clean pass is due once more, oldest first, before a new chunk is admitted. While
+    it is `draining` none is, and those in flight wait for no follower.
     `choice` is the index in `chunks` of the one whose step is due next, `len(chunks)` for a new one, RERUN for a clean
     pass once more, None for none. It is found anew where it is `stale`. `waiting_since` counts forwards: when there
     first was a choice, or the last row was handed out.
@@ -75,6 +71,7 @@ class _Session:
     next_chunk: int = 0
     chunks: list[_Chunk] = field(default_factory=list)
     rerun: list[int] = field(default_factory=list)
+    draining: bool = False
     choice: int | None = None
     stale: bool = True
 
@@ -99,7 +96,7 @@ class _Session:
     def choose(self) -> int | None:
         """What `choice` should be now."""
         count = len(self.chunks)
-        may_admit = self.fits and count < self.in_flight_limit and not self.rerun
+        may_admit = self.fits and count < self.in_flight_limit and not self.rerun and not self.draining
         if self.paused:
             return None
         if self.rerun and all(chunk.entered == self.passes - 1 for chunk in self.chunks):
@@ -171,11 +168,11 @@ class _Session:
             return False
         # Chunk n + k reads this one's step s - 1 in its own step s - 1 - k: all of those enter before step s does. They
         # have when chunk n + s - 1 is in flight, for it entered when the one before it was at step 1, and so on. Before
-        # a rerun no more are to come, and those there are have to be asked.
+        # a rerun or other steps no more are to come, and those there are have to be asked.
         if self.kv_context != "staircase" or len(self.chunks) >= index + step:
             return True
         readers = enumerate(self.chunks[index + 1 :], start=1)
-        return bool(self.rerun) and all(reader.entered >= step - 1 - k for k, reader in readers)
+        return (bool(self.rerun) or self.draining) and all(reader.entered >= step - 1 - k for k, reader in readers)
 
     def _behind(self, index: int, step: int) -> bool:
         """Whether the chunk before `index` is as far as its KV context wants it for `step`; finished chunks are."""
@@ -224,16 +221,7 @@ class StreamBatchScheduler:
         """
         if session in self._sessions:
             raise ValueError(f"session {session} is open already; close it first")
-        if steps < 1:
-            raise ValueError(f"steps is {steps}; at least 1 is needed")
-        extra = 0 if first_steps is None else first_steps - steps
-        if extra < 0:
-            raise ValueError(
-                f"first_steps is {first_steps}, but a first chunk has at least as many as the others, {steps}"
-            )
-        limit = in_flight_limit(kv_context, steps=steps, stages=self.stages)
-        if kv_context == "clean" and self.clean_with_next:
-            limit += 1
+        extra, limit = _extra(steps, first_steps), self._limit(kv_context, steps)
         self._sessions[session] = _Session(
             session, steps, extra, kv_context, epoch, self.stages, self.chunk_frames, limit, self._forwards
         )
@@ -265,6 +253,29 @@ class StreamBatchScheduler:
         if state.kv_context == "matched":
             raise ValueError("KV context matched has no clean pass that could run once more")
         state.rerun, state.stale = list(chunks), True
+
+    def drain(self, session: int) -> None:
+        """Admit no chunk of the session before `set_steps`; what is in flight runs to its end."""
+        state = self._sessions[session]
+        state.draining, state.stale = True, True
+
+    def drained(self, session: int) -> bool:
+        """Whether nothing of the session is in flight, and nothing due but a new chunk."""
+        state = self._sessions[session]
+        return not state.chunks and not state.rerun
+
+    def set_steps(self, session: int, *, steps: int, first_steps: int | None = None) -> None:
+        """Chunks admitted from now on have `steps` steps, a first one `first_steps`; ends `drain`.
+
+        Raises:
+            ValueError: chunks with other steps are in flight, or a value is out of range.
+        """
+        if not self.drained(session):
+            raise ValueError(f"session {session} has chunks in flight; drain it before its steps change")
+        state = self._sessions[session]
+        extra, limit = _extra(steps, first_steps), self._limit(state.kv_context, steps)
+        state.steps, state.first_extra, state.in_flight_limit = steps, extra, limit
+        state.draining, state.stale = False, True
 
     def next_chunk(self, session: int) -> int:
         """Number of the chunk that is admitted next."""
@@ -321,6 +332,11 @@ class StreamBatchScheduler:
         """Whether `next` would hand out anything."""
         return any(self._choice(state) is not None for state in self._sessions.values())
 
+    def _limit(self, kv_context: str, steps: int) -> int:
+        """Chunks of a session that may be in flight at once."""
+        limit = in_flight_limit(kv_context, steps=steps, stages=self.stages)
+        return limit + 1 if kv_context == "clean" and self.clean_with_next else limit
+
     def _pick(self, taken: list[MicroStep]) -> MicroStep | None:
         """Hand out one more row for the forward that has `taken`."""
         waiting = [state for state in self._sessions.values() if self._choice(state) is not None]
@@ -360,18 +376,15 @@ class StreamBatchScheduler:
         return state.choice
 
 
+def _extra(steps: int, first_steps: int | None) -> int:
+    """How many more steps a first chunk has. Raises ValueError for numbers that cannot be."""
+    if steps < 1:
+        raise ValueError(f"steps is {steps}; at least 1 is needed")
+    if first_steps is not None and first_steps < steps:
+        raise ValueError(f"first_steps is {first_steps}, but a first chunk has at least as many as the others, {steps}")
+    return 0 if first_steps is None else first_steps - steps
+
+
 def _same_chunk(row: MicroStep, other: MicroStep) -> bool:
     """Whether both write the same keys; a clean pass and its rerun could meet in a forward."""
     return (row.session, row.chunk) == (other.session, other.chunk)
-
-
-def timetable_tick(chunk: int, *, stages: int, passes: int) -> int:
-    """Tick on which the timetable of a paced session has step 0 of a chunk; step s stands `s * stages` ticks later.
-
-    With P stages and S passes per chunk, a round is P chunks in P * S ticks: chunk i of it stands on tick
-    `i * S + floor(i * gcd(P, S) / P)`. The second term moves chunks on by a tick whenever the first falls on the same
-    stage (modulo P) as an earlier one; so all micro-steps of all chunks stand on ticks of their own, without a hole,
-    and starts are S or S + 1 ticks apart, once a round `S + 1 - gcd(P, S)`.
-    """
-    rounds, place = divmod(chunk, stages)
-    return rounds * stages * passes + place * passes + place * gcd(stages, passes) // stages

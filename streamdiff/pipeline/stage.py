@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.base import ModelSpec, Trunk
+from streamdiff.models.sampling import nearest_steps
 from streamdiff.models.wan.transformer import KeyValue, Tokens
 from streamdiff.pipeline.compiled import CompiledBlocks, side_by_side
-from streamdiff.pipeline.contexts import cache_count, spare_slots
+from streamdiff.pipeline.contexts import cache_count, most_steps, spare_slots
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.work import Kind, Work
 from streamdiff.state.ring import RingAttention, RingPlan, RowView, StageState
@@ -69,6 +70,8 @@ class Stage:
                 self.set_text(control.session, control.epoch, work.tensors[0], control.oldest, control.since)
             case Kind.RESET:
                 self.reset(control.session)
+            case Kind.STEPS:
+                self.set_steps(control.session, control.epoch, control.steps)
             case Kind.CLOSE:
                 self.close(control.session)
         return work
@@ -76,7 +79,8 @@ class Stage:
     @torch.inference_mode()
     def open(self, session: int, *, steps: int, kv_context: str) -> None:
         """Allocate the session's caches. Mutates: self."""
-        plan, caches = ring_plan(self.spec, kv_context, steps=steps), cache_count(kv_context, steps=steps)
+        plan = ring_plan(self.spec, kv_context, steps=steps)
+        caches = cache_count(kv_context, steps=most_steps(steps, self.spec.steps))
         if self._spare is not None and self._spare.key.shape[::2][:2] == (caches, plan.slots):
             state, self._spare = self._spare, None
             state.reset()
@@ -118,6 +122,19 @@ class Stage:
             del kept.text[epoch_gone], kept.since[epoch_gone]
 
     @torch.inference_mode()
+    def set_steps(self, session: int, epoch: int, steps: int) -> None:
+        """Chunks from now on have `steps` of the model's own steps, and belong to `epoch`, which begins with the text
+        of the one before if it has none. Where every step has a cache, it goes on with that of the step whose noise was
+        nearest. Mutates: self."""
+        kept = self.sessions[session]
+        latest = max(kept.text)
+        kept.text.setdefault(epoch, kept.text[latest])
+        kept.since.setdefault(epoch, kept.since[latest])
+        if kept.matched and steps != kept.steps:
+            kept.state.rearrange(nearest_steps(self.spec.schedule(kept.steps), self.spec.schedule(steps)))
+        kept.steps = steps
+
+    @torch.inference_mode()
     def forward(self, rows: Sequence[MicroStep], tokens: Tokens) -> Tokens:
         """Run this stage's blocks for `rows`. Mutates: the rows' caches."""
         views = [self._view(row) for row in rows]
@@ -132,6 +149,7 @@ class Stage:
         window, as the window fills, and one for each that takes the next chunk's first step with it. Takes from seconds
         to minutes. Mutates: self.
         """
+        steps = most_steps(steps, self.spec.steps)
         self.compiled = CompiledBlocks(self.denoiser, self.device)
         spec, denoiser = self.spec, self.denoiser
         self.attention = RingAttention(self.frames, *self.grid, denoiser.head_dim, self.device, compiled=True)
@@ -162,8 +180,8 @@ class Stage:
 
 
 def ring_plan(spec: ModelSpec, kv_context: str, *, steps: int) -> RingPlan:
-    """The geometry of a session's caches, the same on every stage."""
-    spare, absolute = spare_slots(kv_context, steps=steps), spec.rope == "absolute"
+    """The geometry of a session's caches, the same on every stage, and whatever number of steps it changes to."""
+    spare, absolute = spare_slots(kv_context, steps=most_steps(steps, spec.steps)), spec.rope == "absolute"
     return RingPlan(spec.sink_latents, spec.window(kv_context), spare, absolute, spec.chunk_latents)
 
 

@@ -106,6 +106,12 @@ class StageState:
         """Keys and values `[slots, tokens, H, d]` of each layer in one of the caches."""
         return self._layers[cache]
 
+    def rearrange(self, sources: Sequence[int]) -> None:
+        """Let cache i hold what cache `sources[i]` held, for each of `sources`. Mutates: self."""
+        for field in fields(self):
+            caches = getattr(self, field.name)
+            caches[: len(sources)] = torch.stack([caches[source] for source in sources])
+
     def reset(self) -> None:
         """Forget the stream. Mutates: self."""
         for field in fields(self):

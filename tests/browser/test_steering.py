@@ -93,6 +93,25 @@ def test_the_rate_is_changed_on_the_page_and_shows(page: WebDriver, server: Serv
     until(page, lambda _: box.get_property("value") == "40")
 
 
+def test_the_steps_are_chosen_on_the_page_where_there_is_a_choice(page: WebDriver, server: Server) -> None:
+    """From the keyboard: the painter's upper left corner is white while chunks have fewer steps than usual."""
+    box = page.find_element("id", "steps")
+    assert [option.text for option in Select(box).options] == ["4", "2"]
+    assert box.get_property("value") == "4" and box.is_displayed()
+    assert box.accessible_name == "Steps a chunk"
+    box.send_keys(Keys.ARROW_DOWN)
+    until(page, lambda seen: min(seen["pixels"][:3]) > 200)
+    until(page, lambda _: text(page, "receipt").startswith("Chunks have 2 steps now, after "))
+    assert state(server)["steps"] == 2
+    refused = httpx.patch(server.url + "api/sessions/default", json={"steps": 3}, timeout=20)
+    assert refused.status_code == 422
+    httpx.post(server.url + "api/control", json={"type": "steps", "steps": 4}, timeout=20)
+    until(page, lambda seen: box.get_property("value") == "4" and min(seen["pixels"][:3]) < 100)
+    one = "streamdiff.client.dispatchEvent(new CustomEvent('message', { detail: arguments[0] }))"
+    page.execute_script(one, state(server) | {"steps_known": [4]})
+    assert not box.is_displayed(), "with one number of steps there is nothing to choose"
+
+
 def test_another_session_is_watched_and_steered_by_its_address(server: Server, browser: WebDriver) -> None:
     body = {"prompt": "a green circle", "kv_context": "matched"}
     opened = httpx.post(server.url + "api/sessions", json=body, timeout=20).json()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamdiff.pipeline.scheduler import timetable_tick
+from streamdiff.pipeline.timetable import timetable_tick
 from tests.pipeline.scheduler_judge import FRAMES, Judge, VirtualRing, timetable
 
 PLENTY = 100 * FRAMES

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from PIL import Image
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
@@ -202,12 +204,22 @@ def test_where_watching_takes_a_token_the_page_says_so(files: dict[str, str], br
     console_errors(browser)
 
 
+def bar_rows(page: WebDriver) -> list[tuple[int, int, int]]:
+    """Colours from the top of the first rank's bar to its foot, in the middle of what is filled."""
+    meter = page.find_element("css selector", "#rank-bars meter")
+    page.execute_script("arguments[0].scrollIntoView({ block: 'center' })", meter)
+    picture = Image.open(BytesIO(meter.screenshot_as_png)).convert("RGB")
+    middle = round(picture.width * float(str(meter.get_property("value"))) / 2)
+    return [picture.getpixel((middle, row)) for row in range(picture.height)]  # type: ignore[misc]
+
+
 def test_a_ring_of_two_ranks_shows_how_busy_each_is(browser: WebDriver) -> None:
     with running_server((*SERVE, "--stages", "2", "--kv-context", "matched")) as server:
         visit(browser, server.url)
         shares = "return [...document.querySelectorAll('#rank-bars meter')].map((each) => each.value)"
         until(browser, lambda _: [0 < share <= 1 for share in browser.execute_script(shares)] == [True, True])
         assert browser.find_element("id", "ranks").is_displayed()
+        until(browser, lambda _: len(rows := bar_rows(browser)) >= 6 and len(set(rows[1:-1])) == 1)
         assert browser.find_element("css selector", "option[value=recache]").get_property("disabled")
         assert console_errors(browser) == []
         browser.get("about:blank")

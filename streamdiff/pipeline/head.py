@@ -43,9 +43,9 @@ class HeadSession:
 
     `levels` are the timesteps that the model is told at each step, the clean pass last, on the device: of the first
     chunk `[its steps + 1, F]`, and of the others.
-    `kept` holds the finished latents of all chunks that the next one may see, for the clean pass, the first time or
-    again; none where there is no such pass. Chunks admitted see none before `since` but the sink. `source` is the input
-    that first steps start from, None for pure noise.
+    `kept` holds the finished latents, and the steps, of all chunks that the next one may see, for the clean pass, the
+    first time or again; none where there is no such pass. Chunks admitted see none before `since` but the sink.
+    `source` is the input that first steps start from, None for pure noise.
     """
 
     given: Noise
@@ -55,7 +55,7 @@ class HeadSession:
     plan: RingPlan
     levels: tuple[Tensor, Tensor]
     latents: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    kept: dict[int, Tensor] = field(default_factory=dict)
+    kept: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
     since: int = 0
     source: Source | None = None
 
@@ -63,9 +63,10 @@ class HeadSession:
     def clean_pass(self) -> bool:
         return self.kv_context != "matched"
 
-    def keep(self, chunk: int, latents: Tensor) -> None:
+    def keep(self, row: MicroStep, latents: Tensor) -> None:
         """Remember a finished chunk as long as a later one may see it. Mutates: self."""
-        self.kept[chunk] = latents
+        chunk = row.chunk
+        self.kept[chunk] = latents, row.steps
         if (gone := chunk - self.plan.slots) >= self.plan.pinned:
             self.kept.pop(gone, None)
 
@@ -152,7 +153,7 @@ class Head:
             if row.last:
                 finished.append(Finished(row, x0))
                 if session.clean_pass:
-                    session.keep(row.chunk, x0)
+                    session.keep(row, x0)
                     session.latents[key] = x0
             else:
                 fresh = self._noise(row, row.step + 1)
@@ -196,8 +197,8 @@ class Head:
     def _context(self, row: MicroStep) -> Tensor:
         """What the clean pass shows of a finished chunk, the first time or again."""
         session, sigma = self.sessions[row.session], self.spec.context_sigma
-        x0 = session.kept[row.chunk]
-        return sampling.add_noise(x0, self._noise(row, row.step), sigma) if sigma > 0 else x0
+        x0, steps = session.kept[row.chunk]  # the same noise again, whatever steps the session has by now
+        return sampling.add_noise(x0, self._noise(row, steps), sigma) if sigma > 0 else x0
 
     def _noise(self, row: MicroStep, step: int = 0) -> Tensor:
         return self.sessions[row.session].noise.draw(row.chunk, step)

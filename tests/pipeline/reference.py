@@ -114,7 +114,9 @@ class Reference:
         if first_steps is not None:
             self.first_sigmas = [*sampling.schedule(first_steps, model.spec.shift), model.spec.context_sigma]
         self.then = then
-        self.then_sigmas = [] if then is None else [*sampling.schedule(then[1], model.spec.shift), 0.0]
+        self.then_sigmas = self.sigmas
+        if then is not None:
+            self.then_sigmas = [*sampling.schedule(then[1], model.spec.shift), model.spec.context_sigma]
         self.input: dict[Row, Tensor] = {}
         self.encode = cache(model.text.encode)
 

@@ -28,6 +28,7 @@ def plain(model: Model, order: Order) -> list[torch.Tensor]:
 @pytest.mark.parametrize("order", OTHER_STEPS.values(), ids=lambda order: f"{order.kv_context}-{order.steps}")
 def test_chunks_before_the_change_stay_and_those_after_equal_the_reference(order: Order) -> None:
     model = small_model(1, sink=2)
+    model = replace(model, spec=replace(model.spec, context_sigma=0.1))
     got = play(Ring(model, CPU), model, {0: order}, CHUNKS)[0]
     before = plain(model, order)
     assert same(got[: order.change_at], before[: order.change_at]), "frames already made stay"
@@ -175,6 +176,33 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
         ring.set_steps(1, 1, 2)
     rows = entered(ring, {0: 2, 1: 2}, 20)
     assert {row.steps for row in rows if row.session == 0} == {4} and {row.epoch for row in rows} == {0}
+
+
+@pytest.mark.parametrize("make", [Ring, lambda model, device: LocalRing(model, device, 3)])
+def test_a_past_cached_again_is_the_same_before_and_after_the_steps_change(make: Callable[..., Ring]) -> None:
+    """A context with noise, which is drawn by the number of the step: by that which the chunk was made in."""
+    model = small_model(3, layers=3, sink=2)
+    model = replace(model, spec=replace(model.spec, context_sigma=0.1))
+
+    def stream(prompt_after_turns: int) -> list[torch.Tensor]:
+        ring = make(model, CPU)
+        ring.open(0, model.text.encode(RED), seed=5, epoch=0, steps=4, kv_context="clean")
+        done: dict[int, torch.Tensor] = {}
+        turns = 0
+        while len(done) < 7:
+            admitted = ring.scheduler.next_chunk(0)
+            if admitted == 4:
+                if turns == 0:
+                    ring.set_steps(0, 1, 2)
+                if turns == prompt_after_turns:
+                    ring.set_text(0, 2, model.text.encode(BLUE), "recache")
+                turns += 1
+            limit = 8 if turns > prompt_after_turns else 4
+            ring.scheduler.set_room(0, (limit - admitted) * model.spec.chunk_frames)
+            done |= {row.chunk: latents for row, latents in ring.turn()[1]}
+        return [done[chunk] for chunk in range(7)]
+
+    assert same(stream(0), stream(40)), "the change of steps still waits, or has long been carried out"
 
 
 def test_a_cache_goes_on_with_the_step_whose_noise_is_nearest() -> None:

@@ -33,6 +33,8 @@ class StageSession:
     state: StageState
     steps: int
     matched: bool
+    cached_steps: int
+    """Of `matched`: the steps that the caches are of, until the first row of others."""
     text: dict[int, list[KeyValue]] = field(default_factory=dict)
     since: dict[int, int] = field(default_factory=dict)
 
@@ -84,7 +86,7 @@ class Stage:
         if self._spare is not None and self._spare.key.shape[::2][:2] == (caches, plan.slots):
             state, self._spare = self._spare, None
             state.reset()
-            self.sessions[session] = StageSession(plan, state, steps, kv_context == "matched")
+            self.sessions[session] = StageSession(plan, state, steps, kv_context == "matched", steps)
             return
         state = StageState.allocate(
             plan,
@@ -95,7 +97,7 @@ class Stage:
             head_dim=self.denoiser.head_dim,
             like=torch.empty(0, dtype=self.denoiser.dtype, device=self.device),  # weights may be quantised
         )
-        self.sessions[session] = StageSession(plan, state, steps, kv_context == "matched")
+        self.sessions[session] = StageSession(plan, state, steps, kv_context == "matched", steps)
 
     def close(self, session: int) -> None:
         """Free the session. With graphs, caches of one session wait for the next, as CUDA's graphs are bound to them.
@@ -124,15 +126,20 @@ class Stage:
     @torch.inference_mode()
     def set_steps(self, session: int, epoch: int, steps: int) -> None:
         """Chunks from now on have `steps` of the model's own steps, and belong to `epoch`, which begins with the text
-        of the one before if it has none. Where every step has a cache, it goes on with that of the step whose noise was
-        nearest. Mutates: self."""
+        of the one before if it has none. Mutates: self."""
         kept = self.sessions[session]
         latest = max(kept.text)
         kept.text.setdefault(epoch, kept.text[latest])
         kept.since.setdefault(epoch, kept.since[latest])
-        if kept.matched and steps != kept.steps:
-            kept.state.rearrange(nearest_steps(self.spec.schedule(kept.steps), self.spec.schedule(steps)))
         kept.steps = steps
+
+    def _fit_caches(self, session: StageSession) -> None:
+        """Where every step has a cache, one of a new number of steps goes on with that of the step whose noise was
+        nearest. Done when a row needs it: of steps that no chunk was made in, nothing stays. Mutates: session."""
+        if session.matched and session.cached_steps != session.steps:
+            before, now = self.spec.schedule(session.cached_steps), self.spec.schedule(session.steps)
+            session.state.rearrange(nearest_steps(before, now))
+            session.cached_steps = session.steps
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[MicroStep], tokens: Tokens) -> Tokens:
@@ -169,6 +176,7 @@ class Stage:
 
     def _view(self, row: MicroStep) -> RowView:
         session = self.sessions[row.session]
+        self._fit_caches(session)
         # A first chunk may have more steps: those before the others' first write where that one will.
         cache = max(0, row.step - (row.steps - session.steps)) if session.matched else 0
         # Where there is a clean pass, only what that writes stays.

@@ -133,6 +133,22 @@ def test_the_steps_that_there_are_already_are_no_drain() -> None:
     assert [(row.chunk, row.step) for row in rows] == [(row.chunk, row.step) for row in others]
 
 
+def test_steps_that_no_chunk_was_made_in_leave_nothing() -> None:
+    """Where every step has a cache: fewer, carried out, and back again before a chunk could be admitted."""
+    model = small_model(1)
+    ring = Ring(model, CPU)
+    ring.open(0, model.text.encode(RED), seed=5, epoch=0, steps=4, kv_context="matched")
+    done: dict[int, torch.Tensor] = {}
+    for limit, steps in ((3, 2), (3, 4), (CHUNKS, 0)):
+        while ring.scheduler.next_chunk(0) < limit or ring.has_work:
+            ring.scheduler.set_room(0, (limit - ring.scheduler.next_chunk(0)) * model.spec.chunk_frames)
+            done |= {row.chunk: latents for row, latents in ring.turn()[1]}
+        if steps:
+            ring.set_steps(0, steps, steps)  # any epochs that grow
+    unchanged = plain(model, Order(RED, 5, 4, "matched"))
+    assert same([done[chunk] for chunk in range(CHUNKS)], unchanged)
+
+
 @pytest.mark.parametrize("waiting", [True, False])
 def test_a_reset_begins_in_the_steps_that_were_asked_for_last(waiting: bool) -> None:
     """Whether chunks were in flight, for which the change had to wait, or not."""

@@ -425,6 +425,8 @@ def test_the_description_of_the_api_names_every_address() -> None:
             assert "post" in described["paths"][f"/api/sessions/{{session}}/{act}"]
         body = described["paths"]["/api/sessions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert set(body["properties"]) == {"prompt", "seed", "size", "steps", "kv_context", "fps"}
+        change = described["paths"]["/api/sessions/{session}"]["patch"]["requestBody"]["content"]["application/json"]
+        assert set(change["schema"]["properties"]) == {"if_rev", "fps", "steps", "prompt", "switch", "seed"}
         assert "503" in described["paths"]["/api/sessions"]["post"]["responses"]
 
     _run(scene)

@@ -41,8 +41,8 @@ test: test-environment browser lint types ## everything: style, types, unit, bro
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips --durations=15 -q -n auto --dist worksteal -m "not ($(ALONE))" $(ARGS) $(NONE)
 	@echo "==> tests that want the machine to themselves"
 	@without="$$(tools/interop.sh)"; \
-	    $(BIN)/python -m pytest --no-skips --durations=15 -m "($(ALONE))$${without:+ and $$without}" $(ARGS) $(NONE)
-	@echo "==> all tests passed"
+	    $(BIN)/python -m pytest --no-skips --durations=15 -m "($(ALONE))$${without:+ and $$without}" $(ARGS) $(NONE); \
+	    echo "==> all tests passed$${without:+ but those left out here, see above: $$without}"
 
 check: test-environment lint types ## the quick loop: style, types, fast tests
 	@echo "==> fast tests"

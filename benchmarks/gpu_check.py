@@ -28,7 +28,8 @@ from streamdiff.models.stepping import yuv420p
 from streamdiff.models.wan.transformer import Tokens, WanDenoiser, attend
 from streamdiff.models.wan.weights import kept_dtype
 from streamdiff.pipeline.picture_decoder import PictureDecoder
-from streamdiff.pipeline.runtime import Runtime, load_runtime
+from streamdiff.pipeline.runtime import Runtime
+from streamdiff.pipeline.start import load_runtime
 
 HOLDS, WRONG, NOT_HERE = 0, 1, 3
 CPU = torch.device("cpu")

@@ -31,7 +31,8 @@ from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.pipeline import follower
 from streamdiff.pipeline.loading import at_once, own_device
 from streamdiff.pipeline.profiling import CHUNKS, ProfiledRuntime
-from streamdiff.pipeline.runtime import Runtime, load_runtime
+from streamdiff.pipeline.runtime import Runtime
+from streamdiff.pipeline.start import load_runtime
 
 CASE, RAW = "case.json", "raw.json"
 LEAD_CHUNKS = 2

@@ -21,7 +21,8 @@ from benchmarks.forward_cost import Ceilings, Part, forward
 from benchmarks.stream_case import Case
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline import loading
-from streamdiff.pipeline.runtime import ModelInfo, load_runtime
+from streamdiff.pipeline.runtime import ModelInfo
+from streamdiff.pipeline.start import load_runtime
 
 EPILOG = """examples:
   python -m benchmarks.throughput_model                                  the embedded model

@@ -35,6 +35,7 @@ from streamdiff.engine.messages import (
     Reset,
     Resume,
     SetPrompt,
+    SetSteps,
     Shown,
 )
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
@@ -130,6 +131,16 @@ class StreamSession:
         accepted = self._ask(SetPrompt(_NAME, text, request, switch), request, Accepted)
         self.text, self.notice = accepted.text, accepted.notice
         return accepted.notice
+
+    def steps(self, number: int) -> None:
+        """Change the denoise steps per chunk, of those the model has: fewer are less work. The first chunk that has
+        them is made when those begun are finished; a reset keeps them.
+
+        Raises:
+            RequestError: a number that the model does not have, which the error names.
+        """
+        request = f"steps {next(self._numbers)}"
+        self._ask(SetSteps(_NAME, number, request), request, Accepted)
 
     def reset(self, seed: int | None = None) -> None:
         """Start afresh from the latest prompt, with `seed` or the present one. Frames not taken yet are dropped.

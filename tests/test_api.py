@@ -72,6 +72,18 @@ def test_a_reset_starts_afresh(session: StreamSession) -> None:
         session.reset(seed=-1)
 
 
+def test_steps_change_while_it_plays_and_what_the_model_lacks_is_named() -> None:
+    pipeline = PaintedPipeline()
+    with StreamSession(pipeline, "red", seed=5) as session:
+        take(session, 9)
+        session.steps(4)
+        assert take(session, 30) == [(n, 5, checksum("red")) for n in range(9, 39)]
+        assert [call for call in pipeline.calls if call[0] == "set_steps"] == [("set_steps", 0, 4, 1)]
+        with pytest.raises(RequestError, match="steps is 3; the painter has 2, 4") as caught:
+            session.steps(3)
+        assert caught.value.field == "steps" and pipeline.streams[0].steps == 4
+
+
 def test_closing_ends_everything() -> None:
     pipeline = PaintedPipeline()
     with StreamSession(pipeline, "red") as session:

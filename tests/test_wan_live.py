@@ -27,7 +27,7 @@ from streamdiff.models import library, sampling
 from streamdiff.models.base import Model
 from streamdiff.models.wan.transformer import KeyValue
 from streamdiff.pipeline import scripted
-from streamdiff.pipeline.runtime import load_runtime
+from streamdiff.pipeline.start import load_runtime
 from tests.models.wan import umt5
 from tests.models.wan.layouts import original
 from tests.pipeline.processes import ROOT

@@ -104,6 +104,13 @@ class Pipeline(Protocol):
     def set_conditioning(self, session: int, conditioning: Any, *, epoch: int, switch: str = "keep") -> None:
         """Use `conditioning` from the next admitted chunk on, which sees the past as `switch` says."""
 
+    def check_steps(self, session: int, steps: int) -> None:
+        """Raise RequestError if an open session cannot go on in so many steps."""
+
+    def set_steps(self, session: int, steps: int, *, epoch: int) -> None:
+        """Make chunks in `steps` steps, and of `epoch`, from the next one on that is admitted after those in flight.
+        Of several such changes that wait, the latest holds; it holds after a reset too."""
+
     def reset(self, session: int, conditioning: Any, *, seed: int, epoch: int) -> None:
         """Drop what is in flight and start afresh at chunk 0."""
 
@@ -133,7 +140,8 @@ class Pipeline(Protocol):
         """Seconds that each rank was at work since its process began; only ever more."""
 
     def work_s(self) -> float | None:
-        """Seconds of work in a chunk, of the latest ones, where the most work is done; None before the first."""
+        """Seconds of work in a chunk in the default number of steps, as the latest ones tell, where the most work is
+        done; None before the first."""
 
     def sessions_fit(self) -> int | None:
         """How many sessions of the default kind the memory holds; None: nobody counts."""

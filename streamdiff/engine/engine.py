@@ -23,53 +23,21 @@ from streamdiff.engine.messages import (
     Open,
     Pause,
     Ready,
-    Refused,
     Reset,
     Resume,
     SetLead,
     SetPrompt,
+    SetSteps,
     Shown,
     Shutdown,
 )
-from streamdiff.engine.session import Allow, End, Hold, Output, Session, StartAfresh, UseText
+from streamdiff.engine.requests import asks, bad_value, check_prompt, check_seed, refused
+from streamdiff.engine.session import Allow, End, Hold, Output, Session, StartAfresh, UseSteps, UseText
 from streamdiff.engine.waiting import Answer, Asked, Waiting
 from streamdiff.errors import RequestError, StreamdiffError
 
-MAX_PROMPT_CHARACTERS = 2000
-MAX_SEED = 2**31 - 1
 # What can go wrong with one text (memory, files, numbers), and ends nothing else. Other errors are faults of a program.
 _TEXT_ERRORS = (StreamdiffError, OSError, RuntimeError, ValueError, MemoryError)
-
-
-def _check_prompt(prompt: str) -> None:
-    if not prompt.strip():
-        raise RequestError("prompt", "the prompt is empty; describe what to show")
-    if len(prompt) > MAX_PROMPT_CHARACTERS:
-        raise RequestError(
-            "prompt",
-            f"the prompt has {len(prompt):,} characters; at most {MAX_PROMPT_CHARACTERS:,} are read. Shorten it.",
-        )
-
-
-def _check_seed(seed: int | None) -> None:
-    if seed is not None and not 0 <= seed <= MAX_SEED:
-        raise RequestError("seed", f"the seed is {seed}; it must be a whole number from 0 to {MAX_SEED}")
-
-
-def _asks(asked: Asked) -> bool:
-    """Whether somebody waits for an answer to it."""
-    return isinstance(asked.request, Open | SetPrompt | Reset)
-
-
-def _refused(command: Command, error: RequestError) -> Refused:
-    session = "" if isinstance(command, Shutdown) else command.session
-    request = command.request if isinstance(command, SetPrompt | Reset) else ""
-    return Refused(session, request, error.field, str(error), error.code)
-
-
-def _bad_value(error: ValueError, field: str) -> RequestError:
-    """What the pipeline cannot run, as what was wrong with the request: `field`, unless the error knows better."""
-    return error if isinstance(error, RequestError) else RequestError(field, str(error))
 
 
 class Engine:
@@ -85,6 +53,7 @@ class Engine:
         self._slots: dict[str, int] = {}
         self._sessions: dict[int, Session] = {}
         self._waiting = Waiting(pipeline.text.encode)
+        self._contexts: dict[int, str] = {}  # by slot
         self._texts: dict[str, tuple[str, Any]] = {}  # by session: the text that was encoded last, and what came of it
         # A slot's next session starts above all epochs of the one before, so frames can never be taken for its own.
         self._next_epoch: dict[int, int] = {}
@@ -118,16 +87,16 @@ class Engine:
                 return [event for name in names for event in self._close(name)]
             return self._control(command)
         except RequestError as error:
-            return [_refused(command, error)]
+            return [refused(command, error)]
 
     def step(self, wait_s: float = 0.0) -> list[Event]:
-        """Carry out what had to wait for its text, give new prompts to the pipeline, let it work once, and number what
-        came out. With nothing to do but wait, waits up to `wait_s`."""
+        """Carry out what had to wait for its text, give new prompts and steps to the pipeline, let it work once, and
+        number what came out. With nothing to do but wait, waits up to `wait_s`."""
         if self._waiting and not self._pipeline.busy:
             futures.wait(self._waiting.encodings(), wait_s, futures.FIRST_COMPLETED)
         events = self.settle()
         for slot, session in self._sessions.items():
-            self._carry_out(slot, session.take_prompt())
+            self._carry_out(slot, session.take_changes())
         finished = False
         for made in self._pipeline.step(wait_s):
             events += self._number(made)
@@ -174,6 +143,7 @@ class Engine:
         """Free the pipeline and everything in it."""
         self._slots.clear()
         self._sessions.clear()
+        self._contexts.clear()
         self._texts.clear()
         self._waiting.close()
         self._pipeline.close()
@@ -185,7 +155,7 @@ class Engine:
             raise RequestError("session", "the session has no id; give any non-empty text")
         if command.session in self._slots or command.session in self._waiting:
             raise RequestError("session", f"session {command.session!r} is open already; close it or use another id")
-        _check_seed(command.seed)
+        check_seed(command.seed)
         if min(command.epoch, command.made_frames, command.shown_frames) < 0:
             raise RequestError("session", "epoch, made_frames and shown_frames of a session count from 0")
         reading = self._read(command.prompt, None)
@@ -200,9 +170,10 @@ class Engine:
             session, events = self._start(slot, command, reading)
         except ValueError as error:
             self._texts.pop(command.session, None)
-            raise _bad_value(error, "session") from error
+            raise bad_value(error, "session") from error
         self._slots[command.session] = slot
         self._sessions[slot] = session
+        self._contexts[slot] = self._choice(command)[1]
         return events
 
     def _start(self, slot: int, command: Open, reading: Reading) -> tuple[Session, list[Event]]:
@@ -245,19 +216,21 @@ class Engine:
 
     def _lead(self, command: Open) -> int:
         """Frames that a session must be allowed to be ahead. Raises RequestError for what the pipeline cannot run."""
-        steps, kv_context = self._choice(command)
+        return self._least_lead(*self._choice(command))
+
+    def _least_lead(self, steps: int, kv_context: str) -> int:
         try:
             return self._pipeline.minimum_lead(steps=steps, kv_context=kv_context)
         except ValueError as error:
-            raise _bad_value(error, "kv_context") from error
+            raise bad_value(error, "kv_context") from error
 
-    def _control(self, command: SetPrompt | Pause | Resume | Reset | SetLead | Close | Shown) -> list[Event]:
+    def _control(self, command: SetPrompt | SetSteps | Pause | Resume | Reset | SetLead | Close | Shown) -> list[Event]:
         if isinstance(command, Close):
             return self._close(command.session)
         opening = command.session in self._waiting.opening()
         session = None if opening else self._find(command)
         if isinstance(command, Reset):
-            _check_seed(command.seed)
+            check_seed(command.seed)
         if isinstance(command, SetPrompt):
             if session is not None:
                 self._pipeline.check_switch(self._slots[command.session], command.switch)
@@ -283,6 +256,11 @@ class Engine:
             case SetPrompt():
                 self._pipeline.check_switch(self._slots[request.session], request.switch)
                 outputs = session.set_prompt(asked.text, asked.notice, request.request, request.switch)
+            case SetSteps():
+                slot = self._slots[request.session]
+                self._pipeline.check_steps(slot, request.steps)
+                lead = self._least_lead(request.steps, self._contexts[slot])
+                outputs = session.set_steps(request.steps, lead, request.request)
             case Pause() | Resume():
                 outputs = session.set_paused(isinstance(request, Pause))
             case Reset():
@@ -298,16 +276,17 @@ class Engine:
         if not opening:
             self._find(Close(name))
         gone = RequestError("session", f"session {name!r} was closed before this was done")
-        events: list[Event] = [_refused(asked.request, gone) for asked in self._waiting.drop(name) if _asks(asked)]
+        events: list[Event] = [refused(asked.request, gone) for asked in self._waiting.drop(name) if asks(asked)]
         self._texts.pop(name, None)
         if opening:
             return [*events, Closed(name)]
         slot = self._slots.pop(name)
         session = self._sessions.pop(slot)
+        del self._contexts[slot]
         self._next_epoch[slot] = session.epoch + 1
         return [*events, *self._carry_out(slot, session.close())]
 
-    def _find(self, command: SetPrompt | Pause | Resume | Reset | SetLead | Close | Shown) -> Session | None:
+    def _find(self, command: SetPrompt | SetSteps | Pause | Resume | Reset | SetLead | Close | Shown) -> Session | None:
         """Its session; None for what has no answer and crossed with the session's end."""
         slot = self._slots.get(command.session)
         if slot is not None:
@@ -318,7 +297,7 @@ class Engine:
         raise RequestError("session", f"there is no session {command.session!r}; open ones: {known}")
 
     def _read(self, prompt: str, previous: str | None) -> Reading:
-        _check_prompt(prompt)
+        check_prompt(prompt)
         return self._pipeline.text.read(prompt, previous)
 
     # ---- texts --------------------------------------------------------------------------------------------------
@@ -345,7 +324,7 @@ class Engine:
         except RequestError as refusal:
             if asked.request.session not in self._slots:
                 self._texts.pop(asked.request.session, None)
-            return [_refused(asked.request, refusal)] if _asks(asked) else []
+            return [refused(asked.request, refusal)] if asks(asked) else []
 
     def _encoded(self, name: str, text: str) -> Any:
         """The conditioning of a session's text. Slow texts have been encoded already: a session takes none before."""
@@ -377,6 +356,8 @@ class Engine:
                 case UseText():
                     conditioning = self._encoded(self._sessions[slot].name, output.text)
                     pipeline.set_conditioning(slot, conditioning, epoch=output.epoch, switch=output.switch)
+                case UseSteps():
+                    pipeline.set_steps(slot, output.steps, epoch=output.epoch)
                 case StartAfresh():
                     conditioning = self._encoded(self._sessions[slot].name, output.text)
                     pipeline.reset(slot, conditioning, seed=output.seed, epoch=output.epoch)

@@ -76,6 +76,16 @@ class Reset:
 
 
 @dataclass(frozen=True)
+class SetSteps:
+    """Make chunks in `steps` denoise steps, one of `Ready.steps_known`, from the next one on that is admitted after
+    those begun. Answered by `Accepted` or `Refused`, later by `Applied`; of several waiting, the latest wins."""
+
+    session: str
+    steps: int
+    request: str = ""
+
+
+@dataclass(frozen=True)
 class SetLead:
     """Let at most `frames` frames be made beyond those shown: the pace of viewing has changed. Has no answer."""
 
@@ -103,7 +113,7 @@ class Shutdown:
     """End the engine process."""
 
 
-Command = Open | SetPrompt | Pause | Resume | Reset | SetLead | Close | Shown | Shutdown
+Command = Open | SetPrompt | SetSteps | Pause | Resume | Reset | SetLead | Close | Shown | Shutdown
 
 
 # ---- events: engine to web process -----------------------------------------------------------------------------
@@ -146,7 +156,8 @@ class Opened:
 
 @dataclass(frozen=True)
 class Accepted:
-    """The request is taken and has its epoch; it will be visible from the chunk that `Applied` names."""
+    """The request is taken and has its epoch; it will be visible from the chunk that `Applied` names. `text` is the
+    prompt as the model is given it, empty where the request says nothing of it."""
 
     session: str
     request: str
@@ -202,8 +213,9 @@ class Closed:
 
 @dataclass(frozen=True)
 class Measured:
-    """Told with every finished chunk: seconds of work in a chunk of late, the share of the time each stage was at work
-    (one number per rank; none with one stage), and the seconds of it since its process began (one per rank)."""
+    """Told with every finished chunk: seconds of work in a chunk of late, as for the default number of steps, the share
+    of the time each stage was at work (one number per rank; none with one stage), and the seconds of it since its
+    process began (one per rank)."""
 
     work_s: float
     occupancy: tuple[float, ...] = ()

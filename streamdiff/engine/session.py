@@ -3,9 +3,10 @@
 Knows nothing about torch, sockets or clocks; texts are already understood when they get here. `Action`s are for the
 pipeline, `Event`s for who asked.
 
-Epochs: every accepted prompt and reset gets the next one, the pipeline stamps it on the chunks made under it, and the
-first frames that bring a new epoch produce `Applied`. Prompts do not go to the pipeline one by one: they wait until
-`take_prompt`, and of those waiting the latest wins. So an accepted epoch may be skipped, never undone.
+Epochs: every accepted prompt, number of steps and reset gets the next one, the pipeline stamps it on the chunks made
+under it, and the first frames that bring a new epoch produce `Applied`. Prompts and steps do not go to the pipeline one
+by one: they wait until `take_changes`, and of each kind the latest that waits wins. So an accepted epoch may be
+skipped, never undone.
 """
 
 from __future__ import annotations
@@ -25,6 +26,14 @@ class UseText:
     text: str
     epoch: int
     switch: str = "keep"
+
+
+@dataclass(frozen=True)
+class UseSteps:
+    """Make chunks in `steps` steps, from the next one on that is admitted after those in flight."""
+
+    steps: int
+    epoch: int
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,7 @@ class End:
     """Free the stream."""
 
 
-Action = UseText | StartAfresh | Hold | Allow | End
+Action = UseText | UseSteps | StartAfresh | Hold | Allow | End
 Output = Action | Event
 
 
@@ -86,12 +95,12 @@ class Session:
         self.epoch = epoch
         self.chunk = -1
         """The last chunk of which frames have come; -1 before the first. Starts again with a reset."""
-        self._lead_frames = max(lead_frames, least_lead_frames)
+        self._wanted_lead_frames = lead_frames
         self._least_lead_frames = least_lead_frames
-        self._switch = "keep"
+        self._text_waits: UseText | None = None
+        self._steps_wait: UseSteps | None = None
         self._applied_epoch = epoch - 1
         self._oldest_epoch = epoch
-        self._prompt_waits = False
         self._paused = False
         self._made_frames = made_frames
         self._shown_frames = min(shown_frames, made_frames)
@@ -99,33 +108,40 @@ class Session:
     @property
     def room_frames(self) -> int:
         """How many more frames may come now."""
-        return self._lead_frames - (self._made_frames - self._shown_frames)
+        lead_frames = max(self._wanted_lead_frames, self._least_lead_frames)
+        return lead_frames - (self._made_frames - self._shown_frames)
 
     def open(self, notice: str = "", switches: tuple[str, ...] = SWITCHES) -> list[Output]:
         """Begin: the pipeline has opened the stream with this session's text, seed and epoch; it can do `switches`."""
         return [Allow(self.room_frames), Opened(self.name, self.epoch, self.text, notice, switches)]
 
     def set_prompt(self, text: str, notice: str, request: str, switch: str = "keep") -> list[Output]:
-        """Take a prompt; `take_prompt` gives it to the pipeline, unless a later one comes first. With `switch` "reset"
+        """Take a prompt; `take_changes` gives it to the pipeline, unless a later one comes first. With `switch` "reset"
         the stream begins afresh with it, at once."""
         self.text = text
         if switch == "reset":
             *actions, _ = self.reset(None, request)
             return [*actions, Accepted(self.name, request, self.epoch, text, notice)]
-        self._switch = switch
         self.epoch += 1
-        self._prompt_waits = True
+        self._text_waits = UseText(text, self.epoch, switch)
         return [Accepted(self.name, request, self.epoch, text, notice)]
 
-    def take_prompt(self) -> list[Output]:
-        """The latest prompt, if it has not gone to the pipeline yet."""
-        if not self._prompt_waits:
-            return []
-        self._prompt_waits = False
-        return [UseText(self.text, self.epoch, self._switch)]
+    def set_steps(self, steps: int, least_lead_frames: int, request: str) -> list[Output]:
+        """Take a number of steps, which needs this lead at least; `take_changes` gives it to the pipeline, unless a
+        later one comes first."""
+        self.epoch += 1
+        self._least_lead_frames = least_lead_frames
+        self._steps_wait = UseSteps(steps, self.epoch)
+        return [Allow(self.room_frames), Accepted(self.name, request, self.epoch, "")]
+
+    def take_changes(self) -> list[Output]:
+        """The latest prompt and steps, in the order of their epochs, if they have not gone to the pipeline yet."""
+        waiting = [change for change in (self._text_waits, self._steps_wait) if change is not None]
+        self._text_waits = self._steps_wait = None
+        return [*sorted(waiting, key=lambda change: change.epoch)]
 
     def reset(self, seed: int | None, request: str) -> list[Output]:
-        """Begin again, with the latest prompt. A paused stream stays paused.
+        """Begin again, with the latest prompt and steps. A paused stream stays paused.
 
         Frames made so far are not waited for: who asked for a reset drops those not shown yet.
         """
@@ -133,11 +149,12 @@ class Session:
         self.epoch += 1
         self.chunk = -1
         self._oldest_epoch = self.epoch
-        self._prompt_waits = False
+        steps: list[Output] = [self._steps_wait] if self._steps_wait is not None else []
+        self._text_waits = self._steps_wait = None
         self._shown_frames = self._made_frames
         start = StartAfresh(self.text, self.seed, self.epoch)
         accepted = Accepted(self.name, request, self.epoch, self.text)
-        return [start, Hold(self._paused), Allow(self.room_frames), accepted]
+        return [*steps, start, Hold(self._paused), Allow(self.room_frames), accepted]
 
     def set_paused(self, paused: bool) -> list[Output]:
         """Pause or go on; saying it twice does nothing."""
@@ -148,7 +165,7 @@ class Session:
 
     def set_lead(self, frames: int) -> list[Output]:
         """Another lead from now on."""
-        self._lead_frames = max(frames, self._least_lead_frames)
+        self._wanted_lead_frames = frames
         return [Allow(self.room_frames)]
 
     def shown(self, frames: int) -> list[Output]:

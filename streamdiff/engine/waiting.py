@@ -12,9 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamdiff.engine.messages import Open, Pause, Reset, Resume, SetLead, SetPrompt, Shown
+from streamdiff.engine.messages import Open, Pause, Reset, Resume, SetLead, SetPrompt, SetSteps, Shown
 
-Request = Open | SetPrompt | Reset | Pause | Resume | SetLead | Shown
+Request = Open | SetPrompt | SetSteps | Reset | Pause | Resume | SetLead | Shown
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,13 @@ class Schedule:
         return self.first if chunk == 0 and self.first is not None else self
 
 
+def nearest_steps(old: Schedule, new: Schedule) -> tuple[int, ...]:
+    """For each step of `new` the step of `old` whose timestep is nearest to its own; of two the noisier."""
+    return tuple(
+        min(range(old.steps), key=lambda step: abs(old.timesteps[step] - timestep)) for timestep in new.timesteps
+    )
+
+
 def told(timesteps: Sequence[float], sigmas: Sequence[float] | None = None) -> Schedule:
     """The schedule from timesteps as the model is told them; sigmas are timestep / 1000 unless they are given.
 

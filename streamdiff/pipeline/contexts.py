@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 KV_CONTEXTS = ("clean", "staircase", "matched")
 
 
@@ -14,6 +16,12 @@ def in_flight_limit(kv_context: str, *, steps: int, stages: int) -> int:
     if kv_context not in KV_CONTEXTS:
         raise ValueError(f"kv_context is {kv_context!r}; it can be {', '.join(KV_CONTEXTS)}")
     return {"clean": 1, "staircase": steps + 1, "matched": stages}[kv_context]
+
+
+def most_steps(steps: int, known: Sequence[int]) -> int:
+    """The steps that a session's caches are made for: it may change to any number that its model has (`known`), and
+    nothing is allocated while it plays."""
+    return max(steps, *known) if known else steps
 
 
 def cache_count(kv_context: str, *, steps: int) -> int:

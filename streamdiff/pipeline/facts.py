@@ -15,7 +15,7 @@ from streamdiff.models.base import ModelSpec, window, window_chunks
 from streamdiff.models.decoder_memory import taehv_values
 from streamdiff.models.files import read_object
 from streamdiff.models.headers import read_header
-from streamdiff.pipeline.contexts import cache_count, spare_slots
+from streamdiff.pipeline.contexts import cache_count, most_steps, spare_slots
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,9 @@ class Facts:
 
     def cache_values(self, blocks: int, *, steps: int, kv_context: str) -> int:
         """Keys and values that one session keeps on a stage of `blocks` blocks: each cache with its window and spare
-        slots, and the text's for one epoch. The number of stages does not matter."""
+        slots, and the text's for one epoch. The number of stages does not matter, and a session in few steps keeps as
+        much as in the most that the model has: it may change to them."""
+        steps = most_steps(steps, self.steps)
         slots = self.window_chunks(kv_context) + spare_slots(kv_context, steps=steps)
         caches = cache_count(kv_context, steps=steps)
         return 2 * blocks * self.width * (caches * slots * self.tokens + self.text_tokens)

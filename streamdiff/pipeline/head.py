@@ -37,23 +37,26 @@ PROMPT_SWITCHES = ("keep", "flush", "recache")
 
 @dataclass
 class HeadSession:
-    """Noise source, schedule and the latents `[C, F, h, w]` of chunks in flight (x_t, or x0 for the clean pass), by
-    chunk and epoch: what comes back for a stream that was reset meanwhile is nobody's.
+    """Noise source (`given`, and `noise` as it is drawn from), schedule and the latents `[C, F, h, w]` of chunks in
+    flight (x_t, or x0 for the clean pass), by chunk and epoch: what comes back for a stream that was reset meanwhile
+    is nobody's.
 
     `levels` are the timesteps that the model is told at each step, the clean pass last, on the device: of the first
     chunk `[its steps + 1, F]`, and of the others.
-    `kept` holds the finished latents of all chunks that the next one may see, for the clean pass, the first time or
-    again; none where there is no such pass. Chunks admitted see none before `since` but the sink. `source` is the input
-    that first steps start from, None for pure noise. `pictures` is the memory of the model's `past`.
+    `kept` holds the finished latents, and the steps, of all chunks that the next one may see, for the clean pass, the
+    first time or again; none where there is no such pass. Chunks admitted see none before `since` but the sink.
+    `source` is the input that first steps start from, None for pure noise. `pictures` is the memory of the model's
+    `past`.
     """
 
+    given: Noise
     noise: Noise
     schedule: Schedule
     kv_context: str
     plan: RingPlan
     levels: tuple[Tensor, Tensor]
     latents: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    kept: dict[int, Tensor] = field(default_factory=dict)
+    kept: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
     since: int = 0
     source: Source | None = None
     pictures: Any = None
@@ -62,9 +65,10 @@ class HeadSession:
     def clean_pass(self) -> bool:
         return self.kv_context != "matched"
 
-    def keep(self, chunk: int, latents: Tensor) -> None:
+    def keep(self, row: MicroStep, latents: Tensor) -> None:
         """Remember a finished chunk as long as a later one may see it. Mutates: self."""
-        self.kept[chunk] = latents
+        chunk = row.chunk
+        self.kept[chunk] = latents, row.steps
         if (gone := chunk - self.plan.slots) >= self.plan.pinned:
             self.kept.pop(gone, None)
 
@@ -83,12 +87,16 @@ class Head:
     ) -> None:
         """Start a stream, or start it again with other noise. Mutates: self."""
         plan = ring_plan(self.spec, kv_context, steps=schedule.steps)
-        levels = self._levels(schedule.of(0)), self._levels(schedule)
-        if self._thread is not None:
-            noise = DrawnAhead(noise, self.device, schedule.steps + (self.spec.context_sigma > 0), self._thread)
+        levels, drawn = self._both_levels(schedule), self._drawn(noise, schedule)
         self.sessions[session] = HeadSession(
-            noise, schedule, kv_context, plan, levels, source=source and source.on(self.device)
+            noise, drawn, schedule, kv_context, plan, levels, source=source and source.on(self.device)
         )
+
+    def set_steps(self, session: int, schedule: Schedule) -> None:
+        """Chunks from now on have this schedule; none may be in flight. Mutates: self."""
+        state = self.sessions[session]
+        state.schedule, state.levels = schedule, self._both_levels(schedule)
+        state.noise = self._drawn(state.given, schedule)
 
     def close(self, session: int) -> None:
         self.sessions.pop(session, None)
@@ -146,7 +154,7 @@ class Head:
             if row.last:
                 finished.append(Finished(row, x0))
                 if session.clean_pass:
-                    session.keep(row.chunk, self._remembered(session, row.chunk, x0))
+                    session.keep(row, self._remembered(session, row.chunk, x0))
                     session.latents[key] = x0
             else:
                 fresh = self._noise(row, row.step + 1)
@@ -172,6 +180,16 @@ class Head:
             return session.source.level(row.chunk) / sampling.TIMESTEPS
         return session.schedule.of(row.chunk).sigmas[step]
 
+    def _drawn(self, noise: Noise, schedule: Schedule) -> Noise:
+        """The noise on the device, drawn ahead where that pays."""
+        if self._thread is None:
+            return noise
+        return DrawnAhead(noise, self.device, schedule.steps + (self.spec.context_sigma > 0), self._thread)
+
+    def _both_levels(self, schedule: Schedule) -> tuple[Tensor, Tensor]:
+        """What the model is told at each step of the first chunk and of the others, see `HeadSession`."""
+        return self._levels(schedule.of(0)), self._levels(schedule)
+
     def _levels(self, schedule: Schedule) -> Tensor:
         """What the model is told at each step, and in the clean pass, `[steps + 1, F]`."""
         told = [*schedule.timesteps, self.spec.context_sigma * sampling.TIMESTEPS]
@@ -187,8 +205,8 @@ class Head:
     def _context(self, row: MicroStep) -> Tensor:
         """What the clean pass shows of a finished chunk, the first time or again."""
         session, sigma = self.sessions[row.session], self.spec.context_sigma
-        x0 = session.kept[row.chunk]
-        return sampling.add_noise(x0, self._noise(row, row.step), sigma) if sigma > 0 else x0
+        x0, steps = session.kept[row.chunk]  # the same noise again, whatever steps the session has by now
+        return sampling.add_noise(x0, self._noise(row, steps), sigma) if sigma > 0 else x0
 
     def _noise(self, row: MicroStep, step: int = 0) -> Tensor:
         return self.sessions[row.session].noise.draw(row.chunk, step)

@@ -26,7 +26,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.base import TextEncoder
-from streamdiff.pipeline.runtime import Frames, ModelInfo, Runtime, load_runtime
+from streamdiff.pipeline.runtime import Frames, ModelInfo, Runtime
+from streamdiff.pipeline.start import load_runtime
 
 CHUNKS = 4
 """How many chunks are traced."""
@@ -250,6 +251,12 @@ class ProfiledRuntime:
 
     def check_switch(self, session: int, switch: str) -> None:
         self.runtime.check_switch(session, switch)
+
+    def check_steps(self, session: int, steps: int) -> None:
+        self.runtime.check_steps(session, steps)
+
+    def set_steps(self, session: int, steps: int, *, epoch: int) -> None:
+        self.runtime.set_steps(session, steps, epoch=epoch)
 
     def set_conditioning(self, session: int, conditioning: Tensor, *, epoch: int, switch: str = "keep") -> None:
         self.runtime.set_conditioning(session, conditioning, epoch=epoch, switch=switch)

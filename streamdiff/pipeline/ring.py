@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +70,13 @@ class Admission:
         return finished
 
 
+class Change(NamedTuple):
+    """Steps that hold as soon as nothing of the session is in flight any more."""
+
+    epoch: int
+    schedule: Schedule
+
+
 class Ring:
     """Scheduler, head and stage 0 of `stages`, with the links to stage 1 and from the last stage."""
 
@@ -100,6 +108,7 @@ class Ring:
         self._admission = Admission(self.scheduler, self.head, limit=stages + 1 if stages > 1 else 1)
         self._worker = Worker(self._admission, self.stage, links[0])
         self._outbox, self._inbox = links
+        self._changes: dict[int, Change] = {}  # by session
 
     def turn(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:
         """One micro-step through this rank: the rows that entered the ring (none when nothing may), the chunks that
@@ -115,7 +124,8 @@ class Ring:
     @property
     def has_work(self) -> bool:
         """Whether something can enter the ring now, or is in it."""
-        return self.scheduler.has_work or bool(self._admission.controls) or self.waiting
+        may_change = any(map(self.scheduler.drained, self._changes))
+        return self.scheduler.has_work or bool(self._admission.controls) or may_change or self.waiting
 
     @property
     def waiting(self) -> bool:
@@ -181,6 +191,46 @@ class Ring:
         self._tell(Kind.TEXT, control, embeddings)
         self.scheduler.set_epoch(session, epoch)
 
+    def check_steps(self, session: int, steps: int) -> None:
+        """Raises what `set_steps` would."""
+        spec = self.head.spec
+        known = ", ".join(map(str, spec.steps)) or "none of its own"
+        if steps not in spec.steps:
+            raise ValueError(f"steps is {steps}; model {spec.name} has {known}")
+        now = self.head.sessions[session].schedule
+        if now.steps not in spec.steps or now != spec.schedule(now.steps):
+            raise ValueError(f"the session has a schedule of its own, and keeps it; model {spec.name} has {known}")
+
+    def set_steps(self, session: int, epoch: int, steps: int) -> None:
+        """Chunks admitted from now on have `steps` of the model's steps; none is admitted before those in flight have
+        come back. Of several changes that wait so, the latest holds. Mutates: self.
+
+        Raises:
+            ValueError: the model has no such number of steps, or the session a schedule of its own.
+        """
+        self.check_steps(session, steps)
+        schedule = self.head.spec.schedule(steps)
+        if session not in self._changes and schedule == self.head.sessions[session].schedule:
+            self._new_epoch(session, epoch, steps)  # nothing else changes, so nothing needs to wait
+            return
+        self._changes[session] = Change(epoch, schedule)
+        self.scheduler.drain(session)
+
+    def _change_steps(self) -> None:
+        """Carry out the changes that nothing in flight stands against: here at once, and on the other ranks at the same
+        place of the order, for what has been before is back and what follows is not there yet. Mutates: self."""
+        for session in [session for session in self._changes if self.scheduler.drained(session)]:
+            epoch, schedule = self._changes.pop(session)
+            self.scheduler.set_steps(session, steps=schedule.steps, first_steps=schedule.of(0).steps)
+            self.head.set_steps(session, schedule)
+            # A prompt that came meanwhile has the later epoch.
+            self._new_epoch(session, max(epoch, self.scheduler.oldest_epoch(session)), schedule.steps)
+
+    def _new_epoch(self, session: int, epoch: int, steps: int) -> None:
+        """Chunks admitted from now on belong to `epoch`, with the steps and the text that hold. Mutates: self."""
+        self._tell(Kind.STEPS, Control(session, epoch, steps=steps))
+        self.scheduler.set_epoch(session, epoch)
+
     def reset(
         self,
         session: int,
@@ -193,6 +243,7 @@ class Ring:
     ) -> None:
         """Drop what is in flight and start afresh at chunk 0. `epoch` is one the slot never had. Mutates: self."""
         self.scheduler.reset(session, epoch)
+        self._change_steps()
         old, noise = self.head.sessions[session], noise or self._seeded(seed)
         self.head.open(session, noise=noise, schedule=old.schedule, kv_context=old.kv_context, source=source)
         self._tell(Kind.RESET, Control(session, epoch))
@@ -200,6 +251,7 @@ class Ring:
 
     def close(self, session: int) -> None:
         """Free a session everywhere. Mutates: self."""
+        self._changes.pop(session, None)
         self.scheduler.close(session)
         self.head.close(session)
         self._tell(Kind.CLOSE, Control(session))
@@ -236,6 +288,7 @@ class Ring:
 
     def _enter(self) -> Work | None:
         """One work through this rank, if the link takes it: the head never waits to send, it must take back."""
+        self._change_steps()
         return self._worker.turn() if self._outbox.ready else None
 
     def _seeded(self, seed: int) -> Noise:

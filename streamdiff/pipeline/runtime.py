@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
@@ -12,23 +12,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from streamdiff import clock
-from streamdiff.config import ModelConfig
 from streamdiff.errors import RequestError
 from streamdiff.models.base import Model, TextEncoder, choose_steps
-from streamdiff.pipeline import loading, ranks
 from streamdiff.pipeline.budget import Budget
 from streamdiff.pipeline.company import Company
-from streamdiff.pipeline.compiling import Progress
-from streamdiff.pipeline.contexts import in_flight_limit, minimum_lead
-from streamdiff.pipeline.decoding import DECODE_THREADS, Decoding, LocalDecoding, Piece
-from streamdiff.pipeline.group import check_world
+from streamdiff.pipeline.contexts import minimum_lead
+from streamdiff.pipeline.decoding import Decoding, LocalDecoding, Piece
 from streamdiff.pipeline.head import Finished
 from streamdiff.pipeline.links import LinkClosed
 from streamdiff.pipeline.meter import Meter
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.ring import Ring
-
-_MEASURED_CHUNKS = 3
 
 
 @dataclass(frozen=True)
@@ -68,6 +62,8 @@ class _Chunk:
 
     admitted_s: float
     epoch: int
+    work: float
+    """As so many chunks in the default number of steps."""
 
 
 @dataclass
@@ -114,6 +110,7 @@ class Runtime:
         self._numbers = count()
         self._ready: queue.SimpleQueue[tuple[Piece, float] | None] = queue.SimpleQueue()
         self._pending = 0  # chunks that are decoding
+        self._works: list[float] = []  # of the chunks that this turn finished
         self._meter = Meter()
         self._decoding = self._decode_where(model, company, device, at_once)
         self._ring.notify(self._wake)
@@ -169,6 +166,18 @@ class Runtime:
         self._ring.reset(session, conditioning, seed=seed, epoch=epoch)
         self._begin(session)
 
+    def check_steps(self, session: int, steps: int) -> None:
+        """Raises RequestError for a number of steps that the session cannot go on in."""
+        try:
+            self._ring.check_steps(session, steps)
+        except ValueError as error:
+            raise RequestError("steps", str(error)) from error
+
+    def set_steps(self, session: int, steps: int, *, epoch: int) -> None:
+        """Make chunks in `steps` steps from the next one on that is admitted after those in flight, see
+        `Ring.set_steps`. Needs no more memory."""
+        self._ring.set_steps(session, epoch, steps)
+
     def set_paused(self, session: int, paused: bool) -> None:
         self._ring.scheduler.set_paused(session, paused)
 
@@ -196,13 +205,14 @@ class Runtime:
         rows, finished = self._turn()
         for row in rows:
             if row.step == 0:
-                self._streams[row.session].chunks[row.chunk] = _Chunk(now_s, row.epoch)
+                self._streams[row.session].chunks[row.chunk] = _Chunk(now_s, row.epoch, self._work(row))
                 self._streams[row.session].ahead_frames += self.info.chunk_frames
         for row, latents in finished:
             self._pending += 1
             self._decoding.submit(self._streams[row.session].number, row.chunk, latents)
         frames = self._collect(wait_s if not rows and not finished else 0.0)
-        self._meter.turn(clock.monotonic_s(), self.busy, sum(each.last for each in frames))
+        self._meter.turn(clock.monotonic_s(), self.busy, self._works)
+        self._works = []
         return frames
 
     @property
@@ -225,7 +235,8 @@ class Runtime:
         return self._company.busy_s() if self._company is not None else [self._ring.worker.busy_s]
 
     def work_s(self) -> float | None:
-        """Seconds of work in a chunk, of the latest ones: of the busiest rank, or of all where there is one."""
+        """Seconds of work in a chunk in the default number of steps, as the latest ones tell: of the busiest rank, or
+        of all where there is one."""
         shares = self.occupancy()
         return self._meter.work_s(max(shares, default=None), clock.monotonic_s())
 
@@ -253,6 +264,10 @@ class Runtime:
             return self._ring.turn()
         except LinkClosed as error:
             raise self._company.broken(error) from error
+
+    def _work(self, row: MicroStep) -> float:
+        """What a chunk in the steps of `row` costs: a chunk is so many passes as it has steps, and the clean one."""
+        return (row.steps + 1) / (self.info.steps + 1)
 
     def _wake(self) -> None:
         """Let a waiting `step` look again. From any thread."""
@@ -303,6 +318,8 @@ class Runtime:
         stream.ahead_frames -= self.model.spec.frames_per_latent
         chunk = stream.chunks.pop(piece.chunk) if piece.last else stream.chunks[piece.chunk]
         chunk_s = ready_s - chunk.admitted_s if piece.last else None
+        if piece.last:
+            self._works.append(chunk.work)
         return [Frames(stream.session, piece.chunk, chunk.epoch, piece.pictures, piece.last, chunk_s)]
 
     def _look(self) -> None:
@@ -312,71 +329,3 @@ class Runtime:
         except LinkClosed as error:
             assert self._company is not None
             raise self._company.broken(error) from error
-
-
-def load_runtime(config: ModelConfig) -> Runtime:
-    """Load the model's weights, as the head of a ring if there are several stages, and warm up with one chunk.
-
-    Raises:
-        ConfigError: unknown model, a device that is not there, or a ring that cannot be built.
-    """
-    device = loading.own_device(config.device)
-    decoder = loading.load_decoder(config, device) if config.decode_rank == 0 else None
-    company: Company | None = None
-    runs: tuple[loading.Run, ...]
-    if config.ranks == 1:
-        check_world(1, 1)
-        model = loading.load_model(config, device)
-        runs, rooms = ((0, model.blocks),), [loading.own_room(config, device, decoder, model.past)]
-    else:
-        member = loading.join(config)
-        model, runs = loading.load_share(
-            config, member, device, lambda blocks: loading.load_model(config, device, blocks), decoder
-        )
-        member.tell_room(loading.own_room(config, device, decoder, model.past))
-        ring = ranks.head_ring(model, ranks.Place.of(config, 0, device), device)
-        links = None
-        if decoder is None:
-            kind = loading.pictures_of(config, device)
-            links = ranks.decode_links(model.spec, 0, config.decode_rank, device, kind)
-        progress = Progress(member, config.stages)
-        loading.compile_stage(config, ring.stage, progress)
-        loading.compile_decoder(config, decoder, device, DECODE_THREADS)
-        company = Company(member, ring, config.hang_s, links)
-        rooms = member.hear_rooms()
-        member.meet(progress.made)
-    model = replace(model, decoder=decoder)
-    counts = [last - first for first, last in runs] + [0] * (config.ranks - config.stages)
-    budget = Budget(loading.facts_of(config), rooms, counts, model.denoiser.dtype.itemsize)
-    alone = None
-    if company is None:
-        alone = Ring(model, device, clean_with_next=config.clean_with_next)
-        loading.compile_stage(config, alone.stage, Progress(None, 1))
-        loading.compile_decoder(config, decoder, device, DECODE_THREADS)
-    at_once = loading.at_once(config, device)
-    runtime = Runtime(model, device, config.steps, config.kv_context, company, budget, alone, at_once)
-    _warm_up(runtime, config)
-    runtime.occupancy()  # counts from here
-    return runtime
-
-
-def _warm_up(runtime: Runtime, config: ModelConfig) -> None:
-    """Make one chunk, so that the first viewer does not pay for first calls, and some more to see what they take.
-
-    Graphs are made for the configured KV context, so with them that is what is measured; a staircase needs newcomers.
-    """
-    kv_context = config.kv_context if config.compile == "on" else "clean"
-    steps = runtime.info.steps
-    room = in_flight_limit(kv_context, steps=steps, stages=config.stages)
-    conditioning = runtime.text.encode(runtime.text.read(runtime.text.examples[0], None).text)
-    runtime.open(0, conditioning, seed=0, epoch=0, steps=steps, kv_context=kv_context)
-    for number in range(1 + _MEASURED_CHUNKS):
-        if number == 1:
-            runtime.measure_from_here()
-        left = runtime.model.spec.first_chunks if number == 0 else 1
-        runtime.set_room(0, max(room, left) * runtime.info.chunk_frames)
-        while left > 0:
-            left -= sum(frames.last for frames in runtime.step(wait_s=1.0))
-    runtime.close_session(0)
-    while runtime.ring.has_work:  # newcomers of a staircase are still in it
-        runtime.step(wait_s=1.0)

@@ -1,17 +1,8 @@
 """StreamBatchScheduler: decides which micro-step enters the ring next.
 
 Pure logic: no torch, no clock, no I/O. Events in (`open`, `returned`, `set_room`, ...), decisions out (`next`). The
-rules are DESIGN section 4; what a micro-step attends to follows from them, never from timing.
-
-**Paced admission.** Chunks of one `matched` session that enter as soon as they may finish together, and then nothing
-finishes for long. So such a session has a timetable. In a ring of equal stages a forward moves on by one stage per
-tick, and a micro-step is back after P ticks (P stages). Chunk n is put on tick `timetable_tick(n)`, about every S ticks
-(S steps), and its step s on P * s ticks later. That is a perfect packing, one micro-step on every tick, and micro-steps
-enter in its order: a new chunk is admitted when all steps of the session's chunks in flight that stand before it have
-entered, and then goes before those that stand after it. Nobody looks at a clock, only the order counts; whatever the
-stages take, chunks finish one by one. Admission waits for nothing but steps of the same session that are in flight,
-which wait for nothing but the ring; so it never stalls, and a chunk that comes late (there was no room) only moves the
-chunks after it. `staircase` and `clean` space themselves by their own rules.
+rules are DESIGN section 4; what a micro-step attends to follows from them, never from timing. New chunks of `matched`
+sessions are paced, see `timetable`; one session's part is in `scheduled`.
 
 **A first chunk with more steps.** Some models take more steps for the first chunk of a stream than for the others. All
 chunks end together then: in here steps are numbered so that the last one, and the clean pass, have the same number in
@@ -21,189 +12,22 @@ are as far from the end, and nothing else has to know.
 **Chunks that are made together.** Where a stream's first chunk is longer than the others, its parts are chunks of their
 own that go side by side, as rows of one forward that see each other. In here they are one chunk, number 0, and what
 comes after waits until its last pass has entered: it is what everybody sees of them.
+
+**Another number of steps.** It holds for chunks that are admitted once all those in flight have come back (`drain`,
+`set_steps`): so no chunk overtakes its elders, and no rule has to compare chunks with different numbers. Meanwhile the
+newest chunk in flight has no follower and waits for none, as before a rerun. Other sessions go on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 
 from streamdiff.pipeline.contexts import in_flight_limit
 from streamdiff.pipeline.microstep import MicroStep, compatible
-from streamdiff.pipeline.timetable import timetable_tick
-
-RERUN = -1
-"""The choice of a session that lets a finished chunk's clean pass run once more."""
+from streamdiff.pipeline.scheduled import ScheduledSession
 
 PATIENCE = 4
 """A session that has waited for this many forwards per open session goes first, whatever its slack."""
-
-
-@dataclass(slots=True)
-class _Chunk:
-    """A chunk in flight: the last step that entered the ring, the last that came back; before any, `-1 - extra`.
-
-    `tick` is where the timetable has its step 0, and `extra` the steps before that.
-    """
-
-    number: int
-    epoch: int
-    tick: int
-    extra: int
-    entered: int
-    back: int
-
-
-@dataclass(slots=True)
-class _Session:
-    """`chunks` are those in flight, oldest first; their numbers have no holes, and the last is `next_chunk` - 1. A
-    chunk has `steps` steps, the stream's first `first_extra` more; the first `first_chunks` are made together.
-
-    `rerun` are finished chunks whose clean pass is due once more, oldest first, before a new chunk is admitted.
-    `choice` is the index in `chunks` of the one whose step is due next, `len(chunks)` for a new one, RERUN for a clean
-    pass once more, None for none. It is found anew where it is `stale`. `waiting_since` counts forwards: when there
-    first was a choice, or the last row was handed out.
-    """
-
-    name: int
-    steps: int
-    first_extra: int
-    kv_context: str
-    epoch: int
-    stages: int
-    chunk_frames: int
-    in_flight_limit: int
-    waiting_since: int
-    first_chunks: int = 1
-    room: int = 0
-    paused: bool = False
-    next_chunk: int = 0
-    chunks: list[_Chunk] = field(default_factory=list)
-    rerun: list[int] = field(default_factory=list)
-    choice: int | None = None
-    stale: bool = True
-
-    @property
-    def passes(self) -> int:
-        """Micro-steps of one chunk, from step 0 on; `matched` needs no clean pass."""
-        return self.steps if self.kv_context == "matched" else self.steps + 1
-
-    def extra(self, chunk: int) -> int:
-        """Steps of a chunk before its step 0."""
-        return self.first_extra if chunk == 0 else 0
-
-    def together(self, chunk: int) -> int:
-        """Chunks that are made together from `chunk` on."""
-        return self.first_chunks if chunk == 0 else 1
-
-    def next_tick(self, chunk: _Chunk) -> int:
-        """Where the timetable has the chunk's next step."""
-        return chunk.tick + (chunk.entered + 1) * self.stages
-
-    @property
-    def fits(self) -> bool:
-        """Whether there is room for what would be admitted next."""
-        return self.room >= self.chunk_frames * self.together(self.next_chunk)
-
-    @property
-    def beginning(self) -> bool:
-        """Whether chunks that are made together still have passes to enter."""
-        return self.first_chunks > 1 and any(c.number == 0 and c.entered < self.passes - 1 for c in self.chunks)
-
-    def choose(self) -> int | None:
-        """What `choice` should be now."""
-        count = len(self.chunks)
-        may_admit = self.fits and count < self.in_flight_limit and not self.rerun and not self.beginning
-        if self.paused:
-            return None
-        if self.rerun and all(chunk.entered == self.passes - 1 for chunk in self.chunks):
-            return RERUN  # whatever could read the old keys has gone ahead
-        if self.kv_context == "matched":
-            if may_admit and self._nothing_stands_before(self._tick_of_next()):
-                return count
-            ready = [index for index in range(count) if self._ready(index)]
-            return min(ready, key=lambda index: self.next_tick(self.chunks[index]), default=None)
-        for index in range(count):
-            if self._ready(index):
-                return index
-        return count if may_admit and self._behind(count, 0) else None
-
-    def row(self, choice: int) -> MicroStep:
-        """The next step of the chunk at that index; changes nothing."""
-        if choice == RERUN:
-            steps = self.steps + self.extra(self.rerun[0])
-            return MicroStep(self.name, self.rerun[0], steps, steps, self.epoch)
-        if choice == len(self.chunks):
-            return MicroStep(self.name, self.next_chunk, 0, self.steps + self.extra(self.next_chunk), self.epoch)
-        chunk = self.chunks[choice]
-        step, steps = chunk.entered + 1 + chunk.extra, self.steps + chunk.extra
-        return MicroStep(self.name, chunk.number, step, steps, chunk.epoch)
-
-    def rows(self, choice: int) -> list[MicroStep]:
-        """The same, with the rows of chunks that go together with it."""
-        row = self.row(choice)
-        chunks: Sequence[int] = range(row.chunk, row.chunk + self.together(row.chunk))
-        if choice == RERUN:  # the window may have left some of them
-            chunks = [chunk for chunk in self.rerun if chunk in chunks]
-        return [replace(row, chunk=chunk) for chunk in chunks] if len(chunks) > 1 else [row]
-
-    def enter(self, choice: int) -> None:
-        """That step has entered the ring."""
-        if choice == RERUN:
-            del self.rerun[: len(self.rows(choice))]
-            self.choice, self.stale = None, True
-            return
-        if choice == len(self.chunks):
-            extra = self.extra(self.next_chunk)
-            self.chunks.append(_Chunk(self.next_chunk, self.epoch, self._tick_of_next(), extra, -1 - extra, -1 - extra))
-            self.room -= self.chunk_frames * self.together(self.next_chunk)
-            self.next_chunk += self.together(self.next_chunk)
-        self.chunks[choice].entered += 1
-        self.choice, self.stale = None, True
-
-    def come_back(self, row: MicroStep) -> None:
-        """That step's result is here; nothing happens if it is not one of a chunk in flight."""
-        chunk = next((each for each in self.chunks if each.number == row.chunk), None)
-        if chunk is None:  # also for those that go together with chunk 0, which stands for them
-            return
-        step = row.step - chunk.extra
-        if chunk.epoch != row.epoch or chunk.back != step - 1 or chunk.entered < step:
-            return
-        chunk.back, self.stale = step, True
-        while self.chunks and self.chunks[0].back == self.passes - 1:
-            del self.chunks[0]
-
-    def _tick_of_next(self) -> int:
-        return timetable_tick(self.next_chunk, stages=self.stages, passes=self.passes)
-
-    def _nothing_stands_before(self, tick: int) -> bool:
-        """Whether every step in flight that the timetable has before `tick`, a new chunk's, has entered.
-
-        Of a chunk whose steps have all entered the next would be P * S ticks after its first. That is after any chunk
-        that may be admitted while it is in flight.
-        """
-        return all(self.next_tick(chunk) > tick for chunk in self.chunks)
-
-    def _ready(self, index: int) -> bool:
-        """Rules 1 and 2 of DESIGN section 4 for the next step of a chunk in flight."""
-        chunk = self.chunks[index]
-        step = chunk.entered + 1
-        if chunk.back != chunk.entered or step >= self.passes or not self._behind(index, step):
-            return False
-        # Chunk n + k reads this one's step s - 1 in its own step s - 1 - k: all of those enter before step s does. They
-        # have when chunk n + s - 1 is in flight, for it entered when the one before it was at step 1, and so on. Before
-        # a rerun no more are to come, and those there are have to be asked.
-        if self.kv_context != "staircase" or len(self.chunks) >= index + step or self.beginning:
-            return True
-        readers = enumerate(self.chunks[index + 1 :], start=1)
-        return bool(self.rerun) and all(reader.entered >= step - 1 - k for k, reader in readers)
-
-    def _behind(self, index: int, step: int) -> bool:
-        """Whether the chunk before `index` is as far as its KV context wants it for `step`; finished chunks are."""
-        if index == 0:
-            return True
-        ahead = {"clean": self.steps, "staircase": step + 1, "matched": step}[self.kv_context]
-        return self.chunks[index - 1].entered >= min(ahead, self.passes - 1)
 
 
 class StreamBatchScheduler:
@@ -243,7 +67,7 @@ class StreamBatchScheduler:
                 raise ValueError(f"{name} is {value}; at least 1 is needed")
         self.stages, self.chunk_frames, self.max_rows = stages, chunk_frames, max_rows
         self.clean_with_next, self.first_chunks = clean_with_next, first_chunks
-        self._sessions: dict[int, _Session] = {}
+        self._sessions: dict[int, ScheduledSession] = {}
         self._forwards = 0  # handed out so far: what waiting is counted in
 
     def open(self, session: int, *, steps: int, kv_context: str, epoch: int, first_steps: int | None = None) -> None:
@@ -255,17 +79,8 @@ class StreamBatchScheduler:
         """
         if session in self._sessions:
             raise ValueError(f"session {session} is open already; close it first")
-        if steps < 1:
-            raise ValueError(f"steps is {steps}; at least 1 is needed")
-        extra = 0 if first_steps is None else first_steps - steps
-        if extra < 0:
-            raise ValueError(
-                f"first_steps is {first_steps}, but a first chunk has at least as many as the others, {steps}"
-            )
-        limit = in_flight_limit(kv_context, steps=steps, stages=self.stages)
-        if kv_context == "clean" and self.clean_with_next:
-            limit += 1
-        self._sessions[session] = _Session(
+        extra, limit = _extra(steps, first_steps), self._limit(kv_context, steps)
+        self._sessions[session] = ScheduledSession(
             session, steps, extra, kv_context, epoch, self.stages, self.chunk_frames, limit, self._forwards,
             self.first_chunks,
         )  # fmt: skip
@@ -297,6 +112,29 @@ class StreamBatchScheduler:
         if state.kv_context == "matched":
             raise ValueError("KV context matched has no clean pass that could run once more")
         state.rerun, state.stale = list(chunks), True
+
+    def drain(self, session: int) -> None:
+        """Admit no chunk of the session before `set_steps`; what is in flight runs to its end."""
+        state = self._sessions[session]
+        state.draining, state.stale = True, True
+
+    def drained(self, session: int) -> bool:
+        """Whether nothing of the session is in flight, and nothing due but a new chunk."""
+        state = self._sessions[session]
+        return not state.chunks and not state.rerun
+
+    def set_steps(self, session: int, *, steps: int, first_steps: int | None = None) -> None:
+        """Chunks admitted from now on have `steps` steps, a first one `first_steps`; ends `drain`.
+
+        Raises:
+            ValueError: chunks with other steps are in flight, or a value is out of range.
+        """
+        if not self.drained(session):
+            raise ValueError(f"session {session} has chunks in flight; drain it before its steps change")
+        state = self._sessions[session]
+        extra, limit = _extra(steps, first_steps), self._limit(state.kv_context, steps)
+        state.steps, state.first_extra, state.in_flight_limit = steps, extra, limit
+        state.draining, state.stale = False, True
 
     def next_chunk(self, session: int) -> int:
         """Number of the chunk that is admitted next."""
@@ -353,6 +191,11 @@ class StreamBatchScheduler:
         """Whether `next` would hand out anything."""
         return any(self._choice(state) is not None for state in self._sessions.values())
 
+    def _limit(self, kv_context: str, steps: int) -> int:
+        """Chunks of a session that may be in flight at once."""
+        limit = in_flight_limit(kv_context, steps=steps, stages=self.stages)
+        return limit + 1 if kv_context == "clean" and self.clean_with_next else limit
+
     def _pick(self, taken: list[MicroStep]) -> list[MicroStep]:
         """Hand out one more row, or rows that go together, for the forward that has `taken`."""
         waiting = [state for state in self._sessions.values() if self._choice(state) is not None]
@@ -379,18 +222,27 @@ class StreamBatchScheduler:
         state.enter(choice)
         return row
 
-    def _rank(self, state: _Session) -> tuple[bool, int, int, int]:
+    def _rank(self, state: ScheduledSession) -> tuple[bool, int, int, int]:
         """Sessions with a smaller rank go first."""
         patient = self._forwards - state.waiting_since < PATIENCE * len(self._sessions)
         return patient, -state.room if patient else 0, state.waiting_since, state.name
 
-    def _choice(self, state: _Session) -> int | None:
+    def _choice(self, state: ScheduledSession) -> int | None:
         """The session's choice, found anew where something has happened to it. Mutates: state."""
         if state.stale:
             waited, state.choice, state.stale = state.choice is not None, state.choose(), False
             if not waited and state.choice is not None:
                 state.waiting_since = max(state.waiting_since, self._forwards)
         return state.choice
+
+
+def _extra(steps: int, first_steps: int | None) -> int:
+    """How many more steps a first chunk has. Raises ValueError for numbers that cannot be."""
+    if steps < 1:
+        raise ValueError(f"steps is {steps}; at least 1 is needed")
+    if first_steps is not None and first_steps < steps:
+        raise ValueError(f"first_steps is {first_steps}, but a first chunk has at least as many as the others, {steps}")
+    return 0 if first_steps is None else first_steps - steps
 
 
 def _same_chunk(row: MicroStep, other: MicroStep) -> bool:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.base import ModelSpec, Trunk
+from streamdiff.models.sampling import nearest_steps
 from streamdiff.models.wan.transformer import KeyValue, Tokens
 from streamdiff.pipeline.compiled import CompiledBlocks, side_by_side
-from streamdiff.pipeline.contexts import cache_count, spare_slots
+from streamdiff.pipeline.contexts import cache_count, most_steps, spare_slots
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.work import Kind, Work
 from streamdiff.state.ring import RingAttention, RingPlan, RowView, StageState
@@ -32,6 +33,8 @@ class StageSession:
     state: StageState
     steps: int
     matched: bool
+    cached_steps: int
+    """Of `matched`: the steps that the caches are of, until the first row of others."""
     text: dict[int, list[KeyValue]] = field(default_factory=dict)
     since: dict[int, int] = field(default_factory=dict)
 
@@ -69,6 +72,8 @@ class Stage:
                 self.set_text(control.session, control.epoch, work.tensors[0], control.oldest, control.since)
             case Kind.RESET:
                 self.reset(control.session)
+            case Kind.STEPS:
+                self.set_steps(control.session, control.epoch, control.steps)
             case Kind.CLOSE:
                 self.close(control.session)
         return work
@@ -76,11 +81,12 @@ class Stage:
     @torch.inference_mode()
     def open(self, session: int, *, steps: int, kv_context: str) -> None:
         """Allocate the session's caches. Mutates: self."""
-        plan, caches = ring_plan(self.spec, kv_context, steps=steps), cache_count(kv_context, steps=steps)
+        plan = ring_plan(self.spec, kv_context, steps=steps)
+        caches = cache_count(kv_context, steps=most_steps(steps, self.spec.steps))
         if self._spare is not None and self._spare.key.shape[::2][:2] == (caches, plan.slots):
             state, self._spare = self._spare, None
             state.reset()
-            self.sessions[session] = StageSession(plan, state, steps, kv_context == "matched")
+            self.sessions[session] = StageSession(plan, state, steps, kv_context == "matched", steps)
             return
         state = StageState.allocate(
             plan,
@@ -91,7 +97,7 @@ class Stage:
             head_dim=self.denoiser.head_dim,
             like=torch.empty(0, dtype=self.denoiser.dtype, device=self.device),  # weights may be quantised
         )
-        self.sessions[session] = StageSession(plan, state, steps, kv_context == "matched")
+        self.sessions[session] = StageSession(plan, state, steps, kv_context == "matched", steps)
 
     def close(self, session: int) -> None:
         """Free the session. With graphs, caches of one session wait for the next, as CUDA's graphs are bound to them.
@@ -116,6 +122,24 @@ class Stage:
         kept.since[epoch] = since
         for epoch_gone in [e for e in kept.text if e < oldest]:
             del kept.text[epoch_gone], kept.since[epoch_gone]
+
+    @torch.inference_mode()
+    def set_steps(self, session: int, epoch: int, steps: int) -> None:
+        """Chunks from now on have `steps` of the model's own steps, and belong to `epoch`, which begins with the text
+        of the one before if it has none. Mutates: self."""
+        kept = self.sessions[session]
+        latest = max(kept.text)
+        kept.text.setdefault(epoch, kept.text[latest])
+        kept.since.setdefault(epoch, kept.since[latest])
+        kept.steps = steps
+
+    def _fit_caches(self, session: StageSession) -> None:
+        """Where every step has a cache, one of a new number of steps goes on with that of the step whose noise was
+        nearest. Done when a row needs it: of steps that no chunk was made in, nothing stays. Mutates: session."""
+        if session.matched and session.cached_steps != session.steps:
+            before, now = self.spec.schedule(session.cached_steps), self.spec.schedule(session.steps)
+            session.state.rearrange(nearest_steps(before, now))
+            session.cached_steps = session.steps
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[MicroStep], tokens: Tokens) -> Tokens:
@@ -143,6 +167,7 @@ class Stage:
         to minutes; `told` is called with the number of chunks whose graphs are made, and how many there are.
         Mutates: self.
         """
+        steps = most_steps(steps, self.spec.steps)
         self.compiled = CompiledBlocks(self.denoiser, self.device)
         spec, denoiser = self.spec, self.denoiser
         self.attention = RingAttention(self.frames, *self.grid, denoiser.head_dim, self.device, compiled=True)
@@ -186,6 +211,7 @@ class Stage:
 
     def _view(self, row: MicroStep, ahead: int) -> RowView:
         session = self.sessions[row.session]
+        self._fit_caches(session)
         cache = self._cache(session, row)
         # Where there is a clean pass, only what that writes stays.
         adapt = self.spec.adaptive_sink if session.matched or row.clean else None
@@ -198,8 +224,8 @@ class Stage:
 
 
 def ring_plan(spec: ModelSpec, kv_context: str, *, steps: int) -> RingPlan:
-    """The geometry of a session's caches, the same on every stage."""
-    spare, absolute = spare_slots(kv_context, steps=steps), spec.rope == "absolute"
+    """The geometry of a session's caches, the same on every stage, and whatever number of steps it changes to."""
+    spare, absolute = spare_slots(kv_context, steps=most_steps(steps, spec.steps)), spec.rope == "absolute"
     return RingPlan(spec.sink_latents, spec.window(kv_context), spare, absolute, spec.chunk_latents)
 
 

@@ -30,12 +30,13 @@ class Kind(IntEnum):
     RESET = 3
     CLOSE = 4
     STOP = 5
+    STEPS = 6
 
 
 @dataclass(frozen=True)
 class Control:
     """A change to one session. `oldest` is the oldest epoch still in use; chunks of the epoch of TEXT see none before
-    `since` but the sink; `steps` and `kv_context` matter to OPEN."""
+    `since` but the sink; `steps` matters to OPEN and STEPS, `kv_context` to OPEN."""
 
     session: int
     epoch: int = 0

@@ -41,7 +41,7 @@ class Capacity:
             return ""
         return (
             f"The engine has no time for it: the open sessions ({len(taken)}) take {sum(taken):.0%}, this one would "
-            f"take {wanted:.0%}, and {self.limit:.0%} is the most. End one, or ask for fewer frames per second."
+            f"take {wanted:.0%}, and {self.limit:.0%} is the most. End one, or ask for fewer steps or frames a second."
         )
 
     def room(self, others: Iterable[float], wanted: float) -> int | None:

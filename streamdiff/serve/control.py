@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from streamdiff.engine.messages import SWITCHES
 
-Kind = Literal["prompt", "reset", "fps", "pause", "resume", "get", "ping"]
+Kind = Literal["prompt", "reset", "steps", "fps", "pause", "resume", "get", "ping"]
 Id = str | int | None
 
 MAX_PROMPT_CHARACTERS = 2000
@@ -30,6 +31,7 @@ _CHANGE = {"type", "id", "if_rev"}
 _FIELDS: dict[str, frozenset[str]] = {
     "prompt": frozenset({*_CHANGE, "prompt", "switch"}),
     "reset": frozenset({*_CHANGE, "seed"}),
+    "steps": frozenset({*_CHANGE, "steps"}),
     "fps": frozenset({*_CHANGE, "fps"}),
     "pause": frozenset(_CHANGE),
     "resume": frozenset(_CHANGE),
@@ -50,7 +52,8 @@ class ControlError(ValueError):
 
 @dataclass(frozen=True)
 class Control:
-    """One valid message. `prompt` and `switch` are of kind `prompt`, `fps` of `fps`; `seed` may be set for `reset`.
+    """One valid message. `prompt` and `switch` are of kind `prompt`, `steps` of `steps`, `fps` of `fps`; `seed` may be
+    set for `reset`.
 
     `if_rev`: carried out only while the session's state has this revision.
     """
@@ -60,6 +63,7 @@ class Control:
     prompt: str = ""
     seed: int | None = None
     switch: str = "keep"
+    steps: int = 0
     fps: float = 0.0
     if_rev: int | None = None
 
@@ -116,6 +120,8 @@ def _control(message: dict[str, Any], id: Id) -> Control:
             return Control("prompt", id, prompt=prompt, switch=switch, if_rev=rev)
         case "reset":
             return Control("reset", id, seed=_whole(message.get("seed"), "seed", MAX_SEED), if_rev=rev)
+        case "steps":
+            return Control("steps", id, steps=_steps(message.get("steps")), if_rev=rev)
         case "fps":
             return Control("fps", id, fps=_fps(message.get("fps")), if_rev=rev)
     return Control(kind, id, if_rev=rev)  # type: ignore[arg-type]
@@ -126,6 +132,20 @@ def _switch(value: Any) -> str:
         message = f"`switch` is {_echo(value)}; it must be one of {', '.join(SWITCHES)}."
         raise ControlError("out_of_range", message, "switch")
     return value
+
+
+def _steps(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        message = f"`steps` is {_echo(value)}; it must be a whole number, one of those that the model has."
+        raise ControlError("out_of_range", message, "steps")
+    return value
+
+
+def steps_refusal(steps: int, known: Sequence[int], model: str) -> str:
+    """Why chunks cannot have so many steps; "" where they can, or the engine has not said which (`known` is empty)."""
+    if not known or steps in known:
+        return ""
+    return f"`steps` is {_echo(steps)}; the model {model} has {', '.join(map(str, known))}."
 
 
 def _fps(value: Any) -> float:
@@ -288,27 +308,30 @@ class RequestBook:
 
     def engine_lost(self, epoch: int | None, made_frames: int, reason: str, now_s: float) -> list[Receipt]:
         """The engine has ended; frames up to `made_frames` have come, and are still shown. What it had not taken is
-        refused. Of what it took and made no frame for, the latest holds for the stream that begins again with `epoch`;
-        None: none will, and that is refused too. Mutates: self."""
+        refused. Of what it took and made no frame for, the latest of each kind holds for the stream that begins again
+        with `epoch`; None: none will, and that is refused too. Mutates: self."""
         ahead = [entry for entry in self._open if entry.frame is None or entry.frame >= made_frames]
-        latest = max((entry.epoch for entry in ahead if entry.epoch is not None), default=None)
+        lasting = [entry for entry in ahead if entry.epoch is not None and not self._replaced(entry)]
         receipts = []
         for entry in ahead:
             entry.frame = entry.chunk = None
             if entry.epoch is None or epoch is None:
                 receipts.append(_receipt(entry, "refused", now_s, reason=reason))
                 self.forget(entry.request)
-            elif entry.epoch == latest:
+            elif entry in lasting:
                 entry.epoch = epoch
         return receipts
 
     def applied(self, epoch: int, first_frame: int, now_s: float, chunk: int = 0) -> list[Receipt]:
-        """The first chunk of `epoch` is made; older requests that have not come so far never will. Mutates: self."""
+        """The first chunk of `epoch` is made; with it hold older requests too that have not come so far, but for those
+        that another took the place of. Mutates: self."""
         receipts = []
-        for entry in list(self._open):
-            if entry.epoch is None or entry.epoch > epoch or entry.frame is not None:
+        reached = [entry for entry in self._open if entry.epoch is not None and entry.epoch <= epoch]
+        replaced = [entry for entry in reached if self._replaced(entry, epoch)]
+        for entry in reached:
+            if entry.frame is not None:
                 continue
-            if entry.epoch < epoch and entry.control.kind == "prompt":
+            if entry in replaced:
                 receipts.append(_receipt(entry, "superseded", now_s))
                 self.forget(entry.request)
             else:
@@ -319,13 +342,25 @@ class RequestBook:
     def shown(self, frame: int, epoch: int, now_s: float, pts: int = 0) -> list[Receipt]:
         """Frame number `frame` of `epoch` is on show, with presentation time `pts`. Mutates: self."""
         receipts = []
-        for entry in list(self._open):
-            if entry.frame is not None and frame >= entry.frame:
-                late = entry.epoch is not None and entry.epoch < epoch
-                end = _receipt(entry, "superseded", now_s) if late else _receipt(entry, "shown", now_s, pts=pts)
-                receipts.append(end)
-                self.forget(entry.request)
+        reached = [entry for entry in self._open if entry.frame is not None and frame >= entry.frame]
+        replaced = [entry for entry in reached if self._replaced(entry, epoch)]
+        for entry in reached:
+            late = entry in replaced
+            receipts.append(_receipt(entry, "superseded", now_s) if late else _receipt(entry, "shown", now_s, pts=pts))
+            self.forget(entry.request)
         return receipts
+
+    def _replaced(self, entry: _Open, epoch: int | None = None) -> bool:
+        """Whether a later request, of those up to `epoch`, took the place of this one, which was accepted: one of the
+        same kind, or a reset that of a prompt. Other kinds hold beside each other."""
+        mine, kind = entry.epoch or 0, entry.control.kind
+        return any(
+            other.epoch is not None
+            and mine < other.epoch
+            and (epoch is None or other.epoch <= epoch)
+            and (other.control.kind == kind or (kind, other.control.kind) == ("prompt", "reset"))
+            for other in self._open
+        )
 
     def forget(self, request: str) -> None:
         """Nothing more will come of it. Mutates: self."""

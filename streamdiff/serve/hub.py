@@ -183,8 +183,8 @@ class Hub:
         return math.ceil(min(max(soonest_s, SHORTEST_RETRY_S), LONGEST_RETRY_S))
 
     def _take_place(self, name: str, spec: SessionSpec, idle_s: float | None, lifetime_s: float | None) -> SessionView:
-        def may_play(fps: float) -> str:
-            return self.capacity.refusal(self.shares(but=name), self.capacity.share(fps, view.steps))
+        def may_play(fps: float, steps: int) -> str:
+            return self.capacity.refusal(self.shares(but=name), self.capacity.share(fps, steps))
 
         def occupancy() -> tuple[float, ...]:
             return self.occupancy

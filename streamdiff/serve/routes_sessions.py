@@ -171,7 +171,7 @@ async def _change(request: Request, response: Response, session: str) -> Receipt
     services = services_of(request)
     change = read(SessionChange, await _read(request))
     view = services.controlled_view(request)
-    controls = controls_of(change, view.steps)
+    controls = controls_of(change, services.hub.ready)
     return await _obey(services, view, controls, response)
 
 

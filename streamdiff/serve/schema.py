@@ -21,6 +21,7 @@ from streamdiff.serve.control import (
     Control,
     ControlError,
     clean_prompt,
+    steps_refusal,
 )
 from streamdiff.serve.problem import Problem
 
@@ -48,10 +49,10 @@ class SessionChange(_Body):
 
     if_rev: int | None = Field(None, ge=0, le=MAX_REV, description="only while the state has this revision, else 409")
     fps: float | None = Field(None, ge=MIN_FPS, le=MAX_FPS, description="frames shown per second")
+    steps: int | None = Field(None, ge=1, description="denoise steps, of those the model has, from the next chunk on")
     prompt: str | None = Field(None, description="from the next chunk on")
     switch: Switch = Field("keep", description="what the new prompt does to the past")
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description="begins the stream afresh with it")
-    steps: int | None = Field(None, description="cannot be changed: open another session")
 
 
 class SessionInfo(BaseModel):
@@ -62,7 +63,8 @@ class SessionInfo(BaseModel):
     text: str = Field(description="the prompt as the model was given it")
     notice: str = Field(description="the model's remark on the prompt, or empty")
     seed: int
-    steps: int
+    steps: int = Field(description="denoise steps of a chunk")
+    steps_known: list[int] = Field(description="those that `steps` may be changed to; empty: not told")
     kv_context: str
     fps: float = Field(description="frames shown per second")
     native_fps: float = Field(description="frames per second at which motion looks as the model was trained")
@@ -150,32 +152,34 @@ def check_new(wanted: NewSession, ready: Ready) -> None:
     size = f"{ready.width}x{ready.height}"
     if wanted.size is not None and wanted.size.replace("*", "x") != size:
         raise Problem(422, f"`size` is {wanted.size[:20]!r}; this engine makes {size}.", code="invalid", field="size")
-    known = ready.steps_known
-    if wanted.steps is not None and known and wanted.steps not in known:
-        detail = f"`steps` is {wanted.steps}; the model {ready.model} has {', '.join(map(str, known))}."
-        raise Problem(422, detail, code="invalid", field="steps")
+    _check_steps(wanted.steps, ready)
 
 
-def controls_of(change: SessionChange, steps: int) -> list[Control]:
+def _check_steps(steps: int | None, ready: Ready) -> None:
+    if steps is not None and (why := steps_refusal(steps, ready.steps_known, ready.model)):
+        raise Problem(422, why, code="invalid", field="steps")
+
+
+def controls_of(change: SessionChange, ready: Ready) -> list[Control]:
     """The control messages that a change is made of, in their order.
 
     Raises:
         Problem: 422 for a change that cannot be, or none.
     """
-    if change.steps is not None and change.steps != steps:
-        detail = f"`steps` is {steps} in this session and stays so; open another with {change.steps}."
-        raise Problem(422, detail, code="fixed", field="steps")
+    _check_steps(change.steps, ready)
     if "switch" in change.model_fields_set and change.prompt is None:
         raise Problem(422, "`switch` says how a new `prompt` comes in; give both.", code="invalid", field="switch")
     rev = change.if_rev
     controls = []
     if change.fps is not None:
         controls.append(Control("fps", fps=float(change.fps)))
+    if change.steps is not None:
+        controls.append(Control("steps", steps=change.steps))
     if change.prompt is not None:
         controls.append(Control("prompt", prompt=prompt_of(change.prompt), switch=change.switch))
     if change.seed is not None:
         controls.append(Control("reset", seed=change.seed))
-    if not controls and change.steps is None:
-        raise Problem(422, "The change is empty; give fps, prompt or seed.", code="invalid", field="")
+    if not controls:
+        raise Problem(422, "The change is empty; give fps, steps, prompt or seed.", code="invalid", field="")
     # The revision goes up with the first of them, so only that one can ask for it.
-    return [replace(controls[0], if_rev=rev), *controls[1:]] if controls else []
+    return [replace(controls[0], if_rev=rev), *controls[1:]]

@@ -29,14 +29,15 @@ from streamdiff.engine.messages import (
     Resume,
     SetLead,
     SetPrompt,
-    Shown,
+    SetSteps,
 )
 from streamdiff.engine.pacing import Due
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.serve.access import Tokens
 from streamdiff.serve.audience import Audience, Mailbox
+from streamdiff.serve.back_pressure import BackPressure
 from streamdiff.serve.codecs import H264_LIBRARY, Format
-from streamdiff.serve.control import Control, ControlError, Id, Receipt, RequestBook
+from streamdiff.serve.control import Control, ControlError, Id, Receipt, RequestBook, steps_refusal
 from streamdiff.serve.fanout import Fanout
 from streamdiff.serve.logs import facts, prompt_log
 from streamdiff.serve.metrics import Metrics
@@ -59,15 +60,16 @@ class SessionView:
         ready: Ready,
         send: Callable[[Command], Awaitable[None]],
         metrics: Metrics,
-        may_play: Callable[[float], str] = lambda fps: "",
+        may_play: Callable[[float, int], str] = lambda fps, steps: "",
         occupancy: Callable[[], Sequence[float]] = tuple,
     ) -> None:
-        """`may_play` says why the session cannot show so many frames per second, or "" if it can; `occupancy` what
-        share of the time, 0 to 1, each rank of a ring was at work."""
+        """`may_play` says why the session cannot show so many frames per second, made in so many steps, or "" if it
+        can; `occupancy` what share of the time, 0 to 1, each rank of a ring was at work."""
         self.session = session
         self.prompt = spec.prompt
         self.seed = spec.seed
         self.steps = ready.steps if spec.steps is None else spec.steps
+        self._model, self._steps_known = ready.model, ready.steps_known
         self.kv_context = ready.kv_context if spec.kv_context is None else spec.kv_context
         self.tokens: Tokens | None = None
         """Who may watch and steer it; None: the server's rules hold."""
@@ -100,9 +102,8 @@ class SessionView:
         self._book = RequestBook()
         self._last_made_s = clock.monotonic_s()
         self._latest_shown: tuple[int, int] | None = None
-        self._moved = asyncio.Event()
         self._opening: asyncio.Future[None] = self._loop.create_future()
-        self._reporting = asyncio.create_task(self._report_shown(), name=f"shown-{session}")
+        self._back_pressure = BackPressure(session, lambda: self._pacer.progress().passed, send)
 
     @property
     def fps(self) -> float:
@@ -210,11 +211,14 @@ class SessionView:
         control = self._book.find(event.request)
         if control is not None and "reset" in (control.kind, control.switch):
             self._pacer.clear_before(event.epoch)
-            self._moved.set()
+            self._back_pressure.moved()
             self.seed = self.seed if control.seed is None else control.seed
         if control is not None and control.kind == "prompt":
             self.prompt = control.prompt
-        self.text, self.notice = event.text or self.text, event.notice
+        if control is not None and control.kind == "steps":
+            self.steps = control.steps
+        if event.text:  # what says nothing of the prompt leaves the remark on it too
+            self.text, self.notice = event.text, event.notice
         self._audience.tell(self._book.accepted(event.request, event.epoch, event.text, event.notice, now_s))
         self._audience.broadcast(self.state())
 
@@ -228,21 +232,7 @@ class SessionView:
         self._latest_shown = (frame, epoch)
         self._meter.shown(now_s)
         self._audience.tell(self._book.shown(frame, epoch, now_s, pts))
-        self._moved.set()
-
-    async def _report_shown(self) -> None:
-        """Tell the engine how far its viewers are, so that it makes no more than its lead; the latest count wins."""
-        reported = 0
-        while True:
-            await self._moved.wait()
-            self._moved.clear()
-            passed = self._pacer.progress().passed
-            if passed > reported:
-                reported = passed
-                try:
-                    await self._send(Shown(self.session, passed))
-                except EngineFailure:
-                    continue  # whoever reads the engine's events says so; the next engine is told when it is asked
+        self._back_pressure.moved()
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
@@ -260,8 +250,7 @@ class SessionView:
                 f"The session has changed: its state has revision {self.rev}, the request is for {control.if_rev}."
             )
             raise ControlError("conflict", message, "if_rev", control.id)
-        if control.kind == "fps" and control.fps > self.fps and (why := self._may_play(control.fps)):
-            raise ControlError("no_capacity", why, "fps", control.id)
+        self._check_work(control)
         request = self._book.begin(control, owner, clock.monotonic_s())
         self.rev += control.changes
         match control.kind:
@@ -272,6 +261,8 @@ class SessionView:
                 await self._send(Reset(self.session, control.seed, request))
                 if self.paused:
                     await self._set_paused(False)
+            case "steps":
+                await self._send(SetSteps(self.session, control.steps, request))
             case "fps":
                 await self._set_fps(control.fps)
                 self._done_at_once(request)
@@ -281,6 +272,14 @@ class SessionView:
             case "get" | "ping":
                 self._done_at_once(request)
         return request
+
+    def _check_work(self, control: Control) -> None:
+        """Raises ControlError for steps that the model does not have, or for more work than there is time for."""
+        if control.kind == "steps" and (why := steps_refusal(control.steps, self._steps_known, self._model)):
+            raise ControlError("out_of_range", why, "steps", control.id)
+        fps, steps = control.fps or self.fps, control.steps or self.steps
+        if (fps > self.fps or steps > self.steps) and (why := self._may_play(fps, steps)):
+            raise ControlError("no_capacity", why, control.kind, control.id)
 
     async def control_and_wait(self, control: Control, owner: str, timeout_s: float) -> Receipt:
         """Like `control`, and wait for the engine's answer: a receipt `accepted` or `refused`; `asked` when it has not
@@ -377,6 +376,7 @@ class SessionView:
             "engine": self.engine,
             "engine_reason": self.engine_reason,
             "steps": self.steps,
+            "steps_known": list(self._steps_known),
             "kv_context": self.kv_context,
             "switches": list(self.switches),
             "fps": self.fps,
@@ -392,8 +392,7 @@ class SessionView:
         """End the threads and tasks of this view. The engine's session is not closed."""
         self.closed = True
         self._audience.disappoint(lambda: SessionEnded("the session ended before this was answered"))
-        self._reporting.cancel()
-        await asyncio.gather(self._reporting, return_exceptions=True)
+        await self._back_pressure.close()
         self.fanout.stop()
         self._pacer.stop()
         self._meter.end()

@@ -112,6 +112,12 @@ class StageState:
             whole = getattr(self, field.name)
             whole[:, :, slot] = whole[cache, :, slot].clone()
 
+    def rearrange(self, sources: Sequence[int]) -> None:
+        """Let cache i hold what cache `sources[i]` held, for each of `sources`. Mutates: self."""
+        for field in fields(self):
+            caches = getattr(self, field.name)
+            caches[: len(sources)] = torch.stack([caches[source] for source in sources])
+
     def reset(self) -> None:
         """Forget the stream. Mutates: self."""
         for field in fields(self):

@@ -226,4 +226,4 @@ def test_everything_has_a_name_and_the_keyboard_gets_everywhere(page: WebDriver)
     for _ in range(18):
         page.switch_to.active_element.send_keys(Keys.TAB)
         seen.append(page.switch_to.active_element.get_attribute("id"))
-    assert {"send", "switch", "seed", "dice", "seed-apply", "fps"} <= set(seen)
+    assert {"send", "switch", "seed", "dice", "seed-apply", "fps", "steps"} <= set(seen)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from PIL import Image
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
@@ -91,6 +93,25 @@ def test_the_rate_is_changed_on_the_page_and_shows(page: WebDriver, server: Serv
     until(page, lambda _: text(page, "n-shown") in ("9", "10", "11"))
     httpx.post(server.url + "api/control", json={"type": "fps", "fps": 40}, timeout=20)
     until(page, lambda _: box.get_property("value") == "40")
+
+
+def test_the_steps_are_chosen_on_the_page_where_there_is_a_choice(page: WebDriver, server: Server) -> None:
+    """From the keyboard: the painter's upper left corner is white while chunks have fewer steps than usual."""
+    box = page.find_element("id", "steps")
+    assert [option.text for option in Select(box).options] == ["4", "2"]
+    assert box.get_property("value") == "4" and box.is_displayed()
+    assert box.accessible_name == "Steps a chunk"
+    box.send_keys(Keys.ARROW_DOWN)
+    until(page, lambda seen: min(seen["pixels"][:3]) > 200)
+    until(page, lambda _: text(page, "receipt").startswith("Chunks have 2 steps now, after "))
+    assert state(server)["steps"] == 2
+    refused = httpx.patch(server.url + "api/sessions/default", json={"steps": 3}, timeout=20)
+    assert refused.status_code == 422
+    httpx.post(server.url + "api/control", json={"type": "steps", "steps": 4}, timeout=20)
+    until(page, lambda seen: box.get_property("value") == "4" and min(seen["pixels"][:3]) < 100)
+    one = "streamdiff.client.dispatchEvent(new CustomEvent('message', { detail: arguments[0] }))"
+    page.execute_script(one, state(server) | {"steps_known": [4]})
+    assert not box.is_displayed(), "with one number of steps there is nothing to choose"
 
 
 def test_another_session_is_watched_and_steered_by_its_address(server: Server, browser: WebDriver) -> None:
@@ -183,12 +204,22 @@ def test_where_watching_takes_a_token_the_page_says_so(files: dict[str, str], br
     console_errors(browser)
 
 
+def bar_rows(page: WebDriver) -> list[tuple[int, int, int]]:
+    """Colours from the top of the first rank's bar to its foot, in the middle of what is filled."""
+    meter = page.find_element("css selector", "#rank-bars meter")
+    page.execute_script("arguments[0].scrollIntoView({ block: 'center' })", meter)
+    picture = Image.open(BytesIO(meter.screenshot_as_png)).convert("RGB")
+    middle = round(picture.width * float(str(meter.get_property("value"))) / 2)
+    return [picture.getpixel((middle, row)) for row in range(picture.height)]  # type: ignore[misc]
+
+
 def test_a_ring_of_two_ranks_shows_how_busy_each_is(browser: WebDriver) -> None:
     with running_server((*SERVE, "--stages", "2", "--kv-context", "matched")) as server:
         visit(browser, server.url)
         shares = "return [...document.querySelectorAll('#rank-bars meter')].map((each) => each.value)"
         until(browser, lambda _: [0 < share <= 1 for share in browser.execute_script(shares)] == [True, True])
         assert browser.find_element("id", "ranks").is_displayed()
+        until(browser, lambda _: len(rows := bar_rows(browser)) >= 6 and len(set(rows[1:-1])) == 1)
         assert browser.find_element("css selector", "option[value=recache]").get_property("disabled")
         assert console_errors(browser) == []
         browser.get("about:blank")

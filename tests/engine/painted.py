@@ -129,6 +129,16 @@ class PaintedPipeline:
         stream.text, stream.epoch = conditioning, epoch
         self.calls.append(("set_conditioning", session, conditioning, epoch, switch))
 
+    def check_steps(self, session: int, steps: int) -> None:
+        assert session in self.streams
+        if steps not in self.info.steps_known:
+            raise RequestError("steps", f"steps is {steps}; the painter has 2, 4")
+
+    def set_steps(self, session: int, steps: int, *, epoch: int) -> None:
+        stream = self.streams[session]
+        stream.steps, stream.epoch = steps, epoch  # of the chunk in flight the steps left stay
+        self.calls.append(("set_steps", session, steps, epoch))
+
     def reset(self, session: int, conditioning: object, *, seed: int, epoch: int) -> None:
         assert isinstance(conditioning, str)
         stream = self.streams[session]

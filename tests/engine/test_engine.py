@@ -29,6 +29,7 @@ from streamdiff.engine.messages import (
     Resume,
     SetLead,
     SetPrompt,
+    SetSteps,
     Shown,
     Shutdown,
 )
@@ -289,6 +290,8 @@ def test_every_kv_context_and_step_count_runs(start: Start) -> None:
         (Open("b", RED, kv_context="dirty"), "kv_context", "kv_context is 'dirty'"),
         (SetPrompt("a", "", "r"), "prompt", "the prompt is empty"),
         (SetPrompt("nobody", RED, "r"), "session", "there is no session 'nobody'; open ones: 'a'"),
+        (SetSteps("a", 3, "r"), "steps", "steps is 3; "),
+        (SetSteps("nobody", 2, "r"), "session", "there is no session 'nobody'"),
         (Reset("a", -5, "r"), "seed", "from 0 to"),
         (Pause("nobody"), "session", "there is no session"),
         (Close("nobody"), "session", "there is no session"),
@@ -432,3 +435,54 @@ def test_the_engine_says_what_a_chunk_costs(real: Pipeline) -> None:
     busy_s = [stage_s for event in events if isinstance(event, Measured) for stage_s in event.busy_s]
     assert len(busy_s) == 3 and 0 < busy_s[0] < busy_s[1] < busy_s[2], "one stage"
     engine.handle(Close("a"))
+
+
+# ---- steps ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+def test_steps_change_from_a_chunk_on_and_the_frames_before_it_stay(start: Start, kv_context: str) -> None:
+    """A staircase of more steps needs a longer lead than was asked for, and gets it: it does not stand still."""
+    engine = start(2)
+    engine.handle(Open("a", RED, 1, steps=2, kv_context=kv_context))
+    plain = pictures(run(engine, until=chunks(5, engine)))
+    engine.handle(Close("a"))
+
+    engine.handle(Open("a", RED, 1, steps=2, kv_context=kv_context))
+    before = run(engine, until=chunks(2, engine))
+    epochs = [ask(engine, SetSteps("a", steps, "r"), Accepted).epoch for steps in (2, 4, 2, 4)]  # type: ignore[attr-defined]
+    assert epochs == sorted(set(epochs))
+    after = run(engine, until=lambda events: any(isinstance(event, Applied) for event in events))
+    applied = one(after, Applied)
+    assert isinstance(applied, Applied) and applied.epoch == epochs[-1], "the latest wins"
+    boundary = applied.first_frame
+    assert boundary % engine.ready().chunk_frames == 0, "between two chunks"
+    every = [*before, *after, *run(engine, until=chunks(2, engine))]
+    assert all(batch.epoch == (epochs[-1] if batch.first >= boundary else epochs[0] - 1) for batch in batches(every))
+    assert np.array_equal(pictures(every)[:boundary], plain[:boundary]), "frames already made stay"
+
+
+def test_other_steps_make_other_pictures_and_a_reset_keeps_them(real: Pipeline) -> None:
+    engine = Engine(real, 2 * real.info.chunk_frames)
+    engine.handle(Open("few", RED, 7, steps=2))
+    few = pictures(run(engine, until=chunks(2, engine, "few")), "few")
+    engine.handle(Close("few"))
+    engine.handle(Open("a", RED, 7))
+    many = pictures(run(engine, until=chunks(2, engine)))
+    ask(engine, SetSteps("a", 2, "r1"), Accepted)
+    ask(engine, Reset("a", None, "r2"), Accepted)
+    again = pictures(run(engine, until=chunks(2, engine)))
+    size = 2 * real.info.chunk_frames
+    assert np.array_equal(again[:size], few[:size])
+    assert not np.array_equal(many[:size], few[:size])
+    engine.handle(Shutdown())
+
+
+def test_the_painter_is_told_of_steps_in_the_order_of_epochs() -> None:
+    pipeline = PaintedPipeline()
+    engine = Engine(pipeline, CHUNK_FRAMES)
+    engine.handle(Open("a", "red", 4))
+    for command in (SetSteps("a", 4, "r1"), SetPrompt("a", "green"), SetSteps("a", 2, "r2"), SetPrompt("a", "blue")):
+        ask(engine, command, Accepted)
+    engine.step()
+    assert pipeline.calls[1:] == [("set_steps", 0, 2, 3), ("set_conditioning", 0, "blue", 4, "keep")]

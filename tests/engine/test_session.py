@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamdiff.engine.messages import Accepted, Applied, Closed, FrameBatch, Opened
-from streamdiff.engine.session import Allow, End, Hold, Output, Session, StartAfresh, UseText
+from streamdiff.engine.session import Allow, End, Hold, Output, Session, StartAfresh, UseSteps, UseText
 
 CHUNK = 4
 
@@ -29,8 +29,8 @@ def test_a_prompt_is_accepted_now_and_applied_with_its_first_frames() -> None:
     s = session()
     make(s, epoch=0, chunk=0)
     assert s.set_prompt("blue", "", "r1") == [Accepted("s", "r1", 1, "blue", "")]
-    assert s.take_prompt() == [UseText("blue", 1)]
-    assert s.take_prompt() == [], "once"
+    assert s.take_changes() == [UseText("blue", 1)]
+    assert s.take_changes() == [], "once"
     old = make(s, epoch=0, chunk=1)
     assert not any(isinstance(output, Applied) for output in old), "chunk 1 was under way already"
     new = make(s, epoch=1, chunk=2)
@@ -46,7 +46,7 @@ def test_of_prompts_that_wait_the_latest_wins() -> None:
     s = session()
     for number, text in enumerate(["blue", "green", "white"]):
         assert s.set_prompt(text, "", str(number)) == [Accepted("s", str(number), number + 1, text, "")]
-    assert s.take_prompt() == [UseText("white", 3)]
+    assert s.take_changes() == [UseText("white", 3)]
     assert make(s, epoch=3, chunk=0)[0] == Applied("s", 3, 0, 0), "the epochs before are skipped"
 
 
@@ -66,7 +66,7 @@ def test_a_reset_takes_the_latest_prompt_and_keeps_its_seed_and_pause() -> None:
     s.set_paused(True)
     s.set_prompt("blue", "", "")
     assert s.reset(9, "")[:2] == [StartAfresh("blue", 9, 2), Hold(True)]
-    assert s.take_prompt() == [], "it went with the reset"
+    assert s.take_changes() == [], "it went with the reset"
     assert s.reset(None, "")[0] == StartAfresh("blue", 9, 3)
 
 
@@ -111,7 +111,7 @@ def test_a_chunk_of_two_epochs_is_a_fault() -> None:
         make(s, epoch=1, chunk=0, count=2)
 
 
-ACTS = st.sampled_from(["chunk", "chunk", "chunk", "show", "prompt", "take", "reset", "pause", "resume"])
+ACTS = st.sampled_from(["chunk", "chunk", "chunk", "show", "prompt", "steps", "take", "reset", "pause", "resume"])
 
 
 @settings(max_examples=100, deadline=None)
@@ -132,9 +132,11 @@ def test_whatever_is_asked(acts: list[str]) -> None:
                 outputs += s.shown(shown)
             case "prompt":
                 outputs += s.set_prompt("other", "", "")
+            case "steps":
+                outputs += s.set_steps(2, 0, "")
             case "take":
-                for output in s.take_prompt():
-                    assert isinstance(output, UseText)
+                for output in s.take_changes():
+                    assert isinstance(output, UseText | UseSteps) and output.epoch > pipeline_epoch
                     pipeline_epoch = output.epoch
             case "reset":
                 outputs += s.reset(None, "")
@@ -157,9 +159,9 @@ def test_a_prompt_carries_what_becomes_of_the_past() -> None:
     stream = session()
     stream.set_prompt("blue", "", "r1", "flush")
     stream.set_prompt("green", "", "r2", "recache")
-    assert stream.take_prompt() == [UseText("green", 2, "recache")], "the latest wins, with its own way"
+    assert stream.take_changes() == [UseText("green", 2, "recache")], "the latest wins, with its own way"
     stream.set_prompt("red", "", "r3")
-    assert stream.take_prompt() == [UseText("red", 3, "keep")]
+    assert stream.take_changes() == [UseText("red", 3, "keep")]
 
 
 def test_a_prompt_may_begin_the_stream_afresh() -> None:
@@ -167,7 +169,7 @@ def test_a_prompt_may_begin_the_stream_afresh() -> None:
     outputs = stream.set_prompt("blue", "a remark", "r1", "reset")
     assert outputs[0] == StartAfresh("blue", stream.seed, 1)
     assert outputs[-1] == Accepted(stream.name, "r1", 1, "blue", "a remark")
-    assert stream.take_prompt() == [], "it is in force"
+    assert stream.take_changes() == [], "it is in force"
 
 
 def test_the_lead_may_change_but_not_below_what_the_pipeline_needs() -> None:
@@ -185,3 +187,29 @@ def test_a_session_taken_up_goes_on_counting_and_has_room_for_what_was_not_shown
     assert isinstance(batch, FrameBatch) and batch.first == 100
     assert allow == Allow(3)
     assert s.shown(98) == [Allow(6)]
+
+
+def test_steps_are_accepted_now_and_applied_with_their_first_frames_beside_a_prompt() -> None:
+    s = session()
+    assert s.set_steps(2, 0, "r1") == [Allow(12), Accepted("s", "r1", 1, "")]
+    s.set_prompt("blue", "", "r2")
+    s.set_steps(4, 0, "r3")
+    assert s.take_changes() == [UseText("blue", 2), UseSteps(4, 3)], "the latest of each kind, in order"
+    assert s.take_changes() == [], "once"
+    s.set_steps(2, 0, "r4")
+    s.set_prompt("red", "", "r5")
+    assert s.take_changes() == [UseSteps(2, 4), UseText("red", 5)]
+    assert make(s, epoch=5, chunk=0)[0] == Applied("s", 5, 0, 0)
+
+
+def test_a_reset_takes_the_steps_that_wait_with_it() -> None:
+    s = session()
+    s.set_steps(2, 0, "r1")
+    assert s.reset(None, "r2")[:2] == [UseSteps(2, 1), StartAfresh("red", 3, 2)]
+    assert s.take_changes() == []
+
+
+def test_more_steps_may_need_a_longer_lead_and_fewer_give_it_back() -> None:
+    s = session(lead_frames=6)
+    assert s.set_steps(4, 20, "")[0] == Allow(20)
+    assert s.set_steps(2, 4, "")[0] == Allow(6), "what was asked for when it was opened"

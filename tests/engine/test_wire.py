@@ -24,6 +24,7 @@ MESSAGES = [
     messages.Reset("a", 7),
     messages.SetPrompt("a", "blue", "r1", "flush"),
     messages.SetLead("a", 24),
+    messages.SetSteps("a", 2, "r3"),
     messages.Close("a"),
     messages.Shown("a", 12),
     messages.Shutdown(),

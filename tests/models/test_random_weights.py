@@ -11,7 +11,7 @@ from streamdiff.models import catalogue, library, random_weights
 from streamdiff.models.catalogue import Architecture
 from streamdiff.models.library import Parts
 from streamdiff.pipeline import loading
-from streamdiff.pipeline.runtime import load_runtime
+from streamdiff.pipeline.start import load_runtime
 
 CPU = torch.device("cpu")
 SMALL = Architecture(width=96, ffn_dim=64, heads=2, blocks=3, in_channels=16, out_channels=16, freq_dim=16)

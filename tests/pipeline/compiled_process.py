@@ -22,8 +22,8 @@ from streamdiff.pipeline import follower
 from streamdiff.pipeline.compiled import CompiledBlocks, Texts
 from streamdiff.pipeline.head import Finished, Head
 from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.runtime import load_runtime
 from streamdiff.pipeline.stage import Stage
+from streamdiff.pipeline.start import load_runtime
 from streamdiff.state.ring import RowView
 from tests.small import BLUE, RED
 

@@ -15,13 +15,15 @@ CHUNKS, CHUNKS_LONG = 8, 30  # with a window of three chunks: evictions
 
 @dataclass(frozen=True)
 class Order:
-    """What a session is opened with, and the chunk before which `play` changes its prompt."""
+    """What a session is opened with, and the chunk before which `play` changes its prompt, or, with `then_steps`, its
+    number of steps."""
 
     text: str
     seed: int
     steps: int
     kv_context: str
     change_at: int = 4
+    then_steps: int | None = None
 
 
 def play(ring: Ring, model: Model, orders: dict[int, Order], chunks: int = CHUNKS) -> dict[int, list[torch.Tensor]]:
@@ -36,7 +38,10 @@ def play(ring: Ring, model: Model, orders: dict[int, Order], chunks: int = CHUNK
             admitted = ring.scheduler.next_chunk(name)
             if admitted == order.change_at and name not in changed:
                 changed.add(name)
-                ring.set_text(name, 1, model.text.encode(BLUE))
+                if order.then_steps is None:
+                    ring.set_text(name, 1, model.text.encode(BLUE))
+                else:
+                    ring.set_steps(name, 1, order.then_steps)
             limit = chunks + 6 if name in changed else order.change_at  # a staircase needs newcomers
             ring.scheduler.set_room(name, (limit - admitted) * model.spec.chunk_frames)
         assert ring.has_work, "the ring stands still"
@@ -52,3 +57,10 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 THREE = {0: Order(RED, 5, 4, "clean"), 1: Order(WHITE, 6, 4, "staircase"), 2: Order(RED, 7, 4, "matched")}
+OTHER_STEPS = {
+    3: Order(RED, 8, 4, "clean", 5, then_steps=2),
+    4: Order(WHITE, 9, 4, "staircase", 5, then_steps=2),
+    5: Order(RED, 10, 2, "staircase", 6, then_steps=4),
+    6: Order(WHITE, 11, 4, "matched", 5, then_steps=2),
+    7: Order(RED, 12, 2, "matched", 5, then_steps=4),
+}

@@ -35,14 +35,25 @@ def window(model: Model, chunk: int, kv_context: str) -> list[tuple[int, list[in
     return [(c, [f - c * per for f in seen if f // per == c]) for c in chunks]
 
 
-def sees(model: Model, row: Row, steps: int, kv_context: str, extra: int = 0) -> list[Sight]:
+def sees(
+    model: Model, row: Row, steps: int, kv_context: str, extra: int = 0, then: tuple[int, int] | None = None
+) -> list[Sight]:
     """What `row` attends to, oldest first, itself last. The first chunk has `extra` more steps: it is seen when it has
-    as many steps before it as another chunk would."""
+    as many steps before it as another chunk would. With `then` = (chunk, steps) chunks from that one on have so many
+    steps: they see those before it finished, or in `matched` at the step whose noise was nearest."""
     chunk, step = row
     together = model.spec.first_chunks
     if chunk < together:
         # Those that are made together see each other, wherever they are, and nothing else.
         return [((c, step), frames) for c, frames in window(model, together - 1, kv_context)]
+    if then is not None and chunk >= then[0]:
+        before, steps = steps, then[1]
+        old, new = (sampling.schedule(count, model.spec.shift) for count in (before, steps))
+        nearest = min(range(before), key=lambda s: abs(old[s] - new[min(step, steps - 1)]))
+        return [
+            ((c, nearest if kv_context == "matched" else before), frames) if c < then[0] else ((c, seen), frames)
+            for (c, seen), frames in sees(model, row, steps, kv_context, extra)
+        ]
     at: dict[str, Callable[[int], int]] = {
         "clean": lambda distance: steps,
         "staircase": lambda distance: min(step + distance, steps),
@@ -91,7 +102,7 @@ class Explicit:
 
 class Reference:
     """One stream. `text(chunk)` is the text in force when the chunk was admitted; `first_steps` are those of the first
-    chunk."""
+    chunk; `then`: see `sees`."""
 
     def __init__(
         self,
@@ -102,6 +113,7 @@ class Reference:
         steps: int,
         kv_context: str,
         first_steps: int | None = None,
+        then: tuple[int, int] | None = None,
     ) -> None:
         self.model, self.text, self.seed = model, text, seed
         self.steps, self.kv_context = steps, kv_context
@@ -110,15 +122,26 @@ class Reference:
         self.first_sigmas = self.sigmas
         if first_steps is not None:
             self.first_sigmas = [*sampling.schedule(first_steps, model.spec.shift), model.spec.context_sigma]
+        self.then = then
+        self.then_sigmas = self.sigmas
+        if then is not None:
+            self.then_sigmas = [*sampling.schedule(then[1], model.spec.shift), model.spec.context_sigma]
         self.input: dict[Row, Tensor] = {}
         self.encode = cache(model.text.encode)
 
     @torch.inference_mode()
     def chunks(self, count: int) -> list[Tensor]:
         """Latents `[C, F, h, w]` of the first `count` chunks."""
-        return [self._clean((chunk, self.steps + self.extra * (chunk == 0))) for chunk in range(count)]
+        return [self._clean((chunk, self._steps(chunk))) for chunk in range(count)]
+
+    def _steps(self, chunk: int) -> int:
+        if self.then is not None and chunk >= self.then[0]:
+            return self.then[1]
+        return self.steps + self.extra * (chunk == 0)
 
     def _sigma(self, row: Row) -> float:
+        if self.then is not None and row[0] >= self.then[0]:
+            return self.then_sigmas[row[1]]
         return (self.sigmas if row[0] else self.first_sigmas)[row[1]]
 
     def _clean(self, row: Row) -> Tensor:
@@ -162,7 +185,7 @@ class Reference:
         return found
 
     def _sees(self, row: Row) -> list[Sight]:
-        seen = sees(self.model, row, self.steps, self.kv_context, self.extra)
+        seen = sees(self.model, row, self.steps, self.kv_context, self.extra, self.then)
         if self.model.spec.context_alone and row[1] == self.steps + self.extra * (row[0] == 0):
             return [each for each in map(self._of_the_sink, seen[:-1]) if each[1]] + [seen[-1]]
         return seen

@@ -19,10 +19,11 @@ from streamdiff.pipeline import links_nccl, ranks
 from streamdiff.pipeline.plan import split_evenly
 from streamdiff.pipeline.ranks import Place, follower, head_ring
 from tests.pipeline.link_scenarios import HostStreams
-from tests.pipeline.playing import CHUNKS, CHUNKS_LONG, THREE, play
+from tests.pipeline.playing import CHUNKS, CHUNKS_LONG, OTHER_STEPS, THREE, play
 from tests.pipeline.rough_links import BROKEN, LANES, LINKS
 from tests.small import CPU, small_model
 
+ORDERS = THREE | OTHER_STEPS
 LEAVE_S = 60.0  # on a busy machine
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -72,7 +73,7 @@ def main(rank: int, stages: int, port: int, out: str, cases: list[str]) -> None:
             follower(part, place, CPU).run()
             continue
         ring = head_ring(part, place, CPU)
-        results[text] = play(ring, model, {name: THREE[name] for name in case.names}, case.chunks)
+        results[text] = play(ring, model, {name: ORDERS[name] for name in case.names}, case.chunks)
         ring.stop(LEAVE_S)
     if rank == 0:
         torch.save(results, out)

@@ -51,7 +51,8 @@ class Log:
     epochs: dict[int, int] = field(default_factory=dict)  # chunk -> epoch at admission
     oldest: int = 0  # all chunks before it are finished
     rerun: list[int] = field(default_factory=list)  # chunks whose clean pass has to enter once more
-    rerun_at: int = 0  # the first chunk after the latest rerun: it finds everything finished
+    rerun_at: int = 0  # the first chunk after the latest rerun or change of steps: it finds everything finished
+    then: tuple[int, int] | None = None  # steps, and more of a first chunk, that hold when nothing is in flight
     bounds: dict[int, int] = field(default_factory=dict)  # chunk -> that chunk, at admission
 
     @property
@@ -83,7 +84,7 @@ class Log:
         if step == self.before(chunk) + 1:
             limit = {"clean": 1, "staircase": self.steps + 1, "matched": self.stages}[self.kv_context]
             oldest = min(self.flight, default=chunk)
-            if self.rerun or self.room < FRAMES or chunk != len(self.entered) or chunk - oldest >= limit:
+            if self.rerun or self.then or self.room < FRAMES or chunk != len(self.entered) or chunk - oldest >= limit:
                 return False
             if self.kv_context == "matched" and not all(
                 self.stands(c, self.at(c) + 1) > self.stands(chunk, 0)
@@ -96,11 +97,19 @@ class Log:
             if self.at(chunk - 1) < needed:
                 return False
         if self.kv_context == "staircase":  # whoever sees this chunk at step - 1 must have done so
-            last = len(self.entered) if self.rerun else chunk + step  # after that nobody comes who would
+            last = len(self.entered) if self.rerun or self.then else chunk + step  # after that nobody comes who would
             return all(
                 self.at(other) >= step - 1 - (other - chunk) for other in range(chunk + 1, min(last, chunk + step))
             )
         return True
+
+    def change_steps(self) -> None:
+        """Nothing is in flight: steps are counted anew, so that the last of every chunk has the new number."""
+        assert self.then is not None and not self.flight
+        steps, self.extra = self.then
+        for known in (self.entered, self.back):
+            known.update({chunk: step + steps - self.steps for chunk, step in known.items()})
+        self.steps, self.then, self.rerun_at = steps, None, len(self.entered)
 
     def may_rerun(self) -> bool:
         """Whether a clean pass may enter once more: when every step that could read the old keys has entered."""
@@ -160,7 +169,27 @@ class Judge:
         self.epoch += 1
         self.scheduler.reset(session, self.epoch)
         old = self.logs[session]
-        self.logs[session] = Log(old.extra, old.steps, old.kv_context, self.epoch, self.stages, paused=old.paused)
+        again = Log(old.extra, old.steps, old.kv_context, self.epoch, self.stages, paused=old.paused, then=old.then)
+        self.logs[session] = again
+        self._settle()
+
+    def change_steps(self, session: int, steps: int, extra: int = 0) -> None:
+        """They hold as soon as nothing of the session is in flight."""
+        self.scheduler.drain(session)
+        self.logs[session].then = (steps, extra)
+        self._settle()
+
+    def _settle(self) -> None:
+        for name, log in self.logs.items():
+            drained = not log.flight and not log.rerun
+            assert self.scheduler.drained(name) == drained
+            if log.then is not None and not drained:
+                with pytest.raises(ValueError, match="in flight; drain it"):
+                    self.scheduler.set_steps(name, steps=log.then[0])
+            elif log.then is not None:
+                steps, extra = log.then
+                self.scheduler.set_steps(name, steps=steps, first_steps=steps + extra)
+                log.change_steps()
 
     def change_prompt(self, session: int) -> None:
         self.epoch += 1
@@ -190,6 +219,7 @@ class Judge:
 
     def forward(self) -> list[MicroStep]:
         """Ask for the next rows and check each against the rules."""
+        self._settle()
         ready = {name for name, log in self.logs.items() if log.ready()}
         assert self.scheduler.has_work == bool(ready), "work-conserving: rows exactly when the rules allow one"
         rows = self.scheduler.next()

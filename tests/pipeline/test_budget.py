@@ -10,7 +10,8 @@ import torch
 from streamdiff.config import ModelConfig
 from streamdiff.pipeline.budget import Budget, Room, free_bytes
 from streamdiff.pipeline.facts import read_facts
-from streamdiff.pipeline.runtime import Runtime, load_runtime
+from streamdiff.pipeline.runtime import Runtime
+from streamdiff.pipeline.start import load_runtime
 from tests.small import CPU
 
 FACTS = read_facts("tiny")

@@ -19,7 +19,8 @@ from streamdiff.models.wan.vae import WanDecoder
 from streamdiff.pipeline import loading
 from streamdiff.pipeline.decoding import DECODE_THREADS, LocalDecoding, Piece
 from streamdiff.pipeline.picture_decoder import PictureDecoder
-from streamdiff.pipeline.runtime import Runtime, load_runtime
+from streamdiff.pipeline.runtime import Runtime
+from streamdiff.pipeline.start import load_runtime
 from tests.pipeline.test_runtime import open_session, pictures, save_model, take
 from tests.small import AUTOENCODER, BLUE, CPU, RED, small_autoencoder, small_decoder
 from tests.small_vae import small_wan_autoencoder

@@ -98,6 +98,11 @@ def test_sessions_that_come_change_pause_and_go_at_random_are_as_if_alone(seed: 
             live[slot].texts[ring.scheduler.next_chunk(slot)] = text
             ring.set_text(slot, epochs[slot], MODEL.text.encode(text))
             epochs[slot] += 1
+        elif chance.random() < 0.1:
+            steps = chance.choice((2, 4))
+            live[slot].changes[ring.scheduler.next_chunk(slot)] = steps
+            ring.set_steps(slot, epochs[slot], steps)
+            epochs[slot] += 1
         elif chance.random() < 0.2:
             live[slot].paused = not live[slot].paused
             ring.scheduler.set_paused(slot, live[slot].paused)
@@ -119,11 +124,12 @@ def test_sessions_that_come_change_pause_and_go_at_random_are_as_if_alone(seed: 
 
 
 class Life:
-    """A session and what it made; `texts` by the chunk from which they hold."""
+    """A session and what it made; `texts` and `changes`, of steps, by the chunk from which they hold."""
 
     def __init__(self, seed: int, steps: int, kv_context: str, epoch: int, text: str) -> None:
         self.seed, self.steps, self.kv_context, self.epoch = seed, steps, kv_context, epoch
         self.texts = {0: text}
+        self.changes: dict[int, int] = {}
         self.paused = False
         self.done: list[torch.Tensor] = []
 
@@ -133,12 +139,17 @@ class Life:
         ring.open(0, text, seed=self.seed, epoch=0, steps=self.steps, kv_context=self.kv_context)
         done: list[torch.Tensor] = []
         epoch, changes = 0, sorted(self.texts.items())
+        steps = sorted(self.changes.items())
         while len(done) < len(self.done):
             admitted = ring.scheduler.next_chunk(0)
             while changes and changes[0][0] <= admitted:
                 epoch += 1
                 ring.set_text(0, epoch, MODEL.text.encode(changes.pop(0)[1]))
-            ahead = (changes[0][0] if changes else admitted + 6) - admitted  # a staircase needs newcomers
+            while steps and steps[0][0] <= admitted:
+                epoch += 1
+                ring.set_steps(0, epoch, steps.pop(0)[1])
+            # A staircase needs newcomers.
+            ahead = min([each[0][0] for each in (changes, steps) if each], default=admitted + 6) - admitted
             ring.scheduler.set_room(0, ahead * MODEL.spec.chunk_frames)
             done += [latents for _, latents in ring.turn()[1]]
         return done[: len(self.done)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from streamdiff.pipeline.ring import Ring
-from tests.pipeline.playing import CHUNKS, CHUNKS_LONG, THREE, play, same
+from tests.pipeline.playing import CHUNKS, CHUNKS_LONG, OTHER_STEPS, THREE, play, same
 from tests.pipeline.processes import RankFailed, run_ranks
 from tests.pipeline.ring_process import Case, model_of
 from tests.pipeline.rough_links import BROKEN, LANES
@@ -62,6 +62,17 @@ def test_latents_are_bit_identical(made: dict[str, Latents], plain: dict[tuple[s
         for name in names:
             assert len(sessions[name]) == CHUNKS_LONG
             assert same(sessions[name], plain[dtype, name]), f"{case}: session {name}"
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_change_of_steps_is_the_same_change_on_any_number_of_ranks(stages: int, tmp_path: Path) -> None:
+    """Five sessions at once, each of which goes on in another number of steps, beside each one by itself on one."""
+    case = f"float32/1/{','.join(map(str, OTHER_STEPS))}"
+    made = make(stages, [case], tmp_path)[case]
+    model = model_of("float32")
+    for name, order in OTHER_STEPS.items():
+        alone = play(Ring(model, CPU), model, {name: order}, CHUNKS_LONG)[name]
+        assert same(made[name], alone), f"session {name}: {order}"
 
 
 def test_several_rows_agree_within_a_rounding(

@@ -16,7 +16,8 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.stepping import yuv420p
 from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline.loading import own_device
-from streamdiff.pipeline.runtime import Frames, Runtime, load_runtime
+from streamdiff.pipeline.runtime import Frames, Runtime
+from streamdiff.pipeline.start import load_runtime
 from tests.small import (
     AUTOENCODER,
     BLUE,

@@ -1,7 +1,7 @@
 """The scheduler against the rules of DESIGN section 4 under random histories; `scheduler_judge.py` knows the rules.
 
-A history is a list of events: time passes, results come back late, rooms change, sessions pause, change their prompt,
-are reset and closed. Of paced admission see `test_scheduler_pacing.py`.
+A history is a list of events: time passes, results come back late, rooms change, sessions pause, change their prompt
+or their number of steps, are reset and closed. Of paced admission see `test_scheduler_pacing.py`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ events = st.one_of(
     st.tuples(st.just("room"), sessions, st.just(200)),
     st.tuples(st.just("pause"), sessions, st.booleans()),
     st.tuples(st.just("prompt"), sessions),
+    st.tuples(st.just("steps"), sessions, st.integers(1, 5), st.sampled_from([0, 0, 2])),
     st.tuples(st.just("rerun"), sessions),
     st.tuples(st.just("reset"), sessions),
     st.tuples(st.just("close"), sessions),
@@ -58,6 +59,8 @@ def play(judge: Judge, event: tuple[object, ...]) -> None:
             judge.set_room(session, int(str(rest[1])))
         elif name == "pause":
             judge.set_paused(session, bool(rest[1]))
+        elif name == "steps":
+            judge.change_steps(session, int(str(rest[1])), int(str(rest[2])))
         else:
             change = {"prompt": judge.change_prompt, "rerun": judge.rerun, "reset": judge.reset, "close": judge.close}
             change[str(name)](session)

@@ -2,7 +2,8 @@
 test run against. `python -m tests.serve.scripted serve ...` is `streamdiff serve` with this pipeline.
 
 The background is the prompt's last known colour word. A white bar, one frame wide per frame, marks time, and a square
-in the upper right corner what the last prompt did to the past, unless it kept it.
+in the upper right corner what the last prompt did to the past, unless it kept it. With fewer steps than usual a chunk
+takes less time, and the upper left corner is white.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Info:
     chunk_frames: int = CHUNK_FRAMES
     steps: int = 4
     kv_context: str = "clean"
-    steps_known: tuple[int, ...] = (4,)
+    steps_known: tuple[int, ...] = (4, 2)
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class _Stream:
     time: int = 0
     seed: int = 0
     kv_context: str = "clean"
+    steps: int = Info.steps
     mark: tuple[int, int, int] | None = None
 
 
@@ -121,7 +123,7 @@ class Painter:
             raise RequestError("steps", f"steps is {steps}; the painter has {self.info.steps_known}")
         if self.fits is not None and len(self._streams) >= self.fits:
             raise RequestError("session", f"only {self.fits} paintings fit", "memory")
-        self._streams[session] = _Stream(conditioning, epoch, seed=seed, kv_context=kv_context)  # type: ignore[arg-type]
+        self._streams[session] = _Stream(conditioning, epoch, seed=seed, kv_context=kv_context, steps=steps)  # type: ignore[arg-type]
 
     def check_switch(self, session: int, switch: str) -> None:
         matched = self._streams[session].kv_context == "matched"
@@ -133,6 +135,13 @@ class Painter:
         stream.colour, stream.epoch = conditioning, epoch  # type: ignore[assignment]
         stream.mark = MARKS.get(switch)
         self.switches.append(switch)
+
+    def check_steps(self, session: int, steps: int) -> None:
+        if steps not in self.info.steps_known:
+            raise RequestError("steps", f"steps is {steps}; the painter has {self.info.steps_known}")
+
+    def set_steps(self, session: int, steps: int, *, epoch: int) -> None:
+        self._streams[session].steps, self._streams[session].epoch = steps, epoch
 
     def reset(self, session: int, conditioning: object, *, seed: int, epoch: int) -> None:
         stream = self._streams[session]
@@ -158,9 +167,10 @@ class Painter:
         made = []
         for slot in self._ready():
             stream = self._streams[slot]
-            time.sleep(self.chunk_s)
+            chunk_s = self.chunk_s * (stream.steps + 1) / (self.info.steps + 1)
+            time.sleep(chunk_s)
             pictures = np.stack([self._paint(stream, number) for number in range(self.info.chunk_frames)])
-            made.append(Made(slot, stream.chunk, stream.epoch, pictures, True, self.chunk_s))
+            made.append(Made(slot, stream.chunk, stream.epoch, pictures, True, chunk_s))
             stream.chunk += 1
             self._made += 1
             if self._made == self.die_after_chunks:
@@ -172,6 +182,8 @@ class Painter:
         picture[:] = stream.colour
         at = (stream.chunk * self.info.chunk_frames + number + stream.seed) * 2 % SIZE
         picture[SIZE - 24 : SIZE - 8, at : at + 8] = 255
+        if stream.steps < self.info.steps:
+            picture[:24, :24] = 255
         if stream.mark is not None:
             picture[:24, -24:] = stream.mark
         return picture

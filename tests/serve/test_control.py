@@ -149,6 +149,7 @@ def test_the_book_does_not_grow() -> None:
             {"type": "prompt", "prompt": "a", "switch": "flush", "if_rev": 4},
             Control("prompt", None, prompt="a", switch="flush", if_rev=4),
         ),
+        ({"type": "steps", "steps": 2, "id": 1, "if_rev": 3}, Control("steps", 1, steps=2, if_rev=3)),
         ({"type": "fps", "fps": 24, "id": 1}, Control("fps", 1, fps=24.0)),
         ({"type": "pause", "if_rev": 0}, Control("pause", if_rev=0)),
     ],
@@ -164,6 +165,11 @@ def test_more_good_messages(message: dict[str, object], control: Control) -> Non
         ('{"type": "prompt", "prompt": "a", "switch": "explode"}', "switch"),
         ('{"type": "prompt", "prompt": "a", "switch": ["keep"]}', "switch"),
         ('{"type": "prompt", "prompt": "a", "switch": null}', "switch"),
+        ('{"type": "steps"}', "steps"),
+        ('{"type": "steps", "steps": 0}', "steps"),
+        ('{"type": "steps", "steps": 2.5}', "steps"),
+        ('{"type": "steps", "steps": true}', "steps"),
+        ('{"type": "steps", "steps": "2"}', "steps"),
         ('{"type": "fps"}', "fps"),
         ('{"type": "fps", "fps": true}', "fps"),
         ('{"type": "fps", "fps": 1e999}', "fps"),
@@ -224,6 +230,49 @@ def test_of_several_that_a_lost_engine_had_taken_the_latest_holds() -> None:
     book.accepted("r3", 3, "c", "", 0.3)
     assert book.engine_lost(4, 12, "it died", 0.4) == []
     assert [(receipt.id, receipt.stage) for receipt in book.applied(4, 12, 0.5)] == [(1, "superseded"), (2, "applied")]
+
+
+def _mixed() -> RequestBook:
+    """Two prompts and two numbers of steps by turns, all taken."""
+    book = RequestBook()
+    controls = (
+        Control("prompt", "red", prompt="red"),
+        Control("steps", "few", steps=2),
+        Control("prompt", "blue", prompt="blue"),
+        Control("steps", "many", steps=4),
+    )
+    for number, control in enumerate(controls, start=1):
+        book.accepted(book.begin(control, "me", 0.0), number, "", "", 0.1)
+    return book
+
+
+def test_prompts_and_steps_hold_beside_each_other() -> None:
+    book = _mixed()
+    stages = {receipt.id: receipt.stage for receipt in book.applied(4, 10, 0.2)}
+    assert stages == {"red": "superseded", "few": "superseded", "blue": "applied", "many": "applied"}
+    assert {receipt.id: receipt.stage for receipt in book.shown(10, 4, 0.3)} == {"blue": "shown", "many": "shown"}
+
+
+def test_what_was_made_and_never_seen_is_superseded_by_its_own_kind_only() -> None:
+    """Frames 10 to 29 bring `red` and `few`; they are skipped, and frame 30 brings the others."""
+    book = _mixed()
+    assert {receipt.id for receipt in book.applied(2, 10, 0.2)} == {"red", "few"}
+    assert {receipt.id for receipt in book.applied(3, 20, 0.2)} == {"blue"}
+    assert {receipt.id: receipt.stage for receipt in book.shown(20, 3, 0.3)} == {
+        "red": "superseded",
+        "few": "shown",
+        "blue": "shown",
+    }
+    assert {receipt.id: receipt.stage for receipt in book.applied(4, 30, 0.4)} == {"many": "applied"}
+
+
+def test_a_lost_engine_s_prompt_and_steps_are_both_carried_over() -> None:
+    book = _mixed()
+    assert book.engine_lost(9, 10, "it died", 0.2) == []
+    stages = {receipt.id: (receipt.stage, receipt.epoch) for receipt in book.applied(9, 10, 0.3)}
+    assert stages == {
+        "red": ("superseded", 1), "few": ("superseded", 2), "blue": ("applied", 9), "many": ("applied", 9),
+    }  # fmt: skip
 
 
 def test_with_no_engine_to_come_all_that_has_no_frames_is_refused() -> None:

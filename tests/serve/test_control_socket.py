@@ -46,6 +46,42 @@ def test_receipts_follow_a_prompt_to_the_screen() -> None:
     run_scene(scene)
 
 
+def test_receipts_follow_steps_to_the_screen_beside_a_prompt() -> None:
+    """Of two numbers of steps the latest holds; a prompt between them does too."""
+
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        await peer.frame()
+        socket = await SocketClient.connect(site.base, PATH)
+        socket.send({"type": "steps", "steps": 3, "id": "none such"})
+        error = await socket.message({"type": "error", "id": "none such"})
+        assert (error["code"], error["field"]) == ("out_of_range", "steps")
+        assert error["message"] == "`steps` is 3; the model scripted has 4, 2."
+        socket.send({"type": "pause", "id": "hold"})
+        await socket.message({"type": "receipt", "id": "hold"})
+        for name, message in {
+            "first": {"type": "steps", "steps": 2},
+            "text": {"type": "prompt", "prompt": "blue"},
+            "second": {"type": "steps", "steps": 4},
+            "last": {"type": "steps", "steps": 2},
+        }.items():
+            socket.send({**message, "id": name})
+            await socket.message({"type": "receipt", "id": name, "stage": "accepted"})
+        socket.send({"type": "resume", "id": "on"})
+        ends = {name: await socket.message({"type": "receipt", "id": name}) for name in ("first", "text", "second")}
+        assert [ends[name]["stage"] for name in ends] == ["superseded", "applied", "superseded"]
+        applied = await socket.message({"type": "receipt", "id": "last"})
+        assert (applied["stage"], applied["chunk"]) == ("applied", ends["text"]["chunk"])
+        for name in ("text", "last"):
+            shown = await socket.message({"type": "receipt", "id": name})
+            assert (shown["stage"], shown["pts"] > 0) == ("shown", True)
+        socket.send({"type": "get", "id": "get"})
+        assert (await socket.message({"type": "state", "id": "get"}))["steps"] == 2
+        await socket.close()
+
+    run_scene(scene)
+
+
 def test_everything_can_be_asked_for_while_it_plays() -> None:
     async def scene(site: Site) -> None:
         peer = await site.watch()
@@ -57,6 +93,7 @@ def test_everything_can_be_asked_for_while_it_plays() -> None:
                 ({"type": "pause"}, {"paused": True}),
                 ({"type": "resume"}, {"paused": False}),
                 ({"type": "reset", "seed": 5}, {"seed": 5}),
+                ({"type": "steps", "steps": 2}, {"steps": 2, "steps_known": [4, 2]}),
             ]
         ):
             socket.send({**message, "id": number})

@@ -175,6 +175,8 @@ def near(colour: tuple[int, int, int], limit: int = 40) -> Any:
 
 
 BLUE, GREEN = (40, 80, 220), (39, 160, 80)
+FEWER_STEPS = (255, 255, 255)
+"""The corner of pictures whose chunks have fewer steps than usual."""
 
 
 async def change(http: httpx.AsyncClient, **message: Any) -> dict[str, Any]:
@@ -195,6 +197,9 @@ def test_viewers_stay_while_the_engine_is_killed_and_see_video_again(gate: Gate)
             before = await change(http, type="prompt", prompt="blue")
             await viewer.until_frame(near(BLUE))
             await other.until_frame(near(GREEN))
+            fewer = await http.patch(f"/api/sessions/{name}", json={"steps": 2}, headers=key)
+            assert fewer.status_code == 200, fewer.text
+            await other.until_frame(near(FEWER_STEPS))
             assert (await http.post(f"/api/sessions/{name}/pause", headers=key)).status_code == 200
             last = (await viewer.after(len(viewer.messages), {"type": "stats"}))["frame"]
 
@@ -223,13 +228,14 @@ def test_viewers_stay_while_the_engine_is_killed_and_see_video_again(gate: Gate)
             assert shown["frame"] > last
 
             there = (await http.get(f"/api/sessions/{name}", headers=key)).json()
-            wanted = {"prompt": "green", "seed": 5, "fps": 20.0, "paused": True}
+            wanted = {"prompt": "green", "seed": 5, "steps": 2, "fps": 20.0, "paused": True}
             assert {field: there[field] for field in wanted} == wanted
             assert (await http.post(f"/api/sessions/{name}/resume", headers=key)).status_code == 200
             said = len(other.messages)
             async with asyncio.timeout(LIMIT_S):
                 while (await other.after(len(other.messages), {"type": "stats"}))["made_fps"] == 0:
                     pass
+            assert near(FEWER_STEPS)(*other.frames[-1]), "the new engine makes them as the old one did last"
             assert (await http.get("/readyz")).status_code == 200
             for each in (viewer, other):
                 assert each.pc.connectionState == "connected"

@@ -213,7 +213,11 @@ BAD_CHANGE = [
     (b"", 422, ""),
     (b'{"switch": "flush"}', 422, "switch"),
     (b'{"prompt": "red", "switch": "explode"}', 422, "switch"),
-    (b'{"steps": 2}', 422, "steps"),
+    (b'{"steps": 3}', 422, "steps"),
+    (b'{"steps": 0}', 422, "steps"),
+    (b'{"steps": 2.0}', 422, "steps"),
+    (b'{"steps": "2"}', 422, "steps"),
+    (b'{"steps": 2, "prompt": ""}', 422, "prompt"),
     (b'{"prompt": "red", "strength": 1}', 422, "strength"),
     (b'{"if_rev": -1, "prompt": "red"}', 422, "if_rev"),
 ]
@@ -298,6 +302,60 @@ def test_faster_playback_needs_room_too() -> None:
     _run(scene, Painter(chunk_s=0.1))  # the default session takes half of the time
 
 
+def test_steps_change_while_it_plays_and_what_holds_is_told() -> None:
+    async def scene(site: Site) -> None:
+        opened = await _open(site, prompt="green")
+        session, path = opened["id"], f"/api/sessions/{opened['id']}"
+        assert (opened["steps"], opened["steps_known"]) == (4, [4, 2])
+        peer = await _watch(site, session)
+        await _until_corner(peer, white=False)
+
+        async def patch(**change: Any) -> httpx.Response:
+            return await site.http.patch(path, json=change, headers=opened["headers"])
+
+        answer = (await patch(steps=2, prompt="blue")).json()
+        assert [(receipt["kind"], receipt["stage"]) for receipt in answer["receipts"]] == [
+            ("steps", "accepted"),
+            ("prompt", "accepted"),
+        ]
+        steps, prompt = answer["receipts"]
+        assert steps["epoch"] < prompt["epoch"]
+        after = answer["session"]
+        assert (after["steps"], after["prompt"], after["rev"]) == (2, "blue", opened["rev"] + 2)
+        assert after["share"] == pytest.approx(opened["share"] * 3 / 5, abs=1e-4), "what it asks of the engine follows"
+        await _until_corner(peer, white=True)
+        refused = await patch(steps=3, fps=10)
+        assert (refused.status_code, refused.json()["field"]) == (422, "steps")
+        assert refused.json()["detail"] == "`steps` is 3; the model scripted has 4, 2."
+        now = (await site.http.get(path)).json()
+        assert (now["steps"], now["fps"], now["rev"]) == (2, after["fps"], after["rev"]), "and nothing has changed"
+        await patch(steps=4)
+        await _until_corner(peer, white=False)
+
+    _run(scene, Painter(chunk_s=0.02))
+
+
+async def _until_corner(peer: Peer, *, white: bool) -> None:
+    """Wait until the pictures show that chunks have fewer steps than usual, or that they have not."""
+    for _ in range(400):
+        corner = (await peer.frame()).to_ndarray(format="rgb24")[4:20, 4:20]
+        if (corner.min() > 200) == white:
+            return
+    raise AssertionError(f"the corner never became {'white' if white else 'coloured'}")
+
+
+def test_more_steps_need_room_too() -> None:
+    async def scene(site: Site) -> None:
+        few = await _open(site, steps=2, fps=40)
+        path = f"/api/sessions/{few['id']}"
+        response = await site.http.patch(path, json={"steps": 4}, headers=few["headers"])
+        answer = response.json()
+        assert (response.status_code, answer["code"], answer["field"]) == (503, "no_capacity", "steps")
+        assert (await site.http.get(path)).json()["steps"] == 2
+
+    _run(scene, Painter(chunk_s=0.1))  # the default session takes half of the time, this one 0.3 or half
+
+
 def test_no_session_is_opened_while_draining() -> None:
     async def scene(site: Site) -> None:
         site.services.hub.draining = True
@@ -367,6 +425,8 @@ def test_the_description_of_the_api_names_every_address() -> None:
             assert "post" in described["paths"][f"/api/sessions/{{session}}/{act}"]
         body = described["paths"]["/api/sessions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert set(body["properties"]) == {"prompt", "seed", "size", "steps", "kv_context", "fps"}
+        change = described["paths"]["/api/sessions/{session}"]["patch"]["requestBody"]["content"]["application/json"]
+        assert set(change["schema"]["properties"]) == {"if_rev", "fps", "steps", "prompt", "switch", "seed"}
         assert "503" in described["paths"]["/api/sessions"]["post"]["responses"]
 
     _run(scene)

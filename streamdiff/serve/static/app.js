@@ -8,7 +8,7 @@ const video = $("video");
 const token = tokenOf(location.hash);
 // `?session=` and `?codec=` of the page's address are the server's business.
 const client = new StreamClient(`whep${location.search}`, token);
-const view = { phase: "connecting", steers: true, paused: false, seed: 0, fps: 0, prompt: "", frameSeen: false, notice: "", engine: "running" };
+const view = { phase: "connecting", steers: true, paused: false, seed: 0, fps: 0, steps: 0, prompt: "", frameSeen: false, notice: "", engine: "running" };
 const asked = new Map(); // id of a request -> { kind, at }
 
 globalThis.streamdiff = { client, view };
@@ -60,6 +60,18 @@ function drawSwitchHelp() {
   if (view.steers) select.title = help;
 }
 
+/** The numbers of steps that the model has; where there is one, there is nothing to choose. */
+function drawSteps({ steps, steps_known: known }) {
+  const select = $("steps");
+  $("steps-form").hidden = known.length < 2;
+  if ([...select.options].map((option) => option.value).join() !== known.join()) {
+    select.replaceChildren(...known.map((number) => new Option(number, number)));
+    select.value = steps;
+  }
+  if (steps !== view.steps) select.value = steps;
+  view.steps = steps;
+}
+
 function drawVeil(text, { busy = true, button = false } = {}) {
   setText($("veil-text"), text);
   $("spinner").hidden = !busy;
@@ -75,6 +87,7 @@ function drawState(state) {
   setText($("fps-native"), `The model's own rate: ${state.native_fps}`);
   setText($("playing-label"), state.session === "default" ? "Now playing" : `Now playing in session ${state.session}`);
   drawSwitches(state.switches);
+  drawSteps(state);
   setText($("playing"), state.text || state.prompt);
   video.setAttribute("aria-label", `Live video: ${state.text || state.prompt}`);
   $("screen").style.aspectRatio = `${state.width} / ${state.height}`;
@@ -102,6 +115,7 @@ function drawReceipt(text, stage = "") {
 
 const seconds = (ms) => `${(ms / 1000).toFixed(2)} s`;
 const AT_ONCE = ["pause", "resume", "fps"]; // nothing has to be made for these: accepted is all that comes
+const MADE = ["prompt", "reset", "steps"];
 const PAST = { recache: ", its past cached again", flush: ", the past flushed", reset: ", begun afresh" };
 const quoted = (text) => (text.length > 60 ? `“${text.slice(0, 57)}…”` : `“${text}”`);
 
@@ -113,14 +127,16 @@ function onReceipt(receipt) {
   if (AT_ONCE.includes(request.kind) && receipt.stage === "accepted") {
     asked.delete(receipt.id);
     if (request.kind === "fps") drawReceipt(`Plays at ${request.fps} frames a second.`, "shown");
-  } else if (receipt.stage === "accepted" && (request.kind === "prompt" || request.kind === "reset")) {
+  } else if (receipt.stage === "accepted" && MADE.includes(request.kind)) {
     drawReceipt(view.paused ? "Taken. It shows when you resume." : "Taken. It is being made now.", "accepted");
+  } else if (receipt.stage === "shown" && request.kind === "steps") {
+    drawReceipt(`Chunks have ${request.steps} steps now, after ${seconds(lag)}.`, "shown");
   } else if (receipt.stage === "shown") {
     number("n-lag", lag / 1000, 2);
     view.lagMs = lag;
     drawReceipt(request.kind === "reset" ? `Started over after ${seconds(lag)}.` : `${quoted(request.text)} is on screen, after ${seconds(lag)}${PAST[receipt.switch] ?? ""}.`, "shown");
   } else if (receipt.stage === "superseded") {
-    drawReceipt("A newer prompt took its place.", "superseded");
+    drawReceipt(`A newer ${request.kind === "steps" ? "choice" : "prompt"} took its place.`, "superseded");
   } else if (receipt.stage === "refused") {
     onRefused(request.kind, receipt.field, receipt.reason);
   }
@@ -129,8 +145,10 @@ function onReceipt(receipt) {
 
 function onRefused(kind, field, reason) {
   drawReceipt("");
-  const fields = { seed: "seed", fps: "fps", switch: "switch" };
-  drawFieldError(fields[field] ?? (kind === "reset" ? "seed" : "prompt"), reason);
+  const fields = { seed: "seed", fps: "fps", switch: "switch", steps: "steps" };
+  const place = fields[field] ?? { reset: "seed", steps: "steps" }[kind] ?? "prompt";
+  drawFieldError(place, reason);
+  if (place === "steps") $("steps").value = view.steps;
 }
 
 const handlers = {
@@ -201,8 +219,8 @@ function ask(kind, body = {}) {
     drawReceipt("There is no connection right now; try again in a moment.");
     return;
   }
-  asked.set(id, { kind, at: performance.now(), text: body.prompt ?? "", fps: body.fps });
-  if (kind === "prompt" || kind === "reset") drawReceipt("Sent …");
+  asked.set(id, { kind, at: performance.now(), text: body.prompt ?? "", fps: body.fps, steps: body.steps });
+  if (MADE.includes(kind)) drawReceipt("Sent …");
 }
 
 function sendPrompt(text) {
@@ -230,6 +248,11 @@ function changeFps() {
   const usable = fps >= 1 && fps <= 120;
   drawFieldError("fps", usable ? "" : "Frames a second are a number from 1 to 120.");
   if (usable && fps !== view.fps) ask("fps", { fps });
+}
+
+function changeSteps() {
+  drawFieldError("steps", "");
+  ask("steps", { steps: Number($("steps").value) });
 }
 
 function togglePause() {
@@ -263,6 +286,8 @@ $("seed-form").addEventListener("submit", (event) => {
 $("seed").addEventListener("input", readSeed);
 $("fps-form").addEventListener("submit", (event) => event.preventDefault()); // Enter is a change already
 $("fps").addEventListener("change", changeFps);
+$("steps-form").addEventListener("submit", (event) => event.preventDefault());
+$("steps").addEventListener("change", changeSteps);
 $("switch").addEventListener("change", () => {
   drawFieldError("switch", "");
   drawSwitchHelp();

@@ -1,0 +1,86 @@
+"""A runtime from a configuration: weights loaded, ranks joined, graphs made, a first chunk behind it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from streamdiff.config import ModelConfig
+from streamdiff.pipeline import loading, ranks
+from streamdiff.pipeline.budget import Budget
+from streamdiff.pipeline.company import Company
+from streamdiff.pipeline.compiling import Progress
+from streamdiff.pipeline.contexts import in_flight_limit
+from streamdiff.pipeline.decoding import DECODE_THREADS
+from streamdiff.pipeline.group import check_world
+from streamdiff.pipeline.ring import Ring
+from streamdiff.pipeline.runtime import Runtime
+
+_MEASURED_CHUNKS = 3
+
+
+def load_runtime(config: ModelConfig) -> Runtime:
+    """Load the model's weights, as the head of a ring if there are several stages, and warm up with one chunk.
+
+    Raises:
+        ConfigError: unknown model, a device that is not there, or a ring that cannot be built.
+    """
+    device = loading.own_device(config.device)
+    decoder = loading.load_decoder(config, device) if config.decode_rank == 0 else None
+    company: Company | None = None
+    runs: tuple[loading.Run, ...]
+    if config.ranks == 1:
+        check_world(1, 1)
+        model = loading.load_model(config, device)
+        runs, rooms = ((0, model.blocks),), [loading.own_room(config, device, decoder, model.past)]
+    else:
+        member = loading.join(config)
+        model, runs = loading.load_share(
+            config, member, device, lambda blocks: loading.load_model(config, device, blocks), decoder
+        )
+        member.tell_room(loading.own_room(config, device, decoder, model.past))
+        ring = ranks.head_ring(model, ranks.Place.of(config, 0, device), device)
+        links = None
+        if decoder is None:
+            kind = loading.pictures_of(config, device)
+            links = ranks.decode_links(model.spec, 0, config.decode_rank, device, kind)
+        progress = Progress(member, config.stages)
+        loading.compile_stage(config, ring.stage, progress)
+        loading.compile_decoder(config, decoder, device, DECODE_THREADS)
+        company = Company(member, ring, config.hang_s, links)
+        rooms = member.hear_rooms()
+        member.meet(progress.made)
+    model = replace(model, decoder=decoder)
+    counts = [last - first for first, last in runs] + [0] * (config.ranks - config.stages)
+    budget = Budget(loading.facts_of(config), rooms, counts, model.denoiser.dtype.itemsize)
+    alone = None
+    if company is None:
+        alone = Ring(model, device, clean_with_next=config.clean_with_next)
+        loading.compile_stage(config, alone.stage, Progress(None, 1))
+        loading.compile_decoder(config, decoder, device, DECODE_THREADS)
+    at_once = loading.at_once(config, device)
+    runtime = Runtime(model, device, config.steps, config.kv_context, company, budget, alone, at_once)
+    _warm_up(runtime, config)
+    runtime.occupancy()  # counts from here
+    return runtime
+
+
+def _warm_up(runtime: Runtime, config: ModelConfig) -> None:
+    """Make one chunk, so that the first viewer does not pay for first calls, and some more to see what they take.
+
+    Graphs are made for the configured KV context, so with them that is what is measured; a staircase needs newcomers.
+    """
+    kv_context = config.kv_context if config.compile == "on" else "clean"
+    steps = runtime.info.steps
+    room = in_flight_limit(kv_context, steps=steps, stages=config.stages)
+    conditioning = runtime.text.encode(runtime.text.read(runtime.text.examples[0], None).text)
+    runtime.open(0, conditioning, seed=0, epoch=0, steps=steps, kv_context=kv_context)
+    for number in range(1 + _MEASURED_CHUNKS):
+        if number == 1:
+            runtime.measure_from_here()
+        left = runtime.model.spec.first_chunks if number == 0 else 1
+        runtime.set_room(0, max(room, left) * runtime.info.chunk_frames)
+        while left > 0:
+            left -= sum(frames.last for frames in runtime.step(wait_s=1.0))
+    runtime.close_session(0)
+    while runtime.ring.has_work:  # newcomers of a staircase are still in it
+        runtime.step(wait_s=1.0)

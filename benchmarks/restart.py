@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ from benchmarks.browser import SERVE, Server, running_server
 from streamdiff import clock
 from streamdiff.errors import ConfigError
 
-OK, LOST, USAGE = 0, 1, 2
+OK, LOST, USAGE, STOPPED = 0, 1, 2, 128 + signal.SIGTERM
 GOAL_S = 5.0
 """What is aimed at with the embedded model on a CPU, for drawing only."""
 LIMIT_S = 300.0
@@ -187,6 +188,10 @@ async def _restart(server: Server, viewers: Sequence[Viewer], rank: int, stages:
 
 
 async def _measure(server: Server, count: int, repeats: int, rank: int, stages: int) -> list[Restart]:
+    task = asyncio.current_task()
+    assert task is not None
+    # As asyncio does for Ctrl-C: viewers have threads, which end with their connections and not with an exception.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(httpx.AsyncClient(timeout=20))
         viewers = []
@@ -244,7 +249,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--stages", type=int, default=1, help="ranks of the engine (default 1)")
     made.add_argument("--rank", type=int, default=0, help="which of them is killed (default 0, the head)")
-    made.add_argument("--repeats", type=int, default=5, help="kills (default 5)")
+    made.add_argument("--repeats", type=int, default=3, help="kills (default 3)")
     made.add_argument("--viewers", type=int, default=3, help="viewers who watch (default 3)")
     made.add_argument("--out", type=Path, metavar="FILE", help="JSON file to write")
     made.add_argument("--plot", type=Path, metavar="FILE", help="picture to write: .png or .svg")
@@ -271,7 +276,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         ["benchmarks.restart", *argv] if argv is not None else None,
         warm_up=f"{STEADY_FRAMES} moving pictures at every viewer before each kill",
     )
-    restarts = measure(options.viewers, options.repeats, options.rank, options.stages, options.serve)
+    try:
+        restarts = measure(options.viewers, options.repeats, options.rank, options.stages, options.serve)
+    except asyncio.CancelledError:
+        print("stopped: nothing is measured", file=sys.stderr)
+        return STOPPED
     label = f"tiny, {options.stages} stage{'s' if options.stages > 1 else ''}, rank {options.rank} killed"
     found = figures(restarts)
     kept = min(restart.kept for restart in restarts)

@@ -152,7 +152,7 @@ def test_the_product_compiles_it_before_it_is_ready_and_no_event_of_a_stream_doe
 ) -> None:
     """First chunks, a prompt switch, a reset, another session; the transformer's graphs have a test of their own."""
     save_model(tmp_path)
-    monkeypatch.setattr(loading, "compile_stage", lambda config, stage: None)
+    monkeypatch.setattr(loading, "compile_stage", lambda *given: None)
     runtime = load_runtime(ModelConfig(name=str(tmp_path), device="cpu", compile="on", decode_at_once=2))
     plain = load_runtime(ModelConfig(name=str(tmp_path), device="cpu", decode_at_once=2))
     assert isinstance(runtime.model.decoder, PictureDecoder) and isinstance(plain.model.decoder, PictureDecoder)

@@ -255,18 +255,19 @@ def test_an_end_on_the_way_keeps_what_was_there(
     status: int,
 ) -> None:
     """In the middle of the clip, the network fails or the user has had enough."""
+    from streamdiff.models.stepping import Past
     from streamdiff.models.wan.vae import WanDecoder
 
     if out != "frames":
         Path(out).write_text("old")
-    plain, calls = WanDecoder.decode_raw, iter(range(100))
+    plain, calls = WanDecoder._step, iter(range(100))
 
-    def failing(self: WanDecoder, raw: Tensor, memory: object) -> Tensor:
+    def failing(self: WanDecoder, raw: Tensor, past: Past) -> tuple[Tensor, Past]:
         if next(calls) == 2:
             raise error("on the way")
-        return plain(self, raw, memory)  # type: ignore[arg-type]
+        return plain(self, raw, past)
 
-    monkeypatch.setattr(WanDecoder, "decode_raw", failing)
+    monkeypatch.setattr(WanDecoder, "_step", failing)
     before = sorted(path.name for path in place.iterdir())
     line = f"decode --vae vae.pth --latents latents.safetensors --out {out} --chunk-frames 1"
     assert cli.main(line.split()) == status

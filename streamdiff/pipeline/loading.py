@@ -254,5 +254,6 @@ def _facts(config: ModelConfig) -> dict[str, str]:
         "torch": torch.__version__,
         **{f"model.{name}": str(value) for name, value in config.model_dump().items()},
         "model.steps": str(steps_of(config)),
+        "model.pictures": config.pictures if isinstance(config, ServedModel) else "rgb",
         "weights": library.digest(place_of(config)),
     }

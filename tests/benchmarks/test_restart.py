@@ -59,7 +59,7 @@ def test_a_rank_of_a_real_server_is_killed_and_three_viewers_see_video_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, plot = tmp_path / "restart.json", tmp_path / "restart.png"
-    words = ["--stages", "2", "--rank", "1", "--repeats", "2", "--out", str(out), "--plot", str(plot)]
+    words = ["--stages", "2", "--rank", "1", "--repeats", "1", "--out", str(out), "--plot", str(plot)]
     assert restart.main(words) == restart.OK
     stored = json.loads(out.read_text())
     assert stored["benchmark"] == "restart"
@@ -67,7 +67,7 @@ def test_a_rank_of_a_real_server_is_killed_and_three_viewers_see_video_again(
     [(label, result)] = stored["results"].items()
     assert list(stored["settings"]) == [label] and result["kept"] == 3
     assert restart.figures([Restart(**each) for each in result["restarts"]]) == result["figures"]
-    assert len(result["restarts"]) == 2
+    assert len(result["restarts"]) == 1
     for each in result["restarts"]:
         assert 0 < each["told_s"] < each["running_s"] < max(each["resumed_s"])
         assert len(each["resumed_s"]) == len(each["still_s"]) == 3

@@ -9,7 +9,6 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import psutil
@@ -86,15 +85,11 @@ async def test_ranks_stream_and_end_together(folder: Path) -> None:
         assert len(told.busy_s) == STAGES and min(told.busy_s) > 0
 
 
-@pytest.mark.parametrize("compiled", ["off", "on"])
-async def test_a_rank_that_only_decodes_sends_yuv420_from_plain_and_compiled_decoders(
-    folder: Path, compiled: Literal["off", "on"]
-) -> None:
+async def test_a_rank_that_only_decodes_sends_yuv420(folder: Path) -> None:
     """Latents go to it and planes come back, in the colours of the prompt."""
-    model = ModelConfig(kv_context="clean", decode="own-rank", compile=compiled)
+    model = ModelConfig(kv_context="clean", decode="own-rank")
     config = Config(model=model, serve=ServeConfig(pictures="yuv420"))
-    # A graph takes half a minute on a core of its own, and more where others are at work.
-    supervisor = Supervisor(config, start_limit_s=5 * LIMIT_S, module="tests.engine.only_decoder")
+    supervisor = Supervisor(config, start_limit_s=LIMIT_S)
     client = await supervisor.start()
     try:
         await client.send(Open("one", "a red circle at night"))

@@ -37,10 +37,11 @@ def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
 
 
 @pytest.fixture
-def nothing_left() -> Iterator[None]:
-    """No process of an example outlives its test."""
+def nothing_left(tmp_path: Path) -> Iterator[None]:
+    """No process of an example outlives its test; others may play beside it."""
     yield
-    mine = [p for p in psutil.process_iter(["cmdline"]) if str(EXAMPLE) in (p.info["cmdline"] or [])]
+    found = psutil.process_iter(["cmdline", "cwd"])
+    mine = [p for p in found if str(EXAMPLE) in (p.info["cmdline"] or []) and p.info["cwd"] == str(tmp_path)]
     for process in mine:
         process.kill()
     assert not mine

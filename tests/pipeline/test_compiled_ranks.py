@@ -41,7 +41,7 @@ def play(folder: Path, switch: str, **options: Any) -> tuple[Made, list[dict[str
 
 @pytest.mark.parametrize(
     ("kv_context", "clean_pass", "switch", "graphs"),
-    [("clean", "with-next", "recache", 6), ("staircase", "alone", "flush", 5)],
+    [("clean", "with-next", "recache", 6)],
 )
 def test_ranks_run_their_own_graphs_and_make_the_plain_stream(
     tmp_path: Path, kv_context: str, clean_pass: str, switch: str, graphs: int

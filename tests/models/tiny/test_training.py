@@ -218,6 +218,7 @@ def few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "all_scenes", lambda: scenes)
     monkeypatch.setattr(train_denoiser, "FIRST_WINDOWS", 2)
     monkeypatch.setattr(train_denoiser, "POOL", 4)
+    monkeypatch.setattr(train_denoiser, "STREAMS", 2)
 
 
 @pytest.mark.slow

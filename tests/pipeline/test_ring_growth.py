@@ -1,6 +1,6 @@
 """A ring of real processes holds no more memory, files, transfers or lists at its end than at its beginning.
 
-2,000 chunks here; `python -m tests.pipeline.growth_process --chunks 10000` plays more.
+1,000 chunks here; `python -m tests.pipeline.growth_process --chunks 10000` plays more.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import pytest
 
 from tests.pipeline.growth_process import LEG, SLACK, WARM_LEGS, Counts, faults, grow
 
-CHUNKS, LIMIT_S = 2000, 3600.0
+CHUNKS, LIMIT_S = 1000, 3600.0
 
 
 @pytest.mark.slow

@@ -273,8 +273,7 @@ def test_an_unknown_model_is_told_in_one_line(streamdiff_command: Command) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", ["1", "2"])
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status", "stages"), [(signal.SIGINT, 130, "2"), (signal.SIGTERM, 143, "1")])
 def test_an_interrupted_video_leaves_nothing(tmp_path: Path, number: signal.Signals, status: int, stages: str) -> None:
     root = Path(cli.__file__).parents[1]
     command = [sys.executable, "-m", "streamdiff", "generate", "--output", str(tmp_path / "o.mp4"), "--seconds", "999"]

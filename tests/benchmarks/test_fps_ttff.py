@@ -55,9 +55,7 @@ def test_one_and_two_stages_are_measured_and_told(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, fps_ttff.INTERRUPTED), (signal.SIGTERM, fps_ttff.TERMINATED)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, fps_ttff.TERMINATED)])
 def test_a_signal_ends_the_ranks(tmp_path: Path, number: int, code: int) -> None:
     out, files = tmp_path / "result.json", tmp_path / "temporary"
     files.mkdir()

@@ -64,7 +64,7 @@ def test_latents_are_bit_identical(made: dict[str, Latents], plain: dict[tuple[s
             assert same(sessions[name], plain[dtype, name]), f"{case}: session {name}"
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [3])
 def test_a_change_of_steps_is_the_same_change_on_any_number_of_ranks(stages: int, tmp_path: Path) -> None:
     """Five sessions at once, each of which goes on in another number of steps, beside each one by itself on one."""
     case = f"float32/1/{','.join(map(str, OTHER_STEPS))}"

@@ -88,16 +88,21 @@ def running_server(command: Sequence[str] = SERVE) -> Iterator[Server]:
             reader.start()
             yield server
         finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end(process)
             if reader.ident is not None:
                 reader.join()
             assert process.stdout is not None
             process.stdout.close()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Ask it to end, and make it end when it does not. Mutates: process."""
+    process.terminate()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _address(process: subprocess.Popen[str]) -> str:

@@ -11,7 +11,6 @@ is how many times as fast as the first row a path is, by the medians. `off_by` c
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import report
+from benchmarks import paths, report
 from streamdiff import clock
 from streamdiff.device import pick_device
 from streamdiff.models import autoencoders, library, random_weights
@@ -67,7 +66,9 @@ def load(vae: str, device: torch.device) -> Any:
 
 
 @torch.inference_mode()
-def measure(runs: dict[str, Run], shape: tuple[int, ...], device: torch.device, rounds: int) -> list[dict[str, Any]]:
+def measure(
+    runs: dict[str, Run], shape: tuple[int, ...], device: torch.device, rounds: int
+) -> list[dict[str, report.Value]]:
     """A row per path; see the module."""
     drawn = torch.Generator().manual_seed(0)
     off_by = dict.fromkeys(runs, 0)
@@ -80,17 +81,9 @@ def measure(runs: dict[str, Run], shape: tuple[int, ...], device: torch.device, 
         for path, run in runs.items():
             expected = plain if run.pictures.shape == plain.shape else planes
             off_by[path] = max(off_by[path], int((run.pictures.int() - expected.int()).abs().max()))
-    medians = {path: statistics.median(run.seconds[WARM_UP:]) for path, run in runs.items()}
-    first_s = next(iter(medians.values()))
+    first = next(iter(runs.values())).seconds[WARM_UP:]
     return [
-        {
-            "path": path,
-            "chunk_s": medians[path],
-            "least_s": min(run.seconds[WARM_UP:]),
-            "ratio": first_s / medians[path],
-            "compile_s": run.compile_s,
-            "off_by": off_by[path],
-        }
+        {**paths.row(path, run.seconds[WARM_UP:], first, run.compile_s), "off_by": off_by[path]}
         for path, run in runs.items()
     ]
 
@@ -100,16 +93,14 @@ def main() -> int:
     parser.add_argument("--vae", default="tiny", help="tiny, a path, random:wan2.1 or random:taew2_1 (default: tiny)")
     parser.add_argument("--size", default="128x128", help="WIDTHxHEIGHT of the picture (default: 128x128)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
-    parser.add_argument("--paths", default=",".join(PATHS), help=f"of {', '.join(PATHS)} (default: all)")
+    paths.add_option(parser, PATHS)
     parser.add_argument("--layouts", action="store_true", help="each path with the width last too")
     parser.add_argument("--chunk", type=int, default=3, help="latent frames in a chunk (default: 3)")
     parser.add_argument("--at-once", type=int, default=1, help="latent frames decoded by one call (default: 1)")
     parser.add_argument("--rounds", type=int, default=10, help="chunks of each path that count (default: 10)")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
-    paths = list(dict.fromkeys(["plain", *options.paths.split(",")]))
-    if unknown := [path for path in paths if path not in PATHS]:
-        parser.error(f"--paths has {', '.join(unknown)}; there are {', '.join(PATHS)}")
+    names = paths.chosen(parser, options.paths, PATHS)
     device, head = pick_device(options.device), report.header(warm_up=f"{WARM_UP} chunks")
     torch.set_num_threads(DECODE_THREADS)
     width, height = library.parse_size(options.size)
@@ -119,13 +110,9 @@ def main() -> int:
     runs = {
         f"{path}, {layout}": Run(load(options.vae, device), path, layout, like, options.at_once)
         for layout in (LAYOUTS if options.layouts else ("channels last",))
-        for path in paths
+        for path in names
     }
-    rows = measure(runs, shape, device, options.rounds)
-    print(report.table(rows))
-    if options.out is not None:
-        settings = {name: value for name, value in vars(options).items() if name != "out"}
-        report.write_json(options.out, head, {"paths": rows}, settings=settings)
+    paths.tell(measure(runs, shape, device, options.rounds), head, options)
     return 0
 
 

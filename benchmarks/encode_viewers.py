@@ -4,7 +4,7 @@ Starts `streamdiff serve` as a user would. The viewers are real aiortc peers in 
 DTLS, SRTP, packets put together into frames, reports sent back, but no picture decoded, so that one machine can play
 many. Their CPU is not counted, but they share the machine's cores.
 
-    python -m benchmarks.encode_viewers --output benchmarks/results/encode_viewers.json --plot viewers.png
+    python -m benchmarks.encode_viewers --out benchmarks/results/encode_viewers.json --plot viewers.png
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import httpx
 import psutil
 
 from benchmarks import report
-from benchmarks.browser import ROOT, SERVE, Server, running_server
+from benchmarks.browser import ROOT, SERVE, Server, end, running_server
 from streamdiff import clock
 
 PAINTED = (sys.executable, "-m", "benchmarks.time_code", "serve")
@@ -69,12 +69,7 @@ def watching(url: str, count: int) -> Iterator[Peers]:
             time.sleep(0.1)
         yield peers
     finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process)
         reader.join()
 
 
@@ -171,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--viewers", default="1,4,16,32", help="numbers of viewers (default 1,4,16,32)")
     parser.add_argument("--seconds", type=float, default=12.0, help="how long each number is measured (default 12)")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--plot", type=Path, help="picture to write: .png or .svg")
     parser.add_argument(
         "--painted", action="store_true", help="an engine that paints instead of computing: what the web side costs"
@@ -195,8 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"each added viewer: {found['cpu_percent_per_added_viewer']} % of one core in the web process")
     if arguments.plot is not None:
         plot(found["rows"], arguments.plot)
-    if arguments.output is not None:
-        report.write_json(arguments.output, header, found)
+    if arguments.out is not None:
+        report.write_json(arguments.out, header, found)
     return 0
 
 

@@ -8,7 +8,7 @@ Two servers, one after the other, each with the browser beside it on this machin
 - `streamdiff serve` with the embedded model; `prompt_to_pixel` counts from the message's sending to the first presented
   picture of the new colour.
 
-    python -m benchmarks.glass_to_glass --output benchmarks/results/glass_to_glass.json --plot latency.png
+    python -m benchmarks.glass_to_glass --out benchmarks/results/glass_to_glass.json --plot latency.png
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=10, help="prompt changes that are timed; 0 leaves them out")
     parser.add_argument("--lead", type=float, default=0.6, help="seconds of video made ahead, at most (default 0.6)")
     parser.add_argument("--fps", type=float, default=40.0, help="frames shown per second (default 40)")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--plot", type=Path, help="picture to write: .png or .svg")
     arguments = parser.parse_args(argv)
     if arguments.seconds <= 0 or arguments.prompts < 0:
@@ -130,8 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"of it in the playout buffer: {found['picture_age']['buffer_ms']} ms")
     if arguments.plot is not None:
         plot(found["picture_age"]["latencies_ms"], arguments.plot)
-    if arguments.output is not None:
-        report.write_json(arguments.output, header, found)
+    if arguments.out is not None:
+        report.write_json(arguments.out, header, found)
     return 0
 
 

@@ -11,14 +11,13 @@ times as fast as `plain` a path is, by the medians; each path's latents are comp
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks import report
+from benchmarks import paths, report
 from streamdiff import clock
 from streamdiff.config import ModelConfig
 from streamdiff.device import pick_device
@@ -64,10 +63,10 @@ class Run:
 
 @torch.inference_mode()
 def measure(
-    model: Model, device: torch.device, paths: list[str], steps: int, rounds: int, chunks: int
+    model: Model, device: torch.device, names: list[str], steps: int, rounds: int, chunks: int
 ) -> list[dict[str, report.Value]]:
     """A row per path; see the module."""
-    runs = {path: Run(model, device, path, steps) for path in paths}
+    runs = {path: Run(model, device, path, steps) for path in names}
     for run in runs.values():
         run.make(model.spec.window_chunks("clean") + WARM_UP)
         run.seconds.clear()
@@ -78,17 +77,8 @@ def measure(
     rows: list[dict[str, report.Value]] = []
     for path, run in runs.items():
         pairs = zip(run.latents, plain.latents, strict=True)
-        median_s = statistics.median(run.seconds)
-        rows.append(
-            {
-                "path": path,
-                "chunk_s": median_s,
-                "least_s": min(run.seconds),
-                "ratio": statistics.median(plain.seconds) / median_s,
-                "compile_s": run.compile_s,
-                "off_by": f"{max(float((one - other).abs().max()) for one, other in pairs):.1e}",
-            }
-        )
+        off_by = f"{max(float((one - other).abs().max()) for one, other in pairs):.1e}"
+        rows.append({**paths.row(path, run.seconds, plain.seconds, run.compile_s), "off_by": off_by})
     return rows
 
 
@@ -96,24 +86,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=SUMMARY)
     parser.add_argument("--model", default="tiny", help="as for `streamdiff serve` (default: tiny)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
-    parser.add_argument("--paths", default=",".join(PATHS), help=f"of {', '.join(PATHS)} (default: all)")
+    paths.add_option(parser, PATHS)
     parser.add_argument("--steps", type=int, help="denoise steps per chunk (default: what the model was made for)")
     parser.add_argument("--rounds", type=int, default=10, help="turns of each path (default: 10)")
     parser.add_argument("--chunks", type=int, default=2, help="chunks per turn (default: 2)")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
-    paths = list(dict.fromkeys(["plain", *options.paths.split(",")]))
-    if unknown := [path for path in paths if path not in PATHS]:
-        parser.error(f"--paths has {', '.join(unknown)}; there are {', '.join(PATHS)}")
+    names = paths.chosen(parser, options.paths, PATHS)
     device = pick_device(options.device)
     config = ModelConfig(name=options.model, steps=options.steps)
     options.steps = loading.steps_of(config)
     head = report.header(warm_up=f"a window of chunks and {WARM_UP} more")
-    rows = measure(loading.load_model(config, device), device, paths, options.steps, options.rounds, options.chunks)
-    print(report.table(rows))
-    if options.out is not None:
-        settings = {name: value for name, value in vars(options).items() if name != "out"}
-        report.write_json(options.out, head, {"paths": rows}, settings=settings)
+    rows = measure(loading.load_model(config, device), device, names, options.steps, options.rounds, options.chunks)
+    paths.tell(rows, head, options)
     return 0
 
 

@@ -5,7 +5,7 @@ FPS counts frames decoded by the browser between two looks at getStats, after th
 the page's offer to the first picture presented. A prompt counts from the message's sending to the first presented
 picture of the other colour (seen in a canvas).
 
-    python -m benchmarks.live_browser --seconds 30 --prompts 10 --output benchmarks/results/live_browser.json
+    python -m benchmarks.live_browser --seconds 30 --prompts 10 --out benchmarks/results/live_browser.json
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=30.0, help="how long playback is measured")
     parser.add_argument("--prompts", type=int, default=10, help="how many prompt changes are timed")
     parser.add_argument("--loads", type=int, default=5, help="how often the page is loaded for the first frame")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("serve", nargs="*", help="further arguments of `streamdiff serve`, after --")
     arguments = parser.parse_args(argv)
     header = report.header(
@@ -159,8 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(report.table([found["playback"]]))
     rows = [{"what": name, **found[name]} for name in ("first_frame", "prompt_to_pixel") if found[name]]
     print(report.table(rows))
-    if arguments.output is not None:
-        report.write_json(arguments.output, header, found)
+    if arguments.out is not None:
+        report.write_json(arguments.out, header, found)
     return 0
 
 

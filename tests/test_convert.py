@@ -255,14 +255,14 @@ def test_an_end_on_the_way_keeps_what_was_there(
     status: int,
 ) -> None:
     """In the middle of the clip, the network fails or the user has had enough."""
-    from streamdiff.models.stepping import Past
+    from streamdiff.models.stepping import Remembered
     from streamdiff.models.wan.vae import WanDecoder
 
     if out != "frames":
         Path(out).write_text("old")
     plain, calls = WanDecoder._step, iter(range(100))
 
-    def failing(self: WanDecoder, raw: Tensor, past: Past) -> tuple[Tensor, Past]:
+    def failing(self: WanDecoder, raw: Tensor, past: Remembered) -> tuple[Tensor, Remembered]:
         if next(calls) == 2:
             raise error("on the way")
         return plain(self, raw, past)

@@ -53,7 +53,6 @@ class Engine:
         self._slots: dict[str, int] = {}
         self._sessions: dict[int, Session] = {}
         self._waiting = Waiting(pipeline.text.encode)
-        self._contexts: dict[int, str] = {}  # by slot
         self._texts: dict[str, tuple[str, Any]] = {}  # by session: the text that was encoded last, and what came of it
         # A slot's next session starts above all epochs of the one before, so frames can never be taken for its own.
         self._next_epoch: dict[int, int] = {}
@@ -143,7 +142,6 @@ class Engine:
         """Free the pipeline and everything in it."""
         self._slots.clear()
         self._sessions.clear()
-        self._contexts.clear()
         self._texts.clear()
         self._waiting.close()
         self._pipeline.close()
@@ -173,7 +171,6 @@ class Engine:
             raise bad_value(error, "session") from error
         self._slots[command.session] = slot
         self._sessions[slot] = session
-        self._contexts[slot] = self._choice(command)[1]
         return events
 
     def _start(self, slot: int, command: Open, reading: Reading) -> tuple[Session, list[Event]]:
@@ -183,6 +180,7 @@ class Engine:
             command.session,
             text=reading.text,
             seed=command.seed,
+            kv_context=kv_context,
             epoch=max(command.epoch, self._next_epoch.get(slot, 0)),
             lead_frames=self._lead_frames if command.lead_frames is None else command.lead_frames,
             least_lead_frames=self._lead(command),
@@ -259,7 +257,7 @@ class Engine:
             case SetSteps():
                 slot = self._slots[request.session]
                 self._pipeline.check_steps(slot, request.steps)
-                lead = self._least_lead(request.steps, self._contexts[slot])
+                lead = self._least_lead(request.steps, session.kv_context)
                 outputs = session.set_steps(request.steps, lead, request.request)
             case Pause() | Resume():
                 outputs = session.set_paused(isinstance(request, Pause))
@@ -282,7 +280,6 @@ class Engine:
             return [*events, Closed(name)]
         slot = self._slots.pop(name)
         session = self._sessions.pop(slot)
-        del self._contexts[slot]
         self._next_epoch[slot] = session.epoch + 1
         return [*events, *self._carry_out(slot, session.close())]
 

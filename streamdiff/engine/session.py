@@ -77,6 +77,7 @@ class Session:
         *,
         text: str,
         seed: int,
+        kv_context: str,
         epoch: int,
         lead_frames: int,
         least_lead_frames: int = 0,
@@ -84,6 +85,7 @@ class Session:
         shown_frames: int = 0,
     ) -> None:
         """Args:
+        kv_context: that the pipeline has opened it with.
         epoch: of the first chunk.
         lead_frames: how many frames may be made beyond those reported as shown.
         least_lead_frames: what the lead is at least.
@@ -92,6 +94,7 @@ class Session:
         self.name = name
         self.text = text
         self.seed = seed
+        self.kv_context = kv_context
         self.epoch = epoch
         self.chunk = -1
         """The last chunk of which frames have come; -1 before the first. Starts again with a reset."""

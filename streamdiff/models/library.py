@@ -297,10 +297,7 @@ def load_decoder(place: Place, device: torch.device, dtype: torch.dtype = torch.
     """
     if place.embedded:
         dtype = torch.float32  # a small one gains nothing from less
-    vae = place.vae
-    if vae is None and place.entry is not None:
-        files = catalogue.parts().autoencoders[place.entry.autoencoder].weights
-        vae = str(hub.fetch(files)[0]) if files is not None else None
+    vae = _vae_of(place)
     if vae is None:
         raise ConfigError(f"{place.name} comes without an autoencoder; give --vae PATH, or make latents only")
     if random_weights.is_random(vae):
@@ -318,10 +315,7 @@ def load_past(
     """
     if not spec.context_pictures:
         return None
-    vae = place.vae
-    if vae is None and place.entry is not None:
-        files = catalogue.parts().autoencoders[place.entry.autoencoder].weights
-        vae = str(hub.fetch(files)[0]) if files is not None else None
+    vae = _vae_of(place)
     if vae is None or random_weights.is_random(vae):
         raise ConfigError(
             f"the past of {place.name} is seen again from its pictures, which takes an autoencoder with both halves, "
@@ -329,6 +323,14 @@ def load_past(
         )
     halves = autoencoders.load_decoder(vae, device, dtype), autoencoders.load_encoder(vae, device, dtype)
     return FromPictures(*halves)
+
+
+def _vae_of(place: Place) -> str | None:
+    """The model's autoencoder: the one given, else the one its catalogue entry names, fetched if need be."""
+    if place.vae is not None or place.entry is None:
+        return place.vae
+    files = catalogue.parts().autoencoders[place.entry.autoencoder].weights
+    return None if files is None else str(hub.fetch(files)[0])
 
 
 class NoText:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from streamdiff.models.base import StreamDecoder
 
-Past = Mapping[int, Tensor | str | None]
-Step = Callable[[Tensor, Past], tuple[Tensor, Past]]
+Remembered = Mapping[int, Tensor | str | None]
+Step = Callable[[Tensor, Remembered], tuple[Tensor, Remembered]]
 """Normalised latents `[1, C, F, h, w]` and a past to frames `[n, 3, H, W]`, float in [0, 255], and the past after."""
 Layout = Callable[[Tensor], Tensor]
 """Frames `[n, 3, H, W]`, float in [0, 255], to pictures in bytes."""
@@ -29,16 +29,16 @@ class SteppedDecoder(StreamDecoder, Protocol):
         """Lay weights and pictures out with the channels last, or with the width, from now on; before any
         stream begins. Mutates: self."""
 
-    def past(self, latents: Tensor, memory: Any) -> Past:
+    def past(self, latents: Tensor, memory: Any) -> Remembered:
         """What `memory` remembers. Raises ValueError for latents of another shape than the stream can go on with."""
 
     def pieces(self, latents: Tensor) -> Sequence[Tensor]:
         """Latents `[1, C, F, h, w]` as they go through steps, one after the other."""
 
-    def step(self, piece: Tensor, past: Past) -> tuple[Tensor, Past]:
+    def step(self, piece: Tensor, past: Remembered) -> tuple[Tensor, Remembered]:
         """See `Step`."""
 
-    def remember(self, latents: Tensor, memory: Any, past: Past) -> int:
+    def remember(self, latents: Tensor, memory: Any, past: Remembered) -> int:
         """Take the past after `latents` into `memory`; returns how many of the frames in front are not shown.
         Mutates: memory."""
 

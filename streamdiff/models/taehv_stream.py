@@ -29,7 +29,7 @@ from streamdiff.models.latents import (
     Normalisation,
     split_whole,
 )
-from streamdiff.models.stepping import Past, decode_by, rgb24
+from streamdiff.models.stepping import Remembered, decode_by, rgb24
 from streamdiff.models.taehv import TAEHV, Config, Memory
 from streamdiff.models.wan.weights import FILE
 
@@ -108,7 +108,7 @@ class TaehvDecoder(_Half):
         """See `SteppedDecoder`; channels last, unless told otherwise."""
         self.model.autoencoder.lay_out(torch.channels_last if channels_last else torch.contiguous_format)
 
-    def past(self, latents: Tensor, memory: Memory) -> Past:
+    def past(self, latents: Tensor, memory: Memory) -> Remembered:
         """See `SteppedDecoder`: a stream that has not begun remembers zeros, so that all its steps are alike."""
         self._check(latents)
         return memory.past or self.model.autoencoder.blank(latents.to(self.dtype).transpose(1, 2))
@@ -116,11 +116,11 @@ class TaehvDecoder(_Half):
     def pieces(self, latents: Tensor) -> tuple[Tensor]:
         return (latents,)
 
-    def step(self, piece: Tensor, past: Past) -> tuple[Tensor, Past]:
+    def step(self, piece: Tensor, past: Remembered) -> tuple[Tensor, Remembered]:
         frames, after = self.model.autoencoder.decode_step(self._taken(piece), cast(dict[int, Tensor], past))
         return frames[0].float().clamp(0, 1) * 255, after
 
-    def remember(self, latents: Tensor, memory: Memory, past: Past) -> int:
+    def remember(self, latents: Tensor, memory: Memory, past: Remembered) -> int:
         memory.past = cast(dict[int, Tensor], past)
         return self.model.autoencoder.trim(memory)
 

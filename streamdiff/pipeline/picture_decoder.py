@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from streamdiff.models.stepping import Layout, Past, Step, SteppedDecoder, decode_by, rgb24
+from streamdiff.models.stepping import Layout, Remembered, Step, SteppedDecoder, decode_by, rgb24
 
 Key = Hashable
 _CALLS = 5
@@ -66,7 +66,7 @@ class PictureDecoder:
                 self.decode(group[None], memory)
         self._learning = False
 
-    def _run(self, piece: Tensor, past: Past) -> tuple[Tensor, Past]:
+    def _run(self, piece: Tensor, past: Remembered) -> tuple[Tensor, Remembered]:
         """A step whose frames are pictures already."""
         assert self._graphs is not None
         piece = piece.clone(memory_format=torch.contiguous_format)  # made in inference mode, and laid out, as always
@@ -86,7 +86,7 @@ def _shape(remembered: Tensor | str | None) -> Hashable:
 def compiled(decoder: SteppedDecoder, layout: Layout) -> Step:
     """The decoder's step and what lays its frames out, as one graph without breaks; compiled when it is called."""
 
-    def step(piece: Tensor, past: Past) -> tuple[Tensor, Past]:
+    def step(piece: Tensor, past: Remembered) -> tuple[Tensor, Remembered]:
         frames, after = decoder.step(piece, past)
         return layout(frames), after
 

@@ -150,7 +150,8 @@ class Stage:
         if done is None:
             done = self.denoiser.run_blocks(tokens, side_by_side(texts), self.attention.on(views))
         for row in rows:
-            self._share(row)
+            if row.chunk < self.spec.first_chunks > 1:
+                self._share(row)
         return done
 
     @torch.inference_mode()
@@ -193,6 +194,8 @@ class Stage:
     def _ahead(self, rows: Sequence[MicroStep], index: int) -> int:
         """Rows after this one that are made together with it."""
         row, count = rows[index], self.spec.first_chunks
+        if row.chunk + 1 >= count:  # as good as always
+            return 0
         return sum(
             row.chunk < other.chunk < count and (row.session, row.step) == (other.session, other.step)
             for other in rows[index + 1 :]
@@ -202,7 +205,7 @@ class Stage:
         """What was made together is seen by every step as its last one left it (StreamDiffusionV2's start: it runs
         through all steps on one cache, which is copied then). Mutates: the row's caches."""
         session = self.sessions[row.session]
-        if session.matched and row.last and row.chunk < self.spec.first_chunks > 1:
+        if session.matched and row.last:
             session.state.share(self._cache(session, row), session.plan.slot(row.chunk))
 
     def _cache(self, session: StageSession, row: MicroStep) -> int:

@@ -14,7 +14,7 @@ CHUNK = 4
 
 
 def session(lead_frames: int = 12, epoch: int = 0) -> Session:
-    return Session("s", text="red", seed=3, epoch=epoch, lead_frames=lead_frames)
+    return Session("s", text="red", seed=3, kv_context="clean", epoch=epoch, lead_frames=lead_frames)
 
 
 def make(session: Session, *, epoch: int, chunk: int, count: int = CHUNK, chunk_s: float | None = None) -> list[Output]:
@@ -173,14 +173,19 @@ def test_a_prompt_may_begin_the_stream_afresh() -> None:
 
 
 def test_the_lead_may_change_but_not_below_what_the_pipeline_needs() -> None:
-    stream = Session("a", text="red", seed=0, epoch=0, lead_frames=12, least_lead_frames=6)
+    def begun(lead_frames: int) -> Session:
+        given = {"lead_frames": lead_frames, "least_lead_frames": 6}
+        return Session("a", text="red", seed=0, kv_context="clean", epoch=0, **given)
+
+    stream = begun(12)
     assert stream.set_lead(24) == [Allow(24)]
     assert stream.set_lead(1) == [Allow(6)]
-    assert Session("a", text="red", seed=0, epoch=0, lead_frames=1, least_lead_frames=6).room_frames == 6
+    assert begun(1).room_frames == 6
 
 
 def test_a_session_taken_up_goes_on_counting_and_has_room_for_what_was_not_shown() -> None:
-    s = Session("s", text="red", seed=3, epoch=9, lead_frames=12, made_frames=100, shown_frames=95)
+    begun = {"epoch": 9, "lead_frames": 12, "made_frames": 100, "shown_frames": 95}
+    s = Session("s", text="red", seed=3, kv_context="clean", **begun)
     assert s.open() == [Allow(7), Opened("s", 9, "red", "")]
     applied, allow, batch = make(s, epoch=9, chunk=0)
     assert applied == Applied("s", 9, 0, 100)

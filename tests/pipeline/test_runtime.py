@@ -267,11 +267,10 @@ def test_a_server_may_have_yuv420_of_the_same_pictures(tmp_path: Path) -> None:
     ):
         runtime = load_runtime(config)
         open_session(runtime)
-        made.append(pictures(take(runtime, 0, 2)))
+        made.append(pictures(take(runtime, 0, 2))[: 2 * CHUNK])  # the next chunk's first may have come with them
         runtime.close()
     rgb, automatic, planes = made
-    assert rgb.shape == automatic.shape, "RGB on a CPU"
-    assert np.abs(rgb.astype(int) - automatic).max() <= 1, "a value between two levels may go either way"
+    assert np.array_equal(rgb, automatic), "RGB on a CPU"
     frames = torch.from_numpy(rgb).permute(0, 3, 1, 2).float()
     assert planes.shape == (len(rgb), rgb.shape[1] * 3 // 2, rgb.shape[2]) and planes.std() > 5
     assert np.abs(planes.astype(int) - yuv420p(frames).numpy()).max() <= 1

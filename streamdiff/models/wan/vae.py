@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from streamdiff.errors import ConfigError
 from streamdiff.models.decoder_memory import wan_values
 from streamdiff.models.latents import Normalisation, split_whole
-from streamdiff.models.stepping import Past, decode_by, rgb24
+from streamdiff.models.stepping import Remembered, decode_by, rgb24
 
 
 @dataclass
@@ -146,7 +146,7 @@ class WanDecoder(_Half):
         self.remember(raw, memory, past)
         return torch.cat(parts, 2)
 
-    def past(self, latents: Tensor, memory: Memory) -> Past:
+    def past(self, latents: Tensor, memory: Memory) -> Remembered:
         """See `SteppedDecoder`. A stream's first two latent frames meet three kinds: nothing, then one frame of each
         layer and a word where time is stretched, then two frames, from there on always."""
         _check("latents", latents, self.latent_channels, memory)
@@ -155,15 +155,15 @@ class WanDecoder(_Half):
     def pieces(self, latents: Tensor) -> tuple[Tensor, ...]:
         return tuple(latents[:, :, index : index + 1] for index in range(latents.shape[2]))
 
-    def step(self, piece: Tensor, past: Past) -> tuple[Tensor, Past]:
+    def step(self, piece: Tensor, past: Remembered) -> tuple[Tensor, Remembered]:
         video, after = self._step(self.normalisation.undo(piece), past)
         return (video[0].float().transpose(0, 1) + 1) * 127.5, after
 
-    def remember(self, latents: Tensor, memory: Memory, past: Past) -> int:
+    def remember(self, latents: Tensor, memory: Memory, past: Remembered) -> int:
         memory.features, memory.size = list(past.values()), _check("latents", latents, self.latent_channels, memory)
         return 0
 
-    def _step(self, raw: Tensor, past: Past) -> tuple[Tensor, Past]:
+    def _step(self, raw: Tensor, past: Remembered) -> tuple[Tensor, Remembered]:
         """Raw latents `[B, C, 1, h, w]` to frames `[B, 3, n, H, W]` in [-1, 1], in the weights' dtype."""
         features, first = list(past.values()), all(feature is None for feature in past.values())
         x = self.autoencoder.post_quant_conv(raw.to(self.dtype))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
@@ -70,6 +71,11 @@ class Server:
 
     process: subprocess.Popen[str]
     url: str
+
+    @property
+    def engine(self) -> psutil.Process:
+        """The engine process, or the launcher of its ranks; a spare that waits beside it is younger."""
+        return min(psutil.Process(self.process.pid).children(), key=psutil.Process.create_time)
 
 
 @contextmanager

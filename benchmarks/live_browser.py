@@ -23,7 +23,7 @@ import psutil
 from selenium import webdriver
 
 from benchmarks import report
-from benchmarks.browser import SERVE, chromium, probe, running_server
+from benchmarks.browser import SERVE, Server, chromium, probe, running_server
 from streamdiff import clock
 
 WARM_UP_S = 5.0
@@ -73,10 +73,9 @@ def _cpu_s(processes: Sequence[psutil.Process]) -> list[float]:
     return [sum(process.cpu_times()[:2]) for process in processes]
 
 
-def _playback(browser: webdriver.Chrome, pid: int, seconds: float) -> dict[str, Any]:
+def _playback(browser: webdriver.Chrome, server: Server, seconds: float) -> dict[str, Any]:
     """Delivery over `seconds`, and what the processes used meanwhile (in percent of one core)."""
-    web = psutil.Process(pid)
-    processes = [web, *web.children()]
+    processes = [psutil.Process(server.process.pid), server.engine]
     before, cpu_before = probe(browser), _cpu_s(processes)
     time.sleep(seconds)
     after, cpu_after = probe(browser), _cpu_s(processes)
@@ -95,7 +94,7 @@ def _playback(browser: webdriver.Chrome, pid: int, seconds: float) -> dict[str, 
         "width": new["frameWidth"],
         "height": new["frameHeight"],
         "cpu_percent_web": cpu[0],
-        "cpu_percent_engine": cpu[1] if len(cpu) > 1 else None,
+        "cpu_percent_engine": cpu[1],
     }
 
 
@@ -126,7 +125,7 @@ def measure(seconds: float, prompts: int, loads: int, command: Sequence[str] = S
         first = _first_frames(browser, server.url, loads)
         browser.execute_script("streamdiff.client.send({ type: 'prompt', prompt: arguments[0] })", PROMPTS[1])
         time.sleep(WARM_UP_S)
-        playback = _playback(browser, server.process.pid, seconds)
+        playback = _playback(browser, server, seconds)
         lags = _prompt_lags(browser, prompts)
         state = httpx.get(server.url + "api/state", timeout=20).json()
         version = browser.capabilities["browserVersion"]

@@ -4,8 +4,10 @@ Starts `streamdiff serve` as a user would, with real aiortc viewers that decode 
 channel, as the page does. Then `kill -9` to one process of the engine, again and again, and each time the clock runs
 from the kill until every viewer has decoded a new picture, over the connection it had. Restarts come at once here; a
 server makes the second one within five minutes wait half a second, and later ones longer (`serve.restart_wait_s`).
+Each kill comes after so many seconds of video that the spare engine (`serve.spare`) is ready; `--rest 0` does not wait.
 
     python -m benchmarks.restart
+    python -m benchmarks.restart --no-spare --rest 0
     python -m benchmarks.restart --stages 2 --rank 1 --out restart.json --plot restart.png
 """
 
@@ -145,12 +147,12 @@ def engine_process(server: Server, rank: int, stages: int) -> psutil.Process:
     Raises:
         RuntimeError: there is none.
     """
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    if stages > 1:
-        children = [child for child in children if child.environ().get("RANK") == str(rank)]
-    if not children:
+    if stages == 1:
+        return server.engine
+    ranks = [child for child in server.engine.children() if child.environ().get("RANK") == str(rank)]
+    if not ranks:
         raise RuntimeError(f"rank {rank} of the engine is not there")
-    return children[0]
+    return ranks[0]
 
 
 async def _until(what: str, done: Callable[[], bool]) -> None:
@@ -171,8 +173,9 @@ async def _join(http: httpx.AsyncClient, url: str) -> Viewer:
     return viewer
 
 
-async def _restart(server: Server, viewers: Sequence[Viewer], rank: int, stages: int) -> Restart:
-    """One kill, and what follows."""
+async def _restart(server: Server, viewers: Sequence[Viewer], rank: int, stages: int, rest_s: float) -> Restart:
+    """One kill after `rest_s` seconds, and what follows."""
+    await asyncio.sleep(rest_s)
     before = [len(viewer.changes_s) for viewer in viewers]
     await _until(
         "viewers see the stream",
@@ -187,7 +190,7 @@ async def _restart(server: Server, viewers: Sequence[Viewer], rank: int, stages:
     return found
 
 
-async def _measure(server: Server, count: int, repeats: int, rank: int, stages: int) -> list[Restart]:
+async def _measure(server: Server, count: int, repeats: int, rank: int, stages: int, rest_s: float) -> list[Restart]:
     task = asyncio.current_task()
     assert task is not None
     # As asyncio does for Ctrl-C: viewers have threads, which end with their connections and not with an exception.
@@ -202,19 +205,21 @@ async def _measure(server: Server, count: int, repeats: int, rank: int, stages: 
         with tqdm(total=repeats, desc="restarts", dynamic_ncols=True) as bar:
             found = []
             for _ in range(repeats):
-                found.append(await _restart(server, viewers, rank, stages))
+                found.append(await _restart(server, viewers, rank, stages, rest_s))
                 bar.update()
         return found
 
 
-def measure(viewers: int, repeats: int, rank: int, stages: int, options: Sequence[str]) -> list[Restart]:
-    """All restarts of a server of its own; `options` are further ones of `streamdiff serve`."""
+def measure(options: argparse.Namespace) -> list[Restart]:
+    """All restarts of a server of its own; see `parser`."""
+    viewers, repeats, rank, stages = options.viewers, options.repeats, options.rank, options.stages
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="streamdiff-") as limits:
         # One more than wanted: an engine that cannot start again ends the benchmark with the server's own reason.
-        yaml.safe_dump({"serve": {"restarts": repeats + 1, "restart_wait_s": 0.0}}, limits)
+        serve = {"restarts": repeats + 1, "restart_wait_s": 0.0, "spare": not options.no_spare}
+        yaml.safe_dump({"serve": serve}, limits)
         limits.flush()
-        with running_server((*SERVE, "--config", limits.name, "--stages", str(stages), *options)) as server:
-            return asyncio.run(_measure(server, viewers, repeats, rank, stages))
+        with running_server((*SERVE, "--config", limits.name, "--stages", str(stages), *options.serve)) as server:
+            return asyncio.run(_measure(server, viewers, repeats, rank, stages, options.rest))
 
 
 # ---- telling -----------------------------------------------------------------------------------------------------
@@ -250,6 +255,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--stages", type=int, default=1, help="ranks of the engine (default 1)")
     made.add_argument("--rank", type=int, default=0, help="which of them is killed (default 0, the head)")
     made.add_argument("--repeats", type=int, default=3, help="kills (default 3)")
+    made.add_argument("--rest", type=float, default=25.0, help="seconds of video before each kill (default 25)")
+    made.add_argument("--no-spare", action="store_true", help="without a spare engine (serve.spare: false)")
     made.add_argument("--viewers", type=int, default=3, help="viewers who watch (default 3)")
     made.add_argument("--out", type=Path, metavar="FILE", help="JSON file to write")
     made.add_argument("--plot", type=Path, metavar="FILE", help="picture to write: .png or .svg")
@@ -274,10 +281,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE
     head = report.header(
         ["benchmarks.restart", *argv] if argv is not None else None,
-        warm_up=f"{STEADY_FRAMES} moving pictures at every viewer before each kill",
+        warm_up=f"{options.rest:g} s and {STEADY_FRAMES} moving pictures at every viewer before each kill",
     )
     try:
-        restarts = measure(options.viewers, options.repeats, options.rank, options.stages, options.serve)
+        restarts = measure(options)
     except asyncio.CancelledError:
         print("stopped: nothing is measured", file=sys.stderr)
         return STOPPED
@@ -286,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kept = min(restart.kept for restart in restarts)
     print(report.table([{"case": label, **found, "connections kept": f"{kept} of {options.viewers}"}]))
     if options.out is not None:
-        names = ("stages", "rank", "repeats", "viewers", "serve")
+        names = ("stages", "rank", "repeats", "viewers", "rest", "no_spare", "serve")
         settings = {label: {name: getattr(options, name) for name in names}}
         result: dict[str, Any] = {"figures": found, "kept": kept, "restarts": [vars(each) for each in restarts]}
         report.write_json(options.out, head, {label: result}, benchmark="restart", settings=settings)

@@ -32,6 +32,14 @@ class Attached:
         assert self._ready is not None, "start first"
         return self._ready
 
+    @property
+    def alive(self) -> bool:
+        """Whether the engine is there: it has started this process."""
+        return self._watching is None or not self._watching.done()
+
+    async def prepare(self) -> None:
+        """Nothing: it loads already."""
+
     async def start(self) -> EngineClient:
         """Wait until the engine is warm.
 

@@ -36,9 +36,12 @@ class Restarting:
 class Keeper:
     """An engine that comes back. `make` gives a new engine process, not started; `restarts` says how often."""
 
-    def __init__(self, make: Callable[[], EngineProcess], restarts: Restarts) -> None:
+    def __init__(self, make: Callable[[], EngineProcess], restarts: Restarts, *, spare: bool = False) -> None:
+        """`spare`: beside every engine that runs, another one waits, prepared."""
         self._make, self._restarts = make, restarts
         self._engine = make()
+        self._with_spare = spare and restarts.most > 0
+        self._spare: EngineProcess | None = None
         self._client: EngineClient | None = None
         self._down = "it has not been started"
         self._start_s = 0.0
@@ -59,10 +62,13 @@ class Keeper:
         begun_s = clock.monotonic_s()
         self._client = await self._engine.start()
         self._start_s = clock.monotonic_s() - begun_s
+        await self._renew_spare()
 
     async def stop(self) -> None:
         """End the engine. May be called at any time, and again, but not while `events` is read."""
         await self._engine.stop()
+        if self._spare is not None:
+            await self._spare.stop()
 
     async def send(self, command: Command) -> None:
         """Send `command` to the engine that runs.
@@ -105,7 +111,7 @@ class Keeper:
             yield Restarting(_line(reason), max(1, math.ceil(wait_s + self._start_s)))
             await self._engine.stop()
             await asyncio.sleep(wait_s)
-            self._engine = self._make()
+            self._engine = await self._next()
             try:
                 client = await self._engine.start()
                 _check_same(known, self._engine.ready)
@@ -114,7 +120,21 @@ class Keeper:
             else:
                 self._client = client
         logger.warning("The engine runs again after %.1f s.", clock.monotonic_s() - failed_s)
+        await self._renew_spare()
         yield self._engine.ready
+
+    async def _next(self) -> EngineProcess:
+        """The spare, if it is well, else a new one."""
+        waiting, self._spare = self._spare, None
+        if waiting is None or waiting.alive:
+            return waiting or self._make()
+        await waiting.stop()
+        return self._make()
+
+    async def _renew_spare(self) -> None:
+        if self._with_spare:
+            self._spare = self._make()
+            await self._spare.prepare()
 
     def _which(self) -> str:
         most, window_s = self._restarts.most, self._restarts.window_s

@@ -67,9 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--module", default="streamdiff.engine.main", help="what every rank runs")
     parser.add_argument("--address", required=True, help="private folder of the bridge's socket")
     parser.add_argument("--config-json", required=True, help="the whole configuration as JSON")
+    parser.add_argument("--spare", action="store_true", help="ranks import everything, and wait to be needed")
     options = parser.parse_args(argv)
     ranks = Config.model_validate_json(options.config_json).model.ranks
-    passed = ("--address", options.address, "--config-json", options.config_json)
+    passed = ("--address", options.address, "--config-json", options.config_json, *(["--spare"] * options.spare))
     return launch(options.module, ranks, passed, options.address)
 
 

@@ -20,6 +20,7 @@ from types import FrameType
 
 from streamdiff import clock
 from streamdiff.config import Config, ModelConfig
+from streamdiff.engine import spare
 from streamdiff.engine.bridge import EXIT_CONFIG, EngineServer
 from streamdiff.engine.contract import Pipeline
 from streamdiff.engine.engine import Engine
@@ -87,6 +88,9 @@ class Stop:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
+_TORCH = "streamdiff.pipeline.profiling"
+
+
 def _load_runtime(config: ModelConfig) -> Pipeline:
     from streamdiff.pipeline.profiling import load_pipeline  # torch takes seconds to import
 
@@ -128,7 +132,10 @@ def main(argv: Sequence[str] | None = None, *, load: Callable[[ModelConfig], Pip
     parser = argparse.ArgumentParser(prog="python -m streamdiff.engine.main", description="the engine process")
     parser.add_argument("--address", type=Path, required=True, help="private folder of the bridge's socket")
     parser.add_argument("--config-json", required=True, help="the whole configuration as JSON")
+    parser.add_argument("--spare", action="store_true", help="import everything, and wait to be needed")
     arguments = parser.parse_args(argv)
+    if arguments.spare:
+        spare.wait(arguments.address, _TORCH)
     if int(os.environ.get("RANK", "0")) > 0:
         return be_follower(Config.model_validate_json(arguments.config_json).served_model())
     stop = Stop(arguments.address)

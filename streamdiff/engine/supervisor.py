@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from streamdiff.config import Config
+from streamdiff.engine import spare
 from streamdiff.engine.bridge import EXIT_CONFIG, EngineClient
 from streamdiff.engine.messages import Failed, Ready, Shutdown
 from streamdiff.errors import ConfigError, EngineFailure
@@ -70,6 +71,13 @@ class EngineProcess(Protocol):
     def ready(self) -> Ready:
         """What the engine said of itself; after `start`."""
 
+    @property
+    def alive(self) -> bool:
+        """Whether there is a process; after `prepare`."""
+
+    async def prepare(self) -> None:
+        """Do, before `start`, what takes time and needs no model; may be left out."""
+
     async def start(self) -> EngineClient:
         """Wait until the engine is warm. Raises ConfigError, EngineFailure."""
 
@@ -106,6 +114,7 @@ class Supervisor:
         self._hang_s = config.model.hang_s + (0.0 if config.model.ranks == 1 else _RANKS_HANG_S)
         self._hung = False
         self._stopping = False
+        self._begin: int | None = None
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
 
     @property
@@ -120,6 +129,21 @@ class Supervisor:
         assert self._process is not None, "start the supervisor first"
         return self._process.pid
 
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.returncode is None
+
+    async def prepare(self) -> None:
+        """Start a process that only imports what it needs, and begins with `start`."""
+        self._folder = Path(tempfile.mkdtemp(prefix="streamdiff-"))
+        try:
+            self._begin = spare.open_pipe(self._folder)
+            await self._launch("--spare")
+        except BaseException:
+            await self.stop()
+            raise
+
     async def start(self) -> EngineClient:
         """Start the engine and wait until it is warm. The client's `events` begin after `Ready`.
 
@@ -127,28 +151,36 @@ class Supervisor:
             ConfigError: the engine refuses the configuration (an unknown model, for example).
             EngineFailure: it ended, or was not ready in time; the message carries the last lines it wrote.
         """
-        assert self._process is None, "one supervisor starts one engine; make another"
-        self._folder = Path(tempfile.mkdtemp(prefix="streamdiff-"))
+        assert self._listening is None, "one supervisor starts one engine; make another"
         try:
-            self._client = EngineClient(self._folder)
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *self._program(),
-                *("--address", str(self._folder), "--config-json", self._config.model_dump_json()),
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=STDOUT,
-                env=environment(),
-                # Ctrl-C in a terminal reaches the web process alone, which then ends the engine in order.
-                start_new_session=True,
-            )
-            self._watching = asyncio.create_task(self._watch(self._process), name="engine-watch")
+            if self._begin is not None:
+                spare.tell(self._begin)
+            else:
+                self._folder = Path(tempfile.mkdtemp(prefix="streamdiff-"))
+                await self._launch()
+            assert self._process is not None and self._client is not None
             await self._wait_until_ready(self._client)
             self._listening = asyncio.create_task(self._listen(self._process, self._client), name="engine-listen")
         except BaseException:
             await self.stop()
             raise
         return self._client
+
+    async def _launch(self, *more: str) -> None:
+        assert self._folder is not None
+        self._client = EngineClient(self._folder)
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *self._program(),
+            *("--address", str(self._folder), "--config-json", self._config.model_dump_json(), *more),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=STDOUT,
+            env=environment(),
+            # Ctrl-C in a terminal reaches the web process alone, which then ends the engine in order.
+            start_new_session=True,
+        )
+        self._watching = asyncio.create_task(self._watch(self._process), name="engine-watch")
 
     def _program(self) -> tuple[str, ...]:
         """What to run: the engine's module, or the launcher of as many of them as there are stages."""
@@ -251,5 +283,8 @@ class Supervisor:
                 await self.wait()
         if client is not None:
             client.close()
+        if self._begin is not None:
+            os.close(self._begin)
+            self._begin = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

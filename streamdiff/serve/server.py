@@ -162,7 +162,7 @@ async def _serve(config: Config, listener: socket.socket, supervise: Callable[[C
     loop.add_signal_handler(signal.SIGINT, asked.end, True)
     loop.add_signal_handler(signal.SIGTERM, asked.end, False)
     limits = Restarts(config.serve.restarts, config.serve.restart_window_s, config.serve.restart_wait_s)
-    engine = Keeper(lambda: supervise(config), limits)
+    engine = Keeper(lambda: supervise(config), limits, spare=config.serve.spare)
     try:
         if not await _start_engine(config, engine, asked):
             return EXIT_OK

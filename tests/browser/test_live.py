@@ -6,13 +6,10 @@ Once with the embedded model, once with a pipeline that paints (its pixels are k
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from collections.abc import Iterator
 
 import httpx
-import psutil
 import pytest
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.keys import Keys
@@ -165,8 +162,7 @@ def test_an_engine_that_is_killed_comes_back_and_the_page_goes_on_by_itself(brow
         ask(browser, "a blue circle moving right")
         before = probe(browser)
         browser.execute_script(SAID)
-        [engine] = psutil.Process(server.process.pid).children()
-        os.kill(engine.pid, signal.SIGKILL)
+        server.engine.kill()
 
         def again(_: object) -> bool:
             said = [json.loads(text) for text in browser.execute_script("return said")]
@@ -190,9 +186,8 @@ def test_the_page_names_the_engines_end(browser: WebDriver) -> None:
     with running_server((*PAINTED, "--restarts", "0")) as server:
         browser.get(server.url)
         until(browser, lambda seen: seen["status"] == "Live")
-        [engine] = psutil.Process(server.process.pid).children()
         browser.execute_script(SAID)
-        os.kill(engine.pid, signal.SIGKILL)
+        server.engine.kill()
         until(browser, lambda _: "SIGKILL" in " ".join(browser.execute_script("return said")))
     browser.get("about:blank")
     console_errors(browser)

@@ -27,11 +27,11 @@ LIMIT_S = 60.0
 class Kept:
     """A keeper of engines that paint, and all its events as they come."""
 
-    def __init__(self, most: int = 3, hang_s: float = LIMIT_S) -> None:
+    def __init__(self, most: int = 3, hang_s: float = LIMIT_S, spare: bool = False) -> None:
         self.model = "painted"
         self.made: list[Supervisor] = []
         self._hang_s = hang_s
-        self.keeper = Keeper(self._make, Restarts(most, window_s=600.0, wait_s=0.01))
+        self.keeper = Keeper(self._make, Restarts(most, window_s=600.0, wait_s=0.01), spare=spare)
         self.events = self.keeper.events()
 
     def _make(self) -> Supervisor:
@@ -49,8 +49,8 @@ class Kept:
 
 
 @asynccontextmanager
-async def kept(most: int = 3, hang_s: float = LIMIT_S) -> AsyncIterator[Kept]:
-    run = Kept(most, hang_s)
+async def kept(most: int = 3, hang_s: float = LIMIT_S, spare: bool = False) -> AsyncIterator[Kept]:
+    run = Kept(most, hang_s, spare)
     await run.keeper.start()
     try:
         yield run
@@ -130,6 +130,32 @@ async def test_an_engine_that_cannot_start_again_is_tried_until_the_bound_and_th
         assert run.keeper.gave_up
         assert await anext(run.events, None) is None, "nothing comes after it"
         assert len(run.made) == 3
+
+
+async def test_a_spare_takes_over_and_another_waits() -> None:
+    async with kept(spare=True) as run:
+        first, second = run.made
+        assert second.alive
+        os.kill(first.pid, signal.SIGKILL)
+        assert await run.until(Ready) == second.ready
+        assert len(run.made) == 3 and run.made[2].alive
+        await run.keeper.send(Open("a", "red"))
+        await run.until(FrameBatch)
+        assert second.alive
+
+
+async def test_a_spare_that_has_died_is_passed_over() -> None:
+    async with kept(most=1, spare=True) as run:
+        first, second = run.made
+        os.kill(second.pid, signal.SIGKILL)
+        await second.wait()
+        os.kill(first.pid, signal.SIGKILL)
+        assert await run.until(Ready, Failed) == run.made[2].ready, "and does not count as a failure"
+
+
+async def test_an_engine_that_is_never_started_again_has_no_spare() -> None:
+    async with kept(most=0, spare=True) as run:
+        assert len(run.made) == 1
 
 
 async def test_an_engine_that_is_never_started_again_is_told_as_it_was() -> None:

@@ -28,12 +28,18 @@ STAGES = 4
 
 @asynccontextmanager
 async def ring(
-    folder: Path, module: str = "streamdiff.engine.main", stages: int = STAGES, hang_s: float = 60.0
+    folder: Path,
+    module: str = "streamdiff.engine.main",
+    stages: int = STAGES,
+    hang_s: float = 60.0,
+    spare: bool = False,
 ) -> AsyncIterator[tuple[EngineClient, list[psutil.Process]]]:
     """A ring with a session; its processes too: the launcher first. Afterwards none of them and no file is left."""
     model = ModelConfig(stages=stages, kv_context="staircase", hang_s=hang_s)
     shared = set(Path("/dev/shm").iterdir())
     supervisor = Supervisor(Config(model=model), start_limit_s=LIMIT_S, module=module)
+    if spare:
+        await supervisor.prepare()
     client = await supervisor.start()
     launcher = psutil.Process(supervisor.pid)
     processes = [launcher, *sorted(launcher.children(), key=lambda process: int(process.environ()["RANK"]))]
@@ -76,13 +82,15 @@ async def watch(client: EngineClient, chunks: int) -> str:
     return "ended"
 
 
-async def test_ranks_stream_and_end_together(folder: Path) -> None:
-    async with ring(folder) as (client, processes):
-        assert len(processes) == 1 + STAGES
+@pytest.mark.parametrize("spare", [False, True], ids=["new", "spare"])
+async def test_ranks_stream_and_end_together(folder: Path, spare: bool) -> None:
+    async with ring(folder, stages=2 if spare else STAGES, spare=spare) as (client, processes):
+        stages = len(processes) - 1
+        assert stages == (2 if spare else STAGES)
         assert await watch(client, 4) == ""
         async with asyncio.timeout(LIMIT_S):
             told = await anext(event async for event in client.events() if isinstance(event, Measured))
-        assert len(told.busy_s) == STAGES and min(told.busy_s) > 0
+        assert len(told.busy_s) == stages and min(told.busy_s) > 0
 
 
 async def test_a_rank_that_only_decodes_sends_yuv420(folder: Path) -> None:

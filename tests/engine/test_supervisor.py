@@ -192,9 +192,9 @@ async def test_a_cancelled_start_leaves_nothing() -> None:
     assert not psutil.pid_exists(running.pid)
 
 
-@pytest.mark.parametrize(("model", "prompt"), [("tiny", "red"), ("tiny", "fail hang"), ("slow", "")])
+@pytest.mark.parametrize(("model", "prompt"), [("tiny", "red"), ("tiny", "fail hang"), ("slow", ""), ("spare", "")])
 def test_no_orphan_when_the_parent_is_killed(model: str, prompt: str, tmp_path: Path) -> None:
-    """The parent dies by SIGKILL: the engine ends too, while it serves, hangs or loads, and cleans up."""
+    """The parent dies by SIGKILL: the engine ends too, while it serves, hangs, loads or waits, and cleans up."""
     script = f"""
 import asyncio, tempfile
 from streamdiff.config import Config, ModelConfig
@@ -204,16 +204,18 @@ from streamdiff.engine.supervisor import Supervisor
 async def main():
     tempfile.tempdir = {str(tmp_path)!r}
     running = Supervisor(Config(model=ModelConfig(name={model!r})), module={MODULE!r})
-    starting = asyncio.create_task(running.start())
+    if {model!r} == "spare":
+        await running.prepare()
+    else:
+        starting = asyncio.create_task(running.start())
     if {model!r} == "tiny":
         client = await starting
         await client.send(Open("a", {prompt!r}))
         await anext(client.events())
         while {prompt!r} == "fail hang" and "hanging" not in running._last_lines:
             await asyncio.sleep(0.01)
-    else:
-        while not running._last_lines:
-            await asyncio.sleep(0.05)
+    while {model!r} == "slow" and not running._last_lines:
+        await asyncio.sleep(0.05)
     print(running.pid, flush=True)
     await asyncio.sleep(3600)
 

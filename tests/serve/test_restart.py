@@ -109,8 +109,7 @@ class Server:
     @property
     def engine(self) -> psutil.Process:
         """The engine process, or the launcher of its ranks."""
-        [engine] = psutil.Process(self.process.pid).children()
-        return engine
+        return min(psutil.Process(self.process.pid).children(), key=psutil.Process.create_time)  # a spare is younger
 
     def close(self) -> int:
         """End it as Ctrl-C does; returns the exit code."""

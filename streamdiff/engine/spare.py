@@ -1,0 +1,47 @@
+"""A spare engine process: it has imported everything, which takes seconds with torch, and waits to be the next engine.
+
+The folder of the bridge has a pipe, which the web process holds open and writes to when the spare is needed; that ends
+unwritten when the web process is gone, however it went. Torch-free itself; holds no model and no CUDA context.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import select
+import shutil
+from pathlib import Path
+
+_PIPE = "begin"
+_EVERYBODY = b"." * 1024
+"""More than there are ranks, each of which reads one byte."""
+_SETTLE_S = 10.0
+"""A stream that begins has the machine for itself for so long."""
+
+
+def open_pipe(folder: Path) -> int:
+    """Make the pipe; returns its descriptor, for `tell` and to close when the process is stopped. Never waits."""
+    os.mkfifo(folder / _PIPE, 0o600)
+    return os.open(folder / _PIPE, os.O_RDWR | os.O_NONBLOCK)
+
+
+def tell(descriptor: int) -> None:
+    """Let every process that waits at the pipe, now or later, go on."""
+    os.write(descriptor, _EVERYBODY)
+
+
+def wait(folder: Path, module: str) -> None:
+    """Import `module` soon, and wait for `tell`, which cuts that short. Ends the process, and removes `folder`,
+    when nobody is left to tell."""
+    try:
+        pipe = os.open(folder / _PIPE, os.O_RDONLY | os.O_NONBLOCK)  # or it waits for one who writes, who may be gone
+    except FileNotFoundError:
+        os._exit(0)  # another rank has seen it, and removed the folder
+    news, _, _ = select.select([pipe], [], [], _SETTLE_S)
+    if not news:
+        importlib.import_module(module)
+    os.set_blocking(pipe, True)
+    if not os.read(pipe, 1):
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
+    os.close(pipe)

@@ -59,6 +59,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     made.add_argument("--threads", type=int, default=0, help="CPU threads per process (default: torch's choice)")
+    made.add_argument(
+        "--blend",
+        type=float,
+        default=0.0,
+        help="what is written is so much of --begin's weights, from 0 to 1 (default 0)",
+    )
     made.add_argument("--bf16", action="store_true", help="multiply matrices in bfloat16 (denoiser; faster with AMX)")
     made.add_argument("--install", action="store_true", help="write the result into the installed package")
     return made
@@ -76,6 +82,10 @@ def _refusal(args: argparse.Namespace) -> str | None:
         return "--device is cuda, but torch sees no CUDA device; use auto or cpu"
     if args.begin and args.stage != "denoiser":
         return "--begin goes with --stage denoiser: the autoencoder is that of the model"
+    if not 0 <= args.blend < 1:
+        return f"--blend is {args.blend}; it must be at least 0 and less than 1"
+    if args.blend and not args.begin:
+        return "--blend goes with --begin: it is the share of the weights that training began with"
     if args.bf16 and args.stage == "autoencoder":
         return "--bf16 goes with --stage all or denoiser: the autoencoder is trained in float32"
     if args.stage == "denoiser" and not args.begin and not (args.out / "autoencoder.pt").is_file():
@@ -120,6 +130,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.stage in ("all", "denoiser"):
             plan = train_denoiser.Plan(args.batch, args.rate, begin, args.bf16)
             trained = train_denoiser.train(args.out, autoencoder, budget("denoiser", True), args.seed, device, plan)
+            if begin is not None:
+                training.blend(trained.network.transformer, begin.denoiser.model, args.blend)
             parts = (trained.network.text, trained.network.transformer)
             mean, std = trained.mean, trained.std
     except KeyboardInterrupt:

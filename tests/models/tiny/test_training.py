@@ -194,6 +194,8 @@ def test_bad_arguments_end_with_two_and_a_reason(
         (["--stage", "denoiser"], "autoencoder.pt; train the autoencoder first"),
         (["--device", "cuda"], "torch sees no CUDA device"),
         (["--begin", "tiny"], "--begin goes with --stage denoiser"),
+        (["--blend", "1", "--begin", "tiny", "--stage", "denoiser"], "--blend is 1.0; it must be at least 0 and less"),
+        (["--blend", "0.5"], "--blend goes with --begin"),
         (["--bf16", "--stage", "autoencoder"], "--bf16 goes with --stage all or denoiser"),
         (["--begin", "/nowhere", "--stage", "denoiser"], "model folder /nowhere has no model_index.json"),
     ],
@@ -245,9 +247,9 @@ def test_a_finished_model_is_trained_further(tmp_path: Path) -> None:
     arguments = ["--stage", "denoiser", "--batch", "1", "--device", "cpu", "--threads", "1", "--begin", "tiny"]
     old = model.load(model.WEIGHTS, CPU)
     moved = []
-    for rate in ("0.01", "1"):
+    for rate, blend in (("0.01", "0"), ("1", "0"), ("1", "0.75")):  # the last goes on with what the second has trained
         out = tmp_path / rate
-        assert train.main([*arguments, "--steps", "2", "--rate", rate, "--out", str(out)]) == 0
+        assert train.main([*arguments, "--steps", "2", "--rate", rate, "--blend", blend, "--out", str(out)]) == 0
         new = model.load(out / "model", CPU)
         assert isinstance(new.text, TinyText) and isinstance(old.text, TinyText)
         assert equal(new.text.encoder.state_dict(), old.text.encoder.state_dict())
@@ -256,6 +258,7 @@ def test_a_finished_model_is_trained_further(tmp_path: Path) -> None:
         pairs = zip(new.denoiser.model.parameters(), old.denoiser.model.parameters(), strict=True)
         moved.append(max(float((a - b).detach().abs().max()) for a, b in pairs))
     assert 0 < moved[0] < 0.1 * moved[1]
+    assert moved[2] == pytest.approx(0.25 * moved[1], rel=0.05), "weights are stored in float16"
 
 
 @pytest.mark.slow

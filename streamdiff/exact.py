@@ -140,7 +140,8 @@ class _Making:
         for latents in self.chunks():
             if self.began:
                 memory, self.began = decoder.new_memory(), False
-            yield from decoder.decode(latents[None], memory).cpu().numpy()
+            for latent in latents.split(1, 1):  # a chunk may be a whole clip
+                yield from decoder.decode(latent[None], memory).cpu().numpy()
 
 
 # ---- what was asked for -------------------------------------------------------------------------------------------

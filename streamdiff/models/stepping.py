@@ -32,8 +32,8 @@ class SteppedDecoder(StreamDecoder, Protocol):
     def past(self, latents: Tensor, memory: Any) -> Remembered:
         """What `memory` remembers. Raises ValueError for latents of another shape than the stream can go on with."""
 
-    def pieces(self, latents: Tensor) -> Sequence[Tensor]:
-        """Latents `[1, C, F, h, w]` as they go through steps, one after the other."""
+    def pieces(self, latents: Tensor, past: Remembered) -> Sequence[Tensor]:
+        """Latents `[1, C, F, h, w]` as they go through steps, one after the other, the first of which sees `past`."""
 
     def step(self, piece: Tensor, past: Remembered) -> tuple[Tensor, Remembered]:
         """See `Step`."""
@@ -51,7 +51,7 @@ def decode_by(step: Step, layout: Layout, decoder: SteppedDecoder, latents: Tens
         ValueError: as `SteppedDecoder.past`.
     """
     past, pictures = decoder.past(latents, memory), []
-    for piece in decoder.pieces(latents):
+    for piece in decoder.pieces(latents, past):
         frames, past = step(piece, past)
         pictures.append(layout(frames))
     hidden = decoder.remember(latents, memory, past)

@@ -113,7 +113,7 @@ class TaehvDecoder(_Half):
         self._check(latents)
         return memory.past or self.model.autoencoder.blank(latents.to(self.dtype).transpose(1, 2))
 
-    def pieces(self, latents: Tensor) -> tuple[Tensor]:
+    def pieces(self, latents: Tensor, past: Remembered) -> tuple[Tensor]:
         return (latents,)
 
     def step(self, piece: Tensor, past: Remembered) -> tuple[Tensor, Remembered]:

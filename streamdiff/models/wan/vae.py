@@ -90,6 +90,10 @@ def _check(what: str, piece: Tensor, channels: int, memory: Memory) -> tuple[int
     return batch, height, width
 
 
+def _begins(past: Remembered) -> bool:
+    return all(feature is None for feature in past.values())
+
+
 class WanDecoder(_Half):
     """Latents to frames, behind the `StreamDecoder` protocol."""
 
@@ -140,7 +144,7 @@ class WanDecoder(_Half):
             ValueError: as `decode`.
         """
         past, parts = self.past(raw, memory), []
-        for piece in self.pieces(raw):
+        for piece in self.pieces(raw, past):
             part, past = self._step(piece, past)
             parts.append(part)
         self.remember(raw, memory, past)
@@ -152,8 +156,11 @@ class WanDecoder(_Half):
         _check("latents", latents, self.latent_channels, memory)
         return dict(enumerate(self._features(memory)))
 
-    def pieces(self, latents: Tensor) -> tuple[Tensor, ...]:
-        return tuple(latents[:, :, index : index + 1] for index in range(latents.shape[2]))
+    def pieces(self, latents: Tensor, past: Remembered) -> tuple[Tensor, ...]:
+        """A stream's first latent frame, which makes one picture, then all others together."""
+        if latents.shape[2] == 1 or not _begins(past):
+            return (latents,)
+        return latents[:, :, :1], latents[:, :, 1:]
 
     def step(self, piece: Tensor, past: Remembered) -> tuple[Tensor, Remembered]:
         video, after = self._step(self.normalisation.undo(piece), past)
@@ -164,8 +171,8 @@ class WanDecoder(_Half):
         return 0
 
     def _step(self, raw: Tensor, past: Remembered) -> tuple[Tensor, Remembered]:
-        """Raw latents `[B, C, 1, h, w]` to frames `[B, 3, n, H, W]` in [-1, 1], in the weights' dtype."""
-        features, first = list(past.values()), all(feature is None for feature in past.values())
+        """Raw latents `[B, C, F, h, w]` to frames `[B, 3, n, H, W]` in [-1, 1], in the weights' dtype."""
+        features, first = list(past.values()), _begins(past)
         x = self.autoencoder.post_quant_conv(raw.to(self.dtype))
         x = self.autoencoder.decoder(x, feat_cache=features, feat_idx=[0], first_chunk=first)
         video: Tensor = unpatchify(x, self.patch_size)  # type: ignore[no-untyped-call]

@@ -81,6 +81,13 @@ def test_decoding_in_pieces_equals_diffusers_whole(kind: str, pieces: list[int])
     assert relative_error(torch.cat(parts, 2), whole_decode(autoencoder, raw)) <= TOLERANCE
 
 
+def test_a_call_is_one_step_but_for_a_streams_first_latent_frame() -> None:
+    decoder, memory, raw = WanDecoder(WAN), Memory(), raw_of(WAN)
+    assert [piece.shape[2] for piece in decoder.pieces(raw, decoder.past(raw, memory))] == [1, LATENTS - 1]
+    decoder.decode_raw(raw[:, :, :1], memory)
+    assert [piece.shape[2] for piece in decoder.pieces(raw, decoder.past(raw, memory))] == [LATENTS]
+
+
 @settings(max_examples=12)
 @given(splits(LATENTS), st.integers(1, 2))
 def test_decoding_in_any_pieces(pieces: list[int], batch: int) -> None:

@@ -81,14 +81,11 @@ class StreamSession:
         self._resets: set[str] = set()
         self._closed = False
         try:
-            self.text, self.notice = self._begin(prompt, seed)
+            opened = self._ask(Open(_NAME, prompt, seed), "", Opened)
+            self.text, self.notice, self._switch = opened.text, opened.notice, opened.switches[0]
         except BaseException:
             self.close()
             raise
-
-    def _begin(self, prompt: str, seed: int) -> tuple[str, str]:
-        opened = self._ask(Open(_NAME, prompt, seed), "", Opened)
-        return opened.text, opened.notice
 
     # ---- frames -------------------------------------------------------------------------------------------------
 
@@ -114,18 +111,18 @@ class StreamSession:
 
     # ---- control ------------------------------------------------------------------------------------------------
 
-    def prompt(self, text: str, switch: str = "keep") -> str:
+    def prompt(self, text: str, switch: str | None = None) -> str:
         """Change what is shown, from the next chunk on. Returns the model's remark on the prompt, or "".
 
         `switch` says what becomes of the past: `keep` it, `recache` it under the new prompt, `flush` all but the first
-        chunks, or `reset`: begin afresh.
+        chunks, or `reset`: begin afresh. None: what the model was made for; the embedded one has `keep`.
 
         Waits until the prompt is encoded; frames may be taken in another thread meanwhile.
 
         Raises:
             RequestError: a prompt that cannot be used or encoded; the stream goes on as before.
         """
-        request = f"prompt {next(self._numbers)}"
+        request, switch = f"prompt {next(self._numbers)}", switch or self._switch
         if switch == "reset":
             self._resets.add(request)
         accepted = self._ask(SetPrompt(_NAME, text, request, switch), request, Accepted)

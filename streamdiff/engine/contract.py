@@ -37,7 +37,8 @@ class Text(Protocol):
 
 class Info(Protocol):
     """What a loaded model is. Sizes in pixels; `steps` and `kv_context` are those of a session that does not name its
-    own, `steps_known` the numbers of steps that it may name."""
+    own, `steps_known` the numbers of steps that it may name, `switch` what a new prompt does to the past unless it
+    says."""
 
     @property
     def name(self) -> str: ...
@@ -57,6 +58,8 @@ class Info(Protocol):
     def kv_context(self) -> str: ...
     @property
     def steps_known(self) -> tuple[int, ...]: ...
+    @property
+    def switch(self) -> str: ...
 
 
 class Made(Protocol):

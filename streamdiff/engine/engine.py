@@ -198,9 +198,10 @@ class Engine:
         return session, self._carry_out(slot, session.open(reading.notice, self._switches(slot)))
 
     def _switches(self, slot: int) -> tuple[str, ...]:
-        """What a new prompt may do to the past of an open session, as the pipeline says."""
-        possible = []
-        for switch in SWITCHES:
+        """What a new prompt may do to the past of an open session, as the pipeline says; first what the model was made
+        for, if that can be."""
+        possible, own = [], self._pipeline.info.switch
+        for switch in (own, *(switch for switch in SWITCHES if switch != own)):
             with suppress(RequestError):
                 self._pipeline.check_switch(slot, switch)
                 possible.append(switch)

@@ -103,7 +103,7 @@ class ModelSpec:
     share of the sink that stays when a chunk that leaves the window is folded into it (None: none is); the
     `first_chunks` of a stream are made together, as one longer chunk; with `context_alone` the clean pass of a chunk
     sees nothing before it but the sink, and with `context_pictures` it is shown a first latent frame that was encoded
-    again from its picture."""
+    again from its picture; `switch` is what a new prompt does to the past unless it says."""
 
     name: str
     latent_channels: int
@@ -128,6 +128,7 @@ class ModelSpec:
     first_chunks: int = 1
     context_alone: bool = False
     context_pictures: bool = False
+    switch: str = "keep"
 
     def schedule(self, steps: int) -> Schedule:
         """The denoise steps of a chunk in `steps` steps: those published, else the embedded model's."""

@@ -227,6 +227,11 @@ class Switches(_Section):
     trained: PromptSwitch | None = None
     works: tuple[PromptSwitch, ...] = ()
 
+    @property
+    def own(self) -> PromptSwitch:
+        """What a prompt change does that does not say."""
+        return self.trained or (self.works[0] if self.works else "keep")
+
 
 class Positions(_Section):
     """Rotary positions as published, and others that the authors offer."""

@@ -59,6 +59,7 @@ def spec_of(
         averaged_sink=_sink_value(stream, "average"),
         context_alone=entry is not None and entry.context is not None and entry.context.alone,
         context_pictures=entry is not None and entry.context is not None and entry.context.pictures,
+        switch=entry.switches.own if entry is not None and entry.switches is not None else "keep",
         first_chunks=1 if stream is None else stream.first_chunks,
     )
 

@@ -38,6 +38,7 @@ class ModelInfo:
     steps: int
     kv_context: str
     steps_known: tuple[int, ...] = ()
+    switch: str = "keep"
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Runtime:
         self.model, self.text = model, model.text
         self.info = ModelInfo(
             spec.name, str(device), spec.width, spec.height, spec.native_fps, spec.chunk_frames,
-            choose_steps(steps, spec.steps, spec.name), kv_context, spec.steps,
+            choose_steps(steps, spec.steps, spec.name), kv_context, spec.steps, spec.switch,
         )  # fmt: skip
         self._company, self._budget = company, budget
         self._ring = company.ring if company else ring or Ring(model, device)

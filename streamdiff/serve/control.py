@@ -53,7 +53,7 @@ class ControlError(ValueError):
 @dataclass(frozen=True)
 class Control:
     """One valid message. `prompt` and `switch` are of kind `prompt`, `steps` of `steps`, `fps` of `fps`; `seed` may be
-    set for `reset`.
+    set for `reset`. An empty `switch` is the first of those that the session can have.
 
     `if_rev`: carried out only while the session's state has this revision.
     """
@@ -62,7 +62,7 @@ class Control:
     id: Id = None
     prompt: str = ""
     seed: int | None = None
-    switch: str = "keep"
+    switch: str = ""
     steps: int = 0
     fps: float = 0.0
     if_rev: int | None = None
@@ -116,7 +116,10 @@ def _control(message: dict[str, Any], id: Id) -> Control:
     rev = _whole(message.get("if_rev"), "if_rev", MAX_REV)
     match kind:
         case "prompt":
-            prompt, switch = clean_prompt(message.get("prompt")), _switch(message.get("switch", "keep"))
+            prompt, switch = (
+                clean_prompt(message.get("prompt")),
+                _switch(message["switch"]) if "switch" in message else "",
+            )
             return Control("prompt", id, prompt=prompt, switch=switch, if_rev=rev)
         case "reset":
             return Control("reset", id, seed=_whole(message.get("seed"), "seed", MAX_SEED), if_rev=rev)

@@ -51,7 +51,7 @@ class SessionChange(_Body):
     fps: float | None = Field(None, ge=MIN_FPS, le=MAX_FPS, description="frames shown per second")
     steps: int | None = Field(None, ge=1, description="denoise steps, of those the model has, from the next chunk on")
     prompt: str | None = Field(None, description="from the next chunk on")
-    switch: Switch = Field("keep", description="what the new prompt does to the past")
+    switch: Switch | None = Field(None, description="what the new prompt does to the past; null: what suits the model")
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description="begins the stream afresh with it")
 
 
@@ -176,7 +176,7 @@ def controls_of(change: SessionChange, ready: Ready) -> list[Control]:
     if change.steps is not None:
         controls.append(Control("steps", steps=change.steps))
     if change.prompt is not None:
-        controls.append(Control("prompt", prompt=prompt_of(change.prompt), switch=change.switch))
+        controls.append(Control("prompt", prompt=prompt_of(change.prompt), switch=change.switch or ""))
     if change.seed is not None:
         controls.append(Control("reset", seed=change.seed))
     if not controls:

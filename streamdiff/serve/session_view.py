@@ -251,6 +251,8 @@ class SessionView:
             )
             raise ControlError("conflict", message, "if_rev", control.id)
         self._check_work(control)
+        if control.kind == "prompt" and not control.switch:
+            control = replace(control, switch=self.switches[0])
         request = self._book.begin(control, owner, clock.monotonic_s())
         self.rev += control.changes
         match control.kind:

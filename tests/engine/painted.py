@@ -49,6 +49,7 @@ class Info:
     steps: int = 2
     kv_context: str = "clean"
     steps_known: tuple[int, ...] = (2, 4)
+    switch: str = "keep"
 
 
 class PaintedText:

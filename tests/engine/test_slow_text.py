@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent import futures
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -405,6 +406,19 @@ def test_a_prompt_waits_for_its_answer_in_the_api(pipeline: SlowPipeline) -> Non
         assert seen[-1] == checksum("blue dragon")
         session.reset(seed=8)
         assert next(frames)[0, 0].tolist() == [0, 8, checksum("blue dragon")]
+
+
+@pytest.mark.parametrize(("own", "said", "done"), [("flush", None, "flush"), ("flush", "keep", "keep")])
+def test_a_prompt_does_to_the_past_what_the_model_was_made_for_unless_it_says(
+    pipeline: SlowPipeline, own: str, said: str | None, done: str
+) -> None:
+    pipeline.info = replace(pipeline.info, switch=own)
+    with StreamSession(pipeline, "red") as session:
+        next(iter(session))
+        session.prompt("blue", said)
+        for _ in range(2 * CHUNK_FRAMES):
+            next(iter(session))
+        assert pipeline.calls[-1][0] == "set_conditioning" and pipeline.calls[-1][-1] == done
 
 
 def test_waiting_for_a_prompt_makes_no_frames(pipeline: SlowPipeline) -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from streamdiff.errors import ConfigError
-from streamdiff.models import catalogue, sampling
+from streamdiff.models import catalogue, sampling, specs
 from streamdiff.models.catalogue import Entry
 
 FOLDER = Path(catalogue.__file__).parent / "catalogue"
@@ -109,6 +109,17 @@ def test_longlive_is_a_base_and_a_lora() -> None:
     assert (entry.lora.files, entry.lora.container) == (("models/lora.pt",), "generator_lora")
     assert (entry.lora.rank, entry.lora.scale) == (256, 1.0)
     assert entry.switches.trained == "recache"
+
+
+@pytest.mark.parametrize(
+    ("name", "switch"),
+    [("longlive-1.3b", "recache"), ("self-forcing", "flush"), ("tiny", "keep"), ("reward-forcing-1.3b", "keep")],
+)
+def test_what_a_new_prompt_does_to_the_past(name: str, switch: str) -> None:
+    """What the model was trained with, else what works, else nothing."""
+    entry = catalogue.find(name)
+    assert entry.switches is not None and entry.switches.own == switch
+    assert name == "tiny" or specs.spec_of(name, entry, specs.architecture_of(entry)).switch == switch
 
 
 def test_each_tiny_decoder_says_which_latents_it_takes() -> None:

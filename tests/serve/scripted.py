@@ -51,6 +51,7 @@ class Info:
     steps: int = 4
     kv_context: str = "clean"
     steps_known: tuple[int, ...] = (4, 2)
+    switch: str = "keep"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -15,7 +16,7 @@ from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig, 
 from streamdiff.engine.main import _load_runtime
 from streamdiff.engine.messages import Close, Open, SetLead, Shown
 from tests.serve.conftest import Peer, Site, bearer, open_site
-from tests.serve.scripted import CHUNK_FRAMES, Painter
+from tests.serve.scripted import CHUNK_FRAMES, Info, Painter
 from tests.serve.test_whep import _colour, _is, _until_colour
 
 pytestmark = pytest.mark.slow
@@ -152,6 +153,20 @@ def test_the_state_tells_which_switches_a_session_can_have() -> None:
         assert default["switches"] == ["keep", "recache", "flush", "reset"]
 
     _run(scene)
+
+
+def test_a_prompt_that_does_not_say_does_to_the_past_what_the_model_was_made_for() -> None:
+    async def scene(site: Site) -> None:
+        for kv_context, own in (("clean", "recache"), ("matched", "keep")):  # which cannot be in the other
+            opened = await _open(site, prompt="green", kv_context=kv_context)
+            state = (await site.http.get("/api/state", params={"session": opened["id"]})).json()["state"]
+            assert state["switches"][0] == own
+            path = f"/api/sessions/{opened['id']}"
+            changed = await site.http.patch(path, json={"prompt": "blue"}, headers=opened["headers"])
+            [receipt] = changed.json()["receipts"]
+            assert (receipt["kind"], receipt["switch"]) == ("prompt", own)
+
+    _run(scene, Painter(chunk_s=0.01, info=replace(Info(), switch="recache")))
 
 
 def test_what_a_change_may_hold() -> None:

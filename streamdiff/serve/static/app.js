@@ -44,11 +44,11 @@ function drawControls() {
   }
 }
 
-/** The switches that the session can have, and what the chosen one does. */
+/** The switches that the session can have, the model's own first, and what the chosen one does. */
 function drawSwitches(known) {
   const select = $("switch");
   for (const option of select.options) option.hidden = option.disabled = !known.includes(option.value);
-  if (!known.includes(select.value)) select.value = "keep";
+  if (known[0] !== view.switch || !known.includes(select.value)) select.value = view.switch = known[0];
   drawSwitchHelp();
 }
 

@@ -65,10 +65,9 @@ class Keeper:
         await self._renew_spare()
 
     async def stop(self) -> None:
-        """End the engine. May be called at any time, and again, but not while `events` is read."""
-        await self._engine.stop()
-        if self._spare is not None:
-            await self._spare.stop()
+        """End the engine, and the spare at the same time. May be called at any time, and again, but not while
+        `events` is read."""
+        await asyncio.gather(*(each.stop() for each in (self._engine, self._spare) if each is not None))
 
     async def send(self, command: Command) -> None:
         """Send `command` to the engine that runs.
@@ -105,7 +104,7 @@ class Keeper:
             if wait_s is None:
                 self.gave_up = self._restarts.most > 0
                 yield Failed(self._enough(reason))
-                await self._engine.stop()
+                await self.stop()  # the spare too: nothing is started any more
                 return
             logger.warning("%s\nThe engine is started again in %g s (%s).", reason, wait_s, self._which())
             yield Restarting(_line(reason), max(1, math.ceil(wait_s + self._start_s)))
@@ -125,16 +124,22 @@ class Keeper:
 
     async def _next(self) -> EngineProcess:
         """The spare, if it is well, else a new one."""
+        if self._spare is not None and not self._spare.alive:
+            await self._spare.stop()
+            self._spare = None
         waiting, self._spare = self._spare, None
-        if waiting is None or waiting.alive:
-            return waiting or self._make()
-        await waiting.stop()
-        return self._make()
+        return waiting or self._make()
 
     async def _renew_spare(self) -> None:
-        if self._with_spare:
-            self._spare = self._make()
+        """Have another spare wait. That there is none, for want of processes or files, is no fault of the engine."""
+        if not self._with_spare:
+            return
+        self._spare = self._make()
+        try:
             await self._spare.prepare()
+        except OSError as error:
+            self._spare = None
+            logger.warning("No spare engine waits, the next restart takes longer: %s", error)
 
     def _which(self) -> str:
         most, window_s = self._restarts.most, self._restarts.window_s

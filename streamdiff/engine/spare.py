@@ -37,11 +37,15 @@ def wait(folder: Path, module: str) -> None:
         pipe = os.open(folder / _PIPE, os.O_RDONLY | os.O_NONBLOCK)  # or it waits for one who writes, who may be gone
     except FileNotFoundError:
         os._exit(0)  # another rank has seen it, and removed the folder
-    news, _, _ = select.select([pipe], [], [], _SETTLE_S)
-    if not news:
-        importlib.import_module(module)
-    os.set_blocking(pipe, True)
-    if not os.read(pipe, 1):
+    try:
+        told = os.read(pipe, 1)  # empty: who could tell is gone already, which `select` would not say
+    except BlockingIOError:
+        news, _, _ = select.select([pipe], [], [], _SETTLE_S)
+        if not news:
+            importlib.import_module(module)
+        os.set_blocking(pipe, True)
+        told = os.read(pipe, 1)
+    if not told:
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
     os.close(pipe)

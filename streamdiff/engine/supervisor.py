@@ -268,6 +268,10 @@ class Supervisor:
         self._stopping = True
         if self._listening is not None:
             self._listening.cancel()
+        if self._begin is not None:
+            # Ends a spare that nobody told, which may have outlived its launcher and then holds our pipes open.
+            os.close(self._begin)
+            self._begin = None
         process, client = self._process, self._client
         if process is not None and self._watching is not None:
             try:
@@ -283,8 +287,5 @@ class Supervisor:
                 await self.wait()
         if client is not None:
             client.close()
-        if self._begin is not None:
-            os.close(self._begin)
-            self._begin = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -100,7 +100,7 @@ def _refuse_constant(name: str) -> None:
 def _id(value: Any) -> Id:
     if isinstance(value, bool) or not isinstance(value, str | int):
         return None
-    return value if len(str(value)) <= MAX_ID_CHARACTERS else None
+    return value if len(str(value)) <= MAX_ID_CHARACTERS and _is_text(str(value)) else None
 
 
 def _control(message: dict[str, Any], id: Id) -> Control:
@@ -110,8 +110,9 @@ def _control(message: dict[str, Any], id: Id) -> Control:
     unknown = sorted(set(message) - _FIELDS[kind])
     if unknown:
         known = ", ".join(sorted(_FIELDS[kind]))
+        name = unknown[0][:40] if _is_text(unknown[0]) else ""
         raise ControlError(
-            "unknown_field", f"A {kind} message has no field {_echo(unknown[0])}; it takes {known}.", unknown[0][:40]
+            "unknown_field", f"A {kind} message has no field {_echo(unknown[0])}; it takes {known}.", name
         )
     rev = _whole(message.get("if_rev"), "if_rev", MAX_REV)
     match kind:
@@ -158,6 +159,11 @@ def _fps(value: Any) -> float:
     return float(value)
 
 
+def _is_text(value: str) -> bool:
+    """Whether it can be written as UTF-8: JSON can spell half a pair, which no answer can carry."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
 def _echo(value: Any) -> str:
     return repr(value)[:42]
 
@@ -185,7 +191,7 @@ def clean_prompt(value: Any) -> str:
             f"The prompt has {len(value):,} characters; {MAX_PROMPT_CHARACTERS:,} is the most. Shorten it.",
             "prompt",
         )
-    if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+    if "\0" in value or not _is_text(value):
         raise ControlError("bad_prompt", "The prompt has a character that is no text (NUL or half a pair).", "prompt")
     words = "".join(" " if unicodedata.category(character) == "Cc" else character for character in value).split()
     if not words:

@@ -6,8 +6,9 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from streamdiff.serve.access import Role
+from streamdiff.serve.hub import DEFAULT_SESSION
 from streamdiff.serve.problem import Problem
-from streamdiff.serve.services import services_of
+from streamdiff.serve.services import Services, services_of
 
 STALLED_S = 2.0
 
@@ -26,19 +27,37 @@ async def _healthz() -> Response:
 
 
 async def _readyz(request: Request) -> Response:
+    """Everybody is answered: probes carry no token. Why it is not ready is for those who may watch."""
     services = services_of(request)
-    view = services.running_view(request)
-    if services.hub.draining:
-        raise Problem(503, "The server is about to end.", code="draining")
-    if view.engine == "restarting":
-        message = f"The engine is being started again: {view.engine_reason}"
-        raise Problem(503, message, {"Retry-After": str(services.restart_s())}, code="restarting")
+    problem = _unready(services)
+    if problem is None:
+        return JSONResponse({"ready": True})
+    if services.role(request) is Role.NOBODY:
+        raise Problem(problem.status, "The server is not ready.", problem.headers)
+    raise problem
+
+
+def _unready(services: Services) -> Problem | None:
+    """Why nobody should be sent here; None: all is well."""
+    hub = services.hub
+    if hub.failed is not None:
+        return Problem(503, f"The engine stopped: {hub.failed}", {"Retry-After": "5"}, code="engine")
+    if hub.draining:
+        return Problem(503, "The server is about to end.", code="draining")
+    if hub.restarting is not None:
+        message = f"The engine is being started again: {hub.restarting.reason}"
+        return Problem(503, message, {"Retry-After": str(services.restart_s())}, code="restarting")
+    view = hub.view(DEFAULT_SESSION)
+    if view is None:  # it was ended over the API; others may play
+        return None
     if not view.opened:
-        raise Problem(503, "The stream is not open yet.", {"Retry-After": "1"})
+        code = "restarting" if view.engine == "restarting" else "opening"
+        return Problem(503, "The stream is not open yet.", {"Retry-After": "1"}, code=code)
     stalled_s = view.stalled_s()
     if stalled_s > STALLED_S:
-        raise Problem(503, f"The engine has made no frame for {stalled_s:.1f} s.", {"Retry-After": "1"})
-    return JSONResponse({"ready": True})
+        message = f"The engine has made no frame for {stalled_s:.1f} s."
+        return Problem(503, message, {"Retry-After": "1"}, code="stalled")
+    return None
 
 
 async def _metrics(request: Request) -> Response:

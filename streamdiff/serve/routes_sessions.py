@@ -39,13 +39,13 @@ def router() -> APIRouter:
     routes.add_api_route("", _list, methods=["GET"], response_model=SessionList, summary="All sessions")
     routes.add_api_route(
         "", _open, methods=["POST"], status_code=201, response_model=OpenedSession, summary="Open a session",
-        openapi_extra=_body(NewSession), responses={503: _NO_PLACE},
+        openapi_extra=_body(NewSession), responses={**_BAD_BODY, 503: _NO_PLACE},
     )  # fmt: skip
     one = "/{session}"
     routes.add_api_route(one, _show, methods=["GET"], response_model=SessionInfo, summary="One session")
     routes.add_api_route(
         one, _change, methods=["PATCH"], response_model=Receipts, summary="Change it while it plays",
-        openapi_extra=_body(SessionChange), responses={202: _LATER},
+        openapi_extra=_body(SessionChange), responses={**_BAD_BODY, 202: _LATER, 409: _STALE},
     )  # fmt: skip
     routes.add_api_route(one, _end, methods=["DELETE"], status_code=200, summary="End it")
     for kind, says in (("pause", "Hold it"), ("resume", "Let it go on"), ("reset", "Begin afresh")):
@@ -59,16 +59,26 @@ def router() -> APIRouter:
 
 
 _PROBLEM = {"content": {"application/problem+json": {"schema": {"type": "object"}}}}
-_PROBLEMS: dict[int | str, dict[str, Any]] = {
+_Responses = dict[int | str, dict[str, Any]]
+_PROBLEMS: _Responses = {
+    401: {"description": "This takes a token", **_PROBLEM},
+    403: {"description": "The token is good for watching only, or the page is of another origin", **_PROBLEM},
     404: {"description": "No such session", **_PROBLEM},
     410: {"description": "It has ended; `reason` says why", **_PROBLEM},
     422: {"description": "A field is wrong; `field` names it", **_PROBLEM},
+    429: {"description": "Too many changes from one address; Retry-After: when to go on", **_PROBLEM},
 }
+_BAD_BODY: _Responses = {
+    400: {"description": "The body is not JSON", **_PROBLEM},
+    413: {"description": "The body is too large", **_PROBLEM},
+    415: {"description": "The body is not application/json", **_PROBLEM},
+}
+_STALE: dict[str, Any] = {"description": "The session has another revision than `if_rev`", **_PROBLEM}
 _LATER: dict[str, Any] = {
     "description": "The engine has it and carries it out later; a receipt says `asked`. GET shows what holds by then",
     "model": Receipts,
 }
-_NO_PLACE = {
+_NO_PLACE: dict[str, Any] = {
     "description": "No place: `code` is time, memory, draining, restarting or engine; Retry-After: when to ask again",
     **_PROBLEM,
 }

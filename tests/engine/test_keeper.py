@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,19 +27,33 @@ pytestmark = pytest.mark.slow
 LIMIT_S = 60.0
 
 
+class NoSpare(Supervisor):
+    """For a machine that has no room for another process."""
+
+    def __init__(self, error: OSError, config: Config, **options: Any) -> None:
+        super().__init__(config, **options)
+        self._error = error
+
+    async def prepare(self) -> None:
+        raise self._error
+
+
 class Kept:
     """A keeper of engines that paint, and all its events as they come."""
 
     def __init__(self, most: int = 3, hang_s: float = LIMIT_S, spare: bool = False) -> None:
         self.model = "painted"
         self.made: list[Supervisor] = []
+        self.no_spare: OSError | None = None
+        """Why no further spare can be started."""
         self._hang_s = hang_s
         self.keeper = Keeper(self._make, Restarts(most, window_s=600.0, wait_s=0.01), spare=spare)
         self.events = self.keeper.events()
 
     def _make(self) -> Supervisor:
         config = Config(model=ModelConfig(name=self.model, hang_s=self._hang_s))
-        self.made.append(Supervisor(config, start_limit_s=LIMIT_S, module="tests.engine.painted"))
+        kind = Supervisor if self.no_spare is None else partial(NoSpare, self.no_spare)
+        self.made.append(kind(config, start_limit_s=LIMIT_S, module="tests.engine.painted"))
         return self.made[-1]
 
     async def until(self, *kinds: type[Event] | type[Restarting]) -> Event | Restarting:
@@ -57,7 +74,7 @@ async def kept(most: int = 3, hang_s: float = LIMIT_S, spare: bool = False) -> A
     finally:
         await run.events.aclose()
         await run.keeper.stop()
-    assert not any(psutil.pid_exists(engine.pid) for engine in run.made)
+    assert not any(psutil.pid_exists(engine.pid) for engine in run.made if not isinstance(engine, NoSpare))
 
 
 @pytest.fixture(autouse=True)
@@ -151,6 +168,40 @@ async def test_a_spare_that_has_died_is_passed_over() -> None:
         await second.wait()
         os.kill(first.pid, signal.SIGKILL)
         assert await run.until(Ready, Failed) == run.made[2].ready, "and does not count as a failure"
+
+
+async def test_no_spare_waits_for_an_engine_that_is_given_up() -> None:
+    async with kept(most=1, spare=True) as run:
+        for _ in range(2):
+            os.kill(run.made[-2].pid, signal.SIGKILL)
+            last = await run.until(Ready, Failed)
+        assert isinstance(last, Failed) and run.keeper.gave_up
+        assert await anext(run.events, None) is None
+        assert len(run.made) == 3 and not run.made[2].alive
+
+
+async def test_an_engine_runs_where_no_spare_can_be_had(caplog: pytest.LogCaptureFixture) -> None:
+    async with kept(spare=True) as run:
+        run.no_spare = OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        os.kill(run.made[0].pid, signal.SIGKILL)
+        assert await run.until(Ready, Failed) == run.made[1].ready
+        assert "No spare engine waits" in caplog.text and "temporarily unavailable" in caplog.text
+        run.no_spare = None
+        os.kill(run.made[1].pid, signal.SIGKILL)
+        assert await run.until(Ready, Failed) == run.made[3].ready
+
+
+async def test_a_spare_whose_launcher_was_killed_is_ended() -> None:
+    supervisor = Supervisor(Config(), module="tests.engine.launching")
+    await supervisor.prepare()
+    launcher = psutil.Process(supervisor.pid)
+    async with asyncio.timeout(LIMIT_S):
+        while not (ranks := launcher.children()):
+            await asyncio.sleep(0.01)
+        launcher.kill()
+        await supervisor.stop()
+        while ranks[0].is_running() and ranks[0].status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.01)
 
 
 async def test_an_engine_that_is_never_started_again_has_no_spare() -> None:

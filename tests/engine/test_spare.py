@@ -65,7 +65,7 @@ def test_it_ends_with_the_one_who_could_tell_it(folder: Path, when: str) -> None
     pipe = spare.open_pipe(folder)
     if when == "before":
         os.close(pipe)
-    with start(folder, 0.0) as process:
+    with start(folder, 3600.0 if when == "before" else 0.0) as process:
         assert process.stdout is not None
         process.stdout.readline()
         if when != "before":

@@ -22,6 +22,7 @@ from streamdiff.serve.control import Allowance, Control, ControlError, RequestBo
         ({"type": "pause", "id": "x" * 100}, Control("pause", None)),
         ({"type": "resume", "id": {"a": 1}}, Control("resume", None)),
         ({"type": "ping", "id": True}, Control("ping", None)),
+        ({"type": "ping", "id": "\ud800"}, Control("ping", None)),
     ],
 )
 def test_good_messages(message: dict[str, object], control: Control) -> None:
@@ -42,6 +43,7 @@ def test_good_messages(message: dict[str, object], control: Control) -> None:
         ('{"type": "explode"}', "unknown_type", "type"),
         ('{"type": ["prompt"]}', "unknown_type", "type"),
         ('{"type": "pause", "strength": 1}', "unknown_field", "strength"),
+        ('{"type": "pause", "\\ud800": 1}', "unknown_field", ""),
         ('{"type": "prompt"}', "bad_prompt", "prompt"),
         ('{"type": "prompt", "prompt": 5}', "bad_prompt", "prompt"),
         ('{"type": "prompt", "prompt": ""}', "bad_prompt", "prompt"),

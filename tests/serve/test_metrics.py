@@ -222,5 +222,12 @@ def test_figures_are_for_those_who_may_watch(tmp_path: Any) -> None:
             return answer.status_code
 
         assert [await status(token) for token in (None, "a-view-token-of-some-length")] == [401, 200]
+        await site.until(lambda: site.services.hub.views[0].opened)
+        ready: httpx.Response = await site.http.get("/readyz")
+        assert ready.status_code == 200, "probes carry no token"
+        site.services.hub.failed = "of a secret"
+        ready = await site.http.get("/readyz")
+        assert (ready.status_code, "secret" in ready.text) == (503, False)
+        site.services.hub.failed = None
 
     run_scene(scene, Config(serve=serve))

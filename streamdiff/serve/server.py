@@ -6,7 +6,6 @@ Knows nothing about routes, codecs or sessions.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 import signal
@@ -14,7 +13,7 @@ import socket
 import sys
 import threading
 import webbrowser
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from ipaddress import ip_address
 from typing import Any
 
@@ -27,10 +26,11 @@ from streamdiff.engine.messages import Ready
 from streamdiff.engine.restarts import Restarts
 from streamdiff.engine.supervisor import EngineProcess, Supervisor
 from streamdiff.errors import ConfigError, EngineFailure, StreamdiffError
-from streamdiff.serve import logs
+from streamdiff.serve import lobby, logs
 from streamdiff.serve.access import Tokens, read_tokens
 from streamdiff.serve.app import create_app
 from streamdiff.serve.control import MAX_MESSAGE_BYTES
+from streamdiff.serve.http_server import HttpServer
 from streamdiff.serve.services import Services
 
 EXIT_OK, EXIT_ENGINE, EXIT_USAGE = 0, 1, 2
@@ -45,23 +45,6 @@ UNREAD_S = 20
 DRAIN_LOOK_S = 0.1
 FAREWELL_S = 0.3
 """How long viewers are given to hear that the engine ended."""
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: ours also cover the time before and after it runs."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, and say when it is done."""
-        await super().startup(sockets)
-        self.listening.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def run(config: Config, *, supervise: Callable[[Config], EngineProcess] = Supervisor) -> int:
@@ -164,8 +147,9 @@ async def _serve(config: Config, listener: socket.socket, supervise: Callable[[C
     limits = Restarts(config.serve.restarts, config.serve.restart_window_s, config.serve.restart_wait_s)
     engine = Keeper(lambda: supervise(config), limits, spare=config.serve.spare)
     try:
-        if not await _start_engine(config, engine, asked):
-            return EXIT_OK
+        async with lobby.opened(listener, MAX_CONNECTIONS):
+            if not await _start_engine(config, engine, asked):
+                return EXIT_OK
         return await _serve_engine(config, listener, engine, asked)
     finally:
         await engine.stop()
@@ -189,7 +173,7 @@ async def _start_engine(config: Config, engine: Keeper, asked: _Asked) -> bool:
 async def _serve_engine(config: Config, listener: socket.socket, engine: Keeper, asked: _Asked) -> int:
     """Serve a warm engine until somebody asks to end, or the engine does and is never started again."""
     app = create_app(config, engine, engine.ready)
-    server = _Server(
+    server = HttpServer(
         uvicorn.Config(
             app,
             log_config=None,  # it writes as we do

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -305,6 +307,43 @@ def test_an_engine_that_fails_again_and_again_is_given_up_and_the_server_says_so
     assert code == 1
     assert "serve.restarts" in server.complaints and "/readyz answers 503" in server.complaints
     assert "Traceback" in server.complaints, "the engine's own"
+
+
+def test_while_the_model_loads_it_lives_is_not_ready_and_the_page_looks_again(gate: Gate) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    server = start("--port", port, gate=gate)
+
+    async def main() -> None:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
+            async with asyncio.timeout(LIMIT_S):
+                while True:
+                    with contextlib.suppress(httpx.ConnectError):  # it does not listen yet
+                        alive = await http.get("/healthz")
+                        break
+            assert (alive.status_code, alive.json()) == (200, {"alive": True})
+            for path in ("/readyz", "/api/state"):
+                answer = await http.get(path)
+                assert (answer.status_code, answer.json()["code"], answer.headers["retry-after"]) == (
+                    503,
+                    "loading",
+                    "1",
+                )
+            assert (await http.post("/whep", content="v=0")).json()["code"] == "loading"
+            page = await http.get("/")
+            assert page.headers["refresh"] == "1" and "loading" in page.text
+            await gate.open()
+            await asyncio.to_thread(server.address)
+            async with asyncio.timeout(LIMIT_S):
+                while (ready := await http.get("/readyz")).status_code != 200:
+                    assert ready.json()["code"] == "opening"
+            assert "refresh" not in (await http.get("/")).headers
+
+    try:
+        asyncio.run(main())
+    finally:
+        assert server.close() == 0
+    assert server.complaints == ""
 
 
 def test_nothing_is_left_when_the_server_is_ended_while_an_engine_starts(gate: Gate) -> None:

@@ -166,6 +166,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--viewers", default="1,4,16,32", help="numbers of viewers (default 1,4,16,32)")
     parser.add_argument("--seconds", type=float, default=12.0, help="how long each number is measured (default 12)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="of the engine (default auto)"
+    )
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--plot", type=Path, help="picture to write: .png or .svg")
     parser.add_argument(
@@ -183,7 +186,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.argv if argv is None else ["benchmarks.encode_viewers", *argv],
         warm_up=f"{WARM_UP_S:g} s each",
     )
-    served = (*SERVE, "--max-viewers", str(max(counts)), *arguments.serve)
+    if arguments.painted and arguments.device != "auto":
+        parser.error("--painted computes nothing, so it has no --device; leave one of them out")
+    served = (*SERVE, "--device", arguments.device, "--max-viewers", str(max(counts)), *arguments.serve)
     command = (*PAINTED, "--max-viewers", str(max(counts))) if arguments.painted else served
     found = measure(counts, arguments.seconds, command)
     print(report.table(found["rows"]))

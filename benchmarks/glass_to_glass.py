@@ -110,6 +110,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=10, help="prompt changes that are timed; 0 leaves them out")
     parser.add_argument("--lead", type=float, default=0.6, help="seconds of video made ahead, at most (default 0.6)")
     parser.add_argument("--fps", type=float, default=40.0, help="frames shown per second (default 40)")
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="of the embedded model, for prompts; the painting engine computes nothing (default auto)",
+    )
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--plot", type=Path, help="picture to write: .png or .svg")
     arguments = parser.parse_args(argv)
@@ -123,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if found["picture_age"]["received_to_screen"]:
         rows.append({"what": "received to screen", **found["picture_age"]["received_to_screen"]})
     if arguments.prompts:
-        found["prompt_to_pixel"] = prompt_to_pixel(arguments.prompts)
+        found["prompt_to_pixel"] = prompt_to_pixel(arguments.prompts, (*SERVE, "--device", arguments.device))
         spread = {name: value for name, value in found["prompt_to_pixel"].items() if name != "engine"}
         rows.append({"what": "prompt to pixel", **spread})
     print(report.table(rows))

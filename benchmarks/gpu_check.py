@@ -4,7 +4,7 @@
     python -m benchmarks.gpu_check decoder:full --device cuda     the same pictures?
     python -m benchmarks.gpu_check graphs:full --device cuda      compiled, channels last, and as YUV420: the same?
     python -m benchmarks.gpu_check wan:bfloat16 --device cuda     two blocks of Wan 1.3B, their numbers
-    python -m benchmarks.gpu_check fast:clean --device cuda       every value of model.compile against off
+    python -m benchmarks.gpu_check fast:clean --device cuda       graphs, and clean passes with the next, against plain
     python -m benchmarks.gpu_check sync:clean --device cuda       micro-steps in which the host waits for nothing
 
 Prints one line; exit code 0 it holds, 1 it does not, 3 it cannot be tried here.
@@ -16,6 +16,7 @@ import argparse
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, get_args
 
 import torch
@@ -82,16 +83,17 @@ def same_as_cpu(context: str, device: torch.device) -> str:
 
 
 def fast_as_plain(context: str, device: torch.device) -> str:
-    """Latents with every value of the setting against `off`."""
+    """Latents with every value of the setting against `off`; with KV context `clean` also where the clean pass takes
+    the next chunk's first step with it."""
     field = ModelConfig.model_fields.get(FAST)
     if field is None:
         raise NotHere(f"there is no model.{FAST} in this version")
     values = [value for value in get_args(field.annotation) if value != OFF]
     plain = played(device=device.type, dtype="float32", kv_context=context, **{FAST: OFF})
     told = []
-    for value in values:
-        got = played(device=device.type, dtype="float32", kv_context=context, **{FAST: value})
-        told.append(f"{value} {_held(off_by(got, plain), _LATENTS_OFF)}")
+    for value, clean_pass in product(values, ("alone", "with-next") if context == "clean" else ("alone",)):
+        got = played(device=device.type, dtype="float32", kv_context=context, clean_pass=clean_pass, **{FAST: value})
+        told.append(f"{value}, {clean_pass} {_held(off_by(got, plain), _LATENTS_OFF)}")
     return "; ".join(told)
 
 

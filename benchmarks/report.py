@@ -154,7 +154,22 @@ def _hardware() -> dict[str, Value]:
         found["gpu"] = torch.cuda.get_device_name()
         found["gpus"] = torch.cuda.device_count()
         found["gpu_memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
+    elif torch is None:
+        found |= _gpus()
     return found
+
+
+def _gpus() -> dict[str, Value]:
+    """The GPUs of a machine, for a process without torch: what the driver's own tool says; nothing where it is not."""
+    asked = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=30).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    name, _, mib = told[0].rpartition(", ") if told else ("", "", "")
+    if not mib.isdecimal():
+        return {}
+    return {"gpu": name, "gpus": len(told), "gpu_memory_gib": round(int(mib) / 1024, 1)}
 
 
 def _cpu_name() -> str:

@@ -46,7 +46,8 @@ class Case:
         vae = f", {'full' if decoder_of(config) == 'full' else 'tiny'} decoder" if config.vae else ""
         steps = "own steps" if config.steps is None else f"{config.steps} step{'s' if config.steps > 1 else ''}"
         stages = f"{config.stages} stage{'s' if config.stages > 1 else ''}"
-        return f"{config.name}{size}, {steps}, {config.kv_context}{vae}, {stages}"
+        fast = (", compiled" if config.compile == "on" else "") + (", with-next" if config.clean_with_next else "")
+        return f"{config.name}{size}, {steps}, {config.kv_context}{vae}, {stages}{fast}"
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "config": self.config.model_dump(), "amount": asdict(self.amount)}

@@ -31,7 +31,10 @@ def add(made: argparse.ArgumentParser) -> None:
     lists.add_argument("--size", type=words, metavar="WxH,WxH", help="of the picture, for Wan: 832x480, 512x512")
     lists.add_argument("--decoder", type=words, metavar="D,D", help="for Wan without a checkpoint: tiny, full")
     model = made.add_argument_group("model and machine, as in `streamdiff serve`")
-    for field in ("device", "dtype", "attention", "weights", "vae", "text_encoder", "decode", "threads"):
+    for field in (
+        *("device", "dtype", "attention", "compile", "clean_pass"),
+        *("weights", "vae", "text_encoder", "decode", "threads"),
+    ):
         about = ModelConfig.model_fields[field].description
         model.add_argument(f"--{field.replace('_', '-')}", dest=f"model.{field}", metavar="VALUE", help=about)
     model.add_argument("--model", dest="model.name", metavar="NAME", help="another model than the preset's")

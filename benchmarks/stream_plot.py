@@ -69,3 +69,17 @@ def draw_floors(path: Path, results: Mapping[str, Any]) -> None:
     axes.set_xlabel("a forward of one chunk, ms")
     axes.legend(fontsize="small", loc="lower right")
     figure.savefig(path)
+
+
+def draw_ratios(path: Path, ratios: Mapping[str, float | None]) -> None:
+    """Draw ratios after / before by figure, the line at 1 for what is the same; figures without one are left out."""
+    from matplotlib.figure import Figure
+
+    there = {label: ratio for label, ratio in ratios.items() if ratio is not None}
+    figure = Figure(figsize=(11, 1.5 + 0.3 * len(there)), layout="constrained")
+    axes = figure.subplots()
+    axes.barh(list(there), list(there.values()), color="tab:blue")
+    axes.axvline(1.0, color="black")
+    axes.invert_yaxis()
+    axes.set_xlabel("after / before")
+    figure.savefig(path)

@@ -64,8 +64,13 @@ def test_figures_are_compared_one_by_one(tmp_path: Path, capsys: pytest.CaptureF
     after["header"]["commit"] = "ba9876543210"
     after["header"]["software"]["torch"] = "2.14"
     after["header"]["hardware"]["load_average"] = 3.0
-    assert compared(tmp_path, before, after, "--out", str(out)) == compare.SAME
-    stored = {row["figure"]: row["ratio"] for row in json.loads(out.read_text())["rows"]}
+    plot = tmp_path / "ratios.png"
+    assert compared(tmp_path, before, after, "--out", str(out), "--plot", str(plot)) == compare.SAME
+    tree = json.loads(out.read_text())
+    assert set(tree["header"]) == {"command", "date", "commit", "hardware", "software", "threads", "warm_up"}
+    assert (tree["before"], tree["after"]) == (before["header"], after["header"])
+    assert plot.stat().st_size > 5_000
+    stored = {row["figure"]: row["ratio"] for row in tree["results"]["rows"]}
     assert stored == {"fps": pytest.approx(1.25), "ttff_s": pytest.approx(1.25)}
     printed = capsys.readouterr().out
     assert "ba9876543210" in printed and "2.14" in printed and "25.0% better" in printed and "25.0% worse" in printed
@@ -119,6 +124,11 @@ def test_what_is_no_result_is_refused(
         path.write_text(text)
     assert compare.main([str(path), str(path)]) == compare.REFUSED
     assert told in capsys.readouterr().err
+
+
+def test_a_picture_of_no_kind_is_refused_before_anything_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare.main(["none.json", "none.json", "--plot", "ratios.txt"]) == compare.REFUSED
+    assert "--plot is 'ratios.txt', but must end in" in capsys.readouterr().err
 
 
 def test_an_unknown_figure_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

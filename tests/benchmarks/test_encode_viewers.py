@@ -26,6 +26,21 @@ def test_it_counts_what_viewers_get_and_use(tmp_path: Path) -> None:
     assert json.loads(json.dumps(found)) == found
 
 
+def test_the_server_gets_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[tuple[str, ...]] = []
+    row = {"viewers": 1, "cpu_percent_web": 1.0}
+
+    def measure(counts: list[int], seconds: float, command: tuple[str, ...]) -> dict[str, object]:
+        commands.append(command)
+        return {"rows": [row], "cpu_percent_per_added_viewer": None}
+
+    monkeypatch.setattr(encode_viewers, "measure", measure)
+    encode_viewers.main(["--device", "cuda"])
+    assert commands[0][commands[0].index("--device") + 1] == "cuda"
+    with pytest.raises(SystemExit):
+        encode_viewers.main(["--device", "cpu", "--painted"])
+
+
 @pytest.mark.parametrize("words", [["--viewers", "some"], ["--viewers", "0"], ["--seconds", "0"]])
 def test_wrong_numbers_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

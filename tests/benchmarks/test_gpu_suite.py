@@ -63,6 +63,43 @@ def test_the_most_wanted_case_comes_first_and_none_twice() -> None:
     assert not any(case.config.stages > 1 for case in wanted("cpu", 1, (), Amount()))
 
 
+def test_the_fast_paths_are_measured_beside_the_plain_one_before_anything_else() -> None:
+    found = wanted("cuda", 1, ("wan-1.3b",), Amount())[:4]
+    assert [case.config.compile for case in found] == ["off", "off", "on", "on"]
+    assert [case.config.clean_pass for case in found] == ["alone", "alone", "with-next", "with-next"]
+    assert found[2].label == found[0].label + ", compiled, with-next"
+    assert {case.config.vae for case in found[2:]} == {"random:taew2_1", "random:wan2.1"}
+
+
+def test_a_wrong_fast_path_does_not_have_the_plain_one_measured_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = WAN.model_copy(update={"compile": "on"})
+    asked = [Case(WAN, Amount()), Case(fast, Amount()), Case(fast.model_copy(update={"size": "512x512"}), Amount())]
+    ran: list[str] = []
+    monkeypatch.setattr(fps_ttff, "measure", lambda case, limit_s: ran.append(case.config.compile))
+    monkeypatch.setattr(fps_ttff, "result_of", lambda raw: {})
+    monkeypatch.setattr(gpu_suite.stream_plot, "draw", lambda path, results: None)
+    results, left_out = gpu_suite.measure(asked, {"fast:clean"}, Deadline(60), tmp_path)
+    assert ran == ["off", "off"] and list(results) == [asked[0].label, asked[2].label.removesuffix(", compiled")]
+    assert left_out == [f"{asked[1].label}: its fast path is wrong, and the plain one is measured already"]
+
+
+def test_both_fast_paths_are_checked_where_there_are_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    played: list[tuple[object, object]] = []
+
+    def stream(**values: object) -> torch.Tensor:
+        played.append((values["compile"], values.get("clean_pass")))
+        return torch.full((3,), 2.0 if values.get("clean_pass") == "with-next" else 1.0)
+
+    monkeypatch.setattr(gpu_check, "played", stream)
+    assert "on, alone off by 0" in gpu_check.fast_as_plain("matched", CPU)
+    assert played == [("off", None), ("on", "alone")]
+    with pytest.raises(AssertionError, match="off by 1"):
+        gpu_check.fast_as_plain("clean", CPU)
+    assert played[2:] == [("off", None), ("on", "alone"), ("on", "with-next")]
+
+
 def test_time_runs_out() -> None:
     assert Deadline(10).left_s(60) == 60 and Deadline(0).left_s(60) <= 0
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +23,26 @@ def test_the_header_names_what_a_reader_needs() -> None:
     assert head.threads["allowed_cores"]
     assert head.warm_up == "5 s"
     assert head.commit == "unknown" or len(head.commit.removesuffix("+changes")) == 12
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        ("echo 'NVIDIA H200, 143771'; echo 'NVIDIA H200, 143771'", ("NVIDIA H200", 2, 140.4)),
+        ("echo 'No devices were found'", None),
+        ("echo 'driver not loaded'; exit 9", None),
+    ],
+)
+def test_a_process_without_torch_names_the_gpus_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str, found: tuple[str, int, float] | None
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{told}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    hardware = report.header(["x"], warm_up="none").hardware
+    assert tuple(hardware.get(key) for key in ("gpu", "gpus", "gpu_memory_gib")) == (found or (None, None, None))
 
 
 @pytest.mark.parametrize(
@@ -46,6 +69,30 @@ def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         report.write_json(path, head, {"fps": math.nan})
     assert json.loads(path.read_text()) == stored
     assert [file.name for file in path.parent.iterdir()] == ["result.json"]
+
+
+def numbers(tree: Any, name: str = "") -> set[str]:
+    """Names of the numbers in a result."""
+    if isinstance(tree, dict):
+        return set().union(*(numbers(inner, key) for key, inner in tree.items()))
+    if isinstance(tree, list):
+        return set().union(*(numbers(inner, name) for inner in tree))
+    return {name} if isinstance(tree, int | float) and not isinstance(tree, bool) else set()
+
+
+CONDITIONS = {"bitrate", "chunk_frames", "fps", "height", "lead_s", "scale", "seconds", "sessions", "steps", "viewers"}
+CONDITIONS |= {"width", "load_average_before"}
+SPREAD = {"count", "latencies_ms", "max_ms", "max_s", "median_ms", "median_s", "min_ms", "min_s", "p95_ms"}
+
+
+@pytest.mark.parametrize(
+    "name", ["encode_viewers", "glass_to_glass", "hot_path_tiny", "live_browser", "ring_schedule", "scheduler_cost"]
+)
+def test_the_readme_defines_the_figures_of_a_stored_result(name: str) -> None:
+    """Those of speed are in `metrics.METRICS`, which has a test of its own."""
+    found = numbers(json.loads((report.RESULTS / f"{name}.json").read_text())["results"]) - CONDITIONS - SPREAD
+    text = (report.ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    assert found and not [figure for figure in found if f"`{figure}`" not in text]
 
 
 def test_a_table_is_markdown() -> None:

@@ -69,6 +69,28 @@ def _first_frames(browser: webdriver.Chrome, url: str, loads: int) -> list[float
     return found
 
 
+def _new_sessions(browser: webdriver.Chrome, url: str, count: int) -> list[float]:
+    """Seconds from asking for a session to its first frame on the page, which is loaded meanwhile; one after the
+    other, beside the default session, which plays without a viewer.
+
+    Raises:
+        SystemExit: there is no place for one.
+    """
+    found = []
+    for _ in range(count):
+        asked_s = clock.wall_s()
+        answer = httpx.post(url + "api/sessions", json={"prompt": PROMPTS[0]}, timeout=20)
+        if answer.status_code != 201:
+            raise SystemExit(f"no second session can be opened here (--sessions 0 leaves them out): {answer.text}")
+        opened = answer.json()
+        browser.get(f"{url}?session={opened['id']}")
+        found.append(_until_live(browser)["view"]["firstFrameAt"] / 1000 - asked_s)
+        browser.get("about:blank")
+        token = {"Authorization": f"Bearer {opened['control_token']}"}
+        httpx.delete(f"{url}api/sessions/{opened['id']}", headers=token, timeout=20).raise_for_status()
+    return found
+
+
 def _cpu_s(processes: Sequence[psutil.Process]) -> list[float]:
     return [sum(process.cpu_times()[:2]) for process in processes]
 
@@ -118,7 +140,7 @@ def _spread(values: Sequence[float]) -> dict[str, float | int]:
     }
 
 
-def measure(seconds: float, prompts: int, loads: int, command: Sequence[str] = SERVE) -> dict[str, Any]:
+def measure(seconds: float, prompts: int, loads: int, sessions: int, command: Sequence[str] = SERVE) -> dict[str, Any]:
     """Everything this benchmark measures, JSON-able."""
     with running_server(command) as server, chromium() as browser:
         load_average = psutil.getloadavg()[0]
@@ -128,6 +150,7 @@ def measure(seconds: float, prompts: int, loads: int, command: Sequence[str] = S
         playback = _playback(browser, server, seconds)
         lags = _prompt_lags(browser, prompts)
         state = httpx.get(server.url + "api/state", timeout=20).json()
+        new = _new_sessions(browser, server.url, sessions)
         version = browser.capabilities["browserVersion"]
     return {
         "browser": f"Chromium {version}",
@@ -136,6 +159,7 @@ def measure(seconds: float, prompts: int, loads: int, command: Sequence[str] = S
         "playback": playback,
         "first_frame": _spread(first),
         "prompt_to_pixel": _spread(lags) if lags else None,
+        "new_session": _spread(new) if new else None,
         "server_stats": {name: state["stats"][name] for name in ("chunk_ms", "repeated", "dropped", "missed")},
     }
 
@@ -148,15 +172,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=30.0, help="how long playback is measured")
     parser.add_argument("--prompts", type=int, default=10, help="how many prompt changes are timed")
     parser.add_argument("--loads", type=int, default=5, help="how often the page is loaded for the first frame")
+    parser.add_argument("--sessions", type=int, default=5, help="new sessions that are timed; 0 leaves them out")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("serve", nargs="*", help="further arguments of `streamdiff serve`, after --")
     arguments = parser.parse_args(argv)
     header = report.header(
         sys.argv if argv is None else ["benchmarks.live_browser", *argv], warm_up=f"{WARM_UP_S:g} s of playback"
     )
-    found = measure(arguments.seconds, arguments.prompts, arguments.loads, (*SERVE, *arguments.serve))
+    found = measure(
+        arguments.seconds, arguments.prompts, arguments.loads, arguments.sessions, (*SERVE, *arguments.serve)
+    )
     print(report.table([found["playback"]]))
-    rows = [{"what": name, **found[name]} for name in ("first_frame", "prompt_to_pixel") if found[name]]
+    rows = [{"what": name, **found[name]} for name in ("first_frame", "prompt_to_pixel", "new_session") if found[name]]
     print(report.table(rows))
     if arguments.out is not None:
         report.write_json(arguments.out, header, found)

@@ -207,6 +207,7 @@ function onFirstFrame(offeredAt) {
   if (offeredAt !== client.offeredAt) return;
   view.frameSeen = true;
   view.firstFrameMs = performance.now() - offeredAt;
+  view.firstFrameAt = performance.timeOrigin + performance.now();
   number("n-first", view.firstFrameMs / 1000, 2);
   drawStatus();
 }

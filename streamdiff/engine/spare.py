@@ -10,6 +10,8 @@ import importlib
 import os
 import select
 import shutil
+import sys
+import threading
 from pathlib import Path
 
 _PIPE = "begin"
@@ -17,6 +19,8 @@ _EVERYBODY = b"." * 1024
 """More than there are ranks, each of which reads one byte."""
 _SETTLE_S = 10.0
 """A stream that begins has the machine for itself for so long."""
+_NICE = 10
+"""Of the import, behind a stream that plays: a tenth of a core that both want."""
 
 
 def open_pipe(folder: Path) -> int:
@@ -37,15 +41,25 @@ def wait(folder: Path, module: str) -> None:
         pipe = os.open(folder / _PIPE, os.O_RDONLY | os.O_NONBLOCK)  # or it waits for one who writes, who may be gone
     except FileNotFoundError:
         os._exit(0)  # another rank has seen it, and removed the folder
+    importing: threading.Thread | None = None
     try:
         told = os.read(pipe, 1)  # empty: who could tell is gone already, which `select` would not say
     except BlockingIOError:
         news, _, _ = select.select([pipe], [], [], _SETTLE_S)
         if not news:
-            importlib.import_module(module)
+            importing = threading.Thread(target=_import, args=(module,), name="import", daemon=True)
+            importing.start()
         os.set_blocking(pipe, True)
         told = os.read(pipe, 1)
     if not told:
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
     os.close(pipe)
+    if importing is not None:
+        importing.join()
+
+
+def _import(module: str) -> None:
+    if sys.platform == "linux":  # where this is of one thread: the engine itself shall not be as modest
+        os.nice(_NICE)
+    importlib.import_module(module)

@@ -170,8 +170,8 @@ class ServeConfig(_Section):
     drain_s: float = Field(0.0, ge=0, description="after SIGTERM viewers may stay for so long; no session is opened")
     restarts: int = Field(5, ge=0, le=1000, description="an engine that fails is started again; 0: the server ends")
     restart_window_s: float = Field(300.0, gt=0, description="more failures than `restarts` within so long are the end")
-    spare: bool = Field(True, description="a second engine process waits, torch imported, for the first one to fail")
     restart_wait_s: float = Field(0.5, ge=0, description="before the second restart; then twice as long each time")
+    spare: bool = Field(True, description="a second engine process waits, torch imported, for the first one to fail")
     cors_origins: list[Origin] = Field([], description="pages of other origins that may use it")
 
 

@@ -35,6 +35,8 @@ _IDLE_WAIT_S = 0.5
 _ALIVE_S = 0.25
 # A launcher that lost a rank ends the others at once; what happened may be known a moment later.
 _TOLD_WHY_S = 1.0
+# What takes the seconds of a start: torch, and all that loads a pipeline.
+_HEAVY = "streamdiff.pipeline.profiling"
 Tap = Callable[[Engine, Event], None]
 # How long the process may take to end by itself after its parent died.
 _ORPHAN_LIMIT_S = 5.0
@@ -88,9 +90,6 @@ class Stop:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-_TORCH = "streamdiff.pipeline.profiling"
-
-
 def _load_runtime(config: ModelConfig) -> Pipeline:
     from streamdiff.pipeline.profiling import load_pipeline  # torch takes seconds to import
 
@@ -135,7 +134,7 @@ def main(argv: Sequence[str] | None = None, *, load: Callable[[ModelConfig], Pip
     parser.add_argument("--spare", action="store_true", help="import everything, and wait to be needed")
     arguments = parser.parse_args(argv)
     if arguments.spare:
-        spare.wait(arguments.address, _TORCH)
+        spare.wait(arguments.address, _HEAVY)
     if int(os.environ.get("RANK", "0")) > 0:
         return be_follower(Config.model_validate_json(arguments.config_json).served_model())
     stop = Stop(arguments.address)

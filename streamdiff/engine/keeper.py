@@ -44,7 +44,8 @@ class Keeper:
         self._spare: EngineProcess | None = None
         self._client: EngineClient | None = None
         self._down = "it has not been started"
-        self._start_s = 0.0
+        self._took_s: dict[bool, float] = {}
+        """How long the last start took, by whether it was a spare's."""
         self.gave_up = False
         """Whether it failed once more than it is started again."""
 
@@ -61,7 +62,7 @@ class Keeper:
         """
         begun_s = clock.monotonic_s()
         self._client = await self._engine.start()
-        self._start_s = clock.monotonic_s() - begun_s
+        self._took_s[False] = clock.monotonic_s() - begun_s
         await self._renew_spare()
 
     async def stop(self) -> None:
@@ -107,10 +108,11 @@ class Keeper:
                 await self.stop()  # the spare too: nothing is started any more
                 return
             logger.warning("%s\nThe engine is started again in %g s (%s).", reason, wait_s, self._which())
-            yield Restarting(_line(reason), max(1, math.ceil(wait_s + self._start_s)))
+            yield Restarting(_line(reason), max(1, math.ceil(wait_s + self._expected_s())))
             await self._engine.stop()
             await asyncio.sleep(wait_s)
-            self._engine = await self._next()
+            self._engine, was_spare = await self._next()
+            begun_s = clock.monotonic_s()
             try:
                 client = await self._engine.start()
                 _check_same(known, self._engine.ready)
@@ -118,17 +120,23 @@ class Keeper:
                 reason = str(error)
             else:
                 self._client = client
+                self._took_s[was_spare] = clock.monotonic_s() - begun_s
         logger.warning("The engine runs again after %.1f s.", clock.monotonic_s() - failed_s)
         await self._renew_spare()
         yield self._engine.ready
 
-    async def _next(self) -> EngineProcess:
-        """The spare, if it is well, else a new one."""
+    def _expected_s(self) -> float:
+        """How long the next start may take: as long as the last of its kind, where there was one."""
+        spare = self._spare is not None and self._spare.alive
+        return self._took_s.get(spare, self._took_s[False])
+
+    async def _next(self) -> tuple[EngineProcess, bool]:
+        """The spare, if it is well, else a new one; and whether it is the spare."""
         if self._spare is not None and not self._spare.alive:
             await self._spare.stop()
             self._spare = None
         waiting, self._spare = self._spare, None
-        return waiting or self._make()
+        return waiting or self._make(), waiting is not None
 
     async def _renew_spare(self) -> None:
         """Have another spare wait. That there is none, for want of processes or files, is no fault of the engine."""

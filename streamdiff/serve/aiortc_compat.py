@@ -142,6 +142,7 @@ def check() -> None:
         hasattr(RTCRtpSender, "_send_keyframe"),
         hasattr(RTCRtpSender, "_next_encoded_frame"),
         inspect.iscoroutinefunction(getattr(RTCRtpSender, "_handle_rtcp_packet", None)),
+        "_codecs" in RTCRtpTransceiver.__init__.__code__.co_names,
         "_ssrc" in RTCRtpSender.__init__.__code__.co_names,
         hasattr(aiortc.rtcrtpsender, "RTP_HISTORY_SIZE"),
         hasattr(aioice.ice, "get_host_addresses"),

@@ -28,7 +28,7 @@ MESSAGES_PER_S = 50
 MIN_FPS, MAX_FPS = 1.0, 120.0
 
 _CHANGE = {"type", "id", "if_rev"}
-_FIELDS: dict[str, frozenset[str]] = {
+FIELDS: dict[str, frozenset[str]] = {
     "prompt": frozenset({*_CHANGE, "prompt", "switch"}),
     "reset": frozenset({*_CHANGE, "seed"}),
     "steps": frozenset({*_CHANGE, "steps"}),
@@ -38,6 +38,7 @@ _FIELDS: dict[str, frozenset[str]] = {
     "get": frozenset({"type", "id"}),
     "ping": frozenset({"type", "id"}),
 }
+"""Every kind of message and the fields it may have."""
 
 
 class ControlError(ValueError):
@@ -105,11 +106,11 @@ def _id(value: Any) -> Id:
 
 def _control(message: dict[str, Any], id: Id) -> Control:
     kind = message.get("type")
-    if not isinstance(kind, str) or kind not in _FIELDS:
-        raise ControlError("unknown_type", f"`type` must be one of {', '.join(_FIELDS)}; got {_echo(kind)}.", "type")
-    unknown = sorted(set(message) - _FIELDS[kind])
+    if not isinstance(kind, str) or kind not in FIELDS:
+        raise ControlError("unknown_type", f"`type` must be one of {', '.join(FIELDS)}; got {_echo(kind)}.", "type")
+    unknown = sorted(set(message) - FIELDS[kind])
     if unknown:
-        known = ", ".join(sorted(_FIELDS[kind]))
+        known = ", ".join(sorted(FIELDS[kind]))
         name = unknown[0][:40] if _is_text(unknown[0]) else ""
         raise ControlError(
             "unknown_field", f"A {kind} message has no field {_echo(unknown[0])}; it takes {known}.", name
@@ -197,25 +198,6 @@ def clean_prompt(value: Any) -> str:
     if not words:
         raise ControlError("bad_prompt", "The prompt is empty. Describe what you want to see.", "prompt")
     return " ".join(words)
-
-
-class Allowance:
-    """A bucket that fills with time: at most `per_s` a second, and `burst` at once. Sans-IO."""
-
-    def __init__(self, per_s: float, burst: float) -> None:
-        self._per_s, self._burst = per_s, burst
-        self._left = burst
-        self._at_s: float | None = None
-
-    def take(self, now_s: float) -> bool:
-        """Use one, if there is one. Mutates: self."""
-        if self._at_s is not None:
-            self._left = min(self._burst, self._left + max(0.0, now_s - self._at_s) * self._per_s)
-        self._at_s = now_s
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
 
 
 # ---- receipts --------------------------------------------------------------------------------------------------------

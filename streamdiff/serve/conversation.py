@@ -11,8 +11,9 @@ from typing import Any
 
 from streamdiff import clock
 from streamdiff.errors import EngineFailure
-from streamdiff.serve.control import MAX_MESSAGE_BYTES, MESSAGES_PER_S, Allowance, ControlError, parse
+from streamdiff.serve.control import MAX_MESSAGE_BYTES, MESSAGES_PER_S, ControlError, parse
 from streamdiff.serve.metrics import Metrics
+from streamdiff.serve.rate import Allowance
 from streamdiff.serve.session_view import SessionView
 
 STATS_INTERVAL_S = 0.5

@@ -10,6 +10,14 @@ from fastapi.responses import JSONResponse
 from starlette.requests import HTTPConnection, Request
 
 DRAIN_BYTES = 1024 * 1024
+DOCUMENT: dict[str, Any] = {"content": {"application/problem+json": {"schema": {"type": "object"}}}}
+"""A problem in the API's description."""
+Responses = dict[int | str, dict[str, Any]]
+
+
+def described(**problems: str) -> Responses:
+    """What an address may refuse, for the API's description: `described(s404="No such session")`."""
+    return {int(name[1:]): {"description": says, **DOCUMENT} for name, says in problems.items()}
 
 
 class Problem(Exception):

@@ -1,10 +1,11 @@
-"""How often something happens. Pure: the caller gives the time."""
+"""How often something happens, and how often it may. Pure: the caller gives the time."""
 
 from __future__ import annotations
 
 from collections import deque
 
 RATE_WINDOW_S = 2.0
+MAX_ADDRESSES = 4096
 
 
 class Rate:
@@ -26,3 +27,36 @@ class Rate:
     def _trim(self, now_s: float) -> None:
         while self._events and self._events[0][0] <= now_s - RATE_WINDOW_S:
             self._events.popleft()
+
+
+class Allowance:
+    """A bucket that fills with time: at most `per_s` a second, and `burst` at once. Sans-IO."""
+
+    def __init__(self, per_s: float, burst: float) -> None:
+        self._per_s, self._burst = per_s, burst
+        self._left = burst
+        self._at_s: float | None = None
+
+    def take(self, now_s: float) -> bool:
+        """Use one, if there is one. Mutates: self."""
+        if self._at_s is not None:
+            self._left = min(self._burst, self._left + max(0.0, now_s - self._at_s) * self._per_s)
+        self._at_s = now_s
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+class Allowances:
+    """An `Allowance` for every address; of those heard of, `MAX_ADDRESSES` are remembered. Sans-IO."""
+
+    def __init__(self, per_s: float, burst: float) -> None:
+        self._per_s, self._burst = per_s, burst
+        self._by_address: dict[str, Allowance] = {}
+
+    def of(self, address: str) -> Allowance:
+        """The address's own. Mutates: self."""
+        if address not in self._by_address and len(self._by_address) >= MAX_ADDRESSES:
+            del self._by_address[next(iter(self._by_address))]
+        return self._by_address.setdefault(address, Allowance(self._per_s, self._burst))

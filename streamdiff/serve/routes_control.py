@@ -16,7 +16,8 @@ from streamdiff.errors import EngineFailure
 from streamdiff.serve.control import MAX_BODY_BYTES, Control, ControlError, Receipt, parse
 from streamdiff.serve.control_socket import ControlSocket
 from streamdiff.serve.encoder import as_rgb
-from streamdiff.serve.problem import Problem, is_own_page, media_type, read_body, respond
+from streamdiff.serve.problem import Problem, described, is_own_page, media_type, read_body, respond
+from streamdiff.serve.schema import control_message
 from streamdiff.serve.services import SOCKET_PROTOCOL, Services, services_of
 from streamdiff.serve.session_spec import SessionEnded
 from streamdiff.serve.session_view import SessionView
@@ -24,13 +25,29 @@ from streamdiff.serve.session_view import SessionView
 ANSWER_TIMEOUT_S = 5.0
 """How long a caller waits for the engine's answer before it is told that it comes later."""
 MAX_SOCKETS = 64
+_REFUSED = described(
+    s400="Not JSON, or no object",
+    s401="This takes a token",
+    s403="The token is good for watching only, or the page is of another origin",
+    s404="No such session",
+    s409="The session has another revision than `if_rev`",
+    s410="The session has ended",
+    s413="The body is too large",
+    s415="The body is not application/json",
+    s422="A field is wrong, and `field` names it, or the model has refused",
+    s429="Too many messages from one address; Retry-After: when to go on",
+    s503="The engine has ended or is started again; Retry-After: when to ask again",
+)
 
 
 def router() -> APIRouter:
     """`/api/state`, `/api/control` and `/frame.jpg`: the default session's, or that of `?session=`; and WebSockets."""
     routes = APIRouter(tags=["control"])
     routes.add_api_route("/api/state", _state, methods=["GET"])
-    routes.add_api_route("/api/control", _control, methods=["POST"])
+    routes.add_api_route(
+        "/api/control", _control, methods=["POST"], summary="Say one control message", responses=_REFUSED,
+        openapi_extra={"requestBody": {"content": {"application/json": {"schema": control_message()}}}},
+    )  # fmt: skip
     routes.add_api_route("/frame.jpg", _frame, methods=["GET"])
     routes.add_api_websocket_route("/api/sessions/{session}/control", _socket)
     return routes

@@ -13,7 +13,7 @@ from streamdiff.errors import RequestError
 from streamdiff.serve.access import Role
 from streamdiff.serve.control import MAX_BODY_BYTES, Control, Kind
 from streamdiff.serve.hub import NoPlace
-from streamdiff.serve.problem import Problem, media_type, read_body
+from streamdiff.serve.problem import Problem, Responses, described, media_type, read_body
 from streamdiff.serve.routes_control import carry_out, status_of
 from streamdiff.serve.schema import (
     CapacityInfo,
@@ -39,13 +39,13 @@ def router() -> APIRouter:
     routes.add_api_route("", _list, methods=["GET"], response_model=SessionList, summary="All sessions")
     routes.add_api_route(
         "", _open, methods=["POST"], status_code=201, response_model=OpenedSession, summary="Open a session",
-        openapi_extra=_body(NewSession), responses={**_BAD_BODY, 503: _NO_PLACE},
+        openapi_extra=_body(NewSession), responses=_BAD_BODY | _NO_PLACE,
     )  # fmt: skip
     one = "/{session}"
     routes.add_api_route(one, _show, methods=["GET"], response_model=SessionInfo, summary="One session")
     routes.add_api_route(
         one, _change, methods=["PATCH"], response_model=Receipts, summary="Change it while it plays",
-        openapi_extra=_body(SessionChange), responses={**_BAD_BODY, 202: _LATER, 409: _STALE},
+        openapi_extra=_body(SessionChange), responses=_BAD_BODY | _LATER | _STALE,
     )  # fmt: skip
     routes.add_api_route(one, _end, methods=["DELETE"], status_code=200, summary="End it")
     for kind, says in (("pause", "Hold it"), ("resume", "Let it go on"), ("reset", "Begin afresh")):
@@ -53,35 +53,32 @@ def router() -> APIRouter:
         name = f"{kind}_session"
         routes.add_api_route(
             f"{one}/{kind}", act, methods=["POST"], response_model=Receipts, summary=says, name=name,
-            responses={202: _LATER},
+            responses=_LATER,
         )  # fmt: skip
     return routes
 
 
-_PROBLEM = {"content": {"application/problem+json": {"schema": {"type": "object"}}}}
-_Responses = dict[int | str, dict[str, Any]]
-_PROBLEMS: _Responses = {
-    401: {"description": "This takes a token", **_PROBLEM},
-    403: {"description": "The token is good for watching only, or the page is of another origin", **_PROBLEM},
-    404: {"description": "No such session", **_PROBLEM},
-    410: {"description": "It has ended; `reason` says why", **_PROBLEM},
-    422: {"description": "A field is wrong; `field` names it", **_PROBLEM},
-    429: {"description": "Too many changes from one address; Retry-After: when to go on", **_PROBLEM},
+_PROBLEMS = described(
+    s401="This takes a token",
+    s403="The token is good for watching only, or the page is of another origin",
+    s404="No such session",
+    s410="It has ended; `reason` says why",
+    s422="A field is wrong; `field` names it",
+    s429="Too many changes from one address; Retry-After: when to go on",
+)
+_BAD_BODY = described(
+    s400="The body is not JSON", s413="The body is too large", s415="The body is not application/json"
+)
+_STALE = described(s409="The session has another revision than `if_rev`")
+_LATER: Responses = {
+    202: {
+        "description": "The engine has it and carries it out later (receipt `asked`). GET shows what holds by then",
+        "model": Receipts,
+    }
 }
-_BAD_BODY: _Responses = {
-    400: {"description": "The body is not JSON", **_PROBLEM},
-    413: {"description": "The body is too large", **_PROBLEM},
-    415: {"description": "The body is not application/json", **_PROBLEM},
-}
-_STALE: dict[str, Any] = {"description": "The session has another revision than `if_rev`", **_PROBLEM}
-_LATER: dict[str, Any] = {
-    "description": "The engine has it and carries it out later; a receipt says `asked`. GET shows what holds by then",
-    "model": Receipts,
-}
-_NO_PLACE: dict[str, Any] = {
-    "description": "No place: `code` is time, memory, draining, restarting or engine; Retry-After: when to ask again",
-    **_PROBLEM,
-}
+_NO_PLACE = described(
+    s503="No place: `code` is time, memory, draining, restarting or engine; Retry-After: when to ask again"
+)
 
 
 def _body(model: type[BaseModel]) -> dict[str, Any]:
@@ -204,6 +201,7 @@ def _act(kind: Kind) -> Any:
 
 async def _end(request: Request, session: str) -> Response:
     services = services_of(request)
+    services.limit(request)
     if services.hub.end_of(session) is None:
         services.require(request, Role.CONTROLLER, services.view(request))
         await services.hub.end(session, "deleted")

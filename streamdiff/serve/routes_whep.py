@@ -5,32 +5,80 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, Request, Response
 
 from streamdiff.config import IceServer
 from streamdiff.serve.access import Role
-from streamdiff.serve.problem import Problem, media_type, read_body
+from streamdiff.serve.problem import Problem, Responses, described, media_type, read_body
 from streamdiff.serve.sdp import MAX_SDP_BYTES
 from streamdiff.serve.services import Services, refusals, services_of
 
 SDP_TYPE = "application/sdp"
 TRICKLE_TYPE = "application/trickle-ice-sdpfrag"
+CLIENT = re.compile(r"[A-Za-z0-9_-]{8,64}")
+
+_SESSION: list[dict[str, Any]] = [
+    {"name": "session", "in": "path", "required": True, "schema": {"type": "string"}, "description": "which to watch"},
+]
+_PARAMETERS: list[dict[str, Any]] = [
+    {"name": "codec", "in": "query", "schema": {"enum": ["h264", "vp8"]}, "description": "only this one"},
+    {
+        "name": "client",
+        "in": "query",
+        "schema": {"type": "string", "pattern": f"^{CLIENT.pattern}$"},
+        "description": "the same whenever one program comes back: its dead connection makes room where all is taken",
+    },
+]
+_ANSWER: Responses = {
+    201: {
+        "description": "The answer; Location: the viewer, to PATCH and DELETE",
+        "content": {SDP_TYPE: {"schema": {"type": "string"}}},
+    }
+}
+_REFUSED = described(
+    s400="The offer is no SDP, or lacks what it must have",
+    s401="This takes a token",
+    s404="No such session",
+    s410="The session has ended",
+    s413="The offer is too large",
+    s415="The body is no application/sdp",
+    s422="The offer cannot be answered, or a parameter is wrong",
+    s429="Too many connections from one address; Retry-After: when to try again",
+    s503="All places are taken, or the engine has ended; Retry-After: when to try again",
+)
+_NO_VIEWER = described(s404="No such viewer", s429="Too many changes from one address")
+_BAD_FRAGMENT = described(
+    s400="The fragment cannot be read", s413="It is too large", s415="Another type", s422="An ICE restart"
+)
 
 
 def router() -> APIRouter:
     """The routes under `/whep`."""
-    routes = APIRouter()
+    routes = APIRouter(tags=["watching"])
     for endpoint in ("/whep", "/whep/{session}"):
         routes.add_api_route(endpoint, _options, methods=["OPTIONS"], include_in_schema=False)
         routes.add_api_route(endpoint, _describe, methods=["GET", "HEAD"], include_in_schema=False)
-        routes.add_api_route(endpoint, _post, methods=["POST"])
+        extra = _sdp(SDP_TYPE) | {"parameters": (_SESSION if "{" in endpoint else []) + _PARAMETERS}
+        routes.add_api_route(
+            endpoint, _post, methods=["POST"], status_code=201, summary="Watch: an offer for an answer",
+            responses=_ANSWER | _REFUSED, openapi_extra=extra,
+        )  # fmt: skip
     viewer, other = "/whep/{session}/{id}", ["OPTIONS", "GET", "HEAD"]
     routes.add_api_route(viewer, _viewer_options, methods=other, include_in_schema=False)
-    routes.add_api_route(viewer, _viewer_patch, methods=["PATCH"])
-    routes.add_api_route(viewer, _viewer_delete, methods=["DELETE"])
+    routes.add_api_route(
+        viewer, _viewer_patch, methods=["PATCH"], status_code=204, summary="Add candidates (trickle ICE)",
+        responses=_NO_VIEWER | _BAD_FRAGMENT, openapi_extra=_sdp(TRICKLE_TYPE),
+    )  # fmt: skip
+    routes.add_api_route(viewer, _viewer_delete, methods=["DELETE"], summary="Stop watching", responses=_NO_VIEWER)
     return routes
+
+
+def _sdp(kind: str) -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": {kind: {"schema": {"type": "string"}}}}}
 
 
 def links(servers: list[IceServer]) -> dict[str, str]:
@@ -68,9 +116,13 @@ async def _connect(services: Services, request: Request) -> Response:
         raise Problem(415, f"An offer is {SDP_TYPE}.", {"Accept-Post": SDP_TYPE})
     offer = _text(await read_body(request, MAX_SDP_BYTES))
     view = services.running_view(request)
-    address = request.client.host if request.client else ""
     id, answer = await services.viewers.create(
-        view, offer, address, request.query_params.get("codec"), services.may_control(request, view)
+        view,
+        offer,
+        _address(request),
+        request.query_params.get("codec"),
+        services.may_control(request, view),
+        _client(request),
     )
     headers = {"Location": f"/whep/{quote(view.session, safe='')}/{id}"} | links(services.config.serve.ice_servers)
     return Response(answer, 201, headers, media_type=SDP_TYPE)
@@ -85,13 +137,26 @@ async def _viewer_patch(request: Request, session: str, id: str) -> Response:
     if media_type(request) != TRICKLE_TYPE:
         raise Problem(415, f"A fragment is {TRICKLE_TYPE}.", {"Accept-Patch": TRICKLE_TYPE})
     fragment = _text(await read_body(request, MAX_SDP_BYTES))
-    await services_of(request).viewers.trickle(session, id, fragment)
+    await services_of(request).viewers.trickle(session, id, fragment, _address(request))
     return Response(status_code=204)
 
 
 async def _viewer_delete(request: Request, session: str, id: str) -> Response:
-    await services_of(request).viewers.delete(session, id)
+    await services_of(request).viewers.delete(session, id, _address(request))
     return Response(status_code=200)
+
+
+def _address(request: Request) -> str:
+    return request.client.host if request.client else ""
+
+
+def _client(request: Request) -> str | None:
+    """What the viewer's program calls itself, if anything."""
+    client = request.query_params.get("client")
+    if client is not None and not CLIENT.fullmatch(client):
+        message = f"`client` is {client[:40]!r}; it is 8 to 64 letters, digits, - or _. Leave it out, or draw it once."
+        raise Problem(422, message, code="client", field="client")
+    return client
 
 
 def _text(body: bytes) -> str:

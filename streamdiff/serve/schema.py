@@ -11,9 +11,11 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from streamdiff.config import KVContext
-from streamdiff.engine.messages import Ready
+from streamdiff.engine.messages import SWITCHES, Ready
 from streamdiff.serve.control import (
+    FIELDS,
     MAX_FPS,
+    MAX_ID_CHARACTERS,
     MAX_PROMPT_CHARACTERS,
     MAX_REV,
     MAX_SEED,
@@ -183,3 +185,38 @@ def controls_of(change: SessionChange, ready: Ready) -> list[Control]:
         raise Problem(422, "The change is empty; give fps, steps, prompt or seed.", code="invalid", field="")
     # The revision goes up with the first of them, so only that one can ask for it.
     return [replace(controls[0], if_rev=rev), *controls[1:]]
+
+
+_CONTROL_FIELDS: dict[str, dict[str, Any]] = {
+    "id": {
+        "oneOf": [{"type": "string", "maxLength": MAX_ID_CHARACTERS}, {"type": "integer"}],
+        "description": "said again in every answer to this message",
+    },
+    "if_rev": {
+        "type": ["integer", "null"],
+        "minimum": 0,
+        "maximum": MAX_REV,
+        "description": "only while the state has it",
+    },
+    "prompt": {"type": "string", "minLength": 1, "maxLength": MAX_PROMPT_CHARACTERS},
+    "switch": {"enum": list(SWITCHES), "description": "what it does to the past; left out: what suits the model"},
+    "seed": {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_SEED},
+    "steps": {"type": "integer", "minimum": 1, "description": "denoise steps, of those the model has"},
+    "fps": {"type": "number", "minimum": MIN_FPS, "maximum": MAX_FPS, "description": "frames shown per second"},
+}
+
+
+def control_message() -> dict[str, Any]:
+    """JSON schema of a control message, as `control.parse` takes it; the same for HTTP, data channel and WebSocket."""
+    return {"oneOf": [_kind_of_message(kind, fields) for kind, fields in FIELDS.items()]}
+
+
+def _kind_of_message(kind: str, fields: frozenset[str]) -> dict[str, Any]:
+    values = {name: _CONTROL_FIELDS[name] for name in sorted(fields - {"type"})}
+    return {
+        "type": "object",
+        "title": kind,
+        "properties": {"type": {"const": kind}} | values,
+        "required": ["type", *({"prompt", "steps", "fps"} & {kind})],
+        "additionalProperties": False,
+    }

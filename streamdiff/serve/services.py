@@ -13,17 +13,16 @@ from streamdiff.config import Config
 from streamdiff.engine.messages import Ready
 from streamdiff.serve.access import Access, Role, Tokens
 from streamdiff.serve.codecs import Codec
-from streamdiff.serve.control import Allowance
 from streamdiff.serve.hub import DEFAULT_SESSION, Client, Hub
 from streamdiff.serve.metrics import Metrics
 from streamdiff.serve.outputs import Outputs
 from streamdiff.serve.problem import Problem
+from streamdiff.serve.rate import Allowances
 from streamdiff.serve.session_view import SessionView
 from streamdiff.serve.targets import Target
 from streamdiff.serve.whep import Viewers
 
 REQUESTS_PER_S, REQUEST_BURST = 50.0, 200.0
-MAX_ADDRESSES = 4096
 SOCKET_PROTOCOL, TOKEN_PROTOCOL = "streamdiff", "streamdiff.token."
 
 
@@ -45,7 +44,7 @@ class Services:
         self.access = Access(tokens)
         self.sockets = 0
         """Control WebSockets that are open."""
-        self._allowances: dict[str, Allowance] = {}
+        self._requests = Allowances(REQUESTS_PER_S, REQUEST_BURST)
         self.hub = Hub(config, client, ready, self.metrics)
         self.viewers = Viewers(config.serve.max_viewers, self.codecs, self.metrics, config.serve.ice_servers)
         self.hub.on_end = self.viewers.end_session
@@ -81,10 +80,7 @@ class Services:
     def limit(self, request: HTTPConnection) -> None:
         """Count a request that changes something. Raises Problem: 429 for too many from one address."""
         address = request.client.host if request.client else ""
-        if address not in self._allowances and len(self._allowances) >= MAX_ADDRESSES:
-            del self._allowances[next(iter(self._allowances))]
-        allowance = self._allowances.setdefault(address, Allowance(REQUESTS_PER_S, REQUEST_BURST))
-        if not allowance.take(clock.monotonic_s()):
+        if not self._requests.of(address).take(clock.monotonic_s()):
             raise Problem(429, "Too many requests in a short time from one address.", {"Retry-After": "1"}, code="rate")
 
     def view(self, request: HTTPConnection) -> SessionView:

@@ -26,10 +26,10 @@ from streamdiff.config import IceServer
 from streamdiff.serve import aiortc_compat
 from streamdiff.serve.channel import ControlChannel
 from streamdiff.serve.codecs import Codec
-from streamdiff.serve.control import Allowance
 from streamdiff.serve.logs import facts
 from streamdiff.serve.metrics import Ahead, Metrics
 from streamdiff.serve.problem import Problem
+from streamdiff.serve.rate import Allowance, Allowances
 from streamdiff.serve.sdp import MAX_CANDIDATES, SdpError, check_offer, parse_trickle, username_of, video_codecs_of
 from streamdiff.serve.session_view import SessionView
 from streamdiff.serve.tracks import ViewerTrack
@@ -40,7 +40,8 @@ CONNECT_TIMEOUT_S = 10.0
 TOMBSTONE_S = 60.0
 RETRY_AFTER_S = 5
 POSTS_PER_S, POST_BURST = 20.0, 40.0
-MAX_ADDRESSES = 4096
+CHANGES_PER_S, CHANGE_BURST = 100.0, 200.0
+"""Candidates and ends: a page that trickles sends ten or so, and many may sit behind one address."""
 POOR_NETWORK = 0.6
 KEY_WISHES_PER_S, KEY_WISH_BURST = 1.0, 5.0
 """A viewer that wishes for key frames more often is not heard each time: every one costs all the others bits."""
@@ -50,6 +51,9 @@ STUCK_S = 10.0
 """A viewer whose packets do not get away for so long is given up."""
 SILENT_S = 30.0
 """So is one that is sent video and says nothing about it."""
+GHOST_S = 3.0
+"""One that said nothing for so long makes room, where all places are taken, for the next connection of its own client:
+a page that was reloaded without a good-bye. Browsers report once a second."""
 
 _MIME: dict[str, Codec] = {"video/h264": "h264", "video/vp8": "vp8"}
 
@@ -62,6 +66,7 @@ class Viewer:
     view: SessionView
     pc: RTCPeerConnection
     may_control: bool = True
+    client: str | None = None
     username: str | None = None
     candidates: int = 0
     codec: Codec | None = None
@@ -86,7 +91,8 @@ class Viewers:
         self._viewers: dict[str, Viewer] = {}
         self._reserved = 0
         self._tombstones: dict[tuple[str, str], float] = {}
-        self._allowances: dict[str, Allowance] = {}
+        self._offers = Allowances(POSTS_PER_S, POST_BURST)
+        self._changes = Allowances(CHANGES_PER_S, CHANGE_BURST)
         self._closing: set[asyncio.Task[None]] = set()
         self._looking: asyncio.TimerHandle | None = None
 
@@ -103,9 +109,18 @@ class Viewers:
             self._metrics.viewer_dropped.inc(viewer.drops.more(track.dropped))
 
     async def create(
-        self, view: SessionView, offer: str, address: str, codec: str | None, may_control: bool = True
+        self,
+        view: SessionView,
+        offer: str,
+        address: str,
+        codec: str | None,
+        may_control: bool = True,
+        client: str | None = None,
     ) -> tuple[str, str]:
-        """Connect a viewer; returns its id and the SDP answer. `may_control`: whether its data channel may steer.
+        """Connect a viewer; returns its id and the SDP answer.
+
+        `may_control`: whether its data channel may steer. `client`: what the caller calls itself, the same whenever it
+        comes back; where all places are taken a connection of that name which is dead makes room.
 
         Raises:
             Problem: 400 or 422 for the offer, 429 and 503 with Retry-After.
@@ -118,27 +133,29 @@ class Viewers:
         if not video_codecs_of(checked) & set(wanted):
             names = " or ".join(codec.upper() for codec in wanted)
             raise Problem(422, f"The offer has no video codec that is sent here: offer {names}.", code="codec")
-        if self.count >= self._limit:
+        ghost = self._ghost_of(client) if self.count >= self._limit else None
+        if self.count >= self._limit and ghost is None:
             message = f"All {self._limit} places are taken. Try again in a moment, or raise serve.max_viewers."
             raise Problem(503, message, {"Retry-After": str(RETRY_AFTER_S)}, code="viewers")
-        if not self._allowance(address).take(clock.monotonic_s()):
-            message = "Too many connections in a short time from one address."
-            raise Problem(429, message, {"Retry-After": "1"}, code="rate")
+        self._limit_rate(self._offers, address, "connections")
         # From here to the registration below there are awaits: the place is taken before the first of them.
         self._reserved += 1
         self._count()
         try:
-            return await self._connect(view, checked, wanted, may_control)
+            if ghost is not None:
+                await self._end(ghost, "ghost")
+            return await self._connect(view, checked, wanted, may_control, client)
         finally:
             self._reserved -= 1
             self._count()
 
-    async def trickle(self, session: str, id: str, fragment: str) -> None:
+    async def trickle(self, session: str, id: str, fragment: str, address: str) -> None:
         """Take candidates that a viewer found after its offer.
 
         Raises:
-            Problem: 404, 400, or 422 for an ICE restart.
+            Problem: 404, 400, 422 for an ICE restart, 429.
         """
+        self._limit_rate(self._changes, address, "changes")
         viewer = self._viewers.get(id)
         if viewer is None or viewer.view.session != session:
             raise Problem(404, "There is no such viewer; it may have ended. POST a new offer.")
@@ -156,12 +173,13 @@ class Viewers:
             parsed.sdpMid = candidate.mid
             await viewer.pc.addIceCandidate(parsed)
 
-    async def delete(self, session: str, id: str) -> None:
+    async def delete(self, session: str, id: str, address: str) -> None:
         """End a viewer; one that ended lately is fine as well.
 
         Raises:
-            Problem: 404.
+            Problem: 404, 429.
         """
+        self._limit_rate(self._changes, address, "changes")
         viewer = self._viewers.get(id)
         if viewer is not None and viewer.view.session == session:
             await self._end(viewer, "delete")
@@ -188,10 +206,10 @@ class Viewers:
     # ---- one viewer's life --------------------------------------------------------------------------------------
 
     async def _connect(
-        self, view: SessionView, offer: str, wanted: tuple[Codec, ...], may_control: bool
+        self, view: SessionView, offer: str, wanted: tuple[Codec, ...], may_control: bool, client: str | None
     ) -> tuple[str, str]:
         pc = RTCPeerConnection(RTCConfiguration(iceServers=self._ice))
-        viewer = Viewer(secrets.token_urlsafe(24), view, pc, may_control, username_of(offer))
+        viewer = Viewer(secrets.token_urlsafe(24), view, pc, may_control, client, username_of(offer))
         first = self._metrics.viewer_first_s.observe
         viewer.track = ViewerTrack(lambda track: self._started(viewer, track), lambda: self._need_key(viewer), first)
         pc.on("connectionstatechange", lambda: self._state_changed(viewer))
@@ -322,13 +340,25 @@ class Viewers:
             raise Problem(422, f"The codec {codec[:20]!r} is not offered; this server has {known}.", code="codec")
         return found
 
-    def _allowance(self, address: str) -> Allowance:
-        if address not in self._allowances and len(self._allowances) >= MAX_ADDRESSES:
-            del self._allowances[next(iter(self._allowances))]
-        return self._allowances.setdefault(address, Allowance(POSTS_PER_S, POST_BURST))
+    def _ghost_of(self, client: str | None) -> Viewer | None:
+        """The oldest connection of `client` that is dead, or never lived. Clients name themselves: one that reports is
+        left alone whatever it is called."""
+        now_s = clock.monotonic_s()
+        theirs = (viewer for viewer in self._viewers.values() if client is not None and viewer.client == client)
+        return next((viewer for viewer in theirs if _is_dead(viewer, now_s)), None)
+
+    def _limit_rate(self, allowances: Allowances, address: str, what: str) -> None:
+        if not allowances.of(address).take(clock.monotonic_s()):
+            message = f"Too many {what} in a short time from one address."
+            raise Problem(429, message, {"Retry-After": "1"}, code="rate")
 
     def _count(self) -> None:
         self._metrics.viewers.set(self.count)
+
+
+def _is_dead(viewer: Viewer, now_s: float) -> bool:
+    silent_s = viewer.track.silent_s(now_s) if viewer.track is not None else 0.0
+    return viewer.pc.connectionState != "connected" or silent_s > GHOST_S
 
 
 def preferences(wanted: tuple[Codec, ...]) -> list[Any]:

@@ -16,8 +16,8 @@ from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
 from streamdiff import clock
 from streamdiff.serve import aiortc_compat
 from streamdiff.serve.codecs import Codec
-from streamdiff.serve.control import Allowance
 from streamdiff.serve.fanout import Fanout
+from streamdiff.serve.rate import Allowance
 from streamdiff.serve.sdp import without_unusable
 from streamdiff.serve.tracks import ViewerTrack
 from streamdiff.serve.whep import KEY_WISH_BURST, KEY_WISHES_PER_S, SILENT_S, STUCK_S, preferences

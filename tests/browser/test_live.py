@@ -49,6 +49,23 @@ def test_frames_are_decoded_and_move(page: WebDriver) -> None:
         until(page, lambda seen, before=before: seen["inbound"]["framesDecoded"] >= before + 20)  # type: ignore[misc]
 
 
+def test_a_reloaded_tab_calls_itself_the_same(page: WebDriver) -> None:
+    """The server then knows which dead connection is its own."""
+
+    def called() -> list[str]:
+        asked = "performance.getEntriesByType('resource').map(each => new URL(each.name))"
+        names: list[str] = page.execute_script(
+            f"return {asked}.filter(url => url.pathname == '/whep').map(url => url.searchParams.get('client'))"
+        )
+        return sorted(set(names))
+
+    [before] = called()
+    assert len(before) == 32
+    page.refresh()
+    until(page, lambda seen: seen["status"] == "Live")
+    assert called() == [before]
+
+
 def test_the_numbers_are_on_the_page(page: WebDriver) -> None:
     def filled(_: object) -> bool:
         numbers = [page.find_element("id", f"n-{name}").text for name in ("shown", "made", "first", "chunk", "lag")]

@@ -164,10 +164,15 @@ class Site:
         return peer
 
     async def post(
-        self, peer: Peer, codec: str | None = None, session: str | None = None, token: str | None = None
+        self,
+        peer: Peer,
+        codec: str | None = None,
+        session: str | None = None,
+        token: str | None = None,
+        client: str | None = None,
     ) -> httpx.Response:
         """Send a peer's offer and take the answer."""
-        given = {"codec": codec, "session": session}
+        given = {"codec": codec, "session": session, "client": client}
         response = await self.http.post(
             "/whep",
             params={name: value for name, value in given.items() if value},

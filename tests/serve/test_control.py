@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamdiff.serve.control import Allowance, Control, ControlError, RequestBook, parse
+from streamdiff.serve.control import Control, ControlError, RequestBook, parse
 
 
 @pytest.mark.parametrize(
@@ -94,14 +94,6 @@ def test_a_prompt_that_passes_has_no_odd_space(text: str) -> None:
         return
     assert prompt == " ".join(prompt.split()) != ""
     assert prompt.encode()
-
-
-def test_allowance_lets_a_burst_through_and_then_the_rate() -> None:
-    allowance = Allowance(per_s=10, burst=3)
-    assert [allowance.take(0.0) for _ in range(4)] == [True, True, True, False]
-    assert allowance.take(0.1)
-    assert not allowance.take(0.15)
-    assert sum(allowance.take(100.0) for _ in range(10)) == 3
 
 
 def test_a_request_is_followed_to_the_screen() -> None:

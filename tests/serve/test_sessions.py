@@ -15,6 +15,7 @@ import pytest
 from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig, SessionConfig
 from streamdiff.engine.main import _load_runtime
 from streamdiff.engine.messages import Close, Open, SetLead, Shown
+from streamdiff.serve.schema import control_message
 from tests.serve.conftest import Peer, Site, bearer, open_site
 from tests.serve.scripted import CHUNK_FRAMES, Info, Painter
 from tests.serve.test_whep import _colour, _is, _until_colour
@@ -444,5 +445,14 @@ def test_the_description_of_the_api_names_every_address() -> None:
         assert set(change["schema"]["properties"]) == {"if_rev", "fps", "steps", "prompt", "switch", "seed"}
         answers = described["paths"]["/api/sessions"]["post"]["responses"]
         assert set(answers) >= {"201", "400", "401", "403", "413", "415", "422", "429", "503"}
+        watch = described["paths"]["/whep/{session}"]["post"]
+        assert [each["name"] for each in watch["parameters"]] == ["session", "codec", "client"]
+        assert list(watch["requestBody"]["content"]) == ["application/sdp"]
+        assert set(watch["responses"]) >= {"201", "400", "401", "404", "410", "413", "415", "422", "429", "503"}
+        viewer = described["paths"]["/whep/{session}/{id}"]
+        assert {"204", "404", "429"} <= set(viewer["patch"]["responses"])
+        assert {"200", "404", "429"} <= set(viewer["delete"]["responses"])
+        control = described["paths"]["/api/control"]["post"]
+        assert control["requestBody"]["content"]["application/json"]["schema"] == control_message()
 
     _run(scene)

@@ -14,10 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import aioice.ice
+import httpx
 import psutil
 import pytest
 from aiortc import RTCConfiguration, RTCPeerConnection
 
+from streamdiff import clock
 from streamdiff.config import Config, IceServer, ServeConfig
 from streamdiff.serve import whep
 from streamdiff.serve.tracks import QUEUE_PACKETS
@@ -39,9 +41,9 @@ async def _offer(*kinds: str) -> str:
 
 
 @asynccontextmanager
-async def _viewer_process(site: Site) -> AsyncIterator[tuple[asyncio.subprocess.Process, list[int]]]:
+async def _viewer_process(site: Site, query: str = "") -> AsyncIterator[tuple[asyncio.subprocess.Process, list[int]]]:
     """A viewer in another process, and how many frames it has said to have decoded."""
-    words = (sys.executable, "-m", "benchmarks.peers", f"{site.base}/whep", "--decode")
+    words = (sys.executable, "-m", "benchmarks.peers", f"{site.base}/whep{query}", "--decode")
     process = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
     frames = [0]
 
@@ -214,6 +216,79 @@ def test_a_viewer_that_says_nothing_any_more_is_given_up(monkeypatch: pytest.Mon
             await site.until(lambda: site.services.viewers.count == 1)
             assert b'viewers_ended_total{end="silent"} 1.0' in site.services.metrics.text()
             await other.frame()
+
+    run_scene(scene)
+
+
+def test_a_page_that_comes_back_takes_the_place_of_its_own_dead_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whep, "GHOST_S", 3.0)
+
+    async def scene(site: Site) -> None:
+        other = await site.watch()
+        async with _viewer_process(site, "?client=tab-one-1") as (process, _):
+            [_, viewer] = site.services.viewers._viewers.values()
+            assert viewer.track is not None
+            again = await site.offer()
+            refused = await site.post(again, client="tab-one-1")
+            assert refused.status_code == 503, "it watches: whoever calls itself the same does not push it out"
+            process.send_signal(signal.SIGSTOP)
+            await site.until(lambda: viewer.track.silent_s(clock.monotonic_s()) > 3.0)
+            assert (await site.post(again, client="tab-two-2")).status_code == 503
+            assert (await site.post(again)).status_code == 503
+            assert (await site.post(again, client="tab-one-1")).status_code == 201
+            assert site.services.viewers.count == 2
+            assert b'viewers_ended_total{end="ghost"} 1.0' in site.services.metrics.text()
+            await again.frame()
+            await other.frame()
+
+    run_scene(scene, Config(serve=ServeConfig(max_viewers=2)))
+
+
+def test_a_connection_that_never_lived_makes_room_for_the_next_of_its_client_and_the_oldest_goes_first() -> None:
+    async def scene(site: Site) -> None:
+        offer = (await site.offer()).pc.localDescription.sdp
+
+        async def post(client: str) -> httpx.Response:
+            return await site.http.post("/whep", params={"client": client}, content=offer, headers=SDP)
+
+        first, second = await post("tab-one-1"), await post("tab-one-1")
+        assert [first.status_code, second.status_code] == [201, 201], "there is room: both stay"
+        assert (await post("tab-two-2")).status_code == 503
+        third = await post("tab-one-1")
+        assert third.status_code == 201
+        ids = [each.headers["location"].rsplit("/", 1)[1] for each in (second, third)]
+        assert list(site.services.viewers._viewers) == ids
+        assert (await site.http.delete(first.headers["location"])).status_code == 200, "it is remembered for a while"
+        crowd = await asyncio.gather(*(post("tab-one-1") for _ in range(20)))
+        assert {each.status_code for each in crowd} <= {201, 503}
+        assert site.services.viewers.count == 2
+
+    run_scene(scene, Config(serve=ServeConfig(max_viewers=2)))
+
+
+@pytest.mark.parametrize("client", ["", "short", "x" * 65, "tab one one", "tab-one-\u00e9"])
+def test_what_a_client_may_call_itself(client: str) -> None:
+    async def scene(site: Site) -> None:
+        response = await site.http.post("/whep", params={"client": client}, content=await _offer("video"), headers=SDP)
+        assert (response.status_code, response.json()["field"]) == (422, "client")
+        assert "8 to 64 letters" in response.json()["detail"]
+        assert site.services.viewers.count == 0
+
+    run_scene(scene)
+
+
+def test_candidates_and_ends_without_number_are_slowed_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whep, "CHANGE_BURST", 3.0)
+    monkeypatch.setattr(whep, "CHANGES_PER_S", 0.001)
+
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        trickle = {"Content-Type": "application/trickle-ice-sdpfrag"}
+        answers = [await site.http.delete("/whep/default/nobody") for _ in range(4)]
+        answers.append(await site.http.patch(peer.location, content="a=end-of-candidates", headers=trickle))
+        assert [each.status_code for each in answers] == [404, 404, 404, 429, 429]
+        assert answers[-1].headers["retry-after"] == "1"
+        await peer.frame()
 
     run_scene(scene)
 

@@ -8,6 +8,18 @@ const BACKOFF_MS = [500, 1000, 2000, 4000, 8000];
 // No token or a wrong one, no such session, or one that has ended: asking again by itself would change nothing.
 const FINAL = [401, 403, 404, 410];
 
+/** What this tab calls itself, also after a reload: where all places are taken, its own dead connection makes room. */
+function tabId() {
+  const fresh = () => Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+  try {
+    const id = sessionStorage.getItem("streamdiff-tab") ?? fresh();
+    sessionStorage.setItem("streamdiff-tab", id);
+    return id;
+  } catch {
+    return fresh(); // a browser that lets pages keep nothing
+  }
+}
+
 export class StreamClient extends EventTarget {
   #url;
   #attempt = 0;
@@ -23,6 +35,7 @@ export class StreamClient extends EventTarget {
     super();
     this.authorization = token ? { Authorization: `Bearer ${token}` } : {};
     this.#url = new URL(url, document.baseURI);
+    this.#url.searchParams.set("client", tabId());
     this.pc = null;
     this.offeredAt = null;
     this.serverShows = false;

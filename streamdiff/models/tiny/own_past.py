@@ -45,7 +45,7 @@ class OwnPasts:
         self.latents = self._truth(self.scenes, torch.full_like(self.scenes[:, :2], world.SIZE // 2), PAST)[0]
         self._next = 0
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode: what it makes is trained on
     def turn(self, count: int, flow: Flow, levels: tuple[float, ...], generator: torch.Generator) -> Windows:
         """Play the next `count` streams on by a chunk of the network's own, and say what was right for it.
 
@@ -80,6 +80,7 @@ class OwnPasts:
             chunk = sampling.clean_from_flow(noisy, flow(past, noisy, sigma, scenes), level)
         return chunk
 
+    @torch.no_grad()
     def _truth(self, scenes: Tensor, origin: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
         """Latents `[B, chunks, C, CHUNK, h, w]` and places `[B, chunks, CHUNK, 2]` of shapes that start at `origin`."""
         latents, places = [], []

@@ -5,9 +5,9 @@
     python -m streamdiff.models.tiny.train --stage denoiser --begin tiny --rate 0.2 --minutes 30  # improve a model
     torchrun --nproc-per-node 2 -m streamdiff.models.tiny.train   # several processes, gradients averaged
 
-With --begin the model also learns from streams that it plays itself meanwhile. Checkpoints lie under --out; the same
-command goes on where it stopped. At the end the model is written to OUT/model in diffusers layout; `--install` puts it
-into the package instead of the present one.
+In the last quarter, and with --begin, the model also learns from streams that it plays itself meanwhile. Checkpoints
+lie under --out; the same command goes on where it stopped. At the end the model is written to OUT/model in diffusers
+layout; `--install` puts it into the package instead of the present one.
 """
 
 from __future__ import annotations

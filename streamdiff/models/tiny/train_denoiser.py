@@ -70,6 +70,8 @@ GONE = (1, 2, 2, 4)
 """For how many chunks a shape has been gone when it is drawn again: one of these."""
 STREAMS = 64
 """The network's own streams."""
+OWN_FROM = 0.75
+"""Training that begins with nothing plays them from here on, 0 to 1: before, they show nothing to be corrected."""
 ATTRIBUTES: tuple[tuple[str, ...], ...] = (world.COLOR_NAMES, world.SHAPES, world.MOTION_NAMES, world.BACKGROUNDS)
 
 
@@ -309,7 +311,7 @@ def train(
     empty = wear.empty_latents(autoencoder, mean, std, device)
     starts = Starts(autoencoder, mean, std, device)
     chance = training.step_generator(seed + 2, progress.step)
-    own = None if plan.begin is None else OwnPasts(autoencoder, mean, std, starts, STREAMS, chance)
+    own = OwnPasts(autoencoder, mean, std, starts, STREAMS, chance)
     data = Data(pool, starts, empty)
     smooth: dict[str, float] = {}
     for done in training.steps(budget, progress, "denoiser"):
@@ -319,7 +321,7 @@ def train(
             pool.grow(max(1, plan.batch // 4), generator)
         drawn = draw(data, plan.batch, shared, generator)
         with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
-            if own is not None:
+            if plan.begin is not None or done >= OWN_FROM:
                 drawn["own"] = play_on(network, own, plan.batch, shared, generator)
             losses = {kind: loss_of(network, some, empty, kind, shared, generator) for kind, some in drawn.items()}
             if plan.begin is None:

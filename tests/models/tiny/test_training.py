@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -225,7 +226,18 @@ def few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_windows")
-def test_a_few_steps_write_a_model_that_loads_and_the_command_goes_on(tmp_path: Path) -> None:
+def test_a_few_steps_write_a_model_that_loads_and_the_command_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_denoiser, "OWN_FROM", 0.5)
+    play_on, played = train_denoiser.play_on, []
+
+    def noted(*args: Any) -> Any:
+        windows = play_on(*args)
+        played.append(windows.latents.shape[1])
+        return windows
+
+    monkeypatch.setattr(train_denoiser, "play_on", noted)
     out = tmp_path / "run"
     arguments = ["--out", str(out), "--batch", "1", "--device", "cpu", "--threads", "1"]
     assert train.main([*arguments, "--steps", "1"]) == 0
@@ -233,9 +245,11 @@ def test_a_few_steps_write_a_model_that_loads_and_the_command_goes_on(tmp_path: 
     assert first.spec.native_fps == 40.0 and first.spec.steps == (4, 2)
     assert first.text.encode(first.text.examples[0]).shape == (16, 64)
     assert torch.load(out / "denoiser.pt", weights_only=True)["step"] == 1
+    assert played == [], "what it would make at the beginning is nothing to learn from"
     assert train.main([*arguments, "--steps", "2", "--stage", "denoiser"]) == 0
     assert torch.load(out / "denoiser.pt", weights_only=True)["step"] == 2
     assert torch.load(out / "autoencoder.pt", weights_only=True)["step"] == 1
+    assert played == [3], "two chunks of its own and what should have come next"
     second = model.load(out / "model", CPU).denoiser.model.state_dict()
     assert not equal(second, first.denoiser.model.state_dict())
 

@@ -40,6 +40,12 @@ class Attached:
     async def prepare(self) -> None:
         """Nothing: it loads already."""
 
+    async def ended(self) -> str:
+        """Wait until the engine has ended; after `start`."""
+        assert self._watching is not None, "start first"
+        await asyncio.shield(self._watching)
+        return "without a word"
+
     async def start(self) -> EngineClient:
         """Wait until the engine is warm.
 

@@ -21,6 +21,9 @@ from streamdiff.errors import ConfigError, EngineFailure
 
 logger = logging.getLogger(__name__)
 
+SPARE_AGAIN_S = 30.0
+"""After the spare has died, before another is started."""
+
 
 @dataclass(frozen=True)
 class Restarting:
@@ -42,6 +45,7 @@ class Keeper:
         self._engine = make()
         self._with_spare = spare and restarts.most > 0
         self._spare: EngineProcess | None = None
+        self._minding: asyncio.Task[None] | None = None
         self._client: EngineClient | None = None
         self._down = "it has not been started"
         self._took_s: dict[bool, float] = {}
@@ -68,6 +72,7 @@ class Keeper:
     async def stop(self) -> None:
         """End the engine, and the spare at the same time. May be called at any time, and again, but not while
         `events` is read."""
+        await self._leave_spare()
         await asyncio.gather(*(each.stop() for each in (self._engine, self._spare) if each is not None))
 
     async def send(self, command: Command) -> None:
@@ -132,6 +137,7 @@ class Keeper:
 
     async def _next(self) -> tuple[EngineProcess, bool]:
         """The spare, if it is well, else a new one; and whether it is the spare."""
+        await self._leave_spare()
         if self._spare is not None and not self._spare.alive:
             await self._spare.stop()
             self._spare = None
@@ -148,6 +154,23 @@ class Keeper:
         except OSError as error:
             self._spare = None
             logger.warning("No spare engine waits, the next restart takes longer: %s", error)
+        else:
+            self._minding = asyncio.create_task(self._mind(self._spare), name="spare-mind")
+
+    async def _mind(self, spare: EngineProcess) -> None:
+        """Where the spare dies, have another; not at once, for often there is no memory left."""
+        how = await spare.ended()
+        logger.warning("The spare engine ended %s; another starts in %g s.", how, SPARE_AGAIN_S)
+        await spare.stop()
+        await asyncio.sleep(SPARE_AGAIN_S)
+        await self._renew_spare()
+
+    async def _leave_spare(self) -> None:
+        """Nobody looks after the spare any more: it is needed, or all ends. Mutates: self."""
+        if self._minding is not None:
+            self._minding.cancel()
+            await asyncio.wait({self._minding})
+            self._minding = None
 
     def _which(self) -> str:
         most, window_s = self._restarts.most, self._restarts.window_s

@@ -78,6 +78,9 @@ class EngineProcess(Protocol):
     async def prepare(self) -> None:
         """Do, before `start`, what takes time and needs no model; may be left out."""
 
+    async def ended(self) -> str:
+        """Wait until the process has ended; returns how, after the word "ended". After `prepare` or `start`."""
+
     async def start(self) -> EngineClient:
         """Wait until the engine is warm. Raises ConfigError, EngineFailure."""
 
@@ -257,6 +260,10 @@ class Supervisor:
         if not self._last_lines:
             return "; it wrote nothing"
         return "; the last it wrote:\n" + "\n".join(f"  {line[:_LINE_CHARACTERS]}" for line in self._last_lines)
+
+    async def ended(self) -> str:
+        """Wait until the process has ended; returns how, after the word "ended"."""
+        return name_exit(await self.wait())
 
     async def wait(self) -> int:
         """Wait until the engine process has ended, for whatever reason; returns its exit code (negative: a signal)."""

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from streamdiff.config import Config, ModelConfig
+from streamdiff.engine import keeper
 from streamdiff.engine.keeper import Keeper, Restarting
 from streamdiff.engine.messages import Applied, Event, Failed, FrameBatch, Open, Opened, Pause, Ready, Shutdown
 from streamdiff.engine.restarts import Restarts
@@ -168,6 +169,22 @@ async def test_a_spare_that_has_died_is_passed_over() -> None:
         await second.wait()
         os.kill(first.pid, signal.SIGKILL)
         assert await run.until(Ready, Failed) == run.made[2].ready, "and does not count as a failure"
+
+
+async def test_a_spare_that_dies_while_it_waits_is_followed_by_another(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "SPARE_AGAIN_S", 0.01)
+    async with kept(most=1, spare=True) as run:
+        first, second = run.made
+        os.kill(second.pid, signal.SIGKILL)
+        async with asyncio.timeout(LIMIT_S):
+            while len(run.made) < 3 or not run.made[2].alive:
+                await asyncio.sleep(0.01)
+        assert "The spare engine ended by signal SIGKILL" in caplog.text
+        os.kill(first.pid, signal.SIGKILL)
+        assert await run.until(Ready, Failed) == run.made[2].ready
+        assert len(run.made) == 4 and run.made[3].alive
 
 
 async def test_no_spare_waits_for_an_engine_that_is_given_up() -> None:

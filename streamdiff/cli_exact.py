@@ -19,7 +19,7 @@ Tensor files are .safetensors, all values finite; C latent channels, f latent fr
 sides over 8 (Wan2.1), L text tokens, D text width:
   prompt_embeds   [L, D] or [1, L, D]: used as they are; Wan's are padded with zeros to 512 rows
   initial         [chunks, C, f, h, w]: what a chunk's first step receives, standard normal noise (with
-                  --video-latents: what is mixed into them)
+                  --video-latents: what is mixed into them). It is not scaled; the authors of Causal-rCM scale theirs
   renoise         [chunks, steps-1, C, f, h, w]: the noise before each later step (steps of the chunk that has most);
                   both stand in the file of --noise
   latents         [chunks, C, f, h, w], float32, clean, normalised as the transformer has them; what comes out, and what

@@ -83,7 +83,11 @@ def as_tree(entry: Entry) -> dict[str, Any]:
     if entry.sampling is not None:
         for key, chunk in (("schedule", 1), ("first_chunk_schedule", 0)):
             made = entry.sampling.schedule().of(chunk)
-            schedules[key] = {"timesteps": list(made.timesteps), "sigmas": list(made.sigmas)}
+            schedules[key] = {
+                "timesteps": list(made.timesteps),
+                "sigmas": list(made.sigmas),
+                "noise_scale": made.noise_scale,
+            }
     return {
         **entry.model_dump(mode="json"),
         **schedules,
@@ -220,7 +224,8 @@ def _run_lines(entry: Entry) -> Iterator[tuple[str, str]]:
     for key, chunk in (("", 1), ("first chunk", 0)):
         if chunk or sampling.first_chunk_steps:
             made = sampling.schedule().of(chunk)
-            yield key, f"told {_numbers(made.timesteps)}; sigmas {_numbers(made.sigmas)}"
+            scale = f"; begins with noise times {made.noise_scale:.6g}" if made.noise_scale != 1 else ""
+            yield key, f"told {_numbers(made.timesteps)}; sigmas {_numbers(made.sigmas)}{scale}"
     first_chunk = f", the first {stream.first_chunk_latents}" if stream.first_chunk_latents else ""
     yield "chunk", f"{_latents(stream.chunk_latents)}{first_chunk}"
     sink = f", a sink of {stream.sink_latents} in it" if stream.sink_latents else ""

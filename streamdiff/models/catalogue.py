@@ -144,13 +144,17 @@ class Parts(_Section):
 
 
 class Sampling(_Section):
-    """Denoise steps as they are published; see `sampling.published` for shift, warp and nearest."""
+    """Denoise steps as they are published; see `sampling.published` for shift, warp and nearest. `told` is the type in
+    which the authors' code tells timesteps, where that rounds them; `first_noise_scale` the factor on the noise that a
+    chunk begins with."""
 
     steps: tuple[float, ...] = Field(min_length=1)
     first_chunk_steps: tuple[float, ...] | None = None
     shift: float = Field(gt=0)
     warp: bool
     nearest: bool = Field(description="the authors' code rounds noise levels to its grid of 1,000")
+    told: Literal["exact", "bfloat16"] = "exact"
+    first_noise_scale: float = Field(1.0, gt=0, le=1)
 
     def schedule(self) -> Schedule:
         """What the model is told and what it is mixed with, that of the first chunk in it where it has its own.
@@ -162,7 +166,14 @@ class Sampling(_Section):
         return replace(self._published(self.steps), first=first)
 
     def _published(self, steps: tuple[float, ...]) -> Schedule:
-        return published(steps, shift=self.shift, warp=self.warp, nearest=self.nearest)
+        return published(
+            steps,
+            shift=self.shift,
+            warp=self.warp,
+            nearest=self.nearest,
+            bfloat16=self.told == "bfloat16",
+            noise_scale=self.first_noise_scale,
+        )
 
 
 class Stream(_Section):

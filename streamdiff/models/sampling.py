@@ -48,7 +48,8 @@ class Schedule:
 
     Both have one entry per step and fall strictly; timesteps lie in (0, 1000], sigmas in (0, 1]. After the last step
     the latents are x0; nothing is added any more. `first` is that of a stream's first chunk, where it has one of its
-    own, with at least as many steps.
+    own, with at least as many steps. `noise_scale`, in (0, 1], is the factor on the noise that a chunk begins with; not
+    on noise that is mixed with input, nor on what somebody gives as what the first step receives.
 
     Raises:
         ConfigError: no step, other lengths, a value out of range or not below the one before it, or a first chunk with
@@ -58,6 +59,7 @@ class Schedule:
     timesteps: tuple[float, ...]
     sigmas: tuple[float, ...]
     first: Schedule | None = None
+    noise_scale: float = 1.0
 
     def __post_init__(self) -> None:
         _check("steps", self.timesteps, TIMESTEPS)
@@ -70,6 +72,8 @@ class Schedule:
             raise ConfigError(
                 f"the first chunk has {self.first.steps} steps and the others {self.steps}; it needs at least as many"
             )
+        if not 0 < self.noise_scale <= 1:
+            raise ConfigError(f"noise_scale is {self.noise_scale:g}, but must be above 0 and at most 1")
 
     @property
     def steps(self) -> int:
@@ -107,7 +111,15 @@ def own(steps: int, shift: float) -> Schedule:
     return Schedule(tuple(TIMESTEPS * sigma for sigma in sigmas), sigmas)
 
 
-def published(steps: Sequence[float], *, shift: float = 1.0, warp: bool = False, nearest: bool = False) -> Schedule:
+def published(
+    steps: Sequence[float],
+    *,
+    shift: float = 1.0,
+    warp: bool = False,
+    nearest: bool = False,
+    bfloat16: bool = False,
+    noise_scale: float = 1.0,
+) -> Schedule:
     """The schedule from a list as a model's authors give it.
 
     Args:
@@ -118,6 +130,8 @@ def published(steps: Sequence[float], *, shift: float = 1.0, warp: bool = False,
         nearest: the authors' code does not take timestep / 1000 as the noise level, it looks up the nearest of 1,000
             shifted grid points, as Self-Forcing's scheduler and all that grew from it do. Told 700 at shift 8, they
             mix with 0.70023. What was warped from whole numbers lies on the grid already.
+        bfloat16: the model is told timesteps rounded to that type; noise levels stay as they are.
+        noise_scale: see `Schedule`.
 
     Raises:
         ConfigError: see `Schedule`; or a shift that is not above 0.
@@ -131,7 +145,14 @@ def published(steps: Sequence[float], *, shift: float = 1.0, warp: bool = False,
         sigmas = tuple(nearest_sigma(step, shift) for step in timesteps)
     else:
         sigmas = tuple(shifted(step / TIMESTEPS, shift) if warp else step / TIMESTEPS for step in raw)
-    return Schedule(timesteps, sigmas)
+    heard = tuple(map(rounded_to_bfloat16, timesteps)) if bfloat16 else timesteps
+    return Schedule(heard, sigmas, noise_scale=noise_scale)
+
+
+def rounded_to_bfloat16(value: float) -> float:
+    """The bfloat16 nearest to a `value` above 0, which has 8 binary digits; of two equally near, the even one."""
+    fraction, exponent = math.frexp(value)
+    return math.ldexp(round(math.ldexp(fraction, 8)), exponent - 8)
 
 
 def without_end(steps: Sequence[float]) -> tuple[float, ...]:

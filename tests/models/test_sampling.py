@@ -158,6 +158,25 @@ def test_without_rounding_a_sigma_is_the_timestep() -> None:
     assert sampling.told((1000, 937.5)) == sampling.Schedule((1000.0, 937.5), (1.0, 0.9375))
 
 
+@given(st.floats(1e-3, 1000.0))
+def test_rounding_to_bfloat16_is_torchs(value: float) -> None:
+    rounded = sampling.rounded_to_bfloat16(float(torch.tensor(value)))
+    assert rounded == torch.tensor(value).to(torch.bfloat16).item()
+
+
+def test_timesteps_may_be_told_in_bfloat16_while_noise_levels_stay() -> None:
+    plain = sampling.published((999.4, 937.5, 833.3, 625), shift=5.0, nearest=True)
+    told = sampling.published((999.4, 937.5, 833.3, 625), shift=5.0, nearest=True, bfloat16=True)
+    assert told.timesteps == (1000, 936, 832, 624)
+    assert told.sigmas == plain.sigmas
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1.001, float("nan")])
+def test_noise_is_scaled_by_something_up_to_one(scale: float) -> None:
+    with pytest.raises(ConfigError, match="noise_scale is"):
+        sampling.published((1000, 500), noise_scale=scale)
+
+
 def test_a_zero_at_the_end_is_no_step() -> None:
     assert sampling.told((1000, 500, 0)) == sampling.told((1000, 500))
     assert sampling.told((1000, 500, 0), (0.9, 0.4, 0)) == sampling.told((1000, 500), (0.9, 0.4))

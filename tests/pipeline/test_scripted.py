@@ -54,6 +54,33 @@ def test_noise_from_tensors_is_used_instead_of_the_seed(model: Model, plain: Scr
     assert not torch.equal(played(model, replace(plain, seed=999)), played(model, plain))
 
 
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+def test_noise_is_scaled_where_it_is_drawn_and_not_where_it_is_given(
+    model: Model, plain: Script, kv_context: str, stages: int
+) -> None:
+    """What is given is what the first step receives; beyond it, the seed's noise is scaled again."""
+    plain = replace(plain, kv_context=kv_context)
+    scaled = replace(plain, schedule=replace(plain.schedule, noise_scale=0.75))
+    by_hand = given(model, plain)
+    assert by_hand.initial is not None and by_hand.renoise is not None
+    initial, renoise = by_hand.initial * 0.75, by_hand.renoise
+    by_hand = replace(by_hand, initial=initial)
+    expected = played(model, by_hand)
+    assert torch.equal(played(model, scaled, stages), expected)
+    assert not torch.equal(expected, played(model, plain))
+    assert torch.equal(played(model, replace(by_hand, schedule=scaled.schedule), stages), expected)
+    short = replace(scaled, initial=initial[:3], renoise=renoise[:3])
+    assert torch.equal(played(model, short, stages), expected)
+
+
+def test_noise_that_is_mixed_with_input_is_not_scaled(model: Model, plain: Script) -> None:
+    video = torch.randn(CHUNKS, *model.spec.chunk_shape, generator=torch.Generator().manual_seed(1))
+    mixed = replace(plain, video=video, strength=0.9)
+    scaled = replace(mixed, schedule=replace(plain.schedule, noise_scale=0.75))
+    assert torch.equal(played(model, scaled), played(model, mixed))
+
+
 def test_beyond_the_given_noise_the_seed_goes_on(model: Model, plain: Script) -> None:
     script = given(model, plain)
     assert script.initial is not None and script.renoise is not None

@@ -23,7 +23,7 @@ sides over 8 (Wan2.1), L text tokens, D text width:
   renoise         [chunks, steps-1, C, f, h, w]: the noise before each later step (steps of the chunk that has most);
                   both stand in the file of --noise
   latents         [chunks, C, f, h, w], float32, clean, normalised as the transformer has them; what comes out, and what
-                  --video-latents takes
+                  --video-latents takes (of `encode --raw` where the model's authors begin with such)
 With these options --stages P cuts the model into P parts that take turns in this one process: the very bits of P ranks,
 and no faster. Without them (--seconds) the P are processes.
 x_t = (1 - sigma) x0 + sigma noise; the model predicts noise - x0. Chunks count from 0.

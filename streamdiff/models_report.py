@@ -213,7 +213,8 @@ def _run_lines(entry: Entry) -> Iterator[tuple[str, str]]:
     text, pictures = shared.text_encoders[entry.text_encoder], shared.autoencoders[entry.autoencoder]
     yield "picture", f"{entry.height}x{entry.width}, {_number(entry.native_fps)} frames per second"
     yield "text", f"{text.title}: {text.tokens} tokens of width {text.width}"
-    encode = {True: "yes", False: "no", None: _UNKNOWN}[entry.encode_normalised]
+    left_out = "not by the authors' code, see below (as theirs: encode --raw)"
+    encode = {True: "yes", False: left_out, None: _UNKNOWN}[entry.encode_normalised]
     yield "latents", f"{pictures.channels} channels, 1:{pictures.temporal} in time, normalised when encoded: {encode}"
     sampling, stream, context = entry.sampling, entry.stream, entry.context
     if sampling is None or stream is None or context is None or entry.switches is None or entry.positions is None:

@@ -322,6 +322,32 @@ def test_a_longer_first_chunk_live_and_in_files(
     assert "--chunks is 1, but the first chunk, of 2 latent frames" in capsys.readouterr().err
 
 
+def test_latents_that_are_not_normalised_are_for_who_was_made_with_them(
+    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `encode --raw` writes them: used as they are, with a note, or refused by name."""
+    video, raw, normalised = (tmp_path / f"{name}.safetensors" for name in ("video", "raw", "normalised"))
+    save_file({"video": torch.rand(3, 9, 32, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1}, video)
+    for path, flag in ((raw, ["--raw"]), (normalised, [])):
+        assert cli.main(["encode", "--vae", str(files.vae), "--video", str(video), "--out", str(path), *flag]) == 0
+    unmarked, latents = tmp_path / "unmarked.safetensors", tmp_path / "latents.safetensors"
+    save_file(load_file(raw), unmarked)
+    command = ["generate", "--prompt", PROMPT, "--chunks", "3", "--no-decode", "--latents-out", str(latents)]
+    command += [*files.flags, "--strength", "0.8", "--video-latents"]
+    made = []
+    for path in (raw, unmarked, normalised):
+        capsys.readouterr()
+        assert cli.main([*command, str(path), "--model", VIDEO_TO_VIDEO]) == 0
+        assert ("not normalised, and are used as they are" in capsys.readouterr().err) == (path == raw)
+        made.append(load_file(latents)["latents"])
+    assert torch.equal(made[0], made[1]) and (made[0] - made[2]).abs().max() > 1e-2
+    before = latents.read_bytes()
+    for name in ("self-forcing", KREA):
+        assert cli.main([*command, str(raw), "--model", name, "--chunks", "1"]) == cli.USER_ERROR
+        assert f"not normalised, and {name} knows normalised ones; encode it without --raw" in capsys.readouterr().err
+    assert latents.read_bytes() == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "quantize"), [("self-forcing", "none"), ("self-forcing", "int8"), (VIDEO_TO_VIDEO, "none")]

@@ -254,7 +254,7 @@ class Positions(_Section):
 class Entry(_Section):
     """One model. `sampling`, `stream`, `context`, `switches` and `positions` are None where it makes whole clips and
     cannot stream; `weights` is None for the embedded model. `encode_normalised` says whether the authors' code
-    normalises what the autoencoder encodes."""
+    normalises what the autoencoder encodes; where it does not, such latents are taken, if the user makes them."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9.\-]*$")
     title: str

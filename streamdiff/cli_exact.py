@@ -95,7 +95,8 @@ _OPTIONS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
     ("--container", str, "NAME", "which tensors of --weights: generator, generator_ema, ... (default: the usual)"),
     ("--model-config", Path, "FILE", "config.json of diffusers, for what shapes cannot tell (the number of heads)"),
     ("--shift", float, "N", "timestep shift of --warp (default 1: none)"),
-    ("--sigmas", parse_numbers, "N,N,...", "noise levels of the steps, if they are not timestep / 1000"),
+    ("--sigmas", parse_numbers, "N,N,...", "noise levels of the steps, if they are not timestep / 1000; a 0 at "
+     "the end of --steps is a step where it has a level above 0 here, and is dropped otherwise"),
     ("--first-chunk-steps", parse_numbers, "N,N,...", "the list of --steps for a stream's first chunk, where that has "
      "another, at least as long; its noise levels are timestep / 1000, or follow from --shift and --warp"),
     ("--window", int, "N", "latent frames a chunk can see, the sink and the chunk itself included; 0: all"),

@@ -227,6 +227,9 @@ def _run_lines(entry: Entry) -> Iterator[tuple[str, str]]:
             made = sampling.schedule().of(chunk)
             scale = f"; begins with noise times {made.noise_scale:.6g}" if made.noise_scale != 1 else ""
             yield key, f"told {_numbers(made.timesteps)}; sigmas {_numbers(made.sigmas)}{scale}"
+    if sampling.keep_end:
+        fewer = sampling.schedules()[-1].steps
+        yield "", f"the step that is told 0 may be left out: --steps {fewer}"
     first_chunk = f", the first {stream.first_chunk_latents}" if stream.first_chunk_latents else ""
     yield "chunk", f"{_latents(stream.chunk_latents)}{first_chunk}"
     sink = f", a sink of {stream.sink_latents} in it" if stream.sink_latents else ""

@@ -237,6 +237,30 @@ def test_what_a_chunk_sees_may_be_changed_live_and_in_files(files: Files, tmp_pa
     assert not torch.allclose(load_file(latents)["latents"][2], changed[2], atol=1e-3)
 
 
+@pytest.mark.slow
+def test_a_step_that_is_told_0_is_run_and_may_be_left_out(files: Files, tmp_path: Path) -> None:
+    """Krea's fifth, by name and by lists; a stream may leave it out while it plays."""
+    latents = tmp_path / "latents.safetensors"
+    command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", "2", "--no-decode", "--latents-out"]
+    command += [str(latents), "--model", KREA, *files.flags]
+
+    def made(*extra: str) -> torch.Tensor:
+        assert cli.main([*command, *extra]) == 0
+        return load_file(latents)["latents"]
+
+    told, low = "1000,937,833,625", "0.00498007968"
+    four = ",".join(map(str, sampling.published((1000, 937, 833, 625), shift=5.0, nearest=True).sigmas))
+    by_name, without = made(), made("--steps", "4")
+    assert (by_name[0] - without[0]).abs().max() > 1e-4
+    torch.testing.assert_close(made("--steps", f"{told},0", "--sigmas", f"{four},{low}"), by_name, rtol=0, atol=1e-5)
+    assert torch.equal(made("--steps", told, "--sigmas", four), without)
+    with streamdiff.open(PROMPT, model=KREA, seed=3, **files.options) as session:  # type: ignore[arg-type]
+        session.steps(4)
+        session.reset(3)
+        live = np.stack(list(islice(session, 9 + 12)))
+    assert np.abs(live.astype(int) - decoded(files, latents).astype(int)).max() <= 1, "the last file is without it"
+
+
 def test_a_past_that_is_seen_again_from_its_pictures_live_and_in_files(files: Files, tmp_path: Path) -> None:
     """Krea by name. The reference: no cache, each step one forward over the chunk before, as it is shown by diffusers'
     own autoencoder on whole clips, and the chunk."""
@@ -282,7 +306,8 @@ def after(files: Files, context: torch.Tensor, chunk: int) -> torch.Tensor:
     denoiser = library.load_transformer(place, cpu, torch.float32)
     encoded = library.load_text(place, spec, cpu).encode(PROMPT)
     text = [KeyValue(*layer) for layer in denoiser.text(encoded[None].expand(2, -1, -1))]
-    schedule = spec.schedule(4)
+    schedule = spec.schedule(5)
+    assert schedule.timesteps[-1] == 0 and schedule.sigmas[-1] == pytest.approx(0.00498, abs=1e-5)
     x0 = torch.zeros(spec.chunk_shape)
     for step, (told, sigma) in enumerate(zip(schedule.timesteps, schedule.sigmas, strict=True)):
         noise = sampling.noise(spec.chunk_shape, seed=3, chunk=chunk, step=step)

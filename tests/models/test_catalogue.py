@@ -31,7 +31,8 @@ PUBLISHED: dict[str, tuple[tuple[float, ...], tuple[float, ...], tuple[float, ..
     "reward-forcing-1.3b": (WARPED, (1, 0.9375, 0.833333, 0.625), None),
     "streamdiffusionv2-1.3b": ((700, 500, 400, 200), (0.700232, 0.499719, 0.400260, 0.198347), None),
     "streamdiffusionv2-14b": ((700, 500, 400, 200), (0.700232, 0.499719, 0.400260, 0.198347), None),
-    "krea-realtime-14b": ((1000, 937, 833, 625), (1, 0.936874, 0.832777, 0.625), None),
+    # Told 0 at its end, at the lowest point of the grid: 5 * 0.001 / 1.004.
+    "krea-realtime-14b": ((1000, 937, 833, 625, 0), (1, 0.936874, 0.832777, 0.625, 0.004980), None),
     "causal-rcm-framewise": (RCM, (SCALE, 0.9375, 0.833333, 0.625), None),
     "causal-rcm-chunkwise": (RCM, (SCALE, 0.9375, 0.833333, 0.625), None),
     "causal-rcm-framewise-2step": ((1000, 832), (SCALE, 0.833333), RCM),
@@ -79,6 +80,19 @@ def test_what_a_chunk_begins_with(name: str) -> None:
     made = specs.spec_of(name, entry, specs.architecture_of(entry)).schedules[0]
     scale = SCALE if name.startswith("causal-rcm") else 1
     assert made.noise_scale == made.of(0).noise_scale == pytest.approx(scale, abs=1e-15)
+
+
+def test_the_step_that_is_told_0_may_be_left_out() -> None:
+    """Krea's; of the others all steps are run, or none of that kind."""
+    for name in PUBLISHED:
+        entry = catalogue.find(name)
+        spec = specs.spec_of(name, entry, specs.architecture_of(entry))
+        five = name == "krea-realtime-14b"
+        assert len(spec.steps) == (2 if five else 1), name
+        if five:
+            with_end, without = spec.schedules
+            assert spec.steps == (5, 4)
+            assert (with_end.timesteps[:-1], with_end.sigmas[:-1]) == (without.timesteps, without.sigmas)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -209,6 +223,7 @@ def changed(folder: Path, old: str, new: str) -> Path:
         ("[1000, 750, 500, 250]", "[]", ("sampling.steps",)),
         ("  warp: true\n", "  warp: true\n  first_noise_scale: 0\n", ("sampling.first_noise_scale", "greater than 0")),
         ("  warp: true\n", "  warp: true\n  first_noise_scale: 1.1\n", ("sampling.first_noise_scale", "equal to 1")),
+        ("  warp: true\n", "  warp: true\n  keep_end: true\n", ("keep_end is for a list that ends with 0", "with 250")),
         ("  warp: true\n", "  warp: true\n  told: float8\n", ("sampling.told", "bfloat16")),
         ("[1000, 750, 500, 250]", "[1000, 999]\n  told: bfloat16", ("steps is 1000, 1000", "below the one before it")),
         ("  sink_latents: 3", "  sink_latents: 10", ("a window holds at least the sink and one chunk",)),

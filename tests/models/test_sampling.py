@@ -183,6 +183,23 @@ def test_a_zero_at_the_end_is_no_step() -> None:
     assert sampling.published((1000, 500, 0), shift=5.0, warp=True).steps == 2
 
 
+def test_a_zero_at_the_end_that_has_a_noise_level_is_a_step() -> None:
+    made = sampling.told((1000, 500, 0), (1, 0.5, 0.01))
+    assert (made.timesteps, made.sigmas) == ((1000, 500, 0), (1, 0.5, 0.01))
+    kept = sampling.published((1000, 500, 0), shift=5.0, nearest=True, keep_end=True)
+    assert kept.timesteps == (1000, 500, 0)
+    assert kept.sigmas[2] == pytest.approx(authors_grid(5.0)[-1].item(), abs=1e-7)
+    assert kept.sigmas[:2] == sampling.published((1000, 500, 0), shift=5.0, nearest=True).sigmas
+
+
+@pytest.mark.parametrize(
+    ("steps", "nearest"), [((1000, 500), True), ((1000, 500, 0), False), ((0,), True), ((1000, 0, 0), True)]
+)
+def test_an_end_that_cannot_be_kept_is_refused(steps: tuple[float, ...], nearest: bool) -> None:
+    with pytest.raises(ConfigError, match=r"keep_end is for a list that ends with 0|above 0"):
+        sampling.published(steps, shift=5.0, nearest=nearest, keep_end=True)
+
+
 def test_sigmas_may_differ_from_the_timesteps() -> None:
     """StreamDiffusionV2 tells its model 0.1 less noise than it mixed in."""
     made = sampling.told((600, 500), (0.7, 0.5))

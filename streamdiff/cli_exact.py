@@ -109,7 +109,7 @@ _OPTIONS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
     ("--context-noise", float, "T", "timestep, 0 to 1000, at which a finished chunk is remembered (default: the "
      "model's own, or 0)"),
     ("--prompt-mix", int, "N", "chunks over which each --prompt-switch (keep or recache) comes: they see 1/N, 2/N, ... "
-     "1 of its embeddings and the rest of those before it (default 1: at once; Krea's interp_blocks is N + 1)"),
+     "1 of its embeddings and the rest of those before it (default 1: at once; Krea's server has 3)"),
     ("--adaptive-sink", float, "THRESHOLD", "a chunk takes the place of the sink chunk that it is least like, if their "
      "keys and values are less alike than this (cosine, -1 to 1; StreamDiffusionV2 has 0.2; -1: never)"),
     ("--averaged-sink", float, "KEEP", "a chunk that leaves the window is folded into the sink, of which this share "

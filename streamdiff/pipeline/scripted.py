@@ -44,8 +44,8 @@ class Script:
     chunk that has most) take the place of the noise of `seed` for the first n chunks; `switches` rise by chunk.
 
     With `mix` n a switch takes n chunks: they see k/n of its embeddings, k = 1 to n, and what held before it for the
-    rest, by linear interpolation; one that comes meanwhile goes on from there. (Krea's way: `interp_blocks` m of
-    github.com/krea-ai/realtime-video is a mix of m - 1, from the chunk after, as its first share is 0.)
+    rest, by linear interpolation; one that comes meanwhile goes on from there. Krea's way: `release_server.py` of
+    github.com/krea-ai/realtime-video takes the shares 0, 1/3, 2/3 and 1, so a mix of 3 from the second of the chunks.
 
     `video` `[n, C, F, h, w]` is encoded input that chunks start from, mixed with noise by `strength`, 0 to 1 (None: the
     first level of the schedule); with `motion_noise` that is the most, and motion lowers it (see `source`).

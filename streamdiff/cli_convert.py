@@ -11,7 +11,8 @@ from pathlib import Path
 _FILES = """
 A tensor file is a .safetensors file with this tensor alone, floating-point, all values finite:
   latents   [C, F, h, w] or [chunks, C, f, h, w]: chunks are laid end to end. Normalised, as the transformer has them:
-            (raw - latents_mean) / latents_std per channel. F counts latent frames; h, w are the picture's sides over 8
+            (raw - latents_mean) / latents_std per channel, unless the file's header says `normalised: no`, as that of
+            `encode --raw` does; `decode` heeds it. F counts latent frames; h, w are the picture's sides over 8
             (Wan2.1; C is 16 there)
   video     [3, F, H, W]: red, green, blue from -1 to 1; F counts pictures
 PATH is `tiny` (the embedded model), a folder with config.json and diffusion_pytorch_model.safetensors, or one that has
@@ -30,6 +31,10 @@ ENCODE_EXAMPLES = f"""examples:
 {_FILES}
 Wan takes 1 + 4 n pictures (1, 5, 9, ...), and refuses other numbers. The small autoencoders (tiny, taew2_1) take any;
 the last picture is repeated until there are four. Written are the means, nothing is drawn: `latents` [C, F, h, w].
+
+Every model here knows normalised latents. The authors' code of StreamDiffusionV2 all the same leaves that out when it
+encodes (it was mended in December 2025, and left out again in February 2026): --raw gives `generate --video-latents`
+what theirs gets, to compare, or for its look. Other models refuse such a file.
 """
 
 
@@ -44,6 +49,7 @@ def add_decode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fps", type=float, metavar="N", help="of a video file (default: the model's own; Wan's is 16)"
     )
+    parser.set_defaults(raw=False)
 
 
 def add_encode(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +59,11 @@ def add_encode(parser: argparse.ArgumentParser) -> None:
         "--video",
         "a video, a folder of .png pictures, or a tensor file with `video`, see below",
         ".safetensors with `latents`",
+    )
+    parser.add_argument(
+        "--raw",
+        action="store_true",
+        help="write latents as the network gives them, not normalised, and say so in the file (default: normalised)",
     )
     parser.set_defaults(fps=None)
 

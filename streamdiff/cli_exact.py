@@ -19,11 +19,11 @@ Tensor files are .safetensors, all values finite; C latent channels, f latent fr
 sides over 8 (Wan2.1), L text tokens, D text width:
   prompt_embeds   [L, D] or [1, L, D]: used as they are; Wan's are padded with zeros to 512 rows
   initial         [chunks, C, f, h, w]: what a chunk's first step receives, standard normal noise (with
-                  --video-latents: what is mixed into them)
+                  --video-latents: what is mixed into them). It is not scaled; the authors of Causal-rCM scale theirs
   renoise         [chunks, steps-1, C, f, h, w]: the noise before each later step (steps of the chunk that has most);
                   both stand in the file of --noise
   latents         [chunks, C, f, h, w], float32, clean, normalised as the transformer has them; what comes out, and what
-                  --video-latents takes
+                  --video-latents takes (of `encode --raw` where the model's authors begin with such)
 With these options --stages P cuts the model into P parts that take turns in this one process: the very bits of P ranks,
 and no faster. Without them (--seconds) the P are processes.
 x_t = (1 - sigma) x0 + sigma noise; the model predicts noise - x0. Chunks count from 0.
@@ -95,7 +95,8 @@ _OPTIONS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
     ("--container", str, "NAME", "which tensors of --weights: generator, generator_ema, ... (default: the usual)"),
     ("--model-config", Path, "FILE", "config.json of diffusers, for what shapes cannot tell (the number of heads)"),
     ("--shift", float, "N", "timestep shift of --warp (default 1: none)"),
-    ("--sigmas", parse_numbers, "N,N,...", "noise levels of the steps, if they are not timestep / 1000"),
+    ("--sigmas", parse_numbers, "N,N,...", "noise levels of the steps, if they are not timestep / 1000; a 0 at "
+     "the end of --steps is a step where it has a level above 0 here, and is dropped otherwise"),
     ("--first-chunk-steps", parse_numbers, "N,N,...", "the list of --steps for a stream's first chunk, where that has "
      "another, at least as long; its noise levels are timestep / 1000, or follow from --shift and --warp"),
     ("--window", int, "N", "latent frames a chunk can see, the sink and the chunk itself included; 0: all"),
@@ -107,6 +108,8 @@ _OPTIONS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
      "the chunk's (default: the model's own); in files, and for --chunks, they are several chunks"),
     ("--context-noise", float, "T", "timestep, 0 to 1000, at which a finished chunk is remembered (default: the "
      "model's own, or 0)"),
+    ("--prompt-mix", int, "N", "chunks over which each --prompt-switch (keep or recache) comes: they see 1/N, 2/N, ... "
+     "1 of its embeddings and the rest of those before it (default 1: at once; Krea's server has 3)"),
     ("--adaptive-sink", float, "THRESHOLD", "a chunk takes the place of the sink chunk that it is least like, if their "
      "keys and values are less alike than this (cosine, -1 to 1; StreamDiffusionV2 has 0.2; -1: never)"),
     ("--averaged-sink", float, "KEEP", "a chunk that leaves the window is folded into the sink, of which this share "

@@ -37,7 +37,7 @@ _RANGE_SLACK = 1e-3
 @dataclass(frozen=True)
 class Job:
     """What to convert. `chunk_frames`: latent frames per call of the network, which only time and memory depend on;
-    `fps`: of a video file that is written, None for the model's own."""
+    `fps`: of a video file that is written, None for the model's own; `raw`: encoded latents are not normalised."""
 
     vae: str
     source: Path
@@ -47,6 +47,7 @@ class Job:
     device: str = "auto"
     dtype: str = "auto"
     fps: float | None = None
+    raw: bool = False
 
 
 def decode(job: Job) -> int:
@@ -68,6 +69,8 @@ def decode(job: Job) -> int:
         raise ConfigError(
             f"{job.source}: `{LATENTS}` has {latents.shape[0]} channels, but {job.vae} takes {decoder.latent_channels}"
         )
+    if tensor_files.is_raw(job.source):
+        latents = autoencoders.normalisation(decoder, job.vae).apply(latents[None].to(decoder.device))[0]
     pieces = latents.split(job.chunk_frames or length, 1)
     total = decoder.frames_of(latents.shape[1])
     height, width = (side * decoder.spatial for side in latents.shape[2:])
@@ -94,6 +97,7 @@ def encode(job: Job) -> int:
     device = pick_device(job.device)
     dtype = pick_dtype(job.dtype, device)
     encoder = autoencoders.load_encoder(job.vae, device, dtype, job.latent_space)
+    raw = autoencoders.normalisation(encoder, job.vae) if job.raw else None
     if height % encoder.spatial or width % encoder.spatial:
         raise ConfigError(
             f"{job.source} is {width} x {height}; {job.vae} takes sides that are multiples of {encoder.spatial}"
@@ -103,9 +107,13 @@ def encode(job: Job) -> int:
     with leaving(), tqdm(total=frames, unit="frame", desc=job.out.name, dynamic_ncols=True) as bar:
         pieces = _pieces(clip, (job.chunk_frames or _CHUNK) * encoder.temporal)
         latents = _encode(encoder, pieces, bar)
-        tensor_files.write_tensor(job.out, LATENTS, latents, tensor_files.NORMALISED)
+        if raw is not None:
+            latents = raw.undo(latents[None].to(encoder.device))[0].cpu()
+        about = tensor_files.NORMALISED if raw is None else tensor_files.RAW
+        tensor_files.write_tensor(job.out, LATENTS, latents, about)
         read = bar.n
-    print(f"{job.out}: `{LATENTS}` {list(latents.shape)}, from {read} frames, {width} x {height}")
+    space = "" if raw is None else ", not normalised"
+    print(f"{job.out}: `{LATENTS}` {list(latents.shape)}{space}, from {read} frames, {width} x {height}")
     return 0
 
 

@@ -75,6 +75,7 @@ class Job:
     size: str | None = None
     stages: int = 1
     prompt_switch: tuple[str, ...] = ()
+    prompt_mix: int | None = None
     no_decode: bool = False
 
 
@@ -158,6 +159,8 @@ def _check(job: Job) -> None:
     for option, is_given in (("--context-alone", job.context_alone), ("--context-pictures", job.context_pictures)):
         if is_given and job.kv_context == "matched":
             raise ConfigError(f"{option} is about the clean pass, which KV context matched does not have")
+    if job.prompt_mix is not None and not job.prompt_switch:
+        raise ConfigError("--prompt-mix says over how many chunks a --prompt-switch comes; there is none")
     if job.chunks < 1:
         raise ConfigError(f"--chunks is {job.chunks}; at least 1 is needed")
     if job.no_decode and job.output is not None:
@@ -199,6 +202,7 @@ def _script(job: Job, model: Model, schedule: Schedule) -> Script:
         video=video,
         strength=job.strength,
         motion_noise=job.motion_noise,
+        mix=1 if job.prompt_mix is None else job.prompt_mix,
     )
 
 

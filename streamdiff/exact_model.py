@@ -13,7 +13,7 @@ from torch import Tensor
 
 from streamdiff.device import pick_device, pick_dtype
 from streamdiff.errors import ConfigError
-from streamdiff.models import library, sampling, windows
+from streamdiff.models import library, sampling, tensor_files, windows
 from streamdiff.models.base import Model, ModelSpec, StreamDecoder, TextEncoder, choose_steps
 from streamdiff.models.files import read_object
 from streamdiff.models.headers import parse_header
@@ -57,6 +57,8 @@ def load(job: Job) -> Found:
             "not built. Leave --first-chunk-steps out, or say --first-chunk-frames "
             f"{spec.chunk_latents}"
         )
+    if job.video_latents is not None and tensor_files.is_raw(job.video_latents):
+        _check_raw(place, job.video_latents)
     if job.video_latents is None and job.noise is None and (remark := library.without_video(place)):
         print(f"streamdiff: note: {remark}", file=sys.stderr)
     denoiser = library.load_transformer(place, device, dtype, kernel=job.attention, quantize=job.quantize)
@@ -74,6 +76,15 @@ def encode(model: Model, prompt: str) -> Tensor:
     if reading.notice:
         print(reading.notice)
     return model.text.encode(reading.text)
+
+
+def _check_raw(place: Place, path: Path) -> None:
+    """Latents that are not normalised are let through where the model's authors begin with such, or nobody knows it."""
+    if place.entry is not None and place.entry.encode_normalised is not False:
+        raise ConfigError(
+            f"{path}: its latents are not normalised, and {place.name} knows normalised ones; encode it without --raw"
+        )
+    print(f"streamdiff: note: {path}: its latents are not normalised, and are used as they are", file=sys.stderr)
 
 
 def _schedule(job: Job, place: Place, spec: ModelSpec) -> Schedule:

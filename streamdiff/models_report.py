@@ -83,7 +83,11 @@ def as_tree(entry: Entry) -> dict[str, Any]:
     if entry.sampling is not None:
         for key, chunk in (("schedule", 1), ("first_chunk_schedule", 0)):
             made = entry.sampling.schedule().of(chunk)
-            schedules[key] = {"timesteps": list(made.timesteps), "sigmas": list(made.sigmas)}
+            schedules[key] = {
+                "timesteps": list(made.timesteps),
+                "sigmas": list(made.sigmas),
+                "noise_scale": made.noise_scale,
+            }
     return {
         **entry.model_dump(mode="json"),
         **schedules,
@@ -209,7 +213,8 @@ def _run_lines(entry: Entry) -> Iterator[tuple[str, str]]:
     text, pictures = shared.text_encoders[entry.text_encoder], shared.autoencoders[entry.autoencoder]
     yield "picture", f"{entry.height}x{entry.width}, {_number(entry.native_fps)} frames per second"
     yield "text", f"{text.title}: {text.tokens} tokens of width {text.width}"
-    encode = {True: "yes", False: "no", None: _UNKNOWN}[entry.encode_normalised]
+    left_out = "not by the authors' code, see below (as theirs: encode --raw)"
+    encode = {True: "yes", False: left_out, None: _UNKNOWN}[entry.encode_normalised]
     yield "latents", f"{pictures.channels} channels, 1:{pictures.temporal} in time, normalised when encoded: {encode}"
     sampling, stream, context = entry.sampling, entry.stream, entry.context
     if sampling is None or stream is None or context is None or entry.switches is None or entry.positions is None:
@@ -220,7 +225,11 @@ def _run_lines(entry: Entry) -> Iterator[tuple[str, str]]:
     for key, chunk in (("", 1), ("first chunk", 0)):
         if chunk or sampling.first_chunk_steps:
             made = sampling.schedule().of(chunk)
-            yield key, f"told {_numbers(made.timesteps)}; sigmas {_numbers(made.sigmas)}"
+            scale = f"; begins with noise times {made.noise_scale:.6g}" if made.noise_scale != 1 else ""
+            yield key, f"told {_numbers(made.timesteps)}; sigmas {_numbers(made.sigmas)}{scale}"
+    if sampling.keep_end:
+        fewer = sampling.schedules()[-1].steps
+        yield "", f"the step that is told 0 may be left out: --steps {fewer}"
     first_chunk = f", the first {stream.first_chunk_latents}" if stream.first_chunk_latents else ""
     yield "chunk", f"{_latents(stream.chunk_latents)}{first_chunk}"
     sink = f", a sink of {stream.sink_latents} in it" if stream.sink_latents else ""

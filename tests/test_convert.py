@@ -16,6 +16,8 @@ from torch import Tensor
 
 from streamdiff import cli
 from streamdiff.models.latents import WAN_MEAN, WAN_STD
+from streamdiff.models.taehv import TAEHV, Config
+from streamdiff.models.tensor_files import RAW, write_tensor
 from streamdiff.models.tiny import world
 from tests.small_vae import original_layout, relative_error, small_wan_autoencoder
 
@@ -107,6 +109,37 @@ def test_encode_gives_diffusers_means(
     latents = tensor("out.safetensors", "latents")
     assert latents.dtype == torch.float32
     assert relative_error(latents, (raw - MEAN) / STD) <= 1e-5
+
+
+def test_raw_latents_are_the_networks_own_and_decode_as_the_others_do(
+    place: Path, capsys: pytest.CaptureFixture[str], autoencoder: AutoencoderKLWan
+) -> None:
+    encode = "encode --vae vae.pth --video video.safetensors --out"
+    run(capsys, f"{encode} plain.safetensors")
+    said = run(capsys, f"{encode} raw.safetensors --raw")
+    assert said == "raw.safetensors: `latents` [16, 3, 2, 3], not normalised, from 9 frames, 24 x 16\n"
+    with torch.no_grad():
+        raw = autoencoder.encode(tensor("video.safetensors", "video")[None]).latent_dist.mode()[0]
+    assert relative_error(tensor("raw.safetensors", "latents"), raw) <= 1e-5
+    for name, space in (("plain", "model"), ("raw", "no")):
+        with safe_open(place / f"{name}.safetensors", "pt") as file:
+            assert file.metadata() == {"normalised": space}
+        run(capsys, f"decode --vae vae.pth --latents {name}.safetensors --out {name}-video.safetensors")
+    plain, seen = (tensor(f"{name}-video.safetensors", "video") for name in ("plain", "raw"))
+    assert relative_error(seen, plain) <= 1e-5
+
+
+def test_an_autoencoder_that_knows_no_raw_latents_says_so(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(TAEHV(Config()).state_dict(), "taew2_1.pth")
+    write_tensor(Path("raw.safetensors"), "latents", zeros(16, 2, 2, 3), RAW)
+    before = sorted(path.name for path in place.iterdir())
+    for line in (
+        "encode --vae taew2_1.pth --video video.safetensors --out out.safetensors --raw",
+        "decode --vae taew2_1.pth --latents raw.safetensors --out out.safetensors",
+    ):
+        assert cli.main(line.split()) == 2
+        assert "taew2_1.pth knows normalised latents alone" in capsys.readouterr().err
+        assert sorted(path.name for path in place.iterdir()) == before
 
 
 @pytest.mark.parametrize("source", ["frames", "clip.mp4", "clip.webm"])

@@ -141,6 +141,18 @@ def test_a_prompt_switch_changes_what_comes_after_it(given: Given) -> None:
     torch.testing.assert_close(flushed, fresh, rtol=1e-4, atol=1e-5, msg="without a sink both see nothing")
 
 
+def test_a_prompt_may_come_over_chunks(given: Given) -> None:
+    plain, text, other = given.latents(), given.text, load_file(given.folder / "other.safetensors")["prompt_embeds"]
+    switch = ["--prompt-switch", f"2:{given.folder / 'other.safetensors'}:keep"]
+    at_once, mixed = given.latents(*switch), given.latents(*switch, "--prompt-mix", "2")
+    save_file({"prompt_embeds": (text + other) / 2}, given.folder / "half.safetensors")
+    half = ["--prompt-switch", f"2:{given.folder / 'half.safetensors'}"]
+    by_hand = given.latents(*half, "--prompt-switch", f"3:{given.folder / 'other.safetensors'}")
+    torch.testing.assert_close(mixed, by_hand, rtol=1e-4, atol=1e-5)
+    assert torch.equal(mixed[:2], plain[:2]) and not torch.allclose(mixed[2], at_once[2], atol=1e-4)
+    assert torch.equal(given.latents(*switch, "--prompt-mix", "1"), at_once)
+
+
 def test_context_noise_and_positions_are_used(given: Given) -> None:
     plain = given.latents("--window", "9", "--sink", "3")
     noisy = given.latents("--window", "9", "--sink", "3", "--context-noise", "200")
@@ -225,6 +237,7 @@ def test_the_embedded_model_writes_latents_and_video(tmp_path: Path) -> None:
         (["--adaptive-sink", "2", "--window", "9", "--sink", "3"], "--adaptive-sink is 2"),
         (["--adaptive-sink", "0.2", "--window", "9", "--sink", "2"], "--sink, which is 2, must be a multiple of"),
         (["--strength", "0.8"], "give it as --video-latents"),
+        (["--prompt-mix", "2"], "--prompt-mix says over how many chunks a --prompt-switch comes; there is none"),
         (["--first-chunk-steps", "1000,500"], "the first chunk has 2 steps and the others 3"),
         (["--averaged-sink", "1.5", "--window", "9", "--sink", "3"], "--averaged-sink is 1.5"),
         (["--averaged-sink", "0.9", "--window", "9", "--sink", "2"], "sink one chunk, 3 latent frames"),

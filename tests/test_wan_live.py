@@ -193,6 +193,31 @@ def test_a_first_chunk_has_its_own_steps_live_and_in_files(files: Files, tmp_pat
     assert not torch.allclose(load_file(latents)["latents"][0], by_name[0], atol=1e-2)
 
 
+@pytest.mark.parametrize("name", ["causal-rcm-chunkwise", "causal-rcm-framewise", "causal-rcm-framewise-2step"])
+def test_scaled_noise_and_rounded_timesteps_live_and_in_files(files: Files, tmp_path: Path, name: str) -> None:
+    """Causal-rCM by name is its schedule and its noise by hand; noise from a file is taken as it is."""
+    chunks = 3
+    with streamdiff.open(PROMPT, model=name, seed=3, **files.options) as session:  # type: ignore[arg-type]
+        live = np.stack(list(islice(session, 1 + (session.chunk_frames * chunks - 4))))
+    latents, noise = tmp_path / "latents.safetensors", tmp_path / "noise.safetensors"
+    command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", str(chunks), "--no-decode", "--latents-out"]
+    command += [str(latents), "--model", name, *files.flags]
+    assert cli.main(command) == 0
+    by_name, pictures = load_file(latents)["latents"], decoded(files, latents)
+    assert live.shape == pictures.shape and np.abs(live.astype(int) - pictures.astype(int)).max() <= 1
+
+    shape, scale = tuple(by_name.shape[1:]), 1600 / 1601
+    drawn = [[sampling.noise(shape, seed=3, chunk=chunk, step=step) for step in range(4)] for chunk in range(chunks)]
+    initial = torch.stack([chunk[0] for chunk in drawn])
+    save_file({"initial": initial * scale, "renoise": torch.stack([torch.stack(c[1:]) for c in drawn])}, noise)
+    assert cli.main([*command, "--noise", str(noise)]) == 0
+    assert torch.equal(load_file(latents)["latents"], by_name)
+    if name == "causal-rcm-chunkwise":  # the others are the same, or have a first chunk that lists cannot say
+        told, sigmas = "1000,936,832,624", f"{scale},0.9375,{5 / 6},0.625"
+        assert cli.main([*command, "--noise", str(noise), "--steps", told, "--sigmas", sigmas]) == 0
+        assert torch.equal(load_file(latents)["latents"], by_name)
+
+
 def test_what_a_chunk_sees_may_be_changed_live_and_in_files(files: Files, tmp_path: Path) -> None:
     """Infinity-RoPE's way with a file of Self-Forcing's kind: the stream is that of the way over files."""
     latents = tmp_path / "latents.safetensors"
@@ -210,6 +235,30 @@ def test_what_a_chunk_sees_may_be_changed_live_and_in_files(files: Files, tmp_pa
     assert torch.equal(load_file(latents)["latents"], changed)
     assert cli.main(command) == 0
     assert not torch.allclose(load_file(latents)["latents"][2], changed[2], atol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_step_that_is_told_0_is_run_and_may_be_left_out(files: Files, tmp_path: Path) -> None:
+    """Krea's fifth, by name and by lists; a stream may leave it out while it plays."""
+    latents = tmp_path / "latents.safetensors"
+    command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", "2", "--no-decode", "--latents-out"]
+    command += [str(latents), "--model", KREA, *files.flags]
+
+    def made(*extra: str) -> torch.Tensor:
+        assert cli.main([*command, *extra]) == 0
+        return load_file(latents)["latents"]
+
+    told, low = "1000,937,833,625", "0.00498007968"
+    four = ",".join(map(str, sampling.published((1000, 937, 833, 625), shift=5.0, nearest=True).sigmas))
+    by_name, without = made(), made("--steps", "4")
+    assert (by_name[0] - without[0]).abs().max() > 1e-4
+    torch.testing.assert_close(made("--steps", f"{told},0", "--sigmas", f"{four},{low}"), by_name, rtol=0, atol=1e-5)
+    assert torch.equal(made("--steps", told, "--sigmas", four), without)
+    with streamdiff.open(PROMPT, model=KREA, seed=3, **files.options) as session:  # type: ignore[arg-type]
+        session.steps(4)
+        session.reset(3)
+        live = np.stack(list(islice(session, 9 + 12)))
+    assert np.abs(live.astype(int) - decoded(files, latents).astype(int)).max() <= 1, "the last file is without it"
 
 
 def test_a_past_that_is_seen_again_from_its_pictures_live_and_in_files(files: Files, tmp_path: Path) -> None:
@@ -257,7 +306,8 @@ def after(files: Files, context: torch.Tensor, chunk: int) -> torch.Tensor:
     denoiser = library.load_transformer(place, cpu, torch.float32)
     encoded = library.load_text(place, spec, cpu).encode(PROMPT)
     text = [KeyValue(*layer) for layer in denoiser.text(encoded[None].expand(2, -1, -1))]
-    schedule = spec.schedule(4)
+    schedule = spec.schedule(5)
+    assert schedule.timesteps[-1] == 0 and schedule.sigmas[-1] == pytest.approx(0.00498, abs=1e-5)
     x0 = torch.zeros(spec.chunk_shape)
     for step, (told, sigma) in enumerate(zip(schedule.timesteps, schedule.sigmas, strict=True)):
         noise = sampling.noise(spec.chunk_shape, seed=3, chunk=chunk, step=step)
@@ -295,6 +345,32 @@ def test_a_longer_first_chunk_live_and_in_files(
         assert not torch.allclose(load_file(latents)["latents"][2:], by_name[2:], atol=1e-3)
     assert cli.main([*command, "--chunks", "1"]) == cli.USER_ERROR
     assert "--chunks is 1, but the first chunk, of 2 latent frames" in capsys.readouterr().err
+
+
+def test_latents_that_are_not_normalised_are_for_who_was_made_with_them(
+    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `encode --raw` writes them: used as they are, with a note, or refused by name."""
+    video, raw, normalised = (tmp_path / f"{name}.safetensors" for name in ("video", "raw", "normalised"))
+    save_file({"video": torch.rand(3, 9, 32, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1}, video)
+    for path, flag in ((raw, ["--raw"]), (normalised, [])):
+        assert cli.main(["encode", "--vae", str(files.vae), "--video", str(video), "--out", str(path), *flag]) == 0
+    unmarked, latents = tmp_path / "unmarked.safetensors", tmp_path / "latents.safetensors"
+    save_file(load_file(raw), unmarked)
+    command = ["generate", "--prompt", PROMPT, "--chunks", "3", "--no-decode", "--latents-out", str(latents)]
+    command += [*files.flags, "--strength", "0.8", "--video-latents"]
+    made = []
+    for path in (raw, unmarked, normalised):
+        capsys.readouterr()
+        assert cli.main([*command, str(path), "--model", VIDEO_TO_VIDEO]) == 0
+        assert ("not normalised, and are used as they are" in capsys.readouterr().err) == (path == raw)
+        made.append(load_file(latents)["latents"])
+    assert torch.equal(made[0], made[1]) and (made[0] - made[2]).abs().max() > 1e-2
+    before = latents.read_bytes()
+    for name in ("self-forcing", KREA):
+        assert cli.main([*command, str(raw), "--model", name, "--chunks", "1"]) == cli.USER_ERROR
+        assert f"not normalised, and {name} knows normalised ones; encode it without --raw" in capsys.readouterr().err
+    assert latents.read_bytes() == before
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from torch import Tensor
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint import read_tensors
 from streamdiff.models.files import read_object
+from streamdiff.models.latents import Normalisation
 from streamdiff.models.stepping import SteppedDecoder
 from streamdiff.models.taehv_stream import (
     StreamingTaehv,
@@ -30,12 +31,16 @@ WAN_FPS = 16.0
 
 
 class _Half(Protocol):
-    """Sizes: `spatial` pixels per latent pixel each way, `temporal` frames per latent frame (but the first)."""
+    """Sizes: `spatial` pixels per latent pixel each way, `temporal` frames per latent frame (but the first).
+    `normalisation` leads from raw latents to normalised ones, None where the network knows the latter alone."""
 
     latent_channels: int
     spatial: int
     temporal: int
     device: torch.device
+
+    @property
+    def normalisation(self) -> Normalisation | None: ...
 
 
 class VideoDecoder(_Half, SteppedDecoder, Protocol):
@@ -88,6 +93,19 @@ def load_encoder(
     """The encoder half of the autoencoder at `path`; as `load_decoder`."""
     model = _load(path, "encoder", device, dtype, latent_space)
     return TaehvEncoder(model) if isinstance(model, StreamingTaehv) else WanEncoder(model)
+
+
+def normalisation(half: VideoDecoder | VideoEncoder, path: str | Path) -> Normalisation:
+    """What leads from raw latents to normalised ones with a half of the autoencoder at `path`.
+
+    Raises:
+        ConfigError: it knows normalised ones alone.
+    """
+    if half.normalisation is None:
+        raise ConfigError(
+            f"{path} knows normalised latents alone, so it neither makes nor takes raw ones; use Wan's own autoencoder"
+        )
+    return half.normalisation
 
 
 def native_fps(path: str | Path) -> float:

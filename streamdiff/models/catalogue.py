@@ -144,13 +144,18 @@ class Parts(_Section):
 
 
 class Sampling(_Section):
-    """Denoise steps as they are published; see `sampling.published` for shift, warp and nearest."""
+    """Denoise steps as they are published; see `sampling.published` for shift, warp and nearest. `told` is the type in
+    which the authors' code tells timesteps, where that rounds them; `first_noise_scale` the factor on the noise that a
+    chunk begins with. With `keep_end` the 0 at the end of `steps` is a step of its own, which may be left out."""
 
     steps: tuple[float, ...] = Field(min_length=1)
     first_chunk_steps: tuple[float, ...] | None = None
     shift: float = Field(gt=0)
     warp: bool
     nearest: bool = Field(description="the authors' code rounds noise levels to its grid of 1,000")
+    keep_end: bool = False
+    told: Literal["exact", "bfloat16"] = "exact"
+    first_noise_scale: float = Field(1.0, gt=0, le=1)
 
     def schedule(self) -> Schedule:
         """What the model is told and what it is mixed with, that of the first chunk in it where it has its own.
@@ -158,11 +163,26 @@ class Sampling(_Section):
         Raises:
             ConfigError: a list is no schedule.
         """
-        first = None if self.first_chunk_steps is None else self._published(self.first_chunk_steps)
-        return replace(self._published(self.steps), first=first)
+        first = None if self.first_chunk_steps is None else self._published(self.first_chunk_steps, self.keep_end)
+        return replace(self._published(self.steps, self.keep_end), first=first)
 
-    def _published(self, steps: tuple[float, ...]) -> Schedule:
-        return published(steps, shift=self.shift, warp=self.warp, nearest=self.nearest)
+    def schedules(self) -> tuple[Schedule, ...]:
+        """`schedule()`, and what else the model can run in: the same without the step at its end, where it has one."""
+        made = self.schedule()
+        if not self.keep_end:
+            return (made,)
+        return made, self._published(self.steps, keep_end=False)
+
+    def _published(self, steps: tuple[float, ...], keep_end: bool) -> Schedule:
+        return published(
+            steps,
+            shift=self.shift,
+            warp=self.warp,
+            nearest=self.nearest,
+            keep_end=keep_end,
+            bfloat16=self.told == "bfloat16",
+            noise_scale=self.first_noise_scale,
+        )
 
 
 class Stream(_Section):
@@ -243,7 +263,7 @@ class Positions(_Section):
 class Entry(_Section):
     """One model. `sampling`, `stream`, `context`, `switches` and `positions` are None where it makes whole clips and
     cannot stream; `weights` is None for the embedded model. `encode_normalised` says whether the authors' code
-    normalises what the autoencoder encodes."""
+    normalises what the autoencoder encodes; where it does not, such latents are taken, if the user makes them."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9.\-]*$")
     title: str

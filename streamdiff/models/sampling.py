@@ -46,9 +46,11 @@ def schedule(steps: int, shift: float = 5.0) -> tuple[float, ...]:
 class Schedule:
     """Denoise steps: `timesteps` is what the model is told, `sigmas` the noise levels that x0 and x_t are made with.
 
-    Both have one entry per step and fall strictly; timesteps lie in (0, 1000], sigmas in (0, 1]. After the last step
-    the latents are x0; nothing is added any more. `first` is that of a stream's first chunk, where it has one of its
-    own, with at least as many steps.
+    Both have one entry per step and fall strictly; timesteps lie in (0, 1000] (the last of several may be 0), sigmas in
+    (0, 1]. After the last step the latents are x0; nothing is added any more. `first` is that of a stream's first
+    chunk, where it has one of its own, with at least as many steps. `noise_scale`, in (0, 1], is the factor on the
+    noise that a chunk begins with; not on noise that is mixed with input, nor on what somebody gives as what the first
+    step receives.
 
     Raises:
         ConfigError: no step, other lengths, a value out of range or not below the one before it, or a first chunk with
@@ -58,9 +60,10 @@ class Schedule:
     timesteps: tuple[float, ...]
     sigmas: tuple[float, ...]
     first: Schedule | None = None
+    noise_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        _check("steps", self.timesteps, TIMESTEPS)
+        _check("steps", self.timesteps, TIMESTEPS, zero_end=True)
         _check("sigmas", self.sigmas, 1.0)
         if len(self.timesteps) != len(self.sigmas):
             raise ConfigError(
@@ -70,6 +73,8 @@ class Schedule:
             raise ConfigError(
                 f"the first chunk has {self.first.steps} steps and the others {self.steps}; it needs at least as many"
             )
+        if not 0 < self.noise_scale <= 1:
+            raise ConfigError(f"noise_scale is {self.noise_scale:g}, but must be above 0 and at most 1")
 
     @property
     def steps(self) -> int:
@@ -91,14 +96,17 @@ def nearest_steps(old: Schedule, new: Schedule) -> tuple[int, ...]:
 def told(timesteps: Sequence[float], sigmas: Sequence[float] | None = None) -> Schedule:
     """The schedule from timesteps as the model is told them; sigmas are timestep / 1000 unless they are given.
 
-    A 0 at the end of either list is dropped, see `without_end`.
+    A 0 at the end of either list is dropped, see `without_end`; but a timestep of 0 that has a sigma above 0 is a step.
 
     Raises:
         ConfigError: see `Schedule`.
     """
-    steps = without_end(timesteps)
-    levels = tuple(step / TIMESTEPS for step in steps) if sigmas is None else without_end(sigmas)
-    return Schedule(steps, levels)
+    if sigmas is None:
+        steps = without_end(timesteps)
+        return Schedule(steps, tuple(step / TIMESTEPS for step in steps))
+    levels = without_end(sigmas)
+    kept = len(levels) == len(timesteps)
+    return Schedule(tuple(map(float, timesteps)) if kept else without_end(timesteps), levels)
 
 
 def own(steps: int, shift: float) -> Schedule:
@@ -107,7 +115,16 @@ def own(steps: int, shift: float) -> Schedule:
     return Schedule(tuple(TIMESTEPS * sigma for sigma in sigmas), sigmas)
 
 
-def published(steps: Sequence[float], *, shift: float = 1.0, warp: bool = False, nearest: bool = False) -> Schedule:
+def published(
+    steps: Sequence[float],
+    *,
+    shift: float = 1.0,
+    warp: bool = False,
+    nearest: bool = False,
+    keep_end: bool = False,
+    bfloat16: bool = False,
+    noise_scale: float = 1.0,
+) -> Schedule:
     """The schedule from a list as a model's authors give it.
 
     Args:
@@ -118,20 +135,33 @@ def published(steps: Sequence[float], *, shift: float = 1.0, warp: bool = False,
         nearest: the authors' code does not take timestep / 1000 as the noise level, it looks up the nearest of 1,000
             shifted grid points, as Self-Forcing's scheduler and all that grew from it do. Told 700 at shift 8, they
             mix with 0.70023. What was warped from whole numbers lies on the grid already.
+        keep_end: the 0 at the end is a step of its own. It needs `nearest`, which gives it a noise level above 0: that
+            of the lowest grid point (0.005 at shift 5).
+        bfloat16: the model is told timesteps rounded to that type; noise levels stay as they are.
+        noise_scale: see `Schedule`.
 
     Raises:
-        ConfigError: see `Schedule`; or a shift that is not above 0.
+        ConfigError: see `Schedule`; a shift that is not above 0; an end to keep that is no 0, or not `nearest`.
     """
     if not 0 < shift < math.inf:
         raise ConfigError(f"shift is {shift:g}, but must be a number above 0")
-    raw = without_end(steps)
-    _check("steps", raw, TIMESTEPS)
+    raw = tuple(map(float, steps)) if keep_end else without_end(steps)
+    _check("steps", raw, TIMESTEPS, zero_end=keep_end)
+    if keep_end and (raw[-1] != 0 or not nearest):
+        raise ConfigError(f"keep_end is for a list that ends with 0, with nearest; this one ends with {raw[-1]:g}")
     timesteps = tuple(TIMESTEPS * shifted(step / TIMESTEPS, shift) for step in raw) if warp else raw
     if nearest:
         sigmas = tuple(nearest_sigma(step, shift) for step in timesteps)
     else:
         sigmas = tuple(shifted(step / TIMESTEPS, shift) if warp else step / TIMESTEPS for step in raw)
-    return Schedule(timesteps, sigmas)
+    heard = tuple(map(rounded_to_bfloat16, timesteps)) if bfloat16 else timesteps
+    return Schedule(heard, sigmas, noise_scale=noise_scale)
+
+
+def rounded_to_bfloat16(value: float) -> float:
+    """The bfloat16 nearest to a `value` above 0, which has 8 binary digits; of two equally near, the even one."""
+    fraction, exponent = math.frexp(value)
+    return math.ldexp(round(math.ldexp(fraction, 8)), exponent - 8)
 
 
 def without_end(steps: Sequence[float]) -> tuple[float, ...]:
@@ -139,7 +169,7 @@ def without_end(steps: Sequence[float]) -> tuple[float, ...]:
 
     Some lists are published as 1000, ..., 0. The 0 says where the way ends, at the clean latents; it is no step of its
     own, since there is no noise left to take away. Self-Forcing's authors ask to remove it, StreamDiffusionV2 drops it
-    for video to video. (Krea's server does run its model on it, at the lowest grid point's sigma of 0.005.)
+    for video to video. Krea's authors do run their model on it: `keep_end` of `published`.
     """
     steps = tuple(float(step) for step in steps)
     return steps[:-1] if len(steps) > 1 and steps[-1] == 0 else steps
@@ -154,10 +184,11 @@ def nearest_sigma(timestep: float, shift: float) -> float:
     return min((shifted(i / _GRID, shift) for i in range(_GRID, 0, -1)), key=lambda sigma: abs(sigma - wanted))
 
 
-def _check(name: str, values: tuple[float, ...], high: float) -> None:
-    """Raises ConfigError unless `values` fall strictly within (0, high]."""
+def _check(name: str, values: tuple[float, ...], high: float, zero_end: bool = False) -> None:
+    """Raises ConfigError unless `values` fall strictly within (0, high]; with `zero_end` the last may be 0."""
     shown = ", ".join(f"{value:g}" for value in values) or "empty"
-    if not values or not all(0 < value <= high for value in values):
+    some = without_end(values) if zero_end else values
+    if not some or not all(0 < value <= high for value in some):
         raise ConfigError(f"{name} is {shown}, but must be numbers above 0 and at most {high:g}, at least one")
     if any(later >= earlier for earlier, later in pairwise(values)):
         raise ConfigError(f"{name} is {shown}, but every entry must be below the one before it")

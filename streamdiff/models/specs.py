@@ -34,7 +34,7 @@ def spec_of(
     shared = catalogue.parts()
     pictures, tokens = shared.autoencoders[known.autoencoder], shared.text_encoders[known.text_encoder].tokens
     width, height = size or (known.width, known.height)
-    schedules = (entry.sampling.schedule(),) if entry is not None and entry.sampling is not None else ()
+    schedules = entry.sampling.schedules() if entry is not None and entry.sampling is not None else ()
     noise = entry.context.noise if entry is not None and entry.context is not None else None
     return ModelSpec(
         name=name,

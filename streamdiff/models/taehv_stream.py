@@ -68,6 +68,11 @@ class _Half:
         weight = next(model.autoencoder.parameters())
         self.device, self.dtype = weight.device, weight.dtype
 
+    @property
+    def normalisation(self) -> Normalisation | None:
+        """See `StreamingTaehv`."""
+        return self.model.normalisation
+
 
 class TaehvDecoder(_Half):
     """Latents to frames, behind the `StreamDecoder` protocol."""

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from streamdiff.errors import ConfigError, StreamdiffError
 from streamdiff.models.conditioning import not_finite
-from streamdiff.models.headers import ITEM_BYTES, LENGTH_BYTES
+from streamdiff.models.headers import ITEM_BYTES, LENGTH_BYTES, parse_header
 from streamdiff.whole import beside, check_parent
 
 SUFFIX = ".safetensors"
 NORMALISED = {"normalised": "model"}
 """What the header of a file with latents says of them: they are normalised as the model has them."""
+RAW = {"normalised": "no"}
+"""They are as the autoencoder's network gives them."""
 _MOST_PARTS = 10**12  # the header has room for this count
 _ALIGN_BYTES = 8
 
@@ -38,6 +40,11 @@ def check_target(path: Path) -> None:
         what = "but this is a folder" if path.is_dir() else f"but this ends in {path.suffix!r}"
         raise ConfigError(f"{path}: expected a file's name that ends in {SUFFIX}, {what}")
     check_parent(path)
+
+
+def is_raw(path: Path) -> bool:
+    """Whether the header of the safetensors file at `path` says `RAW`; ConfigError where it is none."""
+    return RAW.items() <= parse_header(path).metadata.items()
 
 
 class TensorWriter:

@@ -229,6 +229,7 @@ def facts_from(architecture: Mapping[str, Any], spec: ModelSpec, decoder_memory_
     and a decoder that remembers so many numbers. Weights of text encoder and autoencoder count as 0, and nothing is
     said of how long decoding takes."""
     given: Any = architecture
+    first = spec.schedules[0].first if spec.schedules else None
     return Facts(
         name=spec.name,
         blocks=given["num_layers"],
@@ -254,7 +255,7 @@ def facts_from(architecture: Mapping[str, Any], spec: ModelSpec, decoder_memory_
         text_values=0,
         decoder_values=0,
         decoder_memory_values=decoder_memory_values,
-        first_chunk_steps=spec.schedules[0].of(0).steps if spec.schedules else None,
+        first_chunk_steps=first.steps if first is not None else None,
     )
 
 

@@ -163,8 +163,11 @@ class Head:
 
     def _begin(self, row: MicroStep) -> Tensor:
         """What a chunk's first step receives: noise, or input with noise mixed in."""
-        source, noise = self.sessions[row.session].source, self._noise(row)
-        return noise if source is None else source.begin(row.chunk, noise)
+        session, noise = self.sessions[row.session], self._noise(row)
+        if session.source is not None:
+            return session.source.begin(row.chunk, noise)
+        scale = session.schedule.of(row.chunk).noise_scale
+        return noise if scale == 1 or session.noise.exact(row.chunk) else noise * scale
 
     def _level(self, row: MicroStep) -> Tensor:
         """What the model is told, `[F]`."""

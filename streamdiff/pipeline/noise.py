@@ -21,6 +21,9 @@ class Noise(Protocol):
         """Float32 `[C, F, h, w]`, a pure function of (chunk, step): what step 0 receives, what is added
         before a later step, or, for `step` = number of steps, what the clean pass adds where it adds any."""
 
+    def exact(self, chunk: int) -> bool:
+        """Whether step 0 of `chunk` receives what is drawn as it is, and a schedule's `noise_scale` is not asked."""
+
 
 @dataclass(frozen=True)
 class SeededNoise:
@@ -31,6 +34,9 @@ class SeededNoise:
 
     def draw(self, chunk: int, step: int) -> Tensor:
         return sampling.noise(self.shape, seed=self.seed, chunk=chunk, step=step)
+
+    def exact(self, chunk: int) -> bool:
+        return False
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,9 @@ class GivenNoise:
         if self.renoise is not None and chunk < len(self.renoise) and 0 < step < self.schedule.of(chunk).steps:
             return self.renoise[chunk, step - 1]
         return self.rest.draw(chunk, step)
+
+    def exact(self, chunk: int) -> bool:
+        return chunk < len(self.initial) or self.rest.exact(chunk)
 
 
 class DrawnAhead:
@@ -72,6 +81,9 @@ class DrawnAhead:
                 self._drawn[following] = self._thread.submit(self._pinned, *following)
         noise = drawn.result() if drawn is not None else self._pinned(chunk, step)
         return noise.to(self._device, non_blocking=True)
+
+    def exact(self, chunk: int) -> bool:
+        return self._noise.exact(chunk)
 
     def _pinned(self, chunk: int, step: int) -> Tensor:
         noise = self._noise.draw(chunk, step)

@@ -6,7 +6,7 @@ The same ring that plays live. What comes out is a function of weights and `Scri
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import torch
@@ -21,6 +21,8 @@ from streamdiff.pipeline.ring import LocalRing, Ring
 from streamdiff.pipeline.source import REACH, TOLD_LESS, Source
 
 POLICIES = (*PROMPT_SWITCHES, "reset")
+MIXED = ("keep", "recache")
+"""Policies of a prompt that may come little by little: the others forget what was before it."""
 _NAME = 0
 
 
@@ -41,12 +43,17 @@ class Script:
     embeddings `[T, text_dim]`; `initial` `[n, C, F, h, w]` and `renoise` `[n, steps - 1, C, F, h, w]` (steps of the
     chunk that has most) take the place of the noise of `seed` for the first n chunks; `switches` rise by chunk.
 
+    With `mix` n a switch takes n chunks: they see k/n of its embeddings, k = 1 to n, and what held before it for the
+    rest, by linear interpolation; one that comes meanwhile goes on from there. Krea's way: `release_server.py` of
+    github.com/krea-ai/realtime-video takes the shares 0, 1/3, 2/3 and 1, so a mix of 3 from the second of the chunks.
+
     `video` `[n, C, F, h, w]` is encoded input that chunks start from, mixed with noise by `strength`, 0 to 1 (None: the
     first level of the schedule); with `motion_noise` that is the most, and motion lowers it (see `source`).
 
     Raises:
-        ConfigError: a switch that is out of order, outside the stream, or of an unknown policy; a strength that the
-            schedule cannot go on from, or without a video.
+        ConfigError: a switch that is out of order, outside the stream, or of an unknown policy; one that cannot be
+            mixed, for its policy or since its embeddings have another number of rows; a mix below 1; a strength
+            that the schedule cannot go on from, or without a video.
     """
 
     embeddings: Tensor
@@ -60,9 +67,11 @@ class Script:
     video: Tensor | None = None
     strength: float | None = None
     motion_noise: bool = False
+    mix: int = 1
 
     def __post_init__(self) -> None:
         self._check_video()
+        self._check_mix()
         if self.chunks < 1:
             raise ConfigError(f"chunks is {self.chunks}; at least 1 is needed")
         before = 0
@@ -118,13 +127,42 @@ class Script:
                 f"second step, {max(following, default=0):g}"
             )
 
+    def _check_mix(self) -> None:
+        if self.mix < 1:
+            raise ConfigError(f"prompt mix is {self.mix}; it is a number of chunks, so at least 1")
+        rows = len(self.embeddings)
+        for switch in self.switches if self.mix > 1 else ():
+            if switch.policy in POLICIES and switch.policy not in MIXED:
+                raise ConfigError(
+                    f"prompt switch {switch.policy} forgets what was before it, so there is nothing to mix with; a "
+                    f"prompt mix goes with {' or '.join(MIXED)}"
+                )
+            if len(switch.embeddings) != rows:
+                raise ConfigError(
+                    f"prompt embeddings of {rows} and of {len(switch.embeddings)} rows cannot be mixed; pad them to "
+                    "the same number, as the model's text encoder does"
+                )
+
+    def _single(self) -> list[Switch]:
+        """The switches, each that takes several chunks as one for each of them."""
+        if self.mix == 1:
+            return list(self.switches)
+        single, now = [], self.embeddings
+        ends = [switch.chunk for switch in self.switches[1:]] + [self.chunks]
+        for switch, end in zip(self.switches, ends, strict=True):
+            before = now
+            for share in range(1, min(self.mix, end - switch.chunk) + 1):
+                now = before.lerp(switch.embeddings.to(before), share / self.mix)
+                single.append(replace(switch, chunk=switch.chunk + share - 1, embeddings=now))
+        return single
+
     @property
     def segments(self) -> list[tuple[Switch, list[Switch], int]]:
         """The fresh streams of which it consists: how each begins, its other switches, and the chunk where it ends."""
         begins = [Switch(0, self.embeddings, "reset"), *(each for each in self.switches if each.policy == "reset")]
         ends = [begin.chunk for begin in begins[1:]] + [self.chunks]
         return [
-            (begin, [each for each in self.switches if begin.chunk < each.chunk < end], end)
+            (begin, [each for each in self._single() if begin.chunk < each.chunk < end], end)
             for begin, end in zip(begins, ends, strict=True)
         ]
 

@@ -15,7 +15,8 @@ from streamdiff.models.catalogue import Entry
 
 FOLDER = Path(catalogue.__file__).parent / "catalogue"
 WARPED = (1000, 937.5, 833.3333, 625)
-RCM = tuple(float(1000 * level) for level in (Fraction(1600, 1601), Fraction(15, 16), Fraction(5, 6), Fraction(5, 8)))
+# Causal-rCM tells 1600/1601, 15/16, 5/6 and 5/8 of 1000 in bfloat16, whose neighbours there are 4 apart.
+RCM, SCALE = (1000, 936, 832, 624), float(Fraction(1600, 1601))
 
 # What each model is told and mixed with, and what its first chunk is told where that differs: from the authors' lists
 # and configurations, worked out by hand (5t / (1 + 4t); nearest grid points), not from the entries.
@@ -30,10 +31,11 @@ PUBLISHED: dict[str, tuple[tuple[float, ...], tuple[float, ...], tuple[float, ..
     "reward-forcing-1.3b": (WARPED, (1, 0.9375, 0.833333, 0.625), None),
     "streamdiffusionv2-1.3b": ((700, 500, 400, 200), (0.700232, 0.499719, 0.400260, 0.198347), None),
     "streamdiffusionv2-14b": ((700, 500, 400, 200), (0.700232, 0.499719, 0.400260, 0.198347), None),
-    "krea-realtime-14b": ((1000, 937, 833, 625), (1, 0.936874, 0.832777, 0.625), None),
-    "causal-rcm-framewise": (RCM, (1600 / 1601, 0.9375, 0.833333, 0.625), None),
-    "causal-rcm-chunkwise": (RCM, (1600 / 1601, 0.9375, 0.833333, 0.625), None),
-    "causal-rcm-framewise-2step": ((RCM[0], RCM[2]), (1600 / 1601, 0.833333), RCM),
+    # Told 0 at its end, at the lowest point of the grid: 5 * 0.001 / 1.004.
+    "krea-realtime-14b": ((1000, 937, 833, 625, 0), (1, 0.936874, 0.832777, 0.625, 0.004980), None),
+    "causal-rcm-framewise": (RCM, (SCALE, 0.9375, 0.833333, 0.625), None),
+    "causal-rcm-chunkwise": (RCM, (SCALE, 0.9375, 0.833333, 0.625), None),
+    "causal-rcm-framewise-2step": ((1000, 832), (SCALE, 0.833333), RCM),
 }
 # (container, chunk, window with sink and chunk in it, sink, KV context, timestep of the clean pass)
 RUNS: dict[str, tuple[str | None, int, int, int, str, float | None]] = {
@@ -69,6 +71,28 @@ def test_the_published_timesteps(name: str) -> None:
     assert found.schedule().timesteps == pytest.approx(timesteps, abs=1e-4)
     assert found.schedule().sigmas == pytest.approx(sigmas, abs=1e-6)
     assert found.schedule().of(0).timesteps == pytest.approx(first_chunk or timesteps, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_a_chunk_begins_with(name: str) -> None:
+    """Causal-rCM's noise times 1600/1601, the first chunk's too; everybody else's as it is."""
+    entry = catalogue.find(name)
+    made = specs.spec_of(name, entry, specs.architecture_of(entry)).schedules[0]
+    scale = SCALE if name.startswith("causal-rcm") else 1
+    assert made.noise_scale == made.of(0).noise_scale == pytest.approx(scale, abs=1e-15)
+
+
+def test_the_step_that_is_told_0_may_be_left_out() -> None:
+    """Krea's; of the others all steps are run, or none of that kind."""
+    for name in PUBLISHED:
+        entry = catalogue.find(name)
+        spec = specs.spec_of(name, entry, specs.architecture_of(entry))
+        five = name == "krea-realtime-14b"
+        assert len(spec.steps) == (2 if five else 1), name
+        if five:
+            with_end, without = spec.schedules
+            assert spec.steps == (5, 4)
+            assert (with_end.timesteps[:-1], with_end.sigmas[:-1]) == (without.timesteps, without.sigmas)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -197,6 +221,11 @@ def changed(folder: Path, old: str, new: str) -> Path:
         ("  warp: true\n", "  warp: 'yes'\n", ("sampling.warp", "boolean")),
         ("[1000, 750, 500, 250]", "[1000, 750, 800]", ("below the one before it",)),
         ("[1000, 750, 500, 250]", "[]", ("sampling.steps",)),
+        ("  warp: true\n", "  warp: true\n  first_noise_scale: 0\n", ("sampling.first_noise_scale", "greater than 0")),
+        ("  warp: true\n", "  warp: true\n  first_noise_scale: 1.1\n", ("sampling.first_noise_scale", "equal to 1")),
+        ("  warp: true\n", "  warp: true\n  keep_end: true\n", ("keep_end is for a list that ends with 0", "with 250")),
+        ("  warp: true\n", "  warp: true\n  told: float8\n", ("sampling.told", "bfloat16")),
+        ("[1000, 750, 500, 250]", "[1000, 999]\n  told: bfloat16", ("steps is 1000, 1000", "below the one before it")),
         ("  sink_latents: 3", "  sink_latents: 10", ("a window holds at least the sink and one chunk",)),
         ("kind: causal", "kind: bidirectional", ("another has none",)),
         ("  trained: clean", "  trained: foggy", ("context.trained", "clean")),

@@ -158,10 +158,46 @@ def test_without_rounding_a_sigma_is_the_timestep() -> None:
     assert sampling.told((1000, 937.5)) == sampling.Schedule((1000.0, 937.5), (1.0, 0.9375))
 
 
+@given(st.floats(1e-3, 1000.0))
+def test_rounding_to_bfloat16_is_torchs(value: float) -> None:
+    rounded = sampling.rounded_to_bfloat16(float(torch.tensor(value)))
+    assert rounded == torch.tensor(value).to(torch.bfloat16).item()
+
+
+def test_timesteps_may_be_told_in_bfloat16_while_noise_levels_stay() -> None:
+    plain = sampling.published((999.4, 937.5, 833.3, 625), shift=5.0, nearest=True)
+    told = sampling.published((999.4, 937.5, 833.3, 625), shift=5.0, nearest=True, bfloat16=True)
+    assert told.timesteps == (1000, 936, 832, 624)
+    assert told.sigmas == plain.sigmas
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1.001, float("nan")])
+def test_noise_is_scaled_by_something_up_to_one(scale: float) -> None:
+    with pytest.raises(ConfigError, match="noise_scale is"):
+        sampling.published((1000, 500), noise_scale=scale)
+
+
 def test_a_zero_at_the_end_is_no_step() -> None:
     assert sampling.told((1000, 500, 0)) == sampling.told((1000, 500))
     assert sampling.told((1000, 500, 0), (0.9, 0.4, 0)) == sampling.told((1000, 500), (0.9, 0.4))
     assert sampling.published((1000, 500, 0), shift=5.0, warp=True).steps == 2
+
+
+def test_a_zero_at_the_end_that_has_a_noise_level_is_a_step() -> None:
+    made = sampling.told((1000, 500, 0), (1, 0.5, 0.01))
+    assert (made.timesteps, made.sigmas) == ((1000, 500, 0), (1, 0.5, 0.01))
+    kept = sampling.published((1000, 500, 0), shift=5.0, nearest=True, keep_end=True)
+    assert kept.timesteps == (1000, 500, 0)
+    assert kept.sigmas[2] == pytest.approx(authors_grid(5.0)[-1].item(), abs=1e-7)
+    assert kept.sigmas[:2] == sampling.published((1000, 500, 0), shift=5.0, nearest=True).sigmas
+
+
+@pytest.mark.parametrize(
+    ("steps", "nearest"), [((1000, 500), True), ((1000, 500, 0), False), ((0,), True), ((1000, 0, 0), True)]
+)
+def test_an_end_that_cannot_be_kept_is_refused(steps: tuple[float, ...], nearest: bool) -> None:
+    with pytest.raises(ConfigError, match=r"keep_end is for a list that ends with 0|above 0"):
+        sampling.published(steps, shift=5.0, nearest=nearest, keep_end=True)
 
 
 def test_sigmas_may_differ_from_the_timesteps() -> None:

@@ -30,6 +30,9 @@ class Counted:
         self.elsewhere += threading.get_ident() != self._here
         return PLAIN.draw(chunk, step)
 
+    def exact(self, chunk: int) -> bool:
+        return PLAIN.exact(chunk)
+
 
 @pytest.fixture
 def thread() -> Iterator[ThreadPoolExecutor]:

@@ -271,6 +271,16 @@ def test_a_shorter_window_is_planned_with() -> None:
         caches(window=6, sink=4)
 
 
+def test_a_step_that_may_be_left_out_is_planned_with_and_without() -> None:
+    """Krea's fifth, of the first chunk too."""
+
+    def first_chunk_s(steps: int | None) -> float:
+        model = ModelConfig(name="krea-realtime-14b", steps=steps)
+        return make(model, Job(stages=1, stage_times="1", decode_time=0.0)).run.figures.first_chunk_s
+
+    assert (first_chunk_s(None), first_chunk_s(4)) == (5, 4)
+
+
 def test_json_holds_the_whole_plan_and_is_json() -> None:
     outcome = make(MATCHED, Job(stage_times=QUARTERS, decode="own-rank", decode_time=0.5))
     tree = json.loads(json.dumps(as_tree(outcome), allow_nan=False))

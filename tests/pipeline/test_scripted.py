@@ -13,7 +13,7 @@ from streamdiff.models import sampling
 from streamdiff.models.base import Model
 from streamdiff.pipeline.scripted import POLICIES, Script, Switch, play
 from tests.pipeline.reference import Reference
-from tests.small import BLUE, CPU, RED, small_model
+from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 CHUNKS = 7
 
@@ -52,6 +52,74 @@ def test_it_equals_the_uncached_reference(model: Model, plain: Script) -> None:
 def test_noise_from_tensors_is_used_instead_of_the_seed(model: Model, plain: Script) -> None:
     assert torch.equal(played(model, given(model, plain)), played(model, plain))
     assert not torch.equal(played(model, replace(plain, seed=999)), played(model, plain))
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+def test_noise_is_scaled_where_it_is_drawn_and_not_where_it_is_given(
+    model: Model, plain: Script, kv_context: str, stages: int
+) -> None:
+    """What is given is what the first step receives; beyond it, the seed's noise is scaled again."""
+    plain = replace(plain, kv_context=kv_context)
+    scaled = replace(plain, schedule=replace(plain.schedule, noise_scale=0.75))
+    by_hand = given(model, plain)
+    assert by_hand.initial is not None and by_hand.renoise is not None
+    initial, renoise = by_hand.initial * 0.75, by_hand.renoise
+    by_hand = replace(by_hand, initial=initial)
+    expected = played(model, by_hand)
+    assert torch.equal(played(model, scaled, stages), expected)
+    assert not torch.equal(expected, played(model, plain))
+    assert torch.equal(played(model, replace(by_hand, schedule=scaled.schedule), stages), expected)
+    short = replace(scaled, initial=initial[:3], renoise=renoise[:3])
+    assert torch.equal(played(model, short, stages), expected)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize(
+    ("policy", "kv_context"),
+    [("keep", "clean"), ("keep", "staircase"), ("keep", "matched"), ("recache", "clean"), ("recache", "staircase")],
+)
+def test_a_prompt_that_comes_over_chunks_is_a_switch_at_each(
+    model: Model, plain: Script, policy: str, kv_context: str, stages: int
+) -> None:
+    """Thirds of it; another that comes meanwhile goes on from what holds then, and the stream's end cuts it."""
+    red, blue, other = (model.text.encode(text) for text in (RED, BLUE, WHITE))
+    plain = replace(plain, kv_context=kv_context)
+    mixed = replace(plain, switches=(Switch(1, blue, policy), Switch(3, other, policy)), mix=3)
+    last = red + (blue - red) * 2 / 3
+    shares = [(1, red + (blue - red) / 3), (2, last), (3, last + (other - last) / 3)]
+    shares += [(4, last + (other - last) * 2 / 3), (5, other)]
+    by_hand = replace(plain, switches=tuple(Switch(chunk, rows, policy) for chunk, rows in shares))
+    got = played(model, mixed, stages)
+    torch.testing.assert_close(got, played(model, by_hand), rtol=1e-4, atol=1e-5)
+    at_once = played(model, replace(mixed, mix=1))
+    assert torch.equal(got[0], at_once[0]) and (got[1] - at_once[1]).abs().max() > 1e-4
+    cut = replace(plain, chunks=2, switches=(Switch(1, blue, policy),), mix=3)
+    torch.testing.assert_close(played(model, cut, stages), got[:2], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["flush", "reset"])
+def test_a_prompt_that_forgets_what_was_before_it_is_not_mixed(plain: Script, policy: str) -> None:
+    switches = (Switch(1, plain.embeddings, policy),)
+    with pytest.raises(ConfigError, match=f"prompt switch {policy} forgets .* goes with keep or recache"):
+        replace(plain, switches=switches, mix=2)
+    replace(plain, switches=switches)
+
+
+def test_prompts_of_other_lengths_are_not_mixed_and_a_mix_has_chunks(plain: Script) -> None:
+    longer = torch.cat([plain.embeddings, plain.embeddings[:1]])
+    rows = len(plain.embeddings)
+    with pytest.raises(ConfigError, match=f"of {rows} and of {rows + 1} rows cannot be mixed"):
+        replace(plain, switches=(Switch(1, longer),), mix=2)
+    with pytest.raises(ConfigError, match="prompt mix is 0"):
+        replace(plain, mix=0)
+
+
+def test_noise_that_is_mixed_with_input_is_not_scaled(model: Model, plain: Script) -> None:
+    video = torch.randn(CHUNKS, *model.spec.chunk_shape, generator=torch.Generator().manual_seed(1))
+    mixed = replace(plain, video=video, strength=0.9)
+    scaled = replace(mixed, schedule=replace(plain.schedule, noise_scale=0.75))
+    assert torch.equal(played(model, scaled), played(model, mixed))
 
 
 def test_beyond_the_given_noise_the_seed_goes_on(model: Model, plain: Script) -> None:

@@ -24,7 +24,6 @@ from benchmarks.stream_case import Case
 from benchmarks.stream_figures import Arrival, Prompt, Raw, Run
 from streamdiff import clock
 from streamdiff.engine.bridge import EXIT_CONFIG
-from streamdiff.engine.contract import Pipeline
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Accepted, Close, Event, FrameBatch, Open, Refused, SetPrompt, Shown
 from streamdiff.errors import ConfigError, EngineFailure
@@ -170,11 +169,10 @@ def _text(runtime: Runtime, number: int) -> str:
 
 def _profile(runtime: Runtime, case: Case, folder: Path) -> Engine:
     """Trace some chunks of another stream, when everything else is measured; the engine that has to be closed."""
-    pipeline: Pipeline = ProfiledRuntime(runtime, folder)
+    pipeline = ProfiledRuntime(runtime, folder, case.profile_chunks or CHUNKS)
     engine = Engine(pipeline, LEAD_CHUNKS * runtime.info.chunk_frames)
-    last = runtime.model.spec.window_chunks(case.config.kv_context) + CHUNKS + 2
     player = Player(engine, "profile", case.prompt)
-    player.play(lambda piece: piece.chunk_s is not None and piece.chunk >= last)
+    player.play(lambda piece: pipeline.traced)
     player.close()
     return engine
 

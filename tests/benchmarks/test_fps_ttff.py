@@ -24,7 +24,7 @@ SMALL = ["--openings", "1", "--chunks", "2", "--margin", "1", "--prompts", "1", 
 
 def cases(*words: str) -> list[Case]:
     options = fps_ttff.parser().parse_args(list(words))
-    return fps_ttff.profiled(stream_options.cases_of(options), options.profile)
+    return fps_ttff.profiled(stream_options.cases_of(options), options.profile, options.profile_chunks)
 
 
 @pytest.mark.slow
@@ -104,7 +104,8 @@ def test_options_stand_in_place_of_the_presets_lists(tmp_path: Path) -> None:
     (case,) = cases("--preset", "wan-1.3b", "--model", "self-forcing", "--threads", "3", "--set", "memory_gb=2.5")
     config = case.config
     assert (config.name, config.vae, config.threads, config.memory_gb) == ("self-forcing", None, 3, 2.5)
-    one, two = cases("--stages", "2,4", "--profile", str(tmp_path))
+    one, two = cases("--stages", "2,4", "--profile", str(tmp_path), "--profile-chunks", "7")
+    assert one.profile_chunks == two.profile_chunks == 7
     assert one.profile != two.profile and Path(str(one.profile)).parent == tmp_path
     assert Case.from_json(json.loads(json.dumps(one.to_json()))) == one
 
@@ -118,6 +119,13 @@ def test_options_stand_in_place_of_the_presets_lists(tmp_path: Path) -> None:
         (["--playback-fps", "0"], "--playback-fps is 0, but must be from 1 to 1,000"),
         (["--set", "steps"], "--set is 'steps', but must be KEY=VALUE"),
         (["--set", "stpes=4"], "did you mean model.steps?"),
+        (["--set", "trace=costs"], "every case is traced with --profile DIR"),
+        (
+            ["--profile-chunks", "0", "--profile", "costs"],
+            "--profile-chunks is 0, but must be",
+        ),
+        (["--profile-chunks", "101"], "is 101, but must be a whole number: 1 or more and at most 100"),
+        (["--profile-chunks", "8"], "is 8, but nothing is traced: say where to, with --profile DIR"),
         (["--plot", "picture.txt"], "--plot is 'picture.txt', but must end in"),
     ],
 )

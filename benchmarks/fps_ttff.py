@@ -117,9 +117,9 @@ def measure(case: Case, limit_s: float | None = None) -> Raw:
         folder = Path(name)
         (folder / CASE).write_text(json.dumps(case.to_json()))
         told = ("--address", name, "--config-json", Config(model=case.config).model_dump_json())
-        with _ended(
-            subprocess.Popen([sys.executable, *program, *told], cwd=report.ROOT, start_new_session=True)
-        ) as lead:
+        command = [sys.executable, *program, *told]
+        # Rank 0 ends, and its launcher with the other ranks, when nobody holds the other end of its standard input.
+        with _ended(subprocess.Popen(command, cwd=report.ROOT, stdin=subprocess.PIPE, start_new_session=True)) as lead:
             try:
                 code = lead.wait(limit_s)
             except subprocess.TimeoutExpired:
@@ -136,7 +136,8 @@ def measure(case: Case, limit_s: float | None = None) -> Raw:
 
 @contextmanager
 def _ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """Leave no process behind: a signal reaches this one only, which then ends the launcher, and that its ranks."""
+    """Leave no process behind: a signal reaches this one only, which then ends the launcher, and that its ranks. Where
+    this one is killed, they end by themselves (`stream_rank`)."""
     try:
         yield process
     finally:
@@ -147,6 +148,8 @@ def _ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 def result_of(raw: Raw) -> dict[str, Any]:

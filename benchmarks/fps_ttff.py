@@ -22,10 +22,11 @@ from benchmarks import report, stream_case, stream_options, stream_plot
 from benchmarks.stream_case import Amount, Case
 from benchmarks.stream_figures import Raw, figures
 from benchmarks.stream_rank import CASE, RAW
-from streamdiff.config import Config
+from streamdiff.config import Config, load
 from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
 from streamdiff.models.random_weights import is_random
+from streamdiff.pipeline.profiling import check_traced
 from streamdiff.whole import leaving
 
 OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM
@@ -70,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
         "--playback-fps", type=float, metavar="N", help="of the simulated viewer (default: the model's)"
     )
     made.add_argument("--profile", type=Path, metavar="DIR", help="after measuring, trace some chunks of every case")
+    made.add_argument("--profile-chunks", type=int, metavar="N", help="how many, 1 to 100 (default 4)")
     return made
 
 
@@ -81,11 +83,18 @@ _AMOUNTS = {
 }
 
 
-def profiled(cases: list[Case], folder: Path | None) -> list[Case]:
-    """The cases, each with a folder of its own for its trace."""
+def profiled(cases: list[Case], folder: Path | None, chunks: int | None = None) -> list[Case]:
+    """The cases, each with a folder of its own for its trace of so many `chunks`.
+
+    Raises:
+        ConfigError: a number of chunks that cannot be, or that has no folder.
+    """
+    if chunks is not None:
+        load(None, {"model.trace_chunks": chunks}, {"model.trace_chunks": "--profile-chunks"})
+    check_traced(folder, chunks)
     if folder is None:
         return cases
-    return [replace(case, profile=str((folder / slug(case)).resolve())) for case in cases]
+    return [replace(case, profile=str((folder / slug(case)).resolve()), profile_chunks=chunks) for case in cases]
 
 
 def slug(case: Case) -> str:
@@ -108,9 +117,9 @@ def measure(case: Case, limit_s: float | None = None) -> Raw:
         folder = Path(name)
         (folder / CASE).write_text(json.dumps(case.to_json()))
         told = ("--address", name, "--config-json", Config(model=case.config).model_dump_json())
-        with _ended(
-            subprocess.Popen([sys.executable, *program, *told], cwd=report.ROOT, start_new_session=True)
-        ) as lead:
+        command = [sys.executable, *program, *told]
+        # Rank 0 ends, and its launcher with the other ranks, when nobody holds the other end of its standard input.
+        with _ended(subprocess.Popen(command, cwd=report.ROOT, stdin=subprocess.PIPE, start_new_session=True)) as lead:
             try:
                 code = lead.wait(limit_s)
             except subprocess.TimeoutExpired:
@@ -127,7 +136,8 @@ def measure(case: Case, limit_s: float | None = None) -> Raw:
 
 @contextmanager
 def _ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """Leave no process behind: a signal reaches this one only, which then ends the launcher, and that its ranks."""
+    """Leave no process behind: a signal reaches this one only, which then ends the launcher, and that its ranks. Where
+    this one is killed, they end by themselves (`stream_rank`)."""
     try:
         yield process
     finally:
@@ -138,6 +148,8 @@ def _ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 def result_of(raw: Raw) -> dict[str, Any]:
@@ -193,7 +205,7 @@ def note(all_cases: Sequence[Case]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
-        all_cases = profiled(stream_options.cases_of(options), options.profile)
+        all_cases = profiled(stream_options.cases_of(options), options.profile, options.profile_chunks)
         if options.plot is not None:
             stream_plot.check(options.plot)
         device = pick_device(all_cases[0].config.device)

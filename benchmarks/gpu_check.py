@@ -5,6 +5,7 @@
     python -m benchmarks.gpu_check graphs:full --device cuda      compiled, channels last, and as YUV420: the same?
     python -m benchmarks.gpu_check wan:bfloat16 --device cuda     two blocks of Wan 1.3B, their numbers
     python -m benchmarks.gpu_check fast:clean --device cuda       graphs, and clean passes with the next, against plain
+    python -m benchmarks.gpu_check sessions:clean --device cuda   two at once: both captured, and against plain
     python -m benchmarks.gpu_check sync:clean --device cuda       micro-steps in which the host waits for nothing
 
 Prints one line; exit code 0 it holds, 1 it does not, 3 it cannot be tried here.
@@ -95,6 +96,38 @@ def fast_as_plain(context: str, device: torch.device) -> str:
         got = played(device=device.type, dtype="float32", kv_context=context, clean_pass=clean_pass, **{FAST: value})
         told.append(f"{value}, {clean_pass} {_held(off_by(got, plain), _LATENTS_OFF)}")
     return "; ".join(told)
+
+
+def two_sessions(context: str, device: torch.device) -> str:
+    """Latents of two sessions at once on the fast path against the plain one, in float32; on CUDA the caches of both
+    have captured graphs."""
+    values = {"device": device.type, "dtype": "float32", "kv_context": context}
+    plain, _ = _both(ModelConfig.model_validate({**values, FAST: OFF}))
+    got, captured = _both(ModelConfig.model_validate({**values, FAST: "on"}))
+    if device.type == "cuda" and captured != 2:
+        raise AssertionError(f"{captured} of 2 sessions have captured graphs")
+    return f"{captured} of 2 sessions captured, {_held(off_by(got, plain), _LATENTS_OFF)}"
+
+
+def _both(config: ModelConfig) -> tuple[Tensor, int]:
+    """The first chunks of two sessions that take turns, `[2, chunks, C, F, h, w]`; of how many there are graphs."""
+    runtime = load_runtime(config)
+    try:
+        ring, info = runtime.ring, runtime.info
+        found: dict[int, list[Tensor]] = {1: [], 2: []}
+        for name in found:
+            text = runtime.text.encode(runtime.text.read(runtime.text.examples[name], None).text)
+            ring.open(name, text, seed=name, epoch=0, steps=info.steps, kv_context=info.kv_context)
+        while min(map(len, found.values())) < _CHUNKS:
+            for name in found:
+                ring.scheduler.set_room(name, 10**6)
+            for row, latents in ring.turn(1.0)[1]:
+                found[row.session].append(latents.clone())
+        compiled = ring.stage.compiled
+        captured = compiled.captured_sessions if compiled is not None else 0
+        return torch.stack([torch.stack(latents[:_CHUNKS]) for latents in found.values()]), captured
+    finally:
+        runtime.close()
 
 
 def decoder_as_cpu(name: str, device: torch.device) -> str:
@@ -217,6 +250,7 @@ CHECKS: dict[str, tuple[Callable[[str, torch.device], str], tuple[str, ...]]] = 
     "graphs": (decoder_graphs, tuple(DECODERS)),
     "wan": (blocks_as_cpu, ("float32", "bfloat16")),
     "fast": (fast_as_plain, CONTEXTS),
+    "sessions": (two_sessions, CONTEXTS),
     "sync": (no_host_sync, CONTEXTS),
 }
 NAMES = tuple(f"{kind}:{what}" for kind, (_, values) in CHECKS.items() for what in values)

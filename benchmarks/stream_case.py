@@ -37,6 +37,7 @@ class Case:
     playback_fps: float | None = None
     prompt: str = PROMPT
     profile: str | None = None
+    profile_chunks: int | None = None
 
     @property
     def label(self) -> str:
@@ -133,5 +134,5 @@ def settings(all_cases: Sequence[Case], device: str) -> dict[str, Any]:
             key: public_path(value) if isinstance(value, str) else value
             for key, value in {**case.config.model_dump(), "device": device}.items()
         }
-        found[case.label] = {**replace(case, profile=None).to_json(), "config": config}
+        found[case.label] = {**replace(case, profile=None, profile_chunks=None).to_json(), "config": config}
     return found

@@ -61,6 +61,8 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
         key, equals, value = word.partition("=")
         if not equals:
             raise ConfigError(f"--set is {word!r}, but must be KEY=VALUE, for example --set attention=cudnn")
+        if key in ("trace", "trace_chunks"):
+            raise ConfigError(f"--set {key} is for one stream; every case is traced with --profile DIR")
         given[f"model.{key}"], names[f"model.{key}"] = value, f"--set {key}"
     base = {"model.name": preset.model, **{key: _typed(value) for key, value in given.items()}}
     lists: dict[str, Any] = {

@@ -1,7 +1,8 @@
 """One rank of a case of `fps_ttff`, in a process of its own: `python -m benchmarks.stream_rank --address FOLDER ...`.
 
 Rank 0 drives the engine as `streamdiff serve`'s engine process does, takes every frame at once, and writes down when it
-came; the others are the ranks of `streamdiff serve --stages`. Reads FOLDER/case.json, writes FOLDER/raw.json.
+came; the others are the ranks of `streamdiff serve --stages`. Reads FOLDER/case.json, writes FOLDER/raw.json. Rank 0
+ends with its standard input, whose other end the benchmark's process holds, and removes FOLDER then.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeAlias
@@ -24,7 +27,6 @@ from benchmarks.stream_case import Case
 from benchmarks.stream_figures import Arrival, Prompt, Raw, Run
 from streamdiff import clock
 from streamdiff.engine.bridge import EXIT_CONFIG
-from streamdiff.engine.contract import Pipeline
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Accepted, Close, Event, FrameBatch, Open, Refused, SetPrompt, Shown
 from streamdiff.errors import ConfigError, EngineFailure
@@ -170,11 +172,10 @@ def _text(runtime: Runtime, number: int) -> str:
 
 def _profile(runtime: Runtime, case: Case, folder: Path) -> Engine:
     """Trace some chunks of another stream, when everything else is measured; the engine that has to be closed."""
-    pipeline: Pipeline = ProfiledRuntime(runtime, folder)
+    pipeline = ProfiledRuntime(runtime, folder, case.profile_chunks or CHUNKS)
     engine = Engine(pipeline, LEAD_CHUNKS * runtime.info.chunk_frames)
-    last = runtime.model.spec.window_chunks(case.config.kv_context) + CHUNKS + 2
     player = Player(engine, "profile", case.prompt)
-    player.play(lambda piece: piece.chunk_s is not None and piece.chunk >= last)
+    player.play(lambda piece: pipeline.traced)
     player.close()
     return engine
 
@@ -201,6 +202,14 @@ def _follow(folder: Path, case: Case, rank: int) -> None:
     (folder / f"rank-{rank}.json").write_text(json.dumps(told))
 
 
+def _end_with_parent(folder: Path) -> None:
+    """As `engine.main` does it: the launcher ends the other ranks when this one has ended."""
+    while os.read(0, 4096):
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stream_rank", description="one rank of fps_ttff")
     parser.add_argument("--address", type=Path, required=True, help="folder with case.json")
@@ -208,6 +217,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     case = Case.from_json(json.loads((options.address / CASE).read_text()))
     rank = int(os.environ.get("RANK", "0"))
+    if rank == 0:
+        threading.Thread(target=_end_with_parent, args=(options.address,), name="parent-watch", daemon=True).start()
     try:
         if rank == 0:
             _lead(options.address, case)

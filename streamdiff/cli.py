@@ -116,6 +116,7 @@ def _exact(arguments: argparse.Namespace) -> int:
         ("--seconds", arguments.seconds is not None, "--chunks"),
         ("--prompt-at", bool(arguments.prompt_at), "--prompt-switch"),
         ("--profile", getattr(arguments, "model.trace") is not None, "--seconds instead of them"),
+        ("--profile-chunks", getattr(arguments, "model.trace_chunks") is not None, "--seconds instead of them"),
     ):
         if is_given:
             raise ConfigError(f"{flag} does not go with the options that say everything by chunks; use {instead}")
@@ -202,7 +203,7 @@ def _config(
             *cli_options.MODEL,
             *cli_options.PARTS,
             *cli_options.SERVE,
-            cli_options.TRACE,
+            *cli_options.TRACE,
         )
     }
     overrides = {

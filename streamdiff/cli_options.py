@@ -81,8 +81,9 @@ PARTS = (
     ),
     Option("--size", "model.size", str, "WxH", "of the picture in pixels (default: the model's own)"),
 )
-TRACE = Option(
-    "--profile", "model.trace", str, "DIR", "trace some chunks with PyTorch's profiler, and say what costs most"
+TRACE = (
+    Option("--profile", "model.trace", str, "DIR", "trace some chunks with PyTorch's profiler; say what costs most"),
+    Option("--profile-chunks", "model.trace_chunks", int, "N", "chunks of that trace, 1 to 100 (default 4)"),
 )
 LOOKED_AT = tuple(
     option

@@ -63,7 +63,7 @@ def parsers() -> dict[str, Parser]:
 
     serve = _command(commands, "serve", "show a live stream in the browser", cli_options.SERVE_EXAMPLES)
     shown = (*cli_options.ADDRESS, cli_options.PROMPT, *cli_options.MODEL, *cli_options.PARTS, *cli_options.SERVE)
-    _add(serve, (*shown, cli_options.TRACE))
+    _add(serve, (*shown, *cli_options.TRACE))
     _add_flags(serve)
 
     generate = _command(commands, "generate", "make a video file", cli_options.GENERATE_EXAMPLES + cli_exact.EXAMPLES)
@@ -103,7 +103,7 @@ def _add_generate(generate: Parser) -> None:
             *(option for option in cli_options.MODEL if option.flag != "--steps"),
             *cli_options.PARTS,
             cli_options.STAGES,
-            cli_options.TRACE,
+            *cli_options.TRACE,
         ),
     )
     generate.add_argument(

@@ -88,6 +88,7 @@ class ModelConfig(_Section):
     hang_s: float = Field(60.0, ge=1, description="a rank that is silent or busy with one forward for so long hangs")
     profile: str | None = Field(None, description="measured times to split the blocks by; default: measure at start")
     trace: str | None = Field(None, description="a folder for a profiler's trace of some chunks, which are slower then")
+    trace_chunks: int | None = Field(None, ge=1, le=100, description="chunks of that trace; default: 4")
     memory_gb: float | None = Field(None, gt=0, description="for sessions' caches, per rank; default: what is free")
 
     @property

@@ -82,6 +82,7 @@ def test_values_of_the_file_and_overrides_over_them(write) -> None:
         ("serve: {bitrate: 1}", ["serve.bitrate", "100,000", "null"]),
         ("serve: {open_browser: 'no'}", ["serve.open_browser", "'no'", "true or false"]),
         ("model: {steps: 0}", ["model.steps", "0", "1"]),
+        ("model: {trace_chunks: 101}", ["model.trace_chunks", "101", "1 or more and at most 100"]),
         ("session: {prompt: ''}", ["session.prompt", "at least 1 character"]),
         (f"session: {{prompt: {'x' * 2001}}}", ["session.prompt", "2,001 characters", "at most 2,000"]),
         ("- 1\n- 2", ["must hold sections", "a list"]),

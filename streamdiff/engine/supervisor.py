@@ -36,6 +36,8 @@ _LINE_CHARACTERS = 2000
 _START_LIMIT_S, _COMPILE_LIMIT_S = 300.0, 3600.0
 _STOP_LIMIT_S = 1.5
 _STOP_RANKS_LIMIT_S = 10.0
+# A trace that was begun is written at the end: seconds with the embedded model, more with larger ones.
+_STOP_TRACED_LIMIT_S = 60.0
 _LOOKS = 10  # before an engine hangs
 # Ranks find out themselves which of them hangs, and say so; only if they do not is their launcher ended from here.
 _RANKS_HANG_S = 15.0
@@ -62,6 +64,13 @@ def name_exit(code: int) -> str:
 def loading_limit_s(config: Config) -> float:
     """How long an engine may take to be ready: much longer where it makes graphs."""
     return _START_LIMIT_S if config.model.compile == "off" else _COMPILE_LIMIT_S
+
+
+def ending_limit_s(config: Config) -> float:
+    """How long an engine may take to end: more for ranks, and much more where it may have a trace to write."""
+    if config.model.trace is not None:
+        return _STOP_TRACED_LIMIT_S
+    return _STOP_LIMIT_S if config.model.ranks == 1 else _STOP_RANKS_LIMIT_S
 
 
 class EngineProcess(Protocol):
@@ -101,12 +110,13 @@ class Supervisor:
     ) -> None:
         """Args:
         start_limit_s: how long loading and warming up may take; by default `loading_limit_s`.
-        stop_limit_s: how long the process may take to end by itself before it is killed; by default more for ranks.
+        stop_limit_s: how long the process may take to end by itself before it is killed; by default
+            `ending_limit_s`.
         module: what runs with `python -m`; takes `--address` and `--config-json`.
         """
         self._config = config
         self._start_limit_s = start_limit_s or loading_limit_s(config)
-        self._stop_limit_s = stop_limit_s or (_STOP_LIMIT_S if config.model.ranks == 1 else _STOP_RANKS_LIMIT_S)
+        self._stop_limit_s = stop_limit_s or ending_limit_s(config)
         self._module = module
         self._folder: Path | None = None
         self._process: Process | None = None

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from streamdiff.models.wan.transformer import KeyValue, Tokens, WanDenoiser
+from streamdiff.pipeline.captures import Captures
 from streamdiff.state.ring import RowShape, RowTensors, RowView, attend_rows
 
 Caches = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -67,16 +68,31 @@ Blocks = Callable[[Inputs], Tensor]
 class CompiledBlocks:
     """The graphs of one stage. While it is `learning`, a key that is new gets a graph, which takes long."""
 
-    def __init__(self, denoiser: WanDenoiser, device: torch.device) -> None:
+    def __init__(self, denoiser: WanDenoiser, device: torch.device, live: bool) -> None:
+        """`live`: whether forwards of sessions that are opened later may be captured, see `Captured`."""
         self._denoiser, self._device = denoiser, device
         self._graphs: dict[Key, Blocks] = {}
-        self._captured = Captured() if device.type == "cuda" else None
+        self._captured = captured_on(device, live)
         self.learning = False
 
     @property
     def keys(self) -> frozenset[Key]:
         """What there are graphs for."""
         return frozenset(self._graphs)
+
+    @property
+    def captured_sessions(self) -> int:
+        """Of how many sessions' caches there are captured graphs."""
+        return len(self._captured.kept.homes) if self._captured is not None else 0
+
+    def captured_of(self, caches: Tensor) -> int:
+        """How many captured graphs a session has, whose caches' keys are `caches`."""
+        return self._captured.kept.count(home_of(caches)) if self._captured is not None else 0
+
+    def forget(self, caches: Tensor) -> None:
+        """Drop the captured graphs of a session whose caches are given up. Mutates: self."""
+        if self._captured is not None:
+            self._captured.kept.forget(home_of(caches))
 
     def run(self, tokens: Tokens, texts: Texts, views: Sequence[RowView]) -> Tokens | None:
         """What the plain path computes, or None where there is no graph for it. Mutates: the rows' caches."""
@@ -138,52 +154,105 @@ def _another(tensor: Tensor) -> Tensor:
     return tensor.view(tensor.shape)
 
 
+def home_of(caches: Tensor) -> int:
+    """The memory that all keys of a session's caches are in, see `captures`."""
+    return caches.untyped_storage().data_ptr()
+
+
 def _of_this_mode(tensor: Tensor) -> Tensor:
     """Links hand over tensors that were made outside of inference mode, which would be another graph."""
     return tensor if tensor.is_inference() else tensor.clone()
+
+
+class Recorded(Protocol):
+    """A captured graph, as `torch.cuda.CUDAGraph`: does again what was done while it was captured, at the same
+    addresses."""
+
+    def replay(self) -> None: ...
+
+
+Record = Callable[[Blocks, Inputs, bool], tuple[Recorded, Tensor]]
+"""Captures `blocks(inputs)` without carrying it out; returns the graph and where it puts the result. If told so, first
+carries it out by itself, so that everything is compiled and at hand."""
+
+
+class CudaRecord:
+    """The `Record` of CUDA. All graphs share a pool of memory, since they are replayed one after the other, and what
+    one leaves is copied before the next begins."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, blocks: Blocks, inputs: Inputs, warm_up: bool) -> tuple[Recorded, Tensor]:
+        if warm_up:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    blocks(inputs)
+            torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # The thread that decodes goes on meanwhile: what it allocates and waits for is no fault of this capture.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            hidden = blocks(inputs)
+        return graph, hidden
+
+
+def captured_on(device: torch.device, live: bool) -> Captured | None:
+    """Where there are graphs of CUDA; `live` as `Captured` has it."""
+    return Captured(CudaRecord(), live) if device.type == "cuda" else None
 
 
 class Captured:
     """Graphs of CUDA: a forward is one launch instead of some thousand.
 
     A graph reads and writes where its tensors lay when it was captured. So there is one for each key and session's
-    caches, made while learning; other sessions run the compiled blocks as they are. Everything else is copied to where
-    the graph looks for it: a prompt only when it changes.
+    caches (`captures`): those that come while learning, and, where it is `live`, those of sessions opened later. These
+    run as they are the first time; the second time they are captured, which carries nothing out, and replayed. So
+    every forward happens once: one that averages or adapts the sink would not be the same twice. Everything else is
+    copied to where all graphs look for it: a prompt only when it changes.
     """
 
-    def __init__(self) -> None:
-        self._graphs: dict[tuple[Key, tuple[int, ...]], tuple[torch.cuda.CUDAGraph, Inputs, Tensor]] = {}
+    def __init__(self, record: Record, live: bool) -> None:
+        """`live` is False where a capture, for which the device is waited for, could wait for another rank."""
+        self._record, self._live = record, live
+        self._kept: Captures[tuple[Recorded, Inputs, Tensor]] = Captures()
         self._texts: list[tuple[tuple[KeyValue, ...], object]] = []  # by row: where graphs look, whose copy is there
-        self._pool: Any = None
+        self._shared: dict[tuple[str, torch.Size], Tensor] = {}
+
+    @property
+    def kept(self) -> Captures[tuple[Recorded, Inputs, Tensor]]:
+        """What is captured for whom."""
+        return self._kept
 
     def run(self, key: Key, blocks: Blocks, inputs: Inputs, texts: Texts, learning: bool) -> Tensor:
         """`blocks(inputs)`, replayed where there is a graph; `texts` are those of `inputs`, the objects that they are
         known by. Mutates: the caches."""
-        place = key, tuple(keys[0].data_ptr() for keys, _ in inputs.caches)
-        if place not in self._graphs:
-            if not learning:
+        place = key, tuple((keys[0].data_ptr(), values[0].data_ptr()) for keys, values in inputs.caches)
+        found = self._kept.find(place)
+        if found is None:
+            homes = tuple(home_of(keys[0]) for keys, _ in inputs.caches)
+            if not (learning or self._live) or not self._kept.is_due(place, homes, learning=learning):
                 return blocks(inputs)
-            self._graphs[place] = self._capture(blocks, inputs)
-        graph, static, hidden = self._graphs[place]
+            static = self._static(inputs)
+            graph, hidden = self._record(blocks, static, learning)
+            found = graph, static, hidden
+            self._kept.keep(place, homes, found)
+        graph, static, hidden = found
         self._hand_over(static, inputs, texts)
         graph.replay()
         return hidden.clone()  # the next replay writes there
 
-    def _capture(self, blocks: Blocks, inputs: Inputs) -> tuple[torch.cuda.CUDAGraph, Inputs, Tensor]:
+    def _static(self, inputs: Inputs) -> Inputs:
+        """Where a graph looks for its inputs. Mutates: self."""
         rows = tuple(row.map(torch.clone) for row in inputs.rows)
-        hidden, time = inputs.hidden.clone(), inputs.time.clone()
-        static = Inputs(hidden, time, self._places(inputs.texts), inputs.caches, rows)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compiles, and lets libraries make what they need beforehand
-            for _ in range(2):
-                blocks(static)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            hidden = blocks(static)
-        self._pool = self._pool or graph.pool()
-        return graph, static, hidden
+        hidden, time = self._place("hidden", inputs.hidden), self._place("time", inputs.time)
+        return Inputs(hidden, time, self._places(inputs.texts), inputs.caches, rows)
+
+    def _place(self, name: str, tensor: Tensor) -> Tensor:
+        """Where all graphs look for a tensor of this name and shape; it is there. Mutates: self."""
+        place = self._shared.setdefault((name, tensor.shape), torch.empty_like(tensor))
+        return place.copy_(tensor)
 
     def _places(self, texts: tuple[tuple[KeyValue, ...], ...]) -> tuple[tuple[KeyValue, ...], ...]:
         """Where all graphs look for the text of row 0, 1, ... Mutates: self."""

@@ -1,8 +1,8 @@
 """A PyTorch profiler's trace of some chunks of a running stream, and what it says in a page of text.
 
-`ProfiledRuntime` stands in a `Runtime`'s place, waits until the window is full, traces `CHUNKS` chunks, writes two
-files and goes on. What is traced is slower than usual, so no rate is told here. In a ring the trace is of the head's
-rank.
+`ProfiledRuntime` stands in a `Runtime`'s place, waits until the window is full, traces some chunks from their first
+micro-step to their last picture, writes two files and goes on. What is traced is slower than usual, so no rate is told
+here. In a ring the trace is of the head's rank.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import sys
+import tempfile
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -30,8 +32,10 @@ from streamdiff.pipeline.runtime import Frames, ModelInfo, Runtime
 from streamdiff.pipeline.start import load_runtime
 
 CHUNKS = 4
-"""How many chunks are traced."""
+"""How many chunks are traced, unless it is said."""
 TRACE, SUMMARY = "trace.json.gz", "summary.txt"
+_UNFINISHED = ".unfinished-"
+"""What files are called below, while they are written: under their names they are whole, whenever the process ends."""
 _STEP = "streamdiff.step"
 _TOP = 10
 # What CUDA's runtime and driver call the launch of a kernel, or of a whole graph of them, and waiting for the device.
@@ -167,12 +171,23 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"--profile {folder}: cannot be written to; name another folder")
 
 
+def check_traced(folder: object, chunks: int | None) -> None:
+    """Raises ConfigError: a number of chunks, and no folder for what is said about them."""
+    if chunks is not None and folder is None:
+        raise ConfigError(
+            f"--profile-chunks (model.trace_chunks) is {chunks}, but nothing is traced: "
+            "say where to, with --profile DIR"
+        )
+
+
 class ProfiledRuntime:
     """A `Runtime` that is traced for a while; for callers the same (`engine.contract.Pipeline`)."""
 
     def __init__(self, runtime: Runtime, folder: Path, chunks: int = CHUNKS) -> None:
-        """Raises ConfigError as `check_folder`."""
+        """Raises ConfigError as `check_folder`. Mutates: removes from `folder` what an earlier run left unfinished."""
         check_folder(folder)
+        for left in folder.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(left, ignore_errors=True)
         self.runtime, self.folder, self.chunks = runtime, folder, chunks
         self.info: ModelInfo = runtime.info
         self.text: TextEncoder = runtime.text
@@ -180,6 +195,8 @@ class ProfiledRuntime:
         self._before = runtime.model.spec.window_chunks(runtime.info.kv_context) + 1  # chunks before the first one
         self._profile: profile | None = None
         self._seen = self._works = 0
+        self._open: set[int] = set()
+        self._first: dict[int, int] = {}  # by session: the first chunk that was not begun before the trace
 
     def step(self, wait_s: float = 0.0) -> list[Frames]:
         """As `Runtime.step`. Mutates: self; begins to write when the last chunk is there."""
@@ -190,16 +207,22 @@ class ProfiledRuntime:
                 made = self.runtime.step(wait_s)
         for frames in made:
             if self._writing is None and frames.last:
-                self._count(frames.chunk)
+                self._count(frames)
         return made
 
-    def _count(self, chunk: int) -> None:
-        if self._profile is None and chunk + 1 >= self._before:
-            self._start()
-        elif self._profile is not None:
+    def _count(self, frames: Frames) -> None:
+        if self._profile is None:
+            if frames.chunk + 1 >= self._before:
+                self._start()
+        elif frames.chunk >= self._first.get(frames.session, 0):
             self._seen += 1
             if self._seen == self.chunks:
                 self._stop()
+
+    @property
+    def traced(self) -> bool:
+        """Whether all chunks are; the files may still be written, until `close` returns."""
+        return self._writing is not None
 
     def _start(self) -> None:
         cuda = torch.cuda.is_available() and self.info.device.startswith("cuda")
@@ -208,8 +231,11 @@ class ProfiledRuntime:
             experimental_config=_ExperimentalConfig(profile_all_threads=True),  # decoding has a thread of its own
             acc_events=True,
         )
+        # Several chunks may come out at once that were computed before, while decoding was behind: they do not count.
+        self._first = {session: self.runtime.ring.scheduler.next_chunk(session) for session in self._open}
         self._works = self.runtime.ring.worker.done
         self._profile.start()
+        print(f"streamdiff: {self.chunks} chunks are traced now, and slower", file=sys.stderr, flush=True)
 
     def _stop(self) -> None:
         """End the trace; the files are written on a thread, for that takes seconds and the stream goes on."""
@@ -221,14 +247,19 @@ class ProfiledRuntime:
         self._profile = None
 
     def _write(self, traced: profile, works: int) -> None:
-        traced.export_chrome_trace(str(self.folder / TRACE))
-        with gzip.open(self.folder / TRACE, "rt") as file:
-            summary = summarise(json.load(file)["traceEvents"])
         info = self.info
         title = f"{info.name} on {info.device}, {info.width}x{info.height}, {info.steps} steps, {info.kv_context}"
-        text = describe(summary, title=title, chunks=self._seen, micro_steps=works)
-        (self.folder / SUMMARY).write_text(text, encoding="utf-8")
-        print(f"streamdiff: profile of {self._seen} chunks in {self.folder}", file=sys.stderr)
+        with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=self.folder) as name:
+            plain, trace, summary = Path(name) / "trace.json", Path(name) / TRACE, Path(name) / SUMMARY
+            traced.export_chrome_trace(str(plain))
+            with plain.open("rb") as source, gzip.open(trace, "wb") as packed:
+                shutil.copyfileobj(source, packed)
+            found = summarise(json.loads(plain.read_bytes())["traceEvents"])
+            text = describe(found, title=title, chunks=self._seen, micro_steps=works)
+            summary.write_text(text, encoding="utf-8")
+            for whole in (trace, summary):
+                whole.replace(self.folder / whole.name)
+        print(f"streamdiff: profile of {self._seen} chunks in {self.folder}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """As `Runtime.close`; a trace that was begun is written."""
@@ -238,8 +269,8 @@ class ProfiledRuntime:
         if self._writing is not None:
             self._writing.join()
         else:
-            least = self._before + 1
-            print(f"streamdiff: no profile: the stream ended before {least} chunks were there", file=sys.stderr)
+            told = f"the stream ended before a chunk was made after the first {self._before}, which fill the window"
+            print(f"streamdiff: no profile: {told}", file=sys.stderr)
 
     # ---- as the runtime's --------------------------------------------------------------------------------------
 
@@ -248,6 +279,8 @@ class ProfiledRuntime:
 
     def open(self, session: int, conditioning: Tensor, *, seed: int, epoch: int, steps: int, kv_context: str) -> None:
         self.runtime.open(session, conditioning, seed=seed, epoch=epoch, steps=steps, kv_context=kv_context)
+        self._open.add(session)
+        self._first[session] = 0
 
     def check_switch(self, session: int, switch: str) -> None:
         self.runtime.check_switch(session, switch)
@@ -263,6 +296,7 @@ class ProfiledRuntime:
 
     def reset(self, session: int, conditioning: Tensor, *, seed: int, epoch: int) -> None:
         self.runtime.reset(session, conditioning, seed=seed, epoch=epoch)
+        self._first[session] = 0
 
     def set_paused(self, session: int, paused: bool) -> None:
         self.runtime.set_paused(session, paused)
@@ -272,6 +306,7 @@ class ProfiledRuntime:
 
     def close_session(self, session: int) -> None:
         self.runtime.close_session(session)
+        self._open.discard(session)
 
     @property
     def busy(self) -> bool:
@@ -297,9 +332,10 @@ def load_pipeline(config: ModelConfig) -> Runtime | ProfiledRuntime:
     """`load_runtime`, and traced for a while where the configuration names a folder.
 
     Raises:
-        ConfigError: as `load_runtime` and `check_folder`.
+        ConfigError: as `load_runtime`, `check_folder` and `check_traced`.
     """
+    check_traced(config.trace, config.trace_chunks)
     if config.trace is None:
         return load_runtime(config)
     check_folder(Path(config.trace))
-    return ProfiledRuntime(load_runtime(config), Path(config.trace))
+    return ProfiledRuntime(load_runtime(config), Path(config.trace), config.trace_chunks or CHUNKS)

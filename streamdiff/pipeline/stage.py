@@ -100,11 +100,16 @@ class Stage:
         self.sessions[session] = StageSession(plan, state, steps, kv_context == "matched", steps)
 
     def close(self, session: int) -> None:
-        """Free the session. With graphs, caches of one session wait for the next, as CUDA's graphs are bound to them.
-        Mutates: self."""
-        gone = self.sessions.pop(session, None)
-        if gone is not None and self.compiled is not None:
-            self._spare = self._spare or gone.state
+        """Free the session. With graphs, caches of one session wait for the next, as CUDA's graphs are bound to them:
+        those with the most; the graphs of others go with them. Mutates: self."""
+        gone, compiled = self.sessions.pop(session, None), self.compiled
+        if gone is None or compiled is None:
+            return
+        waiting = [state for state in (self._spare, gone.state) if state is not None]
+        self._spare = max(waiting, key=lambda state: compiled.captured_of(state.key))  # the older, of equals
+        for state in waiting:
+            if state is not self._spare:
+                compiled.forget(state.key)
 
     @torch.inference_mode()
     def reset(self, session: int) -> None:
@@ -169,7 +174,9 @@ class Stage:
         Mutates: self.
         """
         steps = most_steps(steps, self.spec.steps)
-        self.compiled = CompiledBlocks(self.denoiser, self.device)
+        # In a ring a receive may stand on the device until another rank has sent (docs/decisions/0010), and a capture
+        # waits for the device: there nothing is captured once streams run.
+        self.compiled = CompiledBlocks(self.denoiser, self.device, live=self.stages == 1)
         spec, denoiser = self.spec, self.denoiser
         self.attention = RingAttention(self.frames, *self.grid, denoiser.head_dim, self.device, compiled=True)
         self.open(_TRIAL, steps=steps, kv_context=kv_context)

@@ -24,7 +24,7 @@ SMALL = ["--openings", "1", "--chunks", "2", "--margin", "1", "--prompts", "1", 
 
 def cases(*words: str) -> list[Case]:
     options = fps_ttff.parser().parse_args(list(words))
-    return fps_ttff.profiled(stream_options.cases_of(options), options.profile)
+    return fps_ttff.profiled(stream_options.cases_of(options), options.profile, options.profile_chunks)
 
 
 @pytest.mark.slow
@@ -55,12 +55,31 @@ def test_one_and_two_stages_are_measured_and_told(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, fps_ttff.TERMINATED)])
-def test_a_signal_ends_the_ranks(tmp_path: Path, number: int, code: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "stages"),
+    [
+        (signal.SIGTERM, fps_ttff.TERMINATED, 2),
+        (signal.SIGKILL, -signal.SIGKILL, 2),
+        (signal.SIGKILL, -signal.SIGKILL, 1),
+    ],
+)
+def test_a_signal_ends_the_ranks(tmp_path: Path, number: int, code: int, stages: int) -> None:
+    """One that cannot be answered, too: nobody is left to end them."""
     out, files = tmp_path / "result.json", tmp_path / "temporary"
     files.mkdir()
     shared = set(Path("/dev/shm").iterdir())
-    words = ["--stages", "2", "--kv-context", "matched", "--device", "cpu", "--chunks", "10000", "--out", str(out)]
+    words = [
+        "--stages",
+        str(stages),
+        "--kv-context",
+        "matched",
+        "--device",
+        "cpu",
+        "--chunks",
+        "10000",
+        "--out",
+        str(out),
+    ]
     command = [sys.executable, "-m", "benchmarks.fps_ttff", *words]
     # A shell's background job ignores SIGINT, and so would what this starts when it runs in one.
     defaults = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -69,19 +88,19 @@ def test_a_signal_ends_the_ranks(tmp_path: Path, number: int, code: int) -> None
     with subprocess.Popen(command, stderr=subprocess.PIPE, **started) as program:
         assert program.stderr is not None
         seen = b""
-        while b"2 stages:" not in seen:  # the bar of the rank that measures
+        while b"%d stage%s:" % (stages, b"s" if stages > 1 else b"") not in seen:  # the bar of the rank that measures
             byte = program.stderr.read(1)
             assert byte, seen.decode()
             seen += byte
         ranks = psutil.Process(program.pid).children(recursive=True)
-        assert len(ranks) >= 3
+        assert len(ranks) >= (3 if stages > 1 else 1)
         program.send_signal(number)
-        rest = program.stderr.read()
         assert program.wait(60) == code
-    assert b"stopped: 0 of 1 cases are measured" in rest
-    _, alive = psutil.wait_procs(ranks, timeout=30)
-    for process in alive:
-        process.kill()
+        _, alive = psutil.wait_procs(ranks, timeout=30)
+        for process in alive:
+            process.kill()
+        rest = program.stderr.read()
+    assert (b"stopped: 0 of 1 cases are measured" in rest) == (number == signal.SIGTERM)
     assert alive == [] and not out.exists()
     assert set(Path("/dev/shm").iterdir()) <= shared and list(files.iterdir()) == []
 
@@ -104,7 +123,8 @@ def test_options_stand_in_place_of_the_presets_lists(tmp_path: Path) -> None:
     (case,) = cases("--preset", "wan-1.3b", "--model", "self-forcing", "--threads", "3", "--set", "memory_gb=2.5")
     config = case.config
     assert (config.name, config.vae, config.threads, config.memory_gb) == ("self-forcing", None, 3, 2.5)
-    one, two = cases("--stages", "2,4", "--profile", str(tmp_path))
+    one, two = cases("--stages", "2,4", "--profile", str(tmp_path), "--profile-chunks", "7")
+    assert one.profile_chunks == two.profile_chunks == 7
     assert one.profile != two.profile and Path(str(one.profile)).parent == tmp_path
     assert Case.from_json(json.loads(json.dumps(one.to_json()))) == one
 
@@ -118,6 +138,13 @@ def test_options_stand_in_place_of_the_presets_lists(tmp_path: Path) -> None:
         (["--playback-fps", "0"], "--playback-fps is 0, but must be from 1 to 1,000"),
         (["--set", "steps"], "--set is 'steps', but must be KEY=VALUE"),
         (["--set", "stpes=4"], "did you mean model.steps?"),
+        (["--set", "trace=costs"], "every case is traced with --profile DIR"),
+        (
+            ["--profile-chunks", "0", "--profile", "costs"],
+            "--profile-chunks is 0, but must be",
+        ),
+        (["--profile-chunks", "101"], "is 101, but must be a whole number: 1 or more and at most 100"),
+        (["--profile-chunks", "8"], "is 8, but nothing is traced: say where to, with --profile DIR"),
         (["--plot", "picture.txt"], "--plot is 'picture.txt', but must end in"),
     ],
 )

@@ -12,6 +12,9 @@ from benchmarks import fps_ttff, gpu_check, gpu_suite
 from benchmarks.gpu_suite import Deadline, Found, allowed, plain, wanted, wrong
 from benchmarks.stream_case import Amount, Case
 from streamdiff.config import ModelConfig
+from streamdiff.pipeline import compiled
+from streamdiff.pipeline.compiled import Captured
+from tests.pipeline.test_captures import record
 
 CPU = torch.device("cpu")
 WAN = ModelConfig(name="random:wan2.1-1.3b", vae="random:taew2_1", device="cuda", kv_context="clean")
@@ -69,6 +72,16 @@ def test_the_fast_paths_are_measured_beside_the_plain_one_before_anything_else()
     assert [case.config.clean_pass for case in found] == ["alone", "alone", "with-next", "with-next"]
     assert found[2].label == found[0].label + ", compiled, with-next"
     assert {case.config.vae for case in found[2:]} == {"random:taew2_1", "random:wan2.1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("live", [True, False])
+def test_two_sessions_at_once_are_checked(monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
+    """With stand-ins for CUDA's graphs, nothing compiled; of a second session only where later ones may have any."""
+    monkeypatch.setattr(compiled, "captured_on", lambda device, _: Captured(record, live))
+    with torch.compiler.set_stance("force_eager"):
+        told = gpu_check.two_sessions("clean", CPU)
+    assert told.startswith(f"{2 if live else 1} of 2 sessions captured, off by ")
 
 
 def test_a_wrong_fast_path_does_not_have_the_plain_one_measured_twice(

@@ -60,13 +60,25 @@ def test_graphs_make_the_plain_stream_and_are_never_made_again(model: Model, kv_
     plain, graphs = Ring(model, device), Ring(model, device)
     graphs.stage.compile(steps=4, kv_context=kv_context)
     assert graphs.stage.compiled is not None and graphs.stage.compiled._captured is not None
-    captured = set(graphs.stage.compiled._captured._graphs)
+    captured = graphs.stage.compiled._captured.kept.places
     assert len(captured) == 3 * (4 if kv_context == "matched" else 1), "by filled window, and by cache"
     with torch.compiler.set_stance("fail_on_recompile"):
         got = play(graphs, model, order, CHUNKS_LONG)[0]
     expected = play(plain, model, order, CHUNKS_LONG)[0]
     assert max(float((a - b).abs().max()) for a, b in zip(got, expected, strict=True)) <= TOLERANCE
-    assert set(graphs.stage.compiled._captured._graphs) == captured
+    assert graphs.stage.compiled._captured.kept.places == captured
+
+
+def test_two_sessions_at_once_are_both_captured(model: Model) -> None:
+    device, orders = torch.device("cuda"), {0: Order(RED, 5, 4, "clean"), 1: Order(WHITE, 6, 4, "clean")}
+    plain, graphs = Ring(model, device), Ring(model, device)
+    graphs.stage.compile(steps=4, kv_context="clean")
+    with torch.compiler.set_stance("fail_on_recompile"):
+        got = play(graphs, model, orders, CHUNKS_LONG)
+    expected = play(plain, model, orders, CHUNKS_LONG)
+    for name in orders:
+        assert max(float((a - b).abs().max()) for a, b in zip(got[name], expected[name], strict=True)) <= TOLERANCE
+    assert graphs.stage.compiled is not None and graphs.stage.compiled.captured_sessions == 2
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "graphs"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
+from streamdiff.pipeline import profiling
 from streamdiff.pipeline.profiling import SUMMARY, TRACE, ProfiledRuntime, describe, load_pipeline, summarise
 from streamdiff.pipeline.runtime import Frames, Runtime
 from tests.small import CPU, RED, small_model
@@ -71,10 +73,12 @@ def test_on_cuda_launches_and_waits_of_the_streams_thread_count() -> None:
 
 
 def play(pipeline: Runtime | ProfiledRuntime, chunks: int) -> list[Frames]:
+    """All frames of so many chunks, two of them ahead of what is taken, as an engine has it."""
     pipeline.open(0, pipeline.text.encode(RED), seed=3, epoch=0, steps=2, kv_context="clean")
-    pipeline.set_room(0, chunks * pipeline.info.chunk_frames)
     made: list[Frames] = []
-    while sum(frames.last for frames in made) < chunks:
+    while (done := sum(frames.last for frames in made)) < chunks:
+        begun = sum(len(frames.pictures) for frames in made) % pipeline.info.chunk_frames
+        pipeline.set_room(0, min(2, chunks - done) * pipeline.info.chunk_frames - begun)
         made += pipeline.step(1.0)
     return made
 
@@ -98,8 +102,9 @@ def test_a_traced_stream_is_the_same_and_leaves_its_files(tmp_path: Path) -> Non
     assert len(threads) >= 2, "decoding's thread is missing"
     text = (tmp_path / "new" / SUMMARY).read_text()
     counted = re.search(r"2 chunks, (\d+) micro-steps", text)
-    # Two steps and a clean pass each; when a chunk is decoded the next one has begun, or not.
-    assert counted is not None and 3 <= int(counted[1]) <= 9
+    # Two steps and a clean pass each; one chunk had begun before, and another is made while the last is decoded.
+    assert counted is not None and 6 <= int(counted[1]) <= 12
+    assert sum(event["name"] == "streamdiff.step" for event in events) >= 6
     assert "ten largest costs" in text and "aten::" in text
 
 
@@ -108,7 +113,31 @@ def test_a_short_stream_says_that_there_is_no_profile(tmp_path: Path, capsys: py
     play(traced, 2)
     traced.close()
     assert list(tmp_path.iterdir()) == []
-    assert "no profile: the stream ended before 5 chunks" in capsys.readouterr().err
+    assert "no profile: the stream ended before a chunk was made after the first 4" in capsys.readouterr().err
+
+
+def test_what_cannot_be_finished_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an earlier run left is gone, and what this one cannot finish is not there either."""
+    (tmp_path / f"{profiling._UNFINISHED}old").mkdir()
+    traced = ProfiledRuntime(runtime(), tmp_path, chunks=1)
+    assert list(tmp_path.iterdir()) == []
+    seen: list[set[str]] = []
+
+    def unreadable(events: Any) -> Any:
+        seen.append({path.name for path in tmp_path.glob("*/*")})
+        raise RuntimeError("no such trace")
+
+    monkeypatch.setattr(profiling, "summarise", unreadable)
+    told: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda what: told.append(str(what.exc_value)))
+    play(traced, 6)
+    traced.close()
+    assert told == ["no such trace"] and TRACE in seen[0] and list(tmp_path.iterdir()) == []
+
+
+def test_chunks_without_a_folder_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"is 8, but nothing is traced: say where to, with --profile DIR"):
+        load_pipeline(ModelConfig(trace_chunks=8))
 
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
@@ -118,10 +147,13 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_configuration_with_a_folder_is_traced(tmp_path: Path) -> None:
-    plain, traced = load_pipeline(ModelConfig()), load_pipeline(ModelConfig(trace=str(tmp_path / "new")))
+    plain, traced = (
+        load_pipeline(ModelConfig()),
+        load_pipeline(ModelConfig(trace=str(tmp_path / "new"), trace_chunks=3)),
+    )
     try:
         assert isinstance(plain, Runtime)
-        assert isinstance(traced, ProfiledRuntime) and traced.folder.is_dir()
+        assert isinstance(traced, ProfiledRuntime) and traced.folder.is_dir() and traced.chunks == 3
         assert traced.minimum_lead(steps=4, kv_context="clean") == plain.minimum_lead(steps=4, kv_context="clean")
     finally:
         plain.close()

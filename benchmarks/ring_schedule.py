@@ -32,12 +32,12 @@ from streamdiff.models.base import Model
 from streamdiff.models.tiny import model as tiny
 from streamdiff.models.wan.transformer import Tokens
 from streamdiff.pipeline.contexts import KV_CONTEXTS
-from streamdiff.pipeline.facts import read_facts
 from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.plan import check_stages, split_evenly
+from streamdiff.pipeline.planning.facts import read_facts
+from streamdiff.pipeline.planning.plan import check_stages, split_evenly
+from streamdiff.pipeline.planning.simulate import Figures, Setup, Stream, simulate
 from streamdiff.pipeline.ranks import Place, connect
 from streamdiff.pipeline.ring import Ring
-from streamdiff.pipeline.simulate import Figures, Setup, Stream, simulate
 from streamdiff.pipeline.stage import Stage
 from streamdiff.pipeline.worker import LinkSource, Worker
 

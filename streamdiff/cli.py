@@ -169,7 +169,7 @@ def _path(text: str | None) -> Path | None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
-    from streamdiff.pipeline import plan_report
+    from streamdiff.pipeline.planning import report as plan_report
 
     given = {name: getattr(arguments, name) for name in plan_report.Job.__dataclass_fields__}
     return plan_report.run(config.model, plan_report.Job(**given))

@@ -24,7 +24,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue
 from streamdiff.models.base import choose_steps
 from streamdiff.models.catalogue import Entry
-from streamdiff.pipeline import known
+from streamdiff.pipeline.planning import known
 from streamdiff.version import __version__
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 
 from streamdiff.models import catalogue, hub
 from streamdiff.models.catalogue import Entry, Files
-from streamdiff.pipeline.known import BFLOAT16, stage_memory
+from streamdiff.pipeline.planning.known import BFLOAT16, stage_memory
 
 STAGES = (1, 2, 4)
 _UNKNOWN = "unknown"

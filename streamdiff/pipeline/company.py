@@ -12,7 +12,7 @@ from streamdiff.models.base import ModelSpec
 from streamdiff.pipeline.decoding import Deliver, RemoteDecoding
 from streamdiff.pipeline.follower import gone, leave
 from streamdiff.pipeline.group import Member
-from streamdiff.pipeline.links import Inbox, LinkClosed, Outbox
+from streamdiff.pipeline.links.link import Inbox, LinkClosed, Outbox
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.watch import Beat, Watch
 from streamdiff.pipeline.worker import LEAVE_S

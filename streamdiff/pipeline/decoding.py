@@ -23,7 +23,7 @@ from streamdiff import clock
 from streamdiff.models.base import ModelSpec, StreamDecoder
 from streamdiff.pictures import PictureKind, shape_of
 from streamdiff.pipeline.leaving import Lane, decode_chunk
-from streamdiff.pipeline.links import Inbox, LinkClosed, Outbox
+from streamdiff.pipeline.links.link import Inbox, LinkClosed, Outbox
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.work import Control, Kind, Wire, Work
 from streamdiff.pipeline.worker import LEAVE_S

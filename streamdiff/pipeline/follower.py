@@ -18,8 +18,8 @@ from streamdiff.pipeline import loading, ranks
 from streamdiff.pipeline.compiling import Progress
 from streamdiff.pipeline.decoding import DECODE_THREADS, DecodeWorker
 from streamdiff.pipeline.group import Member
-from streamdiff.pipeline.links import LinkClosed
-from streamdiff.pipeline.links_nccl import edge_groups
+from streamdiff.pipeline.links.link import LinkClosed
+from streamdiff.pipeline.links.nccl import edge_groups
 from streamdiff.pipeline.watch import Watch
 from streamdiff.pipeline.worker import Worker
 

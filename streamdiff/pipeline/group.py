@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from streamdiff import clock
 from streamdiff.errors import ConfigError, EngineFailure
-from streamdiff.pipeline.budget import Room
+from streamdiff.pipeline.planning.budget import Room
 
 START_LIMIT = timedelta(minutes=10)
 """How long ranks wait for each other while weights are loaded."""

@@ -22,12 +22,13 @@ from streamdiff.models.stepping import rgb24, yuv420p
 from streamdiff.models.wan.lora import parse_lora
 from streamdiff.models.wan.transformer import WanDenoiser
 from streamdiff.pictures import PictureKind
-from streamdiff.pipeline import balance, group
-from streamdiff.pipeline.budget import Room, free_bytes
+from streamdiff.pipeline import group
 from streamdiff.pipeline.compiling import Progress
-from streamdiff.pipeline.facts import Facts, facts_from, read_facts
 from streamdiff.pipeline.picture_decoder import PictureDecoder
-from streamdiff.pipeline.plan import check_stages, split_evenly
+from streamdiff.pipeline.planning import balance
+from streamdiff.pipeline.planning.budget import Room, free_bytes
+from streamdiff.pipeline.planning.facts import Facts, facts_from, read_facts
+from streamdiff.pipeline.planning.plan import check_stages, split_evenly
 from streamdiff.pipeline.stage import Stage
 from streamdiff.version import __version__
 

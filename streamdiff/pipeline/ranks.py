@@ -17,9 +17,9 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.base import Model, ModelSpec, Trunk
 from streamdiff.pictures import PictureKind
 from streamdiff.pipeline.decoding import latents_wire, pictures_wire
-from streamdiff.pipeline.links import Inbox, Outbox
-from streamdiff.pipeline.links_gloo import GlooInbox, GlooOutbox
-from streamdiff.pipeline.links_nccl import NcclInbox, NcclOutbox, edge_groups, warm_up
+from streamdiff.pipeline.links.gloo import GlooInbox, GlooOutbox
+from streamdiff.pipeline.links.link import Inbox, Outbox
+from streamdiff.pipeline.links.nccl import NcclInbox, NcclOutbox, edge_groups, warm_up
 from streamdiff.pipeline.ring import Ring, rows_carried
 from streamdiff.pipeline.stage import Stage
 from streamdiff.pipeline.work import Wire

@@ -18,10 +18,10 @@ from streamdiff import clock
 from streamdiff.models.base import Model, ModelSpec
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.head import Finished, Head
-from streamdiff.pipeline.links import Inbox, LocalLink, NoLink, Outbox
+from streamdiff.pipeline.links.link import Inbox, LocalLink, NoLink, Outbox
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.noise import Noise, SeededNoise
-from streamdiff.pipeline.plan import split_evenly
+from streamdiff.pipeline.planning.plan import split_evenly
 from streamdiff.pipeline.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.source import Source
 from streamdiff.pipeline.stage import Stage

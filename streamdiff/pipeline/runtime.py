@@ -14,14 +14,14 @@ from torch import Tensor
 from streamdiff import clock
 from streamdiff.errors import RequestError
 from streamdiff.models.base import Model, TextEncoder, choose_steps
-from streamdiff.pipeline.budget import Budget
 from streamdiff.pipeline.company import Company
 from streamdiff.pipeline.contexts import minimum_lead
 from streamdiff.pipeline.decoding import Decoding, LocalDecoding, Piece
 from streamdiff.pipeline.head import Finished
-from streamdiff.pipeline.links import LinkClosed
+from streamdiff.pipeline.links.link import LinkClosed
 from streamdiff.pipeline.meter import Meter
 from streamdiff.pipeline.microstep import MicroStep
+from streamdiff.pipeline.planning.budget import Budget
 from streamdiff.pipeline.ring import Ring
 
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from streamdiff.config import ModelConfig
 from streamdiff.pipeline import loading, ranks
-from streamdiff.pipeline.budget import Budget
 from streamdiff.pipeline.company import Company
 from streamdiff.pipeline.compiling import Progress
 from streamdiff.pipeline.contexts import in_flight_limit
 from streamdiff.pipeline.decoding import DECODE_THREADS
 from streamdiff.pipeline.group import check_world
+from streamdiff.pipeline.planning.budget import Budget
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runtime import Runtime
 

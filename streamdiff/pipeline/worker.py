@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from streamdiff import clock
-from streamdiff.pipeline.links import Inbox, Outbox
+from streamdiff.pipeline.links.link import Inbox, Outbox
 from streamdiff.pipeline.stage import Stage
 from streamdiff.pipeline.work import Kind, Work
 

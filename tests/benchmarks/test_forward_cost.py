@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import throughput_model
 from benchmarks.forward_cost import Ceilings, Part, forward
 from streamdiff.models.base import Model
-from streamdiff.pipeline.facts import Facts, facts_from
+from streamdiff.pipeline.planning.facts import Facts, facts_from
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runtime import ModelInfo
 from tests.small import CPU, small_model

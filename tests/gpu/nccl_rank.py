@@ -15,14 +15,14 @@ import torch.distributed as dist
 
 from streamdiff import clock
 from streamdiff.models.base import Model
-from streamdiff.pipeline.links import Inbox, Outbox
-from streamdiff.pipeline.links_nccl import NcclInbox, NcclOutbox, edge_groups, warm_up
+from streamdiff.pipeline.links.link import Inbox, Outbox
+from streamdiff.pipeline.links.nccl import NcclInbox, NcclOutbox, edge_groups, warm_up
 from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.plan import split_evenly
+from streamdiff.pipeline.planning.plan import split_evenly
 from streamdiff.pipeline.ranks import Place, follower, head_ring
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.work import Kind, Wire, Work
-from tests.pipeline.link_scenarios import SCENARIOS
+from tests.pipeline.links.scenarios import SCENARIOS
 from tests.pipeline.playing import CHUNKS_LONG, THREE, play, same
 from tests.small import small_model
 
@@ -51,7 +51,7 @@ class OnDevice:
 
 
 def ends(rank: int, tag: int, wire: Wire, device: torch.device, ahead: bool) -> tuple[NcclOutbox, NcclInbox]:
-    """As in `link_scenarios.py`, over NCCL."""
+    """As in `tests/pipeline/links/scenarios.py`, over NCCL."""
     groups = edge_groups(2, device)
     out, into = groups[rank], groups[1 - rank]
     assert out is not None and into is not None

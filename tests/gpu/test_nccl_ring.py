@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.gpu.nccl_ring import play, refusal, refused
-from tests.pipeline.link_scenarios import SCENARIOS
+from tests.pipeline.links.scenarios import SCENARIOS
 
 
 def skip_where_it_cannot_run(ranks: int) -> None:

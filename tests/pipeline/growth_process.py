@@ -23,10 +23,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from streamdiff.pipeline import links_gloo, ranks
+from streamdiff.pipeline import ranks
 from streamdiff.pipeline.contexts import KV_CONTEXTS
-from streamdiff.pipeline.links_gloo import GlooInbox, GlooOutbox
-from streamdiff.pipeline.plan import split_evenly
+from streamdiff.pipeline.links import gloo as links_gloo
+from streamdiff.pipeline.links.gloo import GlooInbox, GlooOutbox
+from streamdiff.pipeline.planning.plan import split_evenly
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.stage import Stage
 from streamdiff.pipeline.work import Work

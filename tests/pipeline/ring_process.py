@@ -15,12 +15,13 @@ import torch.distributed as dist
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
 from streamdiff.models.base import Model
-from streamdiff.pipeline import links_nccl, ranks
-from streamdiff.pipeline.plan import split_evenly
+from streamdiff.pipeline import ranks
+from streamdiff.pipeline.links import nccl as links_nccl
+from streamdiff.pipeline.planning.plan import split_evenly
 from streamdiff.pipeline.ranks import Place, follower, head_ring
-from tests.pipeline.link_scenarios import HostStreams
+from tests.pipeline.links.rough import BROKEN, LANES, LINKS
+from tests.pipeline.links.scenarios import HostStreams
 from tests.pipeline.playing import CHUNKS, CHUNKS_LONG, OTHER_STEPS, THREE, play
-from tests.pipeline.rough_links import BROKEN, LANES, LINKS
 from tests.small import CPU, small_model
 
 ORDERS = THREE | OTHER_STEPS

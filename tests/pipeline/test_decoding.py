@@ -24,7 +24,7 @@ from streamdiff.pipeline.decoding import (
     pictures_wire,
 )
 from streamdiff.pipeline.leaving import Lane, decode_chunk
-from streamdiff.pipeline.links import LinkClosed, LocalLink
+from streamdiff.pipeline.links.link import LinkClosed, LocalLink
 from streamdiff.pipeline.picture_decoder import PictureDecoder
 from tests.small import AUTOENCODER, CPU, small_autoencoder, small_decoder, small_model
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from streamdiff.pipeline.ring import Ring
+from tests.pipeline.links.rough import BROKEN, LANES
 from tests.pipeline.playing import CHUNKS, CHUNKS_LONG, OTHER_STEPS, THREE, play, same
 from tests.pipeline.processes import RankFailed, run_ranks
 from tests.pipeline.ring_process import Case, model_of
-from tests.pipeline.rough_links import BROKEN, LANES
 from tests.small import CPU
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline.plan import split_blocks, split_evenly
+from streamdiff.pipeline.planning.plan import split_blocks, split_evenly
 
 
 def slowest(ends: tuple[int, ...], block_s: list[float], extra_s: list[float]) -> float:

@@ -23,7 +23,7 @@ COLD = {
     "streamdiff.models.tiny.weights": "files",
     "streamdiff.models.conditioning": "files",
     "streamdiff.models.tensor_files": "files",
-    "streamdiff.pipeline.balance": "measures before the first chunk",
+    "streamdiff.pipeline.planning.balance": "measures before the first chunk",
 }
 ALLOWED = {
     "streamdiff.models.attention:_fault": "tries a kernel out before the first chunk",
@@ -31,11 +31,11 @@ ALLOWED = {
     "streamdiff.models.tiny.text:tokens": "a prompt's, on the CPU",
     "streamdiff.models.tiny.windows:__init__": "training",
     "streamdiff.models.wan.text:_beside": "on the thread that encodes text",
-    "streamdiff.pipeline.lanes:drain": "for the start and the end",
+    "streamdiff.pipeline.links.lanes:drain": "for the start and the end",
     "streamdiff.models.latents:__init__": "a decoder's constants",
     "streamdiff.pipeline.head:_levels": "a session's noise levels",
     "streamdiff.models.tiny.model:save": "writes files",
-    "streamdiff.pipeline.links_gloo:receive": "a record in host memory, where gloo put it",
+    "streamdiff.pipeline.links.gloo:receive": "a record in host memory, where gloo put it",
     "streamdiff.pipeline.leaving:fetch": "on a decoding thread: here, and only here, pictures leave the device",
     "streamdiff.pipeline.decoding:_decode": "pictures in host memory",
     "streamdiff.pipeline.decoding:_receive": "pictures in host memory, where gloo put them",

@@ -10,7 +10,7 @@ import pytest
 
 from streamdiff import cli, cli_parsers
 from streamdiff.models import catalogue, hub
-from streamdiff.pipeline.known import stage_memory
+from streamdiff.pipeline.planning.known import stage_memory
 from tests.rules.source import ROOT
 
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "models").glob("*.md"))}

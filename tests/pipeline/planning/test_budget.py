@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from streamdiff.config import ModelConfig
-from streamdiff.pipeline.budget import Budget, Room, free_bytes
-from streamdiff.pipeline.facts import read_facts
+from streamdiff.pipeline.planning.budget import Budget, Room, free_bytes
+from streamdiff.pipeline.planning.facts import read_facts
 from streamdiff.pipeline.runtime import Runtime
 from streamdiff.pipeline.start import load_runtime
 from tests.small import CPU

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline.costs import Costs, total
-from streamdiff.pipeline.facts import Facts
+from streamdiff.pipeline.planning.costs import Costs, total
+from streamdiff.pipeline.planning.facts import Facts
 
 PLACES = ("head", "last", "own-rank", "own-stream")
 

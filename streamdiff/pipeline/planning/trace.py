@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline.simulate import Span
+from streamdiff.pipeline.planning.simulate import Span
 
 PICTURES = (".png", ".svg", ".pdf")
 # Beyond this many whole rounds of the ring bars are thinner than their text.

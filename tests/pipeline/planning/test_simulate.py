@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.contexts import KV_CONTEXTS
-from streamdiff.pipeline.simulate import Run, Setup, Span, Stream, simulate
+from streamdiff.pipeline.planning.simulate import Run, Setup, Span, Stream, simulate
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CLOSE = 1e-9
 
 
@@ -288,8 +288,8 @@ def test_bad_values_are_refused_before_anything_runs(make: object, words: str) -
 
 
 def test_planning_never_imports_torch() -> None:
-    names = ("simulate", "facts", "costs", "plan", "trace", "plan_report")
-    script = "import sys\n" + "\n".join(f"import streamdiff.pipeline.{name}" for name in names)
+    names = ("simulate", "facts", "costs", "plan", "trace", "report")
+    script = "import sys\n" + "\n".join(f"import streamdiff.pipeline.planning.{name}" for name in names)
     script += "\nprint(sorted({'torch', 'diffusers', 'matplotlib', 'numpy'} & set(sys.modules)))"
     process = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert process.stdout.strip() == "[]"

@@ -16,9 +16,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from streamdiff.pipeline.lanes import CudaStreams, ReceiveLane, SendLane, Streams, Transfer
-from streamdiff.pipeline.links import SLOTS, LinkClosed
-from streamdiff.pipeline.links_gloo import GlooInbox, GlooOutbox
+from streamdiff.pipeline.links.gloo import GlooInbox, GlooOutbox
+from streamdiff.pipeline.links.lanes import CudaStreams, ReceiveLane, SendLane, Streams, Transfer
+from streamdiff.pipeline.links.link import SLOTS, LinkClosed
 from streamdiff.pipeline.work import Wire, Work
 
 # A receive waits for as long as nobody wants a picture; who is gone is told by the records.

@@ -9,10 +9,10 @@ from collections import deque
 import pytest
 import torch
 
-from streamdiff.pipeline.links import SLOTS, LinkClosed, LocalLink, NoLink
+from streamdiff.pipeline.links.link import SLOTS, LinkClosed, LocalLink, NoLink
 from streamdiff.pipeline.ring import LocalRing, Ring
 from streamdiff.pipeline.work import Wire, Work
-from tests.pipeline.link_scenarios import SCENARIOS, SMALL, check, work
+from tests.pipeline.links.scenarios import SCENARIOS, SMALL, check, work
 from tests.pipeline.playing import THREE, play, same
 from tests.pipeline.processes import run_ranks
 from tests.small import CPU, small_model
@@ -45,7 +45,7 @@ def test_local(scenario: str) -> None:
 @pytest.fixture(scope="module", params=["gloo", "lanes", "lanes-ahead"])
 def said(request: pytest.FixtureRequest) -> str:
     """All scenarios between two processes; what the receiver says."""
-    return run_ranks("tests.pipeline.link_scenarios", [request.param], 2, LIMIT_S)[0]
+    return run_ranks("tests.pipeline.links.scenarios", [request.param], 2, LIMIT_S)[0]
 
 
 @pytest.mark.slow

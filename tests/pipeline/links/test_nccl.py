@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline import links_nccl
-from streamdiff.pipeline.links import LinkClosed
+from streamdiff.pipeline.links import nccl as links_nccl
+from streamdiff.pipeline.links.link import LinkClosed
 from streamdiff.pipeline.ranks import pick_link
 from streamdiff.pipeline.work import Work
-from tests.pipeline.link_scenarios import SMALL, HostStreams, work
+from tests.pipeline.links.scenarios import SMALL, HostStreams, work
 from tests.small import CPU
 
 CUDA = torch.device("cuda")

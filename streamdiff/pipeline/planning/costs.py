@@ -13,7 +13,7 @@ from pathlib import Path
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.files import read_object
-from streamdiff.pipeline.facts import Facts
+from streamdiff.pipeline.planning.facts import Facts
 
 PROFILE_KEYS = {
     "block_s": "seconds of each block, in order",

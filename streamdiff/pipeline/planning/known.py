@@ -8,8 +8,8 @@ from streamdiff.models import catalogue
 from streamdiff.models.catalogue import Entry
 from streamdiff.models.decoder_memory import wan_values
 from streamdiff.models.specs import architecture_of, spec_of
-from streamdiff.pipeline.facts import Facts, facts_from, read_facts
-from streamdiff.pipeline.plan import Layout, Memory, Workload, memory, split_evenly
+from streamdiff.pipeline.planning.facts import Facts, facts_from, read_facts
+from streamdiff.pipeline.planning.plan import Layout, Memory, Workload, memory, split_evenly
 
 BFLOAT16 = 2  # bytes of a number
 

@@ -11,8 +11,8 @@ from diffusers import WanTransformer3DModel
 from streamdiff.config import ModelConfig
 from streamdiff.models import catalogue
 from streamdiff.pipeline import loading
-from streamdiff.pipeline.facts import read_facts
-from streamdiff.pipeline.known import known_facts, stage_memory
+from streamdiff.pipeline.planning.facts import read_facts
+from streamdiff.pipeline.planning.known import known_facts, stage_memory
 
 
 @pytest.mark.parametrize(("name", "count"), [("wan2.1-t2v-1.3b", 1.419e9), ("wan2.1-t2v-14b", 14.288e9)])

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from streamdiff.pipeline.lanes import ReceiveLane, SendLane
-from streamdiff.pipeline.links import SLOTS
-from tests.pipeline.fake_device import RUBBISH, Deaf, Device, Point, Slots, Wire, World
+from streamdiff.pipeline.links.lanes import ReceiveLane, SendLane
+from streamdiff.pipeline.links.link import SLOTS
+from tests.pipeline.links.fake_device import RUBBISH, Deaf, Device, Point, Slots, Wire, World
 
 MESSAGES = 10
 SEEDS = range(40)

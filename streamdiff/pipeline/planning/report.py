@@ -11,12 +11,21 @@ from pathlib import Path
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.base import choose_steps
-from streamdiff.pipeline import costs as cost
-from streamdiff.pipeline import trace
-from streamdiff.pipeline.facts import Facts
-from streamdiff.pipeline.known import facts_of
-from streamdiff.pipeline.plan import PLACES, Layout, Memory, Workload, check_stages, lay_out, memory, split_evenly
-from streamdiff.pipeline.simulate import Run, Setup, Stream, simulate
+from streamdiff.pipeline.planning import costs as cost
+from streamdiff.pipeline.planning import trace
+from streamdiff.pipeline.planning.facts import Facts
+from streamdiff.pipeline.planning.known import facts_of
+from streamdiff.pipeline.planning.plan import (
+    PLACES,
+    Layout,
+    Memory,
+    Workload,
+    check_stages,
+    lay_out,
+    memory,
+    split_evenly,
+)
+from streamdiff.pipeline.planning.simulate import Run, Setup, Stream, simulate
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 

@@ -19,12 +19,13 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.base import Model
 from streamdiff.models.tiny import model as tiny
 from streamdiff.models.wan.transformer import attend
-from streamdiff.pipeline import plan_report, trace
 from streamdiff.pipeline.contexts import KV_CONTEXTS
-from streamdiff.pipeline.costs import Ceilings, Costs, estimate, in_proportion, read_profile
-from streamdiff.pipeline.facts import Facts, read_facts
-from streamdiff.pipeline.plan import Workload, lay_out, memory
-from streamdiff.pipeline.plan_report import Job, as_text, as_tree, make
+from streamdiff.pipeline.planning import report as plan_report
+from streamdiff.pipeline.planning import trace
+from streamdiff.pipeline.planning.costs import Ceilings, Costs, estimate, in_proportion, read_profile
+from streamdiff.pipeline.planning.facts import Facts, read_facts
+from streamdiff.pipeline.planning.plan import Workload, lay_out, memory
+from streamdiff.pipeline.planning.report import Job, as_text, as_tree, make
 from streamdiff.pipeline.stage import Stage
 
 MATCHED = ModelConfig(kv_context="matched")

@@ -1,6 +1,6 @@
 """What both ends of a link do in a scenario of the contract; played by two threads or by two processes.
 
-As a program (`python -m tests.pipeline.link_scenarios RANK 2 PORT KIND`) it plays one end of links between two
+As a program (`python -m tests.pipeline.links.scenarios RANK 2 PORT KIND`) it plays one end of links between two
 processes, one per scenario. KIND is `gloo`; or `lanes` or `lanes-ahead`, the NCCL link with gloo in NCCL's place.
 """
 
@@ -14,9 +14,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from streamdiff.pipeline.links import Inbox, LinkClosed, Outbox
-from streamdiff.pipeline.links_gloo import GlooInbox, GlooOutbox
-from streamdiff.pipeline.links_nccl import NcclInbox, NcclOutbox, edge_groups, warm_up
+from streamdiff.pipeline.links.gloo import GlooInbox, GlooOutbox
+from streamdiff.pipeline.links.link import Inbox, LinkClosed, Outbox
+from streamdiff.pipeline.links.nccl import NcclInbox, NcclOutbox, edge_groups, warm_up
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.work import Control, Kind, Wire, Work
 from tests.small import CPU

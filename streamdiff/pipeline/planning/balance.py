@@ -18,11 +18,11 @@ from streamdiff import clock
 from streamdiff.config import ModelConfig
 from streamdiff.models.base import StreamDecoder, Trunk, choose_steps
 from streamdiff.models.wan.transformer import Tokens
-from streamdiff.pipeline.costs import Costs, in_proportion, read_profile
-from streamdiff.pipeline.facts import Facts
 from streamdiff.pipeline.group import Member
 from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.plan import Workload, lay_out
+from streamdiff.pipeline.planning.costs import Costs, in_proportion, read_profile
+from streamdiff.pipeline.planning.facts import Facts
+from streamdiff.pipeline.planning.plan import Workload, lay_out
 from streamdiff.pipeline.stage import Stage
 
 ROUNDS = 5

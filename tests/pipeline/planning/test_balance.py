@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline.balance import Measured, measure, share_out
-from streamdiff.pipeline.facts import read_facts
 from streamdiff.pipeline.group import Member
+from streamdiff.pipeline.planning.balance import Measured, measure, share_out
+from streamdiff.pipeline.planning.facts import read_facts
 from tests.small import CPU, small_model
 
 

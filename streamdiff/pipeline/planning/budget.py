@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from streamdiff.errors import RequestError
-from streamdiff.pipeline.facts import Facts
+from streamdiff.pipeline.planning.facts import Facts
 
 _KEPT_BACK = 0.1
 """Share of the free memory that is left for everything else."""

@@ -3,7 +3,7 @@
 The host only enqueues. Computing runs on the caller's current stream, transfers on a stream of the lane; what runs when
 is said by events, both ways: nobody sends or reads what is still being written, and nobody writes what is still being
 sent or read. Streams, events and transfers are given, so that tests can play an adversary
-(`tests/pipeline/test_lanes.py`), and so that the same code runs over gloo.
+(`tests/pipeline/links/test_lanes.py`), and so that the same code runs over gloo.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from streamdiff.pipeline.links import SLOTS
+from streamdiff.pipeline.links.link import SLOTS
 
 
 class Event(Protocol):

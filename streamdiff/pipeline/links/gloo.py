@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamdiff.pipeline.links import SLOTS, LinkClosed, check_order
+from streamdiff.pipeline.links.link import SLOTS, LinkClosed, check_order
 from streamdiff.pipeline.work import Wire, Work
 
 _END = -1

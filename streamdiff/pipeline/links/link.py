@@ -2,8 +2,8 @@
 
 A link has two slots. `send` copies a work into a free slot and returns while it travels; with both slots on their way
 it waits, which is the back-pressure. What `receive` returns lies in a slot of the receiving side and stays untouched
-until the next `receive`. Buffers being sent are never written: `tests/pipeline/test_links.py` has links that delay and
-links that scribble over every slot that is declared free.
+until the next `receive`. Buffers being sent are never written: `tests/pipeline/links/test_link.py` has links that delay
+and links that scribble over every slot that is declared free.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from streamdiff.pipeline.links_gloo import GlooInbox, GlooOutbox
+from streamdiff.pipeline.links.gloo import GlooInbox, GlooOutbox
 from streamdiff.pipeline.work import Work
 
 PAUSES_S = (0.0, 0.0, 0.001, 0.01)

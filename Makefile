@@ -13,6 +13,8 @@ SOURCES := streamdiff tests benchmarks examples
 QUICK := not slow and not browser and not packaging and not interop
 # They start a browser, another house's viewer or pip; everything else shares the cores.
 ALONE := browser or packaging or interop
+# One more than there are cores: many tests wait, for processes to start and for video to play.
+WORKERS := $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 # Where ARGS choose tests, all of them may be of one kind.
 NONE := $(if $(ARGS),|| [ $$? -eq 5 ],)
 
@@ -38,7 +40,7 @@ serve: environment ## start the server with the embedded model and open a browse
 
 test: test-environment browser lint types ## everything: style, types, unit, browser and wheel tests
 	@echo "==> tests, side by side"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips --durations=15 -q -n auto --dist worksteal -m "not ($(ALONE))" $(ARGS) $(NONE)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips --durations=15 -q -n $(WORKERS) --dist worksteal -m "not ($(ALONE))" $(ARGS) $(NONE)
 	@echo "==> tests that want the machine to themselves"
 	@without="$$(tools/interop.sh)"; \
 	    $(BIN)/python -m pytest --no-skips --durations=15 -m "($(ALONE))$${without:+ and $$without}" $(ARGS) $(NONE); \

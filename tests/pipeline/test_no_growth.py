@@ -69,7 +69,7 @@ def test_memory_files_and_lists_are_flat(kv_context: str, capfd: pytest.CaptureF
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kv_context", "chunks"), [("clean", 10_000), ("staircase", 3_000)])
+@pytest.mark.parametrize(("kv_context", "chunks"), [("clean", 4_000), ("staircase", 3_000)])
 def test_memory_files_and_lists_are_flat_over_thousands_of_chunks(
     kv_context: str, chunks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:

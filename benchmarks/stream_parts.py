@@ -1,7 +1,8 @@
 """How long each part of making a chunk takes by itself, on the model of a runtime that is loaded and has nothing to do.
 
-Denoise steps and clean passes are turns of the runtime's own ring, one stage, the window full. The device is waited for
-before and after what is timed, never inside.
+Denoise steps and clean passes go around the runtime's own ring one at a time, with the window full: over several stages
+each takes what all its ranks and the links between them take. The device is waited for before and after what is timed,
+never inside.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from streamdiff import clock
 from streamdiff.models.random_weights import DrawnText
 from streamdiff.pictures import size_of
 from streamdiff.pipeline.decoding import DECODE_THREADS
+from streamdiff.pipeline.head import Finished
 from streamdiff.pipeline.microstep import MicroStep
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runtime import Runtime
 from streamdiff.serve.codecs import Format, probe
 from streamdiff.serve.encoder import PictureEncoder
@@ -65,7 +68,9 @@ def measure(runtime: Runtime, rounds: int, at_once: int, step: Callable[[str], N
     taken, latents = turns(runtime, rounds, device)
     parts |= taken
     decoder = runtime.model.decoder
-    assert decoder is not None, "one stage decodes by itself"
+    if decoder is None:
+        remarks.append("decode_s, copy_s, encode_s: another rank decodes, and they are measured on the head only")
+        return parts, remarks
     step("decode and copy")
     with ThreadPoolExecutor(1, "decode", lambda: torch.set_num_threads(DECODE_THREADS)) as alike:  # as it is in service
         decoded = alike.submit(_decode, decoder, latents, at_once, device).result()
@@ -84,7 +89,8 @@ def _text(runtime: Runtime, rounds: int, device: torch.device) -> list[float]:
 
 
 def turns(runtime: Runtime, rounds: int, device: torch.device) -> tuple[Parts, list[Tensor]]:
-    """Times of the ring's turns by what they carried, and the latents of the chunks that were measured."""
+    """Times of single micro-steps around the ring, by what they are, and the latents of the chunks that were measured.
+    """
     ring, spec = runtime.ring, runtime.model.spec
     info = runtime.info
     times: defaultdict[str, list[float]] = defaultdict(list)
@@ -100,13 +106,19 @@ def turns(runtime: Runtime, rounds: int, device: torch.device) -> tuple[Parts, l
 
     while not enough() and clock.monotonic_s() < end_s:
         ring.scheduler.set_room(SESSION, 10**6)
-        took_s, (rows, finished) = timed(device, lambda: ring.turn(1.0))
+        took_s, (rows, finished) = timed(device, partial(_around, ring))
         if rows and min(row.chunk for row in rows) > full:
             times[name_of(rows)].append(took_s)
         latents += [done.latents for done in finished if done.row.chunk > full]
     ring.close(SESSION)
-    ring.turn()
+    _around(ring)
     return {name: values for name, values in times.items() if values}, latents[:rounds]
+
+
+def _around(ring: Ring) -> tuple[list[MicroStep], list[Finished]]:
+    """The rows that enter next, none or those of one forward, and what is finished when they are back."""
+    rows, finished = ring.turn()
+    return rows, finished + ring.come_round(_LIMIT_S)
 
 
 def name_of(rows: Sequence[MicroStep]) -> str:

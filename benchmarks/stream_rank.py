@@ -114,12 +114,8 @@ def measure(runtime: Runtime, case: Case, load_s: float) -> Raw:
         prompts = list(_prompts(player, runtime, amount.prompts, bar))
         player.close()
         peak = peak_bytes(device)
-        parts: stream_parts.Parts = {}
-        remarks = ["parts: measured with one stage only"]
-        if case.config.ranks == 1:
-            parts, remarks = stream_parts.measure(
-                runtime, amount.rounds, at_once(case.config, device), bar.set_postfix_str
-            )
+        at_a_time = at_once(case.config, device)
+        parts, remarks = stream_parts.measure(runtime, amount.rounds, at_a_time, bar.set_postfix_str)
         if case.profile is not None:
             bar.set_postfix_str("profile")
             engine = _profile(runtime, case, Path(case.profile))

@@ -121,6 +121,20 @@ class Ring:
         finished += self._take_back(wait_s if work is None and not finished else 0.0)
         return list(work.rows) if work else [], finished
 
+    def come_round(self, wait_s: float) -> list[Finished]:
+        """The chunks that came back finished until nothing is in the ring any more; nothing enters meanwhile.
+
+        Raises:
+            LinkClosed: the last stage is gone.
+            RuntimeError: nothing came back within `wait_s`.
+        """
+        finished: list[Finished] = []
+        while before := len(self._admission.works):
+            finished += self._take_back(wait_s)
+            if len(self._admission.works) == before:
+                raise RuntimeError(f"nothing came back within {wait_s:g} s; in the ring: {self.contents}")
+        return finished
+
     @property
     def has_work(self) -> bool:
         """Whether something can enter the ring now, or is in it."""

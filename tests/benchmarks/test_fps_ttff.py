@@ -46,12 +46,12 @@ def test_one_and_two_stages_are_measured_and_told(tmp_path: Path, capsys: pytest
         assert times == sorted(times) and times[0] > raw.steady.asked_s
         assert len({piece.epoch for piece in raw.steady.arrivals}) == 1, "the prompts belong behind the steady part"
     parts = {"text", "step 0", "step 1", "step 2", "step 3", "clean", "decode", "copy", "encode"}
-    assert set(stored["results"][one]["raw"]["parts"]) == parts
-    assert stored["results"][two]["raw"]["parts"] == {} and stored["results"][two]["remarks"]
+    for result in stored["results"].values():
+        assert set(result["raw"]["parts"]) == parts and not result["remarks"]
     assert len(stored["results"][two]["raw"]["peak_bytes"]) == len(stored["results"][two]["raw"]["occupancy"]) == 2
     assert plot.stat().st_size > 10_000
     printed = capsys.readouterr().out
-    assert f"| {one} " in printed and f"| {two}" in printed and "parts, alone, in ms" in printed
+    assert printed.count(f"| {one} ") == printed.count(f"| {two}") == 2 and "parts, alone, in ms" in printed
 
 
 @pytest.mark.slow

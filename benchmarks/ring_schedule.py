@@ -30,8 +30,8 @@ from streamdiff import clock
 from streamdiff.errors import ConfigError
 from streamdiff.models.base import Model
 from streamdiff.models.tiny import model as tiny
-from streamdiff.models.wan.transformer import Tokens
 from streamdiff.pipeline.contexts import KV_CONTEXTS
+from streamdiff.pipeline.forward import Tensors
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.planning.facts import read_facts
 from streamdiff.pipeline.planning.plan import check_stages, split_evenly
@@ -75,10 +75,11 @@ class Sleeping(Stage):
         super().__init__(model, CPU, place.rank, place.stages)
         self.seconds = forward_s / place.stages
         self.never = Event()
+        self.bare = replace(self._forward, denoiser=self.denoiser.part(0, 0))  # embedding and output layer alone
 
-    def forward(self, rows: Sequence[MicroStep], tokens: Tokens) -> Tokens:
+    def forward(self, rows: Sequence[MicroStep], given: Tensors) -> Tensors:
         self.never.wait(self.seconds)
-        return tokens
+        return self.bare(given, (), self.attention)
 
 
 class Done(NamedTuple):

@@ -89,8 +89,7 @@ def _text(runtime: Runtime, rounds: int, device: torch.device) -> list[float]:
 
 
 def turns(runtime: Runtime, rounds: int, device: torch.device) -> tuple[Parts, list[Tensor]]:
-    """Times of single micro-steps around the ring, by what they are, and the latents of the chunks that were measured.
-    """
+    """Times of single micro-steps around the ring, by what they are, and the measured chunks' latents."""
     ring, spec = runtime.ring, runtime.model.spec
     info = runtime.info
     times: defaultdict[str, list[float]] = defaultdict(list)

@@ -1,7 +1,7 @@
-"""A stage's blocks as graphs: compiled once for every shape that serving meets, on CUDA also replayed as CUDA graphs.
+"""A stage as graphs: compiled once for every shape that serving meets, on CUDA also replayed as CUDA graphs.
 
-Beside it stands the plain path, `WanDenoiser.run_blocks` as it is written; `Stage` falls back on it for a shape that
-no graph was made for. A *key* is what a graph is made for: how many rows, and what each sees. Whatever else changes
+Beside it stands the plain path, `StageForward` as it is written; `Stage` falls back on it for a shape that no graph was
+made for. A *key* is what a graph is made for: how many rows, and what each sees. Whatever else changes
 from chunk to chunk (slots, positions, prompts) comes in tensors, so nothing is ever compiled again.
 """
 
@@ -15,8 +15,9 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from streamdiff.models.wan.transformer import KeyValue, Tokens, WanDenoiser
+from streamdiff.models.wan.transformer import KeyValue
 from streamdiff.pipeline.captures import Captures
+from streamdiff.pipeline.forward import StageForward, Tensors
 from streamdiff.state.ring import RowShape, RowTensors, RowView, attend_rows
 
 Caches = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -55,23 +56,22 @@ class Own(NamedTuple):
 class Inputs(NamedTuple):
     """Everything that a graph reads and, of `caches`, writes; caches of one session are in it once."""
 
-    hidden: Tensor
-    time: Tensor
+    given: Tensors
     texts: tuple[tuple[KeyValue, ...], ...]
     caches: tuple[Caches, ...]
     rows: tuple[Own, ...]
 
 
-Blocks = Callable[[Inputs], Tensor]
+Run = Callable[[Inputs], Tensors]
 
 
-class CompiledBlocks:
+class CompiledStage:
     """The graphs of one stage. While it is `learning`, a key that is new gets a graph, which takes long."""
 
-    def __init__(self, denoiser: WanDenoiser, device: torch.device, live: bool) -> None:
+    def __init__(self, forward: StageForward, device: torch.device, live: bool) -> None:
         """`live`: whether forwards of sessions that are opened later may be captured, see `Captured`."""
-        self._denoiser, self._device = denoiser, device
-        self._graphs: dict[Key, Blocks] = {}
+        self._forward = forward
+        self._graphs: dict[Key, Run] = {}
         self._captured = captured_on(device, live)
         self.learning = False
 
@@ -94,34 +94,34 @@ class CompiledBlocks:
         if self._captured is not None:
             self._captured.kept.forget(home_of(caches))
 
-    def run(self, tokens: Tokens, texts: Texts, views: Sequence[RowView]) -> Tokens | None:
+    def run(self, given: Tensors, texts: Texts, views: Sequence[RowView]) -> Tensors | None:
         """What the plain path computes, or None where there is no graph for it. Mutates: the rows' caches."""
-        key, inputs = _sort(tokens, texts, views)
+        key, inputs = _sort(given, texts, views)
         if key not in self._graphs:
             if not self.learning:
                 return None
-            self._graphs[key] = compiled(self._denoiser, key)
-        blocks = self._graphs[key]
+            self._graphs[key] = compiled(self._forward, key)
+        run = self._graphs[key]
         if self._captured is not None:
-            return Tokens(self._captured.run(key, blocks, inputs, texts, self.learning), tokens.time)
-        return Tokens(blocks(inputs), tokens.time)
+            return self._captured.run(key, run, inputs, texts, self.learning)
+        return run(inputs)
 
 
-def compiled(denoiser: WanDenoiser, key: Key) -> Blocks:
-    """The blocks for one key, as one graph without breaks; compiled when it is called first."""
+def compiled(forward: StageForward, key: Key) -> Run:
+    """The stage for one key, as one graph without breaks; compiled when it is called first."""
     sessions, shapes, _ = key
 
-    def blocks(inputs: Inputs) -> Tensor:
+    def stage(inputs: Inputs) -> Tensors:
         rows = [
             RowView(shape, RowTensors(*inputs.caches[session], own.at, own.rest, own.own, own.sink_table, own.back))
             for session, shape, own in zip(sessions, shapes, inputs.rows, strict=True)
         ]
-        attention = partial(attend_rows, rows)
-        return denoiser.run_blocks(Tokens(inputs.hidden, inputs.time), side_by_side(inputs.texts), attention).hidden
+        return forward(inputs.given, side_by_side(inputs.texts), partial(attend_rows, rows))
 
     # torch keeps what it has compiled with the code, and stops at eight versions: each key has code of its own.
-    own_code = FunctionType(blocks.__code__.replace(), blocks.__globals__, "blocks", None, blocks.__closure__)
-    return cast(Blocks, torch.compile(own_code, fullgraph=True, dynamic=False))
+    own_code = FunctionType(stage.__code__.replace(), stage.__globals__, "stage", None, stage.__closure__)
+    graph = cast(Run, torch.compile(own_code, fullgraph=True, dynamic=False))
+    return lambda inputs: graph(inputs._replace(given=tuple(map(_of_this_mode, inputs.given))))
 
 
 def side_by_side(texts: Texts) -> list[KeyValue]:
@@ -131,7 +131,7 @@ def side_by_side(texts: Texts) -> list[KeyValue]:
     return [KeyValue(*(torch.cat(parts) for parts in zip(*layer, strict=True))) for layer in zip(*texts, strict=True)]
 
 
-def _sort(tokens: Tokens, texts: Texts, views: Sequence[RowView]) -> tuple[Key, Inputs]:
+def _sort(given: Tensors, texts: Texts, views: Sequence[RowView]) -> tuple[Key, Inputs]:
     """What holds for many forwards, and what is this one's.
 
     A graph must not find out that two of its inputs happen to be the same tensor, which would be another graph: rows of
@@ -147,7 +147,7 @@ def _sort(tokens: Tokens, texts: Texts, views: Sequence[RowView]) -> tuple[Key, 
     rows = tuple(Own(*view.tensors[2:]).map(_another) for view in views)
     others = tuple(tuple(KeyValue(_another(kv.key), _another(kv.value)) for kv in text) for text in texts)
     key = Key(tuple(sessions), tuple(view.shape for view in views), tuple(len(keys[0]) for keys, _ in caches))
-    return key, Inputs(_of_this_mode(tokens.hidden), _of_this_mode(tokens.time), others, tuple(caches), rows)
+    return key, Inputs(given, others, tuple(caches), rows)
 
 
 def _another(tensor: Tensor) -> Tensor:
@@ -171,31 +171,31 @@ class Recorded(Protocol):
     def replay(self) -> None: ...
 
 
-Record = Callable[[Blocks, Inputs, bool], tuple[Recorded, Tensor]]
-"""Captures `blocks(inputs)` without carrying it out; returns the graph and where it puts the result. If told so, first
+Record = Callable[[Run, Inputs, bool], tuple[Recorded, Tensors]]
+"""Captures `run(inputs)` without carrying it out; returns the graph and where it puts the result. If told so, first
 carries it out by itself, so that everything is compiled and at hand."""
 
 
 class CudaRecord:
     """The `Record` of CUDA. All graphs share a pool of memory, since they are replayed one after the other, and what
-    one leaves is copied before the next begins."""
+    one leaves is used up before the next begins."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, blocks: Blocks, inputs: Inputs, warm_up: bool) -> tuple[Recorded, Tensor]:
+    def __call__(self, run: Run, inputs: Inputs, warm_up: bool) -> tuple[Recorded, Tensors]:
         if warm_up:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(2):
-                    blocks(inputs)
+                    run(inputs)
             torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # The thread that decodes goes on meanwhile: what it allocates and waits for is no fault of this capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            hidden = blocks(inputs)
-        return graph, hidden
+            result = run(inputs)
+        return graph, result
 
 
 def captured_on(device: torch.device, live: bool) -> Captured | None:
@@ -210,49 +210,48 @@ class Captured:
     caches (`captures`): those that come while learning, and, where it is `live`, those of sessions opened later. These
     run as they are the first time; the second time they are captured, which carries nothing out, and replayed. So
     every forward happens once: one that averages or adapts the sink would not be the same twice. Everything else is
-    copied to where all graphs look for it: a prompt only when it changes.
+    copied to where all graphs look for it: a prompt only when it changes. So a replay allocates nothing.
     """
 
     def __init__(self, record: Record, live: bool) -> None:
         """`live` is False where a capture, for which the device is waited for, could wait for another rank."""
         self._record, self._live = record, live
-        self._kept: Captures[tuple[Recorded, Inputs, Tensor]] = Captures()
+        self._kept: Captures[tuple[Recorded, Inputs, Tensors]] = Captures()
         self._texts: list[tuple[tuple[KeyValue, ...], object]] = []  # by row: where graphs look, whose copy is there
-        self._shared: dict[tuple[str, torch.Size], Tensor] = {}
+        self._given: dict[tuple[int, torch.Size], Tensor] = {}  # by place among what is given, and shape
 
     @property
-    def kept(self) -> Captures[tuple[Recorded, Inputs, Tensor]]:
+    def kept(self) -> Captures[tuple[Recorded, Inputs, Tensors]]:
         """What is captured for whom."""
         return self._kept
 
-    def run(self, key: Key, blocks: Blocks, inputs: Inputs, texts: Texts, learning: bool) -> Tensor:
-        """`blocks(inputs)`, replayed where there is a graph; `texts` are those of `inputs`, the objects that they are
-        known by. Mutates: the caches."""
+    def run(self, key: Key, run: Run, inputs: Inputs, texts: Texts, learning: bool) -> Tensors:
+        """`run(inputs)`, replayed where there is a graph: then it lies where the next replay puts its own. `texts` are
+        those of `inputs`, the objects that they are known by. Mutates: the caches."""
         place = key, tuple((keys[0].data_ptr(), values[0].data_ptr()) for keys, values in inputs.caches)
         found = self._kept.find(place)
         if found is None:
             homes = tuple(home_of(keys[0]) for keys, _ in inputs.caches)
             if not (learning or self._live) or not self._kept.is_due(place, homes, learning=learning):
-                return blocks(inputs)
+                return run(inputs)
             static = self._static(inputs)
-            graph, hidden = self._record(blocks, static, learning)
-            found = graph, static, hidden
+            graph, result = self._record(run, static, learning)
+            found = graph, static, result
             self._kept.keep(place, homes, found)
-        graph, static, hidden = found
+        graph, static, result = found
         self._hand_over(static, inputs, texts)
         graph.replay()
-        return hidden.clone()  # the next replay writes there
+        return result
 
     def _static(self, inputs: Inputs) -> Inputs:
         """Where a graph looks for its inputs. Mutates: self."""
         rows = tuple(row.map(torch.clone) for row in inputs.rows)
-        hidden, time = self._place("hidden", inputs.hidden), self._place("time", inputs.time)
-        return Inputs(hidden, time, self._places(inputs.texts), inputs.caches, rows)
+        given = tuple(self._place(index, tensor) for index, tensor in enumerate(inputs.given))
+        return Inputs(given, self._places(inputs.texts), inputs.caches, rows)
 
-    def _place(self, name: str, tensor: Tensor) -> Tensor:
-        """Where all graphs look for a tensor of this name and shape; it is there. Mutates: self."""
-        place = self._shared.setdefault((name, tensor.shape), torch.empty_like(tensor))
-        return place.copy_(tensor)
+    def _place(self, index: int, tensor: Tensor) -> Tensor:
+        """Where all graphs look for what is given at this place in this shape; it is there. Mutates: self."""
+        return self._given.setdefault((index, tensor.shape), torch.empty_like(tensor)).copy_(tensor)
 
     def _places(self, texts: tuple[tuple[KeyValue, ...], ...]) -> tuple[tuple[KeyValue, ...], ...]:
         """Where all graphs look for the text of row 0, 1, ... Mutates: self."""
@@ -263,9 +262,7 @@ class Captured:
 
     def _hand_over(self, static: Inputs, inputs: Inputs, texts: Texts) -> None:
         """Copy what is another than at the last replay. Mutates: self, static."""
-        static.hidden.copy_(inputs.hidden)
-        static.time.copy_(inputs.time)
-        for there, here in zip(static.rows, inputs.rows, strict=True):
+        for there, here in zip((static.given, *static.rows), (inputs.given, *inputs.rows), strict=True):
             for to, source in zip(there, here, strict=True):
                 if to is not None and source is not None:
                     to.copy_(source)

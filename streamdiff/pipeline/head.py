@@ -16,7 +16,6 @@ from torch import Tensor
 from streamdiff.models import sampling
 from streamdiff.models.base import Model
 from streamdiff.models.sampling import Schedule
-from streamdiff.models.wan.transformer import Tokens
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.noise import DrawnAhead, Noise
 from streamdiff.pipeline.source import Source
@@ -74,10 +73,10 @@ class HeadSession:
 
 
 class Head:
-    """Embedding, output layer and sampler of every open session."""
+    """Latents, noise and sampler of every open session."""
 
     def __init__(self, model: Model, device: torch.device) -> None:
-        self.denoiser, self.spec, self.device, self.past = model.denoiser, model.spec, device, model.past
+        self.dtype, self.spec, self.device, self.past = model.denoiser.dtype, model.spec, device, model.past
         self.sessions: dict[int, HeadSession] = {}
         # On a CPU a thread that draws would only take time from the one that computes.
         self._thread = ThreadPoolExecutor(1, "noise") if device.type == "cuda" else None
@@ -125,8 +124,9 @@ class Head:
             raise ValueError("prompt switch recache needs a KV context with a clean pass: clean or staircase")
 
     @torch.inference_mode()
-    def embed(self, rows: Sequence[MicroStep]) -> Tokens:
-        """Input tokens of `rows`; a chunk's first step draws its noise. Mutates: self."""
+    def inputs(self, rows: Sequence[MicroStep]) -> tuple[Tensor, Tensor]:
+        """What the first stage is given for `rows`: latents `[R, C, F, h, w]` in the model's dtype, timesteps `[R, F]`;
+        a chunk's first step draws its noise. Mutates: self."""
         latents, levels = [], []
         for row in rows:
             session = self.sessions[row.session]
@@ -134,7 +134,7 @@ class Head:
                 session.latents[row.chunk, row.epoch] = self._begin(row)
             latents.append(self._context(row) if row.clean else session.latents[row.chunk, row.epoch])
             levels.append(self._level(row))
-        return self.denoiser.embed(torch.stack(latents).to(self.denoiser.dtype), torch.stack(levels))
+        return torch.stack(latents).to(self.dtype), torch.stack(levels)
 
     @torch.inference_mode()
     def advance(self, rows: Sequence[MicroStep], flows: Tensor) -> list[Finished]:

@@ -1,7 +1,7 @@
 """The ring, seen from its head: sessions go in, finished chunks come out.
 
-The head's own part of the loop is to decide what enters next (`StreamBatchScheduler`), to embed it, and to take back
-what has been around (`Head`). With one stage there are no links, and the same loop runs.
+The head's own part of the loop is to decide what enters next (`StreamBatchScheduler`), to bring its latents and noise,
+and to take back what has been around (`Head`). With one stage there are no links, and the same loop runs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Admission:
         if self.controls:
             work = self.controls.popleft()
         elif not self.stopping and (rows := self.scheduler.next()):
-            work = Work(Kind.ROWS, tuple(rows), None, tuple(self.head.embed(rows)))
+            work = Work(Kind.ROWS, tuple(rows), None, self.head.inputs(rows))
         else:
             return None
         self.works.append(replace(work, tensors=()))

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from streamdiff.models.base import ModelSpec, Trunk
 from streamdiff.models.sampling import nearest_steps
-from streamdiff.models.wan.transformer import KeyValue, Tokens
-from streamdiff.pipeline.compiled import CompiledBlocks, side_by_side
+from streamdiff.models.wan.transformer import KeyValue
+from streamdiff.pipeline.compiled import CompiledStage, side_by_side
 from streamdiff.pipeline.contexts import cache_count, most_steps, spare_slots
+from streamdiff.pipeline.forward import StageForward, Tensors
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.work import Kind, Work
 from streamdiff.state.ring import RingAttention, RingPlan, RowView, StageState
@@ -40,8 +41,8 @@ class StageSession:
 
 
 class Stage:
-    """Stage `index` of `stages`: the blocks of `model.denoiser`, which are its own only. The last one has the output
-    layer too."""
+    """Stage `index` of `stages`: the blocks of `model.denoiser`, which are its own only. The first one embeds too, the
+    last one has the output layer."""
 
     def __init__(self, model: Trunk, device: torch.device, index: int = 0, stages: int = 1) -> None:
         self.denoiser, self.spec, self.device = model.denoiser, model.spec, device
@@ -52,7 +53,8 @@ class Stage:
         self.frames = spec.chunk_latents
         self.grid = (spec.latent_height // patch[1], spec.latent_width // patch[2])
         self.attention = RingAttention(self.frames, *self.grid, self.denoiser.head_dim, device)
-        self.compiled: CompiledBlocks | None = None
+        self._forward = StageForward(self.denoiser, spec.chunk_shape[1:], index == 0, index == stages - 1)
+        self.compiled: CompiledStage | None = None
         self.sessions: dict[int, StageSession] = {}
         self._spare: StageState | None = None
 
@@ -61,10 +63,7 @@ class Stage:
         """Do what `work` says; returns what the next rank gets. Mutates: self."""
         control = work.control
         if control is None:
-            tokens = self.forward(work.rows, Tokens(*work.tensors))
-            if self.index < self.stages - 1:
-                return Work(work.kind, work.rows, None, tuple(tokens))
-            return Work(work.kind, work.rows, None, (self.denoiser.head(tokens, self.spec.chunk_shape[1:]),))
+            return Work(work.kind, work.rows, None, self.forward(work.rows, work.tensors))
         match work.kind:
             case Kind.OPEN:
                 self.open(control.session, steps=control.steps, kv_context=control.kv_context)
@@ -147,13 +146,14 @@ class Stage:
             session.cached_steps = session.steps
 
     @torch.inference_mode()
-    def forward(self, rows: Sequence[MicroStep], tokens: Tokens) -> Tokens:
-        """Run this stage's blocks for `rows`. Mutates: the rows' caches."""
+    def forward(self, rows: Sequence[MicroStep], given: Tensors) -> Tensors:
+        """Run this stage for `rows`, see `StageForward`. With graphs of CUDA what it returns is overwritten by the next
+        forward: whoever keeps it copies it. Mutates: the rows' caches."""
         views = [self._view(row, self._ahead(rows, index)) for index, row in enumerate(rows)]
         texts = [self.sessions[row.session].text[row.epoch] for row in rows]
-        done = self.compiled.run(tokens, texts, views) if self.compiled is not None else None
+        done = self.compiled.run(given, texts, views) if self.compiled is not None else None
         if done is None:
-            done = self.denoiser.run_blocks(tokens, side_by_side(texts), self.attention.on(views))
+            done = self._forward(given, side_by_side(texts), self.attention.on(views))
         for row in rows:
             if row.chunk < self.spec.first_chunks > 1:
                 self._share(row)
@@ -176,7 +176,7 @@ class Stage:
         steps = most_steps(steps, self.spec.steps)
         # In a ring a receive may stand on the device until another rank has sent (docs/decisions/0010), and a capture
         # waits for the device: there nothing is captured once streams run.
-        self.compiled = CompiledBlocks(self.denoiser, self.device, live=self.stages == 1)
+        self.compiled = CompiledStage(self._forward, self.device, live=self.stages == 1)
         spec, denoiser = self.spec, self.denoiser
         self.attention = RingAttention(self.frames, *self.grid, denoiser.head_dim, self.device, compiled=True)
         self.open(_TRIAL, steps=steps, kv_context=kv_context)
@@ -191,9 +191,7 @@ class Stage:
         told(0, len(begins))
         for made, chunk in enumerate(begins, 1):
             for rows in _met(chunk, 1 if chunk else first, steps, kv_context != "matched", clean_with_next):
-                hidden = like.new_zeros(len(rows), self.frames * self.grid[0] * self.grid[1], denoiser.width)
-                time = like.new_zeros(len(rows), spec.chunk_latents, denoiser.width)
-                self.forward(rows, Tokens(hidden, time))
+                self.forward(rows, self._forward.zeros(len(rows), self.device))
             told(made, len(begins))
         self.compiled.learning = False
         self.close(_TRIAL)

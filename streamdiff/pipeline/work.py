@@ -60,8 +60,8 @@ CONTROL_LENGTH = len(Control(0).values())
 
 @dataclass(frozen=True)
 class Work:
-    """`rows` with the tensors of a forward (hidden states and time embeddings, after the last stage the flow), or a
-    `control` with the text embeddings of TEXT."""
+    """`rows` with the tensors of a forward (latents and timesteps into the first stage, then hidden states and time
+    embeddings, after the last stage the flow), or a `control` with the text embeddings of TEXT."""
 
     kind: Kind
     rows: tuple[MicroStep, ...] = ()

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 
 from streamdiff.engine import main as engine
-from streamdiff.models.wan.transformer import Tokens
+from streamdiff.pipeline.forward import Tensors
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.stage import Stage
 
@@ -32,10 +32,10 @@ def _strike() -> None:
 
 
 class FaultyStage(Stage):
-    def forward(self, rows: Sequence[MicroStep], tokens: Tokens) -> Tokens:
+    def forward(self, rows: Sequence[MicroStep], given: Tensors) -> Tensors:
         if rows[0].chunk == AT_CHUNK and rows[0].session == 0:
             _strike()
-        return super().forward(rows, tokens)
+        return super().forward(rows, given)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from streamdiff.config import Config, ModelConfig
-from streamdiff.models.wan.transformer import Tokens
 from streamdiff.pipeline import follower, loading
-from streamdiff.pipeline.compiled import CompiledBlocks, Texts
+from streamdiff.pipeline.compiled import CompiledStage, Texts
+from streamdiff.pipeline.forward import Tensors
 from streamdiff.pipeline.head import Finished, Head
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.stage import Stage
@@ -35,9 +35,9 @@ graphs: list[int] = []
 latents: list[torch.Tensor] = []
 
 
-class WatchedBlocks(CompiledBlocks):
-    def run(self, tokens: Tokens, texts: Texts, views: Sequence[RowView]) -> Tokens | None:
-        done = super().run(tokens, texts, views)
+class WatchedStage(CompiledStage):
+    def run(self, given: Tensors, texts: Texts, views: Sequence[RowView]) -> Tensors | None:
+        done = super().run(given, texts, views)
         if not self.learning:
             ran.append(done is not None)
         return done
@@ -90,7 +90,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     from streamdiff.pipeline import stage
 
-    stage.CompiledBlocks = WatchedBlocks  # type: ignore[misc]
+    stage.CompiledStage = WatchedStage  # type: ignore[misc]
     watch()
     if rank == 0:
         torch.save(play(config, os.environ["SWITCH"]), options.address / "made.pt")

@@ -10,6 +10,11 @@ settings.register_profile("golden", deadline=None, derandomize=True, suppress_he
 settings.load_profile("golden")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
+@pytest.fixture(autouse=True, scope="module")
+def one_thread_for_what_is_made_once() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(one_thread_for_what_is_made_once: None) -> None:
+    torch.set_num_threads(1)  # a test before may have changed it

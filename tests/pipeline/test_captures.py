@@ -16,7 +16,8 @@ from torch import Tensor
 from streamdiff.models.base import Model
 from streamdiff.pipeline import compiled
 from streamdiff.pipeline.captures import HOMES, Captures
-from streamdiff.pipeline.compiled import Blocks, Captured, CompiledBlocks, Inputs, Recorded
+from streamdiff.pipeline.compiled import Captured, CompiledStage, Inputs, Recorded, Run
+from streamdiff.pipeline.forward import Tensors
 from streamdiff.pipeline.ring import LocalRing, Ring
 from tests.pipeline.playing import Order, play
 from tests.small import CPU, RED, WHITE, small_model
@@ -63,19 +64,27 @@ def test_sessions_beyond_the_bound_go_without_until_there_is_room() -> None:
 class StandIn:
     """See the module."""
 
-    blocks: Blocks
+    run: Run
     inputs: Inputs
-    hidden: Tensor
+    result: Tensors
 
     def replay(self) -> None:
-        self.hidden.copy_(self.blocks(self.inputs))
+        for to, source in zip(self.result, self.run(self.inputs), strict=True):
+            to.copy_(source)
 
 
-def record(blocks: Blocks, inputs: Inputs, warm_up: bool) -> tuple[Recorded, Tensor]:
-    if warm_up:
-        blocks(inputs)
-    graph = StandIn(blocks, inputs, torch.empty_like(inputs.hidden))
-    return graph, graph.hidden
+RESULTS: dict[torch.Size, Tensor] = {}
+"""Where all graphs of a test put what they compute: a graph of CUDA may find its result overwritten by the next one's,
+as they share memory."""
+
+
+def record(run: Run, inputs: Inputs, warm_up: bool) -> tuple[Recorded, Tensors]:
+    caches = [layer for pair in inputs.caches for each in pair for layer in each]
+    before = [layer.clone() for layer in caches]
+    result = tuple(RESULTS.setdefault(each.shape, torch.empty_like(each)) for each in run(inputs))
+    for layer, was in zip(caches, before, strict=True):
+        layer.copy_(was)  # to capture carries nothing out
+    return StandIn(run, inputs, result), result
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +94,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def ring_of(model: Model) -> tuple[Ring, CompiledBlocks, Captured]:
+def ring_of(model: Model) -> tuple[Ring, CompiledStage, Captured]:
     ring = Ring(model, CPU)
     ring.stage.compile(steps=4, kv_context="clean")
     blocks = ring.stage.compiled

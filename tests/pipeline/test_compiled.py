@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from streamdiff.models.wan.transformer import Tokens
-from streamdiff.pipeline.compiled import CompiledBlocks, Texts
+from streamdiff.pipeline.compiled import CompiledStage, Texts
+from streamdiff.pipeline.forward import Tensors
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.ring import LocalRing, Ring
 from streamdiff.pipeline.stage import Stage
@@ -82,13 +82,13 @@ def test_a_stream_is_the_plain_one_through_first_chunks_evictions_and_a_prompt_s
     assert worst(got, play(Ring(MODEL, CPU), MODEL, {0: Order(RED, 5, 4, "clean")}, CHUNKS)[0]) > 1
 
 
-def told(blocks: CompiledBlocks | None, ran_a_graph: list[bool]) -> Callable[..., Tokens | None]:
+def told(blocks: CompiledStage | None, ran_a_graph: list[bool]) -> Callable[..., Tensors | None]:
     """`blocks.run`, which notes whether there was a graph."""
     assert blocks is not None
     run = blocks.run
 
-    def noting(tokens: Tokens, texts: Texts, views: Sequence[RowView]) -> Tokens | None:
-        done = run(tokens, texts, views)
+    def noting(given: Tensors, texts: Texts, views: Sequence[RowView]) -> Tensors | None:
+        done = run(given, texts, views)
         ran_a_graph.append(done is not None)
         return done
 
@@ -136,13 +136,13 @@ def test_a_chosen_attention_kernel_is_in_the_graph_too() -> None:
     for stage in (plain, compiled):
         stage.denoiser.attention = "math"
     compiled.compile(steps=4, kv_context="matched")
-    tokens = MODEL.denoiser.embed(torch.randn(1, *MODEL.spec.chunk_shape), torch.full((1, 2), 500.0))
+    given = torch.randn(1, *MODEL.spec.chunk_shape), torch.full((1, 2), 500.0)
     results = []
     for stage in (plain, compiled):
         stage.open(0, steps=4, kv_context="matched")
         stage.set_text(0, 0, MODEL.text.encode(RED), 0)
         with nothing_compiled():
-            results += [stage.forward([MicroStep(0, 0, step, 4, 0)], tokens).hidden for step in range(4)]
+            results += [stage.forward([MicroStep(0, 0, step, 4, 0)], given)[0] for step in range(4)]
     assert worst(results[4:], results[:4]) <= TOLERANCE
 
 
@@ -151,7 +151,7 @@ def test_rows_of_one_session_share_its_caches_in_a_graph_too() -> None:
     plain, compiled = Stage(MODEL.part(0, 1), CPU), Stage(MODEL.part(0, 1), CPU)
     compiled.compile(steps=4, kv_context="clean")
     assert compiled.compiled is not None
-    tokens = MODEL.denoiser.embed(torch.randn(2, *MODEL.spec.chunk_shape), torch.full((2, 2), 500.0))
+    given = torch.randn(2, *MODEL.spec.chunk_shape), torch.full((2, 2), 500.0)
     rows = [MicroStep(0, 1, 4, 4, 0), MicroStep(0, 2, 0, 4, 1)]
     results = []
     for stage in (plain, compiled):
@@ -160,7 +160,7 @@ def test_rows_of_one_session_share_its_caches_in_a_graph_too() -> None:
         stage.set_text(0, 1, MODEL.text.encode(BLUE), 0)
     compiled.compiled.learning = True
     for stage in (plain, compiled):
-        results.append(stage.forward(rows, tokens).hidden)
+        results.append(stage.forward(rows, given)[0])
     assert worst([results[1]], [results[0]]) <= TOLERANCE
     assert worst([compiled.sessions[0].state.key], [plain.sessions[0].state.key]) <= TOLERANCE
     assert any(key.sessions == (0, 0) for key in compiled.compiled.keys)

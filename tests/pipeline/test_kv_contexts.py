@@ -178,9 +178,8 @@ def test_a_causal_forward_over_chunks_equals_one_block_causal_forward(sink: int)
     stage.set_text(0, 0, embeddings, oldest=0)
     parts = []
     for chunk in range(count):
-        tokens = denoiser.embed(latents[chunk : chunk + 1], timestep[chunk : chunk + 1])
-        tokens = stage.forward([MicroStep(0, chunk, 4, 4, 0)], tokens)
-        parts.append(denoiser.head(tokens, spec.chunk_shape[1:]))
+        given = latents[chunk : chunk + 1], timestep[chunk : chunk + 1]
+        parts += stage.forward([MicroStep(0, chunk, 4, 4, 0)], given)
 
     text = [KeyValue(*layer) for layer in denoiser.text(embeddings[None].expand(count, -1, -1))]
     attention = Explicit([window(model, chunk, "clean") for chunk in range(count)], spec.chunk_latents, (2, 2))
@@ -200,9 +199,8 @@ def test_a_chunk_far_into_a_stream_is_computed_as_one_of_the_first() -> None:
         generator = torch.Generator().manual_seed(4)
         for chunk in [0, *range(first, first + 5)]:  # the sink, then chunks until none of those skipped is in view
             latents = torch.randn(1, *model.spec.chunk_shape, generator=generator)
-            tokens = model.denoiser.embed(latents, torch.zeros(1, model.spec.chunk_latents))
-            tokens = stage.forward([MicroStep(0, chunk, 4, 4, 0)], tokens)
-        return tokens.hidden
+            (flow,) = stage.forward([MicroStep(0, chunk, 4, 4, 0)], (latents, torch.zeros(1, model.spec.chunk_latents)))
+        return flow
 
     early, late = last(5), last(3_000_000)
     torch.testing.assert_close(late, early, rtol=1e-4, atol=1e-4)

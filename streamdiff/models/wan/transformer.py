@@ -53,14 +53,20 @@ class Fused(NamedTuple):
     bias: Tensor
 
 
-@lru_cache(maxsize=16)
-@torch.inference_mode(False)
+# In a graph they are the very numbers that the plain path has.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def position_planes(count: int, height: int, width: int, device: torch.device | None = None) -> Tensor:
     """`count` fixed planes `[count, h, w]` that tell where a latent pixel lies; fed beside the latents.
 
     Rotary positions are relative, so a small model cannot know the picture's borders without them. They use the same
     door as the condition channels of Wan's image-to-video models: more input than output channels. Not to be written.
     """
+    return _position_planes(count, height, width, device)
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)
+def _position_planes(count: int, height: int, width: int, device: torch.device | None) -> Tensor:
     planes: list[Tensor] = []
     y = (torch.arange(height) + 0.5) / height
     x = (torch.arange(width) + 0.5) / width

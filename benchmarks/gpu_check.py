@@ -7,6 +7,7 @@
     python -m benchmarks.gpu_check fast:clean --device cuda       graphs, and clean passes with the next, against plain
     python -m benchmarks.gpu_check sessions:clean --device cuda   two at once: both captured, and against plain
     python -m benchmarks.gpu_check sync:clean --device cuda       micro-steps in which the host waits for nothing
+    python -m benchmarks.gpu_check memory:clean --device cuda     replayed micro-steps that take no memory
 
 Prints one line; exit code 0 it holds, 1 it does not, 3 it cannot be tried here.
 """
@@ -29,6 +30,8 @@ from streamdiff.models import library, random_weights
 from streamdiff.models.stepping import yuv420p
 from streamdiff.models.wan.transformer import Tokens, WanDenoiser, attend
 from streamdiff.models.wan.weights import kept_dtype
+from streamdiff.pipeline.forward import Tensors
+from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.picture_decoder import PictureDecoder
 from streamdiff.pipeline.runtime import Runtime
 from streamdiff.pipeline.start import load_runtime
@@ -38,6 +41,7 @@ CPU = torch.device("cpu")
 _SESSION, _CHUNKS = 0, 6
 # Two chunks in, a stream repeats what differed before; so this is far above rounding and far below a wrong kernel.
 _LATENTS_OFF, _PICTURES_OFF = 2e-3, 2
+_BLOCKS, _OF_DRIVER = "allocation.all.allocated", "num_device_alloc"
 _BLOCKS_OFF = {torch.float32: 2e-3, torch.bfloat16: 4e-2}
 FAST = "compile"
 """The setting of `model:` with a fast path, and its value for the plain one."""
@@ -213,6 +217,36 @@ def no_host_sync(context: str, device: torch.device) -> str:
     return f"{count} micro-steps without waiting"
 
 
+def no_memory_taken(context: str, device: torch.device) -> str:
+    """Blocks of memory that a stage takes in its forwards once its graphs are made: none, but in a chunk's first step,
+    which has a table of rotary factors; and nothing at all is asked of the driver."""
+    if device.type != "cuda":
+        raise NotHere("on a CPU tests/pipeline/test_captures.py sees the operations of a replay")
+    runtime = load_runtime(ModelConfig.model_validate({"device": "cuda", "kv_context": context, FAST: "on"}))
+    try:
+        latents_of(runtime, _CHUNKS)
+        stage, taken = runtime.ring.stage, list[int]()
+        forward = stage.forward
+
+        def counted(rows: Sequence[MicroStep], given: Tensors) -> Tensors:
+            before = torch.cuda.memory_stats()[_BLOCKS]
+            result = forward(rows, given)
+            if all(row.step > 0 for row in rows):
+                taken.append(torch.cuda.memory_stats()[_BLOCKS] - before)
+            return result
+
+        stage.forward = counted  # type: ignore[method-assign]
+        asked = torch.cuda.memory_stats()[_OF_DRIVER]
+        latents_of(runtime, _CHUNKS)
+        asked = torch.cuda.memory_stats()[_OF_DRIVER] - asked
+    finally:
+        runtime.close()
+    told = f"{len(taken)} micro-steps took {sum(taken)} blocks, and {asked} of the driver"
+    if sum(taken) or asked:
+        raise AssertionError(told)
+    return told
+
+
 def _turns(runtime: Runtime, chunks: int) -> int:
     """Micro-steps of some chunks of a stream whose first ones were made before."""
     ring, info = runtime.ring, runtime.info
@@ -252,6 +286,7 @@ CHECKS: dict[str, tuple[Callable[[str, torch.device], str], tuple[str, ...]]] = 
     "fast": (fast_as_plain, CONTEXTS),
     "sessions": (two_sessions, CONTEXTS),
     "sync": (no_host_sync, CONTEXTS),
+    "memory": (no_memory_taken, CONTEXTS),
 }
 NAMES = tuple(f"{kind}:{what}" for kind, (_, values) in CHECKS.items() for what in values)
 

@@ -121,6 +121,7 @@ def test_the_checks_hold_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main(["decoder:tiny", "--device", "cpu"]) == gpu_check.HOLDS
     assert gpu_check.main(["sync:clean", "--device", "cpu"]) == gpu_check.NOT_HERE
     assert gpu_check.main(["graphs:tiny", "--device", "cpu"]) == gpu_check.NOT_HERE
+    assert gpu_check.main(["memory:clean", "--device", "cpu"]) == gpu_check.NOT_HERE
     told = capsys.readouterr().out
     assert "decoder:tiny: off by 0 levels" in told and "nothing waits" in told
 

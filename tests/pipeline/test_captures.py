@@ -6,18 +6,22 @@ tensors that it was made with, and leaves the result in one place. Nothing is co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from streamdiff.models.base import Model
 from streamdiff.pipeline import compiled
 from streamdiff.pipeline.captures import HOMES, Captures
 from streamdiff.pipeline.compiled import Captured, CompiledStage, Inputs, Recorded, Run
 from streamdiff.pipeline.forward import Tensors
+from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.ring import LocalRing, Ring
 from tests.pipeline.playing import Order, play
 from tests.small import CPU, RED, WHITE, small_model
@@ -115,6 +119,47 @@ def end(ring: Ring, session: int) -> None:
     ring.close(session)
     while ring.has_work:
         ring.turn()
+
+
+class Noted(TorchDispatchMode):
+    """Notes the operations that a stage asks for, those of its graphs left aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_replayed_micro_step_takes_no_memory(monkeypatch: pytest.MonkeyPatch, stages: int) -> None:
+    """It looks at tensors and copies into what is there. A chunk's first step makes its table of rotary factors."""
+    ring = LocalRing(MODEL, CPU, stages)
+    replay = StandIn.replay
+    monkeypatch.setattr(StandIn, "replay", lambda graph: outside(lambda: replay(graph)))
+    noted: list[list[str]] = []
+
+    def note(forward: Callable[..., Tensors], rows: Sequence[MicroStep], given: Tensors) -> Tensors:
+        with Noted() as mode:
+            result = forward(rows, given)
+        if all(row.step > 0 for row in rows):
+            noted.append(mode.names)
+        return result
+
+    for stage in [ring.stage, *(worker.stage for worker in ring.others)]:
+        stage.compile(steps=4, kv_context="clean")
+        monkeypatch.setattr(stage, "forward", partial(note, stage.forward))
+    play(ring, MODEL, {0: TWO[0]}, 6)
+    assert len(noted) >= stages * 5 * 4
+    assert {name for names in noted for name in names} == {"aten.view.default", "aten.copy_.default"}
+
+
+def outside(work: Callable[[], None]) -> None:
+    """Do it without the modes around."""
+    with _disable_current_modes():
+        work()
 
 
 @pytest.mark.parametrize("keep", [None, 0.5], ids=["plain sink", "averaged sink"])

@@ -18,6 +18,11 @@ def in_flight_limit(kv_context: str, *, steps: int, stages: int) -> int:
     return {"clean": 1, "staircase": steps + 1, "matched": stages}[kv_context]
 
 
+def sessions_to_fill(kv_context: str, *, steps: int, stages: int) -> int:
+    """Sessions that keep all stages busy."""
+    return -(-stages // in_flight_limit(kv_context, steps=steps, stages=stages))
+
+
 def most_steps(steps: int, known: Sequence[int]) -> int:
     """The steps that a session's caches are made for: it may change to any number that its model has (`known`), and
     nothing is allocated while it plays."""

@@ -44,9 +44,9 @@ def follow(config: ModelConfig) -> None:
         trunk, _ = loading.load_share(
             config, member, device, lambda blocks: loading.load_trunk(config, device, blocks), decoder
         )
-        member.tell_room(loading.own_room(config, device, decoder))
+        member.tell_room(room := loading.own_room(config, device, decoder))
         worker = ranks.follower(trunk, place, device)
-        loading.compile_stage(config, worker.stage, progress)
+        loading.compile_stage(config, worker.stage, room, progress)
         workers.append(worker)
     else:
         member.tell_room(loading.own_room(config, device, decoder))

@@ -24,9 +24,10 @@ from streamdiff.models.wan.transformer import WanDenoiser
 from streamdiff.pictures import PictureKind
 from streamdiff.pipeline import group
 from streamdiff.pipeline.compiling import Progress
+from streamdiff.pipeline.contexts import sessions_to_fill
 from streamdiff.pipeline.picture_decoder import PictureDecoder
 from streamdiff.pipeline.planning import balance
-from streamdiff.pipeline.planning.budget import Room, free_bytes
+from streamdiff.pipeline.planning.budget import Room, Waiting, free_bytes
 from streamdiff.pipeline.planning.facts import Facts, facts_from, read_facts
 from streamdiff.pipeline.planning.plan import check_stages, split_evenly
 from streamdiff.pipeline.stage import Stage
@@ -148,12 +149,25 @@ def _denoiser(config: ModelConfig, device: torch.device, blocks: Run | None) -> 
     return library.load_transformer(place_of(config), device, dtype, blocks, config.attention, config.quantize)
 
 
-def compile_stage(config: ModelConfig, stage: Stage, progress: Progress) -> None:
-    """Make the stage's graphs, if the configuration wants them. Takes minutes, and talks to no other rank: so all ranks
-    do it at the same time, and `Member.meet` afterwards. Mutates: stage, progress."""
-    if config.compile == "on":
-        steps, paired = steps_of(config), config.clean_with_next
-        stage.compile(steps=steps, kv_context=config.kv_context, clean_with_next=paired, told=progress.told)
+def compile_stage(config: ModelConfig, stage: Stage, room: Room, progress: Progress) -> None:
+    """Make the stage's graphs, if the configuration wants them, for as many sessions as keep the ring busy and have
+    room. Takes minutes, and talks to no other rank: so all ranks do it at the same time, and `Member.meet` afterwards.
+    Mutates: stage, progress."""
+    if (kept := waiting(config, stage.device)) is not None:
+        paired = config.clean_with_next
+        stage.compile(
+            steps=kept.steps, kv_context=kept.kv_context, clean_with_next=paired, sessions=kept.sessions,
+            room=room, told=progress.told,
+        )  # fmt: skip
+
+
+def waiting(config: ModelConfig, device: torch.device) -> Waiting | None:
+    """Sessions whose caches are there from the start, since graphs of CUDA are bound to them; None without graphs."""
+    if config.compile == "off":
+        return None
+    steps, context = steps_of(config), config.kv_context
+    filling = sessions_to_fill(context, steps=steps, stages=config.stages)
+    return Waiting(filling if device.type == "cuda" else 1, steps, context)
 
 
 def load_decoder(config: ModelConfig, device: torch.device) -> PictureDecoder:

@@ -18,11 +18,12 @@ from streamdiff.pipeline.compiled import CompiledStage, side_by_side
 from streamdiff.pipeline.contexts import cache_count, most_steps, spare_slots
 from streamdiff.pipeline.forward import StageForward, Tensors
 from streamdiff.pipeline.microstep import MicroStep
+from streamdiff.pipeline.planning.budget import Room
 from streamdiff.pipeline.work import Kind, Work
 from streamdiff.state.ring import RingAttention, RingPlan, RowView, StageState
 
 _TRIAL = -1
-"""The session that graphs are made with."""
+"""The first session that graphs are made with; others have smaller numbers."""
 
 
 @dataclass
@@ -56,7 +57,8 @@ class Stage:
         self._forward = StageForward(self.denoiser, spec.chunk_shape[1:], index == 0, index == stages - 1)
         self.compiled: CompiledStage | None = None
         self.sessions: dict[int, StageSession] = {}
-        self._spare: StageState | None = None
+        self._waiting: list[StageState] = []  # caches with graphs, for sessions to come
+        self._most_waiting = 0
 
     @torch.inference_mode()
     def carry_out(self, work: Work) -> Work:
@@ -82,8 +84,9 @@ class Stage:
         """Allocate the session's caches. Mutates: self."""
         plan = ring_plan(self.spec, kv_context, steps=steps)
         caches = cache_count(kv_context, steps=most_steps(steps, self.spec.steps))
-        if self._spare is not None and self._spare.key.shape[::2][:2] == (caches, plan.slots):
-            state, self._spare = self._spare, None
+        sizes = [tuple(state.key.shape[::2][:2]) for state in self._waiting]
+        if (caches, plan.slots) in sizes:
+            state = self._waiting.pop(sizes.index((caches, plan.slots)))
             state.reset()
             self.sessions[session] = StageSession(plan, state, steps, kv_context == "matched", steps)
             return
@@ -99,16 +102,16 @@ class Stage:
         self.sessions[session] = StageSession(plan, state, steps, kv_context == "matched", steps)
 
     def close(self, session: int) -> None:
-        """Free the session. With graphs, caches of one session wait for the next, as CUDA's graphs are bound to them:
-        those with the most; the graphs of others go with them. Mutates: self."""
+        """Free the session. With graphs, its caches wait for another one, as CUDA's graphs are bound to them: those
+        with the most, for as many sessions as `compile` had; the graphs of others go with them. Mutates: self."""
         gone, compiled = self.sessions.pop(session, None), self.compiled
         if gone is None or compiled is None:
             return
-        waiting = [state for state in (self._spare, gone.state) if state is not None]
-        self._spare = max(waiting, key=lambda state: compiled.captured_of(state.key))  # the older, of equals
-        for state in waiting:
-            if state is not self._spare:
-                compiled.forget(state.key)
+        waiting = [*self._waiting, gone.state]
+        waiting.sort(key=lambda state: -compiled.captured_of(state.key))  # of equals the older stays before
+        self._waiting, given_up = waiting[: self._most_waiting], waiting[self._most_waiting :]
+        for state in given_up:
+            compiled.forget(state.key)
 
     @torch.inference_mode()
     def reset(self, session: int) -> None:
@@ -166,12 +169,16 @@ class Stage:
         steps: int,
         kv_context: str,
         clean_with_next: bool = False,
+        sessions: int = 1,
+        room: Room | None = None,
         told: Callable[[int, int], None] = lambda made, of: None,
     ) -> None:
         """Make a graph for every forward that a session of this kind meets: one for each number of chunks in its
         window, as the window fills, and one for each that takes the next chunk's first step with it. Takes from seconds
         to minutes; `told` is called with the number of chunks whose graphs are made, and how many there are.
-        Mutates: self.
+
+        The caches of so many `sessions` then wait for them; as many as have `room`, at least one. On CUDA graphs are
+        captured for each of them. Mutates: self.
         """
         steps = most_steps(steps, self.spec.steps)
         # In a ring a receive may stand on the device until another rank has sent (docs/decisions/0010), and a capture
@@ -179,9 +186,7 @@ class Stage:
         self.compiled = CompiledStage(self._forward, self.device, live=self.stages == 1)
         spec, denoiser = self.spec, self.denoiser
         self.attention = RingAttention(self.frames, *self.grid, denoiser.head_dim, self.device, compiled=True)
-        self.open(_TRIAL, steps=steps, kv_context=kv_context)
-        like = torch.empty(0, dtype=denoiser.dtype, device=self.device)  # weights may be quantised
-        self.set_text(_TRIAL, 0, like.new_zeros(spec.text_shape), 0)
+        trials = self._try_out(sessions, room, steps=steps, kv_context=kv_context)
         plan = self.sessions[_TRIAL].plan
         # Where something is done with what leaves the ring, that is met one chunk after all its slots are full.
         chunks = plan.slots - plan.spare if spec.averaged_sink is None else plan.slots + 1
@@ -190,11 +195,26 @@ class Stage:
         begins = (0, *range(first, max(chunks, first + 1)))
         told(0, len(begins))
         for made, chunk in enumerate(begins, 1):
-            for rows in _met(chunk, 1 if chunk else first, steps, kv_context != "matched", clean_with_next):
-                self.forward(rows, self._forward.zeros(len(rows), self.device))
+            for trial in trials:
+                for rows in _met(trial, chunk, 1 if chunk else first, steps, kv_context != "matched", clean_with_next):
+                    self.forward(rows, self._forward.zeros(len(rows), self.device))
             told(made, len(begins))
         self.compiled.learning = False
-        self.close(_TRIAL)
+        self._most_waiting = len(trials)
+        for trial in trials:
+            self.close(trial)
+
+    def _try_out(self, sessions: int, room: Room | None, *, steps: int, kv_context: str) -> list[int]:
+        """Open sessions to make graphs with, see `compile`. Mutates: self."""
+        trials: list[int] = []
+        most = sessions
+        while len(trials) < max(most, 1):
+            trials.append(_TRIAL - len(trials))
+            self.open(trials[-1], steps=steps, kv_context=kv_context)
+            self.set_text(trials[-1], 0, torch.zeros(self.spec.text_shape), 0)
+            if room is not None:
+                most = room.holds(sessions, self.sessions[trials[-1]].state.nbytes)
+        return trials
 
     def _ahead(self, rows: Sequence[MicroStep], index: int) -> int:
         """Rows after this one that are made together with it."""
@@ -237,10 +257,12 @@ def ring_plan(spec: ModelSpec, kv_context: str, *, steps: int) -> RingPlan:
     return RingPlan(spec.sink_latents, spec.window(kv_context), spare, absolute, spec.chunk_latents)
 
 
-def _met(chunk: int, together: int, steps: int, clean: bool, clean_with_next: bool) -> Iterator[list[MicroStep]]:
-    """Rows of the forwards of one of a stream's first chunks, or of `together` from `chunk` on, while its window fills:
-    the first step, and the clean pass; where there is none, every step, as each has a cache of its own."""
+def _met(
+    trial: int, chunk: int, together: int, steps: int, clean: bool, clean_with_next: bool
+) -> Iterator[list[MicroStep]]:
+    """Rows of the forwards of one of the session's first chunks, or of `together` from `chunk` on, while its window
+    fills: the first step, and the clean pass; where there is none, every step, as each has a cache of its own."""
     for step in (0, steps) if clean else range(steps):
-        yield [MicroStep(_TRIAL, each, step, steps, 0) for each in range(chunk, chunk + together)]
+        yield [MicroStep(trial, each, step, steps, 0) for each in range(chunk, chunk + together)]
     if clean_with_next and together == 1:
-        yield [MicroStep(_TRIAL, chunk, steps, steps, 0), MicroStep(_TRIAL, chunk + 1, 0, steps, 0)]
+        yield [MicroStep(trial, chunk, steps, steps, 0), MicroStep(trial, chunk + 1, 0, steps, 0)]

@@ -32,33 +32,32 @@ def load_runtime(config: ModelConfig) -> Runtime:
         check_world(1, 1)
         model = loading.load_model(config, device)
         runs, rooms = ((0, model.blocks),), [loading.own_room(config, device, decoder, model.past)]
+        ring = Ring(model, device, clean_with_next=config.clean_with_next)
+        loading.compile_stage(config, ring.stage, rooms[0], Progress(None, 1))
+        loading.compile_decoder(config, decoder, device, DECODE_THREADS)
     else:
         member = loading.join(config)
         model, runs = loading.load_share(
             config, member, device, lambda blocks: loading.load_model(config, device, blocks), decoder
         )
-        member.tell_room(loading.own_room(config, device, decoder, model.past))
+        member.tell_room(room := loading.own_room(config, device, decoder, model.past))
         ring = ranks.head_ring(model, ranks.Place.of(config, 0, device), device)
         links = None
         if decoder is None:
             kind = loading.pictures_of(config, device)
             links = ranks.decode_links(model.spec, 0, config.decode_rank, device, kind)
         progress = Progress(member, config.stages)
-        loading.compile_stage(config, ring.stage, progress)
+        loading.compile_stage(config, ring.stage, room, progress)
         loading.compile_decoder(config, decoder, device, DECODE_THREADS)
         company = Company(member, ring, config.hang_s, links)
         rooms = member.hear_rooms()
         member.meet(progress.made)
     model = replace(model, decoder=decoder)
     counts = [last - first for first, last in runs] + [0] * (config.ranks - config.stages)
-    budget = Budget(loading.facts_of(config), rooms, counts, model.denoiser.dtype.itemsize)
-    alone = None
-    if company is None:
-        alone = Ring(model, device, clean_with_next=config.clean_with_next)
-        loading.compile_stage(config, alone.stage, Progress(None, 1))
-        loading.compile_decoder(config, decoder, device, DECODE_THREADS)
+    kept = loading.waiting(config, device)
+    budget = Budget(loading.facts_of(config), rooms, counts, model.denoiser.dtype.itemsize, kept)
     at_once = loading.at_once(config, device)
-    runtime = Runtime(model, device, config.steps, config.kv_context, company, budget, alone, at_once)
+    runtime = Runtime(model, device, config.steps, config.kv_context, company, budget, ring, at_once)
     _warm_up(runtime, config)
     runtime.occupancy()  # counts from here
     return runtime

@@ -22,7 +22,9 @@ from streamdiff.pipeline.captures import HOMES, Captures
 from streamdiff.pipeline.compiled import Captured, CompiledStage, Inputs, Recorded, Run
 from streamdiff.pipeline.forward import Tensors
 from streamdiff.pipeline.microstep import MicroStep
+from streamdiff.pipeline.planning.budget import Room
 from streamdiff.pipeline.ring import LocalRing, Ring
+from streamdiff.pipeline.stage import Stage
 from tests.pipeline.playing import Order, play
 from tests.small import CPU, RED, WHITE, small_model
 
@@ -218,11 +220,37 @@ def test_more_sessions_than_have_graphs_make_the_plain_streams() -> None:
     assert blocks.captured_sessions == HOMES
 
 
-def test_in_a_ring_only_what_was_learned_is_captured() -> None:
+def test_in_a_ring_only_what_was_learned_is_captured_which_may_be_for_several_sessions() -> None:
+    """Nothing more is captured while a third one plays beside them, and when they have ended their caches wait."""
+    three = {**TWO, 2: Order(RED, 7, 4, "clean")}
     ring = LocalRing(MODEL, CPU, 2)
     stages = [ring.stage, *(worker.stage for worker in ring.others)]
     for stage in stages:
-        stage.compile(steps=4, kv_context="clean")
-    got, expected = play(ring, MODEL, TWO), play(LocalRing(MODEL, CPU, 2), MODEL, TWO)
-    assert alike(got, expected)
-    assert [stage.compiled.captured_sessions for stage in stages if stage.compiled] == [1, 1]
+        stage.compile(steps=4, kv_context="clean", sessions=2)
+    learned = [graphs_of(stage) for stage in stages]
+    expected = play(LocalRing(MODEL, CPU, 2), MODEL, three)
+    for order in ((0, 1, 2), (2, 1, 0)):
+        assert alike(play(ring, MODEL, three), expected)
+        assert [graphs_of(stage) for stage in stages] == learned
+        for session in order:
+            end(ring, session)
+    assert [len(stage._waiting) for stage in stages] == [2, 2]
+    assert [{compiled.home_of(state.key) for state in stage._waiting} for stage in stages] == [
+        {home for homes, _ in graphs.values() for home in homes} for graphs in learned
+    ]
+
+
+def graphs_of(stage: Stage) -> dict[object, tuple[tuple[int, ...], object]]:
+    assert stage.compiled is not None and stage.compiled._captured is not None
+    return dict(stage.compiled._captured.kept._graphs)
+
+
+@pytest.mark.parametrize(("room", "expected"), [(None, 3), (Room(0), 1), (Room(250, 20), 2), (Room(10**4), 3)])
+def test_caches_wait_for_as_many_sessions_as_have_room(room: Room | None, expected: int) -> None:
+    """Of 100 each, and what a decoder remembers."""
+    stage = Stage(MODEL.part(0, 1), CPU)
+    stage.open(0, steps=4, kv_context="clean")
+    unit = stage.sessions[0].state.nbytes / 100
+    given = None if room is None else Room(int(room.free * unit), int(room.decoding * unit))
+    stage.compile(steps=4, kv_context="clean", sessions=3, room=given)
+    assert len(stage._waiting) == expected

@@ -27,15 +27,30 @@ class Room(NamedTuple):
     free: int
     decoding: int = 0
 
+    def holds(self, sessions: int, nbytes: int) -> int:
+        """How many of so many sessions there is room for whose caches have `nbytes`."""
+        return min(sessions, self.free // max(1, nbytes + self.decoding))
+
+
+class Waiting(NamedTuple):
+    """On every rank caches are there already, for so many `sessions` of one kind; where there is less room, for as many
+    as it holds, at least one."""
+
+    sessions: int
+    steps: int
+    kv_context: str
+
 
 @dataclass
 class Budget:
-    """`room[r]` is what rank r has, which runs `blocks[r]` blocks; numbers in caches have `value_bytes` bytes."""
+    """`room[r]` is what rank r had before anything was allocated, which runs `blocks[r]` blocks; numbers in caches have
+    `value_bytes` bytes. Caches that wait for sessions take memory whether there are such sessions or not."""
 
     facts: Facts
     room: Sequence[Room]
     blocks: Sequence[int]
     value_bytes: int
+    waiting: Waiting | None = None
     _taken: dict[int, list[int]] = field(default_factory=dict)
 
     def need(self, *, steps: int, kv_context: str) -> list[int]:
@@ -47,7 +62,7 @@ class Budget:
         need = self._need(steps, kv_context)
         for rank, wanted in enumerate(need):
             free, decoding = self.room[rank]
-            left = free - sum(taken[rank] for taken in self._taken.values())
+            left = free - sum(taken[rank] for taken in self._taken.values()) - self._unused(need)[rank]
             also = f" and {decoding / _GB:.3g} GB of decoder's memory" if decoding else ""
             if wanted > left:
                 raise RequestError(
@@ -62,6 +77,19 @@ class Budget:
     def fits(self, *, steps: int, kv_context: str) -> int:
         """How many sessions like this there is room for, with none open."""
         return min(room.free // need for room, need in zip(self.room, self._need(steps, kv_context), strict=True))
+
+    def _unused(self, need: list[int]) -> list[int]:
+        """Bytes of caches on every rank that still wait for other sessions when one that needs so much has come."""
+        if self.waiting is None:
+            return [0] * len(need)
+        sessions, steps, kv_context = self.waiting
+        kind = self._need(steps, kv_context)
+        there = sum(each == kind for each in (*self._taken.values(), need))
+        unused = []
+        for each, room in zip(kind, self.room, strict=True):
+            nbytes = each - room.decoding
+            unused.append(max(0, max(1, room.holds(sessions, nbytes)) - there) * nbytes)
+        return unused
 
     def _need(self, steps: int, kv_context: str) -> list[int]:
         return [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from streamdiff.config import ModelConfig
-from streamdiff.pipeline.planning.budget import Budget, Room, free_bytes
+from streamdiff.pipeline.planning.budget import Budget, Room, Waiting, free_bytes
 from streamdiff.pipeline.planning.facts import read_facts
 from streamdiff.pipeline.runtime import Runtime
 from streamdiff.pipeline.start import load_runtime
@@ -27,6 +27,34 @@ def test_sessions_fit_until_one_rank_is_full() -> None:
     assert budget.need(steps=4, kv_context="clean")[1] < need, "a smaller one still fits"
     budget.give_back(0)
     assert budget.need(steps=4, kv_context="matched")[1] == need
+
+
+def test_caches_that_wait_for_sessions_are_nobody_elses() -> None:
+    """Two wait for sessions of one kind, and there is room for two of another kind beside them, or for four such."""
+    other, kind = (4 * FACTS.cache_values(1, steps=4, kv_context=each) for each in ("staircase", "clean"))
+    memory = Room(2 * kind + 2 * (other + 1), 1)
+
+    def opened(kv_context: str) -> int:
+        budget = Budget(FACTS, [memory], [1], 4, Waiting(2, 4, "clean"))
+        for session in count():
+            try:
+                budget.take(session, budget.need(steps=4, kv_context=kv_context))
+            except ValueError:
+                return session
+        raise AssertionError
+
+    assert opened("staircase") == 2
+    assert opened("clean") == memory.free // (kind + 1)
+    assert opened("matched") == 0, "which would fit if nothing waited"
+    assert Budget(FACTS, [memory], [1], 4).need(steps=4, kv_context="matched")
+
+
+def test_where_there_is_room_for_one_session_it_may_come() -> None:
+    kind = 4 * FACTS.cache_values(1, steps=4, kv_context="clean")
+    budget = Budget(FACTS, [Room(10 * kind), Room(kind)], [1, 1], 4, Waiting(3, 4, "clean"))
+    budget.take(0, budget.need(steps=4, kv_context="clean"))
+    with pytest.raises(ValueError, match="on rank 1"):
+        budget.need(steps=4, kv_context="clean")
 
 
 def test_room_is_what_is_given_or_a_share_of_what_is_free() -> None:

@@ -11,8 +11,8 @@ BIN := $(VENV)/bin
 SOURCES := streamdiff tests benchmarks examples
 # What the quick loop leaves out; `make test` runs everything.
 QUICK := not slow and not browser and not packaging and not interop
-# They start a browser, another house's viewer or pip; everything else shares the cores.
-ALONE := browser or packaging or interop
+# They start a browser or another house's viewer; everything else shares the cores.
+ALONE := browser or interop
 # One more than there are cores: many tests wait, for processes to start and for video to play.
 WORKERS := $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 # Where ARGS choose tests, all of them may be of one kind.

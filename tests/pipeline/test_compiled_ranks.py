@@ -18,6 +18,7 @@ from streamdiff.config import Config, ModelConfig
 from tests.pipeline.compiled_process import CHUNKS
 from tests.pipeline.processes import ROOT
 from tests.pipeline.test_compiled import TOLERANCE, worst
+from tests.pipeline.test_runtime import save_model
 
 pytestmark = pytest.mark.slow
 STAGES = 2
@@ -41,7 +42,8 @@ def play(folder: Path, switch: str, **options: Any) -> tuple[Made, list[dict[str
 
 def test_ranks_run_their_own_graphs_and_make_the_plain_stream(tmp_path: Path) -> None:
     switch, graphs = "recache", 3
-    options = {"kv_context": "clean"}
+    save_model(tmp_path / "model")
+    options = {"kv_context": "clean", "name": str(tmp_path / "model")}
     expected, plain, quiet = play(tmp_path / "off", switch, **options)
     got, compiled, shown = play(tmp_path / "on", switch, compile="on", **options)
     assert [rank["graphs"] for rank in plain] == [0, 0] and "compiling" not in quiet
@@ -50,9 +52,7 @@ def test_ranks_run_their_own_graphs_and_make_the_plain_stream(tmp_path: Path) ->
         assert rank["ran"] > 5 * CHUNKS and rank["plain"] == 0
     assert len(got["latents"]) == CHUNKS and len(got["frames"]) >= 4 * CHUNKS
     largest = max(float(each.abs().max()) for each in expected["latents"])
-    assert worst(got["latents"], expected["latents"]) <= TOLERANCE * largest, (
-        "as one part in so many: this model's are larger"
-    )
+    assert worst(got["latents"], expected["latents"]) <= TOLERANCE * largest, "as one part in so many"
     assert worst([each.float() for each in got["frames"]], [each.float() for each in expected["frames"]]) <= 1
     bars = re.findall(r"compiling:[^\r\n]* (\d+)/(\d+) ", shown)
     window = max(int(total) for _, total in bars)

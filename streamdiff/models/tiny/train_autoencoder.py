@@ -145,7 +145,7 @@ def loss_of(model: TAEHV, clips: Clips, generator: torch.Generator) -> tuple[Ten
     pull of the latents towards zero mean and unit variance. The decoder sees latents with a little noise, since the
     transformer's will not be perfect.
     """
-    latents = encode_groups(model, clips.frames)
+    latents = encode_groups(model, clips.frames).float()
     mean, std = latents.mean((0, 1, 3, 4)), latents.std((0, 1, 3, 4))
     level = 0.15 * torch.rand(latents.shape[0], 1, 1, 1, 1, generator=generator)
     noise = torch.randn(latents.shape, generator=generator) * level
@@ -156,8 +156,13 @@ def loss_of(model: TAEHV, clips: Clips, generator: torch.Generator) -> tuple[Ten
     return loss + 0.02 * (mean.square() + (std - 1).square()).mean(), error.square().mean()
 
 
-def train(out: Path, budget: training.Budget, seed: int, device: torch.device, batch: int = 8) -> TAEHV:
-    """Train, or go on with, the autoencoder under `out`; returns it. Writes `out/autoencoder.pt` every 100 steps."""
+def train(
+    out: Path, budget: training.Budget, seed: int, device: torch.device, batch: int = 8, bf16: bool = False
+) -> TAEHV:
+    """Train, or go on with, the autoencoder under `out`; returns it. Writes `out/autoencoder.pt` every 100 steps.
+
+    With `bf16` convolutions are computed in bfloat16; weights, latents and the loss stay float32.
+    """
     torch.manual_seed(seed)
     model = TAEHV(AUTOENCODER)
     initialise(model)
@@ -188,7 +193,8 @@ def train(out: Path, budget: training.Budget, seed: int, device: torch.device, b
             if whole
             else draw_clips(batch, CROP, generator, device)
         )
-        loss, mse = loss_of(model, clips, generator)
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            loss, mse = loss_of(model, clips, generator)
         optimizer.step(loss, done, progress.step)
         smooth = 0.95 * smooth + 0.05 * float(mse.detach()) if smooth else float(mse.detach())
         if progress.step % 100 == 99 and training.rank() == 0:

@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 _SESSION, _CHUNKS = 0, 6
 # Two chunks in, a stream repeats what differed before; so this is far above rounding and far below a wrong kernel.
 _LATENTS_OFF, _PICTURES_OFF = 2e-3, 2
-_BLOCKS, _OF_DRIVER = "allocation.all.allocated", "num_device_alloc"
+_ALLOCATED, _OF_DRIVER = "allocation.all.allocated", "num_device_alloc"
 _BLOCKS_OFF = {torch.float32: 2e-3, torch.bfloat16: 4e-2}
 FAST = "compile"
 """The setting of `model:` with a fast path, and its value for the plain one."""
@@ -229,10 +229,10 @@ def no_memory_taken(context: str, device: torch.device) -> str:
         forward = stage.forward
 
         def counted(rows: Sequence[MicroStep], given: Tensors) -> Tensors:
-            before = torch.cuda.memory_stats()[_BLOCKS]
+            before = torch.cuda.memory_stats()[_ALLOCATED]
             result = forward(rows, given)
             if all(row.step > 0 for row in rows):
-                taken.append(torch.cuda.memory_stats()[_BLOCKS] - before)
+                taken.append(torch.cuda.memory_stats()[_ALLOCATED] - before)
             return result
 
         stage.forward = counted  # type: ignore[method-assign]

@@ -8,6 +8,7 @@ from chunk to chunk (slots, positions, prompts) comes in tensors, so nothing is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
 from typing import NamedTuple, Protocol, cast
@@ -92,7 +93,7 @@ class CompiledStage:
     def forget(self, caches: Tensor) -> None:
         """Drop the captured graphs of a session whose caches are given up. Mutates: self."""
         if self._captured is not None:
-            self._captured.kept.forget(home_of(caches))
+            self._captured.forget(home_of(caches))
 
     def run(self, given: Tensors, texts: Texts, views: Sequence[RowView]) -> Tensors | None:
         """What the plain path computes, or None where there is no graph for it. Mutates: the rows' caches."""
@@ -203,6 +204,32 @@ def captured_on(device: torch.device, live: bool) -> Captured | None:
     return Captured(CudaRecord(), live) if device.type == "cuda" else None
 
 
+@dataclass
+class TextPlace:
+    """Where graphs look for the text of a row, and `whose` copy is there."""
+
+    layers: tuple[KeyValue, ...]
+    whose: object = None
+
+    def put(self, text: Sequence[KeyValue]) -> None:
+        """Copy the text there, if it is another one. Mutates: self."""
+        if self.whose is text:
+            return
+        for to_layer, layer in zip(self.layers, text, strict=True):
+            to_layer.key.copy_(layer.key)
+            to_layer.value.copy_(layer.value)
+        self.whose = text
+
+
+class Replayed(NamedTuple):
+    """A captured graph, where it looks for what it reads, and where it puts its result."""
+
+    graph: Recorded
+    static: Inputs
+    texts: tuple[TextPlace, ...]
+    result: Tensors
+
+
 class Captured:
     """Graphs of CUDA: a forward is one launch instead of some thousand.
 
@@ -210,20 +237,26 @@ class Captured:
     caches (`captures`): those that come while learning, and, where it is `live`, those of sessions opened later. These
     run as they are the first time; the second time they are captured, which carries nothing out, and replayed. So
     every forward happens once: one that averages or adapts the sink would not be the same twice. Everything else is
-    copied to where all graphs look for it: a prompt only when it changes. So a replay allocates nothing.
+    copied to where graphs look for it: all of them in one place, and a prompt, only when it changes, in one for each
+    session. So a replay allocates nothing.
     """
 
     def __init__(self, record: Record, live: bool) -> None:
         """`live` is False where a capture, for which the device is waited for, could wait for another rank."""
         self._record, self._live = record, live
-        self._kept: Captures[tuple[Recorded, Inputs, Tensors]] = Captures()
-        self._texts: list[tuple[tuple[KeyValue, ...], object]] = []  # by row: where graphs look, whose copy is there
+        self._kept: Captures[Replayed] = Captures()
+        self._texts: dict[tuple[int, int], TextPlace] = {}  # by the session's home, and row
         self._given: dict[tuple[int, torch.Size], Tensor] = {}  # by place among what is given, and shape
 
     @property
-    def kept(self) -> Captures[tuple[Recorded, Inputs, Tensors]]:
+    def kept(self) -> Captures[Replayed]:
         """What is captured for whom."""
         return self._kept
+
+    def forget(self, home: int) -> None:
+        """Drop what there is for caches that are about to be freed. Mutates: self."""
+        self._kept.forget(home)
+        self._texts = {place: text for place, text in self._texts.items() if place[0] != home}
 
     def run(self, key: Key, run: Run, inputs: Inputs, texts: Texts, learning: bool) -> Tensors:
         """`run(inputs)`, replayed where there is a graph: then it lies where the next replay puts its own. `texts` are
@@ -234,42 +267,39 @@ class Captured:
             homes = tuple(home_of(keys[0]) for keys, _ in inputs.caches)
             if not (learning or self._live) or not self._kept.is_due(place, homes, learning=learning):
                 return run(inputs)
-            static = self._static(inputs)
-            graph, result = self._record(run, static, learning)
-            found = graph, static, result
+            found = self._capture(run, inputs, [homes[session] for session in key.sessions], learning)
             self._kept.keep(place, homes, found)
-        graph, static, result = found
-        self._hand_over(static, inputs, texts)
-        graph.replay()
-        return result
+        for row, text in zip(found.texts, texts, strict=True):
+            row.put(text)
+        _hand_over(found.static, inputs)
+        found.graph.replay()
+        return found.result
 
-    def _static(self, inputs: Inputs) -> Inputs:
-        """Where a graph looks for its inputs. Mutates: self."""
+    def _capture(self, run: Run, inputs: Inputs, homes: Sequence[int], learning: bool) -> Replayed:
+        """A graph of `run`, whose rows belong to sessions of these `homes`. Mutates: self."""
         rows = tuple(row.map(torch.clone) for row in inputs.rows)
         given = tuple(self._place(index, tensor) for index, tensor in enumerate(inputs.given))
-        return Inputs(given, self._places(inputs.texts), inputs.caches, rows)
+        texts = tuple(
+            self._text((home, row), text) for row, (home, text) in enumerate(zip(homes, inputs.texts, strict=True))
+        )
+        static = Inputs(given, tuple(text.layers for text in texts), inputs.caches, rows)
+        graph, result = self._record(run, static, learning)
+        return Replayed(graph, static, texts, result)
 
     def _place(self, index: int, tensor: Tensor) -> Tensor:
         """Where all graphs look for what is given at this place in this shape; it is there. Mutates: self."""
         return self._given.setdefault((index, tensor.shape), torch.empty_like(tensor)).copy_(tensor)
 
-    def _places(self, texts: tuple[tuple[KeyValue, ...], ...]) -> tuple[tuple[KeyValue, ...], ...]:
-        """Where all graphs look for the text of row 0, 1, ... Mutates: self."""
-        for text in texts[len(self._texts) :]:
-            place = tuple(KeyValue(layer.key.clone(), layer.value.clone()) for layer in text)
-            self._texts.append((place, None))
-        return tuple(place for place, _ in self._texts[: len(texts)])
+    def _text(self, place: tuple[int, int], text: tuple[KeyValue, ...]) -> TextPlace:
+        """Where all graphs of a session look for the text of this row. Mutates: self."""
+        if place not in self._texts:
+            self._texts[place] = TextPlace(tuple(KeyValue(kv.key.clone(), kv.value.clone()) for kv in text))
+        return self._texts[place]
 
-    def _hand_over(self, static: Inputs, inputs: Inputs, texts: Texts) -> None:
-        """Copy what is another than at the last replay. Mutates: self, static."""
-        for there, here in zip((static.given, *static.rows), (inputs.given, *inputs.rows), strict=True):
-            for to, source in zip(there, here, strict=True):
-                if to is not None and source is not None:
-                    to.copy_(source)
-        for row, text in enumerate(texts):
-            place, whose = self._texts[row]
-            if whose is not text:
-                for to_layer, layer in zip(place, text, strict=True):
-                    to_layer.key.copy_(layer.key)
-                    to_layer.value.copy_(layer.value)
-                self._texts[row] = place, text
+
+def _hand_over(static: Inputs, inputs: Inputs) -> None:
+    """Copy what changes from forward to forward. Mutates: static."""
+    for there, here in zip((static.given, *static.rows), (inputs.given, *inputs.rows), strict=True):
+        for to, source in zip(there, here, strict=True):
+            if to is not None and source is not None:
+                to.copy_(source)

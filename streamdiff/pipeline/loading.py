@@ -154,11 +154,14 @@ def compile_stage(config: ModelConfig, stage: Stage, room: Room, progress: Progr
     room. Takes minutes, and talks to no other rank: so all ranks do it at the same time, and `Member.meet` afterwards.
     Mutates: stage, progress."""
     if (kept := waiting(config, stage.device)) is not None:
-        paired = config.clean_with_next
         stage.compile(
-            steps=kept.steps, kv_context=kept.kv_context, clean_with_next=paired, sessions=kept.sessions,
-            room=room, told=progress.told,
-        )  # fmt: skip
+            steps=kept.steps,
+            kv_context=kept.kv_context,
+            clean_with_next=config.clean_with_next,
+            sessions=kept.sessions,
+            room=room,
+            told=progress.told,
+        )
 
 
 def waiting(config: ModelConfig, device: torch.device) -> Waiting | None:

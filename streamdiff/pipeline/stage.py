@@ -102,8 +102,8 @@ class Stage:
         self.sessions[session] = StageSession(plan, state, steps, kv_context == "matched", steps)
 
     def close(self, session: int) -> None:
-        """Free the session. With graphs, its caches wait for another one, as CUDA's graphs are bound to them: those
-        with the most, for as many sessions as `compile` had; the graphs of others go with them. Mutates: self."""
+        """Free the session. With graphs, caches wait for sessions to come, as CUDA's graphs are bound to them: those
+        with the most graphs, as many as `compile` made; all others are freed, and their graphs. Mutates: self."""
         gone, compiled = self.sessions.pop(session, None), self.compiled
         if gone is None or compiled is None:
             return

@@ -16,5 +16,5 @@ def one_thread_for_what_is_made_once() -> None:
 
 
 @pytest.fixture(autouse=True)
-def one_thread(one_thread_for_what_is_made_once: None) -> None:
+def one_thread() -> None:
     torch.set_num_threads(1)  # a test before may have changed it

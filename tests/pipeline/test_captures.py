@@ -138,6 +138,24 @@ class Noted(TorchDispatchMode):
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_replayed_micro_step_takes_no_memory(monkeypatch: pytest.MonkeyPatch, stages: int) -> None:
     """It looks at tensors and copies into what is there. A chunk's first step makes its table of rotary factors."""
+    noted = asked_for(monkeypatch, stages, {0: TWO[0]})
+    assert len(noted) >= stages * 5 * 4
+    assert {name for names in noted for name in names} == {"aten.view.default", "aten.copy_.default"}
+
+
+def test_sessions_that_take_turns_copy_no_prompt_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is large: keys and values of each layer."""
+    alone, together = asked_for(monkeypatch, 1, {0: TWO[0]}), asked_for(monkeypatch, 1, TWO)
+    assert copies(alone) == copies(together)
+    assert max(copies(alone)) <= 6, "what is new with every step"
+
+
+def copies(noted: list[list[str]]) -> set[int]:
+    return {names.count("aten.copy_.default") for names in noted}
+
+
+def asked_for(monkeypatch: pytest.MonkeyPatch, stages: int, orders: dict[int, Order]) -> list[list[str]]:
+    """Operations of each forward of a chunk's later steps, while the sessions play."""
     ring = LocalRing(MODEL, CPU, stages)
     replay = StandIn.replay
     monkeypatch.setattr(StandIn, "replay", lambda graph: outside(lambda: replay(graph)))
@@ -151,11 +169,10 @@ def test_a_replayed_micro_step_takes_no_memory(monkeypatch: pytest.MonkeyPatch, 
         return result
 
     for stage in [ring.stage, *(worker.stage for worker in ring.others)]:
-        stage.compile(steps=4, kv_context="clean")
+        stage.compile(steps=4, kv_context="clean", sessions=len(orders))
         monkeypatch.setattr(stage, "forward", partial(note, stage.forward))
-    play(ring, MODEL, {0: TWO[0]}, 6)
-    assert len(noted) >= stages * 5 * 4
-    assert {name for names in noted for name in names} == {"aten.view.default", "aten.copy_.default"}
+    play(ring, MODEL, orders, 6)
+    return noted
 
 
 def outside(work: Callable[[], None]) -> None:

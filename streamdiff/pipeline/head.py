@@ -81,15 +81,13 @@ class Head:
         # On a CPU a thread that draws would only take time from the one that computes.
         self._thread = ThreadPoolExecutor(1, "noise") if device.type == "cuda" else None
 
-    def open(
-        self, session: int, *, noise: Noise, schedule: Schedule, kv_context: str, source: Source | None = None
-    ) -> None:
-        """Start a stream, or start it again with other noise. Mutates: self."""
+    def prepare(
+        self, *, noise: Noise, schedule: Schedule, kv_context: str, source: Source | None = None
+    ) -> HeadSession:
+        """A stream at its beginning; in `sessions` it starts."""
         plan = ring_plan(self.spec, kv_context, steps=schedule.steps)
         levels, drawn = self._both_levels(schedule), self._drawn(noise, schedule)
-        self.sessions[session] = HeadSession(
-            noise, drawn, schedule, kv_context, plan, levels, source=source and source.on(self.device)
-        )
+        return HeadSession(noise, drawn, schedule, kv_context, plan, levels, source=source and source.on(self.device))
 
     def set_steps(self, session: int, schedule: Schedule) -> None:
         """Chunks from now on have this schedule; none may be in flight. Mutates: self."""

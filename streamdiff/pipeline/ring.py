@@ -172,7 +172,8 @@ class Ring:
         noise: Noise | None = None,
         source: Source | None = None,
     ) -> None:
-        """Open a session on scheduler, head and all stages; ValueError on bad values. Mutates: self.
+        """Open a session on scheduler, head and all stages; ValueError on bad values. Where it raises, nothing of the
+        session is open. Mutates: self.
 
         `steps` is a schedule or a number of the model's own steps; `noise` takes the place of the seed's, and with a
         `source` chunks start from input instead of from noise alone.
@@ -182,9 +183,11 @@ class Ring:
         first = schedule.of(0).steps
         if first > steps and self.head.spec.first_chunks > 1:
             raise ValueError("a first chunk of another length that also has more steps is not built")
-        self.scheduler.open(session, steps=steps, first_steps=first, kv_context=kv_context, epoch=epoch)
+        # All that can fail comes before anybody knows of the session: a slot that is half open could never be used.
         noise = noise or self._seeded(seed)
-        self.head.open(session, noise=noise, schedule=schedule, kv_context=kv_context, source=source)
+        state = self.head.prepare(noise=noise, schedule=schedule, kv_context=kv_context, source=source)
+        self.scheduler.open(session, steps=steps, first_steps=first, kv_context=kv_context, epoch=epoch)
+        self.head.sessions[session] = state
         self._tell(Kind.OPEN, Control(session, epoch, epoch, steps, kv_context))
         self._tell(Kind.TEXT, Control(session, epoch, epoch), embeddings)
 
@@ -256,10 +259,13 @@ class Ring:
         source: Source | None = None,
     ) -> None:
         """Drop what is in flight and start afresh at chunk 0. `epoch` is one the slot never had. Mutates: self."""
+        old, change = self.head.sessions[session], self._changes.get(session)
+        schedule, noise = change.schedule if change else old.schedule, noise or self._seeded(seed)
+        # What can fail comes first, as in `open`: else the scheduler would begin a stream that nobody else has.
+        state = self.head.prepare(noise=noise, schedule=schedule, kv_context=old.kv_context, source=source)
         self.scheduler.reset(session, epoch)
         self._change_steps()
-        old, noise = self.head.sessions[session], noise or self._seeded(seed)
-        self.head.open(session, noise=noise, schedule=old.schedule, kv_context=old.kv_context, source=source)
+        self.head.sessions[session] = state
         self._tell(Kind.RESET, Control(session, epoch))
         self._tell(Kind.TEXT, Control(session, epoch, epoch), embeddings)
 

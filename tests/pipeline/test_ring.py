@@ -9,6 +9,7 @@ import torch
 
 from streamdiff.models.base import Model
 from streamdiff.pipeline.ring import LocalRing, Ring
+from streamdiff.pipeline.source import Source
 from tests.pipeline.playing import THREE, play, same
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
@@ -72,6 +73,43 @@ def test_what_is_in_the_ring_at_a_reset_is_nobodys() -> None:
     while fresh.has_work:
         expected += [done.latents for done in fresh.turn()[1]]
     assert len(got) > 6 and same(got, expected)
+
+
+class Lost(Source):
+    """Input whose device has no memory left."""
+
+    def on(self, device: torch.device) -> Source:
+        raise torch.OutOfMemoryError("the test's own fault")
+
+
+def test_what_cannot_be_opened_leaves_nothing_open() -> None:
+    """The slot can be used again, and what it makes is as if nothing had been."""
+    ring, order = LocalRing(MODEL, CPU, 2), THREE[1]
+    lost = Lost.steady(torch.zeros(1, *MODEL.spec.chunk_shape), 0.5, 500.0)
+    with pytest.raises(torch.OutOfMemoryError):
+        ring.open(0, MODEL.text.encode(order.text), epoch=0, steps=4, kv_context="clean", source=lost)
+    assert not ring.has_work, "no stage is told of it"
+    assert same(play(ring, MODEL, {0: order})[0], play(Ring(MODEL, CPU), MODEL, {0: order})[0])
+
+
+def test_what_cannot_be_reset_goes_on() -> None:
+    """The stream is as if the reset had not been asked for."""
+    ring, undisturbed = Ring(MODEL, CPU), Ring(MODEL, CPU)
+    lost = Lost.steady(torch.zeros(1, *MODEL.spec.chunk_shape), 0.5, 500.0)
+    made: list[list[torch.Tensor]] = []
+    for each in (ring, undisturbed):
+        each.open(0, MODEL.text.encode(RED), seed=1, epoch=0, steps=4, kv_context="clean")
+        each.scheduler.set_room(0, 2 * MODEL.spec.chunk_frames)
+        latents: list[torch.Tensor] = []
+        while len(latents) < 1:
+            latents += [done.latents for done in each.turn()[1]]
+        if each is ring:
+            with pytest.raises(torch.OutOfMemoryError):
+                each.reset(0, MODEL.text.encode(BLUE), seed=2, epoch=1, source=lost)
+        while each.has_work:
+            latents += [done.latents for done in each.turn()[1]]
+        made.append(latents)
+    assert len(made[0]) == 2 and same(made[0], made[1])
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -33,6 +33,8 @@ DEFAULT_SESSION = "default"
 OPEN_TIMEOUT_S = 60.0
 LONGEST_RETRY_S, SHORTEST_RETRY_S = 60.0, 1.0
 HOUSEKEEPING_S = 1.0
+RESERVED_S = 30.0
+"""How long a session that was asked for keeps its share of the engine's time before anybody watches."""
 REMEMBERED = 1024
 """Ended sessions of which it is still known why."""
 
@@ -58,10 +60,16 @@ class NoPlace(StreamdiffError):
 
 @dataclass
 class _Place:
-    """A session's place, from the moment it is promised."""
+    """A session's place, from the moment it is promised; until `reserved_until_s` its share is kept for those who will
+    watch."""
 
     view: SessionView
     lifetime: Lifetime
+    reserved_until_s: float
+
+    def plays(self, now_s: float) -> bool:
+        """Whether the engine makes frames for it, or is about to: a session that nobody watches takes memory only."""
+        return self.view.watched or not self.view.idle or now_s < self.reserved_until_s
 
 
 class Hub:
@@ -85,7 +93,7 @@ class Hub:
         self._gone: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
         spec = SessionSpec(config.session.prompt, config.session.seed, config.playback.fps)
-        self._take_place(DEFAULT_SESSION, spec, None, None)
+        self._take_place(DEFAULT_SESSION, spec, None, None, 0.0)
 
     # ---- what there is ------------------------------------------------------------------------------------------
 
@@ -109,16 +117,25 @@ class Hub:
 
     def room(self) -> int | None:
         """How many more sessions of the default kind could play; None: not measured yet."""
-        room = self.capacity.room(self.shares(), self.capacity.share(self._config.playback.fps))
+        room = self.capacity.room(self.shares(), self.share(self._config.playback.fps))
         fit = self.ready.sessions_fit
         if room is None or fit is None:
             return room
         return max(0, min(room, fit - len(self._places)))
 
     def shares(self, but: str | None = None) -> list[float]:
-        """The share of the engine's time that each session asks for, without that of `but`."""
-        views = [view for view in self.views if view.session != but]
-        return [self.capacity.share(view.fps, view.steps) for view in views]
+        """The share of the engine's time that each session takes, without that of `but`; 0 where nobody watches."""
+        now_s = clock.monotonic_s()
+        places = [place for place in self._places.values() if place.view.session != but]
+        return [self.share(place.view.fps, place.view.steps) if place.plays(now_s) else 0.0 for place in places]
+
+    def share(self, fps: float, steps: int | None = None) -> float:
+        """The share of the engine's time that a session takes while it plays."""
+        return self.capacity.share(fps, clock.monotonic_s(), steps)
+
+    def work_s(self) -> float | None:
+        """Seconds of work in a chunk in the usual number of steps; None: not measured yet."""
+        return self.capacity.work_s(clock.monotonic_s())
 
     # ---- open and end -------------------------------------------------------------------------------------------
 
@@ -136,11 +153,11 @@ class Hub:
         if self.draining:
             raise NoPlace("draining", "The server is about to end and opens no more sessions.", 5)
         steps = self.ready.steps if spec.steps is None else spec.steps
-        if why := self.capacity.refusal(self.shares(), self.capacity.share(spec.fps, steps)):
+        if why := self.capacity.refusal(self.shares(), self.share(spec.fps, steps)):
             raise NoPlace("time", why, self.retry_after_s())
         serve = self._config.serve
         # Nothing is awaited between the look at the shares and this: the place is taken.
-        view = self._take_place(f"s-{secrets.token_urlsafe(9)}", spec, serve.idle_s, serve.lifetime_s)
+        view = self._take_place(f"s-{secrets.token_urlsafe(9)}", spec, serve.idle_s, serve.lifetime_s, RESERVED_S)
         view.tokens = Tokens.fresh()
         try:
             await view.ask_open()
@@ -182,16 +199,24 @@ class Hub:
         soonest_s = min(ends, default=LONGEST_RETRY_S)
         return math.ceil(min(max(soonest_s, SHORTEST_RETRY_S), LONGEST_RETRY_S))
 
-    def _take_place(self, name: str, spec: SessionSpec, idle_s: float | None, lifetime_s: float | None) -> SessionView:
+    def _take_place(
+        self,
+        name: str,
+        spec: SessionSpec,
+        idle_s: float | None,
+        lifetime_s: float | None,
+        reserved_s: float,
+    ) -> SessionView:
         def may_play(fps: float, steps: int) -> str:
-            return self.capacity.refusal(self.shares(but=name), self.capacity.share(fps, steps))
+            return self.capacity.refusal(self.shares(but=name), self.share(fps, steps))
 
         def occupancy() -> tuple[float, ...]:
             return self.occupancy
 
         client, metrics = self._client, self._metrics
         view = SessionView(name, spec, self._config, self.ready, client.send, metrics, may_play, occupancy)
-        self._places[name] = _Place(view, Lifetime(clock.monotonic_s(), idle_s, lifetime_s))
+        now_s = clock.monotonic_s()
+        self._places[name] = _Place(view, Lifetime(now_s, idle_s, lifetime_s), now_s + reserved_s)
         self._metrics.sessions.set(len(self._places))
         return view
 
@@ -247,7 +272,8 @@ class Hub:
                 case Failed():
                     reason = event.reason
                 case Measured():
-                    self.capacity.work_s, self.occupancy = event.work_s, event.occupancy
+                    self.capacity.measured(event.work_s, clock.monotonic_s())
+                    self.occupancy = event.occupancy
                     self._stages.told(event.busy_s)
                 case Restarting():
                     self._lost(event)
@@ -278,7 +304,7 @@ class Hub:
     async def _reopen(self, ready: Ready) -> None:
         """Another engine is there: open all sessions on it. Mutates: self."""
         self.ready, self.restarting = ready, None
-        self.capacity.work_s = ready.work_s or self.capacity.work_s
+        self.capacity.restart(ready.work_s)
         for view in self.views:
             with contextlib.suppress(EngineFailure):  # it has ended too, and `Restarting` comes next
                 await view.ask_open()

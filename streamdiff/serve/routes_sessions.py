@@ -107,7 +107,7 @@ def info_of(services: Services, view: SessionView) -> SessionInfo:
         watched=view.watched,
         age_s=round(now_s - lifetime.opened_s, 1),
         ends_in_s=None if end is None else round(max(0.0, end[0] - now_s), 1),
-        share=round(services.hub.capacity.share(view.fps, view.steps), 4),
+        share=round(services.hub.share(view.fps, view.steps), 4),
         whep=f"/whep/{view.session}",
         control=f"/api/sessions/{view.session}/control",
         stats=view.stats(),
@@ -118,7 +118,7 @@ def _capacity(services: Services) -> CapacityInfo:
     hub, ready = services.hub, services.hub.ready
     return CapacityInfo(
         room=hub.room(),
-        work_s=hub.capacity.work_s,
+        work_s=hub.work_s(),
         chunk_frames=ready.chunk_frames,
         share=round(sum(hub.shares()), 4),
         share_limit=hub.capacity.limit,

@@ -77,7 +77,7 @@ class SessionInfo(BaseModel):
     rev: int = Field(description="goes up with every change")
     age_s: float
     ends_in_s: float | None = Field(description="when it ends by itself as things are; null: never")
-    share: float = Field(description="of the engine's time, as measured")
+    share: float = Field(description="of the engine's time, as measured; taken while somebody watches")
     whep: str = Field(description="where to POST an offer to watch it")
     control: str = Field(description="where its control WebSocket is")
     stats: dict[str, Any]
@@ -96,7 +96,7 @@ class CapacityInfo(BaseModel):
     room: int | None = Field(description="further sessions of the default kind; null: nothing was measured yet")
     work_s: float | None = Field(description="seconds of work in a chunk, measured")
     chunk_frames: int
-    share: float = Field(description="of the engine's time that the open sessions ask for")
+    share: float = Field(description="of the engine's time that the sessions take that somebody watches")
     share_limit: float
     occupancy: list[float] = Field(description="share of the time that each stage of a ring was at work")
     sessions_fit: int | None = Field(description="sessions of the default kind that the memory holds; null: unknown")

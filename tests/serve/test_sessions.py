@@ -15,6 +15,7 @@ import pytest
 from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig, SessionConfig
 from streamdiff.engine.main import _load_runtime
 from streamdiff.engine.messages import Close, Open, SetLead, Shown
+from streamdiff.serve import hub
 from streamdiff.serve.schema import control_message
 from tests.serve.conftest import Peer, Site, bearer, open_site
 from tests.serve.scripted import CHUNK_FRAMES, Info, Painter
@@ -268,8 +269,10 @@ def test_prompts_of_emoji_and_of_control_characters() -> None:
     _run(scene)
 
 
-def test_of_a_hundred_opens_exactly_the_free_places_are_given() -> None:
+def test_of_a_hundred_opens_exactly_the_free_places_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     # A chunk of 8 frames is 0.02 s of work and 0.2 s of video: a tenth of the time. Nine fit into 0.9, one is there.
+    monkeypatch.setattr(hub, "RESERVED_S", 3600.0)  # however busy the machine is
+
     async def scene(site: Site) -> None:
         await site.http.get("/healthz")
         tasks, files = len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))
@@ -297,6 +300,34 @@ def test_of_a_hundred_opens_exactly_the_free_places_are_given() -> None:
     _run(scene)
 
 
+class Overloaded(Painter):
+    """Measures that one session at the usual rate takes ten times the engine's time."""
+
+    def work_s(self) -> float:
+        return 10 * self.info.chunk_frames / self.info.native_fps
+
+
+def test_a_session_that_nobody_watches_takes_no_time_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "RESERVED_S", 0.0)
+
+    async def scene(site: Site) -> None:
+        first = await _open(site, fps=1)
+        second = await _open(site, fps=40)  # the first is not watched either
+        capacity = (await site.http.get("/api/sessions")).json()["capacity"]
+        assert (capacity["share"], capacity["room"]) == (0.0, 1)
+        await (await _watch(site, second["id"])).frame()
+        refused = await site.http.post("/api/sessions", json={"fps": 1})
+        assert (refused.status_code, refused.json()["code"]) == (503, "time"), "somebody watches now"
+        assert "play (1) take" in refused.json()["detail"]
+        paused = await site.http.post(f"/api/sessions/{second['id']}/pause", headers=second["headers"])
+        assert paused.status_code == 200
+        refused = await site.http.post("/api/sessions", json={"fps": 1})
+        assert (refused.status_code, refused.json()["code"]) == (503, "time"), "who watches may go on at any time"
+        assert (await site.http.get(f"/api/sessions/{first['id']}")).status_code == 200
+
+    _run(scene, Overloaded(chunk_s=0.02))
+
+
 def test_a_session_that_does_not_fit_in_memory_is_refused_with_the_reason() -> None:
     async def scene(site: Site) -> None:
         await _open(site)
@@ -310,6 +341,7 @@ def test_a_session_that_does_not_fit_in_memory_is_refused_with_the_reason() -> N
 
 def test_faster_playback_needs_room_too() -> None:
     async def scene(site: Site) -> None:
+        await (await site.watch()).frame()
         slow = await _open(site, fps=4)
         response = await site.http.patch(f"/api/sessions/{slow['id']}", json={"fps": 120}, headers=slow["headers"])
         assert (response.status_code, response.json()["code"], response.json()["field"]) == (503, "no_capacity", "fps")
@@ -362,6 +394,7 @@ async def _until_corner(peer: Peer, *, white: bool) -> None:
 
 def test_more_steps_need_room_too() -> None:
     async def scene(site: Site) -> None:
+        await (await site.watch()).frame()
         few = await _open(site, steps=2, fps=40)
         path = f"/api/sessions/{few['id']}"
         response = await site.http.patch(path, json={"steps": 4}, headers=few["headers"])

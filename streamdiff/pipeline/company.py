@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+from streamdiff import clock
 from streamdiff.errors import EngineFailure
 from streamdiff.models.base import ModelSpec
 from streamdiff.pipeline.decoding import Deliver, RemoteDecoding
@@ -14,7 +15,7 @@ from streamdiff.pipeline.follower import gone, leave
 from streamdiff.pipeline.group import Member
 from streamdiff.pipeline.links.link import Inbox, LinkClosed, Outbox
 from streamdiff.pipeline.ring import Ring
-from streamdiff.pipeline.watch import Beat, Watch
+from streamdiff.pipeline.watch import BEAT_S, Beat, Watch
 from streamdiff.pipeline.worker import LEAVE_S
 
 _NOTICE_S = 2.0
@@ -76,9 +77,19 @@ class Company:
         return [(b.busy_s - a.busy_s) / (b.at_s - a.at_s) if b.at_s > a.at_s else 0.0 for a, b in pairs]
 
     def busy_s(self) -> list[float]:
-        """Seconds that each rank was at work since its process began, as it said last."""
+        """Seconds that each rank's device was at work since its process began, as it said last."""
         beats = [self._watch.beat_of(rank) for rank in range(self.member.ranks)]
         return [beat.busy_s if beat is not None else 0.0 for beat in beats]
+
+    def hear(self) -> None:
+        """Wait until every rank has told anew how it does, or the ring has a fault; at most `LEAVE_S`."""
+        known = {rank: beat.number for rank in range(self.member.ranks) if (beat := self._watch.beat_of(rank))}
+        end_s = clock.monotonic_s() + LEAVE_S
+        for rank in range(self.member.ranks):
+            while (beat := self._watch.beat_of(rank)) is None or beat.number <= known.get(rank, 0):
+                if self._fault is not None or clock.monotonic_s() >= end_s:
+                    return
+                threading.Event().wait(BEAT_S / 10)
 
     def leave(self) -> None:
         """End the ring: in order where it is whole, else at once."""

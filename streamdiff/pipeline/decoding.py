@@ -10,8 +10,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from streamdiff import clock
 from streamdiff.models.base import ModelSpec, StreamDecoder
 from streamdiff.pictures import PictureKind, shape_of
+from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.leaving import Lane, decode_chunk
 from streamdiff.pipeline.links.link import Inbox, LinkClosed, Outbox
 from streamdiff.pipeline.microstep import MicroStep
@@ -58,21 +58,24 @@ class Decoding(Protocol):
     def check(self) -> None:
         """Raises what has gone wrong on the way."""
 
-    def close(self) -> None:
-        """End the threads; what is not decoded is dropped."""
+    def close(self, abandon: bool = False) -> None:
+        """End the threads; what is not decoded is dropped. With `abandon` they are not waited for: the device that they
+        wait for is stuck."""
 
 
 class _Memories:
     """What the decoder remembers of each stream."""
 
-    def __init__(self, decoder: StreamDecoder, lane: Lane, at_once: int) -> None:
+    def __init__(self, decoder: StreamDecoder, lane: Lane, at_once: int, timer: DeviceTimer) -> None:
         self._decoder, self._lane, self._at_once = decoder, lane, at_once
+        self._timed = timer.stream()
         self._memories: dict[int, Any] = {}
 
-    def decode(self, stream: int, latents: Tensor) -> Iterator[Tensor]:
+    def decode(self, stream: int, chunk: int, latents: Tensor) -> Iterator[Tensor]:
         if stream not in self._memories:
             self._memories[stream] = self._decoder.new_memory()
-        return decode_chunk(self._decoder, latents, self._memories[stream], self._lane, self._at_once)
+        timed = partial(self._timed.work, f"decoding chunk {chunk}")
+        return decode_chunk(self._decoder, latents, self._memories[stream], self._lane, self._at_once, timed)
 
     def forget(self, stream: int) -> None:
         self._memories.pop(stream, None)
@@ -88,39 +91,51 @@ class LocalDecoding:
         wake: Callable[[], None],
         device: torch.device = CPU,
         at_once: int = 1,
+        timer: DeviceTimer | None = None,
     ) -> None:
-        """`wake` is called, from that thread, when something has gone wrong; `device` is the decoder's; `at_once`
-        latent frames are decoded by one call."""
+        """`wake` is called, from that thread, when something has gone wrong; `device` is the decoder's, `timer` that
+        device's; `at_once` latent frames are decoded by one call."""
         self._lane = Lane(device)
-        self._memories, self._deliver, self._wake = _Memories(decoder, self._lane, at_once), deliver, wake
+        self._memories = _Memories(decoder, self._lane, at_once, timer or DeviceTimer.on(device))
+        self._deliver, self._wake = deliver, wake
         self._error: BaseException | None = None
-        self._pool = ThreadPoolExecutor(1, "decode", initializer=self._enter)
+        self._closing = False
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # As a daemon: a process whose device is stuck must be able to end without it.
+        self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
+        self._thread.start()
 
     def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
-        self._pool.submit(self._decode, stream, chunk, latents, self._lane.mark()).add_done_callback(self._ended)
+        self._jobs.put(partial(self._decode, stream, chunk, latents, self._lane.mark()))
 
     def forget(self, stream: int) -> None:
-        self._pool.submit(self._memories.forget, stream)
+        self._jobs.put(partial(self._memories.forget, stream))
 
     def check(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+    def close(self, abandon: bool = False) -> None:
+        self._closing = True
+        self._jobs.put(None)
+        if not abandon:
+            self._thread.join()
 
-    def _ended(self, job: Future[None]) -> None:
-        if not job.cancelled() and (error := job.exception()) is not None:
+    def _run(self) -> None:
+        """The thread: one job after the other, up to the first error, which `check` raises."""
+        try:
+            torch.set_num_threads(DECODE_THREADS)
+            self._lane.enter()
+            while (job := self._jobs.get()) is not None:
+                if not self._closing:
+                    job()
+        except BaseException as error:
             self._error = error
             self._wake()
 
-    def _enter(self) -> None:
-        torch.set_num_threads(DECODE_THREADS)
-        self._lane.enter()
-
     def _decode(self, stream: int, chunk: int, latents: Tensor, ready: torch.cuda.Event | None) -> None:
         self._lane.follow(ready, latents)
-        for index, pictures in enumerate(self._memories.decode(stream, latents)):
+        for index, pictures in enumerate(self._memories.decode(stream, chunk, latents)):
             self._deliver(Piece(stream, chunk, pictures.numpy().copy(), index == latents.shape[1] - 1))
 
 
@@ -163,10 +178,10 @@ class RemoteDecoding:
         if self._error is not None:
             raise self._error
 
-    def close(self) -> None:
+    def close(self, abandon: bool = False) -> None:
         self._works.put(Work(Kind.STOP, (), Control(0)))
         for thread in self._threads:
-            thread.join(LEAVE_S)
+            thread.join(0.0 if abandon else LEAVE_S)
 
     def _send(self) -> None:
         try:
@@ -197,14 +212,21 @@ class DecodeWorker:
     """The other end: decodes for the head until it is told to stop. The fields are those of a `Worker`."""
 
     def __init__(
-        self, decoder: StreamDecoder, inbox: Inbox, outbox: Outbox, device: torch.device = CPU, at_once: int = 1
+        self,
+        decoder: StreamDecoder,
+        inbox: Inbox,
+        outbox: Outbox,
+        device: torch.device = CPU,
+        at_once: int = 1,
+        timer: DeviceTimer | None = None,
     ) -> None:
-        """`device` is the decoder's; `at_once` latent frames are decoded by one call."""
-        self._lane = Lane(device)
-        self._memories, self._inbox, self._outbox = _Memories(decoder, self._lane, at_once), inbox, outbox
+        """`device` is the decoder's, `timer` that device's; `at_once` latent frames are decoded by one call."""
+        self._lane, self.timer = Lane(device), timer or DeviceTimer.on(device)
+        self._memories = _Memories(decoder, self._lane, at_once, self.timer)
+        self._inbox, self._outbox = inbox, outbox
         self.now: Work | None = None
         self.last: Work | None = None
-        self.done, self.busy_s = 0, 0.0
+        self.done = 0
 
     def run(self) -> None:
         """Mutates: everything.
@@ -224,13 +246,11 @@ class DecodeWorker:
         self._outbox.flush(LEAVE_S)
 
     def _decode(self, work: Work) -> None:
-        (row,), begun_s = work.rows, clock.monotonic_s()
+        (row,) = work.rows
         self.now = work
-        for index, pictures in enumerate(self._memories.decode(row.session, work.tensors[0][0])):
-            self.busy_s += clock.monotonic_s() - begun_s
+        for index, pictures in enumerate(self._memories.decode(row.session, row.chunk, work.tensors[0][0])):
             rows = (MicroStep(row.session, row.chunk, index, row.steps, 0),) * len(pictures)
             self._outbox.send(Work(Kind.ROWS, rows, None, (pictures,)))
-            begun_s = clock.monotonic_s()
         self.done += 1
         self.now, self.last = None, work
 

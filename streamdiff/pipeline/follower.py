@@ -58,7 +58,8 @@ def follow(config: ModelConfig) -> None:
         loading.compile_decoder(config, decoder, device, threads)
         spec, kind = loading.read_spec(config), loading.pictures_of(config, device)
         outbox, inbox = ranks.decode_links(spec, member.rank, config.decode_rank, device, kind)
-        workers.append(DecodeWorker(decoder, inbox, outbox, device, loading.at_once(config, device)))
+        timer = workers[0].timer if workers else None
+        workers.append(DecodeWorker(decoder, inbox, outbox, device, loading.at_once(config, device), timer))
     member.meet(progress.made)
     _work(workers, member, config.hang_s)
 

@@ -3,7 +3,8 @@ decoded. On a CPU there is one memory and no stream, and all of this does nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -68,11 +69,23 @@ class Lane:
         return self._buffers[index][: piece.numel()].view(piece.shape)
 
 
-def decode_chunk(decoder: StreamDecoder, latents: Tensor, memory: Any, lane: Lane, at_once: int) -> Iterator[Tensor]:
+def decode_chunk(
+    decoder: StreamDecoder,
+    latents: Tensor,
+    memory: Any,
+    lane: Lane,
+    at_once: int,
+    timed: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Iterator[Tensor]:
     """Pictures uint8 `[n, ...]` of each latent frame of `[C, F, h, w]`, on the host, valid until the next is asked
-    for; `at_once` latent frames are decoded by one call. Mutates: memory."""
+    for; `at_once` latent frames are decoded by one call, each within `timed()`. Mutates: memory."""
     groups = latents.split(at_once, 1)
-    decoded = (decoder.decode(group[None], memory) for group in groups)
+
+    def decode(group: Tensor) -> Tensor:
+        with timed():
+            return decoder.decode(group[None], memory)
+
+    decoded = map(decode, groups)
     for group, pictures in zip(groups, lane.fetch(decoded), strict=True):
         count = group.shape[1]
         # A stream's first latent frame may show fewer frames than the others.

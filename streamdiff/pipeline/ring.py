@@ -17,6 +17,7 @@ from torch import Tensor
 from streamdiff import clock
 from streamdiff.models.base import Model, ModelSpec
 from streamdiff.models.sampling import Schedule
+from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.head import Finished, Head
 from streamdiff.pipeline.links.link import Inbox, LocalLink, NoLink, Outbox
 from streamdiff.pipeline.microstep import MicroStep
@@ -36,8 +37,9 @@ class Admission:
     fill up and stand still.
     """
 
-    def __init__(self, scheduler: StreamBatchScheduler, head: Head, limit: int) -> None:
+    def __init__(self, scheduler: StreamBatchScheduler, head: Head, limit: int, timer: DeviceTimer) -> None:
         self.scheduler, self.head, self.limit = scheduler, head, limit
+        self._timed = timer.stream()
         self.controls: deque[Work] = deque()
         self.works: deque[Work] = deque()  # in the ring, in order, without their tensors
         self.stopping = False
@@ -49,7 +51,9 @@ class Admission:
         if self.controls:
             work = self.controls.popleft()
         elif not self.stopping and (rows := self.scheduler.next()):
-            work = Work(Kind.ROWS, tuple(rows), None, self.head.inputs(rows))
+            work = Work(Kind.ROWS, tuple(rows))
+            with self._timed.work(work):
+                work = replace(work, tensors=self.head.inputs(rows))
         else:
             return None
         self.works.append(replace(work, tensors=()))
@@ -61,10 +65,11 @@ class Admission:
 
     def back(self, work: Work) -> list[Finished]:
         """Take in what has been around. Mutates: self, scheduler, head."""
-        self.works.popleft()
+        entered = self.works.popleft()
         if work.kind is not Kind.ROWS:
             return []
-        finished = self.head.advance(work.rows, work.tensors[0])
+        with self._timed.work(entered):
+            finished = self.head.advance(work.rows, work.tensors[0])
         for row in work.rows:
             self.scheduler.returned(row)
         return finished
@@ -89,9 +94,11 @@ class Ring:
         stage: Stage | None = None,
         links: tuple[Outbox, Inbox] | None = None,
         clean_with_next: bool = False,
+        timer: DeviceTimer | None = None,
     ) -> None:
         """`stage` is this rank's part (all blocks of `model` by default), `links` lead to stage 1 and back; they have
-        to carry the rows that `rows_carried` says."""
+        to carry the rows that `rows_carried` says. `timer` is that of this rank's device; None: one that is made
+        here."""
         self.stage = stage or Stage(model, device)
         if links is None:
             loop = NoLink()
@@ -105,8 +112,9 @@ class Ring:
             first_chunks=model.spec.first_chunks,
         )
         self.head = Head(model, device)
-        self._admission = Admission(self.scheduler, self.head, limit=stages + 1 if stages > 1 else 1)
-        self._worker = Worker(self._admission, self.stage, links[0])
+        timer = timer or DeviceTimer.on(device)
+        self._admission = Admission(self.scheduler, self.head, stages + 1 if stages > 1 else 1, timer)
+        self._worker = Worker(self._admission, self.stage, links[0], timer)
         self._outbox, self._inbox = links
         self._changes: dict[int, Change] = {}  # by session
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from streamdiff import clock
-from streamdiff.errors import RequestError
+from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.models.base import Model, TextEncoder, choose_steps
 from streamdiff.pipeline.company import Company
 from streamdiff.pipeline.contexts import minimum_lead
@@ -90,11 +90,12 @@ class Runtime:
         budget: Budget | None = None,
         ring: Ring | None = None,
         at_once: int = 1,
+        hang_s: float = 60.0,
     ) -> None:
         """`steps` and `kv_context` are those of a session that does not name its own (None: what the model was made
         for). `company` are the other ranks of the ring; without them all blocks of `model` run here, on `ring` if that
         was made already. `budget` is the memory for caches; None: without limit. `at_once` latent frames are decoded by
-        one call.
+        one call. With one stage, `hang_s` is how long the device may be at one work; in a ring `company` knows.
 
         Raises:
             ConfigError: steps that the model does not have.
@@ -105,18 +106,18 @@ class Runtime:
             spec.name, str(device), spec.width, spec.height, spec.native_fps, spec.chunk_frames,
             choose_steps(steps, spec.steps, spec.name), kv_context, spec.steps, spec.switch,
         )  # fmt: skip
-        self._company, self._budget = company, budget
+        self._company, self._budget, self._hang_s = company, budget, hang_s
         self._ring = company.ring if company else ring or Ring(model, device)
         self._streams: dict[int, _Stream] = {}  # by session
         self._numbers = count()
         self._ready: queue.SimpleQueue[tuple[Piece, float] | None] = queue.SimpleQueue()
         self._pending = 0  # chunks that are decoding
         self._works: list[float] = []  # of the chunks that this turn finished
-        self._meter = Meter()
         self._decoding = self._decode_where(model, company, device, at_once)
         self._ring.notify(self._wake)
         if company is not None:
             company.start(self._wake)
+        self._meter = Meter(clock.monotonic_s(), self.busy_s())
 
     text: TextEncoder
 
@@ -212,8 +213,9 @@ class Runtime:
             self._pending += 1
             self._decoding.submit(self._streams[row.session].number, row.chunk, latents)
         frames = self._collect(wait_s if not rows and not finished else 0.0)
-        self._meter.turn(clock.monotonic_s(), self.busy, self._works)
-        self._works = []
+        if self._works:
+            self._meter.finished(clock.monotonic_s(), self.busy_s(), self._works)
+            self._works = []
         return frames
 
     @property
@@ -231,15 +233,12 @@ class Runtime:
         return self._company.occupancy() if self._company is not None else []
 
     def busy_s(self) -> list[float]:
-        """Seconds that each rank was at work since its process began (on a GPU: at handing work to it); with one stage
-        those of the transformer."""
-        return self._company.busy_s() if self._company is not None else [self._ring.worker.busy_s]
+        """Seconds that each rank's device was at work since its process began, decoding included where it is done."""
+        return self._company.busy_s() if self._company is not None else [self._ring.worker.timer.busy_s]
 
     def work_s(self) -> float | None:
-        """Seconds of work in a chunk in the default number of steps, as the latest ones tell: of the busiest rank, or
-        of all where there is one."""
-        shares = self.occupancy()
-        return self._meter.work_s(max(shares, default=None), clock.monotonic_s())
+        """Seconds of work in a chunk in the default number of steps, as the latest ones tell: of the busiest rank."""
+        return self._meter.work_s()
 
     def sessions_fit(self) -> int | None:
         """How many sessions of the default kind the memory for caches holds; None without a budget."""
@@ -249,22 +248,36 @@ class Runtime:
 
     def measure_from_here(self) -> None:
         """Forget what was measured: it was warming up. Mutates: self."""
-        self._meter = Meter()
+        if self._company is not None:
+            self._company.hear()
+        self._meter = Meter(clock.monotonic_s(), self.busy_s())
+
+    def measure_to_here(self) -> None:
+        """Take in what the ranks have worked until now, of which a ring's tell only now and then. Mutates: self."""
+        if self._company is not None:
+            self._company.hear()
+            self._meter.finished(clock.monotonic_s(), self.busy_s(), [])
 
     def close(self) -> None:
         """End decoding and the other ranks."""
-        self._decoding.close()
+        self._decoding.close(abandon=self._ring.worker.timer.hung)
         if self._company is not None:
             self._company.leave()
 
     def _turn(self) -> tuple[list[MicroStep], list[Finished]]:
         if self._company is None:
+            self._check_device()
             return self._ring.turn()
         self._company.check()
         try:
             return self._ring.turn()
         except LinkClosed as error:
             raise self._company.broken(error) from error
+
+    def _check_device(self) -> None:
+        """Raise EngineFailure if the device of the only rank does not get on; in a ring each rank's watch does."""
+        if (stuck := self._ring.worker.timer.stuck(clock.monotonic_s(), self._hang_s)) is not None:
+            raise EngineFailure(f"rank 0 hangs: {stuck}; in the ring: {self._ring.contents}")
 
     def _work(self, row: MicroStep) -> float:
         """What a chunk in the steps of `row` costs: a chunk is so many passes as it has steps, and the clean one."""
@@ -280,7 +293,8 @@ class Runtime:
             return remote
         if model.decoder is None:
             raise ValueError("a runtime that decodes needs a model with a decoder")
-        return LocalDecoding(model.decoder, self._deliver, self._wake, device, at_once)
+        timer = self._ring.worker.timer
+        return LocalDecoding(model.decoder, self._deliver, self._wake, device, at_once, timer)
 
     def _begin(self, session: int) -> None:
         self._end(session)

@@ -57,7 +57,7 @@ def load_runtime(config: ModelConfig) -> Runtime:
     kept = loading.waiting(config, device)
     budget = Budget(loading.facts_of(config), rooms, counts, model.denoiser.dtype.itemsize, kept)
     at_once = loading.at_once(config, device)
-    runtime = Runtime(model, device, config.steps, config.kv_context, company, budget, ring, at_once)
+    runtime = Runtime(model, device, config.steps, config.kv_context, company, budget, ring, at_once, config.hang_s)
     _warm_up(runtime, config)
     runtime.occupancy()  # counts from here
     return runtime
@@ -80,6 +80,7 @@ def _warm_up(runtime: Runtime, config: ModelConfig) -> None:
         runtime.set_room(0, max(room, left) * runtime.info.chunk_frames)
         while left > 0:
             left -= sum(frames.last for frames in runtime.step(wait_s=1.0))
+    runtime.measure_to_here()
     runtime.close_session(0)
     while runtime.ring.has_work:  # newcomers of a staircase are still in it
         runtime.step(wait_s=1.0)

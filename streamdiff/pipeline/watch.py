@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from streamdiff import clock
+from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.group import Member
 from streamdiff.pipeline.work import Work
 
@@ -29,7 +30,7 @@ _HOST = socket.gethostname()
 @dataclass(frozen=True)
 class Beat:
     """How a rank does: `number` counts beats, `done` works; `where` is what it works on, `at_s` its own clock.
-    `host` and `pid` tell which process it is."""
+    `busy_s` is how long its device was at work; `host` and `pid` tell which process it is."""
 
     number: int
     host: str
@@ -46,18 +47,19 @@ class Busy(Protocol):
 
     now: Work | None
     done: int
-    busy_s: float
+    timer: DeviceTimer
 
     def where(self) -> str: ...
 
 
 class Watch:
     """One rank's. `on_fault` is called from its thread, once, with the fault; `hang_s` is how long a forward may take,
-    and how long a rank may be silent."""
+    on the host and on the device, and how long a rank may be silent."""
 
     def __init__(self, member: Member, workers: Sequence[Busy], on_fault: Callable[[str], None], hang_s: float) -> None:
-        """`workers` are the loops of this rank."""
+        """`workers` are the loops of this rank, at least one; they have one timer, that of the rank's device."""
         self._member, self._workers, self._on_fault, self._hang_s = member, workers, on_fault, hang_s
+        self._timer = workers[0].timer
         self._ended = threading.Event()
         self._number = 0
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -108,8 +110,8 @@ class Watch:
 
     def _beat(self, ended: bool = False) -> None:
         self._number += 1
-        done, busy_s = sum(worker.done for worker in self._workers), sum(worker.busy_s for worker in self._workers)
-        beat = Beat(self._number, _HOST, os.getpid(), clock.monotonic_s(), done, busy_s, self.where(), ended)
+        done, now_s = sum(worker.done for worker in self._workers), clock.monotonic_s()
+        beat = Beat(self._number, _HOST, os.getpid(), now_s, done, self._timer.busy_s, self.where(), ended)
         self._member.store.set(f"beat/{self._member.rank}", json.dumps(asdict(beat)))
 
     def _run(self) -> None:
@@ -123,6 +125,8 @@ class Watch:
                 for worker, still in own:
                     if still.lasts((worker.done, worker.now is None), worker.now is not None):
                         self.report(f"rank {self._member.rank} hangs: {self._hang_s:g} s {worker.where()}")
+                if (stuck := self._timer.stuck(clock.monotonic_s(), self._hang_s)) is not None:
+                    self.report(f"rank {self._member.rank} hangs: {stuck}")
                 beat = self.beat_of(after)
                 if beat is not None and other.lasts(beat.number, not beat.ended):
                     self.report(f"rank {after} hangs: silent for {self._hang_s:g} s {beat.where}")

@@ -5,9 +5,10 @@ The head's work comes from its scheduler, everybody else's from the link before 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
-from streamdiff import clock
+from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.links.link import Inbox, Outbox
 from streamdiff.pipeline.stage import Stage
 from streamdiff.pipeline.work import Kind, Work
@@ -42,23 +43,26 @@ class LinkSource:
 class Worker:
     """One rank.
 
-    `now` is what it computes and `last` what it had computed before: who has to say where an error happened reads them,
-    from any thread. `done` counts works, `busy_s` the seconds spent on them (on a GPU: on handing them to it).
+    `now` is what it hands to the device and `last` what it had handed over before: who has to say where an error
+    happened reads them, from any thread. `done` counts works.
     """
 
-    def __init__(self, source: Source, stage: Stage, outbox: Outbox) -> None:
+    def __init__(self, source: Source, stage: Stage, outbox: Outbox, timer: DeviceTimer | None = None) -> None:
+        """`timer` is that of the device; None: one that is made here."""
         self.source, self.stage, self.outbox = source, stage, outbox
+        self.timer = timer or DeviceTimer.on(stage.device)
+        self._timed = self.timer.stream()
         self.now: Work | None = None
         self.last: Work | None = None
-        self.done, self.busy_s = 0, 0.0
+        self.done = 0
 
     def turn(self, wait_s: float | None = 0.0) -> Work | None:
         """Take one work, carry it out, hand the result on; returns what was taken."""
         work = self.source.take(wait_s)
         if work is not None:
-            self.now, begun_s = work, clock.monotonic_s()
-            result = self.stage.carry_out(work)
-            self.busy_s += clock.monotonic_s() - begun_s
+            self.now = work
+            with self._timed.work(replace(work, tensors=())):
+                result = self.stage.carry_out(work)
             self.done += 1
             self.now, self.last = None, work
             self.outbox.send(result)

@@ -12,9 +12,12 @@ import threading
 from collections.abc import Sequence
 
 from streamdiff.engine import main as engine
+from streamdiff.pipeline import device_timer
 from streamdiff.pipeline.forward import Tensors
+from streamdiff.pipeline.links.gloo import GlooOutbox
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.stage import Stage
+from streamdiff.pipeline.work import Work
 
 AT_CHUNK = 6  # behind what is made at the start, to be warm
 
@@ -27,8 +30,33 @@ def _strike() -> None:
             threading.Event().wait()
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "device":
+            Device.stuck = True
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Device:
+    """What the host cannot see: once it is `stuck`, it comes to no event any more, and sends nothing."""
+
+    stuck = False
+
+
+class DeviceEvent(device_timer.HostEvent):
+    _never = False
+
+    def record(self) -> None:
+        super().record()
+        self._never = Device.stuck
+
+    def query(self) -> bool:
+        return not self._never
+
+
+class DeviceOutbox(GlooOutbox):
+    def send(self, work: Work) -> None:
+        if not Device.stuck:
+            super().send(work)
 
 
 class FaultyStage(Stage):
@@ -43,6 +71,8 @@ if __name__ == "__main__":
         from streamdiff.pipeline import ranks
 
         ranks.Stage = FaultyStage  # type: ignore[misc]
+        ranks.GlooOutbox = DeviceOutbox  # type: ignore[misc]
+        device_timer.HostEvent = DeviceEvent  # type: ignore[misc]
     code = engine.main()
     sys.stdout.flush()
     sys.stderr.flush()

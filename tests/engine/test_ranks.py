@@ -117,16 +117,20 @@ async def test_a_rank_that_only_decodes_sends_yuv420(folder: Path) -> None:
         ("raise", 1, r"rank 1 failed at session 0, chunk 6, step \d: ArithmeticError: the test's own fault"),
         ("kill", 3, r"rank 3 is gone .*rank \d noticed it after session 0, chunk \d, step \d"),
         ("hang", 2, r"rank 2 hangs: 6 s at session 0, chunk 6, step \d"),
+        ("device", 1, r"rank 1 hangs: its device is at session 0, chunk 6, step \d for 6 s"),
         ("stop", 3, r"rank 3 hangs: silent for 6 s .*in the ring: session 0, chunk \d, step \d"),
     ],
-    ids=["raise", "kill", "hang", "stop"],
+    ids=["raise", "kill", "hang", "device", "stop"],
 )
 async def test_a_rank_that_fails_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str, rank: int, words: str
 ) -> None:
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("FAULT_RANK", str(rank))
-    async with ring(folder, "tests.engine.faulty", hang_s=6.0 if fault in ("hang", "stop") else 60.0) as (client, _):
+    async with ring(folder, "tests.engine.faulty", hang_s=6.0 if fault in ("hang", "device", "stop") else 60.0) as (
+        client,
+        _,
+    ):
         reason = await watch(client, 1000)
     assert re.search(words, reason), reason
     assert "in the ring: session 0, chunk" in reason

@@ -85,7 +85,9 @@ class ModelConfig(_Section):
         "auto", description="how pictures lie in the decoder; auto: channels-last, but for Wan's on a cpu"
     )
     link: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl between GPUs, else gloo")
-    hang_s: float = Field(60.0, ge=1, description="a rank that is silent, or busy with one forward for so long, hangs; so does its device")
+    hang_s: float = Field(
+        60.0, ge=1, description="a rank that is silent, or at one forward (or its GPU is), so long hangs"
+    )
     profile: str | None = Field(None, description="measured times to split the blocks by; default: measure at start")
     trace: str | None = Field(None, description="a folder for a profiler's trace of some chunks, which are slower then")
     trace_chunks: int | None = Field(None, ge=1, le=100, description="chunks of that trace; default: 4")

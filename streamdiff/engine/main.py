@@ -16,7 +16,8 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import NoReturn
 
 from streamdiff import clock
 from streamdiff.config import Config, ModelConfig
@@ -194,8 +195,27 @@ def _reason(error: Exception) -> str:
     return "; ".join([what, *getattr(error, "__notes__", [])])
 
 
-if __name__ == "__main__":
-    code = main()
+def main_and_end(argv: Sequence[str] | None = None) -> NoReturn:
+    """Be the engine process, to its end, whatever raises: `main`, and then no waiting for anything.
+
+    Taking the interpreter down with torch in it takes seconds, and Ctrl-C waits for it; and it waits for threads, of
+    which one that waits for a device that is stuck never ends.
+    """
+    sys.excepthook = _end
+    _leave(main(argv))
+
+
+def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Tell of what nobody caught, as Python does, and end."""
+    sys.__excepthook__(kind, error, trace)
+    _leave(1)
+
+
+def _leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # all is closed; taking the interpreter down with torch in it takes seconds, and Ctrl-C waits for it
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main_and_end()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -99,39 +100,29 @@ class LocalDecoding:
         self._memories = _Memories(decoder, self._lane, at_once, timer or DeviceTimer.on(device))
         self._deliver, self._wake = deliver, wake
         self._error: BaseException | None = None
-        self._closing = False
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # As a daemon: a process whose device is stuck must be able to end without it.
-        self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
-        self._thread.start()
+        self._pool = ThreadPoolExecutor(1, "decode", initializer=self._enter)
 
     def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
-        self._jobs.put(partial(self._decode, stream, chunk, latents, self._lane.mark()))
+        self._pool.submit(self._decode, stream, chunk, latents, self._lane.mark()).add_done_callback(self._ended)
 
     def forget(self, stream: int) -> None:
-        self._jobs.put(partial(self._memories.forget, stream))
+        self._pool.submit(self._memories.forget, stream)
 
     def check(self) -> None:
         if self._error is not None:
             raise self._error
 
     def close(self, abandon: bool = False) -> None:
-        self._closing = True
-        self._jobs.put(None)
-        if not abandon:
-            self._thread.join()
+        self._pool.shutdown(wait=not abandon, cancel_futures=True)
 
-    def _run(self) -> None:
-        """The thread: one job after the other, up to the first error, which `check` raises."""
-        try:
-            torch.set_num_threads(DECODE_THREADS)
-            self._lane.enter()
-            while (job := self._jobs.get()) is not None:
-                if not self._closing:
-                    job()
-        except BaseException as error:
+    def _ended(self, job: Future[None]) -> None:
+        if not job.cancelled() and (error := job.exception()) is not None:
             self._error = error
             self._wake()
+
+    def _enter(self) -> None:
+        torch.set_num_threads(DECODE_THREADS)
+        self._lane.enter()
 
     def _decode(self, stream: int, chunk: int, latents: Tensor, ready: torch.cuda.Event | None) -> None:
         self._lane.follow(ready, latents)

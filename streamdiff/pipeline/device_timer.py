@@ -60,10 +60,12 @@ class CudaEvent:
         self._event.record(torch.cuda.current_stream(self._device))
 
     def query(self) -> bool:
-        return self._event.query()
+        passed: bool = self._event.query()
+        return passed
 
     def elapsed_time(self, end_event: CudaEvent) -> float:
-        return self._event.elapsed_time(end_event._event)
+        milliseconds: float = self._event.elapsed_time(end_event._event)
+        return milliseconds
 
 
 class BusyTime:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
 
 from streamdiff.engine import main as engine
-from streamdiff.pipeline import device_timer
+from streamdiff.pipeline import device_timer, leaving
 from streamdiff.pipeline.forward import Tensors
 from streamdiff.pipeline.links.gloo import GlooOutbox
 from streamdiff.pipeline.microstep import MicroStep
@@ -66,14 +68,19 @@ class FaultyStage(Stage):
         return super().forward(rows, given)
 
 
-if __name__ == "__main__":
-    if os.environ.get("RANK") == os.environ["FAULT_RANK"]:
-        from streamdiff.pipeline import ranks
+def decode_chunk(*arguments: Any) -> Iterator[Tensor]:
+    """The host waits for what the decoder makes."""
+    if Device.stuck:
+        threading.Event().wait()
+    return leaving.decode_chunk(*arguments)
 
-        ranks.Stage = FaultyStage  # type: ignore[misc]
+
+if __name__ == "__main__":
+    if os.environ.get("RANK", "0") == os.environ["FAULT_RANK"]:
+        from streamdiff.pipeline import decoding, ranks, ring
+
+        ranks.Stage = ring.Stage = FaultyStage  # type: ignore[misc]
         ranks.GlooOutbox = DeviceOutbox  # type: ignore[misc]
+        decoding.decode_chunk = decode_chunk
         device_timer.HostEvent = DeviceEvent  # type: ignore[misc]
-    code = engine.main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    engine.main_and_end()

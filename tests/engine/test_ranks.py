@@ -137,6 +137,24 @@ async def test_a_rank_that_fails_is_named(
     assert "session 'one' at chunk" in reason, "the session's own name too"
 
 
+async def test_an_engine_of_one_rank_whose_device_is_stuck_says_so_and_ends(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself, although its decoder waits for the device for ever: else the supervisor would have to kill it."""
+    monkeypatch.setenv("FAULT", "device")
+    monkeypatch.setenv("FAULT_RANK", "0")
+    supervisor = Supervisor(Config(model=ModelConfig(hang_s=6.0)), start_limit_s=LIMIT_S, module="tests.engine.faulty")
+    client = await supervisor.start()
+    try:
+        await client.send(Open("one", "a red circle moving left"))
+        reason = await watch(client, 1000)
+        assert await supervisor.wait() == 1
+    finally:
+        await supervisor.stop()
+    assert re.search(r"rank 0 hangs: its device is at session 0, chunk 6, step \d for 6 s", reason), reason
+    assert "session 'one' at chunk" in reason
+
+
 async def test_the_head_dies(folder: Path) -> None:
     """The others end too: `ring` looks."""
     async with ring(folder) as (client, processes):

@@ -283,9 +283,11 @@ class Viewers:
         self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look) if self._viewers else None
 
     def _channel_opened(self, viewer: Viewer, channel: RTCDataChannel) -> None:
-        if channel.label != "control" or viewer.channel is not None:
+        if channel.label != "control" or (viewer.channel is not None and viewer.channel.open):
             channel.close()
             return
+        if viewer.channel is not None:
+            viewer.channel.close()  # closed by the viewer; aiortc may tell that after it tells of the new one
         viewer.channel = ControlChannel(
             channel, viewer.id, viewer.view, self._metrics, lambda: _network(viewer), viewer.may_control
         )

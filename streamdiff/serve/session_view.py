@@ -81,6 +81,7 @@ class SessionView:
         self.paused = False
         self.opened = False
         self.closed = False
+        """It ends or has ended: nobody may join it."""
         self.engine: EngineState = "running"
         self.engine_reason = ""
         """Why it does not run."""

@@ -256,7 +256,7 @@ class Viewers:
         return str(pc.localDescription.sdp)
 
     def _started(self, viewer: Viewer, track: ViewerTrack) -> None:
-        if viewer.id in self._viewers and viewer.codec is not None:
+        if viewer.id in self._viewers and viewer.codec is not None and not viewer.view.closed:
             viewer.view.fanout.attach(viewer.codec, track)
 
     def _need_key(self, viewer: Viewer) -> None:

@@ -1,14 +1,16 @@
 """Every private name of aiortc and aioice that streamdiff leans on, checked at import.
 
 aiortc sends packets that are encoded already (`recv()` may return an `av.Packet`), but on that path it drops what a
-viewer asks for: the wish for a key frame and the bandwidth estimate. Two hooks repair it. Knows nothing about
-sessions, sources of frames or HTTP.
+viewer asks for: the wish for a key frame and the bandwidth estimate. Two hooks repair it. Others bound what a peer's
+data channels may take, which aiortc leaves open. Knows nothing about sessions, sources of frames or HTTP.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import logging
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +18,17 @@ import aioice.ice
 import aiortc
 import aiortc.rtcrtpsender
 import av
-from aiortc import RTCPeerConnection, RTCRtpSender, RTCRtpTransceiver
+from aiortc import RTCPeerConnection, RTCRtpSender, RTCRtpTransceiver, RTCSctpTransport
 from aiortc.codecs import get_encoder
 from aiortc.exceptions import InternalError, InvalidAccessError, InvalidStateError, OperationError
+from aiortc.rtcsctptransport import WEBRTC_BINARY, WEBRTC_STRING, RTCSctpCapabilities, SackChunk
 from aiortc.sdp import candidate_from_sdp
 
+from streamdiff import clock
 from streamdiff.errors import StreamdiffError
+from streamdiff.serve.rate import Allowance
+
+logger = logging.getLogger(__name__)
 
 TESTED = ((1, 16), (1, 17))
 """Oldest aiortc that works and the first that is untested."""
@@ -44,11 +51,26 @@ OFFER_ERRORS: tuple[type[Exception], ...] = (
 )
 """What aiortc raises for an offer it cannot digest: it has no error type of its own for that."""
 
+RECEIVE_WINDOW_BYTES = 128 * 1024
+"""What a peer is told (SCTP's a_rwnd) that it may have under way on all its data channels together."""
+HELD_CHUNKS = 256
+"""SCTP data chunks that may wait for missing ones, or the rest of their message: 300 KB. aiortc has no bound, and its
+reassembly takes time with the square of their number."""
+STREAMS = 64
+CHUNKS_PER_S, CHUNK_BURST = 1000.0, 2000.0
+"""SCTP chunks that a peer may send. 50 messages of 16 KiB in a second are 700; what it is sent it acknowledges."""
+ACKNOWLEDGED_CHUNKS = 4096
+"""Chunks that one acknowledgement may list beyond the first gap; aiortc walks through every one."""
+
+DATA_ERRORS: tuple[type[Exception], ...] = (*OFFER_ERRORS, struct.error, UnboundLocalError)
+"""What aiortc raises for data-channel packets that it cannot digest."""
+
 _ENCODER_ATTRIBUTE = "_RTCRtpSender__encoder"
 
 __all__ = [
     "OFFER_ERRORS",
     "Packetizer",
+    "bound_data",
     "candidate_from_sdp",
     "check",
     "extend_history",
@@ -112,6 +134,69 @@ def hook_sender(
     setattr(sender, "_handle_rtcp_packet", listen)  # noqa: B010
 
 
+class _TooMuchData(Exception):
+    """A peer has sent more than its data channels may take."""
+
+
+def bound_data(sctp: RTCSctpTransport, max_message_bytes: int, on_misuse: Callable[[str], None]) -> None:
+    """Bound what the peer's data channels take in memory and time, and tell it how long a message may be.
+
+    To be called between the offer and the answer. `on_misuse` is called once, with `data_limit` for a peer that sends
+    more than the bounds above or `data_malformed` for packets that cannot be read; nothing that the peer sends
+    afterwards is looked at. A message longer than `max_message_bytes` that keeps the bounds is delivered; text that is
+    not UTF-8 is delivered as bytes. Mutates: sctp.
+    """
+    handle, receive_chunk, deliver = sctp._handle_data, sctp._receive_chunk, sctp._receive
+    chunks = Allowance(CHUNKS_PER_S, CHUNK_BURST)
+    misused = False
+
+    async def handle_data(data: bytes) -> None:
+        nonlocal misused
+        if misused:
+            return
+        try:
+            await handle(data)
+        except (_TooMuchData, *DATA_ERRORS) as error:
+            misused = True
+            end = "data_limit" if isinstance(error, _TooMuchData) else "data_malformed"
+            logger.info("A peer misuses its data channels (%s): %s: %s", end, type(error).__name__, error)
+            on_misuse(end)
+
+    async def receive_bounded(chunk: Any) -> None:
+        if not chunks.take(clock.monotonic_s()):
+            raise _TooMuchData(f"more than {CHUNKS_PER_S:g} SCTP chunks in a second")
+        if isinstance(chunk, SackChunk) and sum(last - first for first, last in chunk.gaps) > ACKNOWLEDGED_CHUNKS:
+            raise _TooMuchData("an acknowledgement of more than was ever sent")
+        await receive_chunk(chunk)
+        streams = sctp._inbound_streams.values()
+        if len(streams) > STREAMS:
+            raise _TooMuchData(f"more than {STREAMS} streams")
+        if max(sum(len(stream.reassembly) for stream in streams), len(sctp._sack_misordered)) > HELD_CHUNKS:
+            raise _TooMuchData(f"more than {HELD_CHUNKS} SCTP chunks of messages that are not complete")
+
+    async def deliver_text(stream_id: int, protocol: int, data: bytes) -> None:
+        broken = protocol == WEBRTC_STRING and not _is_utf8(data)
+        await deliver(stream_id, WEBRTC_BINARY if broken else protocol, data)
+
+    sctp._advertised_rwnd = RECEIVE_WINDOW_BYTES
+    hooks: dict[str, Any] = {
+        "_handle_data": handle_data,
+        "_receive_chunk": receive_bounded,
+        "_receive": deliver_text,
+        "getCapabilities": lambda: RTCSctpCapabilities(maxMessageSize=max_message_bytes),
+    }
+    for name, hook in hooks.items():
+        setattr(sctp, name, hook)
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def extend_history() -> None:
     """Keep more packets for retransmission. Mutates: a constant of aiortc, for the whole process."""
     setattr(aiortc.rtcrtpsender, "RTP_HISTORY_SIZE", RETRANSMIT_PACKETS)  # noqa: B010
@@ -148,6 +233,11 @@ def check() -> None:
         hasattr(aioice.ice, "get_host_addresses"),
         "_RTCRtpSender__encoder" in RTCRtpSender._next_encoded_frame.__code__.co_names,
         hasattr(RTCPeerConnection, "addIceCandidate"),
+        inspect.iscoroutinefunction(getattr(RTCSctpTransport, "_handle_data", None)),
+        inspect.iscoroutinefunction(getattr(RTCSctpTransport, "_receive_chunk", None)),
+        inspect.iscoroutinefunction(getattr(RTCSctpTransport, "_receive", None)),
+        {"_advertised_rwnd", "_inbound_streams", "_sack_misordered"}
+        <= set(RTCSctpTransport.__init__.__code__.co_names),
     )
     if not all(probes):
         raise StreamdiffError(f"aiortc {installed} lacks a name that streamdiff uses. {wanted}")

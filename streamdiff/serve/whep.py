@@ -26,6 +26,7 @@ from streamdiff.config import IceServer
 from streamdiff.serve import aiortc_compat
 from streamdiff.serve.channel import ControlChannel
 from streamdiff.serve.codecs import Codec
+from streamdiff.serve.control import MAX_MESSAGE_BYTES
 from streamdiff.serve.logs import facts
 from streamdiff.serve.metrics import Ahead, Metrics
 from streamdiff.serve.problem import Problem
@@ -240,6 +241,8 @@ class Viewers:
         # aiortc takes preferences only before it sees the offer.
         transceiver.setCodecPreferences(preferences(wanted))
         await pc.setRemoteDescription(RTCSessionDescription(offer, "offer"))
+        if pc.sctp is not None:
+            aiortc_compat.bound_data(pc.sctp, MAX_MESSAGE_BYTES, lambda end: self._end_soon(viewer, end))
         negotiated = aiortc_compat.negotiated_codec(transceiver)
         viewer.codec = _MIME.get(negotiated.mimeType.lower()) if negotiated is not None else None
         if viewer.codec is None:

@@ -22,7 +22,6 @@ from aiortc import RTCPeerConnection, RTCRtpSender, RTCRtpTransceiver, RTCSctpTr
 from aiortc.codecs import get_encoder
 from aiortc.exceptions import InternalError, InvalidAccessError, InvalidStateError, OperationError
 from aiortc.rtcsctptransport import WEBRTC_BINARY, WEBRTC_STRING, RTCSctpCapabilities, SackChunk
-from aiortc.sdp import candidate_from_sdp
 
 from streamdiff import clock
 from streamdiff.errors import StreamdiffError
@@ -71,7 +70,6 @@ __all__ = [
     "OFFER_ERRORS",
     "Packetizer",
     "bound_data",
-    "candidate_from_sdp",
     "check",
     "extend_history",
     "hook_sender",

@@ -170,9 +170,7 @@ class Viewers:
             if viewer.candidates >= MAX_CANDIDATES:
                 return
             viewer.candidates += 1
-            parsed = aiortc_compat.candidate_from_sdp(candidate.text)
-            parsed.sdpMid = candidate.mid
-            await viewer.pc.addIceCandidate(parsed)
+            await viewer.pc.addIceCandidate(candidate)
 
     async def delete(self, session: str, id: str, address: str) -> None:
         """End a viewer; one that ended lately is fine as well.

@@ -2,23 +2,26 @@
 
 aiortc sends packets that are encoded already (`recv()` may return an `av.Packet`), but on that path it drops what a
 viewer asks for: the wish for a key frame and the bandwidth estimate. Two hooks repair it. Others bound what a peer's
-data channels may take, which aiortc leaves open. Knows nothing about sessions, sources of frames or HTTP.
+data channels may take, and how long closing a connection takes; aiortc bounds neither. Knows nothing about sessions,
+sources of frames or HTTP.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import inspect
 import logging
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import aioice.ice
+import aioice.turn
 import aiortc
 import aiortc.rtcrtpsender
 import av
-from aiortc import RTCPeerConnection, RTCRtpSender, RTCRtpTransceiver, RTCSctpTransport
+from aiortc import RTCIceTransport, RTCPeerConnection, RTCRtpSender, RTCRtpTransceiver, RTCSctpTransport
 from aiortc.codecs import get_encoder
 from aiortc.exceptions import InternalError, InvalidAccessError, InvalidStateError, OperationError
 from aiortc.rtcsctptransport import WEBRTC_BINARY, WEBRTC_STRING, RTCSctpCapabilities, SackChunk
@@ -61,6 +64,10 @@ CHUNKS_PER_S, CHUNK_BURST = 1000.0, 2000.0
 ACKNOWLEDGED_CHUNKS = 4096
 """Chunks that one acknowledgement may list beyond the first gap; aiortc walks through every one."""
 
+CANCEL_ROUNDS = 50
+"""Turns of the event loop that the tasks of a closed connection get to end in. Some catch a cancellation to send a
+good-bye and want a second one; those that wait for others take a few turns."""
+
 DATA_ERRORS: tuple[type[Exception], ...] = (*OFFER_ERRORS, struct.error, UnboundLocalError)
 """What aiortc raises for data-channel packets that it cannot digest."""
 
@@ -71,6 +78,7 @@ __all__ = [
     "Packetizer",
     "bound_data",
     "check",
+    "close",
     "extend_history",
     "hook_sender",
     "host_addresses",
@@ -195,6 +203,68 @@ def _is_utf8(data: bytes) -> bool:
     return True
 
 
+async def close(pc: RTCPeerConnection, limit_s: float) -> bool:
+    """Close a connection: with a good-bye within `limit_s`, else by force. Nothing of it is left either way.
+
+    `RTCPeerConnection.close` alone waits for the good-bye to get away, whatever that takes; cancelled, or when a
+    handshake completes meanwhile, it leaves tasks and sockets behind that nothing ends any more.
+
+    Returns: whether force was not needed.
+    """
+    closing = asyncio.create_task(pc.close(), name="close-connection")
+    closed = False
+    try:
+        await asyncio.wait({closing}, timeout=limit_s)
+        closed = closing.done() and not closing.cancelled() and closing.exception() is None
+    finally:
+        if not closed:
+            _drop_sockets(pc)
+        _cancel_tasks(pc)
+    for _ in range(CANCEL_ROUNDS):
+        if not _cancel_tasks(pc):
+            return closed
+        await asyncio.sleep(0)
+    logger.error("Tasks of a closed connection do not end: %s.", ", ".join(map(repr, _tasks_of(pc))))
+    return False
+
+
+def _drop_sockets(pc: RTCPeerConnection) -> None:
+    """Close the connection's sockets, with what waits to be sent; tell nobody. Mutates: pc."""
+    pc.remove_all_listeners()
+    for dtls in pc._RTCPeerConnection__dtlsTransports:
+        for protocol in dtls.transport._connection._protocols:
+            _under_relay(protocol).transport.abort()
+
+
+def _under_relay(protocol: Any) -> Any:
+    """The protocol that holds the socket: for a candidate at a TURN server the one that speaks to that."""
+    return getattr(protocol.transport, "_TurnTransport__inner_protocol", protocol)
+
+
+def _cancel_tasks(pc: RTCPeerConnection) -> bool:
+    """Cancel what the connection still does; whether it does anything. Mutates: pc."""
+    tasks = list(_tasks_of(pc))
+    for task in tasks:
+        task.cancel()
+    return bool(tasks)
+
+
+def _tasks_of(pc: RTCPeerConnection) -> Iterator[asyncio.Task[Any]]:
+    """The tasks that run methods of the connection or its parts; aiortc keeps no reference to most of them."""
+    parts: list[Any] = [pc, *([] if pc.sctp is None else [pc.sctp])]
+    for transceiver in pc.getTransceivers():
+        parts += (transceiver.sender, transceiver.receiver)
+    for dtls in pc._RTCPeerConnection__dtlsTransports:
+        parts += (dtls, dtls.transport, dtls.transport._connection)
+        for protocol in dtls.transport._connection._protocols:
+            parts += (protocol, protocol.transport, _under_relay(protocol))
+    known = {id(part) for part in parts}
+    for task in asyncio.all_tasks():
+        coroutine = task.get_coro()
+        if inspect.iscoroutine(coroutine) and id(inspect.getcoroutinelocals(coroutine).get("self")) in known:
+            yield task
+
+
 def extend_history() -> None:
     """Keep more packets for retransmission. Mutates: a constant of aiortc, for the whole process."""
     setattr(aiortc.rtcrtpsender, "RTP_HISTORY_SIZE", RETRANSMIT_PACKETS)  # noqa: B010
@@ -231,6 +301,10 @@ def check() -> None:
         hasattr(aioice.ice, "get_host_addresses"),
         "_RTCRtpSender__encoder" in RTCRtpSender._next_encoded_frame.__code__.co_names,
         hasattr(RTCPeerConnection, "addIceCandidate"),
+        "_RTCPeerConnection__dtlsTransports" in RTCPeerConnection.__init__.__code__.co_names,
+        "_TurnTransport__inner_protocol" in aioice.turn.TurnTransport.__init__.__code__.co_names,
+        "_connection" in RTCIceTransport.__init__.__code__.co_names,
+        "_protocols" in aioice.Connection.__init__.__code__.co_names,
         inspect.iscoroutinefunction(getattr(RTCSctpTransport, "_handle_data", None)),
         inspect.iscoroutinefunction(getattr(RTCSctpTransport, "_receive_chunk", None)),
         inspect.iscoroutinefunction(getattr(RTCSctpTransport, "_receive", None)),

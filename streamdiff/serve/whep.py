@@ -47,6 +47,7 @@ POOR_NETWORK = 0.6
 KEY_WISHES_PER_S, KEY_WISH_BURST = 1.0, 5.0
 """A viewer that wishes for key frames more often is not heard each time: every one costs all the others bits."""
 CLOSE_S = 3.0
+"""For the good-bye to a viewer whose connection is closed. Where nothing gets away it would take for ever."""
 LOOK_S = 1.0
 STUCK_S = 10.0
 """A viewer whose packets do not get away for so long is given up."""
@@ -216,14 +217,14 @@ class Viewers:
         try:
             answer = await self._negotiate(viewer, offer, wanted)
         except aiortc_compat.OFFER_ERRORS as error:
-            await pc.close()
+            await aiortc_compat.close(pc, CLOSE_S)
             logger.debug("An offer was refused: %s: %s", type(error).__name__, error)
             raise Problem(422, f"The offer cannot be answered: {_first_line(error)}", code="offer") from error
         except BaseException:
-            await pc.close()
+            await aiortc_compat.close(pc, CLOSE_S)
             raise
         if view.closed:
-            await pc.close()
+            await aiortc_compat.close(pc, CLOSE_S)
             raise Problem(410, f"The session {view.session!r} has ended.", code="ended")
         self._viewers[viewer.id] = viewer
         logger.info("A viewer joins session %s.", view.session, extra=_told(viewer))
@@ -325,12 +326,8 @@ class Viewers:
         self._metrics.viewers_ended.labels(end).inc()
         logger.info("A viewer has left: %s.", end, extra=_told(viewer, end=end))
         self._count()
-        try:
-            # It says good-bye to the viewer first; where nothing gets away, that would take for ever.
-            async with asyncio.timeout(CLOSE_S):
-                await viewer.pc.close()
-        except TimeoutError:
-            logger.warning("A viewer's connection could not be closed within %g s (%s).", CLOSE_S, end)
+        if not await aiortc_compat.close(viewer.pc, CLOSE_S):
+            logger.warning("A viewer's connection was ended by force: no good-bye within %g s (%s).", CLOSE_S, end)
 
     # ---- small things -------------------------------------------------------------------------------------------
 

@@ -68,10 +68,7 @@ CANCEL_ROUNDS = 50
 """Turns of the event loop that the tasks of a closed connection get to end in. Some catch a cancellation to send a
 good-bye and want a second one; those that wait for others take a few turns."""
 
-DATA_ERRORS: tuple[type[Exception], ...] = (*OFFER_ERRORS, struct.error, UnboundLocalError)
-"""What aiortc raises for data-channel packets that it cannot digest."""
-
-_ENCODER_ATTRIBUTE = "_RTCRtpSender__encoder"
+_ENCODER_ATTRIBUTE, _TRANSPORTS_ATTRIBUTE = "_RTCRtpSender__encoder", "_RTCPeerConnection__dtlsTransports"
 
 __all__ = [
     "OFFER_ERRORS",
@@ -144,6 +141,10 @@ class _TooMuchData(Exception):
     """A peer has sent more than its data channels may take."""
 
 
+DATA_ERRORS: tuple[type[Exception], ...] = (_TooMuchData, *OFFER_ERRORS, struct.error, UnboundLocalError)
+"""What is raised for data-channel packets that aiortc cannot digest, or shall not."""
+
+
 def bound_data(sctp: RTCSctpTransport, max_message_bytes: int, on_misuse: Callable[[str], None]) -> None:
     """Bound what the peer's data channels take in memory and time, and tell it how long a message may be.
 
@@ -162,7 +163,7 @@ def bound_data(sctp: RTCSctpTransport, max_message_bytes: int, on_misuse: Callab
             return
         try:
             await handle(data)
-        except (_TooMuchData, *DATA_ERRORS) as error:
+        except DATA_ERRORS as error:
             misused = True
             end = "data_limit" if isinstance(error, _TooMuchData) else "data_malformed"
             logger.info("A peer misuses its data channels (%s): %s: %s", end, type(error).__name__, error)
@@ -231,7 +232,7 @@ async def close(pc: RTCPeerConnection, limit_s: float) -> bool:
 def _drop_sockets(pc: RTCPeerConnection) -> None:
     """Close the connection's sockets, with what waits to be sent; tell nobody. Mutates: pc."""
     pc.remove_all_listeners()
-    for dtls in pc._RTCPeerConnection__dtlsTransports:
+    for dtls in getattr(pc, _TRANSPORTS_ATTRIBUTE):
         for protocol in dtls.transport._connection._protocols:
             _under_relay(protocol).transport.abort()
 
@@ -254,7 +255,7 @@ def _tasks_of(pc: RTCPeerConnection) -> Iterator[asyncio.Task[Any]]:
     parts: list[Any] = [pc, *([] if pc.sctp is None else [pc.sctp])]
     for transceiver in pc.getTransceivers():
         parts += (transceiver.sender, transceiver.receiver)
-    for dtls in pc._RTCPeerConnection__dtlsTransports:
+    for dtls in getattr(pc, _TRANSPORTS_ATTRIBUTE):
         parts += (dtls, dtls.transport, dtls.transport._connection)
         for protocol in dtls.transport._connection._protocols:
             parts += (protocol, protocol.transport, _under_relay(protocol))
@@ -299,9 +300,9 @@ def check() -> None:
         "_ssrc" in RTCRtpSender.__init__.__code__.co_names,
         hasattr(aiortc.rtcrtpsender, "RTP_HISTORY_SIZE"),
         hasattr(aioice.ice, "get_host_addresses"),
-        "_RTCRtpSender__encoder" in RTCRtpSender._next_encoded_frame.__code__.co_names,
+        _ENCODER_ATTRIBUTE in RTCRtpSender._next_encoded_frame.__code__.co_names,
         hasattr(RTCPeerConnection, "addIceCandidate"),
-        "_RTCPeerConnection__dtlsTransports" in RTCPeerConnection.__init__.__code__.co_names,
+        _TRANSPORTS_ATTRIBUTE in RTCPeerConnection.__init__.__code__.co_names,
         "_TurnTransport__inner_protocol" in aioice.turn.TurnTransport.__init__.__code__.co_names,
         "_connection" in RTCIceTransport.__init__.__code__.co_names,
         "_protocols" in aioice.Connection.__init__.__code__.co_names,

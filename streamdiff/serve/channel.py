@@ -30,7 +30,14 @@ class ControlChannel:
         """See `Conversation`."""
         self._channel = channel
         self._conversation = Conversation(viewer, view, metrics, self.send, network, may_control)
+        self._closed = False
         channel.on("message", self._conversation.arrived)
+        channel.on("close", self.close)
+
+    @property
+    def open(self) -> bool:
+        """Whether the viewer can still use it: neither side has begun to close it."""
+        return self._channel.readyState in ("connecting", "open")
 
     def send(self, message: dict[str, Any]) -> None:
         """Send one message, if the channel is open and the viewer reads."""
@@ -38,5 +45,7 @@ class ControlChannel:
             self._channel.send(json.dumps(message, ensure_ascii=False))
 
     def close(self) -> None:
-        """Stop listening and reporting."""
-        self._conversation.close()
+        """Stop listening and reporting. Does nothing a second time: the viewer may have opened another one by then."""
+        if not self._closed:
+            self._closed = True
+            self._conversation.close()

@@ -62,6 +62,10 @@ class Conversation:
             if self._complaints.take(now_s):
                 self._refuse(ControlError("rate_limited", f"More than {MESSAGES_PER_S} messages in a second."))
             return
+        # Before it is kept: what waits here is bounded in bytes too.
+        if (len(data) if isinstance(data, bytes) else len(data.encode("utf-8", "replace"))) > MAX_MESSAGE_BYTES:
+            self._refuse(ControlError("too_large", f"A message may have {MAX_MESSAGE_BYTES // 1024} KiB."))
+            return
         self._inbox.put_nowait(data)
 
     def _refuse(self, error: ControlError) -> None:
@@ -81,9 +85,7 @@ class Conversation:
 
     async def _obey_one(self, data: str | bytes) -> None:
         if isinstance(data, bytes):
-            raise ControlError("binary", "Messages are JSON text, not binary.")
-        if len(data.encode("utf-8", "replace")) > MAX_MESSAGE_BYTES:
-            raise ControlError("too_large", f"A message may have {MAX_MESSAGE_BYTES // 1024} KiB.")
+            raise ControlError("binary", "Messages are JSON text in UTF-8, not binary.")
         control = parse(data)
         if control.changes and not self._may_control:
             raise ControlError("forbidden", "You may watch, not steer: that takes the control token.", id=control.id)

@@ -221,7 +221,9 @@ class Hub:
         return view
 
     async def _drop(self, view: SessionView) -> None:
-        """Forget a session and end what belongs to it. Mutates: self."""
+        """Forget a session and end what belongs to it. Mutates: self, view."""
+        # Before anything is awaited: a viewer that is just being connected sees it and is refused.
+        view.closed = True
         self._places.pop(view.session, None)
         self._metrics.sessions.set(len(self._places))
         if self.on_end is not None:

@@ -11,12 +11,18 @@ import ipaddress
 import re
 from dataclasses import dataclass, field
 
+from aiortc import RTCIceCandidate
+from aiortc.sdp import SessionDescription, candidate_from_sdp
+
+from streamdiff.serve.aiortc_compat import OFFER_ERRORS
+
 MAX_SDP_BYTES = 64 * 1024
 MAX_LINES = 2000
 MAX_SECTIONS = 8
 MAX_CANDIDATES = 64
+MAX_CANDIDATE_CHARACTERS = 512
 
-_MEDIA_LINE = re.compile(r"^m=(audio|video|application) (\d{1,6}) ([A-Z/]+) ([^ ].*)$")
+_MEDIA_LINE = re.compile(r"^m=(audio|video|application) ([0-9]{1,6}) ([A-Z/]+) ([^ ].*)$")
 _FINGERPRINT = re.compile(r"^a=fingerprint:[A-Za-z0-9-]+ ([0-9A-Fa-f]{2}:)+[0-9A-Fa-f]{2}$")
 _CREDENTIAL = re.compile(r"^[A-Za-z0-9+/=_-]{4,256}$")
 _SETUP = {"actpass": "active", "active": "active", "passive": "passive"}
@@ -32,19 +38,11 @@ class SdpError(ValueError):
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One usable remote candidate: the text after `candidate:`, and the section it belongs to."""
-
-    text: str
-    mid: str
-
-
-@dataclass(frozen=True)
 class Trickle:
-    """The contents of an SDP fragment."""
+    """The contents of an SDP fragment. `candidates`: those that can be used here, each with its section's `sdpMid`."""
 
     username: str | None
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[RTCIceCandidate, ...]
     complete: bool
 
 
@@ -90,7 +88,12 @@ def check_offer(text: str) -> str:
     if sum(line.startswith("a=candidate:") for part in sections for line in part.lines) > MAX_CANDIDATES:
         raise SdpError(f"The offer has more than {MAX_CANDIDATES} candidates.")
     lines = [line for part in (session, *sections) for line in _repair(part)]
-    return "\r\n".join(lines) + "\r\n"
+    checked = "\r\n".join(lines) + "\r\n"
+    try:
+        SessionDescription.parse(checked)
+    except OFFER_ERRORS as error:
+        raise SdpError(f"The offer cannot be read: {type(error).__name__}: {str(error)[:120]}") from error
+    return checked
 
 
 def without_unusable(answer: str) -> str:
@@ -100,7 +103,7 @@ def without_unusable(answer: str) -> str:
         SdpError: it has a line that is no candidate.
     """
     lines = [line.rstrip() for line in answer.splitlines()]
-    return "".join(f"{line}\r\n" for line in lines if not line.startswith("a=candidate:") or _usable(line))
+    return "".join(f"{line}\r\n" for line in lines if not line.startswith("a=candidate:") or _candidate(line))
 
 
 def username_of(offer: str) -> str | None:
@@ -126,7 +129,7 @@ def parse_trickle(text: str) -> Trickle:
     if len(lines) > MAX_LINES:
         raise SdpError(f"The fragment has more than {MAX_LINES} lines.")
     mid, username, complete = "0", None, False
-    found: list[Candidate] = []
+    found: list[RTCIceCandidate] = []
     known = 0
     for line in (raw.strip() for raw in lines):
         if line.startswith(("m=", "a=mid:", "a=ice-", "a=group:", "a=candidate:", "a=end-of-candidates")):
@@ -137,8 +140,9 @@ def parse_trickle(text: str) -> Trickle:
             username = line[12:]
         elif line == "a=end-of-candidates":
             complete = True
-        elif line.startswith("a=candidate:") and _usable(line):
-            found.append(Candidate(line[12:], mid))
+        elif line.startswith("a=candidate:") and (candidate := _candidate(line)) is not None:
+            candidate.sdpMid = mid
+            found.append(candidate)
     if known == 0:
         raise SdpError("The fragment has no ICE line; send a=ice-ufrag, a=ice-pwd and a=candidate lines (RFC 8840).")
     if len(found) > MAX_CANDIDATES:
@@ -191,7 +195,7 @@ def _check_section(number: int, section: _Section, session: _Section) -> str:
         raise SdpError(f"{where} has no a=rtcp-mux.")
     for line in section.lines:
         if line.startswith("a=candidate:"):
-            _usable(line)
+            _candidate(line)
     return kind
 
 
@@ -199,29 +203,37 @@ def _direction(section: _Section) -> str:
     return next((line[2:] for line in section.lines if line[2:] in _DIRECTIONS), "sendrecv")
 
 
-def _usable(line: str) -> bool:
-    """Whether a candidate can be used here: UDP, at an address that needs no look-up.
+def _candidate(line: str) -> RTCIceCandidate | None:
+    """The candidate of an `a=candidate:` line; None if it cannot be used here: not UDP, or an address to look up.
 
     Raises:
         SdpError: the line is no candidate.
     """
-    bits = line[len("a=candidate:") :].split()
-    shaped = len(bits) >= 8 and bits[1].isdigit() and bits[3].isdigit() and bits[5].isdigit() and bits[6] == "typ"
-    if not shaped or int(bits[5]) > 65535 or len(line) > 512:
-        raise SdpError(f"This is no ICE candidate: {line[:80]!r}.")
-    if bits[2].lower() != "udp":
-        return False
+    wrong = SdpError(f"This is no ICE candidate: {line[:80]!r}.")
+    # Other alphabets have digits too, which Python reads.
+    if not line.isascii() or len(line) > MAX_CANDIDATE_CHARACTERS:
+        raise wrong
     try:
-        ipaddress.ip_address(bits[4])
+        found = candidate_from_sdp(line.removeprefix("a=candidate:"))
+    except OFFER_ERRORS as error:
+        raise wrong from error
+    ports = (found.port, 0 if found.relatedPort is None else found.relatedPort)
+    in_range = 1 <= found.component <= 256 and 0 <= found.priority < 2**32 and all(0 <= port < 2**16 for port in ports)
+    if not in_range or line.split()[6] != "typ":
+        raise wrong
+    if found.protocol.lower() != "udp":
+        return None
+    try:
+        ipaddress.ip_address(found.ip)
     except ValueError:
-        return False
-    return True
+        return None
+    return found
 
 
 def _repair(section: _Section) -> list[str]:
     lines = []
     for line in section.lines:
-        if line.startswith("a=candidate:") and not _usable(line):
+        if line.startswith("a=candidate:") and _candidate(line) is None:
             continue
         lines.append(f"a=setup:{_SETUP[line[8:]]}" if line.startswith("a=setup:") and line[8:] in _SETUP else line)
     is_media = lines[0].startswith(("m=audio", "m=video")) if lines else False

@@ -80,7 +80,7 @@ class SessionView:
         self.switches = SWITCHES
         self.paused = False
         self.opened = False
-        self.closed = False
+        self.closed = False  # or about to be: nobody may join
         self.engine: EngineState = "running"
         self.engine_reason = ""
         """Why it does not run."""

@@ -26,6 +26,7 @@ from streamdiff.config import IceServer
 from streamdiff.serve import aiortc_compat
 from streamdiff.serve.channel import ControlChannel
 from streamdiff.serve.codecs import Codec
+from streamdiff.serve.control import MAX_MESSAGE_BYTES
 from streamdiff.serve.logs import facts
 from streamdiff.serve.metrics import Ahead, Metrics
 from streamdiff.serve.problem import Problem
@@ -46,6 +47,7 @@ POOR_NETWORK = 0.6
 KEY_WISHES_PER_S, KEY_WISH_BURST = 1.0, 5.0
 """A viewer that wishes for key frames more often is not heard each time: every one costs all the others bits."""
 CLOSE_S = 3.0
+"""For the good-bye to a viewer whose connection is closed. Where nothing gets away it would take for ever."""
 LOOK_S = 1.0
 STUCK_S = 10.0
 """A viewer whose packets do not get away for so long is given up."""
@@ -169,9 +171,7 @@ class Viewers:
             if viewer.candidates >= MAX_CANDIDATES:
                 return
             viewer.candidates += 1
-            parsed = aiortc_compat.candidate_from_sdp(candidate.text)
-            parsed.sdpMid = candidate.mid
-            await viewer.pc.addIceCandidate(parsed)
+            await viewer.pc.addIceCandidate(candidate)
 
     async def delete(self, session: str, id: str, address: str) -> None:
         """End a viewer; one that ended lately is fine as well.
@@ -217,14 +217,14 @@ class Viewers:
         try:
             answer = await self._negotiate(viewer, offer, wanted)
         except aiortc_compat.OFFER_ERRORS as error:
-            await pc.close()
+            await aiortc_compat.close(pc, CLOSE_S)
             logger.debug("An offer was refused: %s: %s", type(error).__name__, error)
             raise Problem(422, f"The offer cannot be answered: {_first_line(error)}", code="offer") from error
         except BaseException:
-            await pc.close()
+            await aiortc_compat.close(pc, CLOSE_S)
             raise
         if view.closed:
-            await pc.close()
+            await aiortc_compat.close(pc, CLOSE_S)
             raise Problem(410, f"The session {view.session!r} has ended.", code="ended")
         self._viewers[viewer.id] = viewer
         logger.info("A viewer joins session %s.", view.session, extra=_told(viewer))
@@ -240,6 +240,8 @@ class Viewers:
         # aiortc takes preferences only before it sees the offer.
         transceiver.setCodecPreferences(preferences(wanted))
         await pc.setRemoteDescription(RTCSessionDescription(offer, "offer"))
+        if pc.sctp is not None:
+            aiortc_compat.bound_data(pc.sctp, MAX_MESSAGE_BYTES, lambda end: self._end_soon(viewer, end))
         negotiated = aiortc_compat.negotiated_codec(transceiver)
         viewer.codec = _MIME.get(negotiated.mimeType.lower()) if negotiated is not None else None
         if viewer.codec is None:
@@ -256,7 +258,7 @@ class Viewers:
         return str(pc.localDescription.sdp)
 
     def _started(self, viewer: Viewer, track: ViewerTrack) -> None:
-        if viewer.id in self._viewers and viewer.codec is not None:
+        if viewer.id in self._viewers and viewer.codec is not None and not viewer.view.closed:
             viewer.view.fanout.attach(viewer.codec, track)
 
     def _need_key(self, viewer: Viewer) -> None:
@@ -283,9 +285,11 @@ class Viewers:
         self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look) if self._viewers else None
 
     def _channel_opened(self, viewer: Viewer, channel: RTCDataChannel) -> None:
-        if channel.label != "control" or viewer.channel is not None:
+        if channel.label != "control" or (viewer.channel is not None and viewer.channel.open):
             channel.close()
             return
+        if viewer.channel is not None:
+            viewer.channel.close()  # closed by the viewer; aiortc may tell that after it tells of the new one
         viewer.channel = ControlChannel(
             channel, viewer.id, viewer.view, self._metrics, lambda: _network(viewer), viewer.may_control
         )
@@ -322,12 +326,8 @@ class Viewers:
         self._metrics.viewers_ended.labels(end).inc()
         logger.info("A viewer has left: %s.", end, extra=_told(viewer, end=end))
         self._count()
-        try:
-            # It says good-bye to the viewer first; where nothing gets away, that would take for ever.
-            async with asyncio.timeout(CLOSE_S):
-                await viewer.pc.close()
-        except TimeoutError:
-            logger.warning("A viewer's connection could not be closed within %g s (%s).", CLOSE_S, end)
+        if not await aiortc_compat.close(viewer.pc, CLOSE_S):
+            logger.warning("A viewer's connection was ended by force: no good-bye within %g s (%s).", CLOSE_S, end)
 
     # ---- small things -------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ and as PyAV 18.1 has it, its DTLS did not get through to aiortc. Knows nothing a
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from urllib.parse import unquote, urljoin, urlsplit
 
@@ -89,9 +88,7 @@ class Publication:
 
     async def close(self) -> None:
         """Take leave of the media server, as far as it listens. Mutates: self."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_S):
-                await self._pc.close()
+        await aiortc_compat.close(self._pc, CLOSE_S)
         self._fanout.detach(self._codec, self.track)  # not before: a connection may have stood at the last moment
         if self._resource is not None:
             with contextlib.suppress(httpx.HTTPError):

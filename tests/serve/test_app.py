@@ -17,6 +17,7 @@ from streamdiff.config import Config, ServeConfig
 from streamdiff.engine.messages import Failed, Ready, Refused
 from streamdiff.errors import ConfigError
 from streamdiff.serve import app as app_module
+from streamdiff.serve.control import MAX_MESSAGE_BYTES
 from tests.serve.conftest import Site, open_site, run_scene
 from tests.serve.scripted import CHUNK_FRAMES, COLOURS, Painter
 from tests.serve.test_whep import _colour, _is, _until_colour
@@ -154,6 +155,8 @@ def test_garbage_on_the_data_channel_is_answered_and_nothing_changes() -> None:
     async def scene(site: Site) -> None:
         peer = await site.watch()
         await peer.message({"type": "hello"})
+        assert peer.pc.sctp._remote_max_message_size == MAX_MESSAGE_BYTES
+        peer.pc.sctp._remote_max_message_size = 0  # it sends more than it was told that it may
         for text, code in [
             ("{", "bad_json"),
             ("[" * 10_000, "bad_json"),

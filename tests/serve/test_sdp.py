@@ -157,8 +157,42 @@ def test_trickle_reads_candidates_and_skips_what_is_of_no_use(offer: str) -> Non
     )
     assert trickle.username == "abcd"
     assert trickle.complete
-    assert [(candidate.mid, candidate.text[:8]) for candidate in trickle.candidates] == [("1", "1 1 udp ")]
+    assert [(each.sdpMid, each.ip, each.port) for each in trickle.candidates] == [("1", "192.0.2.9", 50000)]
     assert username_of(check_offer(offer))
+
+
+BAD_CANDIDATES = [
+    "1 \u00b2 udp 1 192.0.2.9 5000 typ host",
+    "1 1 udp 1 192.0.2.9 \u00b2 typ host",
+    "1 1 udp 1 192.0.2.9 \u0663 typ host",
+    "1 1 udp \u00b2 192.0.2.9 5000 typ host",
+    f"1 1 udp 1 192.0.2.9 {'9' * 400} typ host",
+    f"1 1 udp 1 192.0.2.9 {'9' * 5000} typ host",
+    "1 1 udp 1 192.0.2.9 -1 typ host",
+    "1 1 udp 1 192.0.2.9 65536 typ host",
+    "1 1 udp 1 192.0.2.9 5000 typ srflx raddr 192.0.2.9 rport x",
+    "1 1 udp 1 192.0.2.9 5000 typ srflx raddr 192.0.2.9 rport 65536",
+    "1 1 udp 4294967296 192.0.2.9 5000 typ host",
+    "1 0 udp 1 192.0.2.9 5000 typ host",
+    "1 1 udp 1 192.0.2.9 5000 kind host",
+]
+
+
+@pytest.mark.parametrize("candidate", BAD_CANDIDATES)
+def test_what_is_no_candidate(offer: str, candidate: str) -> None:
+    line = f"a=candidate:{candidate}\r\n"
+    with pytest.raises(SdpError, match="no ICE candidate"):
+        parse_trickle(line)
+    with pytest.raises(SdpError, match="no ICE candidate"):
+        check_offer(offer.replace("a=mid:0\r\n", "a=mid:0\r\n" + line))
+
+
+@pytest.mark.parametrize(
+    "line", ["a=fmtp:77 apt=1", "a=rtpmap:x H264/90000", "a=ssrc:1", "c=IN IP6", "a=sctp-port:\u00b2"]
+)
+def test_what_aiortc_cannot_read_is_told_before_it_is_asked(offer: str, line: str) -> None:
+    with pytest.raises(SdpError, match="cannot be read"):
+        check_offer(offer.replace("a=mid:0\r\n", f"a=mid:0\r\n{line}\r\n"))
 
 
 @pytest.mark.parametrize("text", ["", "hello", "{}", "a=candidate:broken\r\n"])

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NoReturn
 
 import numpy as np
@@ -43,7 +44,8 @@ def run_as_ranks(config: Config, job: Job, argv: Sequence[str]) -> int:
         _checked(job)
         from streamdiff.engine.launch import launch  # imports torch
 
-        return launch("streamdiff", config.model.ranks, argv)
+        with TemporaryDirectory(prefix="streamdiff-") as folder:
+            return launch("streamdiff", config.model.ranks, argv, folder)
     return run(config, job) if os.environ["RANK"] == "0" else be_follower(config.model)
 
 

@@ -34,11 +34,11 @@ _INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 _LOOK_S = 0.1
 
 
-def launch(module: str, ranks: int, arguments: Sequence[str]) -> int:
+def launch(module: str, ranks: int, arguments: Sequence[str], log_folder: str) -> int:
     """Run `python -m module` as so many `ranks` until all have ended; returns the exit code: 0, `EXIT_CONFIG` where a
     rank said so, 128 and the number of the signal that ended it, else `EXIT_FAILED`.
 
-    Mutates: elastic's logging, this process's signal handlers.
+    `log_folder` is one that somebody removes afterwards. Mutates: elastic's logging, this process's signal handlers.
     """
     logging.getLogger(_ELASTIC).setLevel(logging.CRITICAL)
     store = open_store()
@@ -49,7 +49,7 @@ def launch(module: str, ranks: int, arguments: Sequence[str]) -> int:
             sys.executable,
             args={rank: ("-m", module, *arguments) for rank in range(ranks)},
             envs={rank: {**child_process.environment(), **_place(rank, ranks, store.port)} for rank in range(ranks)},
-            logs_specs=DefaultLogsSpecs(),
+            logs_specs=DefaultLogsSpecs(log_dir=log_folder),
         )
         return _exit_code(context.wait(period=_LOOK_S))
     except SignalException as error:
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     ranks = private_folder.read_config(Path(options.address)).model.ranks
     passed = ("--address", options.address, *(["--spare"] * options.spare))
-    return launch(options.module, ranks, passed)
+    return launch(options.module, ranks, passed, options.address)
 
 
 if __name__ == "__main__":

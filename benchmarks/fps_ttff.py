@@ -24,6 +24,7 @@ from benchmarks.stream_figures import Raw, figures
 from benchmarks.stream_rank import CASE, RAW
 from streamdiff.config import Config, load
 from streamdiff.device import pick_device
+from streamdiff.engine import private_folder
 from streamdiff.errors import ConfigError
 from streamdiff.models.random_weights import is_random
 from streamdiff.pipeline.profiling import check_traced
@@ -116,8 +117,8 @@ def measure(case: Case, limit_s: float | None = None) -> Raw:
     with tempfile.TemporaryDirectory(prefix="streamdiff-") as name:
         folder = Path(name)
         (folder / CASE).write_text(json.dumps(case.to_json()))
-        told = ("--address", name, "--config-json", Config(model=case.config).model_dump_json())
-        command = [sys.executable, *program, *told]
+        private_folder.write_config(folder, Config(model=case.config))  # for the launcher; the case says it too
+        command = [sys.executable, *program, "--address", name]
         # Rank 0 ends, and its launcher with the other ranks, when nobody holds the other end of its standard input.
         with _ended(subprocess.Popen(command, cwd=report.ROOT, stdin=subprocess.PIPE, start_new_session=True)) as lead:
             try:

@@ -209,7 +209,6 @@ def _end_with_parent(folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stream_rank", description="one rank of fps_ttff")
     parser.add_argument("--address", type=Path, required=True, help="folder with case.json")
-    parser.add_argument("--config-json", help="for the launcher of ranks; the case says it too")
     options = parser.parse_args(argv)
     case = Case.from_json(json.loads((options.address / CASE).read_text()))
     rank = int(os.environ.get("RANK", "0"))

@@ -19,7 +19,6 @@ from tqdm import tqdm
 from streamdiff import api
 from streamdiff.config import Config
 from streamdiff.engine.main import be_follower
-from streamdiff.engine.supervisor import environment
 from streamdiff.errors import ConfigError
 from streamdiff.serve.files import check_target, write_video
 from streamdiff.whole import leaving
@@ -40,14 +39,11 @@ def run_as_ranks(config: Config, job: Job, argv: Sequence[str]) -> int:
 
     Raises:
         ConfigError, RequestError: as `run`.
-
-    Mutates: where it starts ranks, this process's environment.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         _checked(job)
         from streamdiff.engine.launch import launch  # imports torch
 
-        os.environ.update(environment())
         with TemporaryDirectory(prefix="streamdiff-") as folder:
             return launch("streamdiff", config.model.ranks, argv, folder)
     return run(config, job) if os.environ["RANK"] == "0" else be_follower(config.model)

@@ -8,7 +8,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from streamdiff import child_process
 from streamdiff.config import Config
+from streamdiff.engine import private_folder
 from streamdiff.engine.attached import BYE
 from streamdiff.engine.main import Stop, Tap, run
 
@@ -24,17 +26,18 @@ def host(config: Config, tap: Tap = lambda engine, event: None) -> int:
         EngineFailure: a rank of the ring failed.
     """
     with tempfile.TemporaryDirectory(prefix="streamdiff-") as folder:
-        config_json = config.model_dump_json()
+        private_folder.write_config(Path(folder), config)
         stop = Stop(Path(folder))
         stop.listen()
         web = subprocess.Popen(
-            [sys.executable, "-m", "streamdiff.serve.attached", "--address", folder, "--config-json", config_json],
+            [sys.executable, "-m", "streamdiff.serve.attached", "--address", folder],
+            env=child_process.environment(),
             stdin=subprocess.PIPE,
             start_new_session=True,  # a launcher signals whole sessions; the web process ends when this one lets it
         )
         assert web.stdin is not None
         try:
-            code = run(Path(folder), config_json, stop, tap=tap)
+            code = run(Path(folder), stop, tap=tap)
             with contextlib.suppress(BrokenPipeError):  # the web process has ended by itself
                 web.stdin.write(BYE)
                 web.stdin.flush()

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from streamdiff import clock
 from streamdiff.config import Config, ModelConfig
-from streamdiff.engine import spare
+from streamdiff.engine import private_folder, spare
 from streamdiff.engine.bridge import EXIT_CONFIG, EngineServer
 from streamdiff.engine.contract import Pipeline
 from streamdiff.engine.engine import Engine
@@ -130,34 +130,33 @@ def _serve(server: EngineServer, engine: Engine, stop: Stop, tap: Tap) -> None:
 def main(argv: Sequence[str] | None = None, *, load: Callable[[ModelConfig], Pipeline] = _load_runtime) -> int:
     """Run the process; returns its exit code. `load` makes the pipeline."""
     parser = argparse.ArgumentParser(prog="python -m streamdiff.engine.main", description="the engine process")
-    parser.add_argument("--address", type=Path, required=True, help="private folder of the bridge's socket")
-    parser.add_argument("--config-json", required=True, help="the whole configuration as JSON")
+    parser.add_argument("--address", type=Path, required=True, help="private folder: bridge's socket, configuration")
     parser.add_argument("--spare", action="store_true", help="import everything, and wait to be needed")
     arguments = parser.parse_args(argv)
     if arguments.spare:
         spare.wait(arguments.address, _HEAVY)
     if int(os.environ.get("RANK", "0")) > 0:
-        return be_follower(Config.model_validate_json(arguments.config_json).served_model())
+        return be_follower(private_folder.read_config(arguments.address).served_model())
     stop = Stop(arguments.address)
     stop.listen()
     stop.watch_parent()
-    return run(arguments.address, arguments.config_json, stop, load=load)
+    return run(arguments.address, stop, load=load)
 
 
 def run(
     address: Path,
-    config_json: str,
     stop: Stop,
     *,
     load: Callable[[ModelConfig], Pipeline] = _load_runtime,
     tap: Tap = lambda engine, event: None,
 ) -> int:
-    """Be the engine of the web process whose bridge is in the folder `address`, until `stop` or the web process says
-    so; returns the exit code. `tap` sees all that the stream brings after the web process has been sent it."""
+    """Be the engine of the web process whose bridge and configuration are in the folder `address`, until `stop` or the
+    web process says so; returns the exit code. `tap` sees all that the stream brings, after the web process was sent
+    it."""
     server = EngineServer(address, wake_fd=stop.fd)
     engine: Engine | None = None
     try:
-        config = Config.model_validate_json(config_json)
+        config = private_folder.read_config(address)
         engine = Engine(load(config.served_model()), lead_frames(config))
         stop.loading = False
         server.send(engine.ready())

@@ -14,15 +14,14 @@ import re
 import shutil
 import signal
 import sys
-import sysconfig
-import tempfile
 from asyncio.subprocess import PIPE, STDOUT, Process
 from collections import deque
 from pathlib import Path
 from typing import Protocol
 
+from streamdiff import child_process
 from streamdiff.config import Config
-from streamdiff.engine import spare
+from streamdiff.engine import private_folder, spare
 from streamdiff.engine.bridge import EXIT_CONFIG, EngineClient
 from streamdiff.engine.messages import Failed, Ready, Shutdown
 from streamdiff.errors import ConfigError, EngineFailure
@@ -41,15 +40,6 @@ _STOP_TRACED_LIMIT_S = 60.0
 _LOOKS = 10  # before an engine hangs
 # Ranks find out themselves which of them hangs, and say so; only if they do not is their launcher ended from here.
 _RANKS_HANG_S = 15.0
-
-
-def environment() -> dict[str, str]:
-    """A child's environment: it must find this very package, and nothing that lies about in the current folder."""
-    root = Path(__file__).resolve().parents[2]
-    variables = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-    if str(root) not in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    return variables
 
 
 def name_exit(code: int) -> str:
@@ -112,7 +102,7 @@ class Supervisor:
         start_limit_s: how long loading and warming up may take; by default `loading_limit_s`.
         stop_limit_s: how long the process may take to end by itself before it is killed; by default
             `ending_limit_s`.
-        module: what runs with `python -m`; takes `--address` and `--config-json`.
+        module: what runs with `python -m`; takes `--address`.
         """
         self._config = config
         self._start_limit_s = start_limit_s or loading_limit_s(config)
@@ -149,7 +139,7 @@ class Supervisor:
 
     async def prepare(self) -> None:
         """Start a process that only imports what it needs, and begins with `start`."""
-        self._folder = Path(tempfile.mkdtemp(prefix="streamdiff-"))
+        self._folder = private_folder.make()
         try:
             self._begin = spare.open_pipe(self._folder)
             await self._launch("--spare")
@@ -169,7 +159,7 @@ class Supervisor:
             if self._begin is not None:
                 spare.tell(self._begin)
             else:
-                self._folder = Path(tempfile.mkdtemp(prefix="streamdiff-"))
+                self._folder = private_folder.make()
                 await self._launch()
             assert self._process is not None and self._client is not None
             await self._wait_until_ready(self._client)
@@ -181,15 +171,16 @@ class Supervisor:
 
     async def _launch(self, *more: str) -> None:
         assert self._folder is not None
+        private_folder.write_config(self._folder, self._config)
         self._client = EngineClient(self._folder)
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             *self._program(),
-            *("--address", str(self._folder), "--config-json", self._config.model_dump_json(), *more),
+            *("--address", str(self._folder), *more),
             stdin=PIPE,
             stdout=PIPE,
             stderr=STDOUT,
-            env=environment(),
+            env=child_process.environment(),
             # Ctrl-C in a terminal reaches the web process alone, which then ends the engine in order.
             start_new_session=True,
         )

@@ -14,6 +14,7 @@ from types import FrameType
 import torch
 
 from streamdiff.config import ModelConfig
+from streamdiff.device import bind
 from streamdiff.pipeline import loading, ranks
 from streamdiff.pipeline.compiling import Progress
 from streamdiff.pipeline.decoding import DECODE_THREADS, DecodeWorker
@@ -34,8 +35,8 @@ def follow(config: ModelConfig) -> None:
     Raises:
         ConfigError: the ring cannot be built as configured.
     """
-    member = loading.join(config)
     device = loading.own_device(config.device)
+    member = loading.join(config)
     place = ranks.Place.of(config, member.rank, device)
     decoder = loading.load_decoder(config, device) if member.rank == config.decode_rank else None
     workers: list[Worker | DecodeWorker] = []
@@ -61,17 +62,19 @@ def follow(config: ModelConfig) -> None:
         timer = workers[0].timer if workers else None
         workers.append(DecodeWorker(decoder, inbox, outbox, device, loading.at_once(config, device), timer))
     member.meet(progress.made)
-    _work(workers, member, config.hang_s)
+    _work(workers, member, config.hang_s, device)
 
 
-def _work(workers: Sequence[Worker | DecodeWorker], member: Member, hang_s: float) -> None:
+def _work(workers: Sequence[Worker | DecodeWorker], member: Member, hang_s: float, device: torch.device) -> None:
     """Run the loops of this rank to their end, each but the first on a thread of its own."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _told_to_end)
     atexit.register(leave)
     watch = Watch(member, workers, lambda fault: leave(f"rank {member.rank} ends: {fault}"), hang_s)
     watch.start()
-    others = [threading.Thread(target=_beside, args=(worker, watch, member), daemon=True) for worker in workers[1:]]
+    others = [
+        threading.Thread(target=_beside, args=(worker, watch, member, device), daemon=True) for worker in workers[1:]
+    ]
     for thread in others:
         thread.start()
     _run(workers[0], watch, member)
@@ -81,9 +84,10 @@ def _work(workers: Sequence[Worker | DecodeWorker], member: Member, hang_s: floa
     atexit.unregister(leave)
 
 
-def _beside(worker: Worker | DecodeWorker, watch: Watch, member: Member) -> None:
+def _beside(worker: Worker | DecodeWorker, watch: Watch, member: Member, device: torch.device) -> None:
     """A loop on a thread; the rank does not go on without it."""
     torch.set_num_threads(DECODE_THREADS)
+    bind(device)
     threading.excepthook = _die
     _run(worker, watch, member)
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from streamdiff.config import ModelConfig, ServedModel
-from streamdiff.device import pick_device
+from streamdiff.device import bind, pick_device
 from streamdiff.errors import ConfigError
 from streamdiff.models import library, windows
 from streamdiff.models.base import Model, ModelSpec, Past, StreamDecoder, TextEncoder, Trunk, choose_steps
@@ -68,14 +68,16 @@ def dtype_of(config: ModelConfig, device: torch.device) -> torch.dtype:
 
 
 def own_device(wanted: str) -> torch.device:
-    """`pick_device`; of several CUDA devices a rank takes that of its number on this machine.
+    """`pick_device`; of several CUDA devices a rank takes that of its number on this machine, and is bound to it. To be
+    called before anything else that may touch a device. Mutates: the thread's current device.
 
     Raises:
         ConfigError: as `pick_device`.
     """
     found = pick_device(wanted, "model.device")
     if found.type == "cuda" and "LOCAL_RANK" in os.environ:
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        found = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    bind(found)
     return found
 
 
@@ -216,7 +218,12 @@ def compile_decoder(config: ModelConfig, decoder: PictureDecoder | None, device:
     many CPU threads. Takes from seconds to minutes. Mutates: decoder."""
     if decoder is not None and config.compile == "on":
         latents = torch.zeros(read_spec(config).chunk_shape, device=device)
-        with ThreadPoolExecutor(1, "compile", lambda: torch.set_num_threads(threads)) as alike:
+
+        def enter() -> None:
+            torch.set_num_threads(threads)
+            bind(device)
+
+        with ThreadPoolExecutor(1, "compile", enter) as alike:
             alike.submit(decoder.compile, latents, at_once(config, device)).result()
 
 

@@ -101,8 +101,9 @@ def link_of(config: ModelConfig, device: torch.device) -> Link:
     Raises:
         ConfigError: as `pick_link`.
     """
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    shared = device.type == "cuda" and here > torch.cuda.device_count()
+    # A rank that only decodes is at no edge, and may share a stage's device.
+    stages_here = min(config.stages, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    shared = device.type == "cuda" and stages_here > torch.cuda.device_count()
     return pick_link(config.link, device, shared)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from streamdiff.config import Config
+from streamdiff.engine import private_folder
 from streamdiff.engine.attached import Attached
 from streamdiff.engine.supervisor import loading_limit_s
 from streamdiff.serve import server
@@ -15,10 +15,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m streamdiff.serve.attached", description="a running engine's web side"
     )
-    parser.add_argument("--address", type=Path, required=True, help="private folder of the bridge's socket")
-    parser.add_argument("--config-json", required=True, help="the whole configuration as JSON")
+    parser.add_argument("--address", type=Path, required=True, help="private folder: bridge's socket, configuration")
     options = parser.parse_args()
-    config = Config.model_validate_json(options.config_json)
+    config = private_folder.read_config(options.address)
     # The engine is this process's parent, and takes it along: whoever started the engine starts both again.
     config = config.model_copy(update={"serve": config.serve.model_copy(update={"restarts": 0})})
     limit_s = loading_limit_s(config)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from streamdiff import clock
+from streamdiff import child_process, clock
 from streamdiff.serve.fanout import Fanout
 from streamdiff.serve.metrics import Ahead, Metrics
 from streamdiff.serve.muxing import RECORD, Header
@@ -118,6 +118,7 @@ class Output:
         """Write the session until something fails; says what. None: the session has ended."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "streamdiff.serve.muxing"),
+            env=child_process.environment(),
             stdin=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )

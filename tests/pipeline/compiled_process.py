@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch._dynamo.utils import counters
 
-from streamdiff.config import Config, ModelConfig
+from streamdiff.config import ModelConfig
+from streamdiff.engine import private_folder
 from streamdiff.pipeline import follower, loading
 from streamdiff.pipeline.compiled import CompiledStage, Texts
 from streamdiff.pipeline.forward import Tensors
@@ -84,9 +85,8 @@ def play(config: ModelConfig, switch: str) -> dict[str, list[torch.Tensor]]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", type=Path, required=True)
-    parser.add_argument("--config-json", required=True)
     options = parser.parse_args()
-    config = Config.model_validate_json(options.config_json).model
+    config = private_folder.read_config(options.address).model
     rank = int(os.environ["RANK"])
     from streamdiff.pipeline import stage
 

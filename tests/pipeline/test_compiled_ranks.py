@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from streamdiff.config import Config, ModelConfig
+from streamdiff.engine import private_folder
 from tests.pipeline.compiled_process import CHUNKS
 from tests.pipeline.processes import ROOT
 from tests.pipeline.test_compiled import TOLERANCE, worst
@@ -29,8 +30,8 @@ Made = dict[str, list[torch.Tensor]]
 def play(folder: Path, switch: str, **options: Any) -> tuple[Made, list[dict[str, int]], str]:
     """What the head made, what each rank says of its forwards, and what all wrote to standard error."""
     folder.mkdir()
-    config = Config(model=ModelConfig(stages=STAGES, device="cpu", **options)).model_dump_json()
-    told = ("--module", "tests.pipeline.compiled_process", "--address", str(folder), "--config-json", config)
+    private_folder.write_config(folder, Config(model=ModelConfig(stages=STAGES, device="cpu", **options)))
+    told = ("--module", "tests.pipeline.compiled_process", "--address", str(folder))
     process = subprocess.run(
         [sys.executable, "-m", "streamdiff.engine.launch", *told],
         cwd=ROOT, env={**os.environ, "SWITCH": switch}, text=True, stderr=subprocess.PIPE, timeout=LIMIT_S,

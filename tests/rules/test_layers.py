@@ -23,7 +23,7 @@ LAYERS = (
     ("pipeline",),
     ("state",),
     ("models",),
-    ("config", "device", "whole"),
+    ("child_process", "config", "device", "whole"),
     ("errors", "clock", "pictures", "version"),
 )
 RANK = {name: rank for rank, names in enumerate(reversed(LAYERS)) for name in names}

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig
 from streamdiff.engine import main as engine_main
+from streamdiff.engine import private_folder
 from streamdiff.engine.messages import SWITCHES
 from streamdiff.engine.supervisor import Supervisor
 from streamdiff.errors import RequestError
@@ -261,7 +262,7 @@ def main() -> int:
 
 
 def _model_config() -> ModelConfig:
-    return Config.model_validate_json(sys.argv[sys.argv.index("--config-json") + 1]).model
+    return private_folder.read_config(Path(sys.argv[sys.argv.index("--address") + 1])).model
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ def edge_groups(stages: int, device: torch.device, backend: str = "nccl") -> lis
 
     All ranks of the default group call this, together and as often. Communicators are made here and not at the first
     message, when the other rank may be busy. Two stages have two edges between the same ranks, and a group for each.
-    Mutates: a CUDA `device` becomes the process's current one.
 
     Raises:
         ValueError: the default group has fewer ranks than `stages`.
@@ -39,8 +38,7 @@ def edge_groups(stages: int, device: torch.device, backend: str = "nccl") -> lis
         raise ValueError(f"there are {dist.get_world_size()} ranks; a ring of {stages} stages needs {stages}")
     bound = None
     if device.type == "cuda":
-        torch.cuda.set_device(device)
-        bound = torch.device("cuda", torch.cuda.current_device())
+        bound = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     groups: list[dist.ProcessGroup | None] = []
     for edge in range(stages if stages > 1 else 0):
         ranks = [edge, (edge + 1) % stages]

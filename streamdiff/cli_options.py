@@ -124,7 +124,7 @@ SERVE = (
     Option("--decode", "model.decode", str, "PLACE", "rank of a ring that decodes: head (default), last or own-rank"),
     Option("--codec", "serve.codec", str, "CODEC", "auto, h264 or vp8 (default auto)"),
     Option("--encoder", "serve.encoder", str, "NAME", "of H.264: auto, x264 or nvenc (default auto: what opens)"),
-    Option("--scale", "serve.scale", int, "N", "enlarge the picture this many times before encoding (default 2)"),
+    Option("--scale", "serve.scale", int, "N", "enlarge the picture before encoding (default: 2 for `tiny`, else 1)"),
     Option(
         "--pictures", "serve.pictures", str, "KIND", "from the decoder: rgb, yuv420 or auto (default auto: the cheaper)"
     ),

@@ -310,6 +310,12 @@ def entries() -> dict[str, Entry]:
     return {entry.name: entry for entry in sorted(found, key=lambda entry: (entry.name != "tiny", _rank(entry)))}
 
 
+def listed() -> list[Entry]:
+    """The models to offer: those that stream. The bases they are made from make no pictures worth a look here (no
+    guidance), so they are for who asks for them by name, to compare latents."""
+    return [entry for entry in entries().values() if entry.kind == "causal"]
+
+
 @cache
 def parts() -> Parts:
     """What the packaged models share."""
@@ -326,7 +332,7 @@ def find(name: str) -> Entry:
     if name in known:
         return known[name]
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(entry.name for entry in listed())}"
     raise ConfigError(f"no model is called {name!r}; {hint}")
 
 

@@ -51,7 +51,7 @@ QUANTIZE = Option(
 PARTS = (
     Option("--weights", "model.weights", str, "FILE", "the transformer's weights, in any published layout"),
     Option("--lora", "model.lora", str, "FILE[:SCALE]", "merge a LoRA into the weights"),
-    Option("--vae", "model.vae", str, "PATH", "the autoencoder (default: the model's own)"),
+    Option("--vae", "model.vae", str, "PATH", "the autoencoder, or a name: taew2_1 is small (default: its own)"),
     Option(
         "--text-encoder",
         "model.text_encoder",
@@ -59,7 +59,9 @@ PARTS = (
         "PATH",
         "a folder with encoder and tokenizer, or Wan's .pth",
     ),
-    Option("--text-device", "model.text_device", str, "DEVICE", "where a large text encoder runs: cpu (default), cuda"),
+    Option(
+        "--text-device", "model.text_device", str, "DEVICE", "of a large text encoder: cpu, cuda (default: by room)"
+    ),
     Option("--dtype", "model.dtype", str, "TYPE", "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on CUDA)"),
     Option(
         "--attention", "model.attention", str, "KERNEL", "auto, or one that `streamdiff doctor` lists; tried at start"

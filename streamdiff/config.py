@@ -45,14 +45,18 @@ class ModelConfig(_Section):
     lora: str | None = Field(
         None, description="FILE or FILE:SCALE, merged into the weights; instead of the published one"
     )
-    vae: str | None = Field(None, description="the autoencoder: a folder or file, instead of the published one")
+    vae: str | None = Field(None, description="the autoencoder: a folder, a file or a name such as taew2_1")
     text_encoder: str | None = Field(
         None, description="a folder in diffusers' or original Wan's layout with encoder and tokenizer, or Wan's .pth"
     )
     text_device: Literal["cpu", "cuda"] | None = Field(
-        None, description="where a large text encoder runs; default cpu, which leaves a GPU's memory to the transformer"
+        None,
+        description="where a large text encoder runs; default: cuda where it takes a third of what is free, or less",
     )
     keep_text_encoder: bool = Field(True, description="keep its weights in memory, or read them again for every text")
+    keep_embeddings: bool = Field(
+        True, description="keep prompts' embeddings of a large text encoder on disk too, in the user's cache folder"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on cuda, float32 on cpu")
     attention: Attention = Field("auto", description="attention kernel, tried out at the start; auto: torch's choice")
     quantize: Literal["none", "fp8", "int8"] = Field(

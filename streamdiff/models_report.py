@@ -202,7 +202,8 @@ def _file_lines(entry: Entry) -> Iterator[tuple[str, str]]:
     for tiny in catalogue.parts().autoencoders[entry.autoencoder].tiny:
         space = {"model": "as the transformer makes them", "vae": "with mean and deviation put back"}[tiny.latents]
         licence = tiny.licence or _UNKNOWN
-        yield "tiny decoder", f"{tiny.repo}  {_short(tiny.files)} takes latents {space}; licence {licence}"
+        yield "small one", f"--vae {tiny.name}: {tiny.repo}  {_short(tiny.files)}"
+        yield "", f"takes latents {space}; licence {licence}"
     for file, text in entry.weights.others.items():
         yield "also there", f"{file}: {text}"
 

@@ -105,9 +105,10 @@ class Lora(Files):
 
 
 class TinyDecoder(Files):
-    """A small decoder for the same latents. `latents` says in which space it wants them: `model`, as the transformer
+    """A small one for the same latents. `latents` says in which space it wants them: `model`, as the transformer
     makes them, or `vae`, after mean and deviation are put back. The wrong one gives washed-out colour and no error."""
 
+    name: str
     latents: Literal["model", "vae"]
     note: str | None = None
 
@@ -334,6 +335,16 @@ def find(name: str) -> Entry:
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(entry.name for entry in listed())}"
     raise ConfigError(f"no model is called {name!r}; {hint}")
+
+
+def autoencoders() -> dict[str, Files]:
+    """The files of published autoencoders, large and small, by name."""
+    found: dict[str, Files] = {}
+    for name, each in parts().autoencoders.items():
+        if each.weights is not None:
+            found[name] = each.weights
+        found |= {small.name: small for small in each.tiny}
+    return found
 
 
 def with_own_context(model: ModelConfig) -> ModelConfig:

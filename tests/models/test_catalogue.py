@@ -147,9 +147,12 @@ def test_what_a_new_prompt_does_to_the_past(name: str, switch: str) -> None:
 
 
 def test_each_tiny_decoder_says_which_latents_it_takes() -> None:
-    tiny = {decoder.files: decoder.latents for decoder in catalogue.parts().autoencoders["wan2.1"].tiny}
-    assert tiny == {("taew2_1.pth",): "model", ("lighttaew2_1.pth",): "vae"}
-    assert [decoder.on_hub for decoder in catalogue.parts().autoencoders["wan2.1"].tiny] == [False, True]
+    small = catalogue.parts().autoencoders["wan2.1"].tiny
+    assert {each.files: each.latents for each in small} == {
+        ("taew2_1.safetensors",): "model",
+        ("lighttaew2_1.safetensors",): "vae",
+    }
+    assert all(each.on_hub and each.files == (f"{each.name}.safetensors",) for each in small)
 
 
 def test_texts_are_padded_to_the_models_length() -> None:

@@ -16,7 +16,8 @@ A tensor file is a .safetensors file with this tensor alone, floating-point, all
             (Wan2.1; C is 16 there)
   video     [3, F, H, W]: red, green, blue from -1 to 1; F counts pictures
 PATH is `tiny` (the embedded model); wan2.1, taew2_1 or lighttaew2_1, published ones, which are fetched; a folder with
-config.json and diffusion_pytorch_model.safetensors, or one that has it in vae/; or a file: Wan2.1_VAE.pth, taew2_1.pth, lighttaew2_1.pth, or the like as .safetensors.
+config.json and diffusion_pytorch_model.safetensors, or one that has it in vae/; or a file: Wan2.1_VAE.pth, taew2_1.pth,
+lighttaew2_1.pth, or the like as .safetensors.
 """
 DECODE_EXAMPLES = f"""examples:
   streamdiff decode --vae Wan2.1_VAE.pth --latents latents.safetensors --out video.mp4

@@ -18,8 +18,8 @@ COMMIT = "1" * 40
 
 class Hub(ThreadingHTTPServer):
     """Serves `files`, bytes by repository and name. `cuts`: how often a transfer of a file is ended after half of what
-    is left. `transfers`: of every request for content (file, first byte), in order. `held`: files that are not sent
-    before `go` is set."""
+    is left. `transfers`: of every request for content (file, first byte), in order. `held`: files of which
+    nothing but headers is sent before `go` is set."""
 
     daemon_threads = True
 
@@ -98,8 +98,6 @@ class _Handler(BaseHTTPRequestHandler):
             first = int(match[1])
         if body:
             self.server.transfers.append((name, first))
-            if name in self.server.held:
-                self.server.go.wait()
         self.send_response(206 if first else 200)
         self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("ETag", f'"{hashlib.sha1(data).hexdigest()}"')
@@ -109,6 +107,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if not body:
             return
+        if name in self.server.held:
+            self.wfile.flush()
+            self.server.go.wait()
         if self.server.cuts.get(name, 0):
             self.server.cuts[name] -= 1
             self.wfile.write(data[first : first + (len(data) - first) // 2])

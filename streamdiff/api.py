@@ -272,10 +272,10 @@ def _model_config(options: Mapping[str, object]) -> ModelConfig:
             f"there is no option {', '.join(sorted(unknown))}; known are {', '.join(ModelOptions.__annotations__)}"
         )
     values = {"name" if option == "model" else option: value for option, value in options.items()}
-    from streamdiff.models.catalogue import with_own_context
+    from streamdiff.models.resolve import completed
 
     try:
-        return with_own_context(ModelConfig.model_validate(values))
+        return completed(ModelConfig.model_validate(values))
     except ValidationError as error:
         first = error.errors()[0]
         option = ".".join(str(part) for part in first["loc"])

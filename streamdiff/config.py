@@ -41,7 +41,9 @@ class ModelConfig(_Section):
     """Which weights run, where, and how."""
 
     name: str = Field(EMBEDDED, description="`tiny`, a name of `streamdiff models`, or a folder in the embedded layout")
-    weights: str | None = Field(None, description="the transformer's checkpoint, instead of the published one")
+    weights: str | None = Field(
+        None, description="the transformer's checkpoint; without `name`, the model is the one whose it is"
+    )
     lora: str | None = Field(
         None, description="FILE or FILE:SCALE, merged into the weights; instead of the published one"
     )

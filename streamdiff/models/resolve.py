@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamdiff.config import EMBEDDED, ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models import catalogue, hub
+from streamdiff.models import catalogue, hub, recognition
 from streamdiff.models.catalogue import Entry, Files
 from streamdiff.models.files import read_object
 
@@ -120,6 +120,18 @@ def parts_of(config: ModelConfig) -> Parts:
         vae=config.vae,
         text_encoder=None if text is None else Path(text),
     )
+
+
+def completed(config: ModelConfig) -> ModelConfig:
+    """`config` with the model that its weights are, where none was asked for, and with the KV context that the model
+    was made for, where none was.
+
+    Raises:
+        ConfigError: the weights do not tell whose they are.
+    """
+    if config.weights is not None and "name" not in config.model_fields_set and Path(config.weights).exists():
+        config = config.model_copy(update={"name": recognition.entry_of(Path(config.weights)).name})
+    return catalogue.with_own_context(config)
 
 
 def is_embedded(name: str | Path) -> bool:

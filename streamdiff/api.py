@@ -223,8 +223,8 @@ class ModelOptions(TypedDict, total=False):
     """What runs, and where.
 
     model: `tiny`, the embedded model (default), a name that `streamdiff models` lists, or a folder.
-    weights, lora, vae, text_encoder: paths of parts in place of the model's own.
-    text_device: where a large text encoder runs, `cpu` (default) or `cuda`.
+    weights, lora, vae, text_encoder: paths of parts in place of the model's own; `vae` may be a name such as `taew2_1`.
+    text_device: where a large text encoder runs, `cpu` or `cuda`; default: on a GPU that has three times its size free.
     dtype: `float32` or `bfloat16`; default: bfloat16 on CUDA.
     attention: kernel, `auto` or one that `streamdiff doctor` lists; tried out when the model is loaded.
     quantize: the blocks' linear layers in 8 bits, `none`, `fp8` (recent NVIDIA GPUs) or `int8`; needs torchao.
@@ -272,10 +272,10 @@ def _model_config(options: Mapping[str, object]) -> ModelConfig:
             f"there is no option {', '.join(sorted(unknown))}; known are {', '.join(ModelOptions.__annotations__)}"
         )
     values = {"name" if option == "model" else option: value for option, value in options.items()}
-    from streamdiff.models.catalogue import with_own_context
+    from streamdiff.models.resolve import completed
 
     try:
-        return with_own_context(ModelConfig.model_validate(values))
+        return completed(ModelConfig.model_validate(values))
     except ValidationError as error:
         first = error.errors()[0]
         option = ".".join(str(part) for part in first["loc"])

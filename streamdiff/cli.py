@@ -210,10 +210,10 @@ def _config(
         option.key: value for option, value in given.items() if value is not None and option.key not in without
     }
     names = {option.key: option.flag for option in given}
-    from streamdiff.models.catalogue import with_own_context
+    from streamdiff.models.resolve import completed
 
     config = load(arguments.config, {**overrides, **(extra or {})}, names)
-    return config.model_copy(update={"model": with_own_context(config.model)})
+    return config.model_copy(update={"model": completed(config.model)})
 
 
 def parse_change(text: str) -> tuple[float, str]:

@@ -15,8 +15,9 @@ A tensor file is a .safetensors file with this tensor alone, floating-point, all
             `encode --raw` does; `decode` heeds it. F counts latent frames; h, w are the picture's sides over 8
             (Wan2.1; C is 16 there)
   video     [3, F, H, W]: red, green, blue from -1 to 1; F counts pictures
-PATH is `tiny` (the embedded model), a folder with config.json and diffusion_pytorch_model.safetensors, or one that has
-it in vae/, or a file: Wan2.1_VAE.pth, taew2_1.pth, lighttaew2_1.pth, or the like as .safetensors.
+PATH is `tiny` (the embedded model); wan2.1, taew2_1 or lighttaew2_1, published ones, which are fetched; a folder with
+config.json and diffusion_pytorch_model.safetensors, or one that has it in vae/; or a file: Wan2.1_VAE.pth, taew2_1.pth,
+lighttaew2_1.pth, or the like as .safetensors.
 """
 DECODE_EXAMPLES = f"""examples:
   streamdiff decode --vae Wan2.1_VAE.pth --latents latents.safetensors --out video.mp4
@@ -69,7 +70,7 @@ def add_encode(parser: argparse.ArgumentParser) -> None:
 
 
 def _add(parser: argparse.ArgumentParser, source: str, source_help: str, out_help: str) -> None:
-    parser.add_argument("--vae", required=True, metavar="PATH", help="the autoencoder, see below")
+    parser.add_argument("--vae", required=True, metavar="PATH", help="the autoencoder: a path or name, see below")
     parser.add_argument(source, dest="source", type=Path, required=True, metavar="FILE", help=source_help)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=f"what to write: {out_help}")
     parser.add_argument(

@@ -51,7 +51,7 @@ QUANTIZE = Option(
 PARTS = (
     Option("--weights", "model.weights", str, "FILE", "the transformer's weights, in any published layout"),
     Option("--lora", "model.lora", str, "FILE[:SCALE]", "merge a LoRA into the weights"),
-    Option("--vae", "model.vae", str, "PATH", "the autoencoder (default: the model's own)"),
+    Option("--vae", "model.vae", str, "PATH", "the autoencoder, or a name: taew2_1 is small (default: its own)"),
     Option(
         "--text-encoder",
         "model.text_encoder",
@@ -59,7 +59,9 @@ PARTS = (
         "PATH",
         "a folder with encoder and tokenizer, or Wan's .pth",
     ),
-    Option("--text-device", "model.text_device", str, "DEVICE", "where a large text encoder runs: cpu (default), cuda"),
+    Option(
+        "--text-device", "model.text_device", str, "DEVICE", "of a large text encoder: cpu, cuda (default: by room)"
+    ),
     Option("--dtype", "model.dtype", str, "TYPE", "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on CUDA)"),
     Option(
         "--attention", "model.attention", str, "KERNEL", "auto, or one that `streamdiff doctor` lists; tried at start"
@@ -124,7 +126,7 @@ SERVE = (
     Option("--decode", "model.decode", str, "PLACE", "rank of a ring that decodes: head (default), last or own-rank"),
     Option("--codec", "serve.codec", str, "CODEC", "auto, h264 or vp8 (default auto)"),
     Option("--encoder", "serve.encoder", str, "NAME", "of H.264: auto, x264 or nvenc (default auto: what opens)"),
-    Option("--scale", "serve.scale", int, "N", "enlarge the picture this many times before encoding (default 2)"),
+    Option("--scale", "serve.scale", int, "N", "enlarge the picture before encoding (default: 2 for `tiny`, else 1)"),
     Option(
         "--pictures", "serve.pictures", str, "KIND", "from the decoder: rgb, yuv420 or auto (default auto: the cheaper)"
     ),

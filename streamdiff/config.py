@@ -15,6 +15,8 @@ from pydantic.fields import FieldInfo
 
 from streamdiff.errors import ConfigError
 
+EMBEDDED = "tiny"
+"""The model that comes with the package."""
 KVContext = Literal["clean", "staircase", "matched"]
 # What a browser sends as Origin, or * for every page there is.
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/?#@]+)$")]
@@ -38,19 +40,25 @@ def _switch(value: object) -> object:
 class ModelConfig(_Section):
     """Which weights run, where, and how."""
 
-    name: str = Field("tiny", description="`tiny`, a name of `streamdiff models`, or a folder in the embedded layout")
-    weights: str | None = Field(None, description="the transformer's checkpoint, instead of the published one")
+    name: str = Field(EMBEDDED, description="`tiny`, a name of `streamdiff models`, or a folder in the embedded layout")
+    weights: str | None = Field(
+        None, description="the transformer's checkpoint; without `name`, the model is the one whose it is"
+    )
     lora: str | None = Field(
         None, description="FILE or FILE:SCALE, merged into the weights; instead of the published one"
     )
-    vae: str | None = Field(None, description="the autoencoder: a folder or file, instead of the published one")
+    vae: str | None = Field(None, description="the autoencoder: a folder, a file or a name such as taew2_1")
     text_encoder: str | None = Field(
         None, description="a folder in diffusers' or original Wan's layout with encoder and tokenizer, or Wan's .pth"
     )
     text_device: Literal["cpu", "cuda"] | None = Field(
-        None, description="where a large text encoder runs; default cpu, which leaves a GPU's memory to the transformer"
+        None,
+        description="where a large text encoder runs; default: cuda where it takes a third of what is free, or less",
     )
     keep_text_encoder: bool = Field(True, description="keep its weights in memory, or read them again for every text")
+    keep_embeddings: bool = Field(
+        True, description="keep prompts' embeddings of a large text encoder on disk too, in the user's cache folder"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on cuda, float32 on cpu")
     attention: Attention = Field("auto", description="attention kernel, tried out at the start; auto: torch's choice")
     quantize: Literal["none", "fp8", "int8"] = Field(
@@ -152,7 +160,12 @@ class ServeConfig(_Section):
     encoder: Literal["auto", "x264", "nvenc"] = Field(
         "auto", description="of H.264, tried out at the start; auto: NVENC where it can be opened, else x264"
     )
-    scale: int = Field(2, ge=1, le=8, description="the picture is enlarged by this before encoding")
+    scale: int | None = Field(
+        None,
+        ge=1,
+        le=8,
+        description="the picture is enlarged by this before encoding; default: 2 for the embedded model, else 1",
+    )
     pictures: Literal["auto", "rgb", "yuv420"] = Field(
         "auto", description="what leaves the decoder's device; auto: yuv420 on cuda where scale is 1, else rgb"
     )
@@ -186,10 +199,15 @@ class Config(_Section):
     playback: PlaybackConfig = PlaybackConfig()
     serve: ServeConfig = ServeConfig()
 
+    @property
+    def scale(self) -> int:
+        """What the picture is enlarged by: `serve.scale`, else 2 for the embedded model, whose pictures are small."""
+        return self.serve.scale or (2 if self.model.name == EMBEDDED else 1)
+
     def served_model(self) -> ServedModel:
         """What the engine of a server loads, on every rank. Pictures that are enlarged come as RGB, unless
         `serve.pictures` says otherwise: YUV420 has a colour for 2 x 2 pixels only."""
-        enlarged = self.serve.pictures == "auto" and self.serve.scale > 1
+        enlarged = self.serve.pictures == "auto" and self.scale > 1
         pictures = "rgb" if enlarged else self.serve.pictures
         return ServedModel.model_validate({**self.model.model_dump(), "pictures": pictures})
 

@@ -23,7 +23,7 @@ from streamdiff.config import Config
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue
 from streamdiff.models.base import choose_steps
-from streamdiff.models.catalogue import Entry
+from streamdiff.models.catalogue import Entry, Files
 from streamdiff.pipeline.planning import known
 from streamdiff.version import __version__
 
@@ -237,14 +237,21 @@ def _look_at_published(entry: Entry, config: Config) -> Iterator[Finding]:
     given = {"weights": config.model.weights, "vae": config.model.vae, "text encoder": config.model.text_encoder}
     for part, path in given.items():
         if path is not None:
-            there = Path(path).exists()
-            yield Finding(
-                "model", Grade.GOOD if there else Grade.BAD, f"{part}: {path}{'' if there else ' is missing'}"
-            )
+            published = catalogue.autoencoders().get(path) if part == "vae" else None
+            if Path(path).exists():
+                yield Finding("model", Grade.GOOD, f"{part}: {path}")
+            elif published is not None:
+                yield _of_published(f"{part}: {path}", published)
+            else:
+                yield Finding("model", Grade.BAD, f"{part}: {path} is missing")
     if config.model.weights is None:
-        missing = [name for name, path in models_report.on_disk(entry.weights).items() if path is None]
-        grade, state = (Grade.NOTE, "will be fetched: " + ", ".join(missing)) if missing else (Grade.GOOD, "on disk")
-        yield Finding("model", grade, f"{entry.name}, {entry.weights.repo}: {state}")
+        yield _of_published(entry.name, entry.weights)
+
+
+def _of_published(what: str, files: Files) -> Finding:
+    missing = [name for name, path in models_report.on_disk(files).items() if path is None]
+    grade, state = (Grade.NOTE, "will be fetched: " + ", ".join(missing)) if missing else (Grade.GOOD, "on disk")
+    return Finding("model", grade, f"{what}, {files.repo}: {state}")
 
 
 # ---- what is sent ----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from streamdiff.models import library, sampling, tensor_files, windows
 from streamdiff.models.base import Model, ModelSpec, StreamDecoder, TextEncoder, choose_steps
 from streamdiff.models.files import read_object
 from streamdiff.models.headers import parse_header
-from streamdiff.models.library import Parts, Place
+from streamdiff.models.resolve import Parts, ResolvedModel
 from streamdiff.models.sampling import Schedule
 from streamdiff.models.wan.lora import parse_lora
 from streamdiff.pipeline.planning.plan import check_stages
@@ -78,7 +78,7 @@ def encode(model: Model, prompt: str) -> Tensor:
     return model.text.encode(reading.text)
 
 
-def _check_raw(place: Place, path: Path) -> None:
+def _check_raw(place: ResolvedModel, path: Path) -> None:
     """Latents that are not normalised are let through where the model's authors begin with such, or nobody knows it."""
     if place.entry is not None and place.entry.encode_normalised is not False:
         raise ConfigError(
@@ -87,7 +87,7 @@ def _check_raw(place: Place, path: Path) -> None:
     print(f"streamdiff: note: {path}: its latents are not normalised, and are used as they are", file=sys.stderr)
 
 
-def _schedule(job: Job, place: Place, spec: ModelSpec) -> Schedule:
+def _schedule(job: Job, place: ResolvedModel, spec: ModelSpec) -> Schedule:
     """The denoise steps: those given, else the model's own."""
     if isinstance(job.steps, tuple):
         schedule = _given(job, job.steps, job.sigmas)

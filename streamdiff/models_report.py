@@ -25,7 +25,7 @@ def run(name: str | None, *, as_json: bool) -> int:
     Raises:
         ConfigError: no model is called `name`.
     """
-    chosen = [catalogue.find(name)] if name is not None else list(catalogue.entries().values())
+    chosen = [catalogue.find(name)] if name is not None else catalogue.listed()
     if as_json:
         trees = [as_tree(entry) for entry in chosen]
         print(json.dumps(trees if name is None else trees[0], indent=2))
@@ -157,8 +157,7 @@ def _list(entries: Sequence[Entry]) -> list[str]:
 
 def _cells(entry: Entry) -> tuple[str, str, str, str, str]:
     """Steps, chunk, window, sink, KV context."""
-    if entry.sampling is None or entry.stream is None or entry.context is None:
-        return "many", "whole clip", "-", "-", "-"
+    assert entry.sampling is not None and entry.stream is not None and entry.context is not None, "it streams"
     steps, stream = entry.sampling.schedule().steps, entry.stream
     return (
         str(steps),
@@ -203,7 +202,8 @@ def _file_lines(entry: Entry) -> Iterator[tuple[str, str]]:
     for tiny in catalogue.parts().autoencoders[entry.autoencoder].tiny:
         space = {"model": "as the transformer makes them", "vae": "with mean and deviation put back"}[tiny.latents]
         licence = tiny.licence or _UNKNOWN
-        yield "tiny decoder", f"{tiny.repo}  {_short(tiny.files)} takes latents {space}; licence {licence}"
+        yield "small one", f"--vae {tiny.name}: {tiny.repo}  {_short(tiny.files)}"
+        yield "", f"takes latents {space}; licence {licence}"
     for file, text in entry.weights.others.items():
         yield "also there", f"{file}: {text}"
 

@@ -58,6 +58,18 @@ def _fail(report: Any) -> None:
     report.longrepr = f"skipped, which --no-skips does not allow: {reason}"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Generator[None, None, None]:
+    """What is kept for later, such as embeddings, goes into a folder of the tests', also from their processes. pip and
+    the hub's client keep to the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        usual = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        patch.setenv("PIP_CACHE_DIR", os.environ.get("PIP_CACHE_DIR", f"{usual}/pip"))
+        patch.setenv("HF_HOME", os.environ.get("HF_HOME", f"{usual}/huggingface"))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def streamdiff_command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs `python -m streamdiff ...` as a user would, in an empty folder; gives the finished process."""

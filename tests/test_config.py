@@ -51,6 +51,23 @@ def test_cpu_tiny_spells_out_the_defaults() -> None:
     assert spelled == Config(model=Config().model.model_copy(update={"device": "cpu"}))
 
 
+@pytest.mark.parametrize(
+    ("text", "scale", "pictures"),
+    [
+        ("", 2, "rgb"),
+        ("model: {name: self-forcing}", 1, "auto"),
+        ("model: {name: self-forcing}\nserve: {scale: 2}", 2, "rgb"),
+        ("serve: {scale: 1}", 1, "auto"),
+    ],
+)
+def test_only_the_embedded_models_small_pictures_are_enlarged_unasked(
+    write, text: str, scale: int, pictures: str
+) -> None:
+    """And so a GPU hands out YUV420 for every other model."""
+    config = load(write(text))
+    assert (config.scale, config.served_model().pictures) == (scale, pictures)
+
+
 @pytest.mark.parametrize("text", ["", "# nothing\n", "model:\n  # all commented out\n"])
 def test_an_empty_file_or_section_means_the_defaults(write, text: str) -> None:
     assert load(write(text)) == Config()

@@ -14,6 +14,7 @@ from streamdiff import cli
 from streamdiff.models import catalogue
 
 ROOT = Path(__file__).resolve().parents[1]
+BASES = {"wan2.1-t2v-1.3b", "wan2.1-t2v-14b"}
 # A whole command in a fresh interpreter that cannot reach a network; says afterwards what was imported on its way.
 ALONE = """
 import socket, sys
@@ -55,11 +56,11 @@ def rows(text: str) -> dict[str, dict[str, str]]:
     return {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines[1:]}
 
 
-def test_the_list_has_every_model_and_what_is_on_disk(tmp_path: Path) -> None:
+def test_the_list_has_every_model_that_streams_and_what_is_on_disk(tmp_path: Path) -> None:
     download(tmp_path, "krea/krea-realtime-video", "krea-realtime-video-14b.safetensors")
     download(tmp_path, "Efficient-Large-Model/LongLive-1.3B", "models/longlive_base.pt")
     found = rows(alone(tmp_path))
-    assert set(found) == set(catalogue.entries())
+    assert set(found) == set(catalogue.entries()) - BASES
     states = {name: row["on disk"] for name, row in found.items()}
     assert states.pop("tiny") == "yes, embedded"
     assert states.pop("krea-realtime-14b") == "yes"
@@ -113,12 +114,20 @@ def test_json_has_the_same_for_programs(tmp_path: Path) -> None:
     assert "an estimate" in tree["memory"]["note"]
 
 
-def test_the_json_list_holds_every_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_list_holds_every_model_that_streams(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["models", "--json"]) == 0
     trees = {tree["name"]: tree for tree in json.loads(capsys.readouterr().out)}
-    assert set(trees) == set(catalogue.entries())
+    assert all("schedule" in tree for tree in trees.values())
+    assert set(trees) == set(catalogue.entries()) - BASES
     assert trees["tiny"]["embedded"] and not trees["self-forcing"]["embedded"]
-    assert trees["wan2.1-t2v-14b"].get("schedule") is None
+
+
+def test_bases_without_pictures_are_not_offered_but_shown_to_who_asks(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["models"], ["models", "--json"]):
+        assert cli.main(arguments) == 0
+        assert "wan2.1-t2v" not in capsys.readouterr().out
+    assert cli.main(["models", "wan2.1-t2v-14b", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out).get("schedule") is None
 
 
 @pytest.mark.parametrize("name", catalogue.entries())

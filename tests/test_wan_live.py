@@ -28,6 +28,7 @@ from streamdiff.models.base import Model
 from streamdiff.models.wan.transformer import KeyValue
 from streamdiff.pipeline import scripted
 from streamdiff.pipeline.start import load_runtime
+from tests.hub_cache import lay
 from tests.models.wan import umt5
 from tests.models.wan.layouts import original
 from tests.pipeline.processes import ROOT
@@ -482,17 +483,6 @@ def test_a_repository_of_the_hub_lends_its_parts(files: Files, monkeypatch: pyte
         cli.main(["generate", "--model", "no/one", "--chunks", "1", "--latents-out", str(tmp_path / "x.safetensors")])
         == 2
     )
-
-
-def lay(cache: Path, repo: str, parts: dict[str, Path]) -> None:
-    """A repository in the hub's cache."""
-    folder, commit = cache / f"models--{repo.replace('/', '--')}", "0" * 40
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "main").write_text(commit)
-    for name, path in parts.items():
-        target = folder / "snapshots" / commit / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.symlink_to(path)
 
 
 def models_report_of(name: str) -> str:

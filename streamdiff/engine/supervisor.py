@@ -16,6 +16,8 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT, Process
 from collections import deque
+from collections.abc import Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol
 
@@ -23,7 +25,7 @@ from streamdiff import child_process
 from streamdiff.config import Config
 from streamdiff.engine import private_folder, spare
 from streamdiff.engine.bridge import EXIT_CONFIG, EngineClient
-from streamdiff.engine.messages import Failed, Ready, Shutdown
+from streamdiff.engine.messages import Event, Failed, Ready, Shutdown
 from streamdiff.errors import ConfigError, EngineFailure
 
 output_log = logging.getLogger("streamdiff.engine.output")
@@ -32,7 +34,7 @@ output_log = logging.getLogger("streamdiff.engine.output")
 _LAST_LINES = 20
 _LINE_END = re.compile(r"[\r\n]")  # bars of progress end with the one, lines with the other
 _LINE_CHARACTERS = 2000
-_START_LIMIT_S, _COMPILE_LIMIT_S = 300.0, 3600.0
+_START_LIMIT_S, _COMPILE_LIMIT_S = 300.0, 3600.0  # of silence
 _STOP_LIMIT_S = 1.5
 _STOP_RANKS_LIMIT_S = 10.0
 # A trace that was begun is written at the end: seconds with the embedded model, more with larger ones.
@@ -52,7 +54,7 @@ def name_exit(code: int) -> str:
 
 
 def loading_limit_s(config: Config) -> float:
-    """How long an engine may take to be ready: much longer where it makes graphs."""
+    """How long an engine may be silent while it loads: much longer where it makes graphs."""
     return _START_LIMIT_S if config.model.compile == "off" else _COMPILE_LIMIT_S
 
 
@@ -99,7 +101,8 @@ class Supervisor:
         module: str = "streamdiff.engine.main",
     ) -> None:
         """Args:
-        start_limit_s: how long loading and warming up may take; by default `loading_limit_s`.
+        start_limit_s: how long the process may be silent while it loads and warms up, which may take any time; by
+            default `loading_limit_s`.
         stop_limit_s: how long the process may take to end by itself before it is killed; by default
             `ending_limit_s`.
         module: what runs with `python -m`; takes `--address`.
@@ -118,6 +121,7 @@ class Supervisor:
         self._hung = False
         self._stopping = False
         self._begin: int | None = None
+        self._written = 0  # bytes, by the process
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
 
     @property
@@ -152,7 +156,7 @@ class Supervisor:
 
         Raises:
             ConfigError: the engine refuses the configuration (an unknown model, for example).
-            EngineFailure: it ended, or was not ready in time; the message carries the last lines it wrote.
+            EngineFailure: it ended, or was silent for too long; the message carries the last lines it wrote.
         """
         assert self._listening is None, "one supervisor starts one engine; make another"
         try:
@@ -193,22 +197,30 @@ class Supervisor:
         return "-m", "streamdiff.engine.launch", "--module", self._module
 
     async def _wait_until_ready(self, client: EngineClient) -> None:
+        waiting = asyncio.create_task(self._first_word(client), name="engine-first-word")
+        silent = asyncio.create_task(_until_silent(self._start_limit_s, lambda: (client.heard, self._written)))
         try:
-            async with asyncio.timeout(self._start_limit_s):
-                events = client.events()
-                event = await anext(events, None)
-                await events.aclose()
-                if isinstance(event, Ready):
-                    self._ready = event
-                    return
-                code = await self.wait()
-        except TimeoutError as error:
-            message = f"the engine was not ready within {self._start_limit_s:g} s{self._lines()}"
-            raise EngineFailure(message) from error
+            done, _ = await asyncio.wait({waiting, silent}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+            silent.cancel()
+        if waiting not in done:
+            message = f"the engine said nothing for {self._start_limit_s:g} s while it was loading{self._lines()}"
+            raise EngineFailure(message)
+        event, code = waiting.result()
+        if isinstance(event, Ready):
+            self._ready = event
+            return
         if isinstance(event, Failed) and code == EXIT_CONFIG:
             raise ConfigError(event.reason)
         reason = event.reason if isinstance(event, Failed) else f"the engine sent {event!r:.80} before Ready"
         raise EngineFailure(f"the engine did not start: {reason}")
+
+    async def _first_word(self, client: EngineClient) -> tuple[Event | None, int]:
+        """The engine's first event, and how the process ended where that is not `Ready`."""
+        async with aclosing(client.events()) as events:
+            event = await anext(events, None)
+        return event, 0 if isinstance(event, Ready) else await self.wait()
 
     async def _watch(self, process: Process) -> int:
         """Pass on what the engine writes, then say why it ended."""
@@ -217,6 +229,7 @@ class Supervisor:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         rest = ""
         while data := await process.stdout.read(8192):
+            self._written += len(data)
             text = decoder.decode(data)
             self._pass_on(text)
             *lines, rest = _LINE_END.split(rest + text)
@@ -234,12 +247,8 @@ class Supervisor:
         return f"the engine ended {name_exit(code)}{self._lines()}"
 
     async def _listen(self, process: Process, client: EngineClient) -> None:
-        """End an engine that says nothing any more. Counts the looks, not the time: nobody may have let us look."""
-        heard, silent = client.heard, 0
-        while silent < _LOOKS:
-            await asyncio.sleep(self._hang_s / _LOOKS)
-            silent = silent + 1 if client.heard == heard else 0
-            heard = client.heard
+        """End an engine that says nothing any more."""
+        await _until_silent(self._hang_s, lambda: client.heard)
         self._hung = True
         with contextlib.suppress(ProcessLookupError):  # it has ended by itself
             process.kill()
@@ -297,3 +306,16 @@ class Supervisor:
             client.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def _until_silent(limit_s: float, heard: Callable[[], object]) -> None:
+    """Wait until `heard` has been the same for `limit_s`. Counts looks, not time: nobody may have let us look."""
+    last, silent = heard(), 0
+    while silent < _LOOKS:
+        await _pause(limit_s / _LOOKS)
+        silent = silent + 1 if heard() == last else 0
+        last = heard()
+
+
+async def _pause(seconds: float) -> None:
+    await asyncio.sleep(seconds)

@@ -8,10 +8,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from streamdiff.config import EMBEDDED
 from streamdiff.errors import ConfigError
+from streamdiff.models import catalogue, hub
 from streamdiff.models.checkpoint import read_tensors
 from streamdiff.models.files import read_object
 from streamdiff.models.latents import Normalisation
+from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.stepping import SteppedDecoder
 from streamdiff.models.taehv_stream import (
     StreamingTaehv,
@@ -22,7 +25,6 @@ from streamdiff.models.taehv_stream import (
     load_folder,
     space_of,
 )
-from streamdiff.models.tiny.model import WEIGHTS
 from streamdiff.models.wan import vae_weights
 from streamdiff.models.wan.vae import WanDecoder, WanEncoder
 from streamdiff.models.wan.weights import FILE
@@ -76,7 +78,8 @@ def load_decoder(
     """The decoder half of the autoencoder at `path`.
 
     Args:
-        path: `tiny`, the embedded model's; a folder with `config.json` and weights, or one that has it in `vae/`; or a
+        path: `tiny`, the embedded model's; a published one's name (`catalogue.autoencoders`), which is fetched if it is
+            not there; a folder with `config.json` and weights, or one that has it in `vae/`; or a
             .safetensors or .pth file: `Wan2.1_VAE.pth`, `taew2_1.pth` and their like.
         latent_space: for TAEHV files, `normalised` or `raw`; None: by the file's published name.
 
@@ -110,14 +113,26 @@ def normalisation(half: VideoDecoder | VideoEncoder, path: str | Path) -> Normal
 
 def native_fps(path: str | Path) -> float:
     """Frames per second at which a video of this autoencoder's model moves as intended; Wan's where nothing says."""
-    index = _resolve(path).parent / "model_index.json"
+    index = locate(path).parent / "model_index.json"
     tree = read_object(index) if index.is_file() else {}
     return float(tree.get("stream", {}).get("native_fps", WAN_FPS))
 
 
-def _resolve(path: str | Path) -> Path:
-    """The folder that has the autoencoder's config.json, or its file."""
-    given = WEIGHTS if str(path) == "tiny" else Path(path)
+def names() -> list[str]:
+    """Of autoencoders that need no path."""
+    return [EMBEDDED, *catalogue.autoencoders()]
+
+
+def locate(path: str | Path) -> Path:
+    """The folder that has the autoencoder's config.json, or its file, which is fetched if it is published by this name;
+    need not be there.
+
+    Raises:
+        ConfigError: a published one that cannot be fetched.
+    """
+    given = EMBEDDED_WEIGHTS if str(path) == EMBEDDED else Path(path)
+    if not given.exists() and (files := catalogue.autoencoders().get(str(path))) is not None:
+        return hub.fetch(files)[0]
     if given.is_dir() and not (given / "config.json").is_file() and (given / "vae").is_dir():
         return given / "vae"
     return given
@@ -126,11 +141,11 @@ def _resolve(path: str | Path) -> Path:
 def _load(
     path: str | Path, half: vae_weights.Half, device: torch.device, dtype: torch.dtype, latent_space: str | None
 ) -> StreamingTaehv | Any:
-    place = _resolve(path)
+    place = locate(path)
     if not place.exists():
         raise ConfigError(
-            f"there is no autoencoder at {place}; it can be `tiny`, a folder with config.json and {FILE}, "
-            "or a .safetensors or .pth file"
+            f"there is no autoencoder at {place}; it can be {', '.join(names())}, a folder with config.json and "
+            f"{FILE}, or a .safetensors or .pth file"
         )
     if place.is_dir():
         _refuse_space(place, latent_space)

@@ -105,9 +105,10 @@ class Lora(Files):
 
 
 class TinyDecoder(Files):
-    """A small decoder for the same latents. `latents` says in which space it wants them: `model`, as the transformer
+    """A small one for the same latents. `latents` says in which space it wants them: `model`, as the transformer
     makes them, or `vae`, after mean and deviation are put back. The wrong one gives washed-out colour and no error."""
 
+    name: str
     latents: Literal["model", "vae"]
     note: str | None = None
 
@@ -310,6 +311,12 @@ def entries() -> dict[str, Entry]:
     return {entry.name: entry for entry in sorted(found, key=lambda entry: (entry.name != "tiny", _rank(entry)))}
 
 
+def listed() -> list[Entry]:
+    """The models to offer: those that stream. The bases they are made from make no pictures worth a look here (no
+    guidance), so they are for who asks for them by name, to compare latents."""
+    return [entry for entry in entries().values() if entry.kind == "causal"]
+
+
 @cache
 def parts() -> Parts:
     """What the packaged models share."""
@@ -326,8 +333,18 @@ def find(name: str) -> Entry:
     if name in known:
         return known[name]
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(entry.name for entry in listed())}"
     raise ConfigError(f"no model is called {name!r}; {hint}")
+
+
+def autoencoders() -> dict[str, Files]:
+    """The files of published autoencoders, large and small, by name."""
+    found: dict[str, Files] = {}
+    for name, each in parts().autoencoders.items():
+        if each.weights is not None:
+            found[name] = each.weights
+        found |= {small.name: small for small in each.tiny}
+    return found
 
 
 def with_own_context(model: ModelConfig) -> ModelConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,13 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must hold a JSON object with keys, but holds {type(tree).__name__}")
     return tree
+
+
+def cache_folder(name: str) -> Path:
+    """Where files of this kind may be kept that can be made again: `streamdiff/NAME` in the user's cache folder
+    (`XDG_CACHE_HOME`, else `~/.cache`). Need not exist."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(root) / "streamdiff" / name
 
 
 def some(names: Iterable[str], count: int = 3) -> str:

@@ -27,6 +27,7 @@ from streamdiff.models.autoencoders import VideoDecoder
 from streamdiff.models.base import ModelSpec, Reading
 from streamdiff.models.catalogue import Context, Entry, Positions
 from streamdiff.models.checkpoint import Checkpoint
+from streamdiff.models.resolve import RANDOM
 from streamdiff.models.stores import Entry as Stored
 from streamdiff.models.taehv import TAEHV, Config
 from streamdiff.models.taehv_stream import TaehvDecoder, from_tensors
@@ -34,8 +35,7 @@ from streamdiff.models.wan import vae_weights
 from streamdiff.models.wan.model import TransformerSource
 from streamdiff.models.wan.vae import WanDecoder
 
-PREFIX = "random:"
-WAN_VAE, SMALL_VAE = "random:wan2.1", "random:taew2_1"
+WAN_VAE, SMALL_VAE = f"{RANDOM}wan2.1", f"{RANDOM}taew2_1"
 STEPS = (4, 2, 1)
 _LIKE, _SHIFT = "longlive-1.3b", 5.0
 _CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ _CPU = torch.device("cpu")
 
 def is_random(name: str | None) -> bool:
     """Whether this is the name of a model, or an autoencoder, without a file."""
-    return name is not None and name.startswith(PREFIX)
+    return name is not None and name.startswith(RANDOM)
 
 
 def entry(name: str) -> Entry:
@@ -53,9 +53,9 @@ def entry(name: str) -> Entry:
         ConfigError: no such architecture; known ones are told.
     """
     known = [each for each in catalogue.parts().architectures if each != "tiny"]
-    wanted = name.removeprefix(PREFIX)
+    wanted = name.removeprefix(RANDOM)
     if wanted not in known:
-        raise ConfigError(f"there is no {name}; it can be {' or '.join(PREFIX + each for each in known)}")
+        raise ConfigError(f"there is no {name}; it can be {' or '.join(RANDOM + each for each in known)}")
     changes: dict[str, Any] = {
         "name": wanted,
         "title": f"{wanted} with random weights",

@@ -7,8 +7,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from streamdiff.models.base import Reading, TextEncoder
@@ -105,16 +106,34 @@ class EmbeddingCache:
         self._bytes += size
 
 
+class Kept(Protocol):
+    """Embeddings that outlive the process, on the CPU (`EmbeddingFolder`)."""
+
+    def get(self, key: TextKey) -> Tensor | None: ...
+
+    def put(self, key: TextKey, embeddings: Tensor) -> None: ...
+
+
 class CachedText:
-    """A `TextEncoder` (models/base.py) that asks `encoder` only for texts that `cache` does not hold."""
+    """A `TextEncoder` (models/base.py) that asks `encoder` only for texts that neither `cache` nor `kept` holds."""
 
     def __init__(
-        self, encoder: TextEncoder, cache: EmbeddingCache, *, identity: str, revision: str, length: int
+        self,
+        encoder: TextEncoder,
+        cache: EmbeddingCache,
+        *,
+        identity: str,
+        revision: str,
+        length: int,
+        kept: Kept | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
-        """`identity`, `revision` and `length` tell this encoder's entries from others' in the same cache: `TextKey`."""
+        """`identity`, `revision` and `length` tell this encoder's entries from others' in the same cache: `TextKey`.
+        `device` is where the encoder puts embeddings, and so where those of `kept` go."""
         self.examples, self.vocabulary, self.slow = encoder.examples, encoder.vocabulary, encoder.slow
         self.encoder, self.cache = encoder, cache
         self._identity, self._revision, self._length = identity, revision, length
+        self._kept, self._device = kept, torch.device(device)
 
     def read(self, prompt: str, previous: str | None) -> Reading:
         return self.encoder.read(prompt, previous)
@@ -122,7 +141,15 @@ class CachedText:
     def encode(self, text: str) -> Tensor:
         """Embeddings `[T, text_dim]`, shared: not to be written to."""
         key = TextKey(self._identity, self._revision, self._length, text)
-        return self.cache.get(key, lambda: self.encoder.encode(text))
+        return self.cache.get(key, lambda: self._find(key))
+
+    def _find(self, key: TextKey) -> Tensor:
+        if self._kept is not None and (found := self._kept.get(key)) is not None:
+            return found.to(self._device)
+        embeddings = self.encoder.encode(key.text)
+        if self._kept is not None:
+            self._kept.put(key, embeddings)
+        return embeddings
 
 
 def _held_bytes(embeddings: Tensor) -> int:

@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -15,9 +15,9 @@ import torch
 from streamdiff.config import ModelConfig, ServedModel
 from streamdiff.device import bind, pick_device
 from streamdiff.errors import ConfigError
-from streamdiff.models import library, windows
+from streamdiff.models import library, resolve, windows
 from streamdiff.models.base import Model, ModelSpec, Past, StreamDecoder, TextEncoder, Trunk, choose_steps
-from streamdiff.models.library import Parts, Place
+from streamdiff.models.resolve import ResolvedModel
 from streamdiff.models.stepping import rgb24, yuv420p
 from streamdiff.models.wan.lora import parse_lora
 from streamdiff.models.wan.transformer import WanDenoiser
@@ -39,20 +39,14 @@ T = TypeVar("T", bound=Trunk)
 
 
 @lru_cache(maxsize=4)
-def place_of(config: ModelConfig) -> Place:
+def place_of(config: ModelConfig) -> ResolvedModel:
     """Where the model's parts are; fetches published ones that are not there.
 
     Raises:
         ConfigError: a model or part that is not there, or of which too little is known to run it live.
     """
-    encoder, weights = config.text_encoder, config.weights
-    parts = Parts(
-        weights=Path(weights) if weights is not None else None,
-        loras=() if config.lora is None else (parse_lora(config.lora),),
-        vae=config.vae,
-        text_encoder=Path(encoder) if encoder is not None else None,
-    )
-    place = library.find(config.name, parts)
+    loras = () if config.lora is None else (parse_lora(config.lora),)
+    place = library.find(config.name, replace(resolve.parts_of(config), loras=loras))
     if not place.embedded and (place.entry is None or place.entry.stream is None):
         raise ConfigError(
             f"of {config.name} neither steps nor window are known, so it cannot run live. Name a causal model of "
@@ -116,14 +110,21 @@ def load_share(
 
 
 def own_room(
-    config: ModelConfig, device: torch.device, decoder: StreamDecoder | None, past: Past | None = None
+    config: ModelConfig,
+    device: torch.device,
+    decoder: StreamDecoder | None,
+    past: Past | None = None,
+    text: TextEncoder | None = None,
 ) -> Room:
-    """What this rank has for sessions, once its weights are loaded; `decoder` and `past` are those that work here, if
-    any."""
+    """What this rank has for sessions, once its weights are loaded; `decoder`, `past` and `text` are those that work
+    here, if any. What a text encoder's weights will take of a GPU is theirs."""
     spec = read_spec(config)
     there = [each for each in (decoder, past) if each is not None]
     remembered = sum(each.stream_bytes(spec.latent_height, spec.latent_width) for each in there)
-    return Room(free_bytes(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), config.memory_gb), remembered)
+    free = free_bytes(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), config.memory_gb)
+    if text is not None and device.type == "cuda" and config.memory_gb is None:
+        free = max(0, free - library.awaited_bytes(text, device))
+    return Room(free, remembered)
 
 
 def load_model(config: ModelConfig, device: torch.device, blocks: Run | None = None) -> Model:
@@ -142,8 +143,9 @@ def load_trunk(config: ModelConfig, device: torch.device, blocks: Run) -> Trunk:
     return Trunk(read_spec(config), _denoiser(config, device, blocks))
 
 
-def _text(config: ModelConfig, place: Place, spec: ModelSpec, device: torch.device) -> TextEncoder:
-    return library.load_text(place, spec, device, config.keep_text_encoder, config.text_device)
+def _text(config: ModelConfig, place: ResolvedModel, spec: ModelSpec, device: torch.device) -> TextEncoder:
+    keep, where = config.keep_text_encoder, config.text_device
+    return library.load_text(place, spec, device, keep, where, config.keep_embeddings)
 
 
 def _denoiser(config: ModelConfig, device: torch.device, blocks: Run | None) -> WanDenoiser:

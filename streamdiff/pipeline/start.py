@@ -31,7 +31,7 @@ def load_runtime(config: ModelConfig) -> Runtime:
     if config.ranks == 1:
         check_world(1, 1)
         model = loading.load_model(config, device)
-        runs, rooms = ((0, model.blocks),), [loading.own_room(config, device, decoder, model.past)]
+        runs, rooms = ((0, model.blocks),), [loading.own_room(config, device, decoder, model.past, model.text)]
         ring = Ring(model, device, clean_with_next=config.clean_with_next)
         loading.compile_stage(config, ring.stage, rooms[0], Progress(None, 1))
         loading.compile_decoder(config, decoder, device, DECODE_THREADS)
@@ -40,7 +40,7 @@ def load_runtime(config: ModelConfig) -> Runtime:
         model, runs = loading.load_share(
             config, member, device, lambda blocks: loading.load_model(config, device, blocks), decoder
         )
-        member.tell_room(room := loading.own_room(config, device, decoder, model.past))
+        member.tell_room(room := loading.own_room(config, device, decoder, model.past, model.text))
         ring = ranks.head_ring(model, ranks.Place.of(config, 0, device), device)
         links = None
         if decoder is None:

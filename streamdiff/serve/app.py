@@ -47,7 +47,7 @@ def create_app(config: Config, client: Client, ready: Ready) -> FastAPI:
     codecs, encoder = known_codecs.usable(config.serve.codec, config.serve.encoder)
     tokens = read_tokens(config.serve)
     config = config.model_copy(update={"serve": config.serve.model_copy(update={"encoder": encoder})})
-    Format(ready.width, ready.height, config.playback.fps, config.serve.scale, config.serve.bitrate)  # or its error
+    Format(ready.width, ready.height, config.playback.fps, config.scale, config.serve.bitrate)  # or its error
 
     outputs = targets.parse_all(config.serve.outputs)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
+from streamdiff.config import ModelConfig
 from streamdiff.engine import private_folder
 from streamdiff.engine.attached import Attached
-from streamdiff.engine.supervisor import loading_limit_s
+from streamdiff.engine.fetching import Progress
 from streamdiff.serve import server
 
 
@@ -20,8 +22,11 @@ def main() -> int:
     config = private_folder.read_config(options.address)
     # The engine is this process's parent, and takes it along: whoever started the engine starts both again.
     config = config.model_copy(update={"serve": config.serve.model_copy(update={"restarts": 0})})
-    limit_s = loading_limit_s(config)
-    return server.run(config, supervise=lambda _: Attached(options.address, start_limit_s=limit_s))
+    return server.run(config, supervise=lambda _: Attached(options.address), fetch=_nothing)
+
+
+async def _nothing(config: ModelConfig, tell: Callable[[Progress], None]) -> None:
+    """The engine fetches what it needs by itself."""
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Gives way to the server once the engine is warm; who connects in between waits i
 from __future__ import annotations
 
 import asyncio
+import html
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,18 +26,39 @@ _HEADERS = {"Connection": "close", "Cache-Control": "no-store"}
 _METHODS = ["GET", "HEAD", "POST", "PATCH", "PUT", "DELETE", "OPTIONS"]
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>streamdiff</title>
 <meta name="viewport" content="width=device-width">
-<p role="status">The model is loading; this page looks again by itself.
+<p role="status">{} This page looks again by itself.
 """
 
 
+class Notice:
+    """What all who ask are told: a sentence, and a word for programs."""
+
+    def __init__(self) -> None:
+        self.text, self.code = "The model is loading.", "loading"
+
+    def set(self, text: str, code: str) -> None:
+        """Tell this from now on. Mutates: self."""
+        self.text, self.code = text, code
+
+    async def page(self, _: Request) -> Response:
+        """For people."""
+        headers = {"Refresh": _AGAIN_S, "Retry-After": _AGAIN_S, "Content-Security-Policy": "default-src 'none'"}
+        return HTMLResponse(_PAGE.format(html.escape(self.text)), 503, {**_HEADERS, **headers})
+
+    async def problem(self, _: Request) -> Response:
+        """For programs."""
+        return respond(Problem(503, self.text, {**_HEADERS, "Retry-After": _AGAIN_S}, code=self.code))
+
+
 @asynccontextmanager
-async def opened(listener: socket.socket, limit_concurrency: int) -> AsyncIterator[None]:
-    """Answer at `listener`, which stays open afterwards."""
+async def opened(listener: socket.socket, limit_concurrency: int) -> AsyncIterator[Notice]:
+    """Answer at `listener`, which stays open afterwards. Gives what is told."""
+    notice = Notice()
     app = Starlette(
         routes=[
             Route("/healthz", _alive, methods=["GET"]),
-            Route("/", _page, methods=["GET"]),
-            Route("/{path:path}", _not_ready, methods=_METHODS),
+            Route("/", notice.page, methods=["GET"]),
+            Route("/{path:path}", notice.problem, methods=_METHODS),
         ]
     )
     config = uvicorn.Config(
@@ -51,7 +73,7 @@ async def opened(listener: socket.socket, limit_concurrency: int) -> AsyncIterat
     server = HttpServer(config)
     serving = asyncio.create_task(server.serve(sockets=[listener.dup()]))  # uvicorn closes what it is given
     try:
-        yield
+        yield notice
     finally:
         server.should_exit = True
         await serving
@@ -59,12 +81,3 @@ async def opened(listener: socket.socket, limit_concurrency: int) -> AsyncIterat
 
 async def _alive(_: Request) -> Response:
     return JSONResponse({"alive": True}, headers=_HEADERS)
-
-
-async def _page(_: Request) -> Response:
-    headers = {"Refresh": _AGAIN_S, "Retry-After": _AGAIN_S, "Content-Security-Policy": "default-src 'none'"}
-    return HTMLResponse(_PAGE, 503, {**_HEADERS, **headers})
-
-
-async def _not_ready(_: Request) -> Response:
-    return respond(Problem(503, "The model is loading.", {**_HEADERS, "Retry-After": _AGAIN_S}, code="loading"))

@@ -13,14 +13,15 @@ import socket
 import sys
 import threading
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from ipaddress import ip_address
 from typing import Any
 
 import uvicorn
 
 from streamdiff import clock
-from streamdiff.config import Config, ServeConfig
+from streamdiff.config import Config, ModelConfig, ServeConfig
+from streamdiff.engine.fetching import Progress, fetch
 from streamdiff.engine.keeper import Keeper
 from streamdiff.engine.messages import Ready
 from streamdiff.engine.restarts import Restarts
@@ -43,22 +44,26 @@ MAX_CONNECTIONS = 1000
 UNREAD_S = 20
 """A connection whose other end takes nothing for so long is ended."""
 DRAIN_LOOK_S = 0.1
+FETCHED_PERCENT = 5
+"""Of a file, after which the log is told again."""
 FAREWELL_S = 0.3
 """How long viewers are given to hear that the engine ended."""
 
+Fetch = Callable[[ModelConfig, Callable[[Progress], None]], Awaitable[None]]
 
-def run(config: Config, *, supervise: Callable[[Config], EngineProcess] = Supervisor) -> int:
+
+def run(config: Config, *, supervise: Callable[[Config], EngineProcess] = Supervisor, fetch: Fetch = fetch) -> int:
     """Serve until Ctrl-C, SIGTERM or the engine's end; returns the exit code.
 
     0: asked to end. 1: the engine could not start, or failed once more than it is started again. 2: a setting that
     cannot be used, for example a port that is taken; one line on standard error says which. `supervise` makes
-    an engine process, each time one is started.
+    an engine process, each time one is started; `fetch` gets what the model needs, before the first one.
     """
     with logs.written(config.serve):
-        return _run(config, supervise)
+        return _run(config, supervise, fetch)
 
 
-def _run(config: Config, supervise: Callable[[Config], EngineProcess]) -> int:
+def _run(config: Config, supervise: Callable[[Config], EngineProcess], fetch: Fetch) -> int:
     try:
         tokens = read_tokens(config.serve)
         listener = _listen(config.serve.host, config.serve.port)
@@ -67,7 +72,7 @@ def _run(config: Config, supervise: Callable[[Config], EngineProcess]) -> int:
     with listener:
         try:
             _check_exposed(config.serve, listener, tokens)
-            return asyncio.run(_serve(config, listener, supervise))
+            return asyncio.run(_serve(config, listener, supervise, fetch))
         except ConfigError as error:
             return _complain(error, EXIT_USAGE)
         except EngineFailure as error:
@@ -139,7 +144,9 @@ class _Asked:
         self.ever.set()
 
 
-async def _serve(config: Config, listener: socket.socket, supervise: Callable[[Config], EngineProcess]) -> int:
+async def _serve(
+    config: Config, listener: socket.socket, supervise: Callable[[Config], EngineProcess], fetch: Fetch
+) -> int:
     asked = _Asked()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, asked.end, True)
@@ -147,26 +154,45 @@ async def _serve(config: Config, listener: socket.socket, supervise: Callable[[C
     limits = Restarts(config.serve.restarts, config.serve.restart_window_s, config.serve.restart_wait_s)
     engine = Keeper(lambda: supervise(config), limits, spare=config.serve.spare)
     try:
-        async with lobby.opened(listener, MAX_CONNECTIONS):
-            if not await _start_engine(config, engine, asked):
+        async with lobby.opened(listener, MAX_CONNECTIONS) as notice:
+            if not await _unless_asked(_start_engine(config, engine, notice, fetch), asked):
                 return EXIT_OK
         return await _serve_engine(config, listener, engine, asked)
     finally:
         await engine.stop()
 
 
-async def _start_engine(config: Config, engine: Keeper, asked: _Asked) -> bool:
-    """Start the engine; False when the user asked to end before it was ready."""
+async def _start_engine(config: Config, engine: Keeper, notice: lobby.Notice, fetch: Fetch) -> None:
+    """Fetch what the model needs, and start the engine; says so in the log and to who asks."""
+    told: tuple[str, int] | None = None
+
+    def tell(progress: Progress) -> None:
+        nonlocal told
+        # Which files these are is for those who may watch.
+        named = str(progress) if config.serve.view_token_file is None else "fetching the model's files"
+        notice.set(f"{named[0].upper()}{named[1:]}.", "fetching")
+        now = progress.file, 100 * progress.done // (progress.total or 1) // FETCHED_PERCENT
+        if now != told:
+            told = now
+            logs.says.info("%s", progress)
+
+    await fetch(config.model, tell)
+    notice.set("The model is loading.", "loading")
     logs.says.info("loading the model %r ...", config.model.name)
-    starting = asyncio.create_task(engine.start())
+    await engine.start()
+
+
+async def _unless_asked(starting: Coroutine[Any, Any, None], asked: _Asked) -> bool:
+    """Do this; False, and it is cut short, when the user asks to end before it is done."""
+    task = asyncio.create_task(starting)
     asking = asyncio.create_task(asked.ever.wait())
-    await asyncio.wait({starting, asking}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({task, asking}, return_when=asyncio.FIRST_COMPLETED)
     asking.cancel()
-    if starting.done():
-        starting.result()
+    if task.done():
+        task.result()
         return True
-    starting.cancel()
-    await asyncio.gather(starting, return_exceptions=True)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
     return False
 
 

@@ -95,7 +95,7 @@ class SessionView:
         self._lead_s = config.playback.lead_s
         self._native_fps = ready.native_fps
         h264 = H264_LIBRARY.get(config.serve.encoder, "libx264")
-        self.format = Format(ready.width, ready.height, spec.fps, config.serve.scale, config.serve.bitrate, h264)
+        self.format = Format(ready.width, ready.height, spec.fps, config.scale, config.serve.bitrate, h264)
         start_frames = min(ready.chunk_frames, self._lead_frames())
         self._pacer = Pacer(spec.fps, start_frames, self._shown_on_pacer, config.serve.grace_s)
         self.fanout = Fanout(self.format, self._pacer, metrics)

@@ -21,16 +21,6 @@ def engine_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.BufferedWriter]:
         yield end
 
 
-def test_an_engine_that_never_gets_ready_is_told_with_the_limit(tmp_path: Path, engine_end: io.BufferedWriter) -> None:
-    async def scene() -> None:
-        engine = Attached(tmp_path, start_limit_s=0.1)
-        with pytest.raises(EngineFailure, match=r"the engine was not ready within 0\.1 s"):
-            await engine.start()
-        await engine.stop()
-
-    asyncio.run(scene())
-
-
 def test_an_engine_that_ends_before_it_is_ready_is_told(tmp_path: Path, engine_end: io.BufferedWriter) -> None:
     async def scene() -> None:
         engine = Attached(tmp_path)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from streamdiff.config import Config, ModelConfig
+from streamdiff.engine import supervisor as supervisor_module
 from streamdiff.engine.bridge import EngineClient
 from streamdiff.engine.messages import Applied, Closed, Event, Failed, FrameBatch, Open, Opened, Reset, SetPrompt, Shown
 from streamdiff.engine.supervisor import Supervisor
@@ -167,10 +168,35 @@ async def test_a_model_that_cannot_be_loaded() -> None:
         await supervisor("broken").start()
 
 
-async def test_a_start_that_takes_too_long() -> None:
+async def test_a_start_may_take_any_time_as_long_as_something_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many times the limit: a look lasts until the engine has written something more."""
+    looks = 0
+
+    async def look(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        written = running._written
+        if looks == 40:
+            (tmp_path / "loaded").touch()
+        async with asyncio.timeout(LIMIT_S):
+            while running._written == written:
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(supervisor_module, "_pause", look)
+    running = supervisor(f"patient {tmp_path / 'loaded'}", start_limit_s=0.01)
+    await running.start()
+    await running.stop()
+    assert looks >= 40
+
+
+async def test_a_start_in_silence_is_given_up() -> None:
     running = supervisor("slow", start_limit_s=8)
     bars_and_lines = "  compiling: 0/2\n  compiling: 1/2\n  still loading"
-    with pytest.raises(EngineFailure, match=f"not ready within 8 s; the last it wrote:\n{bars_and_lines}"):
+    with pytest.raises(
+        EngineFailure, match=f"said nothing for 8 s while it was loading; the last it wrote:\n{bars_and_lines}"
+    ):
         await running.start()
     assert not psutil.pid_exists(running.pid)
 

@@ -16,6 +16,7 @@ UPLOADS = {"torch.tensor", "torch.as_tensor", "torch.from_numpy"}
 
 # Modules that are not part of a micro-step, by prefix, and functions that are where the device is meant to be left.
 COLD = {
+    "streamdiff.models.embedding_folder": "writes files, on the thread that encodes texts",
     "streamdiff.models.tiny.train": "training and its parts",
     "streamdiff.models.tiny.own_past": "training",
     "streamdiff.models.tiny.rows": "training",

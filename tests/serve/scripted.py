@@ -26,6 +26,7 @@ from streamdiff.engine import private_folder
 from streamdiff.engine.messages import SWITCHES
 from streamdiff.engine.supervisor import Supervisor
 from streamdiff.errors import RequestError
+from streamdiff.models import catalogue
 from streamdiff.serve import server
 
 COLOURS = {
@@ -258,7 +259,12 @@ def main() -> int:
         open_browser=not arguments.no_browser,
     )
     config = Config(serve=serve, playback=PlaybackConfig(), model=ModelConfig(name=arguments.name))
-    return server.run(config, supervise=partial(Supervisor, module="tests.serve.scripted"))
+    published = {} if arguments.name in catalogue.entries() else {"fetch": _nothing}
+    return server.run(config, supervise=partial(Supervisor, module="tests.serve.scripted"), **published)
+
+
+async def _nothing(config: ModelConfig, tell: object) -> None:
+    """A painter needs no files."""
 
 
 def _model_config() -> ModelConfig:

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.base import Model, ModelSpec, Trunk
+from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.taehv import TAEHV
 from streamdiff.models.taehv_stream import TaehvDecoder, config_from, load_folder
 from streamdiff.models.tiny.text import TEXT_TOKENS, TinyText
 from streamdiff.models.wan.transformer import WanDenoiser
 from streamdiff.models.wan.weights import FILE, load_blocks
 
-WEIGHTS = Path(__file__).parent / "weights"
+WEIGHTS = EMBEDDED_WEIGHTS
 PARTS = (
     "model_index.json",
     "transformer/config.json",

@@ -1,5 +1,5 @@
 """Wan's text encoder: UMT5 and its tokenizer, from a diffusers folder or the original file (`text_files`), with
-embeddings as diffusers' WanPipeline has them: a fixed number of tokens, zero beyond the text. Knows nothing about
+embeddings as diffusers' WanPipeline has them: a fixed number of rows, zero beyond the text. Knows nothing about
 caches, files given by a user, or sessions."""
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ import contextlib
 import hashlib
 import html
 import json
+import os
 import re
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +40,6 @@ VOCABULARY = (
 )
 _WORDS = ("shared.weight", "encoder.embed_tokens.weight")
 _LAST_WORDS = 8  # tokens of a cut prompt's end that a notice shows
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """A text as the encoder gets it: `ids` and `mask`, int64 `[1, T]`, of which the first `count` are the text."""
-
-    ids: Tensor
-    mask: Tensor
-    count: int
 
 
 class WanText:
@@ -119,7 +110,10 @@ class WanText:
 
     def encode(self, text: str) -> Tensor:
         """Embeddings `[T, D]` of one text, `dtype`, on `output`; rows beyond the text are zero. Loads the weights if
-        they are not there.
+        they are not there. On the CPU all cores take part.
+
+        Only the text's own tokens are encoded: attention is masked and positions are relative, so their rows are those
+        of a text padded to T tokens, which takes ten times as long.
 
         Raises:
             ConfigError: weights that are not those of the encoder.
@@ -129,22 +123,25 @@ class WanText:
         with self._encoding:
             encoder = self._encoder or _load_encoder(self._files, self.device, self.dtype)
             self._encoder = encoder if self.keep else None
-            with torch.inference_mode(), _beside(self.device):
-                hidden = encoder(tokens.ids.to(self.device), tokens.mask.to(self.device)).last_hidden_state[0]
+            with torch.inference_mode(), _beside(self.device), _all_cores(self.device):
+                ids = tokens.to(self.device)
+                hidden = encoder(ids, torch.ones_like(ids)).last_hidden_state[0]
             del encoder
-        if not bool(hidden[: tokens.count].isfinite().all()):
+        if not bool(hidden.isfinite().all()):
             raise ValueError(f"the text encoder in {self.path} gave values that are not finite in {self.dtype}")
         embeddings = torch.zeros(self.length, self.width, dtype=self.dtype, device=self.output)
-        embeddings[: tokens.count] = hidden[: tokens.count].to(self.output)
+        embeddings[: len(hidden)] = hidden.to(self.output)
         return embeddings
 
-    def tokens(self, text: str) -> Tokens:
-        """The text cleaned, cut to T tokens and padded."""
+    def tokens(self, text: str) -> Tensor:
+        """The ids of the text cleaned and cut to T tokens, int64 `[1, n]`."""
         with self._tokenizing:
-            found = self._tokenizer(
-                _clean(text), padding="max_length", max_length=self.length, truncation=True, verbose=False
-            )
-        return Tokens(torch.tensor([found.input_ids]), torch.tensor([found.attention_mask]), sum(found.attention_mask))
+            found = self._tokenizer(_clean(text), max_length=self.length, truncation=True, padding=False, verbose=False)
+        return torch.tensor([found.input_ids])
+
+    def awaited_bytes(self, device: torch.device) -> int:
+        """What the weights will take on `device` once they are loaded; 0 when they are, or go elsewhere."""
+        return 0 if self.loaded or self.device.type != device.type else self._files.values() * self.dtype.itemsize
 
     def release(self) -> None:
         """Free the weights; the next text reads them again. Mutates: self."""
@@ -168,6 +165,26 @@ def _beside(device: torch.device) -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()
+
+
+@contextlib.contextmanager
+def _all_cores(device: torch.device) -> Iterator[None]:
+    """On the CPU, let torch use every core that this process may; afterwards as many threads as before. Other threads
+    of the process that use torch already keep their own number."""
+    if device.type != "cpu":
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before, _cores()))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _sizes(files: TextFiles, width: int | None) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -49,6 +50,15 @@ class TextFiles:
     def original(self) -> bool:
         """Whether it is the original file."""
         return not self.weights.is_dir()
+
+    def values(self) -> int:
+        """How many numbers the encoder's weights are. Reads headers, no weights.
+
+        Raises:
+            ConfigError: there are no weights, or they are damaged.
+        """
+        checkpoint = open_checkpoint(self.weights, names=("model",))
+        return sum(prod(checkpoint.entry(name).shape) for name in checkpoint.names)
 
     def paths(self) -> Iterator[Path]:
         """Every file."""

@@ -7,6 +7,7 @@ file's pages: the file must not be changed in place while the model is used.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -28,6 +29,7 @@ from streamdiff.models.wan.names import Names, block_count, block_of, recognise,
 FILE = "diffusion_pytorch_model.safetensors"
 LARGE = 256 * 2**20
 """Bytes from which on reading is worth a progress bar."""
+_SELDOM_S = 10.0  # in a log; a supervisor takes it for a sign of life
 _FIRST_ONLY = ("patch_embedding.", "condition_embedder.time_embedder.")
 _LAST_ONLY = ("proj_out.", "scale_shift_table")
 _BLOCK = "blocks."
@@ -76,7 +78,7 @@ def load_transformer(
             the tensors' shapes.
         loras: merged into the weights, in float32, block by block.
         quantize: of the blocks' linear layers, see `models.quantize`; each weight as it is read.
-        progress: show a bar on standard error; None for large files on a terminal.
+        progress: show a bar on standard error; None for large files. What is no terminal gets a line now and then.
 
     Raises:
         ConfigError: no such file, or one that cannot be used; tensors that are missing, unexpected (also those of other
@@ -212,10 +214,18 @@ def _read(
     """The wanted tensors, each brought to its place and form before the next is read."""
     sizes = {name: checkpoint.entry(names.sources[name].name).nbytes // names.sources[name].parts for name in wanted}
     total = sum(sizes.values())
-    # None lets tqdm see for itself whether it writes to a terminal.
-    silent = (total < LARGE or None) if progress is None else not progress
+    silent = total < LARGE if progress is None else not progress
+    often_s = 0.1 if sys.stderr.isatty() else _SELDOM_S
     found, broken = {}, []
-    with tqdm(total=total, unit="B", unit_scale=True, desc=checkpoint.path.name, disable=silent, leave=False) as bar:
+    with tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc=checkpoint.path.name,
+        disable=silent,
+        mininterval=often_s,
+        leave=False,
+    ) as bar:
         for name, shape in wanted.items():
             source = names.sources[name]
             tensor = checkpoint.read(source.name).chunk(source.parts)[source.part].reshape(shape)

@@ -85,24 +85,50 @@ def test_embeddings_are_those_of_diffusers(text: WanText, reference: WanPipeline
         expected = reference._get_t5_prompt_embeds(prompt, max_sequence_length=LENGTH, device=torch.device("cpu"))
     embeddings = text.encode(prompt)
     assert embeddings.shape == (LENGTH, umt5.WIDTH) and embeddings.dtype == torch.float32
-    assert torch.equal(embeddings, expected[0])
-    assert embeddings.any(1).sum() == text.tokens(prompt).count
+    torch.testing.assert_close(embeddings, expected[0], rtol=1e-5, atol=1e-6)
+    assert torch.equal(embeddings.any(1), expected[0].any(1)), "zero beyond the text"
+    assert embeddings.any(1).sum() == text.tokens(prompt).shape[1]
 
 
-def test_tokens_are_cleaned_cut_and_padded(text: WanText, reference: WanPipeline) -> None:
+def test_only_the_texts_own_tokens_are_encoded_on_all_cores(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 512 that the model reads; the thread has its own number of cores again afterwards."""
+    text, seen = WanText(folder), list[tuple[tuple[int, ...], int]]()
+    text.encode(FOX)
+    assert text._encoder is not None
+    text._encoder.register_forward_pre_hook(
+        lambda _, given: seen.append((tuple(given[0].shape), torch.get_num_threads()))
+    )
+    monkeypatch.setattr(wan_text, "_cores", lambda: 3)
+    before = torch.get_num_threads()
+    count = text.tokens(FOX).shape[1]
+    text.encode(FOX)
+    assert seen == [((1, count), 3)] and count < 20
+    assert torch.get_num_threads() == before
+
+
+def test_what_the_weights_will_take_is_known_before_they_are_read(folder: Path) -> None:
+    text, cuda, cpu = WanText(folder, device="cuda"), torch.device("cuda"), torch.device("cpu")
+    encoder = UMT5EncoderModel.from_pretrained(folder / "text_encoder")
+    values = sum(parameter.numel() for parameter in encoder.parameters())
+    assert text.awaited_bytes(cuda) == 2 * values
+    assert text.awaited_bytes(cpu) == 0, "they go elsewhere"
+    here = WanText(folder)
+    assert here.awaited_bytes(cpu) == 4 * values
+    here.encode(FOX)
+    assert here.awaited_bytes(cpu) == 0, "they are there"
+
+
+def test_tokens_are_cleaned_and_cut(text: WanText, reference: WanPipeline) -> None:
     clean = ["a red fox trots", "a red fox trots", "snow & stars <far>"]
     for prompt, same in zip(PROMPTS, clean, strict=False):
-        tokens = text.tokens(prompt)
         plain = reference.tokenizer(same).input_ids
-        assert tokens.ids.tolist() == [plain + [0] * (LENGTH - len(plain))]
-        assert tokens.mask.tolist() == [[1] * len(plain) + [0] * (LENGTH - len(plain))]
-        assert tokens.count == len(plain) < LENGTH
+        assert text.tokens(prompt).tolist() == [plain] and len(plain) < LENGTH
     long = text.tokens(PROMPTS[-1])
-    assert long.count == LENGTH and long.ids[0, -1] == 1, "what is cut ends like any text"
+    assert long.shape == (1, LENGTH) and long[0, -1] == 1, "what is cut ends like any text"
 
 
 def test_what_stands_beyond_the_text_is_zero_and_does_not_matter(text: WanText, folder: Path) -> None:
-    count = text.tokens(FOX).count
+    count = text.tokens(FOX).shape[1]
     embeddings = text.encode(FOX)
     assert not embeddings[count:].any() and embeddings[:count].any(1).all()
     longer = WanText(folder, length=2 * LENGTH).encode(FOX)
@@ -112,7 +138,7 @@ def test_what_stands_beyond_the_text_is_zero_and_does_not_matter(text: WanText, 
 
 def test_a_prompt_is_read_as_it_is_and_a_long_one_gets_a_notice(text: WanText, folder: Path) -> None:
     assert text.read("  A &amp; b ", "before") == wan_text.Reading("  A &amp; b ")
-    count = WanText(folder, length=200).tokens(PROMPTS[-1]).count
+    count = WanText(folder, length=200).tokens(PROMPTS[-1]).shape[1]
     assert WanText(folder, length=count).read(PROMPTS[-1], None).notice == ""
     cut = WanText(folder, length=count - 1).read(PROMPTS[-1], None)
     assert cut.text == PROMPTS[-1]

@@ -154,7 +154,8 @@ def _fault(name: str, device: torch.device, dtype: torch.dtype, heads: int, head
                     pass
             got = kernel(name)(query, key, value)
     except _REFUSALS as error:
-        return "cannot run here: " + (str(error).strip() or type(error).__name__).splitlines()[0]
+        told = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return "cannot run here: " + (told.partition(". ")[0] if isinstance(error, NotImplementedError) else told)
     expected = _formula(query, key, value)
     off = float((got.double().cpu() - expected).norm() / expected.norm())
     allowed = max(_TOLERANCE[dtype], _QUANTIZED.get(name, 0.0))

@@ -107,12 +107,14 @@ def main() -> int:
     sample = load(options.vae, device)
     shape = (sample.latent_channels, options.chunk, height // sample.spatial, width // sample.spatial)
     like = torch.zeros(shape, device=device)
-    runs = {
-        f"{path}, {layout}": Run(load(options.vae, device), path, layout, like, options.at_once)
-        for layout in (LAYOUTS if options.layouts else ("channels last",))
-        for path in names
-    }
-    paths.tell(measure(runs, shape, device, options.rounds), head, options)
+    with paths.no_compiled_code():
+        runs = {
+            f"{path}, {layout}": Run(load(options.vae, device), path, layout, like, options.at_once)
+            for layout in (LAYOUTS if options.layouts else ("channels last",))
+            for path in names
+        }
+        rows = measure(runs, shape, device, options.rounds)
+    paths.tell(rows, head, options)
     return 0
 
 

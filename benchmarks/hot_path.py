@@ -97,7 +97,9 @@ def main() -> int:
     config = ModelConfig(name=options.model, steps=options.steps)
     options.steps = loading.steps_of(config)
     head = report.header(warm_up=f"a window of chunks and {WARM_UP} more")
-    rows = measure(loading.load_model(config, device), device, names, options.steps, options.rounds, options.chunks)
+    model = loading.load_model(config, device)
+    with paths.no_compiled_code():
+        rows = measure(model, device, names, options.steps, options.rounds, options.chunks)
     paths.tell(rows, head, options)
     return 0
 

@@ -228,7 +228,8 @@ class ModelOptions(TypedDict, total=False):
     dtype: `float32` or `bfloat16`; default: bfloat16 on CUDA.
     attention: kernel, `auto` or one that `streamdiff doctor` lists; tried out when the model is loaded.
     quantize: the blocks' linear layers in 8 bits, `none`, `fp8` (recent NVIDIA GPUs) or `int8`; needs torchao.
-    compile: `on` makes graphs of the transformer first, which takes minutes, and runs these; default `off`.
+    compile: `on` makes graphs of the transformer first, or finds those of an earlier start on disk, and runs these;
+        default `off`.
     clean_pass: `alone` (default), or `with-next`: one forward less for each chunk, KV context `clean` only.
     size: `WIDTHxHEIGHT` in pixels; default: the model's own.
     device: `auto`, `cpu` or `cuda`.

@@ -72,7 +72,7 @@ PARTS = (
         "model.compile",
         str,
         "off|on",
-        "run compiled graphs of transformer and decoder; made at the start, takes minutes (default off)",
+        "run compiled graphs of transformer and decoder; made at the first start, then kept on disk (default off)",
     ),
     Option(
         "--clean-pass",

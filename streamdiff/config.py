@@ -65,7 +65,7 @@ class ModelConfig(_Section):
         "none", description="the blocks' linear layers in 8 bits: fp8 on recent NVIDIA GPUs, int8 anywhere"
     )
     compile: Annotated[Literal["off", "on"], BeforeValidator(_switch)] = Field(
-        "off", description="make graphs of transformer and decoder at the start, which takes minutes, and run these"
+        "off", description="run compiled graphs of transformer and decoder; made at the first start, then kept on disk"
     )
     size: str | None = Field(None, description="WIDTHxHEIGHT of the picture; default: the model's own")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ MAY_SKIP = ("gpu",)
 # A slow machine is no fault of the code.
 settings.register_profile("streamdiff", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("streamdiff")
+
+# What torch compiles is shared by all tests and the processes they start: where torch itself would keep it.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

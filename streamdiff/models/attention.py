@@ -10,24 +10,19 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from streamdiff.errors import ConfigError
 
-KERNELS = {
-    "math": SDPBackend.MATH,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-}
+KERNELS = ("math", "flash", "efficient", "cudnn")
 """torch's, by their names in `model.attention`; `auto` leaves the choice to torch."""
 
 
@@ -69,47 +64,51 @@ _REFUSALS = (RuntimeError, ValueError, AssertionError, NotImplementedError, Impo
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention of `[R, L, H, d]` over `[R, K, H, d]` by torch; within `selected`, by the kernel of its choice."""
+def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of `[R, L, H, d]` over `[R, K, H, d]` by the kernel that torch chooses."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-class _Chosen:
-    """What `attend` does now. One process runs one model at a time, on one thread."""
-
-    attend: Attend = staticmethod(plain)
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """As `plain`, by the kernel that is `selected`."""
-    return _Chosen.attend(query, key, value)
-
-
-@contextmanager
-def selected(name: str) -> Iterator[None]:
-    """Attention within runs with this kernel, or not at all."""
+@cache
+def kernel(name: str) -> Attend:
+    """As `attend`, by the kernel of this name, one of `NAMES`. The choice is made in each call: torch's `sdpa_kernel`
+    would set flags of the whole process, which other threads meet."""
     if name == "auto":
-        yield
-    elif name in KERNELS:
-        with sdpa_kernel([KERNELS[name]]):
-            yield
-    else:
-        before, _Chosen.attend = _Chosen.attend, _dispatching(DISPATCHED[name].backend)
-        try:
-            yield
-        finally:
-            _Chosen.attend = before
+        return attend
+    return _own_kernel(name) if name in KERNELS else _dispatching(DISPATCHED[name].backend)
+
+
+def _own_kernel(name: str) -> Attend:
+    """One of torch's `KERNELS`, called by itself: raises RuntimeError or NotImplementedError where it cannot run."""
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        aten: Any = torch.ops.aten
+        if name == "math":
+            result = aten._scaled_dot_product_attention_math(q, k, v)
+        elif name == "flash" and query.device.type == "cpu":
+            result = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+        elif name == "flash":
+            result = aten._scaled_dot_product_flash_attention(q, k, v)
+        elif name == "efficient":
+            result = aten._scaled_dot_product_efficient_attention(q, k, v, None, False)
+        else:
+            result = aten._scaled_dot_product_cudnn_attention(q, k, v, None, False)
+        mixed: Tensor = result[0]
+        return mixed.transpose(1, 2)
+
+    return run
 
 
 def _dispatching(name: str) -> Attend:
     backend = AttentionBackendName(name)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         result: Tensor = dispatch_attention_fn(query, key, value, backend=backend)
         return result
 
-    return attend
+    return run
 
 
 def probe(name: str, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int) -> None:
@@ -153,10 +152,10 @@ def _fault(name: str, device: torch.device, dtype: torch.dtype, heads: int, head
             if name in DISPATCHED:
                 with attention_backend(DISPATCHED[name].backend):  # its requirements; fetches
                     pass
-            with selected(name):
-                got = attend(query, key, value)
+            got = kernel(name)(query, key, value)
     except _REFUSALS as error:
-        return "cannot run here: " + (str(error).strip() or type(error).__name__).splitlines()[0]
+        told = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return "cannot run here: " + (told.partition(". ")[0] if isinstance(error, NotImplementedError) else told)
     expected = _formula(query, key, value)
     off = float((got.double().cpu() - expected).norm() / expected.norm())
     allowed = max(_TOLERANCE[dtype], _QUANTIZED.get(name, 0.0))

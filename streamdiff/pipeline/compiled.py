@@ -1,8 +1,10 @@
-"""A stage as graphs: compiled once for every shape that serving meets, on CUDA also replayed as CUDA graphs.
+"""A stage as graphs: one block compiled for all blocks, for a window that is full; on CUDA also whole forwards replayed
+as CUDA graphs.
 
 Beside it stands the plain path, `StageForward` as it is written; `Stage` falls back on it for a shape that no graph was
-made for. A *key* is what a graph is made for: how many rows, and what each sees. Whatever else changes
-from chunk to chunk (slots, positions, prompts) comes in tensors, so nothing is ever compiled again.
+made for, as while a window fills. A *key* is what graphs are made for: how many rows, and what each sees. Whatever else
+changes from chunk to chunk and block to block (slots, positions, prompts, weights) comes in tensors, so nothing is ever
+compiled again.
 """
 
 from __future__ import annotations
@@ -10,15 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from streamdiff.models.wan.transformer import KeyValue
+from streamdiff.models.wan.transformer import BlockWeights, KeyValue, Tokens
 from streamdiff.pipeline.captures import Captures
 from streamdiff.pipeline.forward import StageForward, Tensors
+from streamdiff.pipeline.torch_compile import one_graph
 from streamdiff.state.ring import RowShape, RowTensors, RowView, attend_rows
 
 Caches = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -55,7 +57,7 @@ class Own(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Everything that a graph reads and, of `caches`, writes; caches of one session are in it once."""
+    """Everything that a forward reads and, of `caches`, writes; caches of one session are in it once."""
 
     given: Tensors
     texts: tuple[tuple[KeyValue, ...], ...]
@@ -67,7 +69,7 @@ Run = Callable[[Inputs], Tensors]
 
 
 class CompiledStage:
-    """The graphs of one stage. While it is `learning`, a key that is new gets a graph, which takes long."""
+    """The graphs of one stage. While it is `learning`, a key that is new gets graphs, which takes long."""
 
     def __init__(self, forward: StageForward, device: torch.device, live: bool) -> None:
         """`live`: whether forwards of sessions that are opened later may be captured, see `Captured`."""
@@ -109,27 +111,59 @@ class CompiledStage:
 
 
 def compiled(forward: StageForward, key: Key) -> Run:
-    """The stage for one key, as one graph without breaks; compiled when it is called first."""
+    """The stage for one key, by graphs that are compiled when they are called first: of one block, which does for all
+    of them as its weights are arguments, of what stands before the blocks and of what stands behind."""
     sessions, shapes, _ = key
+    denoiser, attend = forward.denoiser, forward.denoiser.attend
 
-    def stage(inputs: Inputs) -> Tensors:
-        rows = [
-            RowView(shape, RowTensors(*inputs.caches[session], own.at, own.rest, own.own, own.sink_table, own.back))
-            for session, shape, own in zip(sessions, shapes, inputs.rows, strict=True)
-        ]
-        return forward(inputs.given, side_by_side(inputs.texts), partial(attend_rows, rows))
+    def begin(given: Tensors) -> tuple[Tensor, ...]:
+        tokens = denoiser.embed(*given) if forward.first else Tokens(*given)
+        modulation = denoiser.modulation(tokens.time).float()
+        return (*tokens, modulation) if forward.first else (modulation,)
 
-    # torch keeps what it has compiled with the code, and stops at eight versions: each key has code of its own.
-    own_code = FunctionType(stage.__code__.replace(), stage.__globals__, "stage", None, stage.__closure__)
-    graph = cast(Run, torch.compile(own_code, fullgraph=True, dynamic=False))
-    return lambda inputs: graph(inputs._replace(given=tuple(map(_of_this_mode, inputs.given))))
+    def block(
+        weights: BlockWeights,
+        hidden: Tensor,
+        modulation: Tensor,
+        texts: tuple[KeyValue, ...],
+        caches: tuple[tuple[Tensor, Tensor], ...],
+        rows: tuple[Own, ...],
+    ) -> Tensor:
+        views = []
+        for session, shape, own in zip(sessions, shapes, rows, strict=True):
+            keys, values = caches[session]
+            tensors = RowTensors((keys,), (values,), own.at, own.rest, own.own, own.sink_table, own.back)
+            views.append(RowView(shape, tensors))
+        mix = partial(attend_rows, views, 0, attend=attend)
+        own_modulation = weights.block.scale_shift_table + modulation
+        return denoiser.run_block(weights, hidden, own_modulation, beside(texts), mix, attend)
+
+    def end(hidden: Tensor, time: Tensor) -> Tensor:
+        return denoiser.head(Tokens(hidden, time), forward.grid)
+
+    begin, block, end = one_graph(begin), one_graph(block), one_graph(end)
+
+    def run(inputs: Inputs) -> Tensors:
+        given = tuple(map(_of_this_mode, inputs.given))
+        *tokens, modulation = begin(given)
+        hidden, time = tokens or given
+        for layer in range(len(denoiser.blocks)):
+            texts = tuple(text[layer] for text in inputs.texts)
+            caches = tuple((keys[layer], values[layer]) for keys, values in inputs.caches)
+            hidden = block(denoiser.weights(layer), hidden, modulation, texts, caches, inputs.rows)
+        return (end(hidden, time),) if forward.last else (hidden, time)
+
+    return run
+
+
+def beside(texts: Sequence[KeyValue]) -> KeyValue:
+    """One layer's text keys and values of several rows, side by side; those of one row as they are, without a copy."""
+    return texts[0] if len(texts) == 1 else KeyValue(*(torch.cat(parts) for parts in zip(*texts, strict=True)))
 
 
 def side_by_side(texts: Texts) -> list[KeyValue]:
-    """Text keys and values of several rows, layer by layer; those of one row as they are, without a copy."""
-    if len(texts) == 1:
-        return list(texts[0])
-    return [KeyValue(*(torch.cat(parts) for parts in zip(*layer, strict=True))) for layer in zip(*texts, strict=True)]
+    """The same for all layers."""
+    return [beside(layer) for layer in zip(*texts, strict=True)]
 
 
 def _sort(given: Tensors, texts: Texts, views: Sequence[RowView]) -> tuple[Key, Inputs]:

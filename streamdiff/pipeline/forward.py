@@ -1,6 +1,6 @@
 """What a stage computes in a micro-step, from what the link before brings to what the link behind takes.
 
-The one description that both ways of running share: `Stage` calls it as it is, `compiled` makes graphs of it.
+`Stage` calls it as it is; `compiled` makes graphs of the same pieces of `WanDenoiser`.
 """
 
 from __future__ import annotations

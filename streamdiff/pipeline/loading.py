@@ -31,6 +31,7 @@ from streamdiff.pipeline.planning.budget import Room, Waiting, free_bytes
 from streamdiff.pipeline.planning.facts import Facts, facts_from, read_facts
 from streamdiff.pipeline.planning.plan import check_stages, split_evenly
 from streamdiff.pipeline.stage import Stage
+from streamdiff.pipeline.torch_compile import keep_compiled_code
 from streamdiff.version import __version__
 
 Run = tuple[int, int]
@@ -158,6 +159,7 @@ def compile_stage(config: ModelConfig, stage: Stage, room: Room, progress: Progr
     room. Takes minutes, and talks to no other rank: so all ranks do it at the same time, and `Member.meet` afterwards.
     Mutates: stage, progress."""
     if (kept := waiting(config, stage.device)) is not None:
+        keep_compiled_code()
         stage.compile(
             steps=kept.steps,
             kv_context=kept.kv_context,
@@ -219,6 +221,7 @@ def compile_decoder(config: ModelConfig, decoder: PictureDecoder | None, device:
     """Make the decoder's graphs, if there is one and the configuration wants them, for a thread that decodes with so
     many CPU threads. Takes from seconds to minutes. Mutates: decoder."""
     if decoder is not None and config.compile == "on":
+        keep_compiled_code()
         latents = torch.zeros(read_spec(config).chunk_shape, device=device)
 
         def enter() -> None:

@@ -1,25 +1,24 @@
 """The decoder as a stream uses it: its steps as they are written, or compiled beforehand.
 
-A *key* is what a graph is made for: the shapes of the latents and of what the stream remembers. A stream meets few: a
-first call, and from the second or third on always the same. What no graph was made for is decoded the plain way, so
-nothing is ever compiled again.
+A *key* is what a graph is made for: the shapes of the latents and of what the stream remembers. From its second chunk
+on a stream meets the same ones with every chunk, one or two, and these get graphs. What none was made for, as a
+stream's beginning, is decoded the plain way, so nothing is ever compiled again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from streamdiff.models.stepping import Layout, Remembered, Step, SteppedDecoder, decode_by, rgb24
+from streamdiff.pipeline.torch_compile import one_graph
 
 Key = Hashable
-_CALLS = 5
-"""Calls of a stream after which all are alike: what a graph leaves may lie in memory otherwise than what it was given,
-which the next one meets."""
+_BEFORE = 3
+"""Latent frames, at least, after which all of a stream's chunks are alike: Wan's decoder has seen two frames then."""
 
 
 class PictureDecoder:
@@ -59,9 +58,11 @@ class PictureDecoder:
         will decode, or on one that is set up alike: torch compiles anew for another number of CPU threads.
         Mutates: self.
         """
-        self._graphs, self._learning = self._graphs or {}, True
+        self._graphs = self._graphs or {}
         memory, blank = self.new_memory(), torch.zeros_like(latents)
-        for _ in range(_CALLS):
+        before = -(-_BEFORE // latents.shape[1])
+        for chunk in range(before + 2):  # two, as the second meets what graphs have left
+            self._learning = chunk >= before
             for group in blank.split(at_once, 1):
                 self.decode(group[None], memory)
         self._learning = False
@@ -90,6 +91,4 @@ def compiled(decoder: SteppedDecoder, layout: Layout) -> Step:
         frames, after = decoder.step(piece, past)
         return layout(frames), after
 
-    # torch keeps what it has compiled with the code, and stops at eight versions: each key has code of its own.
-    own_code = FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
-    return cast(Step, torch.compile(own_code, fullgraph=True, dynamic=False))
+    return one_graph(step)

@@ -53,7 +53,7 @@ class Stage:
             raise ValueError(f"a patch has {patch[0]} latent frames; it must have 1, as windows count latent frames")
         self.frames = spec.chunk_latents
         self.grid = (spec.latent_height // patch[1], spec.latent_width // patch[2])
-        self.attention = RingAttention(self.frames, *self.grid, self.denoiser.head_dim, device)
+        self.attention = self._attention(compiled=False)
         self._forward = StageForward(self.denoiser, spec.chunk_shape[1:], index == 0, index == stages - 1)
         self.compiled: CompiledStage | None = None
         self.sessions: dict[int, StageSession] = {}
@@ -173,9 +173,10 @@ class Stage:
         room: Room | None = None,
         told: Callable[[int, int], None] = lambda made, of: None,
     ) -> None:
-        """Make a graph for every forward that a session of this kind meets: one for each number of chunks in its
-        window, as the window fills, and one for each that takes the next chunk's first step with it. Takes from seconds
-        to minutes; `told` is called with the number of chunks whose graphs are made, and how many there are.
+        """Make graphs for the forwards that a session of this kind meets for ever once its window is full: of a chunk
+        alone, and, if asked, of one that takes the next chunk's first step with it. Until then, and after a `flush`, it
+        runs the plain path. Takes from seconds to minutes; `told` is called with the number of kinds of forward whose
+        graphs are made, and how many there are.
 
         The caches of so many `sessions` then wait for them; as many as have `room`, at least one. On CUDA graphs are
         captured for each of them. Mutates: self.
@@ -184,25 +185,26 @@ class Stage:
         # In a ring a receive may stand on the device until another rank has sent (docs/decisions/0010), and a capture
         # waits for the device: there nothing is captured once streams run.
         self.compiled = CompiledStage(self._forward, self.device, live=self.stages == 1)
-        spec, denoiser = self.spec, self.denoiser
-        self.attention = RingAttention(self.frames, *self.grid, denoiser.head_dim, self.device, compiled=True)
+        self.attention = self._attention(compiled=True)
         trials = self._try_out(sessions, room, steps=steps, kv_context=kv_context)
-        plan = self.sessions[_TRIAL].plan
-        # Where something is done with what leaves the ring, that is met one chunk after all its slots are full.
-        chunks = plan.slots - plan.spare if spec.averaged_sink is None else plan.slots + 1
+        # From here on every chunk takes the slot of another.
+        chunk = max(self.sessions[_TRIAL].plan.slots, self.spec.first_chunks)
         self.compiled.learning = True
-        first = spec.first_chunks
-        begins = (0, *range(first, max(chunks, first + 1)))
-        told(0, len(begins))
-        for made, chunk in enumerate(begins, 1):
+        kinds = (False, True) if clean_with_next else (False,)
+        told(0, len(kinds))
+        for made, with_next in enumerate(kinds, 1):
             for trial in trials:
-                for rows in _met(trial, chunk, 1 if chunk else first, steps, kv_context != "matched", clean_with_next):
+                for rows in _met(trial, chunk, steps, kv_context != "matched", with_next):
                     self.forward(rows, self._forward.zeros(len(rows), self.device))
-            told(made, len(begins))
+            told(made, len(kinds))
         self.compiled.learning = False
         self._most_waiting = len(trials)
         for trial in trials:
             self.close(trial)
+
+    def _attention(self, compiled: bool) -> RingAttention:
+        denoiser = self.denoiser
+        return RingAttention(self.frames, *self.grid, denoiser.head_dim, self.device, compiled, denoiser.attend)
 
     def _try_out(self, sessions: int, room: Room | None, *, steps: int, kv_context: str) -> list[int]:
         """Open sessions to make graphs with, see `compile`. Mutates: self."""
@@ -257,12 +259,11 @@ def ring_plan(spec: ModelSpec, kv_context: str, *, steps: int) -> RingPlan:
     return RingPlan(spec.sink_latents, spec.window(kv_context), spare, absolute, spec.chunk_latents)
 
 
-def _met(
-    trial: int, chunk: int, together: int, steps: int, clean: bool, clean_with_next: bool
-) -> Iterator[list[MicroStep]]:
-    """Rows of the forwards of one of the session's first chunks, or of `together` from `chunk` on, while its window
-    fills: the first step, and the clean pass; where there is none, every step, as each has a cache of its own."""
-    for step in (0, steps) if clean else range(steps):
-        yield [MicroStep(trial, each, step, steps, 0) for each in range(chunk, chunk + together)]
-    if clean_with_next and together == 1:
+def _met(trial: int, chunk: int, steps: int, clean: bool, with_next: bool) -> Iterator[list[MicroStep]]:
+    """Rows of the forwards of one of the session's chunks: the first step, and the clean pass; where there is none,
+    every step, as each has a cache of its own. Or of that which takes the next chunk's first step with it."""
+    if with_next:
         yield [MicroStep(trial, chunk, steps, steps, 0), MicroStep(trial, chunk + 1, 0, steps, 0)]
+        return
+    for step in (0, steps) if clean else range(steps):
+        yield [MicroStep(trial, chunk, step, steps, 0)]

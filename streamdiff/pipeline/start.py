@@ -66,17 +66,20 @@ def load_runtime(config: ModelConfig) -> Runtime:
 def _warm_up(runtime: Runtime, config: ModelConfig) -> None:
     """Make one chunk, so that the first viewer does not pay for first calls, and some more to see what they take.
 
-    Graphs are made for the configured KV context, so with them that is what is measured; a staircase needs newcomers.
+    Graphs are made for the configured KV context and a full window, so with them that is what is measured; a staircase
+    needs newcomers.
     """
-    kv_context = config.kv_context if config.compile == "on" else "clean"
+    compiled, spec = config.compile == "on", runtime.model.spec
+    kv_context = config.kv_context if compiled else "clean"
+    before = max(spec.window_chunks(kv_context), spec.first_chunks) if compiled else 1
     steps = runtime.info.steps
     room = in_flight_limit(kv_context, steps=steps, stages=config.stages)
     conditioning = runtime.text.encode(runtime.text.read(runtime.text.examples[0], None).text)
     runtime.open(0, conditioning, seed=0, epoch=0, steps=steps, kv_context=kv_context)
-    for number in range(1 + _MEASURED_CHUNKS):
-        if number == 1:
+    for number in range(before + _MEASURED_CHUNKS):
+        if number == before:
             runtime.measure_from_here()
-        left = runtime.model.spec.first_chunks if number == 0 else 1
+        left = spec.first_chunks if number == 0 else 1
         runtime.set_room(0, max(room, left) * runtime.info.chunk_frames)
         while left > 0:
             left -= sum(frames.last for frames in runtime.step(wait_s=1.0))

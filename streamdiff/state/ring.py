@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from streamdiff.models.attention import Attend, attend
 from streamdiff.models.wan import rotary
-from streamdiff.models.wan.transformer import attend
 
 
 @dataclass(frozen=True)
@@ -178,15 +178,21 @@ class RingAttention:
     before the window, and is re-placed at every read. Rows of different sessions never share keys; rows of one session
     are served in order, so a row sees what the rows before it have written.
 
-    `compiled`: views for graphs that are made once for a `RowShape`, so there are few of these, and rotary factors are
-    real numbers, which a compiler can fuse.
+    `compiled`: views for graphs that are made once for a `RowShape`, so there are few of these. `attend`: the kernel.
     """
 
     def __init__(
-        self, frames: int, height: int, width: int, head_dim: int, device: torch.device, compiled: bool = False
+        self,
+        frames: int,
+        height: int,
+        width: int,
+        head_dim: int,
+        device: torch.device,
+        compiled: bool = False,
+        attend: Attend = attend,
     ) -> None:
         """`frames` latent frames of a chunk, each of `height` x `width` tokens."""
-        self.frames, self.device, self.compiled = frames, device, compiled
+        self.frames, self.device, self.compiled, self.attend = frames, device, compiled, attend
         self.rows: list[RowView] = []
         self._grid = rotary.Grid(height, width, head_dim, device)
         # All micro-steps of a chunk turn by the same angles; few chunks are in flight at once.
@@ -231,7 +237,7 @@ class RingAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `models.wan.transformer.SelfAttention`; `layer` counts the stage's blocks. Mutates: the rows' states."""
-        return attend_rows(self.rows, layer, query, key, value)
+        return attend_rows(self.rows, layer, query, key, value, self.attend)
 
     def _part(self, plan: RingPlan, places: tuple[int, ...]) -> tuple[int, int] | None:
         """First place and the one after the last, where `places` are side by side; compiled only where they are all."""
@@ -248,13 +254,14 @@ class RingAttention:
 
     def _make_table(self, first: int, count: int, back: bool = False) -> Tensor:
         factors = self._grid.factors(range(first, first + count))
-        factors = factors.conj().resolve_conj() if back else factors
-        return torch.view_as_real(factors).contiguous() if self.compiled else factors
+        return torch.view_as_real(factors.conj().resolve_conj() if back else factors).contiguous()
 
 
-def attend_rows(rows: Sequence[RowView], layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Each row in turn writes its keys and values and attends to its view; those that it sees of the rows after it are
-    written before. All `[R, L, H, d]`. Mutates: the caches."""
+def attend_rows(
+    rows: Sequence[RowView], layer: int, query: Tensor, key: Tensor, value: Tensor, attend: Attend = attend
+) -> Tensor:
+    """Each row in turn writes its keys and values and attends to its view, by the kernel `attend`; those that it sees
+    of the rows after it are written before. All `[R, L, H, d]`. Mutates: the caches."""
     mixed, written = [], 0
     for index, (shape, row) in enumerate(rows):
         while written <= index + shape.ahead:

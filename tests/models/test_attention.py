@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, get_args
 
 import pytest
@@ -10,11 +11,15 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models import attention
 from streamdiff.models.wan.transformer import KeyValue, attend
+from streamdiff.pipeline.microstep import MicroStep
+from streamdiff.pipeline.stage import Stage
+from streamdiff.state.ring import RingAttention
 from tests.small import CPU, small_model
 
 HERE = ("auto", "math", "flash")  # on every CPU
@@ -69,8 +74,54 @@ def test_the_chosen_kernel_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch)
 
     for name in HERE[1:]:
         torch.testing.assert_close(run(name), run("auto"), rtol=1e-5, atol=1e-5)
-    with pytest.raises(RuntimeError, match=r"No (available kernel|viable backend)"):
+    with pytest.raises(NotImplementedError, match=r"Could not run 'aten::_scaled_dot_product_cudnn_attention'"):
         run("cudnn")
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", HERE)
+def test_a_choice_in_force_changes_no_flag_that_another_thread_meets(name: str) -> None:
+    """Asked in the midst of a stage's forward, as the decoding thread may."""
+    model = small_model(1)
+    model.denoiser.attention = name
+    stage = Stage(model, CPU)
+    stage.open(0, steps=4, kv_context="clean")
+    stage.set_text(0, 0, model.text.encode("a red circle"), 0)
+    before, met = flags(), []
+
+    def ask(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as other:
+            met.append(other.submit(flags).result())
+        return RingAttention.__call__(stage.attention, layer, query, key, value)
+
+    stage.attention.on = lambda rows: (RingAttention.on(stage.attention, rows), ask)[1]  # type: ignore[assignment]
+    given = torch.zeros(1, *model.spec.chunk_shape), torch.zeros(1, model.spec.chunk_latents)
+    stage.forward([MicroStep(0, 0, 0, 4, 0)], given)
+    assert met == [before] * len(model.denoiser.blocks)
+
+
+def flags() -> list[bool]:
+    """Kernels that torch may choose here."""
+    backends: Any = torch.backends.cuda
+    return [getattr(backends, f"{kind}_sdp_enabled")() for kind in ("math", "flash", "mem_efficient", "cudnn")]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("name", "operation"), [("math", "math"), ("flash", "flash_attention_for_cpu")])
+def test_the_chosen_kernel_runs_for_own_keys_and_for_text(name: str, operation: str) -> None:
+    """Both attentions of each block of a stage, and no other."""
+    model = small_model(1)
+    model.denoiser.attention = name
+    stage = Stage(model, CPU)
+    stage.open(0, steps=4, kv_context="clean")
+    stage.set_text(0, 0, model.text.encode("a red circle"), 0)
+    given = torch.zeros(1, *model.spec.chunk_shape), torch.zeros(1, model.spec.chunk_latents)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        stage.forward([MicroStep(0, 0, 0, 4, 0)], given)
+    kernels = {event.key: event.count for event in profiler.key_averages() if "scaled_dot_product" in event.key}
+    other = {"math": "flash_attention_for_cpu", "flash_attention_for_cpu": "math"}[operation]
+    assert kernels[f"aten::_scaled_dot_product_{'attention_math' if name == 'math' else operation}"] == 2 * 2
+    assert not [key for key in kernels if key.endswith(other)]
 
 
 # ---- kernels behind diffusers' dispatch ----------------------------------------------------------------------------
@@ -118,15 +169,16 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> str:
     """A name whose kernel is torch's, by way of diffusers' dispatch."""
     monkeypatch.setitem(attention.DISPATCHED, "sage", attention.Dispatched("native", "torch", ""))
     monkeypatch.setattr(attention, "missing", lambda name, device: None)
+    monkeypatch.setattr(attention, "kernel", attention.kernel.__wrapped__)  # what was chosen before has another kernel
     return "sage"
 
 
 @torch.inference_mode()
 def test_the_dispatch_is_what_runs(dispatched: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same numbers as the plain way, in the same axes, and only while it is selected."""
+    """The same numbers as the plain way, in the same axes, and only where it is chosen."""
     generator = torch.Generator().manual_seed(3)
     query, key, value = (torch.randn(2, tokens, 3, 8, generator=generator) for tokens in (5, 9, 9))
-    expected = attention.plain(query, key, value)
+    expected = attend(query, key, value)
     attention.probe(dispatched, CPU, torch.float32, heads=3, head_dim=8)
     calls: list[torch.Size] = []
     native = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]
@@ -137,8 +189,7 @@ def test_the_dispatch_is_what_runs(dispatched: str, monkeypatch: pytest.MonkeyPa
         return result
 
     monkeypatch.setitem(_AttentionBackendRegistry._backends, AttentionBackendName.NATIVE, counting)
-    with attention.selected(dispatched):
-        torch.testing.assert_close(attend(query, key, value), expected)
+    torch.testing.assert_close(attention.kernel(dispatched)(query, key, value), expected)
     assert calls == [query.shape]
     assert torch.equal(attend(query, key, value), expected) and len(calls) == 1
 

@@ -21,7 +21,7 @@ from streamdiff.engine import private_folder
 from streamdiff.pipeline import follower, loading
 from streamdiff.pipeline.compiled import CompiledStage, Texts
 from streamdiff.pipeline.forward import Tensors
-from streamdiff.pipeline.head import Finished, Head
+from streamdiff.pipeline.head import Finished
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.stage import Stage
 from streamdiff.pipeline.start import load_runtime
@@ -33,7 +33,6 @@ CHUNKS, SWITCH_AT = 10, 6
 
 ran: list[bool] = []
 graphs: list[int] = []
-latents: list[torch.Tensor] = []
 
 
 class WatchedStage(CompiledStage):
@@ -45,8 +44,8 @@ class WatchedStage(CompiledStage):
 
 
 def watch() -> None:
-    """Note what happens to this rank's stage, and to what comes back to the head. Mutates: the classes."""
-    compile_stage, advance = Stage.compile, Head.advance
+    """Note what happens to this rank's stage. Mutates: the classes."""
+    compile_stage = Stage.compile
 
     def compiled_once(stage: Stage, **options: object) -> None:
         compile_stage(stage, **options)  # type: ignore[arg-type]
@@ -54,27 +53,28 @@ def watch() -> None:
         graphs.append(len(stage.compiled.keys))
         torch.compiler.set_stance("fail_on_recompile")
 
-    def kept(head: Head, rows: Sequence[MicroStep], flows: torch.Tensor) -> list[Finished]:
-        finished = advance(head, rows, flows)
-        latents.extend(each.latents.clone() for each in finished)
-        return finished
-
     Stage.compile = compiled_once  # type: ignore[method-assign]
     loading.compile_decoder = lambda *given: None  # it has tests of its own
-    Head.advance = kept  # type: ignore[method-assign]
 
 
-def play(config: ModelConfig, switch: str) -> dict[str, list[torch.Tensor]]:
+def play(config: ModelConfig) -> dict[str, list[torch.Tensor]]:
     """Frames `[n, H, W, 3]` and latents of the stream. Its prompt changes when nothing more can run, for want of
     room, so the same works enter the ring in the same order however long each takes."""
     runtime = load_runtime(config)
-    info, frames = runtime.info, list[torch.Tensor]()
-    latents.clear()  # what warmed it
+    info, frames, latents = runtime.info, list[torch.Tensor](), list[torch.Tensor]()
+    advance = runtime.ring.head.advance
+
+    def kept(rows: Sequence[MicroStep], flows: torch.Tensor) -> list[Finished]:
+        finished = advance(rows, flows)
+        latents.extend(each.latents.clone() for each in finished)
+        return finished
+
+    runtime.ring.head.advance = kept  # type: ignore[method-assign]
     runtime.open(0, runtime.text.encode(RED), seed=4, epoch=0, steps=info.steps, kv_context=info.kv_context)
     runtime.set_room(0, SWITCH_AT * info.chunk_frames)
     while runtime.ring.has_work:
         frames += [torch.from_numpy(each.pictures) for each in runtime.step(1.0)]
-    runtime.set_conditioning(0, runtime.text.encode(BLUE), epoch=1, switch=switch)
+    runtime.set_conditioning(0, runtime.text.encode(BLUE), epoch=1, switch="recache")
     runtime.set_room(0, 2 * CHUNKS * info.chunk_frames)  # a staircase needs newcomers
     while len(latents) < CHUNKS or sum(len(each) for each in frames) < CHUNKS * info.chunk_frames:
         frames += [torch.from_numpy(each.pictures) for each in runtime.step(1.0)]
@@ -93,7 +93,7 @@ def main() -> None:
     stage.CompiledStage = WatchedStage  # type: ignore[misc]
     watch()
     if rank == 0:
-        torch.save(play(config, os.environ["SWITCH"]), options.address / "made.pt")
+        torch.save(play(config), options.address / "made.pt")
     else:
         follower.follow(config)
     told = {

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from streamdiff.config import ModelConfig
-from streamdiff.models.stepping import SteppedDecoder
+from streamdiff.models.stepping import Step, SteppedDecoder
 from streamdiff.models.wan.vae import WanDecoder
 from streamdiff.pipeline import loading
 from streamdiff.pipeline.decoding import DECODE_THREADS, LocalDecoding, Piece
@@ -44,11 +44,21 @@ def wan() -> tuple[SteppedDecoder, tuple[int, ...], int]:
     return WanDecoder(autoencoder), (16, 3, 4, 4), 3
 
 
+class Both(NamedTuple):
+    """A decoder, compiled on a thread like that of decoding, and as it is; a chunk's shape, and latent frames in a
+    call; how many graphs torch has made."""
+
+    compiled: PictureDecoder
+    plain: SteppedDecoder
+    shape: tuple[int, ...]
+    at_once: int
+    graphs: int
+
+
 @pytest.fixture(scope="module", params=[taehv, wan])
-def both(request: pytest.FixtureRequest) -> tuple[PictureDecoder, SteppedDecoder, tuple[int, ...], int]:
-    """Compiled on a thread like that of decoding; the plain one; a chunk's shape, and latent frames in a call."""
+def both(request: pytest.FixtureRequest) -> Both:
     plain, shape, at_once = request.param()
-    compiled = PictureDecoder(plain)
+    compiled, before = PictureDecoder(plain), counters["stats"]["unique_graphs"]
 
     def prepare() -> None:
         torch.set_num_threads(DECODE_THREADS)
@@ -57,7 +67,7 @@ def both(request: pytest.FixtureRequest) -> tuple[PictureDecoder, SteppedDecoder
     thread = threading.Thread(target=prepare)
     thread.start()
     thread.join()
-    return compiled, plain, shape, at_once
+    return Both(compiled, plain, shape, at_once, counters["stats"]["unique_graphs"] - before)
 
 
 @contextmanager
@@ -80,19 +90,35 @@ def remembered(memory: Any) -> list[torch.Tensor]:
     return list(memory.past.values()) if hasattr(memory, "past") else [f for f in memory.features if f is not None]
 
 
-def test_there_is_one_graph_without_breaks_for_each_kind_of_call(
-    both: tuple[PictureDecoder, SteppedDecoder, tuple[int, ...], int],
-) -> None:
-    compiled, plain, _, _ = both
-    assert len(compiled.keys) == (3 if isinstance(plain, WanDecoder) else 2), "begin, second, on; calls of 2 and of 1"
+def test_there_is_one_graph_without_breaks_for_each_call_of_a_later_chunk(both: Both) -> None:
+    """None for how a stream begins, of which Wan's decoder has two kinds."""
+    calls = 1 if isinstance(both.plain, WanDecoder) else 2
+    assert len(both.compiled.keys) == both.graphs == calls, "calls of 2 and of 1; or of 3"
     assert not counters["graph_break"]
 
 
+def test_after_its_beginning_a_stream_runs_graphs(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+
+    def noting(graph: Step) -> Step:
+        return lambda piece, past: (ran.append(piece.shape[2]), graph(piece, past))[1]
+
+    assert both.compiled._graphs is not None
+    noted = {key: noting(graph) for key, graph in both.compiled._graphs.items()}
+    monkeypatch.setattr(both.compiled, "_graphs", noted)
+    memory = both.compiled.new_memory()
+    with nothing_compiled():
+        for chunk in chunks(both.shape):
+            for group in chunk.split(both.at_once, 1):
+                both.compiled.decode(group[None], memory)
+    assert ran == ([3] * 3 if isinstance(both.plain, WanDecoder) else [2, 1] * 4)
+
+
 def test_pictures_and_what_is_remembered_are_those_of_the_plain_decoder(
-    both: tuple[PictureDecoder, SteppedDecoder, tuple[int, ...], int],
+    both: Both,
 ) -> None:
     """Two streams in turn, both from their beginning."""
-    compiled, plain, shape, at_once = both
+    compiled, plain, shape, at_once, _ = both
     memories = [compiled.new_memory(), compiled.new_memory()], [plain.new_memory(), plain.new_memory()]
     differ = total = 0
     with nothing_compiled():
@@ -112,10 +138,10 @@ def test_pictures_and_what_is_remembered_are_those_of_the_plain_decoder(
 
 
 def test_a_decoding_thread_meets_nothing_that_is_compiled_again(
-    both: tuple[PictureDecoder, SteppedDecoder, tuple[int, ...], int],
+    both: Both,
 ) -> None:
     """As in the product: latents from outside of inference mode, a stream that ends, and another after it."""
-    compiled, plain, shape, at_once = both
+    compiled, plain, shape, at_once, _ = both
     pieces: list[Piece] = []
     done = threading.Event()
     decoding = LocalDecoding(compiled, pieces.append, done.set, CPU, at_once)
@@ -138,9 +164,9 @@ def test_a_decoding_thread_meets_nothing_that_is_compiled_again(
 
 
 def test_what_no_graph_was_made_for_is_decoded_the_plain_way(
-    both: tuple[PictureDecoder, SteppedDecoder, tuple[int, ...], int],
+    both: Both,
 ) -> None:
-    compiled, plain, shape, _ = both
+    compiled, plain, shape, *_ = both
     larger = torch.randn(1, shape[0], 3, shape[2] + 1, shape[3] + 2, generator=torch.Generator().manual_seed(1))
     with nothing_compiled():
         got = compiled.decode(larger, compiled.new_memory())

@@ -48,11 +48,13 @@ class Grid:
 def rotate(x: Tensor, factors: Tensor) -> Tensor:
     """Turn each interleaved pair of channels of `x` `[..., tokens, heads, head_dim]` by its token's factor.
 
-    Complex `factors` are for running as it stands: one product, on a CPU seven times faster than four real ones. Real
-    ones `[..., head_dim / 2, 2]` are for compilers, which fuse four real products and cannot read complex ones.
+    `factors` are complex, or the same as pairs of real numbers `[..., head_dim / 2, 2]`. As it stands this is one
+    complex product, on a CPU seven times faster than four real ones. A compiler is given real ones, as it fuses four
+    real products and cannot read complex numbers.
     """
     pairs = x.float().unflatten(-1, (-1, 2))
-    if factors.is_complex():
+    if not torch.compiler.is_compiling():
+        factors = factors if factors.is_complex() else torch.view_as_complex(factors)
         return torch.view_as_real(torch.view_as_complex(pairs) * factors).flatten(-2).type_as(x)
     (a, b), (c, d) = pairs.unbind(-1), factors.unbind(-1)
     return torch.stack((a * c - b * d, a * d + b * c), -1).flatten(-2).type_as(x)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import pi, prod
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -22,6 +22,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel,
 from torch import Tensor, nn
 
 from streamdiff.models import attention
+from streamdiff.models.attention import Attend
 from streamdiff.models.attention import attend as attend
 
 
@@ -51,6 +52,13 @@ class Fused(NamedTuple):
 
     weight: Tensor
     bias: Tensor
+
+
+class BlockWeights(NamedTuple):
+    """A block's modules, and its `fused` weights where there are any."""
+
+    block: WanTransformerBlock
+    fused: Fused | None
 
 
 # In a graph they are the very numbers that the plain path has.
@@ -168,11 +176,20 @@ class WanDenoiser:
     def run_blocks(self, tokens: Tokens, text: Sequence[KeyValue], self_attention: SelfAttention) -> Tokens:
         """Run the blocks. `text` holds one entry per block."""
         modulation = self._modulation_of_blocks(self.modulation(tokens.time).float())
-        hidden = tokens.hidden
-        with attention.selected(self.attention):
-            for layer in range(len(self.blocks)):
-                hidden = self._block(layer, hidden, modulation[layer], text[layer], self_attention)
+        hidden, attend = tokens.hidden, self.attend
+        for layer in range(len(self.blocks)):
+            mix = partial(self_attention, layer)
+            hidden = self.run_block(self.weights(layer), hidden, modulation[layer], text[layer], mix, attend)
         return Tokens(hidden, tokens.time)
+
+    @property
+    def attend(self) -> Attend:
+        """The kernel that attention runs with."""
+        return attention.kernel(self.attention)
+
+    def weights(self, layer: int) -> BlockWeights:
+        """What `run_block` needs of a block."""
+        return BlockWeights(self.blocks[layer], self.fused[layer] if self.fused else None)
 
     def head(self, tokens: Tokens, grid: tuple[int, int, int]) -> Tensor:
         """Tokens to the predicted flow `[R, C, F, h, w]`; `grid` is (F, h, w) in latent units."""
@@ -193,23 +210,25 @@ class WanDenoiser:
             return (self.tables + modulation).unbind()
         return [block.scale_shift_table + modulation for block in self.blocks]
 
-    def _query_key_value(self, layer: int, normal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        own = self.blocks[layer].attn1
-        if not self.fused:
-            return own.norm_q(own.to_q(normal)), own.norm_k(own.to_k(normal)), own.to_v(normal)
-        query, key, value = F.linear(normal, *self.fused[layer]).chunk(3, -1)
-        return own.norm_q(query), own.norm_k(key), value
-
-    def _block(
-        self, layer: int, hidden: Tensor, modulation: Tensor, text: KeyValue, self_attention: SelfAttention
+    def run_block(
+        self, weights: BlockWeights, hidden: Tensor, modulation: Tensor, text: KeyValue, mix: Attend, attend: Attend
     ) -> Tensor:
-        block = self.blocks[layer]
+        """Run one block. It reads nothing of a block's own but from its arguments, so that one compiled graph does for
+        all blocks.
+
+        Args:
+            hidden: `[R, L, D]`.
+            modulation: the block's own, `[R, F, 6, D]`.
+            mix: self-attention, as `SelfAttention` is of this block.
+            attend: the kernel of cross-attention.
+        """
+        block, fused = weights
         shift, scale, gate, ff_shift, ff_scale, ff_gate = modulation.unbind(2)
 
         own = block.attn1
         normal = _modulate(block.norm1(hidden.float()), shift, scale).type_as(hidden)
-        query, key, value = self._query_key_value(layer, normal)
-        mixed = self_attention(layer, self._split(query), self._split(key), self._split(value))
+        query, key, value = _query_key_value(own, fused, normal)
+        mixed = mix(self._split(query), self._split(key), self._split(value))
         hidden = _gated(hidden, own.to_out[0](mixed.flatten(2)), gate)
 
         cross = block.attn2
@@ -219,6 +238,14 @@ class WanDenoiser:
         normal = _modulate(block.norm3(hidden.float()), ff_shift, ff_scale).type_as(hidden)
         widen, _, narrow = cast(Any, block.ffn.net)
         return _gated(hidden, narrow(gelu(widen.proj(normal))), ff_gate)
+
+
+def _query_key_value(own: Any, fused: Fused | None, normal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, normalised, and values of self-attention `own`, all `[R, L, D]`."""
+    if fused is None:
+        return own.norm_q(own.to_q(normal)), own.norm_k(own.to_k(normal)), own.to_v(normal)
+    query, key, value = F.linear(normal, *fused).chunk(3, -1)
+    return own.norm_q(query), own.norm_k(key), value
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -123,7 +123,8 @@ def test_the_estimate_counts_the_operations_of_the_real_model(facts: Facts, mode
     modulation = denoiser.modulation(state.time)
     with torch.inference_mode(), sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as counter:
-            denoiser._block(0, state.hidden, modulation, text[0], lambda layer, q, k, v: attend(q, past, past))
+            mix = lambda q, k, v: attend(q, past, past)  # noqa: E731
+            denoiser.run_block(denoiser.weights(0), state.hidden, modulation, text[0], mix, attend)
         with FlopCounterMode(display=False) as decoding:
             model.decoder.decode(torch.zeros(1, *spec.chunk_shape), model.decoder.new_memory())
     assert found.block_s[0][0] * 1e3 == pytest.approx(counter.get_total_flops(), rel=1e-6)

@@ -7,6 +7,7 @@ log. A session that was opened over the API has two of its own, told once to who
 from __future__ import annotations
 
 import hmac
+import re
 import secrets
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -16,6 +17,10 @@ from streamdiff.config import ServeConfig
 from streamdiff.errors import ConfigError
 
 MIN_TOKEN_CHARACTERS, MAX_TOKEN_CHARACTERS = 16, 512
+_NO_TOKEN_CHARACTER = re.compile(r"[^!#$%&'*+.^_`|~0-9A-Za-z-]")
+"""What RFC 7230 lets no `token` have. A page can show a token only as a WebSocket subprotocol, which is one; the `=` and
+`/` of base64 are not in it."""
+_MAKE_ONE = 'Make one with: python -c "import secrets; print(secrets.token_urlsafe(32))", or: openssl rand -hex 32'
 
 
 class Role(IntEnum):
@@ -50,7 +55,7 @@ def read_tokens(config: ServeConfig) -> Tokens:
     """The server's tokens.
 
     Raises:
-        ConfigError: a file that cannot be read, a token too short or with odd characters, or one to watch without one
+        ConfigError: a file that cannot be read, a token too short or with characters that no HTTP token has, or one to watch without one
             to steer.
     """
     if config.view_token_file is not None and config.control_token_file is None:
@@ -71,12 +76,16 @@ def _read(path: str | None, key: str) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
         raise ConfigError(f"{key}: {path} cannot be read: {why}") from error
-    usable = token.isprintable() and not any(character in ' ,;"' for character in token)
-    if not MIN_TOKEN_CHARACTERS <= len(token) <= MAX_TOKEN_CHARACTERS or not usable:
+    if not MIN_TOKEN_CHARACTERS <= len(token) <= MAX_TOKEN_CHARACTERS:
         raise ConfigError(
-            f"{key}: the token in {path} has {len(token)} characters; it must be one line of {MIN_TOKEN_CHARACTERS} to "
-            f"{MAX_TOKEN_CHARACTERS} letters, digits and signs. Make one with: "
-            'python -c "import secrets; print(secrets.token_urlsafe(32))"'
+            f"{key}: the token in {path} has {len(token)} characters; it must have {MIN_TOKEN_CHARACTERS} to "
+            f"{MAX_TOKEN_CHARACTERS}. {_MAKE_ONE}"
+        )
+    if wrong := sorted(set(_NO_TOKEN_CHARACTER.findall(token))):
+        raise ConfigError(
+            f"{key}: the token in {path} has {' '.join(map(repr, wrong[:5]))} in it, which browsers cannot send as a "
+            "WebSocket subprotocol; it must be one line of letters, digits and !#$%&'*+-.^_`|~ (of base64: no / and no "
+            f"=). {_MAKE_ONE}"
         )
     return token
 

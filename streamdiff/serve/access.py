@@ -18,8 +18,8 @@ from streamdiff.errors import ConfigError
 
 MIN_TOKEN_CHARACTERS, MAX_TOKEN_CHARACTERS = 16, 512
 _NO_TOKEN_CHARACTER = re.compile(r"[^!#$%&'*+.^_`|~0-9A-Za-z-]")
-"""What RFC 7230 lets no `token` have. A page can show a token only as a WebSocket subprotocol, which is one; the `=` and
-`/` of base64 are not in it."""
+"""What RFC 7230 lets no `token` have. A page can show a token only as a WebSocket subprotocol, which is one: neither
+`=` nor `/` of base64 may be in it."""
 _MAKE_ONE = 'Make one with: python -c "import secrets; print(secrets.token_urlsafe(32))", or: openssl rand -hex 32'
 
 
@@ -55,8 +55,8 @@ def read_tokens(config: ServeConfig) -> Tokens:
     """The server's tokens.
 
     Raises:
-        ConfigError: a file that cannot be read, a token too short or with characters that no HTTP token has, or one to watch without one
-            to steer.
+        ConfigError: a file that cannot be read, a token of another length or with other characters than tokens have,
+            or one to watch without one to steer.
     """
     if config.view_token_file is not None and config.control_token_file is None:
         raise ConfigError(

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import asdict
-from io import BytesIO
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from PIL import Image
 from starlette.websockets import WebSocket
 
 from streamdiff.errors import EngineFailure
 from streamdiff.serve.control import MAX_BODY_BYTES, Control, ControlError, Receipt, parse
 from streamdiff.serve.control_socket import ControlSocket
-from streamdiff.serve.encoder import as_rgb
 from streamdiff.serve.problem import Problem, described, is_own_page, media_type, read_body, respond
 from streamdiff.serve.schema import control_message
 from streamdiff.serve.services import SOCKET_PROTOCOL, Services, services_of
@@ -151,13 +146,7 @@ async def _socket(socket: WebSocket) -> None:
 
 
 async def _frame(request: Request) -> Response:
-    picture = services_of(request).view(request).picture()
-    if picture is None:
+    jpeg = await services_of(request).view(request).snapshot.jpeg()
+    if jpeg is None:
         raise Problem(503, "No frame has been made yet.", {"Retry-After": "1"})
-    return Response(await asyncio.to_thread(_jpeg, picture), media_type="image/jpeg")
-
-
-def _jpeg(picture: Any) -> bytes:
-    file = BytesIO()
-    Image.fromarray(as_rgb(picture)).save(file, "JPEG", quality=92)
-    return file.getvalue()
+    return Response(jpeg, media_type="image/jpeg")

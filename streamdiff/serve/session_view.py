@@ -44,6 +44,7 @@ from streamdiff.serve.metrics import Metrics
 from streamdiff.serve.pacer import Pacer
 from streamdiff.serve.session_meter import SessionMeter
 from streamdiff.serve.session_spec import SessionEnded, SessionSpec
+from streamdiff.serve.snapshot import Snapshot
 
 EngineState = Literal["running", "restarting", "failed"]
 LOST = {"restarting": "The engine is being started again", "failed": "The engine stopped"}
@@ -92,13 +93,13 @@ class SessionView:
         self._loop = asyncio.get_running_loop()
         self._may_play, self._occupancy = may_play, occupancy
         self._log_prompts = config.serve.log_prompts
-        self._lead_s = config.playback.lead_s
-        self._native_fps = ready.native_fps
+        self._lead_s, self._native_fps = config.playback.lead_s, ready.native_fps
         h264 = H264_LIBRARY.get(config.serve.encoder, "libx264")
         self.format = Format(ready.width, ready.height, spec.fps, config.serve.scale, config.serve.bitrate, h264)
-        start_frames = min(ready.chunk_frames, self._lead_frames())
-        self._pacer = Pacer(spec.fps, start_frames, self._shown_on_pacer, config.serve.grace_s)
+        start = min(ready.chunk_frames, self._lead_frames())
+        self._pacer = Pacer(spec.fps, start, self._shown_on_pacer, config.serve.grace_s)
         self.fanout = Fanout(self.format, self._pacer, metrics)
+        self.snapshot = Snapshot(self.picture)
         self._book = RequestBook()
         self._last_made_s = clock.monotonic_s()
         self._latest_shown: tuple[int, int] | None = None
@@ -198,8 +199,6 @@ class SessionView:
                 self._audience.tell(self._book.refused(event.request, event.field, event.reason, now_s))
             case Closed():
                 self.opened = False
-            case _:
-                pass
 
     def _take_frames(self, batch: FrameBatch, now_s: float) -> None:
         self._pacer.push(batch.first, batch.pictures, batch.epoch)

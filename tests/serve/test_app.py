@@ -253,6 +253,40 @@ def test_one_frame_as_a_picture() -> None:
     run_scene(scene)
 
 
+def test_a_frame_is_encoded_once_however_many_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = []
+    save = Image.Image.save
+
+    def counted(self: Image.Image, *given: Any, **named: Any) -> None:
+        encoded.append(self.size)
+        save(self, *given, **named)
+
+    monkeypatch.setattr(Image.Image, "save", counted)
+
+    async def ask(site: Site, times: int) -> set[bytes]:
+        answers = await asyncio.gather(*(site.http.get("/frame.jpg") for _ in range(times)))
+        assert {answer.status_code for answer in answers} == {200}
+        return {answer.content for answer in answers}
+
+    async def scene(site: Site) -> None:
+        view = site.services.hub.view("default")
+        assert view is not None
+        await site.until(lambda: view.picture() is not None and not site.client.busy)  # and nobody watches: it stays
+        [first] = await ask(site, 20)
+        assert await ask(site, 20) == {first}
+        assert len(encoded) == 1
+        before = view.picture()
+        await site.http.post("/api/control", json={"type": "prompt", "prompt": "blue"})
+        await site.http.post("/api/control", json={"type": "reset"})
+        await site.until(lambda: view.picture() is not before and not site.client.busy)
+        [second] = await ask(site, 20)
+        assert len(encoded) == 2
+        for jpeg, colour in ((first, "red"), (second, "blue")):
+            assert _is(tuple(int(c) for c in np.asarray(Image.open(BytesIO(jpeg)))[40, 40]), colour)
+
+    run_scene(scene)
+
+
 class PlanesPainter(Painter):
     """Hands out YUV420, as an engine on a GPU does."""
 

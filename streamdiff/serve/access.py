@@ -99,13 +99,14 @@ class Access:
     def role(self, token: str | None, session: Tokens | None = None) -> Role:
         """What a caller may do with a session that has tokens `session` (None: the default session, or the server).
 
-        The server's tokens open every session. Without a token everybody may watch where there is no token to watch,
-        and steer where there is none to steer.
+        The server's tokens open every session. Without a token everybody may steer the default session where the
+        server has no token, and watch it where it has none to watch. A session with tokens of its own may be watched
+        by everybody where the server has no token at all; else that takes one.
         """
         if token is not None:
             return max(self.server.role_of(token), session.role_of(token) if session else Role.NOBODY)
         if self.server.view is not None:
             return Role.NOBODY
-        if self.server.control is not None or session is not None:
-            return Role.VIEWER
-        return Role.CONTROLLER
+        if self.server.control is not None:
+            return Role.VIEWER if session is None else Role.NOBODY
+        return Role.CONTROLLER if session is None else Role.VIEWER

@@ -64,4 +64,5 @@ async def _metrics(request: Request) -> Response:
     services = services_of(request)
     services.require(request, Role.VIEWER)
     services.measure()
-    return Response(services.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    sessions = {view.session for view in services.watchable(request)}
+    return Response(services.metrics.text(sessions), media_type="text/plain; version=0.0.4; charset=utf-8")

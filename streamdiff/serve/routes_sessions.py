@@ -36,7 +36,9 @@ from streamdiff.serve.session_view import SessionView
 def router() -> APIRouter:
     """The routes under `/api/sessions`."""
     routes = APIRouter(prefix="/api/sessions", tags=["sessions"], responses=_PROBLEMS)
-    routes.add_api_route("", _list, methods=["GET"], response_model=SessionList, summary="All sessions")
+    routes.add_api_route(
+        "", _list, methods=["GET"], response_model=SessionList, summary="All sessions that the caller may watch"
+    )
     routes.add_api_route(
         "", _open, methods=["POST"], status_code=201, response_model=OpenedSession, summary="Open a session",
         openapi_extra=_body(NewSession), responses=_BAD_BODY | _NO_PLACE,
@@ -134,7 +136,7 @@ def _capacity(services: Services) -> CapacityInfo:
 async def _list(request: Request) -> SessionList:
     services = services_of(request)
     services.require(request, Role.VIEWER)
-    sessions = [info_of(services, view) for view in services.hub.views]
+    sessions = [info_of(services, view) for view in services.watchable(request)]
     return SessionList(sessions=sessions, capacity=_capacity(services))
 
 

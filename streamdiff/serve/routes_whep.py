@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request, Response
 
 from streamdiff.config import IceServer
 from streamdiff.serve.access import Role
+from streamdiff.serve.hub import DEFAULT_SESSION
 from streamdiff.serve.problem import Problem, Responses, described, media_type, read_body
 from streamdiff.serve.sdp import MAX_SDP_BYTES
 from streamdiff.serve.services import Services, refusals, services_of
@@ -97,7 +98,8 @@ async def _options(request: Request) -> Response:
     services = services_of(request)
     headers = {"Accept-Post": SDP_TYPE, "Allow": "OPTIONS, GET, HEAD, POST"}
     # Everybody is answered, but a TURN server's credentials are for those who may watch.
-    told = services.config.serve.ice_servers if services.role(request) is not Role.NOBODY else []
+    view = services.hub.view(request.path_params.get("session", DEFAULT_SESSION))
+    told = services.config.serve.ice_servers if services.role(request, view) is not Role.NOBODY else []
     return Response(status_code=200, headers=headers | links(told))
 
 

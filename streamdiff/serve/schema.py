@@ -86,7 +86,7 @@ class SessionInfo(BaseModel):
 class OpenedSession(SessionInfo):
     """A session that was opened just now. Its tokens are told this once."""
 
-    view_token: str = Field(description="lets who shows it watch, where the server has a token to watch")
+    view_token: str = Field(description="lets who shows it watch, where the server has a token")
     control_token: str = Field(description="lets who shows it steer and end the session")
 
 
@@ -107,7 +107,7 @@ class CapacityInfo(BaseModel):
 
 
 class SessionList(BaseModel):
-    """All open sessions, oldest first."""
+    """The open sessions that the caller may watch, oldest first."""
 
     sessions: list[SessionInfo]
     capacity: CapacityInfo

@@ -73,6 +73,10 @@ class Services:
         if role < wanted:
             raise Problem(403, "You may watch, not steer: that takes the control token.", code="forbidden")
 
+    def watchable(self, request: HTTPConnection) -> list[SessionView]:
+        """The open sessions that a caller may watch, oldest first: of no other is it told that it exists."""
+        return [view for view in self.hub.views if self.role(request, view) >= Role.VIEWER]
+
     def may_control(self, request: HTTPConnection, view: SessionView) -> bool:
         """Whether a caller may steer a session."""
         return self.role(request, view) is Role.CONTROLLER

@@ -11,6 +11,7 @@ from starlette.websockets import WebSocket
 from streamdiff.errors import EngineFailure
 from streamdiff.serve.control import MAX_BODY_BYTES, Control, ControlError, Receipt, parse
 from streamdiff.serve.control_socket import ControlSocket
+from streamdiff.serve.engine_state import reason_for
 from streamdiff.serve.problem import Problem, described, is_own_page, media_type, read_body, respond
 from streamdiff.serve.schema import control_message
 from streamdiff.serve.services import SOCKET_PROTOCOL, Services, services_of
@@ -52,11 +53,13 @@ async def _state(request: Request) -> Response:
     services = services_of(request)
     view = services.view(request)
     hub = services.hub
+    may_control = services.may_control(request, view)
     reason = hub.failed or (hub.restarting.reason if hub.restarting else None)
+    told = None if reason is None else reason_for(reason, may_control)
     return JSONResponse(
         {
-            "engine": {"running": reason is None, "reason": reason, **asdict(hub.ready)},
-            "state": view.state(),
+            "engine": {"running": reason is None, "reason": told, **asdict(hub.ready)},
+            "state": view.state(may_control),
             "stats": view.stats(),
             "occupancy": list(hub.occupancy),
             "viewers": services.viewers.count,
@@ -78,7 +81,7 @@ async def _control(request: Request) -> Response:
     except ControlError as error:
         raise bad_control(services, error) from error
     if control.kind == "get":
-        return JSONResponse(view.state())
+        return JSONResponse(view.state(may_control=True))
     receipt = await carry_out(services, view, control)
     return JSONResponse(receipt.message(), status_of([receipt]))
 

@@ -27,26 +27,27 @@ async def _healthz() -> Response:
 
 
 async def _readyz(request: Request) -> Response:
-    """Everybody is answered: probes carry no token. Why it is not ready is for those who may watch."""
+    """Everybody is answered: probes carry no token. What is the matter is told to those who may watch, the engine's own
+    words to those who may steer."""
     services = services_of(request)
-    problem = _unready(services)
+    role = services.role(request)
+    problem = _unready(services, role is Role.CONTROLLER)
     if problem is None:
         return JSONResponse({"ready": True})
-    if services.role(request) is Role.NOBODY:
+    if role is Role.NOBODY:
         raise Problem(problem.status, "The server is not ready.", problem.headers)
     raise problem
 
 
-def _unready(services: Services) -> Problem | None:
+def _unready(services: Services, may_control: bool) -> Problem | None:
     """Why nobody should be sent here; None: all is well."""
     hub = services.hub
     if hub.failed is not None:
-        return Problem(503, f"The engine stopped: {hub.failed}", {"Retry-After": "5"}, code="engine")
+        return services.lost("failed", hub.failed, may_control)
     if hub.draining:
         return Problem(503, "The server is about to end.", code="draining")
     if hub.restarting is not None:
-        message = f"The engine is being started again: {hub.restarting.reason}"
-        return Problem(503, message, {"Retry-After": str(services.restart_s())}, code="restarting")
+        return services.lost("restarting", hub.restarting.reason, may_control)
     view = hub.view(DEFAULT_SESSION)
     if view is None:  # it was ended over the API; others may play
         return None

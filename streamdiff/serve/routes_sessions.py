@@ -101,7 +101,7 @@ def info_of(services: Services, view: SessionView) -> SessionInfo:
     lifetime = services.hub.lifetime(view.session)
     lifetime.watch(view.watched, now_s)
     end = lifetime.end()
-    state = view.state()
+    state = view.state(may_control=False)  # of the engine it tells nothing
     shown = {name: state[name] for name in SessionInfo.model_fields if name in state}
     return SessionInfo(
         **shown,

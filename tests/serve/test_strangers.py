@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from streamdiff.config import Config, IceServer, ServeConfig
+from streamdiff.engine.keeper import Restarting
+from streamdiff.engine.messages import Failed
+from streamdiff.serve.engine_state import PLAIN_REASON
 from tests.serve.conftest import Site, bearer, run_scene
 from tests.serve.socket_client import SocketClient
 from tests.serve.test_whep import _colour, _is
@@ -104,6 +107,65 @@ def test_the_default_session_is_watched_by_everybody_and_steered_with_the_token(
         for token, status in ((None, 401), (CONTROL, 200)):
             answer = await site.http.patch("/api/sessions/default", json={"seed": 3}, headers=bearer(token))
             assert answer.status_code == status
+
+    _run(tmp_path, scene)
+
+
+async def _told_over_http(site: Site, token: str | None) -> list[tuple[int, str]]:
+    """Everything that says over HTTP how the engine is."""
+    offer = (await site.offer()).pc.localDescription.sdp
+    answers = [
+        await site.http.get("/readyz", headers=bearer(token)),
+        await site.http.get("/api/state", headers=bearer(token)),
+        await site.http.get("/api/sessions", headers=bearer(token)),
+        await site.http.post("/api/control", json={"type": "pause"}, headers=bearer(token)),
+        await site.http.post("/api/sessions", json={}, headers=bearer(token)),
+        await site.http.post("/whep", content=offer, headers={"Content-Type": "application/sdp", **bearer(token)}),
+    ]
+    return [(answer.status_code, answer.text) for answer in answers]
+
+
+def test_what_the_engine_wrote_is_told_to_those_who_may_steer_only(tmp_path: Path) -> None:
+    words = "the engine ended with exit code 1; the last it wrote:\n  /home/ann/of-a-secret.safetensors"
+
+    async def scene(site: Site) -> None:
+        sockets = {
+            token: await SocketClient.connect(site.base, "/api/sessions/default/control", headers=bearer(token))
+            for token in (None, CONTROL)
+        }
+        peers = {None: await site.offer(), CONTROL: await site.offer()}
+        for token, peer in peers.items():
+            assert (await site.post(peer, token=token)).status_code == 201
+            await peer.message({"type": "hello"})
+            await sockets[token].message({"type": "hello"})
+
+        await site.client.inject(Restarting(words, 7))
+        for token, knows in ((None, False), (CONTROL, True)):
+            for told in (peers[token], sockets[token]):
+                state = await told.message({"type": "state", "engine": "restarting"})
+                assert state["engine_reason"] == (words if knows else PLAIN_REASON)
+            said = await _told_over_http(site, token)
+            assert (said[0][0], "restarting" in said[0][1]) == (503, True)
+            assert any("of-a-secret" in text for _, text in said) == knows
+            late = await SocketClient.connect(site.base, "/api/sessions/default/control", headers=bearer(token))
+            hello = await late.message({"type": "hello"})
+            assert hello["state"]["engine_reason"] == (words if knows else PLAIN_REASON)
+            await late.close()
+
+        await site.client.inject(Failed(words))
+        await site.client.inject(None)
+        for token, knows in ((None, False), (CONTROL, True)):
+            for told in (peers[token], sockets[token]):
+                ended = await told.message({"type": "engine_ended"})
+                assert ended["message"] == f"The engine stopped: {words if knows else PLAIN_REASON}"
+            said = await _told_over_http(site, token)
+            assert [said[0][0], said[1][0], said[-1][0]] == [503, 200, 503]
+            assert any("of-a-secret" in text for _, text in said) == knows
+            refused = await SocketClient.connect(site.base, "/api/sessions/default/control", headers=bearer(token))
+            assert (refused.status, "of-a-secret" in refused.problem["detail"]) == (503, knows)
+            await refused.close()
+            await sockets[token].close()
+            assert not any("of-a-secret" in str(message) for message in peers[None].messages)
 
     _run(tmp_path, scene)
 

@@ -129,10 +129,12 @@ def test_bad_requests_over_http() -> None:
             (b'{"type":"prompt","prompt":""}', 422, "prompt"),
             (b'{"type":"prompt","prompt":"  "}', 422, "prompt"),
             (b'{"type":"prompt","prompt":"a\\u0000"}', 422, "prompt"),
-            (b'{"type":"prompt","prompt":"\\ud800"}', 422, "prompt"),
+            (b'{"type":"prompt","prompt":"\\ud800"}', 400, ""),
+            (b'{"type":"pause","id":true}', 422, "id"),
+            (b'{"type":"pause","id":1.5}', 422, "id"),
             (b'{"type":"prompt","prompt":"' + b"x" * 100_000 + b'"}', 422, "prompt"),
             (b'{"type":"prompt","prompt":"a","strength":1}', 422, "strength"),
-            (b'{"type":"pause","\\ud800":1,"id":"\\udfff"}', 422, ""),
+            (b'{"type":"pause","\\ud800":1,"id":"\\udfff"}', 400, ""),
             (b'{"type":"reset","seed":1e999}', 422, "seed"),
             (b'{"type":"prompt","prompt":"' + b"x" * 300_000 + b'"}', 413, ""),
         ]
@@ -161,7 +163,8 @@ def test_garbage_on_the_data_channel_is_answered_and_nothing_changes() -> None:
             ('{"type":"explode"}', "unknown_type"),
             ('{"type":"prompt","prompt":""}', "bad_prompt"),
             ('{"type":"pause","now":true}', "unknown_field"),
-            ('{"type":"pause","\\ud800":true,"id":"\\ud800"}', "unknown_field"),
+            ('{"type":"pause","later":true,"id":"\\ud800"}', "bad_json"),
+            ('{"type":"pause","id":{"deep":["er"]}}', "out_of_range"),
             (json.dumps({"type": "prompt", "prompt": "x" * 20_000}), "too_large"),
         ]:
             peer.channel.send(text)

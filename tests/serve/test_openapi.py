@@ -68,6 +68,21 @@ def test_each_operation_says_which_token_it_needs_and_needs_it(tmp_path: Path) -
     run_scene(scene, _locked(tmp_path))
 
 
+def test_every_method_that_is_answered_is_described_and_no_other(tmp_path: Path) -> None:
+    async def scene(site: Site) -> None:
+        described = (await site.http.get("/api/openapi.json")).json()["paths"]
+        assert {"/whep", "/whep/{session}", "/whep/{session}/{id}", "/api/sessions", "/frame.jpg"} <= set(described)
+        for path, methods in described.items():
+            answered = {
+                method
+                for method in ("get", "head", "options", "post", "put", "patch", "delete")
+                if (await site.http.request(method, _filled(path))).status_code != 405
+            }
+            assert answered == set(methods), path
+
+    run_scene(scene, _locked(tmp_path))
+
+
 CHECKS = [
     checks.not_a_server_error,
     status_code_conformance,

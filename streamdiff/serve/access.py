@@ -7,6 +7,7 @@ log. A session that was opened over the API has two of its own, told once to who
 from __future__ import annotations
 
 import hmac
+import re
 import secrets
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -16,6 +17,10 @@ from streamdiff.config import ServeConfig
 from streamdiff.errors import ConfigError
 
 MIN_TOKEN_CHARACTERS, MAX_TOKEN_CHARACTERS = 16, 512
+_NO_TOKEN_CHARACTER = re.compile(r"[^!#$%&'*+.^_`|~0-9A-Za-z-]")
+"""What RFC 7230 lets no `token` have. A page can show a token only as a WebSocket subprotocol, which is one: neither
+`=` nor `/` of base64 may be in it."""
+_MAKE_ONE = 'Make one with: python -c "import secrets; print(secrets.token_urlsafe(32))", or: openssl rand -hex 32'
 
 
 class Role(IntEnum):
@@ -50,8 +55,8 @@ def read_tokens(config: ServeConfig) -> Tokens:
     """The server's tokens.
 
     Raises:
-        ConfigError: a file that cannot be read, a token too short or with odd characters, or one to watch without one
-            to steer.
+        ConfigError: a file that cannot be read, a token of another length or with other characters than tokens have,
+            or one to watch without one to steer.
     """
     if config.view_token_file is not None and config.control_token_file is None:
         raise ConfigError(
@@ -71,12 +76,16 @@ def _read(path: str | None, key: str) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
         raise ConfigError(f"{key}: {path} cannot be read: {why}") from error
-    usable = token.isprintable() and not any(character in ' ,;"' for character in token)
-    if not MIN_TOKEN_CHARACTERS <= len(token) <= MAX_TOKEN_CHARACTERS or not usable:
+    if not MIN_TOKEN_CHARACTERS <= len(token) <= MAX_TOKEN_CHARACTERS:
         raise ConfigError(
-            f"{key}: the token in {path} has {len(token)} characters; it must be one line of {MIN_TOKEN_CHARACTERS} to "
-            f"{MAX_TOKEN_CHARACTERS} letters, digits and signs. Make one with: "
-            'python -c "import secrets; print(secrets.token_urlsafe(32))"'
+            f"{key}: the token in {path} has {len(token)} characters; it must have {MIN_TOKEN_CHARACTERS} to "
+            f"{MAX_TOKEN_CHARACTERS}. {_MAKE_ONE}"
+        )
+    if wrong := sorted(set(_NO_TOKEN_CHARACTER.findall(token))):
+        raise ConfigError(
+            f"{key}: the token in {path} has {' '.join(map(repr, wrong[:5]))} in it, which browsers cannot send as a "
+            "WebSocket subprotocol; it must be one line of letters, digits and !#$%&'*+-.^_`|~ (of base64: no / and no "
+            f"=). {_MAKE_ONE}"
         )
     return token
 
@@ -90,13 +99,14 @@ class Access:
     def role(self, token: str | None, session: Tokens | None = None) -> Role:
         """What a caller may do with a session that has tokens `session` (None: the default session, or the server).
 
-        The server's tokens open every session. Without a token everybody may watch where there is no token to watch,
-        and steer where there is none to steer.
+        The server's tokens open every session. Without a token everybody may steer the default session where the
+        server has no token, and watch it where it has none to watch. A session with tokens of its own may be watched
+        by everybody where the server has no token at all; else that takes one.
         """
         if token is not None:
             return max(self.server.role_of(token), session.role_of(token) if session else Role.NOBODY)
         if self.server.view is not None:
             return Role.NOBODY
-        if self.server.control is not None or session is not None:
-            return Role.VIEWER
-        return Role.CONTROLLER
+        if self.server.control is not None:
+            return Role.VIEWER if session is None else Role.NOBODY
+        return Role.CONTROLLER if session is None else Role.VIEWER

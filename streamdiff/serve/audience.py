@@ -19,15 +19,19 @@ class Audience:
     def __init__(self, meter: SessionMeter) -> None:
         self._meter = meter
         self._mailboxes: dict[str, Mailbox] = {}
+        self._controllers: set[str] = set()
         self._answers: dict[str, asyncio.Future[Receipt]] = {}
 
-    def join(self, name: str, mailbox: Mailbox) -> None:
+    def join(self, name: str, mailbox: Mailbox, may_control: bool) -> None:
         """Send messages to `name` from now on. Mutates: self."""
         self._mailboxes[name] = mailbox
+        if may_control:
+            self._controllers.add(name)
 
     def leave(self, name: str) -> None:
         """Send `name` nothing any more. Mutates: self."""
         self._mailboxes.pop(name, None)
+        self._controllers.discard(name)
 
     def expect(self, owner: str) -> asyncio.Future[Receipt]:
         """The first answer to what `owner` asks; to be forgotten afterwards. Mutates: self."""
@@ -45,10 +49,10 @@ class Audience:
             if not answer.done():
                 answer.set_exception(why())
 
-    def broadcast(self, message: dict[str, Any]) -> None:
-        """A message to everybody."""
-        for mailbox in list(self._mailboxes.values()):
-            mailbox(message)
+    def broadcast(self, message: dict[str, Any], to_viewers: dict[str, Any] | None = None) -> None:
+        """A message to everybody; `to_viewers`: another one for those who may not steer."""
+        for name, mailbox in list(self._mailboxes.items()):
+            mailbox(message if to_viewers is None or name in self._controllers else to_viewers)
 
     def tell(self, receipts: Iterable[Receipt]) -> None:
         """Receipts to those who asked. Mutates: self."""

@@ -5,40 +5,25 @@ A message is checked whole before anything changes. Pure: knows nothing about so
 
 from __future__ import annotations
 
-import json
-import unicodedata
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from streamdiff.engine.messages import SWITCHES
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from streamdiff.serve import control_schema
+from streamdiff.serve.control_schema import MESSAGES
 
 Kind = Literal["prompt", "reset", "steps", "fps", "pause", "resume", "get", "ping"]
 Id = str | int | None
 
-MAX_PROMPT_CHARACTERS = 2000
 MAX_MESSAGE_BYTES = 16 * 1024
 MAX_BODY_BYTES = 256 * 1024
-MAX_ID_CHARACTERS = 64
-MAX_SEED = 2**31 - 1
-MAX_REV = 2**53  # what JavaScript counts to
 MESSAGES_PER_S = 50
 
-MIN_FPS, MAX_FPS = 1.0, 120.0
-
-_CHANGE = {"type", "id", "if_rev"}
-FIELDS: dict[str, frozenset[str]] = {
-    "prompt": frozenset({*_CHANGE, "prompt", "switch"}),
-    "reset": frozenset({*_CHANGE, "seed"}),
-    "steps": frozenset({*_CHANGE, "steps"}),
-    "fps": frozenset({*_CHANGE, "fps"}),
-    "pause": frozenset(_CHANGE),
-    "resume": frozenset(_CHANGE),
-    "get": frozenset({"type", "id"}),
-    "ping": frozenset({"type", "id"}),
-}
-"""Every kind of message and the fields it may have."""
+_ID: TypeAdapter[Id] = TypeAdapter(control_schema.Id)
 
 
 class ControlError(ValueError):
@@ -81,69 +66,42 @@ def parse(data: str | bytes) -> Control:
         ControlError: it is not JSON, not a known message, or a value is out of range; nothing may change then.
     """
     try:
-        message = json.loads(data, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        message = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
         raise ControlError("bad_json", f"This is not JSON: {str(error)[:120]}.") from error
     if not isinstance(message, dict):
         raise ControlError("bad_message", f"A message is a JSON object, not {type(message).__name__}.")
-    id = _id(message.get("id"))
-    try:
-        return _control(message, id)
-    except ControlError as error:
-        error.id = id
-        raise
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not allowed")
-
-
-def _id(value: Any) -> Id:
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        return None
-    return value if len(str(value)) <= MAX_ID_CHARACTERS and _is_text(str(value)) else None
-
-
-def _control(message: dict[str, Any], id: Id) -> Control:
     kind = message.get("type")
-    if not isinstance(kind, str) or kind not in FIELDS:
-        raise ControlError("unknown_type", f"`type` must be one of {', '.join(FIELDS)}; got {_echo(kind)}.", "type")
-    unknown = sorted(set(message) - FIELDS[kind])
-    if unknown:
-        known = ", ".join(sorted(FIELDS[kind]))
-        name = unknown[0][:40] if _is_text(unknown[0]) else ""
-        raise ControlError(
-            "unknown_field", f"A {kind} message has no field {_echo(unknown[0])}; it takes {known}.", name
+    if not isinstance(kind, str) or kind not in MESSAGES:
+        known = ", ".join(MESSAGES)
+        raise ControlError("unknown_type", f"`type` must be one of {known}; got {_echo(kind)}.", "type", _id(message))
+    try:
+        valid = MESSAGES[kind].model_validate(message)
+    except ValidationError as error:
+        raise _refusal(kind, error.errors(include_url=False)[0], _id(message)) from error
+    return Control(valid.type, **valid.model_dump(exclude={"type"}, exclude_none=True))
+
+
+def _id(message: dict[str, Any]) -> Id:
+    """The id of a message that may be wrong otherwise; None where it is wrong itself."""
+    try:
+        return _ID.validate_python(message.get("id"), strict=True)
+    except ValidationError:
+        return None
+
+
+def _refusal(kind: str, fault: ErrorDetails, id: Id) -> ControlError:
+    """The first thing that is wrong with a message, in our words."""
+    field = str(fault["loc"][0])[:40]
+    if fault["type"] == "extra_forbidden":
+        known = ", ".join(MESSAGES[kind].model_fields)
+        return ControlError(
+            "unknown_field", f"A {kind} message has no field {_echo(field)}; it takes {known}.", field, id
         )
-    rev = _whole(message.get("if_rev"), "if_rev", MAX_REV)
-    match kind:
-        case "prompt":
-            prompt, switch = (
-                clean_prompt(message.get("prompt")),
-                _switch(message["switch"]) if "switch" in message else "",
-            )
-            return Control("prompt", id, prompt=prompt, switch=switch, if_rev=rev)
-        case "reset":
-            return Control("reset", id, seed=_whole(message.get("seed"), "seed", MAX_SEED), if_rev=rev)
-        case "steps":
-            return Control("steps", id, steps=_steps(message.get("steps")), if_rev=rev)
-        case "fps":
-            return Control("fps", id, fps=_fps(message.get("fps")), if_rev=rev)
-    return Control(kind, id, if_rev=rev)  # type: ignore[arg-type]
-
-
-def _switch(value: Any) -> str:
-    if value not in SWITCHES or not isinstance(value, str):
-        message = f"`switch` is {_echo(value)}; it must be one of {', '.join(SWITCHES)}."
-        raise ControlError("out_of_range", message, "switch")
-    return value
-
-
-def _steps(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        message = f"`steps` is {_echo(value)}; it must be a whole number, one of those that the model has."
-        raise ControlError("out_of_range", message, "steps")
-    return value
+    code = "bad_prompt" if field == "prompt" else "out_of_range"
+    if fault["type"] == "missing":
+        return ControlError(code, f"A {kind} message needs `{field}`.", field, id)
+    return ControlError(code, f"`{field}` is {_echo(fault['input'])}: {fault['msg']}.", field, id)
 
 
 def steps_refusal(steps: int, known: Sequence[int], model: str) -> str:
@@ -153,51 +111,8 @@ def steps_refusal(steps: int, known: Sequence[int], model: str) -> str:
     return f"`steps` is {_echo(steps)}; the model {model} has {', '.join(map(str, known))}."
 
 
-def _fps(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not MIN_FPS <= value <= MAX_FPS:
-        message = f"`fps` is {_echo(value)}; it must be a number from {MIN_FPS:g} to {MAX_FPS:g}."
-        raise ControlError("out_of_range", message, "fps")
-    return float(value)
-
-
-def _is_text(value: str) -> bool:
-    """Whether it can be written as UTF-8: JSON can spell half a pair, which no answer can carry."""
-    return not any("\ud800" <= character <= "\udfff" for character in value)
-
-
 def _echo(value: Any) -> str:
     return repr(value)[:42]
-
-
-def _whole(value: Any, field: str, most: int) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-        message = f"`{field}` is {_echo(value)}; it must be a whole number from 0 to {most}."
-        raise ControlError("out_of_range", message, field)
-    return value
-
-
-def clean_prompt(value: Any) -> str:
-    """The prompt with its white space normalised.
-
-    Raises:
-        ControlError: not a text, blank, too long, or with characters that no model can read.
-    """
-    if not isinstance(value, str):
-        raise ControlError("bad_prompt", f"`prompt` must be a text, not {_echo(value)}.", "prompt")
-    if len(value) > MAX_PROMPT_CHARACTERS:
-        raise ControlError(
-            "bad_prompt",
-            f"The prompt has {len(value):,} characters; {MAX_PROMPT_CHARACTERS:,} is the most. Shorten it.",
-            "prompt",
-        )
-    if "\0" in value or not _is_text(value):
-        raise ControlError("bad_prompt", "The prompt has a character that is no text (NUL or half a pair).", "prompt")
-    words = "".join(" " if unicodedata.category(character) == "Cc" else character for character in value).split()
-    if not words:
-        raise ControlError("bad_prompt", "The prompt is empty. Describe what you want to see.", "prompt")
-    return " ".join(words)
 
 
 # ---- receipts --------------------------------------------------------------------------------------------------------

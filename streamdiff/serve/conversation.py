@@ -90,7 +90,7 @@ class Conversation:
         if control.changes and not self._may_control:
             raise ControlError("forbidden", "You may watch, not steer: that takes the control token.", id=control.id)
         if control.kind == "get":
-            self._send(self._view.state() | {"id": control.id})
+            self._send(self._view.state(self._may_control) | {"id": control.id})
         elif control.kind == "ping":
             self._send({"type": "pong", "id": control.id})
         else:

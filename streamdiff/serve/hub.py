@@ -21,6 +21,7 @@ from streamdiff.engine.messages import Alive, Close, Command, Event, Failed, Mea
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.serve.access import Tokens
 from streamdiff.serve.capacity import Capacity
+from streamdiff.serve.engine_state import lost_message
 from streamdiff.serve.lifetime import Lifetime
 from streamdiff.serve.logs import facts
 from streamdiff.serve.metrics import Metrics, StageMeter
@@ -324,6 +325,11 @@ class Hub:
             self.failed = f"{type(error).__name__}: {error}"
         self.restarting = None
         for view in self.views:
-            view.lost("failed", self.failed or "it ended")
-            view.say({"type": "engine_ended", "message": f"The engine stopped: {self.failed}"})
+            reason = self.failed or "it ended"
+            view.lost("failed", reason)
+            said, plain = (
+                {"type": "engine_ended", "message": lost_message("failed", reason, may_control)}
+                for may_control in (True, False)
+            )
+            view.say(said, to_viewers=plain)
         self.ended.set()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.registry import Collector
 
 _FAST_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 _SLOW_S = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
@@ -122,9 +123,24 @@ class Metrics:
             "streamdiff_control_sockets_ended", "Control WebSockets, by their end", ["end"], registry=registry
         )
 
-    def text(self) -> bytes:
-        """Everything in Prometheus' text format."""
-        return generate_latest(self._registry)
+    def text(self, sessions: Collection[str] | None = None) -> bytes:
+        """Everything in Prometheus' text format; of figures by session those of `sessions`, None: of all."""
+        return generate_latest(self._registry if sessions is None else _OfSessions(self._registry, sessions))
+
+
+class _OfSessions(Collector):
+    """What a registry has, without the samples of other sessions."""
+
+    def __init__(self, registry: CollectorRegistry, sessions: Collection[str]) -> None:
+        self._whole, self._sessions = registry, sessions
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._whole.collect():
+            metric.samples = [each for each in metric.samples if self._is_told(each.labels)]
+            yield metric
+
+    def _is_told(self, labels: Mapping[str, str]) -> bool:
+        return "session" not in labels or labels["session"] in self._sessions
 
 
 class Ahead:

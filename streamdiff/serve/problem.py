@@ -10,7 +10,24 @@ from fastapi.responses import JSONResponse
 from starlette.requests import HTTPConnection, Request
 
 DRAIN_BYTES = 1024 * 1024
-DOCUMENT: dict[str, Any] = {"content": {"application/problem+json": {"schema": {"type": "object"}}}}
+DOCUMENT: dict[str, Any] = {
+    "content": {
+        "application/problem+json": {
+            "schema": {
+                "type": "object",
+                "properties": {
+                    "type": {"type": "string"},
+                    "title": {"type": "string"},
+                    "status": {"type": "integer"},
+                    "detail": {"type": "string", "description": "for people"},
+                    "code": {"type": "string", "description": "for programs"},
+                    "field": {"type": "string", "description": "the field at fault, or empty"},
+                },
+                "required": ["type", "title", "status", "detail"],
+            }
+        }
+    }
+}
 """A problem in the API's description."""
 Responses = dict[int | str, dict[str, Any]]
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import asdict
-from io import BytesIO
-from typing import Any
+from typing import Annotated
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
-from PIL import Image
 from starlette.websockets import WebSocket
 
 from streamdiff.errors import EngineFailure
 from streamdiff.serve.control import MAX_BODY_BYTES, Control, ControlError, Receipt, parse
+from streamdiff.serve.control_schema import control_message
 from streamdiff.serve.control_socket import ControlSocket
-from streamdiff.serve.encoder import as_rgb
-from streamdiff.serve.problem import Problem, described, is_own_page, media_type, read_body, respond
-from streamdiff.serve.schema import control_message
+from streamdiff.serve.engine_state import reason_for
+from streamdiff.serve.openapi import BINARY, JSON, answer, body, needs
+from streamdiff.serve.problem import Problem, Responses, described, is_own_page, media_type, read_body, respond
 from streamdiff.serve.services import SOCKET_PROTOCOL, Services, services_of
 from streamdiff.serve.session_spec import SessionEnded
 from streamdiff.serve.session_view import SessionView
@@ -37,31 +35,44 @@ _REFUSED = described(
     s422="A field is wrong, and `field` names it, or the model has refused",
     s429="Too many messages from one address; Retry-After: when to go on",
     s503="The engine has ended or is started again; Retry-After: when to ask again",
+    s504="The engine took no command in time; this one may still be carried out",
 )
+_LATER: Responses = {202: {"description": "The engine has it and carries it out later (receipt `asked`)"}}
+_NOT_SHOWN = described(s401="This takes a token", s404="No such session", s410="The session has ended")
+_NO_FRAME = described(s503="No frame has been made yet; Retry-After: when to ask again")
+SessionQuery = Annotated[str | None, Query(description="which one; left out: the default session")]
 
 
 def router() -> APIRouter:
     """`/api/state`, `/api/control` and `/frame.jpg`: the default session's, or that of `?session=`; and WebSockets."""
     routes = APIRouter(tags=["control"])
-    routes.add_api_route("/api/state", _state, methods=["GET"])
     routes.add_api_route(
-        "/api/control", _control, methods=["POST"], summary="Say one control message", responses=_REFUSED,
-        openapi_extra={"requestBody": {"content": {"application/json": {"schema": control_message()}}}},
+        "/api/state", _state, methods=["GET"], summary="Everything that a page needs to draw itself",
+        responses=_NOT_SHOWN, **needs("watch"),
     )  # fmt: skip
-    routes.add_api_route("/frame.jpg", _frame, methods=["GET"])
+    routes.add_api_route(
+        "/api/control", _control, methods=["POST"], summary="Say one control message", responses=_LATER | _REFUSED,
+        **needs("steer", **body(JSON, control_message())),
+    )  # fmt: skip
+    routes.add_api_route(
+        "/frame.jpg", _frame, methods=["GET"], summary="The frame on show", response_class=Response,
+        responses=answer("A JPEG file", "image/jpeg", BINARY) | _NOT_SHOWN | _NO_FRAME, **needs("watch"),
+    )  # fmt: skip
     routes.add_api_websocket_route("/api/sessions/{session}/control", _socket)
     return routes
 
 
-async def _state(request: Request) -> Response:
+async def _state(request: Request, session: SessionQuery = None) -> Response:
     services = services_of(request)
     view = services.view(request)
     hub = services.hub
+    may_control = services.may_control(request, view)
     reason = hub.failed or (hub.restarting.reason if hub.restarting else None)
+    told = None if reason is None else reason_for(reason, may_control)
     return JSONResponse(
         {
-            "engine": {"running": reason is None, "reason": reason, **asdict(hub.ready)},
-            "state": view.state(),
+            "engine": {"running": reason is None, "reason": told, **asdict(hub.ready)},
+            "state": view.state(may_control),
             "stats": view.stats(),
             "occupancy": list(hub.occupancy),
             "viewers": services.viewers.count,
@@ -72,18 +83,18 @@ async def _state(request: Request) -> Response:
     )
 
 
-async def _control(request: Request) -> Response:
+async def _control(request: Request, session: SessionQuery = None) -> Response:
     services = services_of(request)
-    if media_type(request) != "application/json":
-        raise Problem(415, "A control message is application/json.")
-    body = await read_body(request, MAX_BODY_BYTES)
     view = services.controlled_view(request)
+    if media_type(request) != JSON:
+        raise Problem(415, "A control message is application/json.")
+    message = await read_body(request, MAX_BODY_BYTES)
     try:
-        control = parse(body)
+        control = parse(message)
     except ControlError as error:
         raise bad_control(services, error) from error
     if control.kind == "get":
-        return JSONResponse(view.state())
+        return JSONResponse(view.state(may_control=True))
     receipt = await carry_out(services, view, control)
     return JSONResponse(receipt.message(), status_of([receipt]))
 
@@ -150,14 +161,8 @@ async def _socket(socket: WebSocket) -> None:
         services.sockets -= 1
 
 
-async def _frame(request: Request) -> Response:
-    picture = services_of(request).view(request).picture()
-    if picture is None:
+async def _frame(request: Request, session: SessionQuery = None) -> Response:
+    jpeg = await services_of(request).view(request).snapshot.jpeg()
+    if jpeg is None:
         raise Problem(503, "No frame has been made yet.", {"Retry-After": "1"})
-    return Response(await asyncio.to_thread(_jpeg, picture), media_type="image/jpeg")
-
-
-def _jpeg(picture: Any) -> bytes:
-    file = BytesIO()
-    Image.fromarray(as_rgb(picture)).save(file, "JPEG", quality=92)
-    return file.getvalue()
+    return Response(jpeg, media_type="image/jpeg")

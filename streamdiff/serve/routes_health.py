@@ -2,51 +2,79 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 
 from streamdiff.serve.access import Role
 from streamdiff.serve.hub import DEFAULT_SESSION
-from streamdiff.serve.problem import Problem
+from streamdiff.serve.openapi import answer, needs, open_to_all
+from streamdiff.serve.problem import Problem, described
 from streamdiff.serve.services import Services, services_of
 
 STALLED_S = 2.0
 
+_WRONG_TOKEN = described(s401="This takes a token")
+_NOT_READY = described(s503="`code` says what is the matter, for those who may watch; Retry-After: when to ask again")
+
+
+class Health(BaseModel):
+    """The web process lives."""
+
+    alive: Literal[True] = True
+
+
+class Readiness(BaseModel):
+    """The engine makes video."""
+
+    ready: Literal[True] = True
+
 
 def router() -> APIRouter:
     """`/healthz`, `/readyz` and `/metrics`."""
-    routes = APIRouter()
-    routes.add_api_route("/healthz", _healthz, methods=["GET"])
-    routes.add_api_route("/readyz", _readyz, methods=["GET"])
-    routes.add_api_route("/metrics", _metrics, methods=["GET"])
+    routes = APIRouter(tags=["health"])
+    routes.add_api_route(
+        "/healthz", _healthz, methods=["GET"], summary="Whether the web process lives", response_model=Health,
+        **open_to_all(),
+    )  # fmt: skip
+    routes.add_api_route(
+        "/readyz", _readyz, methods=["GET"], summary="Whether viewers can be sent here", response_model=Readiness,
+        responses=_NOT_READY | _WRONG_TOKEN, **needs("steer", optional=True),
+    )  # fmt: skip
+    routes.add_api_route(
+        "/metrics", _metrics, methods=["GET"], summary="Figures for Prometheus", response_class=Response,
+        responses=answer("Prometheus' text format", "text/plain") | _WRONG_TOKEN, **needs("watch"),
+    )  # fmt: skip
     return routes
 
 
-async def _healthz() -> Response:
-    return JSONResponse({"alive": True})
+async def _healthz() -> Health:
+    return Health()
 
 
-async def _readyz(request: Request) -> Response:
-    """Everybody is answered: probes carry no token. Why it is not ready is for those who may watch."""
+async def _readyz(request: Request) -> Readiness:
+    """Everybody is answered: probes carry no token. What is the matter is told to those who may watch, the engine's own
+    words to those who may steer."""
     services = services_of(request)
-    problem = _unready(services)
+    role = services.role(request)
+    problem = _unready(services, role is Role.CONTROLLER)
     if problem is None:
-        return JSONResponse({"ready": True})
-    if services.role(request) is Role.NOBODY:
+        return Readiness()
+    if role is Role.NOBODY:
         raise Problem(problem.status, "The server is not ready.", problem.headers)
     raise problem
 
 
-def _unready(services: Services) -> Problem | None:
+def _unready(services: Services, may_control: bool) -> Problem | None:
     """Why nobody should be sent here; None: all is well."""
     hub = services.hub
     if hub.failed is not None:
-        return Problem(503, f"The engine stopped: {hub.failed}", {"Retry-After": "5"}, code="engine")
+        return services.lost("failed", hub.failed, may_control)
     if hub.draining:
         return Problem(503, "The server is about to end.", code="draining")
     if hub.restarting is not None:
-        message = f"The engine is being started again: {hub.restarting.reason}"
-        return Problem(503, message, {"Retry-After": str(services.restart_s())}, code="restarting")
+        return services.lost("restarting", hub.restarting.reason, may_control)
     view = hub.view(DEFAULT_SESSION)
     if view is None:  # it was ended over the API; others may play
         return None
@@ -64,4 +92,5 @@ async def _metrics(request: Request) -> Response:
     services = services_of(request)
     services.require(request, Role.VIEWER)
     services.measure()
-    return Response(services.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    sessions = {view.session for view in services.watchable(request)}
+    return Response(services.metrics.text(sessions), media_type="text/plain; version=0.0.4; charset=utf-8")

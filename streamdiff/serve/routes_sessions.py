@@ -6,17 +6,19 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
 
 from streamdiff import clock
 from streamdiff.errors import RequestError
 from streamdiff.serve.access import Role
 from streamdiff.serve.control import MAX_BODY_BYTES, Control, Kind
 from streamdiff.serve.hub import NoPlace
+from streamdiff.serve.openapi import JSON, body, needs
 from streamdiff.serve.problem import Problem, Responses, described, media_type, read_body
 from streamdiff.serve.routes_control import carry_out, status_of
 from streamdiff.serve.schema import (
+    BodyT,
     CapacityInfo,
+    EndedSession,
     NewSession,
     OpenedSession,
     Receipts,
@@ -25,7 +27,6 @@ from streamdiff.serve.schema import (
     SessionList,
     check_new,
     controls_of,
-    prompt_of,
     read,
 )
 from streamdiff.serve.services import Services, refusals, services_of
@@ -36,24 +37,30 @@ from streamdiff.serve.session_view import SessionView
 def router() -> APIRouter:
     """The routes under `/api/sessions`."""
     routes = APIRouter(prefix="/api/sessions", tags=["sessions"], responses=_PROBLEMS)
-    routes.add_api_route("", _list, methods=["GET"], response_model=SessionList, summary="All sessions")
+    routes.add_api_route(
+        "", _list, methods=["GET"], response_model=SessionList, summary="All that the caller may watch",
+        **needs("watch"),
+    )  # fmt: skip
     routes.add_api_route(
         "", _open, methods=["POST"], status_code=201, response_model=OpenedSession, summary="Open a session",
-        openapi_extra=_body(NewSession), responses=_BAD_BODY | _NO_PLACE,
+        responses=_BAD_BODY | _NO_PLACE, **needs("steer", **body(JSON, NewSession.model_json_schema(), required=False)),
     )  # fmt: skip
     one = "/{session}"
-    routes.add_api_route(one, _show, methods=["GET"], response_model=SessionInfo, summary="One session")
+    routes.add_api_route(
+        one, _show, methods=["GET"], response_model=SessionInfo, summary="One session", **needs("watch")
+    )
     routes.add_api_route(
         one, _change, methods=["PATCH"], response_model=Receipts, summary="Change it while it plays",
-        openapi_extra=_body(SessionChange), responses=_BAD_BODY | _LATER | _STALE,
+        responses=_BAD_BODY | _LATER | _STALE | _NO_ENGINE,
+        **needs("steer", **body(JSON, SessionChange.model_json_schema())),
     )  # fmt: skip
-    routes.add_api_route(one, _end, methods=["DELETE"], status_code=200, summary="End it")
+    routes.add_api_route(one, _end, methods=["DELETE"], response_model=EndedSession, summary="End it", **needs("steer"))
     for kind, says in (("pause", "Hold it"), ("resume", "Let it go on"), ("reset", "Begin afresh")):
         act = _act(kind)  # type: ignore[arg-type]
         name = f"{kind}_session"
         routes.add_api_route(
             f"{one}/{kind}", act, methods=["POST"], response_model=Receipts, summary=says, name=name,
-            responses=_LATER,
+            responses=_LATER | _NO_ENGINE, **needs("steer"),
         )  # fmt: skip
     return routes
 
@@ -69,6 +76,10 @@ _PROBLEMS = described(
 _BAD_BODY = described(
     s400="The body is not JSON", s413="The body is too large", s415="The body is not application/json"
 )
+_NO_ENGINE = described(
+    s503="The engine has ended or is started again; Retry-After: when to ask again",
+    s504="The engine took no command in time; this one may still be carried out",
+)
 _STALE = described(s409="The session has another revision than `if_rev`")
 _LATER: Responses = {
     202: {
@@ -81,16 +92,11 @@ _NO_PLACE = described(
 )
 
 
-def _body(model: type[BaseModel]) -> dict[str, Any]:
-    schema = model.model_json_schema()
-    return {"requestBody": {"content": {"application/json": {"schema": schema}}}}
-
-
-async def _read(request: Request) -> bytes:
-    body = await read_body(request, MAX_BODY_BYTES)
-    if body and media_type(request) != "application/json":
-        raise Problem(415, "The body is application/json.")
-    return body
+async def _read(request: Request, model: type[BodyT]) -> BodyT:
+    given = await read_body(request, MAX_BODY_BYTES)
+    if given and media_type(request) != JSON:
+        raise Problem(415, f"The body is {JSON}.")
+    return read(model, given)
 
 
 def info_of(services: Services, view: SessionView) -> SessionInfo:
@@ -99,7 +105,7 @@ def info_of(services: Services, view: SessionView) -> SessionInfo:
     lifetime = services.hub.lifetime(view.session)
     lifetime.watch(view.watched, now_s)
     end = lifetime.end()
-    state = view.state()
+    state = view.state(may_control=False)  # of the engine it tells nothing
     shown = {name: state[name] for name in SessionInfo.model_fields if name in state}
     return SessionInfo(
         **shown,
@@ -134,7 +140,7 @@ def _capacity(services: Services) -> CapacityInfo:
 async def _list(request: Request) -> SessionList:
     services = services_of(request)
     services.require(request, Role.VIEWER)
-    sessions = [info_of(services, view) for view in services.hub.views]
+    sessions = [info_of(services, view) for view in services.watchable(request)]
     return SessionList(sessions=sessions, capacity=_capacity(services))
 
 
@@ -147,13 +153,13 @@ async def _open(request: Request) -> Response:
 async def _open_here(services: Services, request: Request) -> Response:
     services.require(request, Role.CONTROLLER)
     services.limit(request)
-    wanted = read(NewSession, await _read(request))
+    wanted = await _read(request, NewSession)
     check_new(wanted, services.hub.ready)
     defaults = services.config
     spec = SessionSpec(
-        prompt=prompt_of(defaults.session.prompt if wanted.prompt is None else wanted.prompt),
+        prompt=defaults.session.prompt if wanted.prompt is None else wanted.prompt,
         seed=wanted.seed,
-        fps=defaults.playback.fps if wanted.fps is None else float(wanted.fps),
+        fps=defaults.playback.fps if wanted.fps is None else wanted.fps,
         steps=wanted.steps,
         kv_context=wanted.kv_context,
     )
@@ -176,8 +182,8 @@ async def _show(request: Request, session: str) -> SessionInfo:
 
 async def _change(request: Request, response: Response, session: str) -> Receipts:
     services = services_of(request)
-    change = read(SessionChange, await _read(request))
     view = services.controlled_view(request)
+    change = await _read(request, SessionChange)
     controls = controls_of(change, services.hub.ready)
     return await _obey(services, view, controls, response)
 
@@ -199,10 +205,10 @@ def _act(kind: Kind) -> Any:
     return act
 
 
-async def _end(request: Request, session: str) -> Response:
+async def _end(request: Request, session: str) -> EndedSession:
     services = services_of(request)
     services.limit(request)
     if services.hub.end_of(session) is None:
         services.require(request, Role.CONTROLLER, services.view(request))
         await services.hub.end(session, "deleted")
-    return JSONResponse({"id": session, "ended": services.hub.end_of(session)})
+    return EndedSession(id=session, ended=services.hub.end_of(session) or "deleted")

@@ -13,6 +13,8 @@ from fastapi import APIRouter, Request, Response
 
 from streamdiff.config import IceServer
 from streamdiff.serve.access import Role
+from streamdiff.serve.hub import DEFAULT_SESSION
+from streamdiff.serve.openapi import answer, body, needs, open_to_all
 from streamdiff.serve.problem import Problem, Responses, described, media_type, read_body
 from streamdiff.serve.sdp import MAX_SDP_BYTES
 from streamdiff.serve.services import Services, refusals, services_of
@@ -21,8 +23,13 @@ SDP_TYPE = "application/sdp"
 TRICKLE_TYPE = "application/trickle-ice-sdpfrag"
 CLIENT = re.compile(r"[A-Za-z0-9_-]{8,64}")
 
+_TEXT = {"type": "string"}
 _SESSION: list[dict[str, Any]] = [
-    {"name": "session", "in": "path", "required": True, "schema": {"type": "string"}, "description": "which to watch"},
+    {"name": "session", "in": "path", "required": True, "schema": _TEXT, "description": "which to watch"},
+]
+_VIEWER = [*_SESSION, {"name": "id", "in": "path", "required": True, "schema": _TEXT, "description": "the viewer"}]
+_SESSION_QUERY: list[dict[str, Any]] = [
+    {"name": "session", "in": "query", "schema": _TEXT, "description": "which to watch; left out: the default one"},
 ]
 _PARAMETERS: list[dict[str, Any]] = [
     {"name": "codec", "in": "query", "schema": {"enum": ["h264", "vp8"]}, "description": "only this one"},
@@ -33,12 +40,10 @@ _PARAMETERS: list[dict[str, Any]] = [
         "description": "the same whenever one program comes back: its dead connection makes room where all is taken",
     },
 ]
-_ANSWER: Responses = {
-    201: {
-        "description": "The answer; Location: the viewer, to PATCH and DELETE",
-        "content": {SDP_TYPE: {"schema": {"type": "string"}}},
-    }
-}
+_ANSWER: Responses = answer("The answer; Location: the viewer, to PATCH and DELETE", SDP_TYPE, status=201)
+_TAKEN: Responses = answer("Allow, and Accept-Post or Accept-Patch, say what is taken")
+_TAKEN_SDP: Responses = answer("Accept-Post says what is taken", SDP_TYPE)
+_WRONG_TOKEN = described(s401="Authorization is no `Bearer`")
 _REFUSED = described(
     s400="The offer is no SDP, or lacks what it must have",
     s401="This takes a token",
@@ -60,25 +65,36 @@ def router() -> APIRouter:
     """The routes under `/whep`."""
     routes = APIRouter(tags=["watching"])
     for endpoint in ("/whep", "/whep/{session}"):
-        routes.add_api_route(endpoint, _options, methods=["OPTIONS"], include_in_schema=False)
-        routes.add_api_route(endpoint, _describe, methods=["GET", "HEAD"], include_in_schema=False)
-        extra = _sdp(SDP_TYPE) | {"parameters": (_SESSION if "{" in endpoint else []) + _PARAMETERS}
+        which = {"parameters": _SESSION if "{" in endpoint else _SESSION_QUERY}
+        routes.add_api_route(
+            endpoint, _options, methods=["OPTIONS"], summary="What is taken here, and STUN and TURN servers",
+            response_class=Response, responses=_TAKEN | _WRONG_TOKEN, **needs("watch", optional=True, **which),
+        )  # fmt: skip
+        for method in ("GET", "HEAD"):
+            routes.add_api_route(
+                endpoint, _describe, methods=[method], summary="What is taken here", response_class=Response,
+                responses=_TAKEN_SDP, **open_to_all(**which),
+            )  # fmt: skip
+        extra = body(SDP_TYPE, _TEXT) | {"parameters": which["parameters"] + _PARAMETERS}
         routes.add_api_route(
             endpoint, _post, methods=["POST"], status_code=201, summary="Watch: an offer for an answer",
-            responses=_ANSWER | _REFUSED, openapi_extra=extra,
+            response_class=Response, responses=_ANSWER | _REFUSED, **needs("watch", **extra),
         )  # fmt: skip
-    viewer, other = "/whep/{session}/{id}", ["OPTIONS", "GET", "HEAD"]
-    routes.add_api_route(viewer, _viewer_options, methods=other, include_in_schema=False)
+    viewer = "/whep/{session}/{id}"
+    for method in ("OPTIONS", "GET", "HEAD"):
+        routes.add_api_route(
+            viewer, _viewer_options, methods=[method], summary="What is taken here", response_class=Response,
+            responses=_TAKEN, **open_to_all(parameters=_VIEWER),
+        )  # fmt: skip
     routes.add_api_route(
         viewer, _viewer_patch, methods=["PATCH"], status_code=204, summary="Add candidates (trickle ICE)",
-        responses=_NO_VIEWER | _BAD_FRAGMENT, openapi_extra=_sdp(TRICKLE_TYPE),
+        responses=_NO_VIEWER | _BAD_FRAGMENT, **open_to_all(**body(TRICKLE_TYPE, _TEXT)),
     )  # fmt: skip
-    routes.add_api_route(viewer, _viewer_delete, methods=["DELETE"], summary="Stop watching", responses=_NO_VIEWER)
+    routes.add_api_route(
+        viewer, _viewer_delete, methods=["DELETE"], summary="Stop watching", response_class=Response,
+        responses=answer("It watches no more") | _NO_VIEWER, **open_to_all(),
+    )  # fmt: skip
     return routes
-
-
-def _sdp(kind: str) -> dict[str, Any]:
-    return {"requestBody": {"required": True, "content": {kind: {"schema": {"type": "string"}}}}}
 
 
 def links(servers: list[IceServer]) -> dict[str, str]:
@@ -97,7 +113,8 @@ async def _options(request: Request) -> Response:
     services = services_of(request)
     headers = {"Accept-Post": SDP_TYPE, "Allow": "OPTIONS, GET, HEAD, POST"}
     # Everybody is answered, but a TURN server's credentials are for those who may watch.
-    told = services.config.serve.ice_servers if services.role(request) is not Role.NOBODY else []
+    view = services.hub.view(request.path_params.get("session", DEFAULT_SESSION))
+    told = services.config.serve.ice_servers if services.role(request, view) is not Role.NOBODY else []
     return Response(status_code=200, headers=headers | links(told))
 
 

@@ -1,60 +1,61 @@
-"""What the sessions' addresses take and give, as models that the API's description is made of.
-
-Prompts are checked by `control.clean_prompt`, for these and for control messages alike.
-"""
+"""What the sessions' addresses take and give, as models that the API's description is made of."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from streamdiff.config import KVContext
-from streamdiff.engine.messages import SWITCHES, Ready
-from streamdiff.serve.control import (
-    FIELDS,
-    MAX_FPS,
-    MAX_ID_CHARACTERS,
-    MAX_PROMPT_CHARACTERS,
-    MAX_REV,
-    MAX_SEED,
-    MIN_FPS,
-    Control,
-    ControlError,
-    clean_prompt,
-    steps_refusal,
-)
+from streamdiff.engine.messages import Ready
+from streamdiff.serve.control import Control, steps_refusal
+from streamdiff.serve.control_schema import Body, Fps, Prompt, Revision, Seed, Steps, Switch
 from streamdiff.serve.problem import Problem
 
-Switch = Literal["keep", "recache", "flush", "reset"]
-_BodyT = TypeVar("_BodyT", bound=BaseModel)
+Size = Annotated[str, Field(pattern=r"^[0-9]{1,5}[x*][0-9]{1,5}$")]
+BodyT = TypeVar("BodyT", bound=Body)
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class NewSession(_Body):
+class NewSession(Body):
     """A session to open; what is left out is the server's default."""
 
-    prompt: str | None = Field(None, description=f"what to show; up to {MAX_PROMPT_CHARACTERS:,} characters")
-    seed: int = Field(0, ge=0, le=MAX_SEED)
-    size: str | None = Field(None, description="WIDTHxHEIGHT; an engine has one, GET /api/sessions tells it")
-    steps: int | None = Field(None, ge=1, description="denoise steps; a model has one or a few numbers of them")
+    prompt: Prompt | None = Field(None, description="what to show")
+    seed: Seed = 0
+    size: Size | None = Field(None, description="WIDTHxHEIGHT; an engine has one, GET /api/sessions tells it")
+    steps: Steps | None = None
     kv_context: KVContext | None = Field(None, description="what a chunk sees of earlier chunks")
-    fps: float | None = Field(None, ge=MIN_FPS, le=MAX_FPS, description="frames shown per second")
+    fps: Fps | None = None
 
 
-class SessionChange(_Body):
-    """What to change while it plays; what is left out stays. Carried out in the order of the fields here."""
+class SessionChange(Body):
+    """What to change while it plays; what is left out, or null, stays. Carried out in the order of the fields here."""
 
-    if_rev: int | None = Field(None, ge=0, le=MAX_REV, description="only while the state has this revision, else 409")
-    fps: float | None = Field(None, ge=MIN_FPS, le=MAX_FPS, description="frames shown per second")
-    steps: int | None = Field(None, ge=1, description="denoise steps, of those the model has, from the next chunk on")
-    prompt: str | None = Field(None, description="from the next chunk on")
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+                for name in ("fps", "steps", "prompt", "seed")
+            ],
+            "dependentSchemas": {"switch": {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}}},
+        }
+    )
+
+    if_rev: Revision | None = Field(None, description="only while the state has this revision, else 409")
+    fps: Fps | None = None
+    steps: Steps | None = Field(None, description="from the next chunk on")
+    prompt: Prompt | None = Field(None, description="from the next chunk on")
     switch: Switch | None = Field(None, description="what the new prompt does to the past; null: what suits the model")
-    seed: int | None = Field(None, ge=0, le=MAX_SEED, description="begins the stream afresh with it")
+    seed: Seed | None = Field(None, description="begins the stream afresh with it")
+
+    @model_validator(mode="after")
+    def _check(self) -> SessionChange:
+        if "switch" in self.model_fields_set and self.prompt is None:
+            raise PydanticCustomError("switch", "`switch` says how a new `prompt` comes in; give both")
+        if self.fps is None and self.steps is None and self.prompt is None and self.seed is None:
+            raise PydanticCustomError("empty", "The change is empty; give fps, steps, prompt or seed")
+        return self
 
 
 class SessionInfo(BaseModel):
@@ -86,7 +87,7 @@ class SessionInfo(BaseModel):
 class OpenedSession(SessionInfo):
     """A session that was opened just now. Its tokens are told this once."""
 
-    view_token: str = Field(description="lets who shows it watch, where the server has a token to watch")
+    view_token: str = Field(description="lets who shows it watch, where the server has a token")
     control_token: str = Field(description="lets who shows it steer and end the session")
 
 
@@ -107,10 +108,17 @@ class CapacityInfo(BaseModel):
 
 
 class SessionList(BaseModel):
-    """All open sessions, oldest first."""
+    """The open sessions that the caller may watch, oldest first."""
 
     sessions: list[SessionInfo]
     capacity: CapacityInfo
+
+
+class EndedSession(BaseModel):
+    """A session that is no more."""
+
+    id: str
+    ended: str = Field(description="why, in a word")
 
 
 class Receipts(BaseModel):
@@ -120,7 +128,7 @@ class Receipts(BaseModel):
     session: SessionInfo
 
 
-def read(model: type[_BodyT], body: bytes) -> _BodyT:
+def read(model: type[BodyT], body: bytes) -> BodyT:
     """The body as a `model`; an empty one means all defaults.
 
     Raises:
@@ -132,21 +140,21 @@ def read(model: type[_BodyT], body: bytes) -> _BodyT:
         problems = error.errors(include_url=False, include_input=False, include_context=False)
     if any(each["type"] == "json_invalid" for each in problems):
         raise Problem(400, f"The body is not JSON: {problems[0]['msg'][:120]}.", code="bad_json")
-    errors = [{"field": ".".join(map(str, each["loc"])), "message": each["msg"]} for each in problems]
+    # What is wrong with the fields together has no place, but a type that is a field's name.
+    errors = [
+        {"field": ".".join(map(str, each["loc"])) or _together(each["type"], model), "message": each["msg"]}
+        for each in problems
+    ]
     first = errors[0]
     known = ", ".join(model.model_fields)
-    detail = f"`{first['field'][:40]}`: {first['message']}." if first["field"] else f"{first['message']}."
+    detail = f"`{first['field'][:40]}`: {first['message']}." if problems[0]["loc"] else f"{first['message']}."
     if problems[0]["type"] == "extra_forbidden":
         detail = f"There is no field {first['field'][:40]!r}; known: {known}."
     raise Problem(422, detail, code="invalid", field=first["field"][:40], errors=errors[:20])
 
 
-def prompt_of(value: str) -> str:
-    """A clean prompt. Raises Problem: 422."""
-    try:
-        return clean_prompt(value)
-    except ControlError as error:
-        raise Problem(422, str(error), code=error.code, field="prompt") from error
+def _together(kind: str, model: type[Body]) -> str:
+    return kind if kind in model.model_fields else ""
 
 
 def check_new(wanted: NewSession, ready: Ready) -> None:
@@ -166,57 +174,17 @@ def controls_of(change: SessionChange, ready: Ready) -> list[Control]:
     """The control messages that a change is made of, in their order.
 
     Raises:
-        Problem: 422 for a change that cannot be, or none.
+        Problem: 422 for steps that the engine does not have.
     """
     _check_steps(change.steps, ready)
-    if "switch" in change.model_fields_set and change.prompt is None:
-        raise Problem(422, "`switch` says how a new `prompt` comes in; give both.", code="invalid", field="switch")
-    rev = change.if_rev
     controls = []
     if change.fps is not None:
-        controls.append(Control("fps", fps=float(change.fps)))
+        controls.append(Control("fps", fps=change.fps))
     if change.steps is not None:
         controls.append(Control("steps", steps=change.steps))
     if change.prompt is not None:
-        controls.append(Control("prompt", prompt=prompt_of(change.prompt), switch=change.switch or ""))
+        controls.append(Control("prompt", prompt=change.prompt, switch=change.switch or ""))
     if change.seed is not None:
         controls.append(Control("reset", seed=change.seed))
-    if not controls:
-        raise Problem(422, "The change is empty; give fps, steps, prompt or seed.", code="invalid", field="")
     # The revision goes up with the first of them, so only that one can ask for it.
-    return [replace(controls[0], if_rev=rev), *controls[1:]]
-
-
-_CONTROL_FIELDS: dict[str, dict[str, Any]] = {
-    "id": {
-        "oneOf": [{"type": "string", "maxLength": MAX_ID_CHARACTERS}, {"type": "integer"}],
-        "description": "said again in every answer to this message",
-    },
-    "if_rev": {
-        "type": ["integer", "null"],
-        "minimum": 0,
-        "maximum": MAX_REV,
-        "description": "only while the state has it",
-    },
-    "prompt": {"type": "string", "minLength": 1, "maxLength": MAX_PROMPT_CHARACTERS},
-    "switch": {"enum": list(SWITCHES), "description": "what it does to the past; left out: what suits the model"},
-    "seed": {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_SEED},
-    "steps": {"type": "integer", "minimum": 1, "description": "denoise steps, of those the model has"},
-    "fps": {"type": "number", "minimum": MIN_FPS, "maximum": MAX_FPS, "description": "frames shown per second"},
-}
-
-
-def control_message() -> dict[str, Any]:
-    """JSON schema of a control message, as `control.parse` takes it; the same for HTTP, data channel and WebSocket."""
-    return {"oneOf": [_kind_of_message(kind, fields) for kind, fields in FIELDS.items()]}
-
-
-def _kind_of_message(kind: str, fields: frozenset[str]) -> dict[str, Any]:
-    values = {name: _CONTROL_FIELDS[name] for name in sorted(fields - {"type"})}
-    return {
-        "type": "object",
-        "title": kind,
-        "properties": {"type": {"const": kind}} | values,
-        "required": ["type", *({"prompt", "steps", "fps"} & {kind})],
-        "additionalProperties": False,
-    }
+    return [replace(controls[0], if_rev=change.if_rev), *controls[1:]]

@@ -13,6 +13,7 @@ from streamdiff.config import Config
 from streamdiff.engine.messages import Ready
 from streamdiff.serve.access import Access, Role, Tokens
 from streamdiff.serve.codecs import Codec
+from streamdiff.serve.engine_state import EngineState, lost_message
 from streamdiff.serve.hub import DEFAULT_SESSION, Client, Hub
 from streamdiff.serve.metrics import Metrics
 from streamdiff.serve.outputs import Outputs
@@ -73,6 +74,10 @@ class Services:
         if role < wanted:
             raise Problem(403, "You may watch, not steer: that takes the control token.", code="forbidden")
 
+    def watchable(self, request: HTTPConnection) -> list[SessionView]:
+        """The open sessions that a caller may watch, oldest first: of no other is it told that it exists."""
+        return [view for view in self.hub.views if self.role(request, view) >= Role.VIEWER]
+
     def may_control(self, request: HTTPConnection, view: SessionView) -> bool:
         """Whether a caller may steer a session."""
         return self.role(request, view) is Role.CONTROLLER
@@ -124,9 +129,15 @@ class Services:
         Raises:
             Problem: 404, 410, 401, 503.
         """
+        view = self.view(request)
         if self.hub.failed is not None:
-            raise Problem(503, f"The engine stopped: {self.hub.failed}", {"Retry-After": "5"}, code="engine")
-        return self.view(request)
+            raise self.lost("failed", self.hub.failed, self.may_control(request, view))
+        return view
+
+    def lost(self, engine: EngineState, reason: str, may_control: bool) -> Problem:
+        """The answer where the engine does not run, for somebody who may steer, or may not."""
+        code, again_s = ("engine", 5) if engine == "failed" else ("restarting", self.restart_s())
+        return Problem(503, lost_message(engine, reason, may_control), {"Retry-After": str(again_s)}, code=code)
 
 
 def _token_of(request: HTTPConnection) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from streamdiff import clock
 from streamdiff.config import Config
@@ -38,15 +38,14 @@ from streamdiff.serve.audience import Audience, Mailbox
 from streamdiff.serve.back_pressure import BackPressure
 from streamdiff.serve.codecs import H264_LIBRARY, Format
 from streamdiff.serve.control import Control, ControlError, Id, Receipt, RequestBook, steps_refusal
+from streamdiff.serve.engine_state import LOST, EngineState, lost_message, reason_for
 from streamdiff.serve.fanout import Fanout
 from streamdiff.serve.logs import facts, prompt_log
 from streamdiff.serve.metrics import Metrics
 from streamdiff.serve.pacer import Pacer
 from streamdiff.serve.session_meter import SessionMeter
 from streamdiff.serve.session_spec import SessionEnded, SessionSpec
-
-EngineState = Literal["running", "restarting", "failed"]
-LOST = {"restarting": "The engine is being started again", "failed": "The engine stopped"}
+from streamdiff.serve.snapshot import Snapshot
 
 
 class SessionView:
@@ -83,7 +82,7 @@ class SessionView:
         self.closed = False  # or about to be: nobody may join
         self.engine: EngineState = "running"
         self.engine_reason = ""
-        """Why it does not run."""
+        """Why it does not run; for those who may steer."""
         self._epoch = -1  # the latest one the engine told
         self._made_frames = 0
         self._send = send
@@ -92,13 +91,13 @@ class SessionView:
         self._loop = asyncio.get_running_loop()
         self._may_play, self._occupancy = may_play, occupancy
         self._log_prompts = config.serve.log_prompts
-        self._lead_s = config.playback.lead_s
-        self._native_fps = ready.native_fps
+        self._lead_s, self._native_fps = config.playback.lead_s, ready.native_fps
         h264 = H264_LIBRARY.get(config.serve.encoder, "libx264")
         self.format = Format(ready.width, ready.height, spec.fps, config.scale, config.serve.bitrate, h264)
-        start_frames = min(ready.chunk_frames, self._lead_frames())
-        self._pacer = Pacer(spec.fps, start_frames, self._shown_on_pacer, config.serve.grace_s)
+        start = min(ready.chunk_frames, self._lead_frames())
+        self._pacer = Pacer(spec.fps, start, self._shown_on_pacer, config.serve.grace_s)
         self.fanout = Fanout(self.format, self._pacer, metrics)
+        self.snapshot = Snapshot(self.picture)
         self._book = RequestBook()
         self._last_made_s = clock.monotonic_s()
         self._latest_shown: tuple[int, int] | None = None
@@ -165,11 +164,11 @@ class SessionView:
         why = f"{LOST[engine]}, and this was not taken before: {reason}"
         carried = self._epoch + 1 if engine == "restarting" else None
         self._audience.tell(self._book.engine_lost(carried, self._made_frames, why, clock.monotonic_s()))
-        self._audience.broadcast(self.state())
+        self._tell_state()
 
     def _down(self, id: Id) -> ControlError:
         code = "restarting" if self.engine == "restarting" else "engine_ended"
-        return ControlError(code, f"{LOST[self.engine]}: {self.engine_reason}", id=id)
+        return ControlError(code, lost_message(self.engine, self.engine_reason, may_control=True), id=id)
 
     # ---- the engine's events ------------------------------------------------------------------------------------
 
@@ -185,7 +184,7 @@ class SessionView:
                 if not self._opening.done():
                     self._opening.set_result(None)
                 self.text, self.notice, self.switches = event.text, event.notice or self.notice, event.switches
-                self._audience.broadcast(self.state())
+                self._tell_state()
             case Accepted():
                 self._take_accepted(event, now_s)
             case Applied():
@@ -198,8 +197,6 @@ class SessionView:
                 self._audience.tell(self._book.refused(event.request, event.field, event.reason, now_s))
             case Closed():
                 self.opened = False
-            case _:
-                pass
 
     def _take_frames(self, batch: FrameBatch, now_s: float) -> None:
         self._pacer.push(batch.first, batch.pictures, batch.epoch)
@@ -220,7 +217,7 @@ class SessionView:
         if event.text:  # what says nothing of the prompt leaves the remark on it too
             self.text, self.notice = event.text, event.notice
         self._audience.tell(self._book.accepted(event.request, event.epoch, event.text, event.notice, now_s))
-        self._audience.broadcast(self.state())
+        self._tell_state()
 
     # ---- what was shown -----------------------------------------------------------------------------------------
 
@@ -311,13 +308,13 @@ class SessionView:
         self.format = replace(self.format, fps=fps)
         self._pacer.set_fps(fps)
         self.fanout.set_format(self.format)
-        self._audience.broadcast(self.state())
+        self._tell_state()
 
     async def _set_paused(self, paused: bool) -> None:
         await self._send(Pause(self.session) if paused else Resume(self.session))
         self.paused = paused
         self._pacer.set_paused(paused)
-        self._audience.broadcast(self.state())
+        self._tell_state()
 
     def _done_at_once(self, request: str) -> None:
         epoch = self._latest_shown[1] if self._latest_shown else 0
@@ -328,17 +325,20 @@ class SessionView:
 
     def join(self, viewer: str, mailbox: Mailbox, may_control: bool = True) -> None:
         """Send messages to `viewer` from now on. Mutates: self."""
-        self._audience.join(viewer, mailbox)
+        self._audience.join(viewer, mailbox, may_control)
         role = "controller" if may_control else "viewer"
-        mailbox({"type": "hello", "protocol": 1, "viewer": viewer, "role": role, "state": self.state()})
+        mailbox({"type": "hello", "protocol": 1, "viewer": viewer, "role": role, "state": self.state(may_control)})
 
     def leave(self, viewer: str) -> None:
         """Send `viewer` nothing any more. Mutates: self."""
         self._audience.leave(viewer)
 
-    def say(self, message: dict[str, Any]) -> None:
-        """A message to everybody who watches."""
-        self._audience.broadcast(message)
+    def say(self, message: dict[str, Any], to_viewers: dict[str, Any] | None = None) -> None:
+        """A message to everybody who watches; `to_viewers` instead to those who may not steer."""
+        self._audience.broadcast(message, to_viewers)
+
+    def _tell_state(self) -> None:
+        self._audience.broadcast(self.state(may_control=True), self.state(may_control=False))
 
     # ---- what there is to see -----------------------------------------------------------------------------------
 
@@ -364,8 +364,8 @@ class SessionView:
         """Bring what is not counted where it happens into the metrics."""
         self._meter.look(self._pacer.progress(), unanswered=self._book.unanswered, encoding=self.fanout.waiting)
 
-    def state(self) -> dict[str, Any]:
-        """Everything a page needs to draw itself, JSON-able."""
+    def state(self, may_control: bool) -> dict[str, Any]:
+        """Everything a page needs to draw itself, JSON-able; for somebody who may steer, or may not."""
         return {
             "type": "state",
             "session": self.session,
@@ -376,7 +376,7 @@ class SessionView:
             "paused": self.paused,
             "rev": self.rev,
             "engine": self.engine,
-            "engine_reason": self.engine_reason,
+            "engine_reason": reason_for(self.engine_reason, may_control),
             "steps": self.steps,
             "steps_known": list(self._steps_known),
             "kv_context": self.kv_context,

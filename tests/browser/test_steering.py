@@ -20,7 +20,7 @@ from tests.serve.scripted import MARKS
 
 pytestmark = pytest.mark.browser
 
-VIEW, CONTROL = "view-token-of-this-test", "control+token/of-this=test"
+VIEW, CONTROL = "view-token-of-this-test", "control+token*of-this~test"
 """The second one with signs that a careless reader of addresses takes for something else."""
 
 

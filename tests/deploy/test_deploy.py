@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from streamdiff import cli_parsers
-from streamdiff.config import Config, load
-from streamdiff.serve import routes_health
+from streamdiff.config import Config, ServeConfig, load
+from streamdiff.serve import access, routes_health
 from streamdiff.serve.metrics import Metrics
 from tests.rules.source import ROOT
 
@@ -156,6 +156,15 @@ def test_the_config_map_is_a_configuration_and_nothing_is_open_by_accident(tmp_p
     secret = volumes[mounts[folder]]["secret"]["secretName"]
     text = (DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")
     assert f"kubectl create secret generic {secret} --from-literal={name}=" in text
+
+
+def test_what_the_example_makes_the_token_with_is_a_token(tmp_path: Path) -> None:
+    text = (DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")
+    [command] = re.findall(r'--from-literal=control\.token="\$\((.+)\)"', text)
+    made = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout
+    (tmp_path / "token").write_text(made, encoding="ascii")
+    tokens = access.read_tokens(ServeConfig(control_token_file=str(tmp_path / "token")))
+    assert tokens.control == made.strip()
 
 
 def test_the_pod_s_command_port_and_probes_are_the_program_s() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,11 @@ NOBODY, VIEWER, CONTROLLER = Role
         (Tokens(), None, (CONTROLLER, NOBODY, NOBODY, NOBODY, NOBODY, NOBODY, NOBODY)),
         (Tokens(), Tokens(OWN_VIEW, OWN_CONTROL), (VIEWER, NOBODY, NOBODY, VIEWER, CONTROLLER, NOBODY, NOBODY)),
         (Tokens(None, CONTROL), None, (VIEWER, NOBODY, CONTROLLER, NOBODY, NOBODY, NOBODY, NOBODY)),
+        (
+            Tokens(None, CONTROL),
+            Tokens(OWN_VIEW, OWN_CONTROL),
+            (NOBODY, NOBODY, CONTROLLER, VIEWER, CONTROLLER, NOBODY, NOBODY),
+        ),
         (Tokens(VIEW, CONTROL), None, (NOBODY, VIEWER, CONTROLLER, NOBODY, NOBODY, NOBODY, NOBODY)),
         (
             Tokens(VIEW, CONTROL),
@@ -47,7 +53,16 @@ def test_tokens_are_read_from_files_and_not_printed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [("short", "5 characters"), ("", "0 characters"), ("two words of some length", "one line"), ("ü" * 20, "ASCII")],
+    [
+        ("short", "5 characters"),
+        ("", "0 characters"),
+        ("two words of some length", "one line"),
+        ("two-lines-of\nsome-length", "one line"),
+        ("ü" * 20, "ASCII"),
+        (base64.b64encode(b"\xff" * 32).decode(), r"'/' '=' in it, .* openssl rand -hex 32"),
+        ("a(token)with-odd-signs", r"'\(' '\)' in it"),
+        ("a\ttoken-with-a-tab-in-it", r"'\\t' in it"),
+    ],
 )
 def test_a_token_that_cannot_be_used(tmp_path: Path, content: str, says: str) -> None:
     path = tmp_path / "token"
@@ -55,6 +70,12 @@ def test_a_token_that_cannot_be_used(tmp_path: Path, content: str, says: str) ->
     with pytest.raises(ConfigError, match=says) as caught:
         read_tokens(ServeConfig(control_token_file=str(path)))
     assert str(path) in str(caught.value) and (not content or content not in str(caught.value))
+
+
+def test_what_is_a_subprotocol_s_token_is_one_here(tmp_path: Path) -> None:
+    for token in ("!#$%&'*+-.^_`|~09AZaz", Tokens.fresh().view):
+        (tmp_path / "token").write_text(f"{token}\n")
+        assert read_tokens(ServeConfig(control_token_file=str(tmp_path / "token"))).control == token
 
 
 def test_a_file_that_is_not_there_and_a_view_token_alone(tmp_path: Path) -> None:

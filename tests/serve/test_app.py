@@ -130,10 +130,12 @@ def test_bad_requests_over_http() -> None:
             (b'{"type":"prompt","prompt":""}', 422, "prompt"),
             (b'{"type":"prompt","prompt":"  "}', 422, "prompt"),
             (b'{"type":"prompt","prompt":"a\\u0000"}', 422, "prompt"),
-            (b'{"type":"prompt","prompt":"\\ud800"}', 422, "prompt"),
+            (b'{"type":"prompt","prompt":"\\ud800"}', 400, ""),
+            (b'{"type":"pause","id":true}', 422, "id"),
+            (b'{"type":"pause","id":1.5}', 422, "id"),
             (b'{"type":"prompt","prompt":"' + b"x" * 100_000 + b'"}', 422, "prompt"),
             (b'{"type":"prompt","prompt":"a","strength":1}', 422, "strength"),
-            (b'{"type":"pause","\\ud800":1,"id":"\\udfff"}', 422, ""),
+            (b'{"type":"pause","\\ud800":1,"id":"\\udfff"}', 400, ""),
             (b'{"type":"reset","seed":1e999}', 422, "seed"),
             (b'{"type":"prompt","prompt":"' + b"x" * 300_000 + b'"}', 413, ""),
         ]
@@ -164,7 +166,8 @@ def test_garbage_on_the_data_channel_is_answered_and_nothing_changes() -> None:
             ('{"type":"explode"}', "unknown_type"),
             ('{"type":"prompt","prompt":""}', "bad_prompt"),
             ('{"type":"pause","now":true}', "unknown_field"),
-            ('{"type":"pause","\\ud800":true,"id":"\\ud800"}', "unknown_field"),
+            ('{"type":"pause","later":true,"id":"\\ud800"}', "bad_json"),
+            ('{"type":"pause","id":{"deep":["er"]}}', "out_of_range"),
             (json.dumps({"type": "prompt", "prompt": "x" * 20_000}), "too_large"),
         ]:
             peer.channel.send(text)
@@ -252,6 +255,40 @@ def test_one_frame_as_a_picture() -> None:
         picture = np.asarray(Image.open(BytesIO(response.content)))
         assert picture.shape == (128, 128, 3)
         assert _is(tuple(int(c) for c in picture[40, 40]), "red")
+
+    run_scene(scene)
+
+
+def test_a_frame_is_encoded_once_however_many_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = []
+    save = Image.Image.save
+
+    def counted(self: Image.Image, *given: Any, **named: Any) -> None:
+        encoded.append(self.size)
+        save(self, *given, **named)
+
+    monkeypatch.setattr(Image.Image, "save", counted)
+
+    async def ask(site: Site, times: int) -> set[bytes]:
+        answers = await asyncio.gather(*(site.http.get("/frame.jpg") for _ in range(times)))
+        assert {answer.status_code for answer in answers} == {200}
+        return {answer.content for answer in answers}
+
+    async def scene(site: Site) -> None:
+        view = site.services.hub.view("default")
+        assert view is not None
+        await site.until(lambda: view.picture() is not None and not site.client.busy)  # and nobody watches: it stays
+        [first] = await ask(site, 20)
+        assert await ask(site, 20) == {first}
+        assert len(encoded) == 1
+        before = view.picture()
+        await site.http.post("/api/control", json={"type": "prompt", "prompt": "blue"})
+        await site.http.post("/api/control", json={"type": "reset"})
+        await site.until(lambda: view.picture() is not before and not site.client.busy)
+        [second] = await ask(site, 20)
+        assert len(encoded) == 2
+        for jpeg, colour in ((first, "red"), (second, "blue")):
+            assert _is(tuple(int(c) for c in np.asarray(Image.open(BytesIO(jpeg)))[40, 40]), colour)
 
     run_scene(scene)
 

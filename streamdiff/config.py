@@ -18,6 +18,8 @@ from streamdiff.errors import ConfigError
 KVContext = Literal["clean", "staircase", "matched"]
 # What a browser sends as Origin, or * for every page there is.
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/?#@]+)$")]
+# A DNS name, as in a Host header but without the port.
+HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?$", max_length=253)]
 # fmt: off
 Attention = Literal[
     "auto", "math", "flash", "efficient", "cudnn",
@@ -146,6 +148,9 @@ class ServeConfig(_Section):
 
     host: str = Field("127.0.0.1", description="address to listen on; anything but loopback opens the server to others")
     port: int = Field(8000, ge=0, le=65535, description="0 picks a free one")
+    hosts: list[HostName] = Field(
+        [], description="names, besides localhost and `host`, that users may call it by; addresses need not be named"
+    )
     codec: Literal["auto", "h264", "vp8"] = Field("auto", description="auto: H.264 first, VP8 for who cannot")
     encoder: Literal["auto", "x264", "nvenc"] = Field(
         "auto", description="of H.264, tried out at the start; auto: NVENC where it can be opened, else x264"
@@ -314,6 +319,8 @@ def _allowed(field: FieldInfo) -> str:
         optional = True
     if annotation == list[Origin]:
         words = "a list of origins such as https://example.org, or *"
+    elif annotation == list[HostName]:
+        words = "a list of names such as stream.example.org, without a port"
     elif annotation == list[str]:
         words = "a list of files and addresses"
     elif annotation == list[IceServer]:

@@ -1,26 +1,40 @@
-"""uvicorn, as both the server and what stands in for it while the engine loads (`lobby`) run it."""
+"""uvicorn as the server runs it. Knows nothing about routes."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import socket
 from collections.abc import Iterator
 
 import uvicorn
+from starlette.types import ASGIApp
+
+from streamdiff.config import ServeConfig
+from streamdiff.serve.control import MAX_MESSAGE_BYTES
+
+MAX_CONNECTIONS = 1000
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: ours also cover the time before and after it runs."""
+    """Serves an application on sockets that listen already, until `should_exit`.
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
+    It leaves signals alone: ours also cover the time before and after it runs.
+    """
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, and say when it is done."""
-        await super().startup(sockets)
-        self.listening.set()
+    def __init__(self, app: ASGIApp, serve: ServeConfig) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,  # it writes as we do
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=1,
+                limit_concurrency=MAX_CONNECTIONS,
+                ws="wsproto",
+                ws_max_size=2 * MAX_MESSAGE_BYTES,  # the answer to a message a little too long can still be given
+                ws_per_message_deflate=False,
+            )
+        )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from streamdiff.errors import EngineFailure
 from streamdiff.serve.control import MAX_BODY_BYTES, Control, ControlError, Receipt, parse
 from streamdiff.serve.control_socket import ControlSocket
 from streamdiff.serve.encoder import as_rgb
-from streamdiff.serve.problem import Problem, described, is_own_page, media_type, read_body, respond
+from streamdiff.serve.problem import Problem, described, media_type, read_body, respond
 from streamdiff.serve.schema import control_message
 from streamdiff.serve.services import SOCKET_PROTOCOL, Services, services_of
 from streamdiff.serve.session_spec import SessionEnded
@@ -129,8 +129,6 @@ async def _socket(socket: WebSocket) -> None:
     """The control WebSocket of a session. It is refused with a problem document before it is accepted."""
     services: Services = socket.app.state.services
     try:
-        if not is_own_page(socket, services.config.serve.cors_origins):
-            raise Problem(403, "Pages of other origins may not use this server.", code="origin")
         if services.sockets >= MAX_SOCKETS:
             raise Problem(503, f"There are {MAX_SOCKETS} control connections.", {"Retry-After": "5"}, code="sockets")
         view = services.running_view(socket)

@@ -239,7 +239,7 @@ async def open_site(config: Config | None = None, painter: Painter | None = None
 @pytest.fixture
 def small() -> Config:
     """A configuration with few places."""
-    return Config(serve=ServeConfig(max_viewers=8))
+    return Config(serve=ServeConfig(max_viewers=8, address_share=1.0))
 
 
 @pytest.fixture(autouse=True)

@@ -85,7 +85,7 @@ class GuardMiddleware:
         """Raises Problem for a request that is refused whatever it asks for."""
         connection = HTTPConnection(scope)
         path = scope["path"]
-        if "crowded" in scope["state"] and path != HEALTH:
+        if "crowded" in scope.get("state", ()) and path != HEALTH:
             again = {"Retry-After": _AGAIN_S, "Connection": "close"}
             raise Problem(503, "The server has as many connections as it takes.", again, code="connections")
         # Probes name a server as they like, or not at all as in HTTP/1.0. Whether it lives is no secret.

@@ -106,7 +106,10 @@ def main() -> int:
     parser.add_argument("--max-viewers", type=int, default=ServeConfig().max_viewers)
     arguments = parser.parse_args()
     playback = PlaybackConfig(lead_s=arguments.lead, fps=arguments.fps)
-    config = Config(serve=ServeConfig(port=0, open_browser=False, max_viewers=arguments.max_viewers), playback=playback)
+    config = Config(
+        serve=ServeConfig(port=0, open_browser=False, max_viewers=arguments.max_viewers, address_share=1.0),
+        playback=playback,
+    )
     return server.run(config, supervise=partial(Supervisor, module="benchmarks.time_code"))
 
 

@@ -140,10 +140,27 @@ SERVE = (
         "also send it to a .mp4 or .webm file, rtmp://, srt://, udp://, tcp://, whip+https://; may be repeated",
         True,
     ),
+    Option(
+        "--allowed-host",
+        "serve.hosts",
+        str,
+        "NAME",
+        "a name that users call this machine by, besides localhost and --host; may be repeated",
+        True,
+    ),
+    Option(
+        "--trusted-proxy",
+        "serve.trusted_proxies",
+        str,
+        "ADDRESS",
+        "a proxy, or network of them, whose X-Forwarded-For is believed; may be repeated",
+        True,
+    ),
     Option("--control-token-file", "serve.control_token_file", str, "FILE", "its token is needed to steer"),
     Option("--view-token-file", "serve.view_token_file", str, "FILE", "its token is needed to watch"),
     Option("--log-format", "serve.log_format", str, "KIND", "text, or json: one object a line on standard error"),
     Option("--max-viewers", "serve.max_viewers", int, "N", "viewers at the same time, at most"),
+    Option("--address-share", "serve.address_share", float, "SHARE", "of these, what one address may hold (0.5)"),
 )
 
 EXAMPLES = """examples:

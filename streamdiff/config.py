@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Hashable, Mapping
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from streamdiff.errors import ConfigError
@@ -20,6 +21,16 @@ EMBEDDED = "tiny"
 KVContext = Literal["clean", "staircase", "matched"]
 # What a browser sends as Origin, or * for every page there is.
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/?#@]+)$")]
+# A DNS name, as in a Host header but without the port.
+HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?$", max_length=253)]
+
+
+def _network(value: str) -> str:
+    ip_network(value)  # or its ValueError
+    return value
+
+
+Proxy = Annotated[str, AfterValidator(_network)]
 # fmt: off
 Attention = Literal[
     "auto", "math", "flash", "efficient", "cudnn",
@@ -156,6 +167,9 @@ class ServeConfig(_Section):
 
     host: str = Field("127.0.0.1", description="address to listen on; anything but loopback opens the server to others")
     port: int = Field(8000, ge=0, le=65535, description="0 picks a free one")
+    hosts: list[HostName] = Field(
+        [], description="names, besides localhost and `host`, that users may call it by; addresses need not be named"
+    )
     codec: Literal["auto", "h264", "vp8"] = Field("auto", description="auto: H.264 first, VP8 for who cannot")
     encoder: Literal["auto", "x264", "nvenc"] = Field(
         "auto", description="of H.264, tried out at the start; auto: NVENC where it can be opened, else x264"
@@ -171,6 +185,16 @@ class ServeConfig(_Section):
     )
     bitrate: int | None = Field(None, ge=100_000, le=50_000_000, description="bit/s; default fits size and fps")
     max_viewers: int = Field(32, ge=1, le=1000)
+    max_connections: int = Field(1000, ge=8, le=100_000, description="open HTTP connections, at most")
+    address_share: float = Field(
+        0.5, gt=0, le=1, description="of viewers' places, control WebSockets and connections, what one address may hold"
+    )
+    request_s: float = Field(
+        10.0, gt=0, description="a request's head, and then its body, has to arrive within so long"
+    )
+    trusted_proxies: list[Proxy] = Field(
+        [], description="addresses and networks whose X-Forwarded-For is believed; they have to pass on Host as it is"
+    )
     grace_s: float = Field(5.0, ge=0, description="a stream that nobody watches any more plays on for so long")
     idle_s: float | None = Field(300.0, gt=0, description="a session that nobody watches ends after so long")
     lifetime_s: float | None = Field(3600.0, gt=0, description="a session ends after so long at the latest")
@@ -334,6 +358,10 @@ def _allowed(field: FieldInfo) -> str:
         optional = True
     if annotation == list[Origin]:
         words = "a list of origins such as https://example.org, or *"
+    elif annotation == list[HostName]:
+        words = "a list of names such as stream.example.org, without a port"
+    elif annotation == list[Proxy]:
+        words = "a list of addresses and networks such as 10.0.0.5 or 10.0.0.0/8"
     elif annotation == list[str]:
         words = "a list of files and addresses"
     elif annotation == list[IceServer]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib import resources
 
@@ -18,76 +18,67 @@ from streamdiff.serve import codecs as known_codecs
 from streamdiff.serve import routes_control, routes_health, routes_sessions, routes_whep, targets
 from streamdiff.serve.access import read_tokens
 from streamdiff.serve.codecs import Format
+from streamdiff.serve.hosts import HostPolicy
 from streamdiff.serve.hub import Client
-from streamdiff.serve.problem import Problem, is_own_page, respond
+from streamdiff.serve.middleware import GuardMiddleware, Notice
+from streamdiff.serve.problem import Problem, respond
 from streamdiff.serve.services import Services
 from streamdiff.version import __version__
 
 STATIC = resources.files("streamdiff.serve") / "static"
 CORS_REQUEST_HEADERS = ("Authorization", "Content-Type", "If-Match")
 CORS_ANSWER_HEADERS = ("Location", "Link", "Accept-Post", "Accept-Patch", "Allow", "Retry-After", "WWW-Authenticate")
-SECURITY_HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src 'self' blob:; "
-        "connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-}
 
 
-def create_app(config: Config, client: Client, ready: Ready) -> FastAPI:
-    """The application; `app.state.services` exists while it runs. `client` is read and written until then.
+def create_app(config: Config) -> FastAPI:
+    """The application. It answers that the model is loading until an engine is attached (`attach_engine`)."""
+    app = FastAPI(
+        title="streamdiff",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/api/openapi.json",
+    )
+    app.state.services, app.state.notice = None, Notice()
+    routers = [part.router() for part in (routes_whep, routes_sessions, routes_control, routes_health)]
+    app.add_api_route("/", _page, methods=["GET", "HEAD"], include_in_schema=False)
+    app.mount("/static", StaticFiles(packages=[("streamdiff.serve", "static")]), name="static")
+    routes = [*app.routes, *(route for router in routers for route in router.routes)]
+    _add_errors(app, [route for route in routes if isinstance(route, Route)])
+    for router in routers:
+        app.include_router(router)
+    app.add_middleware(GuardMiddleware, hosts=HostPolicy.of(config.serve), origins=config.serve.cors_origins)
+    if config.serve.cors_origins:
+        _allow_origins(app, config.serve.cors_origins)
+    return app
+
+
+@asynccontextmanager
+async def attach_engine(app: FastAPI, config: Config, client: Client, ready: Ready) -> AsyncIterator[Services]:
+    """Serve a warm engine's sessions, meanwhile; `client` is read and written. Mutates: app, whose state has the
+    services from the moment on when the first session was asked for.
 
     Raises:
         ConfigError: no codec, a size that cannot be encoded, tokens that cannot be used, or an output that cannot be
             written.
     """
     codecs, encoder = known_codecs.usable(config.serve.codec, config.serve.encoder)
-    tokens = read_tokens(config.serve)
     config = config.model_copy(update={"serve": config.serve.model_copy(update={"encoder": encoder})})
     Format(ready.width, ready.height, config.playback.fps, config.scale, config.serve.bitrate)  # or its error
-
     outputs = targets.parse_all(config.serve.outputs)
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        services = Services(config, client, ready, codecs, tokens, outputs)
-        app.state.services = services
-        await services.hub.start()
-        try:
-            yield
-        finally:
-            await services.outputs.stop()
-            await services.viewers.stop()
-            await services.hub.stop()
-
-    app = FastAPI(
-        title="streamdiff",
-        version=__version__,
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url="/api/openapi.json",
-    )
-    routers = [part.router() for part in (routes_whep, routes_sessions, routes_control, routes_health)]
-    _add_errors(
-        app,
-        [route for routes in routers for route in routes.routes if isinstance(route, Route)],
-        config.serve.cors_origins,
-    )
-    app.add_api_route("/", _page, methods=["GET", "HEAD"], include_in_schema=False)
-    app.mount("/static", StaticFiles(packages=[("streamdiff.serve", "static")]), name="static")
-    for routes in routers:
-        app.include_router(routes)
-    if config.serve.cors_origins:
-        _allow_origins(app, config.serve.cors_origins)
-    return app
+    services = Services(config, client, ready, codecs, read_tokens(config.serve), outputs)
+    await services.hub.start()
+    app.state.services = services
+    try:
+        yield services
+    finally:
+        await services.outputs.stop()
+        await services.viewers.stop()
+        await services.hub.stop()
 
 
-def _add_errors(app: FastAPI, routes: list[Route], origins: list[str]) -> None:
-    """Every error is a problem document, and every answer carries the security headers. Mutates: app."""
+def _add_errors(app: FastAPI, routes: list[Route]) -> None:
+    """Every error is a problem document. Mutates: app."""
 
     async def on_problem(_: Request, problem: Exception) -> Response:
         assert isinstance(problem, Problem)
@@ -95,31 +86,16 @@ def _add_errors(app: FastAPI, routes: list[Route], origins: list[str]) -> None:
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        headers = dict(error.headers or {})
+        headers = {name.lower(): value for name, value in (error.headers or {}).items()}
         if error.status_code == 405:
-            # The router names the methods of the first route only; an address has several.
+            # The router names the methods of the first route only; an address has several. Files name none.
             path = request.url.path
             known = {method for route in routes if route.path_regex.match(path) for method in route.methods or ()}
-            headers["allow"] = ", ".join(sorted(known)) or headers.get("allow", "")
+            headers["allow"] = ", ".join(sorted(known or {"GET", "HEAD"}))
         return respond(Problem(error.status_code, str(error.detail), headers))
-
-    async def guard(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
-        if request.method not in ("GET", "HEAD", "OPTIONS") and not is_own_page(request, origins):
-            foreign = request.headers["origin"]
-            return respond(Problem(403, f"Pages of {foreign[:80]!r} may not use this server.", code="origin"))
-        return await call(request)
-
-    async def add_headers(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
-        response = await call(request)
-        response.headers.update(SECURITY_HEADERS)
-        cache = "no-cache" if request.url.path.startswith("/static") else "no-store"
-        response.headers.setdefault("Cache-Control", cache)
-        return response
 
     app.add_exception_handler(Problem, on_problem)
     app.add_exception_handler(HTTPException, on_http)
-    app.middleware("http")(guard)
-    app.middleware("http")(add_headers)
 
 
 def _allow_origins(app: FastAPI, origins: list[str]) -> None:

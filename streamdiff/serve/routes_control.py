@@ -15,14 +15,14 @@ from streamdiff.serve.control_schema import control_message
 from streamdiff.serve.control_socket import ControlSocket
 from streamdiff.serve.engine_state import reason_for
 from streamdiff.serve.openapi import BINARY, JSON, answer, body, needs
-from streamdiff.serve.problem import Problem, Responses, described, is_own_page, media_type, read_body, respond
+from streamdiff.serve.peers import address_of
+from streamdiff.serve.problem import Problem, Responses, described, media_type, read_body, respond
 from streamdiff.serve.services import SOCKET_PROTOCOL, Services, services_of
 from streamdiff.serve.session_spec import SessionEnded
 from streamdiff.serve.session_view import SessionView
 
 ANSWER_TIMEOUT_S = 5.0
 """How long a caller waits for the engine's answer before it is told that it comes later."""
-MAX_SOCKETS = 64
 _REFUSED = described(
     s400="Not JSON, or no object",
     s401="This takes a token",
@@ -140,17 +140,16 @@ async def _socket(socket: WebSocket) -> None:
     """The control WebSocket of a session. It is refused with a problem document before it is accepted."""
     services: Services = socket.app.state.services
     try:
-        if not is_own_page(socket, services.config.serve.cors_origins):
-            raise Problem(403, "Pages of other origins may not use this server.", code="origin")
-        if services.sockets >= MAX_SOCKETS:
-            raise Problem(503, f"There are {MAX_SOCKETS} control connections.", {"Retry-After": "5"}, code="sockets")
+        places, address = services.sockets, address_of(socket)
+        if (refusal := places.refusal(address)) is not None:
+            raise refusal
         view = services.running_view(socket)
         may_control = services.may_control(socket, view)
     except Problem as problem:
         services.metrics.sockets_refused.labels(problem.code).inc()
         await socket.send_denial_response(respond(problem))
         return
-    services.sockets += 1
+    places.take(address)
     try:
         offered = socket.scope["subprotocols"]
         await socket.accept(SOCKET_PROTOCOL if SOCKET_PROTOCOL in offered else None)
@@ -158,7 +157,7 @@ async def _socket(socket: WebSocket) -> None:
         if end == "session_ended":
             await socket.close(1000, "the session has ended")
     finally:
-        services.sockets -= 1
+        places.leave(address)
 
 
 async def _frame(request: Request, session: SessionQuery = None) -> Response:

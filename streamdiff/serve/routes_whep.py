@@ -15,6 +15,7 @@ from streamdiff.config import IceServer
 from streamdiff.serve.access import Role
 from streamdiff.serve.hub import DEFAULT_SESSION
 from streamdiff.serve.openapi import answer, body, needs, open_to_all
+from streamdiff.serve.peers import address_of
 from streamdiff.serve.problem import Problem, Responses, described, media_type, read_body
 from streamdiff.serve.sdp import MAX_SDP_BYTES
 from streamdiff.serve.services import Services, refusals, services_of
@@ -136,7 +137,7 @@ async def _connect(services: Services, request: Request) -> Response:
     id, answer = await services.viewers.create(
         view,
         offer,
-        _address(request),
+        address_of(request),
         request.query_params.get("codec"),
         services.may_control(request, view),
         _client(request),
@@ -154,17 +155,13 @@ async def _viewer_patch(request: Request, session: str, id: str) -> Response:
     if media_type(request) != TRICKLE_TYPE:
         raise Problem(415, f"A fragment is {TRICKLE_TYPE}.", {"Accept-Patch": TRICKLE_TYPE})
     fragment = _text(await read_body(request, MAX_SDP_BYTES))
-    await services_of(request).viewers.trickle(session, id, fragment, _address(request))
+    await services_of(request).viewers.trickle(session, id, fragment, address_of(request))
     return Response(status_code=204)
 
 
 async def _viewer_delete(request: Request, session: str, id: str) -> Response:
-    await services_of(request).viewers.delete(session, id, _address(request))
+    await services_of(request).viewers.delete(session, id, address_of(request))
     return Response(status_code=200)
-
-
-def _address(request: Request) -> str:
-    return request.client.host if request.client else ""
 
 
 def _client(request: Request) -> str | None:

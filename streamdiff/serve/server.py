@@ -17,8 +17,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from ipaddress import ip_address
 from typing import Any
 
-import uvicorn
-
 from streamdiff import clock
 from streamdiff.config import Config, ModelConfig, ServeConfig
 from streamdiff.engine.fetching import Progress, fetch
@@ -27,20 +25,14 @@ from streamdiff.engine.messages import Ready
 from streamdiff.engine.restarts import Restarts
 from streamdiff.engine.supervisor import EngineProcess, Supervisor
 from streamdiff.errors import ConfigError, EngineFailure, StreamdiffError
-from streamdiff.serve import lobby, logs
+from streamdiff.serve import logs
 from streamdiff.serve.access import Tokens, read_tokens
-from streamdiff.serve.app import create_app
-from streamdiff.serve.control import MAX_MESSAGE_BYTES
+from streamdiff.serve.app import attach_engine, create_app
 from streamdiff.serve.http_server import HttpServer
+from streamdiff.serve.middleware import Notice
 from streamdiff.serve.services import Services
 
 EXIT_OK, EXIT_ENGINE, EXIT_USAGE = 0, 1, 2
-SOCKET_OPTIONS: dict[str, Any] = {
-    "ws": "wsproto",
-    "ws_max_size": 2 * MAX_MESSAGE_BYTES,  # the answer to a message a little too long can still be given
-    "ws_per_message_deflate": False,
-}
-MAX_CONNECTIONS = 1000
 UNREAD_S = 20
 """A connection whose other end takes nothing for so long is ended."""
 DRAIN_LOOK_S = 0.1
@@ -66,7 +58,7 @@ def run(config: Config, *, supervise: Callable[[Config], EngineProcess] = Superv
 def _run(config: Config, supervise: Callable[[Config], EngineProcess], fetch: Fetch) -> int:
     try:
         tokens = read_tokens(config.serve)
-        listener = _listen(config.serve.host, config.serve.port)
+        listener = listen(config.serve.host, config.serve.port)
     except StreamdiffError as error:
         return _complain(error, EXIT_USAGE)
     with listener:
@@ -84,7 +76,7 @@ def _complain(error: StreamdiffError, code: int) -> int:
     return code
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """A socket that listens at `host` and `port`.
 
     Raises:
@@ -93,7 +85,10 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.create_server(address[:2], family=family, backlog=512)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; accepted connections inherit it
+        # Accepted connections inherit these. asyncio sets the first one only on sockets whose protocol number says
+        # TCP, which the listener's does not: without it every second answer on a connection waits 40 ms for an ACK.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_S * 1000)
         return listener
     except socket.gaierror as error:
@@ -153,16 +148,26 @@ async def _serve(
     loop.add_signal_handler(signal.SIGTERM, asked.end, False)
     limits = Restarts(config.serve.restarts, config.serve.restart_window_s, config.serve.restart_wait_s)
     engine = Keeper(lambda: supervise(config), limits, spare=config.serve.spare)
+    app = create_app(config)
+    http = HttpServer(app, config.serve)
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
     try:
-        async with lobby.opened(listener, MAX_CONNECTIONS) as notice:
-            if not await _unless_asked(_start_engine(config, engine, notice, fetch), asked):
-                return EXIT_OK
-        return await _serve_engine(config, listener, engine, asked)
+        if not await _unless_asked(_start_engine(config, engine, app.state.notice, fetch), asked):
+            return EXIT_OK
+        async with attach_engine(app, config, engine, engine.ready) as services:
+            try:
+                _announce(config, listener, engine.ready)
+                return await _serve_engine(config, services, engine, serving, asked)
+            finally:
+                http.should_exit = True
+                await serving
     finally:
+        http.should_exit = True
+        await serving
         await engine.stop()
 
 
-async def _start_engine(config: Config, engine: Keeper, notice: lobby.Notice, fetch: Fetch) -> None:
+async def _start_engine(config: Config, engine: Keeper, notice: Notice, fetch: Fetch) -> None:
     """Fetch what the model needs, and start the engine; says so in the log and to who asks."""
     told: tuple[str, int] | None = None
 
@@ -170,14 +175,14 @@ async def _start_engine(config: Config, engine: Keeper, notice: lobby.Notice, fe
         nonlocal told
         # Which files these are is for those who may watch.
         named = str(progress) if config.serve.view_token_file is None else "fetching the model's files"
-        notice.set(f"{named[0].upper()}{named[1:]}.", "fetching")
+        notice.text, notice.code = f"{named[0].upper()}{named[1:]}.", "fetching"
         now = progress.file, 100 * progress.done // (progress.total or 1) // FETCHED_PERCENT
         if now != told:
             told = now
             logs.says.info("%s", progress)
 
     await fetch(config.model, tell)
-    notice.set("The model is loading.", "loading")
+    notice.text, notice.code = Notice.text, Notice.code
     logs.says.info("loading the model %r ...", config.model.name)
     await engine.start()
 
@@ -196,46 +201,25 @@ async def _unless_asked(starting: Coroutine[Any, Any, None], asked: _Asked) -> b
     return False
 
 
-async def _serve_engine(config: Config, listener: socket.socket, engine: Keeper, asked: _Asked) -> int:
+async def _serve_engine(
+    config: Config, services: Services, engine: Keeper, serving: asyncio.Task[None], asked: _Asked
+) -> int:
     """Serve a warm engine until somebody asks to end, or the engine does and is never started again."""
-    app = create_app(config, engine, engine.ready)
-    server = HttpServer(
-        uvicorn.Config(
-            app,
-            log_config=None,  # it writes as we do
-            log_level="warning",
-            access_log=False,
-            lifespan="on",
-            timeout_graceful_shutdown=1,
-            limit_concurrency=MAX_CONNECTIONS,
-            **SOCKET_OPTIONS,
-        )
-    )
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    waiting = [asyncio.create_task(event.wait()) for event in (server.listening, asked.ever)]
+    asking, ended = (asyncio.create_task(event.wait()) for event in (asked.ever, services.hub.ended))
     try:
-        await asyncio.wait({serving, *waiting}, return_when=asyncio.FIRST_COMPLETED)
-        if not server.listening.is_set() or serving.done():
-            return EXIT_OK if asked.ever.is_set() else EXIT_ENGINE
-        _announce(config, listener, engine.ready)
-        services = app.state.services
-        assert isinstance(services, Services)
-        waiting.append(asyncio.create_task(services.hub.ended.wait()))
-        await asyncio.wait({serving, *waiting[1:]}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({serving, asking, ended}, return_when=asyncio.FIRST_COMPLETED)
         if services.hub.failed is not None and not asked.ever.is_set():
             await asyncio.sleep(FAREWELL_S)
             if not engine.gave_up:
                 raise EngineFailure(services.hub.failed)
-            await _stay(services.hub.failed, serving, waiting[1])
+            await _stay(services.hub.failed, serving, asking)
             return EXIT_ENGINE
         if asked.ever.is_set() and services.hub.failed is None:
             await _drain(services, config.serve.drain_s, asked)
         return EXIT_OK
     finally:
-        for task in waiting:
+        for task in (asking, ended):
             task.cancel()
-        server.should_exit = True
-        await serving
 
 
 async def _stay(failed: str, *ends: asyncio.Task[Any]) -> None:

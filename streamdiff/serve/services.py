@@ -17,6 +17,7 @@ from streamdiff.serve.engine_state import EngineState, lost_message
 from streamdiff.serve.hub import DEFAULT_SESSION, Client, Hub
 from streamdiff.serve.metrics import Metrics
 from streamdiff.serve.outputs import Outputs
+from streamdiff.serve.peers import Places, address_of
 from streamdiff.serve.problem import Problem
 from streamdiff.serve.rate import Allowances
 from streamdiff.serve.session_view import SessionView
@@ -24,6 +25,7 @@ from streamdiff.serve.targets import Target
 from streamdiff.serve.whep import Viewers
 
 REQUESTS_PER_S, REQUEST_BURST = 50.0, 200.0
+MAX_SOCKETS = 64
 SOCKET_PROTOCOL, TOKEN_PROTOCOL = "streamdiff", "streamdiff.token."
 
 
@@ -43,11 +45,12 @@ class Services:
         self.metrics = Metrics()
         self.codecs = codecs
         self.access = Access(tokens)
-        self.sockets = 0
-        """Control WebSockets that are open."""
+        self.sockets = Places(MAX_SOCKETS, config.serve.address_share, "sockets", "control WebSockets")
+        """Of control WebSockets."""
         self._requests = Allowances(REQUESTS_PER_S, REQUEST_BURST)
         self.hub = Hub(config, client, ready, self.metrics)
-        self.viewers = Viewers(config.serve.max_viewers, self.codecs, self.metrics, config.serve.ice_servers)
+        places = Places(config.serve.max_viewers, config.serve.address_share, "viewers", "serve.max_viewers")
+        self.viewers = Viewers(places, self.codecs, self.metrics, config.serve.ice_servers)
         self.hub.on_end = self.viewers.end_session
         self.outputs = Outputs(targets, lambda: self.hub.view(DEFAULT_SESSION), self.metrics)
 
@@ -59,7 +62,7 @@ class Services:
         room = self.hub.room()
         self.metrics.room.set(float("nan") if room is None else room)
         self.metrics.engine_up.set(self.hub.failed is None and self.hub.restarting is None)
-        self.metrics.sockets.set(self.sockets)
+        self.metrics.sockets.set(self.sockets.count)
 
     def role(self, request: HTTPConnection, view: SessionView | None = None) -> Role:
         """What a caller may do with a session, or with the server."""
@@ -84,8 +87,7 @@ class Services:
 
     def limit(self, request: HTTPConnection) -> None:
         """Count a request that changes something. Raises Problem: 429 for too many from one address."""
-        address = request.client.host if request.client else ""
-        if not self._requests.of(address).take(clock.monotonic_s()):
+        if not self._requests.of(address_of(request)).take(clock.monotonic_s()):
             raise Problem(429, "Too many requests in a short time from one address.", {"Retry-After": "1"}, code="rate")
 
     def view(self, request: HTTPConnection) -> SessionView:

@@ -29,6 +29,7 @@ from streamdiff.serve.codecs import Codec
 from streamdiff.serve.control import MAX_MESSAGE_BYTES
 from streamdiff.serve.logs import facts
 from streamdiff.serve.metrics import Ahead, Metrics
+from streamdiff.serve.peers import Places
 from streamdiff.serve.problem import Problem
 from streamdiff.serve.rate import Allowance, Allowances
 from streamdiff.serve.sdp import MAX_CANDIDATES, SdpError, check_offer, parse_trickle, username_of, video_codecs_of
@@ -39,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
 TOMBSTONE_S = 60.0
-RETRY_AFTER_S = 5
 POSTS_PER_S, POST_BURST = 20.0, 40.0
 CHANGES_PER_S, CHANGE_BURST = 100.0, 200.0
 """Candidates and ends: a page that trickles sends ten or so, and many may sit behind one address."""
@@ -70,6 +70,7 @@ class Viewer:
     may_control: bool = True
     client: str | None = None
     username: str | None = None
+    address: str = ""
     candidates: int = 0
     codec: Codec | None = None
     track: ViewerTrack | None = None
@@ -83,15 +84,14 @@ class Viewers:
     """Everybody who watches. Lives on the event loop."""
 
     def __init__(
-        self, limit: int, codecs: tuple[Codec, ...], metrics: Metrics, ice_servers: Sequence[IceServer] = ()
+        self, places: Places, codecs: tuple[Codec, ...], metrics: Metrics, ice_servers: Sequence[IceServer] = ()
     ) -> None:
-        self._limit = limit
+        self._places = places
         self._codecs = codecs
         self._metrics = metrics
         # Without an explicit (here often empty) list aiortc asks a public STUN server and waits for it.
         self._ice = [RTCIceServer(each.url, each.username, each.credential) for each in ice_servers]
         self._viewers: dict[str, Viewer] = {}
-        self._reserved = 0
         self._tombstones: dict[tuple[str, str], float] = {}
         self._offers = Allowances(POSTS_PER_S, POST_BURST)
         self._changes = Allowances(CHANGES_PER_S, CHANGE_BURST)
@@ -101,7 +101,7 @@ class Viewers:
     @property
     def count(self) -> int:
         """Viewers, those still connecting included."""
-        return len(self._viewers) + self._reserved
+        return self._places.count
 
     def measure(self) -> None:
         """Bring what is not counted where it happens into the metrics. Mutates: self."""
@@ -135,21 +135,22 @@ class Viewers:
         if not video_codecs_of(checked) & set(wanted):
             names = " or ".join(codec.upper() for codec in wanted)
             raise Problem(422, f"The offer has no video codec that is sent here: offer {names}.", code="codec")
-        ghost = self._ghost_of(client) if self.count >= self._limit else None
-        if self.count >= self._limit and ghost is None:
-            message = f"All {self._limit} places are taken. Try again in a moment, or raise serve.max_viewers."
-            raise Problem(503, message, {"Retry-After": str(RETRY_AFTER_S)}, code="viewers")
+        refusal = self._places.refusal(address)
+        ghost = self._ghost_of(client) if refusal is not None else None
+        if refusal is not None and ghost is None:
+            raise refusal
         self._limit_rate(self._offers, address, "connections")
         # From here to the registration below there are awaits: the place is taken before the first of them.
-        self._reserved += 1
+        self._places.take(address)
         self._count()
         try:
             if ghost is not None:
                 await self._end(ghost, "ghost")
-            return await self._connect(view, checked, wanted, may_control, client)
-        finally:
-            self._reserved -= 1
+            return await self._connect(view, checked, wanted, may_control, client, address)
+        except BaseException:
+            self._places.leave(address)
             self._count()
+            raise
 
     async def trickle(self, session: str, id: str, fragment: str, address: str) -> None:
         """Take candidates that a viewer found after its offer.
@@ -206,10 +207,16 @@ class Viewers:
     # ---- one viewer's life --------------------------------------------------------------------------------------
 
     async def _connect(
-        self, view: SessionView, offer: str, wanted: tuple[Codec, ...], may_control: bool, client: str | None
+        self,
+        view: SessionView,
+        offer: str,
+        wanted: tuple[Codec, ...],
+        may_control: bool,
+        client: str | None,
+        address: str,
     ) -> tuple[str, str]:
         pc = RTCPeerConnection(RTCConfiguration(iceServers=self._ice))
-        viewer = Viewer(secrets.token_urlsafe(24), view, pc, may_control, client, username_of(offer))
+        viewer = Viewer(secrets.token_urlsafe(24), view, pc, may_control, client, username_of(offer), address)
         first = self._metrics.viewer_first_s.observe
         viewer.track = ViewerTrack(lambda track: self._started(viewer, track), lambda: self._need_key(viewer), first)
         pc.on("connectionstatechange", lambda: self._state_changed(viewer))
@@ -313,6 +320,7 @@ class Viewers:
     async def _end(self, viewer: Viewer, end: str) -> None:
         if self._viewers.pop(viewer.id, None) is None:
             return
+        self._places.leave(viewer.address)
         now_s = clock.monotonic_s()
         self._tombstones = {key: until_s for key, until_s in self._tombstones.items() if until_s > now_s}
         self._tombstones[viewer.view.session, viewer.id] = now_s + TOMBSTONE_S

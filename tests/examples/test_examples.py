@@ -72,6 +72,7 @@ class _Whep(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", str(self.headers["Content-Type"]))
         self.send_header("Location", "/whep/7")
+        self.send_header("Retry-After", f"{self.headers['Host']} {self.headers['Origin']}")
         self.end_headers()
         self.wfile.write(b"an answer")
 
@@ -95,6 +96,9 @@ def test_custom_viewer_hands_out_its_page_and_passes_offers_on() -> None:
             answer = client.post("/whep", content=b"an offer", headers=sdp)
             assert (answer.status_code, answer.text) == (201, "an answer")
             assert answer.headers["Location"] == "/whep/7"
+            page = {"Host": "evil.example", "Origin": "http://evil.example"}
+            answer = client.post("/whep", content=b"an offer", headers=sdp | page)
+            assert answer.headers["Retry-After"] == "evil.example http://evil.example", "streamdiff sees who asks"
             assert client.post("/whep", content=b"nonsense", headers=sdp).status_code == 400
             assert client.post("/metrics", content=b"", headers=sdp).status_code == 404
             behind.shutdown()

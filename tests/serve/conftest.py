@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,15 +11,15 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
 from aiortc.sdp import candidate_to_sdp
 
 from streamdiff.config import Config, ServeConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Command, Event, FrameBatch, Ready, Shown
-from streamdiff.serve.app import create_app
-from streamdiff.serve.server import SOCKET_OPTIONS
+from streamdiff.serve import server
+from streamdiff.serve.app import attach_engine, create_app
+from streamdiff.serve.http_server import HttpServer
 from streamdiff.serve.services import Services
 from tests.serve.scripted import Painter
 
@@ -137,7 +136,15 @@ class Site:
     http: httpx.AsyncClient
     client: InMemoryClient
     services: Services
+    server: HttpServer
     peers: list[Peer] = field(default_factory=list)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens."""
+        url = httpx.URL(self.base)
+        assert url.port is not None
+        return url.host, url.port
 
     async def offer(self, codec: str | None = None, control: bool = True) -> Peer:
         """A peer with an offer, not yet sent."""
@@ -202,27 +209,29 @@ class Site:
 @contextlib.asynccontextmanager
 async def open_site(config: Config | None = None, painter: Painter | None = None) -> AsyncIterator[Site]:
     """A server on a free port of this machine, in this process."""
+    config = config or Config()
     client = InMemoryClient(painter or Painter(chunk_s=0.02))
-    app = create_app(config or Config(), client, client.ready)
-    listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-    options = {"log_level": "error", "lifespan": "on", "timeout_graceful_shutdown": 1, **SOCKET_OPTIONS}
-    server = uvicorn.Server(uvicorn.Config(app, **options))
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    serving = asyncio.create_task(server._serve(sockets=[listener]))
+    app = create_app(config)
+    listener = server.listen("127.0.0.1", 0)
+    http_server = HttpServer(app, config.serve)
+    serving = asyncio.create_task(http_server.serve(sockets=[listener]))
     base = f"http://127.0.0.1:{listener.getsockname()[1]}"
     limits = httpx.Limits(max_connections=None)
     try:
-        async with httpx.AsyncClient(base_url=base, timeout=20, limits=limits) as http:
-            while not server.started:
-                await asyncio.sleep(0.01)
-            site = Site(base, http, client, app.state.services)
+        async with (
+            attach_engine(app, config, client, client.ready) as services,
+            httpx.AsyncClient(base_url=base, timeout=20, limits=limits) as http,
+        ):
+            site = Site(base, http, client, services, http_server)
             await site.until(lambda: site.services.hub.view("default").opened)  # type: ignore[union-attr]
             try:
                 yield site
             finally:
                 await asyncio.gather(*(peer.pc.close() for peer in site.peers))
+                http_server.should_exit = True
+                await serving
     finally:
-        server.should_exit = True
+        http_server.should_exit = True
         await serving
         client.stop()
 
@@ -230,7 +239,7 @@ async def open_site(config: Config | None = None, painter: Painter | None = None
 @pytest.fixture
 def small() -> Config:
     """A configuration with few places."""
-    return Config(serve=ServeConfig(max_viewers=8))
+    return Config(serve=ServeConfig(max_viewers=8, address_share=1.0))
 
 
 @pytest.fixture(autouse=True)

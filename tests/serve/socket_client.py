@@ -31,15 +31,16 @@ class SocketClient:
     @classmethod
     async def connect(
         cls, base: str, path: str, *, headers: dict[str, str] | None = None, protocols: tuple[str, ...] = (),
-        receive_bytes: int | None = None,
+        receive_bytes: int | None = None, to: tuple[str, int] | None = None,
     ) -> SocketClient:  # fmt: skip
-        """Open a connection to `path` at `base`. `receive_bytes`: what the kernel takes in unread."""
+        """Open a connection to `path` at `base`. `receive_bytes`: what the kernel takes in unread.
+        `to`: where `base` is, whatever it is called."""
         url = urlsplit(base)
         raw = socket.socket()
         if receive_bytes is not None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         raw.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(raw, (url.hostname, url.port))
+        await asyncio.get_running_loop().sock_connect(raw, to or (url.hostname, url.port))
         reader, writer = await asyncio.open_connection(sock=raw, limit=4096 if receive_bytes else 2**16)
         client = cls(reader, writer, wsproto.WSConnection(wsproto.ConnectionType.CLIENT))
         request = events.Request(

@@ -377,9 +377,16 @@ def test_pages_of_other_origins_are_let_in_only_when_named() -> None:
 
 
 def test_a_size_that_cannot_be_encoded_is_refused_at_once() -> None:
+    config = Config(serve=ServeConfig(scale=1))
     ready = Ready("m", "cpu", 127, 128, 40.0, 8, 4, "clean")
+
+    async def attach() -> None:
+        app = app_module.create_app(config)
+        async with app_module.attach_engine(app, config, None, ready):  # type: ignore[arg-type]
+            pass
+
     with pytest.raises(ConfigError, match="even"):
-        app_module.create_app(Config(serve=ServeConfig(scale=1)), None, ready)  # type: ignore[arg-type]
+        asyncio.run(attach())
 
 
 def test_the_end_of_the_engine_is_named_everywhere() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from streamdiff.config import Config, ServeConfig
-from streamdiff.serve import control_socket, routes_control
+from streamdiff.serve import control_socket, services
 from tests.serve.conftest import Site, bearer, run_scene
 from tests.serve.socket_client import SocketClient
 from tests.serve.test_whep import _colour, _is, _until_colour
@@ -41,7 +41,7 @@ def test_receipts_follow_a_prompt_to_the_screen() -> None:
         assert stages[2]["pts"] > 0
         await _until_colour(peer, "blue")
         await socket.close()
-        await site.until(lambda: site.services.sockets == 0)
+        await site.until(lambda: site.services.sockets.count == 0)
 
     run_scene(scene)
 
@@ -237,13 +237,13 @@ def test_a_reader_that_does_not_read_is_let_go_and_others_hear_on() -> None:
         assert view is not None
         reads = await SocketClient.connect(site.base, PATH)
         stuck = await SocketClient.connect(site.base, PATH, receive_bytes=4096)
-        assert site.services.sockets == 2
+        assert site.services.sockets.count == 2
         for number in range(2000):
             view.say({"type": "pad", "number": number, "pad": "x" * 50_000})
             await reads.message({"type": "pad", "number": number})
-            if site.services.sockets == 1:
+            if site.services.sockets.count == 1:
                 break
-        assert site.services.sockets == 1, "200 messages of 50 KB are more than a kernel takes in"
+        assert site.services.sockets.count == 1, "200 messages of 50 KB are more than a kernel takes in"
         assert 'sockets_ended_total{end="slow"} 1.0' in (await site.http.get("/metrics")).text
         reads.send({"type": "ping", "id": 1})
         assert await reads.message({"type": "pong", "id": 1})
@@ -254,19 +254,19 @@ def test_a_reader_that_does_not_read_is_let_go_and_others_hear_on() -> None:
 
 
 def test_so_many_connections_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes_control, "MAX_SOCKETS", 3)
+    monkeypatch.setattr(services, "MAX_SOCKETS", 3)
 
     async def scene(site: Site) -> None:
         sockets = [await SocketClient.connect(site.base, PATH) for _ in range(4)]
         assert [socket.status for socket in sockets] == [101, 101, 101, 503]
         assert sockets[3].problem["code"] == "sockets"
         await sockets[0].close()
-        await site.until(lambda: site.services.sockets == 2)
+        await site.until(lambda: site.services.sockets.count == 2)
         again = await SocketClient.connect(site.base, PATH)
         assert again.status == 101
         await asyncio.gather(*(socket.close() for socket in (*sockets, again)))
 
-    run_scene(scene)
+    run_scene(scene, Config(serve=ServeConfig(address_share=1.0)))
 
 
 def test_the_end_of_a_session_ends_its_sockets() -> None:

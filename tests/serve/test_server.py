@@ -94,15 +94,15 @@ def test_a_port_in_use_is_one_line_and_exit_code_2(running: Running) -> None:
 def test_an_address_that_is_not_ours(host: str) -> None:
     assert server.run(Config(serve=ServeConfig(host=host, port=0))) == 2
     with pytest.raises(ConfigError, match=re.escape(host)):
-        server._listen(host, 0)
+        server.listen(host, 0)
 
 
 def test_the_address_that_is_printed() -> None:
     for host, expected in [("127.0.0.1", "http://127.0.0.1:{}/"), ("0.0.0.0", "http://127.0.0.1:{}/")]:
-        with server._listen(host, 0) as listener:
+        with server.listen(host, 0) as listener:
             assert server.address_of(listener) == expected.format(listener.getsockname()[1])
     if socket.has_ipv6:
-        with server._listen("::1", 0) as listener:
+        with server.listen("::1", 0) as listener:
             assert server.address_of(listener) == f"http://[::1]:{listener.getsockname()[1]}/"
 
 

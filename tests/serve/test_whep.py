@@ -175,7 +175,7 @@ def test_a_hundred_at_once_get_exactly_the_places_there_are(monkeypatch: pytest.
         assert site.services.viewers.count == 8
         await watcher.frame()
 
-    run_scene(scene, Config(serve=ServeConfig(max_viewers=8)))
+    run_scene(scene, Config(serve=ServeConfig(max_viewers=8, address_share=1.0)))
 
 
 def test_who_never_connects_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,7 +241,7 @@ def test_a_page_that_comes_back_takes_the_place_of_its_own_dead_connection(monke
             await again.frame()
             await other.frame()
 
-    run_scene(scene, Config(serve=ServeConfig(max_viewers=2)))
+    run_scene(scene, Config(serve=ServeConfig(max_viewers=2, address_share=1.0)))
 
 
 def test_a_connection_that_never_lived_makes_room_for_the_next_of_its_client_and_the_oldest_goes_first() -> None:
@@ -263,7 +263,7 @@ def test_a_connection_that_never_lived_makes_room_for_the_next_of_its_client_and
         assert {each.status_code for each in crowd} <= {201, 503}
         assert site.services.viewers.count == 2
 
-    run_scene(scene, Config(serve=ServeConfig(max_viewers=2)))
+    run_scene(scene, Config(serve=ServeConfig(max_viewers=2, address_share=1.0)))
 
 
 @pytest.mark.parametrize("client", ["", "short", "x" * 65, "tab one one", "tab-one-\u00e9"])
@@ -401,4 +401,4 @@ def test_nothing_is_left_of_a_hundred_that_came_at_once(monkeypatch: pytest.Monk
         for _ in range(20):
             await watcher.frame()
 
-    run_scene(scene, Config(serve=ServeConfig(max_viewers=8)))
+    run_scene(scene, Config(serve=ServeConfig(max_viewers=8, address_share=1.0)))

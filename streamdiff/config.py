@@ -347,7 +347,20 @@ def _section(name: str) -> type[BaseModel]:
     return annotation
 
 
-_TYPES: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_TYPES: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list[Origin]: "a list of origins such as https://example.org, or *",
+    list[HostName]: "a list of names such as stream.example.org, without a port",
+    list[Proxy]: "a list of addresses and networks such as 10.0.0.5 or 10.0.0.0/8",
+    list[str]: "a list of files and addresses",
+    list[IceServer]: (
+        "a list of servers, each with url (stun:HOST:PORT or turn:HOST:PORT), a turn server also with username and "
+        "credential"
+    ),
+}
 
 
 def _allowed(field: FieldInfo) -> str:
@@ -356,18 +369,7 @@ def _allowed(field: FieldInfo) -> str:
     if get_origin(annotation) in (Union, types.UnionType):
         (annotation,) = (part for part in get_args(annotation) if part is not type(None))
         optional = True
-    if annotation == list[Origin]:
-        words = "a list of origins such as https://example.org, or *"
-    elif annotation == list[HostName]:
-        words = "a list of names such as stream.example.org, without a port"
-    elif annotation == list[Proxy]:
-        words = "a list of addresses and networks such as 10.0.0.5 or 10.0.0.0/8"
-    elif annotation == list[str]:
-        words = "a list of files and addresses"
-    elif annotation == list[IceServer]:
-        words = "a list of servers, each with url (stun:HOST:PORT or turn:HOST:PORT), a turn server also with "
-        words += "username and credential"
-    elif get_origin(annotation) is Literal:
+    if get_origin(annotation) is Literal:
         words = "one of " + ", ".join(str(choice) for choice in get_args(annotation))
     else:
         words = _TYPES.get(annotation, "a value")

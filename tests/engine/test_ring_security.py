@@ -38,15 +38,21 @@ def config() -> Config:
 
 @asynccontextmanager
 async def ring() -> AsyncIterator[tuple[EngineClient, list[psutil.Process]]]:
-    """A ring that is ready, and its processes: the launcher first."""
-    supervisor = Supervisor(config(), start_limit_s=LIMIT_S)
+    """A ring with a session, and its processes: the launcher first. Afterwards none of them is left."""
+    supervisor = Supervisor(config(), start_limit_s=LIMIT_S, stop_limit_s=2.0)
     client = await supervisor.start()
+    processes: list[psutil.Process] = []
     try:
         await client.send(Open("one", "a red circle moving left"))
         launcher = psutil.Process(supervisor.pid)
-        yield client, [launcher, *launcher.children(recursive=True)]
+        processes += [launcher, *launcher.children(recursive=True)]
+        yield client, processes
     finally:
         await supervisor.stop()
+        _, alive = psutil.wait_procs(processes, timeout=LIMIT_S)
+        for process in alive:
+            process.kill()
+    assert not alive
 
 
 def listening(process: psutil.Process) -> list[tuple[str, int]]:

@@ -26,6 +26,7 @@ from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
 from av import VideoFrame
 
 from tests.serve.conftest import Peer
+from tests.serve.socket_client import SocketClient
 
 pytestmark = pytest.mark.slow
 
@@ -332,6 +333,11 @@ def test_while_the_model_loads_it_lives_is_not_ready_and_the_page_looks_again(ga
             assert (await http.post("/whep", content="v=0")).json()["code"] == "loading"
             page = await http.get("/")
             assert page.headers["refresh"] == "1" and "loading" in page.text
+            assert "content-security-policy" in page.headers
+            assert (await http.get("/", headers={"Host": "evil.example"})).status_code == 421
+            steering = await SocketClient.connect(str(http.base_url), "/api/sessions/default/control")
+            assert (steering.status, steering.problem["code"]) == (503, "loading")
+            await steering.close()
             await gate.open()
             await asyncio.to_thread(server.address)
             async with asyncio.timeout(LIMIT_S):

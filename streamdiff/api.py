@@ -222,7 +222,7 @@ class StreamSession:
 class ModelOptions(TypedDict, total=False):
     """What runs, and where.
 
-    model: `tiny`, the embedded model (default), a name that `streamdiff models` lists, or a folder.
+    model: `tiny`, the embedded model (default), a name that `streamdiff models` lists, a hub id, or a folder.
     weights, lora, vae, text_encoder: paths of parts in place of the model's own; `vae` may be a name such as `taew2_1`.
     text_device: where a large text encoder runs, `cpu` or `cuda`; default: on a GPU that has three times its size free.
     dtype: `float32` or `bfloat16`; default: bfloat16 on CUDA.
@@ -234,6 +234,8 @@ class ModelOptions(TypedDict, total=False):
     size: `WIDTHxHEIGHT` in pixels; default: the model's own.
     device: `auto`, `cpu` or `cuda`.
     steps: denoise steps per chunk, of those the model has; default: what it was made for. The embedded one has 4 and 2.
+    timesteps, chunk_latents: of a model that the catalogue does not know, what it is told at each step, and the latent
+        frames of a chunk; window, sink and rope have to be said too then.
     kv_context: what a chunk sees of earlier chunks: `clean`, `staircase` or `matched`; default: what it was made for.
     window, sink: latent frames a chunk can see, the sink and itself included, and those of the beginning that stay in
         sight; `rope`: `absolute` or `relative` positions. Default: the model's own.
@@ -257,6 +259,8 @@ class ModelOptions(TypedDict, total=False):
     size: str
     device: str
     steps: int | None
+    timesteps: tuple[float, ...]
+    chunk_latents: int
     kv_context: str
     window: int
     sink: int

@@ -80,11 +80,15 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _at_native_rate(config: Config) -> Config:
-    """With the rate of a published model where none was asked for: faster is fast motion."""
-    from streamdiff.models import catalogue
+    """With the rate of a published model where none was asked for: faster is fast motion. And a folder's small pictures
+    enlarged as the embedded model's, if it is of that kind."""
+    from streamdiff.models import catalogue, resolve, specs
 
-    entry = catalogue.entries().get(config.model.name)
-    if "fps" in config.playback.model_fields_set or entry is None or entry.native_fps is None:
+    if resolve.is_embedded(config.model.name):
+        return config.model_copy(update={"serve": config.serve.model_copy(update={"scale": config.serve.scale or 2})})
+    known = catalogue.entries()
+    entry = known.get(config.model.name, known[specs.USUAL])
+    if "fps" in config.playback.model_fields_set or config.model.name.startswith(resolve.RANDOM):
         return config
     playback = config.playback.model_copy(update={"fps": entry.native_fps})
     return config.model_copy(update={"playback": playback})
@@ -209,7 +213,10 @@ def _config(
     overrides = {
         option.key: value for option, value in given.items() if value is not None and option.key not in without
     }
-    names = {option.key: option.flag for option in given}
+    if isinstance(steps := overrides.get("model.steps"), tuple):
+        del overrides["model.steps"]
+        overrides["model.timesteps"] = steps
+    names = {option.key: option.flag for option in given} | {"model.timesteps": "--steps"}
     from streamdiff.models.resolve import completed
 
     config = load(arguments.config, {**overrides, **(extra or {})}, names)

@@ -21,7 +21,13 @@ class Option:
 
 
 MODEL = (
-    Option("--model", "model.name", str, "NAME", "`tiny`, a name that `streamdiff models` lists, a hub id, or a path"),
+    Option(
+        "--model",
+        "model.name",
+        str,
+        "NAME",
+        "`tiny`, a name of `streamdiff models`, a hub id (OWNER/NAME), or a path",
+    ),
     Option("--device", "model.device", str, "DEVICE", "auto, cpu or cuda (default auto: cuda where there is one)"),
     Option("--threads", "model.threads", int, "N", "CPU threads of the transformer"),
     Option(
@@ -121,6 +127,13 @@ STAGES = Option(
     "--stages", "model.stages", int, "N", "ranks, started here, over which the model's blocks are split (default 1)"
 )
 SERVE = (
+    Option(
+        "--chunk-frames",
+        "model.chunk_latents",
+        int,
+        "N",
+        "latent frames of a chunk, of a model that the catalogue does not know",
+    ),
     *WINDOW,
     STAGES,
     Option("--decode", "model.decode", str, "PLACE", "rank of a ring that decodes: head (default), last or own-rank"),

@@ -13,6 +13,8 @@ from streamdiff.cli_options import Option
 from streamdiff.errors import ConfigError
 from streamdiff.version import __version__
 
+_BUT_STEPS = tuple(option for option in cli_options.MODEL if option.flag != "--steps")
+
 
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, and remembers its long options so that a mistyped one finds its neighbour."""
@@ -62,8 +64,9 @@ def parsers() -> dict[str, Parser]:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
 
     serve = _command(commands, "serve", "show a live stream in the browser", cli_options.SERVE_EXAMPLES)
-    shown = (*cli_options.ADDRESS, cli_options.PROMPT, *cli_options.MODEL, *cli_options.PARTS, *cli_options.SERVE)
+    shown = (*cli_options.ADDRESS, cli_options.PROMPT, *_BUT_STEPS, *cli_options.PARTS, *cli_options.SERVE)
     _add(serve, (*shown, *cli_options.TRACE))
+    _add_steps(serve)
     _add_flags(serve)
 
     generate = _command(commands, "generate", "make a video file", cli_options.GENERATE_EXAMPLES + cli_exact.EXAMPLES)
@@ -100,20 +103,13 @@ def _add_generate(generate: Parser) -> None:
         generate,
         (
             cli_options.PROMPT,
-            *(option for option in cli_options.MODEL if option.flag != "--steps"),
+            *_BUT_STEPS,
             *cli_options.PARTS,
             cli_options.STAGES,
             *cli_options.TRACE,
         ),
     )
-    generate.add_argument(
-        "--steps",
-        dest="model.steps",
-        type=cli_exact.parse_steps,
-        metavar="N",
-        help="denoise steps per chunk (default: what the model was made for; `tiny` has 4, and 2); or the timesteps "
-        "themselves, 1000,937.5,833.33,625",
-    )
+    _add_steps(generate)
     cli_exact.add(generate)
     generate.add_argument(
         "--prompt-at",
@@ -121,6 +117,18 @@ def _add_generate(generate: Parser) -> None:
         default=[],
         metavar="SECONDS:TEXT",
         help="change the prompt at this time; may be given several times",
+    )
+
+
+def _add_steps(parser: Parser) -> None:
+    """`--steps` where it may be a list."""
+    parser.add_argument(
+        "--steps",
+        dest="model.steps",
+        type=cli_exact.parse_steps,
+        metavar="N",
+        help="denoise steps per chunk (default: what the model was made for; `tiny` has 4, and 2); or the timesteps "
+        "themselves, 1000,937.5,833.33,625",
     )
 
 

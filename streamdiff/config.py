@@ -48,6 +48,11 @@ def _switch(value: object) -> object:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
+def _tuple(value: object) -> object:
+    """YAML has lists; a configuration is hashed."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 class ModelConfig(_Section):
     """Which weights run, where, and how."""
 
@@ -83,6 +88,12 @@ class ModelConfig(_Section):
     threads: int = Field(1, ge=1, le=64, description="CPU threads of the transformer; decoding has one of its own")
     steps: int | None = Field(
         None, ge=1, le=50, description="denoise steps per chunk, of those the model has; default: what it was made for"
+    )
+    timesteps: Annotated[tuple[float, ...] | None, BeforeValidator(_tuple)] = Field(
+        None, description="what a model that the catalogue does not know is told at each of its steps, 1000 to 0"
+    )
+    chunk_latents: int | None = Field(
+        None, ge=1, description="latent frames of a chunk, of a model that the catalogue does not know"
     )
     kv_context: KVContext = Field("clean", description="what a chunk sees of earlier chunks (DESIGN: KV context)")
     clean_pass: Literal["alone", "with-next"] = Field(

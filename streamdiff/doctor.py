@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from streamdiff import models_report
 from streamdiff.config import Config
 from streamdiff.errors import ConfigError
-from streamdiff.models import catalogue
+from streamdiff.models import catalogue, resolve
 from streamdiff.models.base import choose_steps
 from streamdiff.models.catalogue import Entry, Files
 from streamdiff.pipeline.planning import known
@@ -206,6 +206,9 @@ def _look_at_weights(config: Config) -> Iterator[Finding]:
     else:
         folder = Path(config.model.name)
     files = sorted(folder.rglob("*.safetensors"))
+    if not files and resolve.is_repository(config.model.name):
+        yield Finding("model", Grade.NOTE, f"{config.model.name}: what is missing of it will be fetched from the hub")
+        return
     if not files:
         yield Finding("model", Grade.BAD, f"{config.model.name}: no weights (*.safetensors) under {folder}")
         return

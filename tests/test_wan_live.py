@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,13 +19,14 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 import streamdiff
-from streamdiff import cli
+from streamdiff import cli, cli_parsers
 from streamdiff.config import ModelConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Close, FrameBatch, Open
 from streamdiff.errors import ConfigError
 from streamdiff.models import library, sampling
 from streamdiff.models.base import Model
+from streamdiff.models.tiny.model import WEIGHTS
 from streamdiff.models.wan.transformer import KeyValue
 from streamdiff.pipeline import scripted
 from streamdiff.pipeline.start import load_runtime
@@ -417,7 +419,8 @@ def test_a_context_that_the_model_was_not_made_for_is_remarked_on(
         ({"model": "tiny", "window": 6}, "knows no past but that of the window it was trained with"),
         ({"window": 3, "sink": 1}, "must leave room for the chunk itself, 3 latent frames"),
         ({"window": 0}, "window is 0"),
-        ({"model": "wan2.1-t2v-1.3b"}, "neither steps nor window are known"),
+        ({"model": "wan2.1-t2v-1.3b"}, "wan2.1-t2v-1.3b makes whole clips, so it cannot run live"),
+        ({"timesteps": (1000, 500)}, "the timesteps and the chunk of self-forcing are known"),
         ({"model": "tiny", "size": "64x64"}, "the size of tiny is fixed"),
         ({"model": "tiny", "text_encoder": "/nowhere"}, "the text encoder of tiny is fixed"),
         ({"weights": "/nowhere.pt"}, "/nowhere.pt: no such file"),
@@ -483,6 +486,75 @@ def test_a_repository_of_the_hub_lends_its_parts(files: Files, monkeypatch: pyte
         cli.main(["generate", "--model", "no/one", "--chunks", "1", "--latents-out", str(tmp_path / "x.safetensors")])
         == 2
     )
+
+
+TOLD: dict[str, Any] = {
+    **{"timesteps": (1000.0, 937.5, 833.33, 625.0), "chunk_latents": 3, "window": 12, "sink": 3, "rope": "relative"},
+    "size": "64x32",
+}
+
+
+@pytest.fixture(scope="module")
+def in_diffusers_layout(files: Files) -> Path:
+    """The same model as a folder, as diffusers' pipelines are saved; it brings its text encoder and autoencoder."""
+    folder = files.weights.parent / "pipeline"
+    denoiser = library.load_transformer(library.find(str(files.weights)), torch.device("cpu"), torch.float32)
+    denoiser.model.save_pretrained(folder / "transformer")
+    shutil.copytree(files.vae, folder / "vae")
+    for part in ("text_encoder", "tokenizer"):
+        shutil.copytree(files.text / part, folder / part)
+    (folder / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
+    return folder
+
+
+def test_a_folder_or_a_repository_runs_live_once_everything_is_said_of_it(
+    in_diffusers_layout: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its stream is that of the way over files."""
+    folder = str(in_diffusers_layout)
+    with streamdiff.open(PROMPT, model=folder, seed=3, **TOLD) as session:
+        assert (session.width, session.height, session.chunk_frames, session.fps) == (64, 32, 12, 16.0)
+        live = np.stack(list(islice(session, FRAMES)))
+    assert "nobody says in which KV context" in capsys.readouterr().err
+    latents = tmp_path / "latents.safetensors"
+    command = ["generate", "--model", folder, "--prompt", PROMPT, "--seed", "3", "--chunks", "2", "--no-decode"]
+    command += ["--steps", "1000,937.5,833.33,625", "--chunk-frames", "3", "--window", "12", "--sink", "3"]
+    command += ["--rope", "relative", "--size", "64x32", "--latents-out", str(latents)]
+    assert cli.main(command) == 0
+    expected = decoded(Files(Path(), in_diffusers_layout / "vae", Path()), latents)
+    assert live.std() > 5 and np.abs(live.astype(int) - expected.astype(int)).max() <= 1
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    paths = [path for path in in_diffusers_layout.rglob("*") if path.is_file()]
+    lay(tmp_path / "hub", "someone/Wan", {str(path.relative_to(in_diffusers_layout)): path for path in paths})
+    with streamdiff.open(PROMPT, model="someone/Wan", seed=3, **TOLD) as session:
+        assert np.array_equal(np.stack(list(islice(session, FRAMES))), live)
+
+
+def test_what_the_catalogue_does_not_know_is_asked_for_by_name(in_diffusers_layout: Path) -> None:
+    options = {"timesteps": "--steps ", "chunk_latents": "--chunk-frames N", "window": "--window N", "sink": "--sink N"}
+    for left_out in ({"rope"}, {"timesteps", "window"}, set(TOLD) - {"size"}):
+        given = {name: value for name, value in TOLD.items() if name not in left_out}
+        with pytest.raises(ConfigError, match="is not in the catalogue, and not guessed: say --") as caught:
+            streamdiff.open(PROMPT, model=str(in_diffusers_layout), **given)
+        asked = {name for name, flag in {**options, "rope": "--rope "}.items() if flag in str(caught.value)}
+        assert asked == left_out and "--model NAME --weights FILE" in str(caught.value)
+
+
+def test_serve_takes_a_list_of_steps_and_a_chunk(tmp_path: Path, in_diffusers_layout: Path) -> None:
+    command = ["serve", "--model", "someone/Wan", "--steps", "1000,500", "--chunk-frames", "3"]
+    config = cli._at_native_rate(cli._config(cli_parsers.parse(command)))
+    assert (config.model.timesteps, config.model.steps, config.model.chunk_latents) == ((1000.0, 500.0), None, 3)
+    assert (config.playback.fps, config.scale) == (16.0, 1)
+    (tmp_path / "c.yaml").write_text("model: {name: someone/Wan, timesteps: [1000.0, 500.0], chunk_latents: 3}")
+    assert cli._config(cli_parsers.parse(["serve", "--config", str(tmp_path / "c.yaml")])).model == config.model
+    for folder, scale in ((WEIGHTS, 2), (in_diffusers_layout, 1)):
+        served = cli._at_native_rate(cli._config(cli_parsers.parse(["serve", "--model", str(folder)])))
+        assert served.scale == scale
 
 
 def models_report_of(name: str) -> str:

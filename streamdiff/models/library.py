@@ -55,6 +55,8 @@ def spec_of(place: ResolvedModel, size: tuple[int, int] | None = None) -> ModelS
 
 def remark(place: ResolvedModel, kv_context: str) -> str:
     """What a user should know before a model runs with this KV context; empty where it was made for it."""
+    if place.entry is None and not place.embedded:
+        return f"nobody says in which KV context {place.name} keeps its quality; it runs with {kv_context}"
     context = place.entry.context if place.entry is not None else None
     if context is None or kv_context == context.trained or kv_context in context.works:
         return without_video(place)

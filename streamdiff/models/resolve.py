@@ -81,7 +81,7 @@ def find(name: str, parts: Parts = NOTHING) -> ResolvedModel:
         return _with(_of_folder(name, folder), parts)
     if Path(name).is_file():
         return _with(ResolvedModel(name, Path(name)), parts)
-    if _is_repository(name):
+    if is_repository(name):
         files = _of_repository(name, parts)
         return _with(_of_folder(name, hub.fetch_patterns(files.repo, files.files)), parts)
     return _of_entry(_entry(name), parts)
@@ -100,7 +100,7 @@ def to_fetch(name: str, parts: Parts = NOTHING) -> list[Files]:
         autoencoder = []
     if name.startswith(RANDOM) or _folder(name) is not None or Path(name).is_file():
         return autoencoder
-    if _is_repository(name):
+    if is_repository(name):
         return [_of_repository(name, parts), *autoencoder]
     entry, shared = _entry(name), catalogue.parts()
     needed = (
@@ -147,7 +147,8 @@ def _folder(name: str) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def _is_repository(name: str) -> bool:
+def is_repository(name: str) -> bool:
+    """Whether this can be the name of a repository of the hub."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and Path(name).suffix not in _FILES
 
 

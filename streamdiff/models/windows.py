@@ -1,7 +1,9 @@
-"""What a chunk sees, changed from what a model has: window, sink, positions; and whether that can be."""
+"""What a chunk sees, changed from what a model has: window, sink, positions; what a user says of a model of which
+nothing is known; and whether that can be."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from streamdiff.errors import ConfigError
@@ -27,6 +29,16 @@ def changed(spec: ModelSpec, window: int | None, sink: int | None, rope: str | N
     )
     check(spec)
     return spec
+
+
+def told(spec: ModelSpec, timesteps: Sequence[float], chunk_latents: int) -> ModelSpec:
+    """`spec` of a model of which nothing is known, with the one schedule and the chunk that a user says.
+
+    Raises:
+        ConfigError: a list that is no schedule.
+    """
+    schedule = sampling.published(timesteps, shift=1.0, warp=False)
+    return replace(spec, steps=(schedule.steps,), schedules=(schedule,), chunk_latents=chunk_latents)
 
 
 def check(spec: ModelSpec) -> None:

@@ -48,12 +48,30 @@ def place_of(config: ModelConfig) -> ResolvedModel:
     """
     loras = () if config.lora is None else (parse_lora(config.lora),)
     place = library.find(config.name, replace(resolve.parts_of(config), loras=loras))
-    if not place.embedded and (place.entry is None or place.entry.stream is None):
+    if place.entry is not None and place.entry.stream is None:
         raise ConfigError(
-            f"of {config.name} neither steps nor window are known, so it cannot run live. Name a causal model of "
-            "`streamdiff models` whose kind it is, and give the file as --weights"
+            f"{config.name} makes whole clips, so it cannot run live; name a model that `streamdiff models` lists"
         )
+    if not place.embedded and place.entry is None:
+        _check_told(config)
     return place
+
+
+def _check_told(config: ModelConfig) -> None:
+    """Raises ConfigError unless everything is said of a model that the catalogue does not know."""
+    told = (
+        ("--steps 1000,937.5,833.33,625 (the timesteps that it is told)", config.timesteps),
+        ("--chunk-frames N (latent frames of a chunk)", config.chunk_latents),
+        ("--window N", config.window),
+        ("--sink N (0: none)", config.sink),
+        ("--rope absolute, or relative", config.rope),
+    )
+    if missing := [option for option, value in told if value is None]:
+        raise ConfigError(
+            f"how {config.name} streams is not in the catalogue, and not guessed: say {'; '.join(missing)}. Where it "
+            "is of the kind of a model that `streamdiff models` lists, give its files as parts of that one instead: "
+            "--model NAME --weights FILE"
+        )
 
 
 def dtype_of(config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -248,6 +266,13 @@ def read_spec(config: ModelConfig) -> ModelSpec:
     size = None if config.size is None else library.parse_size(config.size)
     place = place_of(config)
     spec = library.spec_of(place, size)
+    if place.entry is None and not place.embedded:
+        assert config.timesteps is not None and config.chunk_latents is not None
+        spec = windows.told(spec, config.timesteps, config.chunk_latents)
+    elif config.timesteps is not None or config.chunk_latents is not None:
+        raise ConfigError(
+            f"the timesteps and the chunk of {config.name} are known; leave lists of --steps, and --chunk-frames, out"
+        )
     asked = config.window, config.sink, config.rope
     if asked != (None, None, None):
         if place.embedded:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from streamdiff import cli, cli_parsers
-from streamdiff.models import catalogue, hub
+from streamdiff.models import catalogue, hub, resolve
 from streamdiff.pipeline.planning.known import stage_memory
 from tests.rules.source import ROOT
 

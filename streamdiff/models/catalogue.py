@@ -312,8 +312,7 @@ def entries() -> dict[str, Entry]:
 
 
 def listed() -> list[Entry]:
-    """The models to offer: those that stream. The bases they are made from make no pictures worth a look here (no
-    guidance), so they are for who asks for them by name, to compare latents."""
+    """Models that stream. Their bases make no pictures worth a look without guidance: for who asks by name."""
     return [entry for entry in entries().values() if entry.kind == "causal"]
 
 
@@ -339,12 +338,8 @@ def find(name: str) -> Entry:
 
 def autoencoders() -> dict[str, Files]:
     """The files of published autoencoders, large and small, by name."""
-    found: dict[str, Files] = {}
-    for name, each in parts().autoencoders.items():
-        if each.weights is not None:
-            found[name] = each.weights
-        found |= {small.name: small for small in each.tiny}
-    return found
+    large = {name: each.weights for name, each in parts().autoencoders.items() if each.weights is not None}
+    return {**large, **{small.name: small for each in parts().autoencoders.values() for small in each.tiny}}
 
 
 def with_own_context(model: ModelConfig) -> ModelConfig:

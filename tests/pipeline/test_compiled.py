@@ -85,7 +85,7 @@ def test_neither_blocks_nor_the_window_make_more_graphs(
 
 
 def test_another_process_finds_the_compiled_code() -> None:
-    """Two of them, one after the other, as an engine is started again. (For torch a test's own process is not alike.)"""
+    """Two, one after the other, as an engine is started again. (For torch this process, a test, is not alike.)"""
     code = "from tests.pipeline.test_compiled import compile_last; compile_last()"
     for _ in range(2):
         told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=LIMIT_S)
@@ -94,7 +94,7 @@ def test_another_process_finds_the_compiled_code() -> None:
 
 
 def compile_last() -> None:
-    """Make the graphs of a ring's last stage as the product does, and print how many there are and what was found on disk."""
+    """Make the graphs of a last stage as the product does, and print how many there are, and were found on disk."""
     torch.set_num_threads(1)
     stage = Stage(MODEL.part(1, 2), CPU, 1, 2)
     keep_compiled_code()

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from streamdiff.config import Config, ServeConfig
 from streamdiff.serve import whep
-from streamdiff.serve.app import create_app
+from streamdiff.serve.app import attach_engine, create_app
 from tests.serve.conftest import InMemoryClient
 from tests.serve.scripted import Painter
 from tests.serve.test_sdp import BAD_CANDIDATES
@@ -142,14 +142,15 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
         async def start() -> tuple[InMemoryClient, FastAPI, Any]:
             client = InMemoryClient(Painter())
-            app = create_app(Config(serve=ServeConfig(max_viewers=8)), client, client.ready)
-            lifespan = app.router.lifespan_context(app)
-            await lifespan.__aenter__()
-            return client, app, lifespan
+            config = Config(serve=ServeConfig(max_viewers=8, address_share=1.0))
+            app = create_app(config)
+            attached = attach_engine(app, config, client, client.ready)
+            await attached.__aenter__()
+            return client, app, attached
 
-        client, app, lifespan = runner.run(start())
+        client, app, attached = runner.run(start())
         stack.callback(client.stop)
-        stack.callback(lambda: runner.run(lifespan.__aexit__(None, None, None)))
+        stack.callback(lambda: runner.run(attached.__aexit__(None, None, None)))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         server = Server(runner, app, httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1"), "")
         server.offer = runner.run(_offer())

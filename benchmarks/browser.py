@@ -22,7 +22,7 @@ from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 
-from streamdiff.whole import leaving
+from streamdiff.atomic_write import leaving
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVE = (sys.executable, "-m", "streamdiff", "serve", "--port", "0", "--no-browser")

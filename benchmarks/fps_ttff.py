@@ -22,13 +22,14 @@ from benchmarks import report, stream_case, stream_options, stream_plot
 from benchmarks.stream_case import Amount, Case
 from benchmarks.stream_figures import Raw, figures
 from benchmarks.stream_rank import CASE, RAW
-from streamdiff.config import Config, load
+from streamdiff.atomic_write import leaving
+from streamdiff.config import Config
+from streamdiff.config_file import load
 from streamdiff.device import pick_device
 from streamdiff.engine import private_folder
 from streamdiff.errors import ConfigError
 from streamdiff.models.random_weights import is_random
 from streamdiff.pipeline.profiling import check_traced
-from streamdiff.whole import leaving
 
 OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM
 _STOP_S = 15.0

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from streamdiff import clock
 from streamdiff.models.random_weights import DrawnText
-from streamdiff.pictures import size_of
 from streamdiff.pipeline.decoding import DECODE_THREADS
 from streamdiff.pipeline.head import Finished
 from streamdiff.pipeline.microstep import MicroStep
@@ -26,6 +25,7 @@ from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runtime import Runtime
 from streamdiff.serve.codecs import Format, probe
 from streamdiff.serve.encoder import PictureEncoder
+from streamdiff.video.pixel_format import size_of
 
 SESSION = 10**6
 """A slot that no stream of the engine has."""

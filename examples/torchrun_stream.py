@@ -34,7 +34,7 @@ from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig, 
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.hosting import host
 from streamdiff.engine.messages import Event, FrameBatch, Opened
-from streamdiff.serve.files import Frame, check_target, write_video
+from streamdiff.video.writer import Frame, check_target, write_video
 
 
 class Tally:

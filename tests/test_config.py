@@ -9,7 +9,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamdiff.config import Config, describe, load
+from streamdiff.config import Config
+from streamdiff.config_file import describe, load
 from streamdiff.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))

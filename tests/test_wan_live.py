@@ -19,7 +19,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 import streamdiff
-from streamdiff import cli, cli_parsers
+from streamdiff.cli import main, parser
 from streamdiff.config import ModelConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Close, FrameBatch, Open
@@ -97,7 +97,7 @@ def test_it_streams_and_equals_the_way_over_files(files: Files, tmp_path: Path) 
     live = taken(files)
     latents = tmp_path / "latents.safetensors"
     parts = ["--prompt", PROMPT, "--seed", "3", "--chunks", "2", "--no-decode", "--latents-out", str(latents)]
-    assert cli.main(["generate", "--model", "self-forcing", *files.flags, *parts]) == 0
+    assert main.main(["generate", "--model", "self-forcing", *files.flags, *parts]) == 0
     expected = decoded(files, latents)
     assert live.shape == expected.shape == (FRAMES, 32, 64, 3)
     assert live.std() > 5
@@ -107,7 +107,7 @@ def test_it_streams_and_equals_the_way_over_files(files: Files, tmp_path: Path) 
 def decoded(files: Files, latents: Path) -> np.ndarray:
     """Pictures uint8 `[n, H, W, 3]` of a file of latents."""
     video = latents.with_name("video.safetensors")
-    assert cli.main(["decode", "--vae", str(files.vae), "--latents", str(latents), "--out", str(video)]) == 0
+    assert main.main(["decode", "--vae", str(files.vae), "--latents", str(latents), "--out", str(video)]) == 0
     frames = load_file(video)["video"].permute(1, 2, 3, 0)
     pictures: np.ndarray = ((frames + 1) / 2 * 255).round().clamp(0, 255).to(torch.uint8).numpy()
     return pictures
@@ -172,9 +172,9 @@ def test_a_model_runs_in_the_steps_it_was_made_for(
     finally:
         runtime.close()
     command = ["generate", "--model", name, *files.flags, "--prompt", PROMPT, "--seconds", "0.3", "--output"]
-    assert cli.main([*command, str(tmp_path / "frames")]) == 0
+    assert main.main([*command, str(tmp_path / "frames")]) == 0
     assert len(list((tmp_path / "frames").iterdir())) == 5
-    assert cli.main([*command, str(tmp_path / "more"), "--steps", "3"]) == cli.USER_ERROR
+    assert main.main([*command, str(tmp_path / "more"), "--steps", "3"]) == main.USER_ERROR
     assert f"--steps is 3; model {name} has {steps} (without --steps: {steps})" in capsys.readouterr().err
 
 
@@ -186,13 +186,13 @@ def test_a_first_chunk_has_its_own_steps_live_and_in_files(files: Files, tmp_pat
     latents = tmp_path / "latents.safetensors"
     command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", "3", "--no-decode", "--latents-out"]
     command += [str(latents), "--model", "causal-forcing-framewise-2step", *files.flags]
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     by_name, pictures = load_file(latents)["latents"], decoded(files, latents)
     assert live.shape == pictures.shape and np.abs(live.astype(int) - pictures.astype(int)).max() <= 1
     lists = ["--steps", "1000,500", "--first-chunk-steps", "1000,750,500,250", "--warp", "--shift", "5"]
-    assert cli.main([*command, *lists]) == 0
+    assert main.main([*command, *lists]) == 0
     torch.testing.assert_close(load_file(latents)["latents"], by_name, rtol=1e-4, atol=1e-4)
-    assert cli.main([*command, *lists[:2], *lists[4:]]) == 0
+    assert main.main([*command, *lists[:2], *lists[4:]]) == 0
     assert not torch.allclose(load_file(latents)["latents"][0], by_name[0], atol=1e-2)
 
 
@@ -205,7 +205,7 @@ def test_scaled_noise_and_rounded_timesteps_live_and_in_files(files: Files, tmp_
     latents, noise = tmp_path / "latents.safetensors", tmp_path / "noise.safetensors"
     command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", str(chunks), "--no-decode", "--latents-out"]
     command += [str(latents), "--model", name, *files.flags]
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     by_name, pictures = load_file(latents)["latents"], decoded(files, latents)
     assert live.shape == pictures.shape and np.abs(live.astype(int) - pictures.astype(int)).max() <= 1
 
@@ -213,11 +213,11 @@ def test_scaled_noise_and_rounded_timesteps_live_and_in_files(files: Files, tmp_
     drawn = [[sampling.noise(shape, seed=3, chunk=chunk, step=step) for step in range(4)] for chunk in range(chunks)]
     initial = torch.stack([chunk[0] for chunk in drawn])
     save_file({"initial": initial * scale, "renoise": torch.stack([torch.stack(c[1:]) for c in drawn])}, noise)
-    assert cli.main([*command, "--noise", str(noise)]) == 0
+    assert main.main([*command, "--noise", str(noise)]) == 0
     assert torch.equal(load_file(latents)["latents"], by_name)
     if name == "causal-rcm-chunkwise":  # the others are the same, or have a first chunk that lists cannot say
         told, sigmas = "1000,936,832,624", f"{scale},0.9375,{5 / 6},0.625"
-        assert cli.main([*command, "--noise", str(noise), "--steps", told, "--sigmas", sigmas]) == 0
+        assert main.main([*command, "--noise", str(noise), "--steps", told, "--sigmas", sigmas]) == 0
         assert torch.equal(load_file(latents)["latents"], by_name)
 
 
@@ -230,13 +230,13 @@ def test_what_a_chunk_sees_may_be_changed_live_and_in_files(files: Files, tmp_pa
     flags = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
     command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", "3", "--no-decode", "--latents-out"]
     command += [str(latents), "--model", "self-forcing", *files.flags]
-    assert cli.main([*command, *flags]) == 0
+    assert main.main([*command, *flags]) == 0
     changed = load_file(latents)["latents"]
     assert np.abs(live.astype(int) - decoded(files, latents).astype(int)).max() <= 1
     (tmp_path / "c.yaml").write_text("model: {window: 4, sink: 1, rope: relative}\n")
-    assert cli.main([*command, "--config", str(tmp_path / "c.yaml")]) == 0
+    assert main.main([*command, "--config", str(tmp_path / "c.yaml")]) == 0
     assert torch.equal(load_file(latents)["latents"], changed)
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     assert not torch.allclose(load_file(latents)["latents"][2], changed[2], atol=1e-3)
 
 
@@ -248,7 +248,7 @@ def test_a_step_that_is_told_0_is_run_and_may_be_left_out(files: Files, tmp_path
     command += [str(latents), "--model", KREA, *files.flags]
 
     def made(*extra: str) -> torch.Tensor:
-        assert cli.main([*command, *extra]) == 0
+        assert main.main([*command, *extra]) == 0
         return load_file(latents)["latents"]
 
     told, low = "1000,937,833,625", "0.00498007968"
@@ -270,7 +270,7 @@ def test_a_past_that_is_seen_again_from_its_pictures_live_and_in_files(files: Fi
     latents = tmp_path / "latents.safetensors"
     command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", "4", "--no-decode", "--latents-out"]
     command += [str(latents), "--model", KREA, *files.flags]
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     made = load_file(latents)["latents"]
     with streamdiff.open(PROMPT, model=KREA, seed=3, **files.options) as session:  # type: ignore[arg-type]
         live = np.stack(list(islice(session, 9 + 3 * 12)))
@@ -278,14 +278,14 @@ def test_a_past_that_is_seen_again_from_its_pictures_live_and_in_files(files: Fi
     context = shown(files, made, 2)
     assert not torch.allclose(context[:, 0], made[2][:, 0], atol=1e-2) and torch.equal(context[:, 1:], made[2][:, 1:])
     torch.testing.assert_close(made[3], after(files, context, 3), rtol=1e-4, atol=1e-4)  # a picture aside: 1e-3
-    assert cli.main([*command, "--no-context-pictures"]) == 0
+    assert main.main([*command, "--no-context-pictures"]) == 0
     without = load_file(latents)["latents"]
     assert torch.equal(without[:2], made[:2]), "chunk 0 begins with one picture anyway"
     assert (without[2] - made[2]).abs().max() > 1e-3
     torch.testing.assert_close(without[3], after(files, without[2], 3), rtol=1e-4, atol=1e-4)
-    assert cli.main([*command, "--no-context-pictures", "--stages", "2"]) == 0
+    assert main.main([*command, "--no-context-pictures", "--stages", "2"]) == 0
     assert torch.equal(load_file(latents)["latents"], without)
-    assert cli.main([*command, "--stages", "2"]) == 0
+    assert main.main([*command, "--stages", "2"]) == 0
     assert torch.equal(load_file(latents)["latents"], made)
 
 
@@ -336,17 +336,17 @@ def test_a_longer_first_chunk_live_and_in_files(
     latents = tmp_path / "latents.safetensors"
     command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", "6", "--no-decode", "--latents-out"]
     command += [str(latents), "--model", VIDEO_TO_VIDEO, *files.flags]
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     assert "was made to change a video" in capsys.readouterr().err
     by_name, pictures = load_file(latents)["latents"], decoded(files, latents)
     assert by_name.shape[2] == 1
     assert live.shape == pictures.shape and np.abs(live.astype(int) - pictures.astype(int)).max() <= 1
-    assert cli.main([*command, "--kv-context", "matched", "--first-chunk-frames", "2"]) == 0
+    assert main.main([*command, "--kv-context", "matched", "--first-chunk-frames", "2"]) == 0
     assert torch.equal(load_file(latents)["latents"], by_name)
     for other in (["--first-chunk-frames", "1"], ["--kv-context", "clean"]):
-        assert cli.main([*command, *other]) == 0
+        assert main.main([*command, *other]) == 0
         assert not torch.allclose(load_file(latents)["latents"][2:], by_name[2:], atol=1e-3)
-    assert cli.main([*command, "--chunks", "1"]) == cli.USER_ERROR
+    assert main.main([*command, "--chunks", "1"]) == main.USER_ERROR
     assert "--chunks is 1, but the first chunk, of 2 latent frames" in capsys.readouterr().err
 
 
@@ -357,7 +357,7 @@ def test_latents_that_are_not_normalised_are_for_who_was_made_with_them(
     video, raw, normalised = (tmp_path / f"{name}.safetensors" for name in ("video", "raw", "normalised"))
     save_file({"video": torch.rand(3, 9, 32, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1}, video)
     for path, flag in ((raw, ["--raw"]), (normalised, [])):
-        assert cli.main(["encode", "--vae", str(files.vae), "--video", str(video), "--out", str(path), *flag]) == 0
+        assert main.main(["encode", "--vae", str(files.vae), "--video", str(video), "--out", str(path), *flag]) == 0
     unmarked, latents = tmp_path / "unmarked.safetensors", tmp_path / "latents.safetensors"
     save_file(load_file(raw), unmarked)
     command = ["generate", "--prompt", PROMPT, "--chunks", "3", "--no-decode", "--latents-out", str(latents)]
@@ -365,13 +365,13 @@ def test_latents_that_are_not_normalised_are_for_who_was_made_with_them(
     made = []
     for path in (raw, unmarked, normalised):
         capsys.readouterr()
-        assert cli.main([*command, str(path), "--model", VIDEO_TO_VIDEO]) == 0
+        assert main.main([*command, str(path), "--model", VIDEO_TO_VIDEO]) == 0
         assert ("not normalised, and are used as they are" in capsys.readouterr().err) == (path == raw)
         made.append(load_file(latents)["latents"])
     assert torch.equal(made[0], made[1]) and (made[0] - made[2]).abs().max() > 1e-2
     before = latents.read_bytes()
     for name in ("self-forcing", KREA):
-        assert cli.main([*command, str(raw), "--model", name, "--chunks", "1"]) == cli.USER_ERROR
+        assert main.main([*command, str(raw), "--model", name, "--chunks", "1"]) == main.USER_ERROR
         assert f"not normalised, and {name} knows normalised ones; encode it without --raw" in capsys.readouterr().err
     assert latents.read_bytes() == before
 
@@ -479,11 +479,11 @@ def test_a_repository_of_the_hub_lends_its_parts(files: Files, monkeypatch: pyte
             at = command.index("--text-encoder")
             del command[at : at + 2]
             command += ["--steps", "1000,750,500,250", "--shift", "5", "--warp", "--rope", "absolute"]
-        assert cli.main([*command, "--latents-out", str(out)]) == 0
+        assert main.main([*command, "--latents-out", str(out)]) == 0
         outs.append(load_file(out)["latents"])
     torch.testing.assert_close(outs[0], outs[1], rtol=1e-4, atol=1e-4)
     assert (
-        cli.main(["generate", "--model", "no/one", "--chunks", "1", "--latents-out", str(tmp_path / "x.safetensors")])
+        main.main(["generate", "--model", "no/one", "--chunks", "1", "--latents-out", str(tmp_path / "x.safetensors")])
         == 2
     )
 
@@ -523,7 +523,7 @@ def test_a_folder_or_a_repository_runs_live_once_everything_is_said_of_it(
     command = ["generate", "--model", folder, "--prompt", PROMPT, "--seed", "3", "--chunks", "2", "--no-decode"]
     command += ["--steps", "1000,937.5,833.33,625", "--chunk-frames", "3", "--window", "12", "--sink", "3"]
     command += ["--rope", "relative", "--size", "64x32", "--latents-out", str(latents)]
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     expected = decoded(Files(Path(), in_diffusers_layout / "vae", Path()), latents)
     assert live.std() > 5 and np.abs(live.astype(int) - expected.astype(int)).max() <= 1
 
@@ -547,13 +547,13 @@ def test_what_the_catalogue_does_not_know_is_asked_for_by_name(in_diffusers_layo
 
 def test_serve_takes_a_list_of_steps_and_a_chunk(tmp_path: Path, in_diffusers_layout: Path) -> None:
     command = ["serve", "--model", "someone/Wan", "--steps", "1000,500", "--chunk-frames", "3"]
-    config = cli._at_native_rate(cli._config(cli_parsers.parse(command)))
+    config = main._at_native_rate(main._config(parser.parse(command)))
     assert (config.model.timesteps, config.model.steps, config.model.chunk_latents) == ((1000.0, 500.0), None, 3)
     assert (config.playback.fps, config.scale) == (16.0, 1)
     (tmp_path / "c.yaml").write_text("model: {name: someone/Wan, timesteps: [1000.0, 500.0], chunk_latents: 3}")
-    assert cli._config(cli_parsers.parse(["serve", "--config", str(tmp_path / "c.yaml")])).model == config.model
+    assert main._config(parser.parse(["serve", "--config", str(tmp_path / "c.yaml")])).model == config.model
     for folder, scale in ((WEIGHTS, 2), (in_diffusers_layout, 1)):
-        served = cli._at_native_rate(cli._config(cli_parsers.parse(["serve", "--model", str(folder)])))
+        served = main._at_native_rate(main._config(parser.parse(["serve", "--model", str(folder)])))
         assert served.scale == scale
 
 
@@ -563,7 +563,7 @@ def models_report_of(name: str) -> str:
 
     out = StringIO()
     with redirect_stdout(out):
-        assert cli.main(["models", name]) == 0
+        assert main.main(["models", name]) == 0
     return out.getvalue()
 
 
@@ -575,7 +575,7 @@ def test_the_text_encoder_may_be_original_wans_file(files: Files, tmp_path: Path
         out = tmp_path / "latents.safetensors"
         parts = ["--prompt", PROMPT, "--chunks", "1", "--no-decode", "--latents-out", str(out)]
         given = Files(files.weights, files.vae, text)
-        assert cli.main(["generate", "--model", "self-forcing", *given.flags, *parts]) == 0
+        assert main.main(["generate", "--model", "self-forcing", *given.flags, *parts]) == 0
         latents.append(load_file(out)["latents"])
     assert torch.equal(latents[0], latents[1]) and torch.equal(latents[0], latents[2])
 
@@ -595,11 +595,11 @@ def test_a_configuration_file_counts_on_the_exact_way_too(
     monkeypatch.setattr(scripted, "play", watched)
     parts = ["--chunks", "1", "--no-decode", "--latents-out", str(tmp_path / "latents.safetensors")]
     for more in (["--config", str(tmp_path / "config.yaml")], ["--stages", "1"]):
-        assert cli.main(["generate", "--model", "self-forcing", "--prompt", PROMPT, *files.flags, *parts, *more]) == 0
+        assert main.main(["generate", "--model", "self-forcing", "--prompt", PROMPT, *files.flags, *parts, *more]) == 0
     assert seen == [(False, 2), (True, 1)]
     (tmp_path / "config.yaml").write_text("model: {steps: 2}\n")
     asked = ["generate", "--model", "self-forcing", "--prompt", PROMPT, *files.flags, *parts]
-    assert cli.main([*asked, "--config", str(tmp_path / "config.yaml")]) == cli.USER_ERROR
+    assert main.main([*asked, "--config", str(tmp_path / "config.yaml")]) == main.USER_ERROR
     assert "--steps is 2; model self-forcing has 4" in capsys.readouterr().err
 
 

@@ -63,7 +63,7 @@ class Info(Protocol):
 
 
 class Made(Protocol):
-    """Decoded frames of one chunk, in order: `pictures` uint8 `[n, *P]`, P as in `streamdiff.pictures`.
+    """Decoded frames of one chunk, in order: `pictures` uint8 `[n, *P]`, P as in `streamdiff.video.pixel_format`.
 
     `last` is True on the last piece of a chunk, and `chunk_s` is then the seconds since the chunk's admission.
     """

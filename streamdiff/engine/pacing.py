@@ -26,7 +26,7 @@ SLOWEST, PLENTY = 0.1, 0.75
 
 @dataclass(frozen=True)
 class Due:
-    """One slot: `picture` uint8 as in `streamdiff.pictures`, its session frame number and epoch, `pts` in ticks of 90
+    """One slot: `picture` uint8 as in `streamdiff.video.pixel_format`, its session frame number and epoch, `pts` in ticks of 90
     kHz."""
 
     picture: NDArray[np.uint8] = field(repr=False)

@@ -19,7 +19,7 @@ import numpy as np
 from streamdiff.engine import messages
 from streamdiff.engine.messages import Command, Event, Pictures
 from streamdiff.errors import StreamdiffError
-from streamdiff.pictures import kind_of
+from streamdiff.video.pixel_format import kind_of
 
 Part = bytes | memoryview
 COMMANDS: tuple[type, ...] = get_args(Command)

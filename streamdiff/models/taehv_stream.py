@@ -22,13 +22,7 @@ from streamdiff.models.checkpoint import read_tensors
 from streamdiff.models.decoder_memory import taehv_values
 from streamdiff.models.files import read_object
 from streamdiff.models.fit import check_finite, check_fit
-from streamdiff.models.latents import (
-    WAN_CHANNELS,
-    WAN_MEAN,
-    WAN_STD,
-    Normalisation,
-    split_whole,
-)
+from streamdiff.models.latents import WAN_CHANNELS, WAN_MEAN, WAN_STD, Normalisation, split_whole
 from streamdiff.models.stepping import Remembered, decode_by, rgb24
 from streamdiff.models.taehv import TAEHV, Config, Memory
 from streamdiff.models.wan.weights import FILE

@@ -16,10 +16,10 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from streamdiff.atomic_write import beside, check_parent
 from streamdiff.errors import ConfigError, StreamdiffError
 from streamdiff.models.conditioning import not_finite
 from streamdiff.models.headers import ITEM_BYTES, LENGTH_BYTES, parse_header
-from streamdiff.whole import beside, check_parent
 
 SUFFIX = ".safetensors"
 NORMALISED = {"normalised": "model"}

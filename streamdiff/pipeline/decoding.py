@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from streamdiff.models.base import ModelSpec, StreamDecoder
-from streamdiff.pictures import PictureKind, shape_of
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.leaving import Lane, decode_chunk
 from streamdiff.pipeline.links.link import Inbox, LinkClosed, Outbox
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.work import Control, Kind, Wire, Work
 from streamdiff.pipeline.worker import LEAVE_S
+from streamdiff.video.pixel_format import PictureKind, shape_of
 
 CPU = torch.device("cpu")
 DECODE_THREADS = 1
@@ -36,7 +36,7 @@ DECODE_THREADS = 1
 
 @dataclass(frozen=True)
 class Piece:
-    """Pictures uint8 `[n, *P]` of one latent frame, P as in `streamdiff.pictures`; `last` of its chunk."""
+    """Pictures uint8 `[n, *P]` of one latent frame, P as in `streamdiff.video.pixel_format`; `last` of its chunk."""
 
     stream: int
     chunk: int

@@ -21,7 +21,6 @@ from streamdiff.models.resolve import ResolvedModel
 from streamdiff.models.stepping import rgb24, yuv420p
 from streamdiff.models.wan.lora import parse_lora
 from streamdiff.models.wan.transformer import WanDenoiser
-from streamdiff.pictures import PictureKind
 from streamdiff.pipeline import group
 from streamdiff.pipeline.compiling import Progress
 from streamdiff.pipeline.contexts import sessions_to_fill
@@ -33,6 +32,7 @@ from streamdiff.pipeline.planning.plan import check_stages, split_evenly
 from streamdiff.pipeline.stage import Stage
 from streamdiff.pipeline.torch_compile import keep_compiled_code
 from streamdiff.version import __version__
+from streamdiff.video.pixel_format import PictureKind
 
 Run = tuple[int, int]
 """First and last block (exclusive) of a stage."""

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.base import Model, ModelSpec, Trunk
-from streamdiff.pictures import PictureKind
 from streamdiff.pipeline.decoding import latents_wire, pictures_wire
 from streamdiff.pipeline.links.gloo import GlooInbox, GlooOutbox
 from streamdiff.pipeline.links.link import Inbox, Outbox
@@ -24,6 +23,7 @@ from streamdiff.pipeline.ring import Ring, rows_carried
 from streamdiff.pipeline.stage import Stage
 from streamdiff.pipeline.work import Wire
 from streamdiff.pipeline.worker import LinkSource, Worker
+from streamdiff.video.pixel_format import PictureKind
 
 Link = Literal["gloo", "nccl"]
 _LATENTS_TAG, _PICTURES_TAG = 1_000_001, 1_000_002  # beyond those of any ring's edges

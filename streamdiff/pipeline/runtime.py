@@ -45,7 +45,7 @@ class ModelInfo:
 class Frames:
     """Decoded frames of one chunk, in order, possibly several pieces per chunk.
 
-    pictures are uint8 `[n, *P]`, P as in `streamdiff.pictures`; `last` marks a chunk's last piece, which also tells the
+    pictures are uint8 `[n, *P]`, P as in `streamdiff.video.pixel_format`; `last` marks a chunk's last piece, which also tells the
     seconds from the chunk's admission until now.
     """
 

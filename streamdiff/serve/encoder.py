@@ -17,9 +17,9 @@ from av.video.frame import PictureType, VideoFrame
 from numpy.typing import NDArray
 
 from streamdiff import clock
-from streamdiff.pictures import kind_of, size_of
 from streamdiff.serve.codecs import PERIODIC_KEY_S, TIME_BASE, Codec, Format, open_context
 from streamdiff.serve.tracks import Encoded
+from streamdiff.video.pixel_format import kind_of, size_of
 
 Picture = NDArray[np.uint8]
 
@@ -59,7 +59,7 @@ class KeyGate:
 
 
 def frame_of(picture: Picture) -> VideoFrame:
-    """A picture, uint8 as in `streamdiff.pictures`, as PyAV has it. Raises ValueError for what is none."""
+    """A picture, uint8 as in `streamdiff.video.pixel_format`, as PyAV has it. Raises ValueError for what is none."""
     return VideoFrame.from_ndarray(picture, format={"rgb": "rgb24", "yuv420": "yuv420p"}[kind_of(picture.shape)])
 
 
@@ -84,7 +84,7 @@ class PictureEncoder:
         self._context = open_context(codec, fmt)
 
     def encode(self, picture: Picture, pts: int, key: bool) -> list[Encoded]:
-        """Encode a picture, uint8 as in `streamdiff.pictures`, shown at `pts` (90 kHz ticks, strictly increasing).
+        """Encode a picture, uint8 as in `streamdiff.video.pixel_format`, shown at `pts` (90 kHz ticks, strictly increasing).
 
         YUV420 goes to the encoder as it is, unless it is to be enlarged, or the codec knows other colours only.
 

@@ -343,7 +343,7 @@ class SessionView:
     # ---- what there is to see -----------------------------------------------------------------------------------
 
     def picture(self) -> Any:
-        """The picture on show, uint8 as in `streamdiff.pictures`, or None before the first."""
+        """The picture on show, uint8 as in `streamdiff.video.pixel_format`, or None before the first."""
         return self._pacer.picture()
 
     def stalled_s(self) -> float:

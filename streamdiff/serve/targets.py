@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import av
 from av.error import FFmpegError, ProtocolNotFoundError
 
-from streamdiff import whole
+from streamdiff import atomic_write
 from streamdiff.errors import ConfigError
 from streamdiff.serve.codecs import Codec
 
@@ -69,7 +69,7 @@ def parse(text: str) -> Target:
     path = Path(text).absolute()
     if path.suffix.lower() not in _FILES:
         raise ConfigError(f"the output {text[:60]!r} is of no known kind; use {_KNOWN}")
-    whole.check_parent(path)
+    atomic_write.check_parent(path)
     if path.exists():
         raise ConfigError(f"the output {text[:60]!r} exists, and a recording never replaces one; choose another name")
     container, codec, options = _FILES[path.suffix.lower()]

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from streamdiff import cli_parsers
-from streamdiff.config import Config, ServeConfig, load
+from streamdiff.cli import parser as cli_parsers
+from streamdiff.config import Config, ServeConfig
+from streamdiff.config_file import load
 from streamdiff.serve import access, routes_health
 from streamdiff.serve.metrics import Metrics
 from tests.rules.source import ROOT

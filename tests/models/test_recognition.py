@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from streamdiff import api, cli, cli_parsers
+from streamdiff import api
+from streamdiff.cli import main, parser
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models import recognition, resolve
@@ -120,21 +121,21 @@ def test_no_pickle_is_opened(tmp_path: Path) -> None:
 def test_weights_alone_mean_their_own_model(tmp_path: Path) -> None:
     """Not the embedded one with foreign weights: also its rate, and the KV context that it was made for."""
     path = str(write(tmp_path / "wan_causal_dmd_v2v" / "model.pt"))
-    config = cli._at_native_rate(cli._config(cli_parsers.parse(["serve", "--weights", path])))
+    config = main._at_native_rate(main._config(parser.parse(["serve", "--weights", path])))
     assert (config.model.name, config.model.kv_context) == ("streamdiffusionv2-1.3b", "matched")
     assert (config.playback.fps, config.scale) == (16.0, 1)
     assert api._model_config({"weights": path}).name == "streamdiffusionv2-1.3b"
     (tmp_path / "c.yaml").write_text(f"model: {{weights: {path}}}")
-    read = cli._config(cli_parsers.parse(["serve", "--config", str(tmp_path / "c.yaml")]))
+    read = main._config(parser.parse(["serve", "--config", str(tmp_path / "c.yaml")]))
     assert read.model.name == "streamdiffusionv2-1.3b"
-    named = cli._config(cli_parsers.parse(["serve", "--weights", path, "--model", "self-forcing"]))
+    named = main._config(parser.parse(["serve", "--weights", path, "--model", "self-forcing"]))
     assert named.model.name == "self-forcing"
     assert resolve.completed(ModelConfig(weights=str(tmp_path / "nowhere.pt"))).name == "tiny", "told when it is loaded"
 
 
 def test_weights_that_do_not_tell_are_a_users_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(write(tmp_path / "mine.safetensors"))
-    assert cli.main(["generate", "--weights", path, "--output", str(tmp_path / "out.mp4")]) == cli.USER_ERROR
+    assert main.main(["generate", "--weights", path, "--output", str(tmp_path / "out.mp4")]) == main.USER_ERROR
     assert "self-forcing" in (told := capsys.readouterr().err) and "--model NAME" in told
 
 

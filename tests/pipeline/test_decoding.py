@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from streamdiff.models.stepping import yuv420p
-from streamdiff.pictures import shape_of
 from streamdiff.pipeline.decoding import (
     DecodeWorker,
     Decoding,
@@ -26,6 +25,7 @@ from streamdiff.pipeline.decoding import (
 from streamdiff.pipeline.leaving import Lane, decode_chunk
 from streamdiff.pipeline.links.link import LinkClosed, LocalLink
 from streamdiff.pipeline.picture_decoder import PictureDecoder
+from streamdiff.video.pixel_format import shape_of
 from tests.small import AUTOENCODER, CPU, small_autoencoder, small_decoder, small_model
 
 MODEL = small_model(2)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from streamdiff import cli, cli_parsers
+from streamdiff.cli import main, parser
 from streamdiff.models import catalogue, hub, resolve
 from streamdiff.pipeline.planning.known import stage_memory
 from tests.rules.source import ROOT
@@ -74,12 +74,12 @@ def test_how_it_runs_is_what_the_catalogue_says(page: str) -> None:
 @pytest.mark.parametrize(("page", "line"), COMMANDS)
 def test_commands_can_be_typed(page: str, line: str) -> None:
     """They parse, their values are allowed, and the model they name is known. Nothing is loaded."""
-    arguments = cli_parsers.parse(shlex.split(line, comments=True)[1:])
+    arguments = parser.parse(shlex.split(line, comments=True)[1:])
     name = getattr(arguments, "model.name", None) or getattr(arguments, "name", None)
     if name is not None and Path(name).suffix != ".safetensors" and not resolve.is_repository(name):
         assert catalogue.find(name).name in (named(PAGES[page]) if page in PAGES else catalogue.entries())
     if hasattr(arguments, "config"):
-        cli._config(arguments, without=("model.steps",))
+        main._config(arguments, without=("model.steps",))
 
 
 def test_there_are_commands_in_every_page() -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from streamdiff.models.stepping import yuv420p
-from streamdiff.pictures import shape_of
 from streamdiff.serve.codecs import Codec, Format
 from streamdiff.serve.encoder import KEY_INTERVAL_S, EncoderThread, KeyGate, PictureEncoder, as_rgb
 from streamdiff.serve.tracks import Encoded
+from streamdiff.video.pixel_format import shape_of
 
 CODECS: tuple[Codec, ...] = ("h264", "vp8")
 COLOURS = [(220, 40, 40), (40, 60, 220), (40, 180, 60), (240, 220, 40), (10, 10, 10), (250, 250, 250)]

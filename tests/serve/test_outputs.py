@@ -17,7 +17,7 @@ import pytest
 from streamdiff.config import Config, ServeConfig
 from streamdiff.errors import ConfigError
 from streamdiff.serve import outputs, targets
-from streamdiff.serve.reading import open_clip
+from streamdiff.video.reader import open_clip
 from tests.serve.conftest import Site, open_site
 from tests.serve.scripted import COLOURS, SIZE, Painter
 

@@ -9,14 +9,7 @@ import pytest
 from aiortc import RTCConfiguration, RTCPeerConnection
 from aiortc.sdp import SessionDescription
 
-from streamdiff.serve.sdp import (
-    MAX_CANDIDATES,
-    SdpError,
-    check_offer,
-    parse_trickle,
-    username_of,
-    without_unusable,
-)
+from streamdiff.serve.sdp import MAX_CANDIDATES, SdpError, check_offer, parse_trickle, username_of, without_unusable
 
 
 async def _offer(*kinds: str, direction: str = "recvonly", channel: bool = True) -> str:

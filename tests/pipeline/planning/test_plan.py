@@ -13,19 +13,19 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from streamdiff import cli
+from streamdiff.cli import main
+from streamdiff.commands import plan as plan_report
+from streamdiff.commands.plan import Job, as_text, as_tree, make
 from streamdiff.config import KVContext, ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.base import Model
 from streamdiff.models.tiny import model as tiny
 from streamdiff.models.wan.transformer import attend
 from streamdiff.pipeline.contexts import KV_CONTEXTS
-from streamdiff.pipeline.planning import report as plan_report
 from streamdiff.pipeline.planning import trace
 from streamdiff.pipeline.planning.costs import Ceilings, Costs, estimate, in_proportion, read_profile
 from streamdiff.pipeline.planning.facts import Facts, read_facts
 from streamdiff.pipeline.planning.plan import Workload, lay_out, memory
-from streamdiff.pipeline.planning.report import Job, as_text, as_tree, make
 from streamdiff.pipeline.stage import Stage
 
 MATCHED = ModelConfig(kv_context="matched")
@@ -152,7 +152,7 @@ def test_a_plan_in_8_bits_has_smaller_blocks(capsys: pytest.CaptureFixture[str])
     """On the command line; the rest of the memory stays."""
     found = []
     for mode in ("none", "int8"):
-        assert cli.main(["plan", "--stages", "2", "--dtype", "bfloat16", "--json", "--quantize", mode]) == 0
+        assert main.main(["plan", "--stages", "2", "--dtype", "bfloat16", "--json", "--quantize", mode]) == 0
         found.append([rank["bytes"] for rank in json.loads(capsys.readouterr().out)["ranks"]])
     for whole, small in zip(*found, strict=True):
         assert small["weights"] < whole["weights"] * 0.8

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from streamdiff.errors import ConfigError
-from streamdiff.serve.files import write_video
+from streamdiff.video.writer import write_video
 
 
 def paint(count: int, height: int = 32, width: int = 48) -> list[np.ndarray]:

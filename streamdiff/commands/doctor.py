@@ -18,7 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from streamdiff import models_report
+from streamdiff.commands import models
 from streamdiff.config import Config
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, resolve
@@ -252,7 +252,7 @@ def _look_at_published(entry: Entry, config: Config) -> Iterator[Finding]:
 
 
 def _of_published(what: str, files: Files) -> Finding:
-    missing = [name for name, path in models_report.on_disk(files).items() if path is None]
+    missing = [name for name, path in models.on_disk(files).items() if path is None]
     grade, state = (Grade.NOTE, "will be fetched: " + ", ".join(missing)) if missing else (Grade.GOOD, "on disk")
     return Finding("model", grade, f"{what}, {files.repo}: {state}")
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from streamdiff import cli_convert, cli_exact, cli_options
-from streamdiff.cli_options import Option
+from streamdiff.cli import convert_options, reference_options
+from streamdiff.cli import options as cli_options
+from streamdiff.cli.options import Option
 from streamdiff.errors import ConfigError
 from streamdiff.version import __version__
 
@@ -69,7 +70,9 @@ def parsers() -> dict[str, Parser]:
     _add_steps(serve)
     _add_flags(serve)
 
-    generate = _command(commands, "generate", "make a video file", cli_options.GENERATE_EXAMPLES + cli_exact.EXAMPLES)
+    generate = _command(
+        commands, "generate", "make a video file", cli_options.GENERATE_EXAMPLES + reference_options.EXAMPLES
+    )
     _add_generate(generate)
 
     plan = _command(
@@ -78,10 +81,10 @@ def parsers() -> dict[str, Parser]:
     _add(plan, cli_options.PLAN_MODEL)
     _add_plan(plan)
 
-    decode = _command(commands, "decode", "latents in a file to a video", cli_convert.DECODE_EXAMPLES, config=False)
-    cli_convert.add_decode(decode)
-    encode = _command(commands, "encode", "a video to latents in a file", cli_convert.ENCODE_EXAMPLES, config=False)
-    cli_convert.add_encode(encode)
+    decode = _command(commands, "decode", "latents in a file to a video", convert_options.DECODE_EXAMPLES, config=False)
+    convert_options.add_decode(decode)
+    encode = _command(commands, "encode", "a video to latents in a file", convert_options.ENCODE_EXAMPLES, config=False)
+    convert_options.add_encode(encode)
 
     doctor = _command(commands, "doctor", "say what was found here and what will be used", cli_options.DOCTOR_EXAMPLES)
     _add(doctor, (*cli_options.ADDRESS, *cli_options.MODEL, *cli_options.LOOKED_AT))
@@ -110,7 +113,7 @@ def _add_generate(generate: Parser) -> None:
         ),
     )
     _add_steps(generate)
-    cli_exact.add(generate)
+    reference_options.add(generate)
     generate.add_argument(
         "--prompt-at",
         action="append",
@@ -125,7 +128,7 @@ def _add_steps(parser: Parser) -> None:
     parser.add_argument(
         "--steps",
         dest="model.steps",
-        type=cli_exact.parse_steps,
+        type=reference_options.parse_steps,
         metavar="N",
         help="denoise steps per chunk (default: what the model was made for; `tiny` has 4, and 2); or the timesteps "
         "themselves, 1000,937.5,833.33,625",

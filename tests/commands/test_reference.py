@@ -12,7 +12,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from streamdiff import cli
+from streamdiff.cli import main
 from streamdiff.models import sampling
 from streamdiff.models.base import Model, ModelSpec
 from streamdiff.models.wan.transformer import WanDenoiser
@@ -53,7 +53,7 @@ class Given:
         ]
 
     def latents(self, *extra: str, steps: str = "1000,833,500", chunks: int = CHUNKS) -> Tensor:
-        assert cli.main(self.command(*extra, steps=steps, chunks=chunks)) == 0
+        assert main.main(self.command(*extra, steps=steps, chunks=chunks)) == 0
         return load_file(self.folder / "out.safetensors")["latents"]
 
 
@@ -210,7 +210,7 @@ def test_bfloat16_runs_and_is_near(given: Given) -> None:
 def test_the_embedded_model_writes_latents_and_video(tmp_path: Path) -> None:
     latents, video = tmp_path / "l.safetensors", tmp_path / "video.mp4"
     command = ["generate", "--chunks", "2", "--latents-out", str(latents), "--output", str(video), "--seed", "4"]
-    assert cli.main([*command, "--prompt", RED]) == 0
+    assert main.main([*command, "--prompt", RED]) == 0
     assert load_file(latents)["latents"].shape == (2, 8, 3, 16, 16)
     assert video.stat().st_size > 1000
 
@@ -262,7 +262,7 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(
     given: Given, extra: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(given.folder.iterdir())
-    assert cli.main(given.command(*extra)) == 2
+    assert main.main(given.command(*extra)) == 2
     assert words in capsys.readouterr().err
     assert sorted(given.folder.iterdir()) == before
 
@@ -271,7 +271,7 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(
 def test_what_is_missing_is_named(given: Given, missing: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = given.command()
     at = command.index(missing)
-    assert cli.main(command[:at] + command[at + 2 :]) == 2
+    assert main.main(command[:at] + command[at + 2 :]) == 2
     assert missing in capsys.readouterr().err
 
 

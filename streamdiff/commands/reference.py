@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from streamdiff import exact_model
+from streamdiff.atomic_write import leaving
+from streamdiff.commands import reference_model
 from streamdiff.errors import ConfigError
 from streamdiff.models import conditioning, tensor_files
 from streamdiff.models.base import Model, StreamDecoder
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline import scripted
 from streamdiff.pipeline.scripted import Script, Switch
-from streamdiff.serve import files
-from streamdiff.whole import leaving
+from streamdiff.video import writer as files
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def run(job: Job) -> int:
         ConfigError: what was asked for cannot be done; nothing is written then.
     """
     _check(job)
-    found = exact_model.load(job)
+    found = reference_model.load(job)
     model, device = found.model, found.device
     script = _script(job, model, found.schedule)
     decoder = None if job.no_decode else found.decoder()
@@ -189,7 +189,7 @@ def _script(job: Job, model: Model, schedule: Schedule) -> Script:
     if job.prompt_embeds is not None:
         embeddings = conditioning.read_rows(job.prompt_embeds, spec.text_shape)
     else:
-        embeddings = exact_model.encode(model, job.prompt)
+        embeddings = reference_model.encode(model, job.prompt)
     return Script(
         embeddings,
         job.chunks,

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from streamdiff import api
+from streamdiff.atomic_write import leaving
 from streamdiff.config import Config
 from streamdiff.engine.main import be_follower
 from streamdiff.errors import ConfigError
-from streamdiff.serve.files import check_target, write_video
-from streamdiff.whole import leaving
+from streamdiff.video.writer import check_target, write_video
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Latents to video and back, from file to file: what `streamdiff decode` and `streamdiff encode` do.
 
-Knows nothing about the command line, codecs or networks: `models/autoencoders.py` has the networks, `serve/files.py`
-and `serve/reading.py` the videos, `models/conditioning.py` and `models/tensor_files.py` the tensors.
+Knows nothing about the command line, codecs or networks: `models/autoencoders.py` has the networks, `video/writer.py`
+and `video/reader.py` the videos, `models/conditioning.py` and `models/tensor_files.py` the tensors.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
+from streamdiff.atomic_write import leaving
 from streamdiff.device import pick_device, pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models import autoencoders, conditioning, tensor_files
 from streamdiff.models.autoencoders import VideoDecoder, VideoEncoder
 from streamdiff.models.conditioning import Free
-from streamdiff.serve import files
-from streamdiff.serve.reading import Clip, open_clip
-from streamdiff.whole import leaving
+from streamdiff.video import writer
+from streamdiff.video.reader import Clip, open_clip
 
 LATENTS, VIDEO = "latents", "video"
 _ANY_CHUNK = (Free("C"), Free("f"), Free("h"), Free("w"))
@@ -60,7 +60,7 @@ def decode(job: Job) -> int:
     if job.out.suffix == tensor_files.SUFFIX:
         tensor_files.check_target(job.out)
     else:
-        files.check_target(job.out)
+        writer.check_target(job.out)
     latents, length = read_latents(job.source)
     device = pick_device(job.device)
     dtype = pick_dtype(job.dtype, device)
@@ -79,7 +79,7 @@ def decode(job: Job) -> int:
             tensor_files.write_tensor(job.out, VIDEO, _decode_video(decoder, pieces, (3, total, height, width), bar))
         else:
             fps = autoencoders.native_fps(job.vae) if job.fps is None else job.fps
-            files.write_video(job.out, _pictures(decoder, pieces, bar), fps)
+            writer.write_video(job.out, _pictures(decoder, pieces, bar), fps)
     print(f"{job.out}: {total} frames, {width} x {height}, from {latents.shape[1]} latent frames")
     return 0
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from streamdiff.atomic_write import beside, check_parent, leaving
 from streamdiff.errors import ConfigError
-from streamdiff.whole import beside, check_parent, leaving
 
 
 @pytest.mark.parametrize("kind", ["nothing", "a file", "a folder"])

@@ -17,7 +17,8 @@ from pathlib import Path
 import av
 import pytest
 
-from streamdiff import cli, cli_convert, cli_options, cli_parsers, doctor
+from streamdiff.cli import convert_options, main, options, parser
+from streamdiff.commands import doctor
 from streamdiff.errors import ConfigError
 from streamdiff.version import __version__
 
@@ -26,7 +27,7 @@ Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """What is printed for a command line that cannot be carried out: one line, status 2, nothing on stdout."""
-    assert cli.main(arguments) == 2
+    assert main.main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
@@ -85,45 +86,45 @@ def test_a_mistake_gets_one_line_and_status_2(
 
 @pytest.mark.parametrize(("text", "change"), [("4:a blue star", (4.0, "a blue star")), ("0.5: b:c ", (0.5, "b:c"))])
 def test_a_change_of_prompt_is_read(text: str, change: tuple[float, str]) -> None:
-    assert cli.parse_change(text) == change
+    assert main.parse_change(text) == change
 
 
 @pytest.mark.parametrize("text", ["", ":", "4", "4:", "4: ", "x:a", "-1:a", "nan:a", "inf:a"])
 def test_a_change_that_says_nothing_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="SECONDS:TEXT"):
-        cli.parse_change(text)
+        main.parse_change(text)
 
 
 @pytest.mark.parametrize("command", ["", "serve", "generate", "plan", "decode", "encode", "doctor", "models"])
 def test_help_teaches_with_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main([*command.split(), "--help"])
+        main.main([*command.split(), "--help"])
     text = capsys.readouterr().out
     assert caught.value.code == 0
     assert f"\nexamples:\n  streamdiff {command}".rstrip() in text
 
 
 def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == 0
+    assert main.main([]) == 0
     assert "commands:" in capsys.readouterr().out
 
 
 def test_every_example_in_the_help_parses() -> None:
     texts = (
-        cli_options.EXAMPLES,
-        cli_options.SERVE_EXAMPLES,
-        cli_options.GENERATE_EXAMPLES,
-        cli_options.PLAN_EXAMPLES,
-        cli_convert.DECODE_EXAMPLES,
-        cli_convert.ENCODE_EXAMPLES,
-        cli_options.DOCTOR_EXAMPLES,
-        cli_options.MODELS_EXAMPLES,
+        options.EXAMPLES,
+        options.SERVE_EXAMPLES,
+        options.GENERATE_EXAMPLES,
+        options.PLAN_EXAMPLES,
+        convert_options.DECODE_EXAMPLES,
+        convert_options.ENCODE_EXAMPLES,
+        options.DOCTOR_EXAMPLES,
+        options.MODELS_EXAMPLES,
     )
     for text in texts:
         for line in text.replace("\\\n", " ").splitlines():
             if line.startswith("  streamdiff ") and "COMMAND" not in line:
                 words = shlex.split(line[2:].split("   ")[0])
-                assert cli_parsers.parse(words[1:]).command in cli_parsers.parsers()
+                assert parser.parse(words[1:]).command in parser.parsers()
 
 
 def test_help_and_version_import_nothing_heavy() -> None:
@@ -177,7 +178,7 @@ def test_doctor_tries_the_attention_kernels_and_says_what_can_be_quantised(
     find = importlib.util.find_spec
     absent = ("xformers", "sageattention")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in absent else find(name, *more))
-    assert cli.main(asked) == cli.FAILED
+    assert main.main(asked) == main.FAILED
     text = capsys.readouterr().out
     assert re.search(r"ok +attention +auto, math, flash.*right here \(cpu, float32\)", text)
     assert re.search(r"FAIL +attention +xformers is not installed \(no module xformers; pip install xformers\)", text)
@@ -208,8 +209,8 @@ def test_doctor_says_what_is_missing(streamdiff_command: Command) -> None:
     ],
 )
 def test_doctor_says_in_how_many_steps(asked: str, words: str) -> None:
-    arguments = cli_parsers.parse(["doctor", *asked.split()])
-    (found,) = doctor._look_at_steps(cli._config(arguments))
+    arguments = parser.parse(["doctor", *asked.split()])
+    (found,) = doctor._look_at_steps(main._config(arguments))
     assert re.search(words, f"{found.grade.value} {found.topic} {found.text}\n")
 
 
@@ -275,7 +276,7 @@ def test_an_unknown_model_is_told_in_one_line(streamdiff_command: Command) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status", "stages"), [(signal.SIGINT, 130, "2"), (signal.SIGTERM, 143, "1")])
 def test_an_interrupted_video_leaves_nothing(tmp_path: Path, number: signal.Signals, status: int, stages: str) -> None:
-    root = Path(cli.__file__).parents[1]
+    root = Path(main.__file__).parents[2]
     command = [sys.executable, "-m", "streamdiff", "generate", "--output", str(tmp_path / "o.mp4"), "--seconds", "999"]
     command += ["--stages", stages]
     # A shell's background job ignores SIGINT, and so would what these tests start when they run in one.
@@ -306,5 +307,5 @@ def test_an_interrupted_video_leaves_nothing(tmp_path: Path, number: signal.Sign
 def test_a_model_is_served_at_its_own_rate(words: str, fps: float, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr("streamdiff.serve.server.run", lambda config: seen.append(config) or 0)
-    assert cli.main(words.split()) == 0
+    assert main.main(words.split()) == 0
     assert seen[0].playback.fps == fps

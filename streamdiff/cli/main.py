@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from streamdiff import cli_exact, cli_options, cli_parsers
+from streamdiff.cli import options, parser, reference_options
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        arguments = cli_parsers.parse(argv)
+        arguments = parser.parse(argv)
         match arguments.command:
             case "serve":
                 return _serve(arguments)
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _models(arguments)
             case "decode" | "encode":
                 return _convert(arguments)
-        cli_parsers.parsers()[""].print_help()
+        parser.parsers()[""].print_help()
         return OK
     except (ConfigError, RequestError) as error:
         return _complain(error, USER_ERROR)
@@ -96,16 +96,16 @@ def _at_native_rate(config: Config) -> Config:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
-    from streamdiff import doctor
+    from streamdiff.commands import doctor
 
     return doctor.report(config)
 
 
 def _generate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    if cli_exact.asked_for(arguments):
+    if reference_options.asked_for(arguments):
         return _exact(arguments)
     config = _config(arguments)
-    from streamdiff import generate
+    from streamdiff.commands import generate
 
     job = generate.Job(
         output=arguments.output,
@@ -134,10 +134,10 @@ def _exact(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 f"model.{name} is {value}, but options that say everything by chunks run the plain path; use {plain}"
             )
-    from streamdiff import exact
+    from streamdiff.commands import reference
 
-    given = {name: getattr(arguments, name) for name in cli_exact.NAMES}
-    job = exact.Job(
+    given = {name: getattr(arguments, name) for name in reference_options.NAMES}
+    job = reference.Job(
         model=config.model.name,
         prompt=config.session.prompt,
         seed=config.session.seed,
@@ -164,7 +164,7 @@ def _exact(arguments: argparse.Namespace) -> int:
     given = {
         name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if value is not None
     }
-    return exact.run(replace(job, **given))
+    return reference.run(replace(job, **given))
 
 
 def _path(text: str | None) -> Path | None:
@@ -173,20 +173,20 @@ def _path(text: str | None) -> Path | None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
-    from streamdiff.pipeline.planning import report as plan_report
+    from streamdiff.commands import plan as plan_report
 
     given = {name: getattr(arguments, name) for name in plan_report.Job.__dataclass_fields__}
     return plan_report.run(config.model, plan_report.Job(**given))
 
 
 def _models(arguments: argparse.Namespace) -> int:
-    from streamdiff import models_report
+    from streamdiff.commands import models
 
-    return models_report.run(arguments.name, as_json=arguments.as_json)
+    return models.run(arguments.name, as_json=arguments.as_json)
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from streamdiff import convert
+    from streamdiff.commands import convert
 
     given = {name: getattr(arguments, name) for name in convert.Job.__dataclass_fields__}
     job = convert.Job(**given)
@@ -197,17 +197,17 @@ def _config(
     arguments: argparse.Namespace, extra: Mapping[str, object] | None = None, without: Sequence[str] = ()
 ) -> Config:
     """The file given with --config, or the defaults, with the options laid over it, but for keys `without`."""
-    from streamdiff.config import load
+    from streamdiff.config_file import load
 
     given = {
         option: getattr(arguments, option.key, None)
         for option in (
-            *cli_options.ADDRESS,
-            cli_options.PROMPT,
-            *cli_options.MODEL,
-            *cli_options.PARTS,
-            *cli_options.SERVE,
-            *cli_options.TRACE,
+            *options.ADDRESS,
+            options.PROMPT,
+            *options.MODEL,
+            *options.PARTS,
+            *options.SERVE,
+            *options.TRACE,
         )
     }
     overrides = {

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from streamdiff import cli
+from streamdiff.cli import main
 from streamdiff.models.latents import WAN_MEAN, WAN_STD
 from streamdiff.models.taehv import TAEHV, Config
 from streamdiff.models.tensor_files import RAW, write_tensor
@@ -49,7 +49,7 @@ def tensor(path: str, name: str) -> Tensor:
 
 def run(capsys: pytest.CaptureFixture[str], line: str) -> str:
     """Carry out a command line that is right; what it says."""
-    assert cli.main(line.split()) == 0, capsys.readouterr().err
+    assert main.main(line.split()) == 0, capsys.readouterr().err
     out, err = capsys.readouterr()
     assert "frame/s" in err, "a progress bar"
     return out
@@ -137,7 +137,7 @@ def test_an_autoencoder_that_knows_no_raw_latents_says_so(place: Path, capsys: p
         "encode --vae taew2_1.pth --video video.safetensors --out out.safetensors --raw",
         "decode --vae taew2_1.pth --latents raw.safetensors --out out.safetensors",
     ):
-        assert cli.main(line.split()) == 2
+        assert main.main(line.split()) == 2
         assert "taew2_1.pth knows normalised latents alone" in capsys.readouterr().err
         assert sorted(path.name for path in place.iterdir()) == before
 
@@ -259,7 +259,7 @@ def test_a_mistake_gets_one_line_and_nothing_is_written(
 ) -> None:
     write_bad_files()
     before = sorted(path.name for path in place.iterdir())
-    assert cli.main(line.split()) == 2
+    assert main.main(line.split()) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert words in err
@@ -272,7 +272,7 @@ def test_a_length_that_shows_only_at_the_end_leaves_nothing(place: Path, capsys:
     save_file({"latents": torch.zeros(8, 1, 2, 2)}, "small.safetensors")
     run(capsys, "decode --vae tiny --latents small.safetensors --out four.webm")
     before = sorted(path.name for path in place.iterdir())
-    assert cli.main(["encode", "--vae", "vae.pth", "--video", "four.webm", "--out", "out.safetensors"]) == 2
+    assert main.main(["encode", "--vae", "vae.pth", "--video", "four.webm", "--out", "out.safetensors"]) == 2
     assert "3 frames are left over at the end, but 4 make a latent frame" in capsys.readouterr().err
     assert sorted(path.name for path in place.iterdir()) == before
 
@@ -303,7 +303,7 @@ def test_an_end_on_the_way_keeps_what_was_there(
     monkeypatch.setattr(WanDecoder, "_step", failing)
     before = sorted(path.name for path in place.iterdir())
     line = f"decode --vae vae.pth --latents latents.safetensors --out {out} --chunk-frames 1"
-    assert cli.main(line.split()) == status
+    assert main.main(line.split()) == status
     assert sorted(path.name for path in place.iterdir()) == before
     assert out == "frames" or Path(out).read_text() == "old"
     monkeypatch.undo()
@@ -324,6 +324,8 @@ def test_a_network_that_gives_no_numbers_writes_nothing(
 
     plain = WanDecoder.decode_raw
     monkeypatch.setattr(WanDecoder, "decode_raw", lambda *args: plain(*args) * float("nan"))
-    assert cli.main(["decode", "--vae", "vae.pth", "--latents", "latents.safetensors", "--out", "out.safetensors"]) == 1
+    assert (
+        main.main(["decode", "--vae", "vae.pth", "--latents", "latents.safetensors", "--out", "out.safetensors"]) == 1
+    )
     assert "video[0]: expected finite values, got nan at [0, 0, 0]" in capsys.readouterr().err
     assert not (place / "out.safetensors").exists()

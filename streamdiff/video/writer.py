@@ -20,7 +20,7 @@ from av.video.stream import VideoStream
 from numpy.typing import NDArray
 from PIL import Image
 
-from streamdiff import whole
+from streamdiff import atomic_write
 from streamdiff.errors import ConfigError
 
 Frame = NDArray[np.uint8]
@@ -63,7 +63,7 @@ def write_video(path: str | Path, frames: Iterable[Frame], fps: float) -> None:
     if not (math.isfinite(fps) and 0 < fps <= 1000):
         raise ConfigError(f"fps is {fps}; it must be above 0 and at most 1000")
     target, plan = _target(path)
-    with whole.beside(target) as temporary:
+    with atomic_write.beside(target) as temporary:
         plan.write(temporary, _checked(frames), Fraction(fps).limit_denominator(1001))
         plan.place(temporary)
 
@@ -80,7 +80,7 @@ def check_target(path: str | Path) -> None:
 def _target(path: str | Path) -> tuple[Path, _Plan]:
     target = Path(path).absolute()
     plan = _plan(target, is_folder=str(path).endswith(("/", os.sep)))
-    whole.check_parent(target)
+    atomic_write.check_parent(target)
     return target, plan
 
 

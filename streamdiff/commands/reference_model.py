@@ -23,7 +23,7 @@ from streamdiff.models.wan.lora import parse_lora
 from streamdiff.pipeline.planning.plan import check_stages
 
 if TYPE_CHECKING:
-    from streamdiff.exact import Job
+    from streamdiff.commands.reference import Job
 
 
 @dataclass(frozen=True)

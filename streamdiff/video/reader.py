@@ -1,4 +1,4 @@
-"""A video file, or a folder of PNG pictures, as frames: the way back from `serve/files.py`."""
+"""A video file, or a folder of PNG pictures, as frames: the way back from `video/writer.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from av.error import FFmpegError
 from PIL import Image, UnidentifiedImageError
 
 from streamdiff.errors import ConfigError
-from streamdiff.serve.files import Frame
+from streamdiff.video.writer import Frame
 
 
 @dataclass(frozen=True)

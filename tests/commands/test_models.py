@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from streamdiff import cli
+from streamdiff.cli import main
 from streamdiff.models import catalogue
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BASES = {"wan2.1-t2v-1.3b", "wan2.1-t2v-14b"}
 # A whole command in a fresh interpreter that cannot reach a network; says afterwards what was imported on its way.
 ALONE = """
@@ -115,7 +115,7 @@ def test_json_has_the_same_for_programs(tmp_path: Path) -> None:
 
 
 def test_the_json_list_holds_every_model_that_streams(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["models", "--json"]) == 0
+    assert main.main(["models", "--json"]) == 0
     trees = {tree["name"]: tree for tree in json.loads(capsys.readouterr().out)}
     assert all("schedule" in tree for tree in trees.values())
     assert set(trees) == set(catalogue.entries()) - BASES
@@ -124,16 +124,16 @@ def test_the_json_list_holds_every_model_that_streams(capsys: pytest.CaptureFixt
 
 def test_bases_without_pictures_are_not_offered_but_shown_to_who_asks(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["models"], ["models", "--json"]):
-        assert cli.main(arguments) == 0
+        assert main.main(arguments) == 0
         assert "wan2.1-t2v" not in capsys.readouterr().out
-    assert cli.main(["models", "wan2.1-t2v-14b", "--json"]) == 0
+    assert main.main(["models", "wan2.1-t2v-14b", "--json"]) == 0
     assert json.loads(capsys.readouterr().out).get("schedule") is None
 
 
 @pytest.mark.parametrize("name", catalogue.entries())
 def test_every_model_can_be_shown(capsys: pytest.CaptureFixture[str], name: str) -> None:
     """What is not known is said to be unknown, never None."""
-    assert cli.main(["models", name]) == 0
+    assert main.main(["models", name]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"{name}: ")
     assert "None" not in text
@@ -145,7 +145,7 @@ def test_every_model_can_be_shown(capsys: pytest.CaptureFixture[str], name: str)
 
 
 def test_a_mistyped_name_gets_the_nearest_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["models", "longlve-1.3b"]) == 2
+    assert main.main(["models", "longlve-1.3b"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err == "streamdiff: error: no model is called 'longlve-1.3b'; did you mean longlive-1.3b?\n"

@@ -23,8 +23,8 @@ from streamdiff.pipeline.head import Finished
 from streamdiff.pipeline.microstep import MicroStep
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runtime import Runtime
-from streamdiff.serve.codecs import Format, probe
-from streamdiff.serve.encoder import PictureEncoder
+from streamdiff.server.media.codecs import Format, probe
+from streamdiff.server.media.encoder import PictureEncoder
 from streamdiff.video.pixel_format import size_of
 
 SESSION = 10**6

@@ -18,8 +18,8 @@ from streamdiff import clock
 from streamdiff.config import Config, PlaybackConfig, ServeConfig
 from streamdiff.engine import main as engine_main
 from streamdiff.engine.supervisor import Supervisor
-from streamdiff.serve import server
-from tests.serve import scripted
+from streamdiff.server import main as server
+from tests.server import scripted
 
 COLUMNS, ROWS = 16, 2
 SIDE = 8

@@ -74,7 +74,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     flags = {"serve.open_browser": False} if arguments.no_browser else {}
     flags |= {"serve.insecure": True} if arguments.insecure else {}
     config = _config(arguments, flags)
-    from streamdiff.serve import server
+    from streamdiff.server import main as server
 
     return server.run(_at_native_rate(config))
 

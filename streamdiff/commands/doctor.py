@@ -30,7 +30,7 @@ from streamdiff.version import __version__
 if TYPE_CHECKING:
     import torch
 
-    from streamdiff.serve.codecs import Library
+    from streamdiff.server.media.codecs import Library
 
 _HEAD_DIM = 128
 
@@ -271,7 +271,7 @@ def _look_at_codecs(config: Config) -> Iterator[Finding]:
     try:
         import av
 
-        from streamdiff.serve import codecs
+        from streamdiff.server.media import codecs
     except (ImportError, OSError) as error:
         yield Finding("codecs", Grade.BAD, f"PyAV cannot be imported: {error}")
         return
@@ -294,7 +294,7 @@ def _look_at_codecs(config: Config) -> Iterator[Finding]:
 
 def _look_at_webrtc(config: Config) -> Iterator[Finding]:
     try:
-        from streamdiff.serve import aiortc_compat
+        from streamdiff.server.webrtc import aiortc_compat
 
         version = importlib.metadata.version("aiortc")
     except (ImportError, OSError) as error:

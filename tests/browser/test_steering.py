@@ -16,7 +16,7 @@ from selenium.webdriver.support.ui import Select
 
 from benchmarks.browser import SERVE, Server, console_errors, running_server
 from tests.browser.looking import PAINTED, ask, coloured, until
-from tests.serve.scripted import MARKS
+from tests.server.scripted import MARKS
 
 pytestmark = pytest.mark.browser
 

@@ -306,6 +306,6 @@ def test_an_interrupted_video_leaves_nothing(tmp_path: Path, number: signal.Sign
 )
 def test_a_model_is_served_at_its_own_rate(words: str, fps: float, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr("streamdiff.serve.server.run", lambda config: seen.append(config) or 0)
+    monkeypatch.setattr("streamdiff.server.main.run", lambda config: seen.append(config) or 0)
     assert main.main(words.split()) == 0
     assert seen[0].playback.fps == fps

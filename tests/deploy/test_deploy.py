@@ -16,8 +16,9 @@ import yaml
 from streamdiff.cli import parser as cli_parsers
 from streamdiff.config import Config, ServeConfig
 from streamdiff.config_file import load
-from streamdiff.serve import access, routes_health
-from streamdiff.serve.metrics import Metrics
+from streamdiff.server import auth
+from streamdiff.server.metrics import Metrics
+from streamdiff.server.routes import health
 from tests.rules.source import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -164,7 +165,7 @@ def test_what_the_example_makes_the_token_with_is_a_token(tmp_path: Path) -> Non
     [command] = re.findall(r'--from-literal=control\.token="\$\((.+)\)"', text)
     made = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout
     (tmp_path / "token").write_text(made, encoding="ascii")
-    tokens = access.read_tokens(ServeConfig(control_token_file=str(tmp_path / "token")))
+    tokens = auth.read_tokens(ServeConfig(control_token_file=str(tmp_path / "token")))
     assert tokens.control == made.strip()
 
 
@@ -175,7 +176,7 @@ def test_the_pod_s_command_port_and_probes_are_the_program_s() -> None:
     assert mounts[str(arguments.config.parent)] == "config" and arguments.config.name == "config.yaml"
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"http": config.serve.port}
-    known = {getattr(route, "path", "") for route in routes_health.router().routes}
+    known = {getattr(route, "path", "") for route in health.router().routes}
     probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")}
     assert {probe["path"] for probe in probes.values()} <= known and {probe["port"] for probe in probes.values()} == {
         "http"

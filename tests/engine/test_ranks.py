@@ -19,7 +19,7 @@ from streamdiff.engine.bridge import EngineClient
 from streamdiff.engine.messages import Failed, FrameBatch, Measured, Open, Shown
 from streamdiff.engine.supervisor import Supervisor
 from streamdiff.errors import ConfigError
-from streamdiff.serve.encoder import as_rgb
+from streamdiff.server.media.encoder import as_rgb
 
 LIMIT_S = 120.0
 pytestmark = pytest.mark.slow

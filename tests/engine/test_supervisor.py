@@ -266,7 +266,7 @@ async def test_sigterm_ends_the_engine_in_order() -> None:
 
 def test_the_web_side_never_imports_torch() -> None:
     code = (
-        "import sys, streamdiff.engine.bridge, streamdiff.engine.pacing, streamdiff.engine.supervisor, "
+        "import sys, streamdiff.engine.bridge, streamdiff.server.media.playout, streamdiff.engine.supervisor, "
         "streamdiff.engine.messages, streamdiff.engine.main, streamdiff.engine.engine, streamdiff.api; "
         "sys.exit('torch' in sys.modules)"
     )

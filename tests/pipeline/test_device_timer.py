@@ -16,7 +16,7 @@ from streamdiff.pipeline.decoding import LocalDecoding
 from streamdiff.pipeline.device_timer import BusyTime, DeviceTimer, HostEvent
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runtime import Runtime
-from streamdiff.serve.capacity import Capacity
+from streamdiff.server.sessions.capacity import Capacity
 from tests.pipeline.device import Device
 from tests.small import CPU, RED, small_model
 

@@ -56,7 +56,7 @@ def test_the_rule_sees_the_children_there_are() -> None:
     }
     assert seen >= {
         "streamdiff.engine.supervisor", "streamdiff.engine.hosting", "streamdiff.engine.launch",
-        "streamdiff.serve.outputs",
+        "streamdiff.server.outputs.output",
     }  # fmt: skip
 
 

@@ -45,7 +45,7 @@ TORCH_FREE = (
     "streamdiff.cli.main",
     "streamdiff.engine.bridge",
     "streamdiff.engine.messages",
-    "streamdiff.engine.pacing",
+    "streamdiff.server.media.playout",
     "streamdiff.engine.session",
     "streamdiff.engine.supervisor",
     "streamdiff.engine.fetching",
@@ -66,15 +66,15 @@ TORCH_FREE = (
     "streamdiff.commands.plan",
     "streamdiff.pipeline.planning.simulate",
     "streamdiff.pipeline.planning.trace",
-    "streamdiff.serve.app",
+    "streamdiff.server.app",
     "streamdiff.video.writer",
     "streamdiff.video.reader",
-    "streamdiff.serve.server",
+    "streamdiff.server.main",
 )
 
 
 def layer(name: str) -> str:
-    """`serve` of `streamdiff.serve.app`; `streamdiff` itself is a layer of its own, below all."""
+    """`serve` of `streamdiff.server.app`; `streamdiff` itself is a layer of its own, below all."""
     parts = name.split(".")
     return parts[1] if len(parts) > 1 else parts[0]
 
@@ -107,10 +107,10 @@ def test_imports_go_downward() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("streamdiff.engine.session", "from streamdiff.serve import app"),
+        ("streamdiff.engine.session", "from streamdiff.server import app"),
         ("streamdiff.models.tiny.model", "from ...pipeline import runtime"),
         ("streamdiff.config", "import streamdiff.engine.messages"),
-        ("streamdiff.serve.app", "def late():\n    import torch.nn"),
+        ("streamdiff.server.app", "def late():\n    import torch.nn"),
         ("streamdiff.pipeline.worker", "import asyncio"),
         ("streamdiff.state.ring", "from asyncio import Queue"),
     ],
@@ -121,7 +121,7 @@ def test_the_rule_sees_a_fault(name: str, text: str) -> None:
 
 def test_type_checking_imports_are_free() -> None:
     text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n    from streamdiff import cli"
-    assert not faults(parse(text, "streamdiff.serve.app"))
+    assert not faults(parse(text, "streamdiff.server.app"))
 
 
 def test_importing_leaves_torch_alone() -> None:

@@ -26,7 +26,7 @@ from streamdiff.atomic_write import leaving
 from streamdiff.config import Config
 from streamdiff.config_file import load
 from streamdiff.device import pick_device
-from streamdiff.engine import private_folder
+from streamdiff.engine.process import private_folder
 from streamdiff.errors import ConfigError
 from streamdiff.models.random_weights import is_random
 from streamdiff.pipeline.profiling import check_traced
@@ -114,7 +114,9 @@ def measure(case: Case, limit_s: float | None = None) -> Raw:
         Failed: they ended without a result; they have said why.
     """
     module = "benchmarks.stream_rank"
-    program = ["-m", module] if case.config.ranks == 1 else ["-m", "streamdiff.engine.launch", "--module", module]
+    program = (
+        ["-m", module] if case.config.ranks == 1 else ["-m", "streamdiff.engine.process.launcher", "--module", module]
+    )
     with tempfile.TemporaryDirectory(prefix="streamdiff-") as name:
         folder = Path(name)
         (folder / CASE).write_text(json.dumps(case.to_json()))

@@ -26,9 +26,9 @@ from benchmarks import stream_parts
 from benchmarks.stream_case import Case
 from benchmarks.stream_figures import Arrival, Prompt, Raw, Run
 from streamdiff import clock
-from streamdiff.engine.bridge import EXIT_CONFIG
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Accepted, Close, Event, FrameBatch, Open, Refused, SetPrompt, Shown
+from streamdiff.engine.process.ipc import EXIT_CONFIG
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.pipeline import follower
 from streamdiff.pipeline.loading import at_once, own_device
@@ -199,7 +199,7 @@ def _follow(folder: Path, case: Case, rank: int) -> None:
 
 
 def _end_with_parent(folder: Path) -> None:
-    """As `engine.main` does it: the launcher ends the other ranks when this one has ended."""
+    """As `engine.process.main` does it: the launcher ends the other ranks when this one has ended."""
     while os.read(0, 4096):
         pass
     shutil.rmtree(folder, ignore_errors=True)

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from streamdiff import clock
 from streamdiff.config import Config, PlaybackConfig, ServeConfig
-from streamdiff.engine import main as engine_main
-from streamdiff.engine.supervisor import Supervisor
+from streamdiff.engine.process import main as engine_main
+from streamdiff.engine.process.engine_process import Supervisor
 from streamdiff.server import main as server
 from tests.server import scripted
 

@@ -32,8 +32,8 @@ import streamdiff
 from streamdiff import clock
 from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig, SessionConfig
 from streamdiff.engine.engine import Engine
-from streamdiff.engine.hosting import host
 from streamdiff.engine.messages import Event, FrameBatch, Opened
+from streamdiff.engine.process.rank0_server import host
 from streamdiff.video.writer import Frame, check_target, write_video
 
 

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from streamdiff.config import ModelConfig
-from streamdiff.engine.contract import Pipeline
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import (
     Accepted,
@@ -38,6 +37,7 @@ from streamdiff.engine.messages import (
     SetSteps,
     Shown,
 )
+from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
 
 Frame = NDArray[np.uint8]

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from streamdiff import api
 from streamdiff.atomic_write import leaving
 from streamdiff.config import Config
-from streamdiff.engine.main import be_follower
+from streamdiff.engine.process.main import be_follower
 from streamdiff.errors import ConfigError
 from streamdiff.video.writer import check_target, write_video
 
@@ -42,7 +42,7 @@ def run_as_ranks(config: Config, job: Job, argv: Sequence[str]) -> int:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         _checked(job)
-        from streamdiff.engine.launch import launch  # imports torch
+        from streamdiff.engine.process.launcher import launch  # imports torch
 
         with TemporaryDirectory(prefix="streamdiff-") as folder:
             return launch("streamdiff", config.model.ranks, argv, folder)

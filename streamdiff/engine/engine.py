@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from streamdiff.engine.contract import Made, Pipeline, Reading
 from streamdiff.engine.messages import (
     SWITCHES,
     Close,
@@ -31,9 +30,10 @@ from streamdiff.engine.messages import (
     Shown,
     Shutdown,
 )
-from streamdiff.engine.requests import asks, bad_value, check_prompt, check_seed, refused
+from streamdiff.engine.pipeline_api import Made, Pipeline, Reading
+from streamdiff.engine.prompt_queue import Answer, Asked, Waiting
 from streamdiff.engine.session import Allow, End, Hold, Output, Session, StartAfresh, UseSteps, UseText
-from streamdiff.engine.waiting import Answer, Asked, Waiting
+from streamdiff.engine.validation import asks, bad_value, check_prompt, check_seed, refused
 from streamdiff.errors import RequestError, StreamdiffError
 
 # What can go wrong with one text (memory, files, numbers), and ends nothing else. Other errors are faults of a program.

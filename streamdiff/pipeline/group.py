@@ -1,4 +1,4 @@
-"""The processes of one ring: who they are, and whether they are alike. torchrun, or `engine.launch`, started them.
+"""The processes of one ring: who they are, and whether they are alike. torchrun, or `engine.process.launcher`, started them.
 
 Beside the links the ranks have a store (a small key-value server that the launcher keeps) for what is said at start and
 for what must be heard when links are broken.

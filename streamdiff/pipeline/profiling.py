@@ -181,7 +181,7 @@ def check_traced(folder: object, chunks: int | None) -> None:
 
 
 class ProfiledRuntime:
-    """A `Runtime` that is traced for a while; for callers the same (`engine.contract.Pipeline`)."""
+    """A `Runtime` that is traced for a while; for callers the same (`engine.pipeline_api.Pipeline`)."""
 
     def __init__(self, runtime: Runtime, folder: Path, chunks: int = CHUNKS) -> None:
         """Raises ConfigError as `check_folder`. Mutates: removes from `folder` what an earlier run left unfinished."""

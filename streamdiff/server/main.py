@@ -19,11 +19,10 @@ from typing import Any
 
 from streamdiff import clock
 from streamdiff.config import Config, ModelConfig, ServeConfig
-from streamdiff.engine.fetching import Progress, fetch
-from streamdiff.engine.keeper import Keeper
 from streamdiff.engine.messages import Ready
-from streamdiff.engine.restarts import Restarts
-from streamdiff.engine.supervisor import EngineProcess, Supervisor
+from streamdiff.engine.process.engine_process import EngineProcess, Supervisor
+from streamdiff.engine.process.fetching import Progress, fetch
+from streamdiff.engine.process.supervisor import Keeper, Restarts
 from streamdiff.errors import ConfigError, EngineFailure, StreamdiffError
 from streamdiff.server import logging_setup
 from streamdiff.server.app import attach_engine, create_app

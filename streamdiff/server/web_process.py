@@ -1,4 +1,4 @@
-"""`python -m streamdiff.server.web_process`: the web server of an engine that started it (`engine.hosting`)."""
+"""`python -m streamdiff.server.web_process`: the web server of an engine that started it (`engine.process.rank0_server`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from streamdiff.config import ModelConfig
-from streamdiff.engine import private_folder
-from streamdiff.engine.attached import Attached
-from streamdiff.engine.fetching import Progress
+from streamdiff.engine.process import private_folder
+from streamdiff.engine.process.fetching import Progress
+from streamdiff.engine.process.parent_engine import Attached
 from streamdiff.server import main as server
 
 

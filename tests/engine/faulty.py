@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from streamdiff.engine import main as engine
+from streamdiff.engine.process import main as engine
 from streamdiff.pipeline import device_timer, leaving
 from streamdiff.pipeline.forward import Tensors
 from streamdiff.pipeline.links.gloo import GlooOutbox

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamdiff.config import ModelConfig
-from streamdiff.engine.contract import Pipeline
-from streamdiff.engine.main import main
 from streamdiff.engine.messages import SWITCHES
+from streamdiff.engine.pipeline_api import Pipeline
+from streamdiff.engine.process.main import main
 from streamdiff.errors import ConfigError, RequestError
 
 SIZE = 16

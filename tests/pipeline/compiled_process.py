@@ -17,7 +17,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from streamdiff.config import ModelConfig
-from streamdiff.engine import private_folder
+from streamdiff.engine.process import private_folder
 from streamdiff.pipeline import follower, loading
 from streamdiff.pipeline.compiled import CompiledStage, Texts
 from streamdiff.pipeline.forward import Tensors

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from streamdiff.config import Config, ModelConfig
-from streamdiff.engine import private_folder
+from streamdiff.engine.process import private_folder
 from tests.pipeline import compiled_process
 from tests.pipeline.compiled_process import CHUNKS
 from tests.pipeline.processes import ROOT
@@ -35,7 +35,7 @@ def play(folder: Path, **options: Any) -> tuple[Made, list[dict[str, int]], str]
     private_folder.write_config(folder, Config(model=ModelConfig(stages=STAGES, device="cpu", **options)))
     told = ("--module", "tests.pipeline.compiled_process", "--address", str(folder))
     process = subprocess.run(
-        [sys.executable, "-m", "streamdiff.engine.launch", *told],
+        [sys.executable, "-m", "streamdiff.engine.process.launcher", *told],
         cwd=ROOT, text=True, stderr=subprocess.PIPE, timeout=LIMIT_S,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr

@@ -55,7 +55,7 @@ def test_the_rule_sees_the_children_there_are() -> None:
         if isinstance(node, ast.Call) and starts(node)
     }
     assert seen >= {
-        "streamdiff.engine.supervisor", "streamdiff.engine.hosting", "streamdiff.engine.launch",
+        "streamdiff.engine.process.engine_process", "streamdiff.engine.process.rank0_server", "streamdiff.engine.process.launcher",
         "streamdiff.server.outputs.output",
     }  # fmt: skip
 

@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig
-from streamdiff.engine import main as engine_main
-from streamdiff.engine import private_folder
 from streamdiff.engine.messages import SWITCHES
-from streamdiff.engine.supervisor import Supervisor
+from streamdiff.engine.process import main as engine_main
+from streamdiff.engine.process import private_folder
+from streamdiff.engine.process.engine_process import Supervisor
 from streamdiff.errors import RequestError
 from streamdiff.models import catalogue
 from streamdiff.server import main as server

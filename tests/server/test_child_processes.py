@@ -25,7 +25,7 @@ SERVE = """
 import sys
 from functools import partial
 from streamdiff.config import Config
-from streamdiff.engine.supervisor import Supervisor
+from streamdiff.engine.process.engine_process import Supervisor
 from streamdiff.server import server
 
 config = Config.model_validate_json(sys.stdin.read())

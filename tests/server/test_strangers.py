@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from streamdiff.config import Config, IceServer, ServeConfig
-from streamdiff.engine.keeper import Restarting
 from streamdiff.engine.messages import Failed
+from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.server.sessions.engine_state import PLAIN_REASON
 from tests.server.conftest import Site, bearer, run_scene
 from tests.server.socket_client import SocketClient

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from streamdiff.engine.requests import MAX_PROMPT_CHARACTERS, MAX_SEED
+from streamdiff.engine.validation import MAX_PROMPT_CHARACTERS, MAX_SEED
 
 MAX_ID_CHARACTERS = 64
 MAX_WHOLE = 2**53 - 1

@@ -16,8 +16,8 @@ from typing import Protocol
 
 from streamdiff import clock
 from streamdiff.config import Config
-from streamdiff.engine.keeper import Restarting
 from streamdiff.engine.messages import Alive, Close, Command, Event, Failed, Measured, Ready, Refused
+from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.logging_setup import facts

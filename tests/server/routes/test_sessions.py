@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig, SessionConfig
-from streamdiff.engine.main import _load_runtime
 from streamdiff.engine.messages import Close, Open, SetLead, Shown
+from streamdiff.engine.process.main import _load_runtime
 from streamdiff.server.sessions import manager
 from streamdiff.server.sessions.control_schema import control_message
 from tests.server.conftest import Peer, Site, bearer, open_site

@@ -19,8 +19,8 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from streamdiff.engine import wire
 from streamdiff.engine.messages import Alive, Command, Event, Failed
+from streamdiff.engine.process import serializer
 from streamdiff.errors import EngineFailure
 
 HIGH_WATER = 256
@@ -81,7 +81,7 @@ class EngineServer:
             return commands
         while len(commands) < HIGH_WATER:
             try:
-                commands.append(wire.decode_command(self._socket.recv_multipart(zmq.NOBLOCK)))
+                commands.append(serializer.decode_command(self._socket.recv_multipart(zmq.NOBLOCK)))
             except zmq.Again:
                 break
         return commands
@@ -93,7 +93,7 @@ class EngineServer:
             EngineFailure: the web process has not read anything for `stall_s`.
         """
         try:
-            self._socket.send_multipart(wire.encode(event))
+            self._socket.send_multipart(serializer.encode(event))
         except zmq.Again as error:
             message = f"the web process has read nothing for {self._stall_s:g} s; {HIGH_WATER} messages wait for it"
             raise EngineFailure(message) from error
@@ -126,7 +126,7 @@ class EngineClient:
         Raises:
             EngineFailure: the engine has ended.
         """
-        parts = wire.encode(command)
+        parts = serializer.encode(command)
         # The lock keeps waiting senders out of pyzmq's own queue, which has no limit.
         async with self._sending:
             if self._end.done() or not await self._before_end(self._socket.send_multipart(parts)):
@@ -158,7 +158,7 @@ class EngineClient:
             yield failure
 
     def _received(self, parts: list[zmq.Frame]) -> Event:
-        event = wire.decode_event([frame.buffer for frame in parts])
+        event = serializer.decode_event([frame.buffer for frame in parts])
         self.heard += 1
         self._told_failure = self._told_failure or isinstance(event, Failed)
         return event

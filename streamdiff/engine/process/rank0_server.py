@@ -10,9 +10,9 @@ from pathlib import Path
 
 from streamdiff import child_process
 from streamdiff.config import Config
-from streamdiff.engine import private_folder
-from streamdiff.engine.attached import BYE
-from streamdiff.engine.main import Stop, Tap, run
+from streamdiff.engine.process import private_folder
+from streamdiff.engine.process.main import Stop, Tap, run
+from streamdiff.engine.process.parent_engine import BYE
 
 _WEB_LIMIT_S = 10.0
 

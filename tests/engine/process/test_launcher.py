@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from streamdiff.config import Config, ModelConfig, ServeConfig
-from streamdiff.engine.bridge import EngineClient
 from streamdiff.engine.messages import Failed, FrameBatch, Measured, Open, Shown
-from streamdiff.engine.supervisor import Supervisor
+from streamdiff.engine.process.engine_process import Supervisor
+from streamdiff.engine.process.ipc import EngineClient
 from streamdiff.errors import ConfigError
 from streamdiff.server.media.encoder import as_rgb
 
@@ -29,7 +29,7 @@ STAGES = 4
 @asynccontextmanager
 async def ring(
     folder: Path,
-    module: str = "streamdiff.engine.main",
+    module: str = "streamdiff.engine.process.main",
     stages: int = STAGES,
     hang_s: float = 60.0,
     spare: bool = False,

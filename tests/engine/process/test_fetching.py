@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from streamdiff.config import ModelConfig
-from streamdiff.engine.fetching import Progress, fetch
+from streamdiff.engine.process.fetching import Progress, fetch
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue
 from tests.hub_server import Hub, running

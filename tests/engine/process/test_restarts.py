@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from streamdiff.engine.restarts import LONGEST_WAIT_S, Restarts
+from streamdiff.engine.process.supervisor import LONGEST_WAIT_S, Restarts
 
 
 def test_the_first_comes_at_once_and_each_further_one_waits_twice_as_long() -> None:

@@ -17,11 +17,11 @@ import pytest
 import torch.distributed as dist
 
 from streamdiff.config import Config, IceServer, ModelConfig, ServeConfig
-from streamdiff.engine import private_folder
-from streamdiff.engine.bridge import EngineClient
 from streamdiff.engine.messages import Open
-from streamdiff.engine.supervisor import Supervisor
-from tests.engine.test_ranks import watch
+from streamdiff.engine.process import private_folder
+from streamdiff.engine.process.engine_process import Supervisor
+from streamdiff.engine.process.ipc import EngineClient
+from tests.engine.process.test_launcher import watch
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 120.0

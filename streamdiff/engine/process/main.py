@@ -21,11 +21,11 @@ from typing import NoReturn
 
 from streamdiff import clock
 from streamdiff.config import Config, ModelConfig
-from streamdiff.engine import private_folder, spare
-from streamdiff.engine.bridge import EXIT_CONFIG, EngineServer
-from streamdiff.engine.contract import Pipeline
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Alive, Event, Failed, Shutdown
+from streamdiff.engine.pipeline_api import Pipeline
+from streamdiff.engine.process import private_folder, standby
+from streamdiff.engine.process.ipc import EXIT_CONFIG, EngineServer
 from streamdiff.errors import ConfigError, EngineFailure
 
 # How long `step` may wait for a decode with nothing else to do: the most by which a command can be late then.
@@ -129,12 +129,12 @@ def _serve(server: EngineServer, engine: Engine, stop: Stop, tap: Tap) -> None:
 
 def main(argv: Sequence[str] | None = None, *, load: Callable[[ModelConfig], Pipeline] = _load_runtime) -> int:
     """Run the process; returns its exit code. `load` makes the pipeline."""
-    parser = argparse.ArgumentParser(prog="python -m streamdiff.engine.main", description="the engine process")
+    parser = argparse.ArgumentParser(prog="python -m streamdiff.engine.process.main", description="the engine process")
     parser.add_argument("--address", type=Path, required=True, help="private folder: bridge's socket, configuration")
     parser.add_argument("--spare", action="store_true", help="import everything, and wait to be needed")
     arguments = parser.parse_args(argv)
     if arguments.spare:
-        spare.wait(arguments.address, _HEAVY)
+        standby.wait(arguments.address, _HEAVY)
     if int(os.environ.get("RANK", "0")) > 0:
         return be_follower(private_folder.read_config(arguments.address).served_model())
     stop = Stop(arguments.address)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamdiff.engine.messages import Command, Open, Refused, Reset, SetPrompt, SetSteps, Shutdown
-from streamdiff.engine.waiting import Asked
+from streamdiff.engine.prompt_queue import Asked
 from streamdiff.errors import RequestError
 
 MAX_PROMPT_CHARACTERS = 2000

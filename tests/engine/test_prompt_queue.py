@@ -18,7 +18,6 @@ import streamdiff.errors
 from streamdiff.api import StreamSession
 from streamdiff.config import ModelConfig
 from streamdiff.engine.engine import Engine
-from streamdiff.engine.main import _load_runtime
 from streamdiff.engine.messages import (
     Accepted,
     Applied,
@@ -36,6 +35,7 @@ from streamdiff.engine.messages import (
     Shown,
     Shutdown,
 )
+from streamdiff.engine.process.main import _load_runtime
 from streamdiff.errors import RequestError, StreamdiffError
 from streamdiff.models.text_cache import CachedText, EmbeddingCache
 from streamdiff.models.wan.text import WanText

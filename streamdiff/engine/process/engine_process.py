@@ -23,9 +23,9 @@ from typing import Protocol
 
 from streamdiff import child_process
 from streamdiff.config import Config
-from streamdiff.engine import private_folder, spare
-from streamdiff.engine.bridge import EXIT_CONFIG, EngineClient
 from streamdiff.engine.messages import Event, Failed, Ready, Shutdown
+from streamdiff.engine.process import private_folder, standby
+from streamdiff.engine.process.ipc import EXIT_CONFIG, EngineClient
 from streamdiff.errors import ConfigError, EngineFailure
 
 output_log = logging.getLogger("streamdiff.engine.output")
@@ -98,7 +98,7 @@ class Supervisor:
         *,
         start_limit_s: float | None = None,
         stop_limit_s: float | None = None,
-        module: str = "streamdiff.engine.main",
+        module: str = "streamdiff.engine.process.main",
     ) -> None:
         """Args:
         start_limit_s: how long the process may be silent while it loads and warms up, which may take any time; by
@@ -145,7 +145,7 @@ class Supervisor:
         """Start a process that only imports what it needs, and begins with `start`."""
         self._folder = private_folder.make()
         try:
-            self._begin = spare.open_pipe(self._folder)
+            self._begin = standby.open_pipe(self._folder)
             await self._launch("--spare")
         except BaseException:
             await self.stop()
@@ -161,7 +161,7 @@ class Supervisor:
         assert self._listening is None, "one supervisor starts one engine; make another"
         try:
             if self._begin is not None:
-                spare.tell(self._begin)
+                standby.tell(self._begin)
             else:
                 self._folder = private_folder.make()
                 await self._launch()
@@ -194,7 +194,7 @@ class Supervisor:
         """What to run: the engine's module, or the launcher of as many of them as there are stages."""
         if self._config.model.ranks == 1:
             return "-m", self._module
-        return "-m", "streamdiff.engine.launch", "--module", self._module
+        return "-m", "streamdiff.engine.process.launcher", "--module", self._module
 
     async def _wait_until_ready(self, client: EngineClient) -> None:
         waiting = asyncio.create_task(self._first_word(client), name="engine-first-word")

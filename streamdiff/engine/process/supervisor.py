@@ -8,18 +8,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from streamdiff import clock
-from streamdiff.engine.bridge import EngineClient
 from streamdiff.engine.messages import Command, Event, Failed, Ready
-from streamdiff.engine.restarts import Restarts
-from streamdiff.engine.supervisor import EngineProcess
+from streamdiff.engine.process.engine_process import EngineProcess
+from streamdiff.engine.process.ipc import EngineClient
 from streamdiff.errors import ConfigError, EngineFailure
 
 logger = logging.getLogger(__name__)
+
 
 SPARE_AGAIN_S = 30.0
 """After the spare has died, before another is started."""
@@ -198,3 +199,32 @@ def _check_same(before: Ready, after: Ready) -> None:
                if getattr(before, name) != getattr(after, name)]  # fmt: skip
     if differs:
         raise EngineFailure(f"the engine came back as another one: {', '.join(differs)}")
+
+
+LONGEST_WAIT_S = 30.0
+
+
+@dataclass
+class Restarts:
+    """At most `most` restarts within `window_s` seconds. The first comes at once, the second after `wait_s`, each
+    further one after twice as long, up to LONGEST_WAIT_S; what is older than the window is forgotten."""
+
+    most: int
+    window_s: float
+    wait_s: float
+    _at_s: deque[float] = field(default_factory=deque)
+
+    @property
+    def count(self) -> int:
+        """Restarts within the window, as of the last fault."""
+        return len(self._at_s)
+
+    def fault(self, now_s: float) -> float | None:
+        """The engine has failed: how long to wait before it is started again; None: not any more. Mutates: self."""
+        while self._at_s and now_s - self._at_s[0] >= self.window_s:
+            self._at_s.popleft()
+        if len(self._at_s) >= self.most:
+            return None
+        self._at_s.append(now_s)
+        doublings = len(self._at_s) - 2
+        return 0.0 if doublings < 0 else min(self.wait_s * 2.0**doublings, LONGEST_WAIT_S)

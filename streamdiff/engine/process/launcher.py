@@ -1,6 +1,6 @@
-"""Starts the ranks of a ring on this machine and waits for them: `python -m streamdiff.engine.launch --address FOLDER`.
+"""Starts the ranks of a ring on this machine and waits for them: `python -m streamdiff.engine.process.launcher --address FOLDER`.
 
-Every rank runs the engine process (`engine.main`), where rank 0 becomes the engine and the others work for it. When one
+Every rank runs the engine process (`engine.process.main`), where rank 0 becomes the engine and the others work for it. When one
 ends before its time, all are ended. torch elastic starts and ends the processes. Its rendezvous is left out, since that
 listens on all interfaces and unpickles what it is told: ranks meet at a store that listens on loopback only
 (docs/decisions/0019).
@@ -22,9 +22,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 
 from streamdiff import child_process
-from streamdiff.engine import private_folder
-from streamdiff.engine.bridge import EXIT_CONFIG
-from streamdiff.engine.supervisor import name_exit
+from streamdiff.engine.process import private_folder
+from streamdiff.engine.process.engine_process import name_exit
+from streamdiff.engine.process.ipc import EXIT_CONFIG
 
 EXIT_FAILED = 1
 _ELASTIC = "torch.distributed.elastic"
@@ -98,8 +98,10 @@ def _exit_code(result: RunProcsResult | None) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m streamdiff.engine.launch", description="the ranks of a ring")
-    parser.add_argument("--module", default="streamdiff.engine.main", help="what every rank runs")
+    parser = argparse.ArgumentParser(
+        prog="python -m streamdiff.engine.process.launcher", description="the ranks of a ring"
+    )
+    parser.add_argument("--module", default="streamdiff.engine.process.main", help="what every rank runs")
     parser.add_argument("--address", required=True, help="private folder of the bridge's socket and the configuration")
     parser.add_argument("--spare", action="store_true", help="ranks import everything, and wait to be needed")
     options = parser.parse_args(argv)

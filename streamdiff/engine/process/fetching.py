@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from streamdiff.child_process import environment
 from streamdiff.config import ModelConfig
-from streamdiff.engine.supervisor import name_exit
+from streamdiff.engine.process.engine_process import name_exit
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.models import resolve
 from streamdiff.models.download import Progress

@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from streamdiff.config import Config, ModelConfig
-from streamdiff.engine import supervisor as supervisor_module
-from streamdiff.engine.bridge import EngineClient
 from streamdiff.engine.messages import Applied, Closed, Event, Failed, FrameBatch, Open, Opened, Reset, SetPrompt, Shown
-from streamdiff.engine.supervisor import Supervisor
+from streamdiff.engine.process import engine_process as supervisor_module
+from streamdiff.engine.process.engine_process import Supervisor
+from streamdiff.engine.process.ipc import EngineClient
 from streamdiff.errors import ConfigError, EngineFailure
 from tests.engine.painted import checksum
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 LIMIT_S = 60.0
 MODULE = "tests.engine.painted"
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def supervisor(model: str = "tiny", start_limit_s: float = LIMIT_S, stop_limit_s: float = LIMIT_S) -> Supervisor:
@@ -225,7 +225,7 @@ def test_no_orphan_when_the_parent_is_killed(model: str, prompt: str, tmp_path: 
 import asyncio, tempfile
 from streamdiff.config import Config, ModelConfig
 from streamdiff.engine.messages import Open
-from streamdiff.engine.supervisor import Supervisor
+from streamdiff.engine.process.engine_process import Supervisor
 
 async def main():
     tempfile.tempdir = {str(tmp_path)!r}
@@ -266,8 +266,8 @@ async def test_sigterm_ends_the_engine_in_order() -> None:
 
 def test_the_web_side_never_imports_torch() -> None:
     code = (
-        "import sys, streamdiff.engine.bridge, streamdiff.server.media.playout, streamdiff.engine.supervisor, "
-        "streamdiff.engine.messages, streamdiff.engine.main, streamdiff.engine.engine, streamdiff.api; "
+        "import sys, streamdiff.engine.process.ipc, streamdiff.server.media.playout, streamdiff.engine.process.engine_process, "
+        "streamdiff.engine.messages, streamdiff.engine.process.main, streamdiff.engine.engine, streamdiff.api; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -9,8 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
-from streamdiff.engine.bridge import EngineClient
 from streamdiff.engine.messages import Failed, Ready, Shutdown
+from streamdiff.engine.process.ipc import EngineClient
 from streamdiff.errors import EngineFailure
 
 BYE = b"bye"

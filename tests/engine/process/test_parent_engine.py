@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from streamdiff.engine.attached import Attached
+from streamdiff.engine.process.parent_engine import Attached
 from streamdiff.errors import EngineFailure
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import zmq
 
-from streamdiff.engine.bridge import HIGH_WATER, EngineClient, EngineServer
 from streamdiff.engine.messages import Closed, Failed, FrameBatch, Pause, SetPrompt, Shown
-from streamdiff.engine.wire import WireError
+from streamdiff.engine.process.ipc import HIGH_WATER, EngineClient, EngineServer
+from streamdiff.engine.process.serializer import WireError
 from streamdiff.errors import EngineFailure
 
 LIMIT_S = 20.0

@@ -16,11 +16,10 @@ import psutil
 import pytest
 
 from streamdiff.config import Config, ModelConfig
-from streamdiff.engine import keeper
-from streamdiff.engine.keeper import Keeper, Restarting
 from streamdiff.engine.messages import Applied, Event, Failed, FrameBatch, Open, Opened, Pause, Ready, Shutdown
-from streamdiff.engine.restarts import Restarts
-from streamdiff.engine.supervisor import Supervisor
+from streamdiff.engine.process import supervisor as keeper
+from streamdiff.engine.process.engine_process import Supervisor
+from streamdiff.engine.process.supervisor import Keeper, Restarting, Restarts
 from streamdiff.errors import EngineFailure
 
 pytestmark = pytest.mark.slow
@@ -209,7 +208,7 @@ async def test_an_engine_runs_where_no_spare_can_be_had(caplog: pytest.LogCaptur
 
 
 async def test_a_spare_whose_launcher_was_killed_is_ended() -> None:
-    supervisor = Supervisor(Config(), module="tests.engine.launching")
+    supervisor = Supervisor(Config(), module="tests.engine.process.launching")
     await supervisor.prepare()
     launcher = psutil.Process(supervisor.pid)
     async with asyncio.timeout(LIMIT_S):

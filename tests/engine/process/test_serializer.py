@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamdiff.engine import messages, wire
-from streamdiff.engine.wire import WireError
+from streamdiff.engine import messages
+from streamdiff.engine.process import serializer
+from streamdiff.engine.process.serializer import WireError
 
 PICTURES = np.arange(2 * 3 * 4 * 3, dtype=np.uint8).reshape(2, 3, 4, 3)
 MESSAGES = [
@@ -46,14 +47,16 @@ MESSAGES = [
 ]
 
 
-def decode(parts: list[wire.Part]) -> object:
+def decode(parts: list[serializer.Part]) -> object:
     kind = json.loads(bytes(parts[0]))["kind"]
-    return (wire.decode_command if kind in {c.__name__ for c in wire.COMMANDS} else wire.decode_event)(parts)
+    return (
+        serializer.decode_command if kind in {c.__name__ for c in serializer.COMMANDS} else serializer.decode_event
+    )(parts)
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_a_message_survives(message: messages.Command | messages.Event) -> None:
-    back = decode([bytes(part) for part in wire.encode(message)])
+    back = decode([bytes(part) for part in serializer.encode(message)])
     assert type(back) is type(message)
     for item in fields(message):
         value, expected = getattr(back, item.name), getattr(message, item.name)
@@ -62,7 +65,7 @@ def test_a_message_survives(message: messages.Command | messages.Event) -> None:
 
 
 def test_every_message_there_is_was_tried() -> None:
-    assert {type(message) for message in MESSAGES} == {*wire.COMMANDS, *wire.EVENTS}
+    assert {type(message) for message in MESSAGES} == {*serializer.COMMANDS, *serializer.EVENTS}
 
 
 @settings(max_examples=50, deadline=None)
@@ -70,11 +73,11 @@ def test_every_message_there_is_was_tried() -> None:
 def test_any_text_survives(text: str) -> None:
     """Lone surrogates and zeros too: what is allowed in a prompt is not decided here."""
     message = messages.SetPrompt("a", text, text)
-    assert wire.decode_command([bytes(part) for part in wire.encode(message)]) == message
+    assert serializer.decode_command([bytes(part) for part in serializer.encode(message)]) == message
 
 
 def test_pictures_are_not_copied_on_the_way() -> None:
-    _, raw = wire.encode(messages.FrameBatch("a", 0, 0, 0, None, PICTURES))
+    _, raw = serializer.encode(messages.FrameBatch("a", 0, 0, 0, None, PICTURES))
     assert np.shares_memory(np.frombuffer(raw, np.uint8), PICTURES)
 
 
@@ -99,13 +102,13 @@ BATCH = {"kind": "FrameBatch", "session": "a", "epoch": 0, "chunk": 0, "first": 
 )
 def test_what_is_not_a_command_is_refused(header: object, message: str) -> None:
     with pytest.raises(WireError, match=message):
-        wire.decode_command([json.dumps(header).encode()])
+        serializer.decode_command([json.dumps(header).encode()])
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"{", b"[" * 100_000])
 def test_what_is_not_json_is_refused(data: bytes) -> None:
     with pytest.raises(WireError, match="is not JSON"):
-        wire.decode_event([data])
+        serializer.decode_event([data])
 
 
 @pytest.mark.parametrize(
@@ -126,7 +129,7 @@ def test_what_is_not_json_is_refused(data: bytes) -> None:
 )
 def test_pictures_that_do_not_fit_their_shape_are_refused(shape: object, raw: list[bytes]) -> None:
     with pytest.raises(WireError):
-        wire.decode_event([json.dumps({**BATCH, "pictures": shape}).encode(), *raw])
+        serializer.decode_event([json.dumps({**BATCH, "pictures": shape}).encode(), *raw])
 
 
 @pytest.mark.parametrize(
@@ -134,6 +137,6 @@ def test_pictures_that_do_not_fit_their_shape_are_refused(shape: object, raw: li
 )
 def test_a_sender_with_a_fault_is_told_at_once(pictures: object) -> None:
     with pytest.raises(WireError, match=r"FrameBatch\.pictures"):
-        wire.encode(messages.FrameBatch("a", 0, 0, 0, None, pictures))  # type: ignore[arg-type]
+        serializer.encode(messages.FrameBatch("a", 0, 0, 0, None, pictures))  # type: ignore[arg-type]
     with pytest.raises(WireError, match=r"Shown\.frames"):
-        wire.encode(messages.Shown("a", "many"))  # type: ignore[arg-type]
+        serializer.encode(messages.Shown("a", "many"))  # type: ignore[arg-type]

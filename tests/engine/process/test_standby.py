@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from streamdiff.engine import spare
+from streamdiff.engine.process import standby
 
 LIMIT_S = 60.0
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # Says on standard output when the module is imported, and when it was told.
 WAITS = """
 import sys
@@ -37,11 +37,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_it_imports_before_it_is_told(folder: Path) -> None:
-    pipe = spare.open_pipe(folder)
+    pipe = standby.open_pipe(folder)
     with start(folder, 0.0) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("The Zen"), "what importing this module prints"
-        spare.tell(pipe)
+        standby.tell(pipe)
         assert process.stdout.read().endswith("\ntold\n")
         assert process.wait(LIMIT_S) == 0
     os.close(pipe)
@@ -50,9 +50,9 @@ def test_it_imports_before_it_is_told(folder: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_telling_cuts_the_wait_short_for_all_who_come(folder: Path, ranks: int) -> None:
-    pipe = spare.open_pipe(folder)
+    pipe = standby.open_pipe(folder)
     early = [start(folder, 3600.0) for _ in range(ranks - 1)]
-    spare.tell(pipe)
+    standby.tell(pipe)
     for process in [*early, start(folder, 3600.0)]:
         with process:
             assert process.stdout is not None
@@ -62,7 +62,7 @@ def test_telling_cuts_the_wait_short_for_all_who_come(folder: Path, ranks: int) 
 
 @pytest.mark.parametrize("when", ["before", "while it waits"])
 def test_it_ends_with_the_one_who_could_tell_it(folder: Path, when: str) -> None:
-    pipe = spare.open_pipe(folder)
+    pipe = standby.open_pipe(folder)
     if when == "before":
         os.close(pipe)
     with start(folder, 3600.0 if when == "before" else 0.0) as process:

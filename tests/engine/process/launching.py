@@ -1,4 +1,4 @@
-"""A launcher of one rank, without torch: the rank has its standard output, as those of `engine.launch` have."""
+"""A launcher of one rank, without torch: the rank has its standard output, as those of `engine.process.launcher` have."""
 
 from __future__ import annotations
 

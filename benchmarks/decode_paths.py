@@ -23,9 +23,9 @@ from streamdiff import clock
 from streamdiff.device import pick_device
 from streamdiff.models import autoencoders, library, random_weights
 from streamdiff.models.stepping import rgb24, yuv420p
-from streamdiff.pipeline.decoding import DECODE_THREADS
-from streamdiff.pipeline.leaving import Lane, decode_chunk
-from streamdiff.pipeline.picture_decoder import PictureDecoder
+from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
+from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
+from streamdiff.pipeline.decode.host_copy import Lane, decode_chunk
 
 SUMMARY = "Seconds per chunk of each fast path of the decoder beside the plain one, taking turns."
 PATHS = {"plain": (False, rgb24), "compiled": (True, rgb24), "yuv420": (False, yuv420p), "both": (True, yuv420p)}

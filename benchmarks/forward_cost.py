@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from streamdiff.pipeline.planning.facts import Facts
+from streamdiff.pipeline.planner.model_sizes import Facts
 
 
 @dataclass(frozen=True)

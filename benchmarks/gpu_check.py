@@ -30,11 +30,11 @@ from streamdiff.models import library, random_weights
 from streamdiff.models.stepping import yuv420p
 from streamdiff.models.wan.transformer import Tokens, WanDenoiser, attend
 from streamdiff.models.wan.weights import kept_dtype
-from streamdiff.pipeline.forward import Tensors
-from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.picture_decoder import PictureDecoder
-from streamdiff.pipeline.runtime import Runtime
-from streamdiff.pipeline.start import load_runtime
+from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
+from streamdiff.pipeline.runner.stage_forward import Tensors
+from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.pipeline.streaming_pipeline import Runtime
 
 HOLDS, WRONG, NOT_HERE = 0, 1, 3
 CPU = torch.device("cpu")
@@ -148,7 +148,7 @@ def decoder_as_cpu(name: str, device: torch.device) -> str:
 def decoder_graphs(name: str, device: torch.device) -> str:
     """A stream's pictures in YUV420 by the compiled decoder, channels last, against the plain one's, in float32."""
     if device.type != "cuda":
-        raise NotHere("on a CPU tests/pipeline/test_picture_decoder.py compiles small ones")
+        raise NotHere("on a CPU tests/pipeline/decode/test_compiled_decoder.py compiles small ones")
     plain: Any = random_weights.decoder(DECODERS[name], device, torch.float32)
     plain.lay_out(channels_last=False)
     chunks = torch.randn(3, 1, 16, 3, 8, 12, generator=torch.Generator().manual_seed(0)).to(device)
@@ -221,7 +221,7 @@ def no_memory_taken(context: str, device: torch.device) -> str:
     """Blocks of memory that a stage takes in its forwards once its graphs are made: none, but in a chunk's first step,
     which has a table of rotary factors; and nothing at all is asked of the driver."""
     if device.type != "cuda":
-        raise NotHere("on a CPU tests/pipeline/test_captures.py sees the operations of a replay")
+        raise NotHere("on a CPU tests/pipeline/runner/test_cuda_graph_cache.py sees the operations of a replay")
     runtime = load_runtime(ModelConfig.model_validate({"device": "cuda", "kv_context": context, FAST: "on"}))
     try:
         latents_of(runtime, _CHUNKS)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from benchmarks import report
-from streamdiff.pipeline.torch_compile import CACHE_VARIABLE
+from streamdiff.pipeline.runner.torch_compile import CACHE_VARIABLE
 
 
 def add_option(parser: argparse.ArgumentParser, paths: Iterable[str]) -> None:

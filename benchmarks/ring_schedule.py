@@ -30,16 +30,16 @@ from streamdiff import clock
 from streamdiff.errors import ConfigError
 from streamdiff.models.base import Model
 from streamdiff.models.tiny import model as tiny
-from streamdiff.pipeline.contexts import KV_CONTEXTS
-from streamdiff.pipeline.forward import Tensors
-from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.planning.facts import read_facts
-from streamdiff.pipeline.planning.plan import check_stages, split_evenly
-from streamdiff.pipeline.planning.simulate import Figures, Setup, Stream, simulate
-from streamdiff.pipeline.ranks import Place, connect
-from streamdiff.pipeline.ring import Ring
-from streamdiff.pipeline.stage import Stage
-from streamdiff.pipeline.worker import LinkSource, Worker
+from streamdiff.pipeline.executor import Ring
+from streamdiff.pipeline.planner.model_sizes import read_facts
+from streamdiff.pipeline.planner.partition import check_stages, split_evenly
+from streamdiff.pipeline.planner.simulator import Figures, Setup, Stream, simulate
+from streamdiff.pipeline.runner.model_runner import Stage
+from streamdiff.pipeline.runner.stage_forward import Tensors
+from streamdiff.pipeline.runner.worker import LinkSource, Worker
+from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
+from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.pipeline.topology import Place, connect
 
 SUMMARY = "1 against P stages that sleep for their cost: a measurement of schedule and transport, not of any device."
 CPU = torch.device("cpu")

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from streamdiff import clock
 from streamdiff.models.random_weights import DrawnText
-from streamdiff.pipeline.decoding import DECODE_THREADS
-from streamdiff.pipeline.head import Finished
-from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.ring import Ring
-from streamdiff.pipeline.runtime import Runtime
+from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
+from streamdiff.pipeline.executor import Ring
+from streamdiff.pipeline.runner.sampler import Finished
+from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.pipeline.streaming_pipeline import Runtime
 from streamdiff.server.media.codecs import Format, probe
 from streamdiff.server.media.encoder import PictureEncoder
 from streamdiff.video.pixel_format import size_of

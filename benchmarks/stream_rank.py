@@ -30,11 +30,12 @@ from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Accepted, Close, Event, FrameBatch, Open, Refused, SetPrompt, Shown
 from streamdiff.engine.process.ipc import EXIT_CONFIG
 from streamdiff.errors import ConfigError, EngineFailure
-from streamdiff.pipeline import follower
-from streamdiff.pipeline.loading import at_once, own_device
-from streamdiff.pipeline.profiling import CHUNKS, ProfiledRuntime
-from streamdiff.pipeline.runtime import Runtime
-from streamdiff.pipeline.start import load_runtime
+from streamdiff.pipeline import worker_main
+from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.profile_report import CHUNKS
+from streamdiff.pipeline.profiler import ProfiledRuntime
+from streamdiff.pipeline.rank_loader import at_once, own_device
+from streamdiff.pipeline.streaming_pipeline import Runtime
 
 CASE, RAW = "case.json", "raw.json"
 LEAD_CHUNKS = 2
@@ -193,7 +194,7 @@ def _lead(folder: Path, case: Case) -> None:
 
 def _follow(folder: Path, case: Case, rank: int) -> None:
     """Any other rank; its memory counts from its start."""
-    follower.follow(case.config)
+    worker_main.follow(case.config)
     told = {"peak_bytes": peak_bytes(own_device(case.config.device)), "threads": torch.get_num_threads()}
     (folder / f"rank-{rank}.json").write_text(json.dumps(told))
 

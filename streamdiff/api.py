@@ -289,7 +289,7 @@ def _model_config(options: Mapping[str, object]) -> ModelConfig:
 
 def load(config: ModelConfig) -> Pipeline:
     """The model, loaded and warm; what a `StreamSession` takes over."""
-    from streamdiff.pipeline.profiling import load_pipeline  # imports torch
+    from streamdiff.pipeline.build import load_pipeline  # imports torch
 
     return load_pipeline(config)
 
@@ -320,9 +320,9 @@ def follow(**options: Unpack[ModelOptions]) -> None:
         ConfigError: an option that cannot be used, or ranks that are not alike.
     """
     config = _model_config(options)
-    from streamdiff.pipeline import follower  # imports torch
+    from streamdiff.pipeline import worker_main  # imports torch
 
-    follower.follow(config)
+    worker_main.follow(config)
 
 
 def stream(

@@ -28,8 +28,8 @@ from streamdiff.models import library, sampling
 from streamdiff.models.base import Model
 from streamdiff.models.tiny.model import WEIGHTS
 from streamdiff.models.wan.transformer import KeyValue
-from streamdiff.pipeline import scripted
-from streamdiff.pipeline.start import load_runtime
+from streamdiff.pipeline import reference_run
+from streamdiff.pipeline.build import load_runtime
 from tests.hub_cache import lay
 from tests.models.wan import umt5
 from tests.models.wan.layouts import original
@@ -586,13 +586,13 @@ def test_a_configuration_file_counts_on_the_exact_way_too(
     """Stages, steps, and whether the text encoder stays in memory once the prompt is encoded."""
     (tmp_path / "config.yaml").write_text("model: {stages: 2, keep_text_encoder: false}\n")
     seen: list[tuple[bool, int]] = []
-    play = scripted.play
+    play = reference_run.play
 
     def watched(model: Model, *given: Any, stages: int, **more: Any) -> Iterator[torch.Tensor]:
         seen.append((cast(Any, model.text).encoder.loaded, stages))
         return play(model, *given, stages=stages, **more)
 
-    monkeypatch.setattr(scripted, "play", watched)
+    monkeypatch.setattr(reference_run, "play", watched)
     parts = ["--chunks", "1", "--no-decode", "--latents-out", str(tmp_path / "latents.safetensors")]
     for more in (["--config", str(tmp_path / "config.yaml")], ["--stages", "1"]):
         assert main.main(["generate", "--model", "self-forcing", "--prompt", PROMPT, *files.flags, *parts, *more]) == 0

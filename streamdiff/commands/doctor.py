@@ -24,7 +24,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, resolve
 from streamdiff.models.base import choose_steps
 from streamdiff.models.catalogue import Entry, Files
-from streamdiff.pipeline.planning import known
+from streamdiff.pipeline.planner import model_sizes
 from streamdiff.version import __version__
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def _look_at_steps(config: Config) -> Iterator[Finding]:
     """How many denoise steps a chunk takes, as far as that is known before the model is there."""
     wanted, own = config.model.steps, "what the model was made for"
     try:
-        facts = known.facts_of(config.model.name)
+        facts = model_sizes.facts_of(config.model.name)
     except ConfigError:  # neither a known model nor a folder of the embedded kind: its files say it when it is loaded
         yield Finding("steps", Grade.NOTE, own if wanted is None else f"{wanted} per chunk, if the model has so many")
         return

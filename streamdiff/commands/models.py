@@ -11,7 +11,8 @@ from typing import Any
 
 from streamdiff.models import catalogue, hub
 from streamdiff.models.catalogue import Entry, Files
-from streamdiff.pipeline.planning.known import BFLOAT16, stage_memory
+from streamdiff.pipeline.planner.memory import stage_memory
+from streamdiff.pipeline.planner.model_sizes import BFLOAT16
 
 STAGES = (1, 2, 4)
 _UNKNOWN = "unknown"

@@ -11,21 +11,13 @@ from pathlib import Path
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.base import choose_steps
-from streamdiff.pipeline.planning import costs as cost
-from streamdiff.pipeline.planning import trace
-from streamdiff.pipeline.planning.facts import Facts
-from streamdiff.pipeline.planning.known import facts_of
-from streamdiff.pipeline.planning.plan import (
-    PLACES,
-    Layout,
-    Memory,
-    Workload,
-    check_stages,
-    lay_out,
-    memory,
-    split_evenly,
-)
-from streamdiff.pipeline.planning.simulate import Run, Setup, Stream, simulate
+from streamdiff.pipeline.planner import costs as cost
+from streamdiff.pipeline.planner import trace
+from streamdiff.pipeline.planner.memory import Memory, memory
+from streamdiff.pipeline.planner.model_sizes import Facts, facts_of
+from streamdiff.pipeline.planner.partition import check_stages, split_evenly
+from streamdiff.pipeline.planner.simulator import Run, Setup, Stream, simulate
+from streamdiff.pipeline.planner.stage_layout import PLACES, Layout, Workload, lay_out
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 

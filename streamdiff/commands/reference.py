@@ -1,6 +1,6 @@
 """A stream to the letter, from numbers and files: what `streamdiff generate` does when it is told more than a prompt.
 
-Knows nothing about the command line. `parts` finds and loads the model, `pipeline.scripted` makes the latents.
+Knows nothing about the command line. `parts` finds and loads the model, `pipeline.reference_run` makes the latents.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from streamdiff.errors import ConfigError
 from streamdiff.models import conditioning, tensor_files
 from streamdiff.models.base import Model, StreamDecoder
 from streamdiff.models.sampling import Schedule
-from streamdiff.pipeline import scripted
-from streamdiff.pipeline.scripted import Script, Switch
+from streamdiff.pipeline import reference_run
+from streamdiff.pipeline.reference_run import Script, Switch
 from streamdiff.video import writer as files
 
 
@@ -129,7 +129,7 @@ class _Making:
         def fresh() -> None:
             self.began = True
 
-        for latents in scripted.play(self.model, self.device, self.script, stages=self.stages, fresh=fresh):
+        for latents in reference_run.play(self.model, self.device, self.script, stages=self.stages, fresh=fresh):
             if self.writer is not None:
                 self.writer.add(latents)
             yield latents
@@ -210,10 +210,10 @@ def _switch(text: str, model: Model) -> Switch:
     """`CHUNK:FILE[:POLICY]`; a file's name may have colons."""
     number, _, rest = text.partition(":")
     name, _, policy = rest.rpartition(":")
-    if policy not in scripted.POLICIES or not name:
+    if policy not in reference_run.POLICIES or not name:
         name, policy = rest, "keep"
         if not Path(name).exists() and ":" in name:
-            policies = ", ".join(scripted.POLICIES)
+            policies = ", ".join(reference_run.POLICIES)
             raise ConfigError(f"--prompt-switch is {text!r}; there is no file {name}, and POLICY can be {policies}")
     if not number.isdigit() or not name:
         raise ConfigError(f"--prompt-switch is {text!r}; it must be CHUNK:FILE or CHUNK:FILE:POLICY")

@@ -20,7 +20,7 @@ from streamdiff.models.headers import parse_header
 from streamdiff.models.resolve import Parts, ResolvedModel
 from streamdiff.models.sampling import Schedule
 from streamdiff.models.wan.lora import parse_lora
-from streamdiff.pipeline.planning.plan import check_stages
+from streamdiff.pipeline.planner.partition import check_stages
 
 if TYPE_CHECKING:
     from streamdiff.commands.reference import Job

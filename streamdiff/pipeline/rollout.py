@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.base import Model
-from streamdiff.pipeline.ring import Ring
+from streamdiff.pipeline.executor import Ring
 
 
 def rollout(

@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import throughput_model
 from benchmarks.forward_cost import Ceilings, Part, forward
 from streamdiff.models.base import Model
-from streamdiff.pipeline.planning.facts import Facts, facts_from
-from streamdiff.pipeline.ring import Ring
-from streamdiff.pipeline.runtime import ModelInfo
+from streamdiff.pipeline.executor import Ring
+from streamdiff.pipeline.planner.model_sizes import Facts, facts_from
+from streamdiff.pipeline.streaming_pipeline import ModelInfo
 from tests.small import CPU, small_model
 
 

@@ -14,12 +14,13 @@ from typing import Any
 from torch import Tensor
 
 from streamdiff.engine.process import main as engine
-from streamdiff.pipeline import device_timer, leaving
-from streamdiff.pipeline.forward import Tensors
-from streamdiff.pipeline.links.gloo import GlooOutbox
-from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.stage import Stage
-from streamdiff.pipeline.work import Work
+from streamdiff.pipeline.decode import host_copy
+from streamdiff.pipeline.distributed.gloo import GlooOutbox
+from streamdiff.pipeline.distributed.message import Work
+from streamdiff.pipeline.runner import device_timer
+from streamdiff.pipeline.runner.model_runner import Stage
+from streamdiff.pipeline.runner.stage_forward import Tensors
+from streamdiff.pipeline.scheduler.step import MicroStep
 
 AT_CHUNK = 6  # behind what is made at the start, to be warm
 
@@ -72,15 +73,16 @@ def decode_chunk(*arguments: Any) -> Iterator[Tensor]:
     """The host waits for what the decoder makes."""
     if Device.stuck:
         threading.Event().wait()
-    return leaving.decode_chunk(*arguments)
+    return host_copy.decode_chunk(*arguments)
 
 
 if __name__ == "__main__":
     if os.environ.get("RANK", "0") == os.environ["FAULT_RANK"]:
-        from streamdiff.pipeline import decoding, ranks, ring
+        from streamdiff.pipeline import executor, topology
+        from streamdiff.pipeline.decode import decode_worker
 
-        ranks.Stage = ring.Stage = FaultyStage  # type: ignore[misc]
-        ranks.GlooOutbox = DeviceOutbox  # type: ignore[misc]
-        decoding.decode_chunk = decode_chunk
+        topology.Stage = executor.Stage = FaultyStage  # type: ignore[misc]
+        topology.GlooOutbox = DeviceOutbox  # type: ignore[misc]
+        decode_worker.decode_chunk = decode_chunk
         device_timer.HostEvent = DeviceEvent  # type: ignore[misc]
     engine.main_and_end()

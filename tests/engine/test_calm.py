@@ -8,7 +8,7 @@ import pytest
 
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Event, FrameBatch, Open, SetPrompt, Shown
-from streamdiff.pipeline.runtime import Runtime
+from streamdiff.pipeline.streaming_pipeline import Runtime
 from tests.small import BLUE, CPU, RED, small_model
 
 pytestmark = pytest.mark.slow

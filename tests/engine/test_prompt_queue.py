@@ -39,7 +39,7 @@ from streamdiff.engine.process.main import _load_runtime
 from streamdiff.errors import RequestError, StreamdiffError
 from streamdiff.models.text_cache import CachedText, EmbeddingCache
 from streamdiff.models.wan.text import WanText
-from streamdiff.pipeline.runtime import Runtime
+from streamdiff.pipeline.streaming_pipeline import Runtime
 from tests.engine.painted import CHUNK_FRAMES, PaintedPipeline, PaintedText, checksum
 from tests.engine.test_engine import batches, chunks, pictures, run
 from tests.models.wan import umt5

@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 from streamdiff import clock
 from streamdiff.models.base import Model
-from streamdiff.pipeline.links.link import Inbox, Outbox
-from streamdiff.pipeline.links.nccl import NcclInbox, NcclOutbox, edge_groups, warm_up
-from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.planning.plan import split_evenly
-from streamdiff.pipeline.ranks import Place, follower, head_ring
-from streamdiff.pipeline.ring import Ring
-from streamdiff.pipeline.work import Kind, Wire, Work
+from streamdiff.pipeline.distributed.link import Inbox, Outbox
+from streamdiff.pipeline.distributed.message import Kind, Wire, Work
+from streamdiff.pipeline.distributed.nccl import NcclInbox, NcclOutbox, edge_groups, warm_up
+from streamdiff.pipeline.executor import Ring
+from streamdiff.pipeline.planner.partition import split_evenly
+from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.pipeline.topology import Place, follower, head_ring
 from tests.gpu.nccl_ring import finding
-from tests.pipeline.links.scenarios import SCENARIOS
+from tests.pipeline.distributed.scenarios import SCENARIOS
 from tests.pipeline.playing import CHUNKS_LONG, THREE, play, same
 from tests.small import small_model
 
@@ -52,7 +52,7 @@ class OnDevice:
 
 
 def ends(rank: int, tag: int, wire: Wire, device: torch.device, ahead: bool) -> tuple[NcclOutbox, NcclInbox]:
-    """As in `tests/pipeline/links/scenarios.py`, over NCCL."""
+    """As in `tests/pipeline/distributed/scenarios.py`, over NCCL."""
     groups = edge_groups(2, device)
     out, into = groups[rank], groups[1 - rank]
     assert out is not None and into is not None

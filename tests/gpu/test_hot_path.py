@@ -19,9 +19,9 @@ from streamdiff.models.latents import Normalisation
 from streamdiff.models.stepping import Layout, SteppedDecoder, rgb24, yuv420p
 from streamdiff.models.taehv_stream import StreamingTaehv, TaehvDecoder
 from streamdiff.models.wan.vae import WanDecoder
-from streamdiff.pipeline.decoding import DECODE_THREADS, LocalDecoding, Piece
-from streamdiff.pipeline.picture_decoder import PictureDecoder
-from streamdiff.pipeline.ring import Ring
+from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
+from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding, Piece
+from streamdiff.pipeline.executor import Ring
 from tests.pipeline.playing import CHUNKS_LONG, Order, play
 from tests.small import RED, WHITE, small_autoencoder, small_model
 from tests.small_vae import small_wan_autoencoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.gpu.nccl_ring import KV_CONTEXTS, check_same, finding, play, refusal, refused
-from tests.pipeline.links.scenarios import SCENARIOS
+from tests.pipeline.distributed.scenarios import SCENARIOS
 
 
 def skip_where_it_cannot_run(ranks: int) -> None:

@@ -17,9 +17,9 @@ from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models import attention
 from streamdiff.models.wan.transformer import KeyValue, attend
-from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.stage import Stage
-from streamdiff.state.ring import RingAttention
+from streamdiff.pipeline.kv_cache.attention import RingAttention
+from streamdiff.pipeline.runner.model_runner import Stage
+from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.small import CPU, small_model
 
 HERE = ("auto", "math", "flash")  # on every CPU

@@ -11,7 +11,8 @@ from streamdiff.models import catalogue
 from streamdiff.models.base import StreamDecoder
 from streamdiff.models.taehv import Config
 from streamdiff.models.wan.vae import WanDecoder
-from streamdiff.pipeline.planning.known import known_facts, stage_memory
+from streamdiff.pipeline.planner.memory import stage_memory
+from streamdiff.pipeline.planner.model_sizes import known_facts
 from tests.small import AUTOENCODER, small_autoencoder, small_decoder
 from tests.small_vae import small_wan_autoencoder
 

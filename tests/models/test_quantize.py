@@ -16,8 +16,9 @@ from torch import Tensor
 from streamdiff.errors import ConfigError
 from streamdiff.models import quantize
 from streamdiff.models.wan.weights import load_transformer
-from streamdiff.pipeline.planning.facts import Facts, facts_from
-from streamdiff.pipeline.planning.plan import Layout, Workload, memory
+from streamdiff.pipeline.planner.memory import memory
+from streamdiff.pipeline.planner.model_sizes import Facts, facts_from
+from streamdiff.pipeline.planner.stage_layout import Layout, Workload
 from tests.models.wan.layouts import flow
 from tests.pipeline.processes import ROOT
 from tests.small import CPU, small_model, small_transformer

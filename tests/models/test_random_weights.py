@@ -10,8 +10,8 @@ from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, library, random_weights
 from streamdiff.models.catalogue import Architecture
 from streamdiff.models.library import Parts
-from streamdiff.pipeline import loading
-from streamdiff.pipeline.start import load_runtime
+from streamdiff.pipeline import rank_loader
+from streamdiff.pipeline.build import load_runtime
 
 CPU = torch.device("cpu")
 SMALL = Architecture(width=96, ffn_dim=64, heads=2, blocks=3, in_channels=16, out_channels=16, freq_dim=16)
@@ -72,7 +72,7 @@ def test_nothing_is_read_or_fetched() -> None:
     place = library.find("random:wan2.1-14b", Parts(vae="random:taew2_1"))
     assert library.digest(place) == library.digest(library.find("random:wan2.1-1.3b"))
     config = ModelConfig(name="random:wan2.1-14b", size="512x512", steps=2)
-    assert loading.read_spec(config).chunk_shape == (16, 3, 64, 64) and loading.facts_of(config).blocks == 40
+    assert rank_loader.read_spec(config).chunk_shape == (16, 3, 64, 64) and rank_loader.facts_of(config).blocks == 40
 
 
 @pytest.mark.parametrize("name", ["random:tiny", "random:wan3", "random:"])

@@ -23,15 +23,15 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from streamdiff.pipeline import ranks
-from streamdiff.pipeline.contexts import KV_CONTEXTS
-from streamdiff.pipeline.links import gloo as links_gloo
-from streamdiff.pipeline.links.gloo import GlooInbox, GlooOutbox
-from streamdiff.pipeline.planning.plan import split_evenly
-from streamdiff.pipeline.ring import Ring
-from streamdiff.pipeline.stage import Stage
-from streamdiff.pipeline.work import Work
-from streamdiff.pipeline.worker import LinkSource, Worker
+from streamdiff.pipeline import topology
+from streamdiff.pipeline.distributed import gloo as links_gloo
+from streamdiff.pipeline.distributed.gloo import GlooInbox, GlooOutbox
+from streamdiff.pipeline.distributed.message import Work
+from streamdiff.pipeline.executor import Ring
+from streamdiff.pipeline.planner.partition import split_evenly
+from streamdiff.pipeline.runner.model_runner import Stage
+from streamdiff.pipeline.runner.worker import LinkSource, Worker
+from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 from tests.pipeline.processes import run_ranks
 from tests.small import BLUE, CPU, RED, small_model
 
@@ -148,8 +148,8 @@ def main(rank: int, stages: int, port: int, chunks: int) -> list[Counts]:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=stages, timeout=timedelta(days=3650))
     links_gloo.dist = transfers = Transfers()  # type: ignore[assignment]
     model = small_model(6, layers=stages, heads=1, chunk=1, window=3, planes=0)
-    part, place = model.part(*split_evenly(model.blocks, stages)[rank]), ranks.Place(rank, stages)
-    stage, links = Stage(part, CPU, rank, stages), ranks.connect(part, place, CPU)
+    part, place = model.part(*split_evenly(model.blocks, stages)[rank]), topology.Place(rank, stages)
+    stage, links = Stage(part, CPU, rank, stages), topology.connect(part, place, CPU)
     worker = Counter(stage, *links, transfers)
     gc.collect()
     gc.freeze()  # what was imported is not counted, and is not looked at again and again

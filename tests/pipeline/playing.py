@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from streamdiff.models.base import Model
-from streamdiff.pipeline.ring import Ring
+from streamdiff.pipeline.executor import Ring
 from tests.small import BLUE, RED, WHITE
 
 CHUNKS, CHUNKS_LONG = 8, 30  # with a window of three chunks: evictions

@@ -11,9 +11,9 @@ import torch
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.base import Model
-from streamdiff.pipeline.loading import read_spec
-from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.ring import LocalRing, Ring
+from streamdiff.pipeline.executor import LocalRing, Ring
+from streamdiff.pipeline.rank_loader import read_spec
+from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.playing import THREE, Order, play, same
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 

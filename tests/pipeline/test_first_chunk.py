@@ -11,10 +11,10 @@ from torch import Tensor
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.base import Model
-from streamdiff.pipeline.ring import Ring
-from streamdiff.pipeline.scheduler import StreamBatchScheduler
-from streamdiff.pipeline.scripted import Script, Switch, play
-from streamdiff.pipeline.source import Source
+from streamdiff.pipeline.executor import Ring
+from streamdiff.pipeline.reference_run import Script, Switch, play
+from streamdiff.pipeline.runner.init_latents import Source
+from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from tests.pipeline.reference import Reference
 from tests.small import BLUE, CPU, RED, small_model
 

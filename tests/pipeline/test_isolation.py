@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from streamdiff.pipeline.ring import Ring
+from streamdiff.pipeline.executor import Ring
 from tests.pipeline.playing import Order, same
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 

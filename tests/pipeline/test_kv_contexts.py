@@ -10,9 +10,9 @@ import torch
 from streamdiff.models import sampling
 from streamdiff.models.base import Model
 from streamdiff.models.wan.transformer import KeyValue
-from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.ring import Ring
-from streamdiff.pipeline.stage import Stage
+from streamdiff.pipeline.executor import Ring
+from streamdiff.pipeline.runner.model_runner import Stage
+from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.reference import Explicit, Reference, window
 from tests.small import BLUE, CPU, RED, small_model
 

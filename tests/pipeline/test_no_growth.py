@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from streamdiff.models.base import Model
-from streamdiff.pipeline.decoding import LocalDecoding
-from streamdiff.pipeline.ring import Ring
-from streamdiff.pipeline.runtime import Runtime
+from streamdiff.pipeline.decode.decode_worker import LocalDecoding
+from streamdiff.pipeline.executor import Ring
+from streamdiff.pipeline.streaming_pipeline import Runtime
 from tests.small import BLUE, CPU, RED, small_model
 
 pytestmark = pytest.mark.slow

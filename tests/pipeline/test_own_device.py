@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from streamdiff.config import ModelConfig
-from streamdiff.pipeline import follower, loading, start
-from streamdiff.pipeline.ranks import link_of
+from streamdiff.pipeline import build, rank_loader, worker_main
+from streamdiff.pipeline.topology import link_of
 
 CUDA = torch.device("cuda")
 
@@ -45,12 +45,12 @@ def stop(*arguments: object) -> None:
     raise FirstStep
 
 
-@pytest.mark.parametrize("begin", [follower.follow, start.load_runtime])
+@pytest.mark.parametrize("begin", [worker_main.follow, build.load_runtime])
 def test_a_rank_binds_its_device_before_anything_else(
     devices: Devices, monkeypatch: pytest.MonkeyPatch, begin: Any
 ) -> None:
     for name in ("join", "load_decoder", "read_spec", "place_of"):
-        monkeypatch.setattr(loading, name, stop)
+        monkeypatch.setattr(rank_loader, name, stop)
     with pytest.raises(FirstStep):
         begin(ModelConfig(stages=4, decode="own-rank", link="gloo"))
     assert devices.bound == [("MainThread", torch.device("cuda", 3))]
@@ -58,7 +58,7 @@ def test_a_rank_binds_its_device_before_anything_else(
 
 def test_a_process_of_its_own_leaves_the_device_as_it_is(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK")
-    assert loading.own_device("auto") == CUDA and not devices.bound
+    assert rank_loader.own_device("auto") == CUDA and not devices.bound
 
 
 def test_the_thread_that_compiles_the_decoder_is_bound_too(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_the_thread_that_compiles_the_decoder_is_bound_too(devices: Devices, mon
 
     decoder, zeros = Decoder(), torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda shape, device: zeros(shape))
-    loading.compile_decoder(ModelConfig(compile="on"), decoder, torch.device("cuda", 3), 1)  # type: ignore[arg-type]
+    rank_loader.compile_decoder(ModelConfig(compile="on"), decoder, torch.device("cuda", 3), 1)  # type: ignore[arg-type]
     ((thread, device),) = decoder.bound
     assert thread.startswith("compile") and device == torch.device("cuda", 3)
 
@@ -80,10 +80,10 @@ def test_a_thread_that_decodes_beside_a_stage_is_bound_too(devices: Devices, mon
 
     seen: list[object] = []
     worker: Any = object()
-    monkeypatch.setattr(follower, "_run", run)
+    monkeypatch.setattr(worker_main, "_run", run)
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     rest: Any = (None, None, torch.device("cuda", 3))
-    thread = threading.Thread(target=follower._beside, args=(worker, *rest), name="beside")
+    thread = threading.Thread(target=worker_main._beside, args=(worker, *rest), name="beside")
     thread.start()
     thread.join()
     assert seen == [worker]

@@ -12,9 +12,9 @@ from torch import Tensor
 from streamdiff.models import sampling
 from streamdiff.models.base import Model
 from streamdiff.models.wan.transformer import KeyValue
-from streamdiff.pipeline.head import PROMPT_SWITCHES
-from streamdiff.pipeline.noise import SeededNoise
-from streamdiff.pipeline.ring import LocalRing, Ring
+from streamdiff.pipeline.executor import LocalRing, Ring
+from streamdiff.pipeline.runner.noise import SeededNoise
+from streamdiff.pipeline.runner.sampler import PROMPT_SWITCHES
 from tests.pipeline.reference import Explicit
 from tests.small import BLUE, CPU, RED, small_model
 

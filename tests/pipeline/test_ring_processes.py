@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamdiff.pipeline.ring import Ring
-from tests.pipeline.links.rough import BROKEN, LANES
+from streamdiff.pipeline.executor import Ring
+from tests.pipeline.distributed.rough import BROKEN, LANES
 from tests.pipeline.playing import CHUNKS, CHUNKS_LONG, OTHER_STEPS, THREE, play, same
 from tests.pipeline.processes import RankFailed, run_ranks
 from tests.pipeline.ring_process import Case, model_of

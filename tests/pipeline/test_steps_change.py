@@ -11,8 +11,8 @@ import torch
 from streamdiff.models import sampling
 from streamdiff.models.base import Model
 from streamdiff.models.sampling import nearest_steps, own
-from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.ring import LocalRing, Ring
+from streamdiff.pipeline.executor import LocalRing, Ring
+from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.playing import OTHER_STEPS, THREE, Order, play, same
 from tests.pipeline.reference import Reference
 from tests.small import BLUE, CPU, RED, WHITE, small_model

@@ -33,7 +33,14 @@ FREE = {("streamdiff", "api"): "lazy: `streamdiff.stream` is `streamdiff.api.str
 
 # Folders (or modules) that must not import a name, and what stays allowed.
 FORBIDDEN = {
-    "serve": ("torch", "diffusers", "transformers", "streamdiff.pipeline", "streamdiff.state", "streamdiff.models"),
+    "serve": (
+        "torch",
+        "diffusers",
+        "transformers",
+        "streamdiff.pipeline",
+        "streamdiff.pipeline.kv_cache",
+        "streamdiff.models",
+    ),
     "models": ("asyncio", "aiortc", "av", "fastapi", "uvicorn", "zmq"),
     "state": ("asyncio", "aiortc", "av", "fastapi", "uvicorn", "zmq"),
     "pipeline": ("asyncio", "aiortc", "av", "fastapi", "uvicorn", "zmq"),
@@ -58,14 +65,14 @@ TORCH_FREE = (
     "streamdiff.models.specs",
     "streamdiff.models.wan.names",
     "streamdiff.commands.models",
-    "streamdiff.pipeline.planning.costs",
-    "streamdiff.pipeline.planning.facts",
-    "streamdiff.pipeline.planning.known",
-    "streamdiff.pipeline.meter",
-    "streamdiff.pipeline.planning.plan",
+    "streamdiff.pipeline.planner.costs",
+    "streamdiff.pipeline.planner.model_sizes",
+    "streamdiff.pipeline.planner.memory",
+    "streamdiff.pipeline.throughput",
+    "streamdiff.pipeline.planner.stage_layout",
     "streamdiff.commands.plan",
-    "streamdiff.pipeline.planning.simulate",
-    "streamdiff.pipeline.planning.trace",
+    "streamdiff.pipeline.planner.simulator",
+    "streamdiff.pipeline.planner.trace",
     "streamdiff.server.app",
     "streamdiff.video.writer",
     "streamdiff.video.reader",
@@ -111,8 +118,8 @@ def test_imports_go_downward() -> None:
         ("streamdiff.models.tiny.model", "from ...pipeline import runtime"),
         ("streamdiff.config", "import streamdiff.engine.messages"),
         ("streamdiff.server.app", "def late():\n    import torch.nn"),
-        ("streamdiff.pipeline.worker", "import asyncio"),
-        ("streamdiff.state.ring", "from asyncio import Queue"),
+        ("streamdiff.pipeline.runner.worker", "import asyncio"),
+        ("streamdiff.pipeline.kv_cache.attention", "from asyncio import Queue"),
     ],
 )
 def test_the_rule_sees_a_fault(name: str, text: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from streamdiff.cli import main, parser
 from streamdiff.models import catalogue, hub, resolve
-from streamdiff.pipeline.planning.known import stage_memory
+from streamdiff.pipeline.planner.memory import stage_memory
 from tests.rules.source import ROOT
 
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "models").glob("*.md"))}

@@ -37,7 +37,7 @@ _ALIVE_S = 0.25
 # A launcher that lost a rank ends the others at once; what happened may be known a moment later.
 _TOLD_WHY_S = 1.0
 # What takes the seconds of a start: torch, and all that loads a pipeline.
-_HEAVY = "streamdiff.pipeline.profiling"
+_HEAVY = "streamdiff.pipeline.profiler"
 Tap = Callable[[Engine, Event], None]
 # How long the process may take to end by itself after its parent died.
 _ORPHAN_LIMIT_S = 5.0
@@ -92,13 +92,13 @@ class Stop:
 
 
 def _load_runtime(config: ModelConfig) -> Pipeline:
-    from streamdiff.pipeline.profiling import load_pipeline  # torch takes seconds to import
+    from streamdiff.pipeline.build import load_pipeline  # torch takes seconds to import
 
     return load_pipeline(config)
 
 
 def _follow(config: ModelConfig) -> None:
-    from streamdiff.pipeline.follower import follow
+    from streamdiff.pipeline.worker_main import follow
 
     follow(config)
 

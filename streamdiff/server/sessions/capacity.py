@@ -1,6 +1,6 @@
 """How many sessions an engine can play, from what a chunk costs and how fast frames are shown. Pure.
 
-Memory is the engine's own affair: it refuses a session whose caches do not fit, see `pipeline/planning/budget.py`.
+Memory is the engine's own affair: it refuses a session whose caches do not fit, see `pipeline/planner/kv_budget.py`.
 """
 
 from __future__ import annotations

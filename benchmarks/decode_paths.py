@@ -21,8 +21,9 @@ from torch import Tensor
 from benchmarks import paths, report
 from streamdiff import clock
 from streamdiff.device import pick_device
-from streamdiff.models import autoencoders, library, random_weights
-from streamdiff.models.stepping import rgb24, yuv420p
+from streamdiff.models import model_loader, random_weights
+from streamdiff.models.autoencoder import autoencoder
+from streamdiff.models.autoencoder.stepped_decoder import rgb24, yuv420p
 from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
 from streamdiff.pipeline.decode.host_copy import Lane, decode_chunk
@@ -62,7 +63,7 @@ def load(vae: str, device: torch.device) -> Any:
     dtype = torch.float32 if device.type == "cpu" or vae == "tiny" else torch.bfloat16
     if random_weights.is_random(vae):
         return random_weights.decoder(vae, device, dtype)
-    return autoencoders.load_decoder(vae, device, dtype)
+    return autoencoder.load_decoder(vae, device, dtype)
 
 
 @torch.inference_mode()
@@ -103,7 +104,7 @@ def main() -> int:
     names = paths.chosen(parser, options.paths, PATHS)
     device, head = pick_device(options.device), report.header(warm_up=f"{WARM_UP} chunks")
     torch.set_num_threads(DECODE_THREADS)
-    width, height = library.parse_size(options.size)
+    width, height = model_loader.parse_size(options.size)
     sample = load(options.vae, device)
     shape = (sample.latent_channels, options.chunk, height // sample.spatial, width // sample.spatial)
     like = torch.zeros(shape, device=device)

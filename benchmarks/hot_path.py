@@ -21,7 +21,7 @@ from benchmarks import paths, report
 from streamdiff import clock
 from streamdiff.config import ModelConfig
 from streamdiff.device import pick_device
-from streamdiff.models.base import Model
+from streamdiff.models.interfaces import Model
 from streamdiff.pipeline import rank_loader
 from streamdiff.pipeline.executor import Ring
 

@@ -24,15 +24,15 @@ from streamdiff.config import ModelConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Close, FrameBatch, Open
 from streamdiff.errors import ConfigError
-from streamdiff.models import library, sampling
-from streamdiff.models.base import Model
+from streamdiff.models import model_loader, sampling
+from streamdiff.models.interfaces import Model
 from streamdiff.models.tiny.model import WEIGHTS
-from streamdiff.models.wan.transformer import KeyValue
+from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline import reference_run
 from streamdiff.pipeline.build import load_runtime
 from tests.hub_cache import lay
-from tests.models.wan import umt5
-from tests.models.wan.layouts import original
+from tests.models.layouts import original
+from tests.models.text_encoder import umt5
 from tests.pipeline.processes import ROOT
 from tests.pipeline.reference import Explicit
 from tests.small_vae import small_wan_autoencoder
@@ -147,7 +147,7 @@ def test_a_model_is_not_itself_without_its_lora(files: Files, monkeypatch: pytes
 def test_what_a_model_does_with_its_sink_is_known(
     files: Files, name: str, adaptive: float | None, averaged: float | None
 ) -> None:
-    spec = library.spec_of(library.find(name, library.Parts(weights=files.weights)))
+    spec = model_loader.spec_of(model_loader.find(name, model_loader.Parts(weights=files.weights)))
     assert (spec.adaptive_sink, spec.averaged_sink) == (adaptive, averaged)
 
 
@@ -304,10 +304,12 @@ def shown(files: Files, made: torch.Tensor, chunk: int) -> torch.Tensor:
 @torch.inference_mode()
 def after(files: Files, context: torch.Tensor, chunk: int) -> torch.Tensor:
     """Latents of `chunk` with nothing before it but `context`, which sees itself alone."""
-    place = library.find(KREA, library.Parts(weights=files.weights, vae=str(files.vae), text_encoder=files.text))
-    spec, cpu = library.spec_of(place, (64, 32)), torch.device("cpu")
-    denoiser = library.load_transformer(place, cpu, torch.float32)
-    encoded = library.load_text(place, spec, cpu).encode(PROMPT)
+    place = model_loader.find(
+        KREA, model_loader.Parts(weights=files.weights, vae=str(files.vae), text_encoder=files.text)
+    )
+    spec, cpu = model_loader.spec_of(place, (64, 32)), torch.device("cpu")
+    denoiser = model_loader.load_transformer(place, cpu, torch.float32)
+    encoded = model_loader.load_text(place, spec, cpu).encode(PROMPT)
     text = [KeyValue(*layer) for layer in denoiser.text(encoded[None].expand(2, -1, -1))]
     schedule = spec.schedule(5)
     assert schedule.timesteps[-1] == 0 and schedule.sigmas[-1] == pytest.approx(0.00498, abs=1e-5)
@@ -498,7 +500,7 @@ TOLD: dict[str, Any] = {
 def in_diffusers_layout(files: Files) -> Path:
     """The same model as a folder, as diffusers' pipelines are saved; it brings its text encoder and autoencoder."""
     folder = files.weights.parent / "pipeline"
-    denoiser = library.load_transformer(library.find(str(files.weights)), torch.device("cpu"), torch.float32)
+    denoiser = model_loader.load_transformer(model_loader.find(str(files.weights)), torch.device("cpu"), torch.float32)
     denoiser.model.save_pretrained(folder / "transformer")
     shutil.copytree(files.vae, folder / "vae")
     for part in ("text_encoder", "tokenizer"):

@@ -82,11 +82,12 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _at_native_rate(config: Config) -> Config:
     """With the rate of a published model where none was asked for: faster is fast motion. And a folder's small pictures
     enlarged as the embedded model's, if it is of that kind."""
-    from streamdiff.models import catalogue, resolve, specs
+    from streamdiff.models import resolve
+    from streamdiff.models.catalogue import entries, specs
 
     if resolve.is_embedded(config.model.name):
         return config.model_copy(update={"serve": config.serve.model_copy(update={"scale": config.serve.scale or 2})})
-    known = catalogue.entries()
+    known = entries.entries()
     entry = known.get(config.model.name, known[specs.USUAL])
     if "fps" in config.playback.model_fields_set or config.model.name.startswith(resolve.RANDOM):
         return config

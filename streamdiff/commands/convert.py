@@ -1,7 +1,7 @@
 """Latents to video and back, from file to file: what `streamdiff decode` and `streamdiff encode` do.
 
-Knows nothing about the command line, codecs or networks: `models/autoencoders.py` has the networks, `video/writer.py`
-and `video/reader.py` the videos, `models/conditioning.py` and `models/tensor_files.py` the tensors.
+Knows nothing about the command line, codecs or networks: `models/autoencoder/autoencoder.py` has the networks, `video/writer.py`
+and `video/reader.py` the videos, `models/checkpoint/tensor_reader.py` and `models/checkpoint/tensor_writer.py` the tensors.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from tqdm import tqdm
 from streamdiff.atomic_write import leaving
 from streamdiff.device import pick_device, pick_dtype
 from streamdiff.errors import ConfigError
-from streamdiff.models import autoencoders, conditioning, tensor_files
-from streamdiff.models.autoencoders import VideoDecoder, VideoEncoder
-from streamdiff.models.conditioning import Free
+from streamdiff.models.autoencoder import autoencoder
+from streamdiff.models.autoencoder.autoencoder import VideoDecoder, VideoEncoder
+from streamdiff.models.checkpoint import tensor_reader, tensor_writer
+from streamdiff.models.checkpoint.tensor_reader import Free
 from streamdiff.video import writer
 from streamdiff.video.reader import Clip, open_clip
 
@@ -57,28 +58,28 @@ def decode(job: Job) -> int:
         ConfigError: what was asked for cannot be done; nothing is written then.
     """
     _check(job)
-    if job.out.suffix == tensor_files.SUFFIX:
-        tensor_files.check_target(job.out)
+    if job.out.suffix == tensor_writer.SUFFIX:
+        tensor_writer.check_target(job.out)
     else:
         writer.check_target(job.out)
     latents, length = read_latents(job.source)
     device = pick_device(job.device)
     dtype = pick_dtype(job.dtype, device)
-    decoder = autoencoders.load_decoder(job.vae, device, dtype, job.latent_space)
+    decoder = autoencoder.load_decoder(job.vae, device, dtype, job.latent_space)
     if latents.shape[0] != decoder.latent_channels:
         raise ConfigError(
             f"{job.source}: `{LATENTS}` has {latents.shape[0]} channels, but {job.vae} takes {decoder.latent_channels}"
         )
-    if tensor_files.is_raw(job.source):
-        latents = autoencoders.normalisation(decoder, job.vae).apply(latents[None].to(decoder.device))[0]
+    if tensor_writer.is_raw(job.source):
+        latents = autoencoder.normalisation(decoder, job.vae).apply(latents[None].to(decoder.device))[0]
     pieces = latents.split(job.chunk_frames or length, 1)
     total = decoder.frames_of(latents.shape[1])
     height, width = (side * decoder.spatial for side in latents.shape[2:])
     with leaving(), tqdm(total=total, unit="frame", desc=job.out.name, dynamic_ncols=True) as bar:
-        if job.out.suffix == tensor_files.SUFFIX:
-            tensor_files.write_tensor(job.out, VIDEO, _decode_video(decoder, pieces, (3, total, height, width), bar))
+        if job.out.suffix == tensor_writer.SUFFIX:
+            tensor_writer.write_tensor(job.out, VIDEO, _decode_video(decoder, pieces, (3, total, height, width), bar))
         else:
-            fps = autoencoders.native_fps(job.vae) if job.fps is None else job.fps
+            fps = autoencoder.native_fps(job.vae) if job.fps is None else job.fps
             writer.write_video(job.out, _pictures(decoder, pieces, bar), fps)
     print(f"{job.out}: {total} frames, {width} x {height}, from {latents.shape[1]} latent frames")
     return 0
@@ -91,13 +92,13 @@ def encode(job: Job) -> int:
         ConfigError: what was asked for cannot be done; nothing is written then.
     """
     _check(job)
-    tensor_files.check_target(job.out)
+    tensor_writer.check_target(job.out)
     clip = read_clip(job.source)
     frames, height, width = _size(clip)
     device = pick_device(job.device)
     dtype = pick_dtype(job.dtype, device)
-    encoder = autoencoders.load_encoder(job.vae, device, dtype, job.latent_space)
-    raw = autoencoders.normalisation(encoder, job.vae) if job.raw else None
+    encoder = autoencoder.load_encoder(job.vae, device, dtype, job.latent_space)
+    raw = autoencoder.normalisation(encoder, job.vae) if job.raw else None
     if height % encoder.spatial or width % encoder.spatial:
         raise ConfigError(
             f"{job.source} is {width} x {height}; {job.vae} takes sides that are multiples of {encoder.spatial}"
@@ -109,8 +110,8 @@ def encode(job: Job) -> int:
         latents = _encode(encoder, pieces, bar)
         if raw is not None:
             latents = raw.undo(latents[None].to(encoder.device))[0].cpu()
-        about = tensor_files.NORMALISED if raw is None else tensor_files.RAW
-        tensor_files.write_tensor(job.out, LATENTS, latents, about)
+        about = tensor_writer.NORMALISED if raw is None else tensor_writer.RAW
+        tensor_writer.write_tensor(job.out, LATENTS, latents, about)
         read = bar.n
     space = "" if raw is None else ", not normalised"
     print(f"{job.out}: `{LATENTS}` {list(latents.shape)}{space}, from {read} frames, {width} x {height}")
@@ -126,7 +127,7 @@ def read_latents(path: Path) -> tuple[Tensor, int]:
     Raises:
         ConfigError: no such file or tensor, or another shape, dtype or values than latents have.
     """
-    latents = conditioning.read_latents(path, _ANY_CHUNK, whole=True)
+    latents = tensor_reader.read_latents(path, _ANY_CHUNK, whole=True)
     if latents.ndim == 5:
         return latents.transpose(0, 1).flatten(1, 2), latents.shape[2]
     return latents, _CHUNK
@@ -138,9 +139,9 @@ def read_clip(path: Path) -> Clip | Tensor:
     Raises:
         ConfigError: nothing there that can be read, or a tensor of another shape, dtype or range.
     """
-    if path.suffix != tensor_files.SUFFIX:
+    if path.suffix != tensor_writer.SUFFIX:
         return open_clip(path)
-    video = conditioning.read_video(path)
+    video = tensor_reader.read_video(path)
     low, high = (float(limit) for limit in video.aminmax())
     if max(-low, high) > 1 + _RANGE_SLACK:
         raise ConfigError(f"{path}: `{VIDEO}` has values from {low:g} to {high:g}; expected -1 to 1")

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 from streamdiff.commands import models
 from streamdiff.config import Config
 from streamdiff.errors import ConfigError
-from streamdiff.models import catalogue, resolve
-from streamdiff.models.base import choose_steps
-from streamdiff.models.catalogue import Entry, Files
+from streamdiff.models import resolve
+from streamdiff.models.catalogue import entries
+from streamdiff.models.catalogue.schema import Entry, Files
+from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.planner import model_sizes
 from streamdiff.version import __version__
 
@@ -151,18 +152,20 @@ def _look_at_kernels(config: Config) -> Iterator[Finding]:
     try:
         import torch
 
-        from streamdiff.models import attention
+        from streamdiff.models.transformer import attention_backend
     except (ImportError, OSError):
         return  # torch or diffusers: said elsewhere, or by what needs it
     device, dtype = _computes_in(config)
-    found = attention.survey(device, dtype, heads=2, head_dim=_HEAD_DIM)
+    found = attention_backend.survey(device, dtype, heads=2, head_dim=_HEAD_DIM)
     right = [name for name, fault in found.items() if fault is None]
     case = f"{device}, {str(dtype).removeprefix('torch.')}"
     yield Finding("attention", Grade.GOOD, f"{', '.join(right)}: compared with the formula, right here ({case})")
     chosen = config.model.attention
     if found[chosen] is not None:
-        fetched = attention.missing(chosen, torch.device(device)) is None and chosen in attention.DISPATCHED
-        grade = Grade.NOTE if fetched and attention.DISPATCHED[chosen].hub else Grade.BAD
+        fetched = (
+            attention_backend.missing(chosen, torch.device(device)) is None and chosen in attention_backend.DISPATCHED
+        )
+        grade = Grade.NOTE if fetched and attention_backend.DISPATCHED[chosen].hub else Grade.BAD
         yield Finding("attention", grade, f"{chosen} {found[chosen]}")
     others = [name for name, fault in found.items() if fault is not None and name != chosen]
     absent = [name for name in others if "is not installed" in str(found[name])]
@@ -173,12 +176,12 @@ def _look_at_kernels(config: Config) -> Iterator[Finding]:
 
 def _look_at_quantisation(config: Config) -> Iterator[Finding]:
     try:
-        from streamdiff.models import quantize
+        from streamdiff.models.transformer import quantization
     except (ImportError, OSError):
         return  # as above
     device, dtype = _computes_in(config)
-    absent = None if importlib.util.find_spec("torchao") else f"takes torchao; {quantize.INSTALL}"
-    faults = {mode: quantize.unsuited(mode, device, dtype) or absent for mode in quantize.MODES[1:]}
+    absent = None if importlib.util.find_spec("torchao") else f"takes torchao; {quantization.INSTALL}"
+    faults = {mode: quantization.unsuited(mode, device, dtype) or absent for mode in quantization.MODES[1:]}
     if right := [mode for mode, fault in faults.items() if fault is None]:
         version = importlib.metadata.version("torchao")
         yield Finding("quantize", Grade.GOOD, f"{' and '.join(right)} by torchao {version}")
@@ -197,7 +200,7 @@ def _computes_in(config: Config) -> tuple[torch.device, torch.dtype]:
 
 
 def _look_at_weights(config: Config) -> Iterator[Finding]:
-    entry = catalogue.entries().get(config.model.name)
+    entry = entries.entries().get(config.model.name)
     if entry is not None and entry.weights is not None:
         yield from _look_at_published(entry, config)
         return
@@ -240,7 +243,7 @@ def _look_at_published(entry: Entry, config: Config) -> Iterator[Finding]:
     given = {"weights": config.model.weights, "vae": config.model.vae, "text encoder": config.model.text_encoder}
     for part, path in given.items():
         if path is not None:
-            published = catalogue.autoencoders().get(path) if part == "vae" else None
+            published = entries.autoencoders().get(path) if part == "vae" else None
             if Path(path).exists():
                 yield Finding("model", Grade.GOOD, f"{part}: {path}")
             elif published is not None:

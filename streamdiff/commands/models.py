@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamdiff.models import catalogue, hub
-from streamdiff.models.catalogue import Entry, Files
+from streamdiff.models.catalogue import entries as catalogue
+from streamdiff.models.catalogue.schema import Entry, Files
+from streamdiff.models.checkpoint import hub
 from streamdiff.pipeline.planner.memory import stage_memory
 from streamdiff.pipeline.planner.model_sizes import BFLOAT16
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.base import choose_steps
+from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.planner import costs as cost
 from streamdiff.pipeline.planner import trace
 from streamdiff.pipeline.planner.memory import Memory, memory

@@ -20,8 +20,8 @@ from tqdm import tqdm
 from streamdiff.atomic_write import leaving
 from streamdiff.commands import reference_model
 from streamdiff.errors import ConfigError
-from streamdiff.models import conditioning, tensor_files
-from streamdiff.models.base import Model, StreamDecoder
+from streamdiff.models.checkpoint import tensor_reader, tensor_writer
+from streamdiff.models.interfaces import Model, StreamDecoder
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline import reference_run
 from streamdiff.pipeline.reference_run import Script, Switch
@@ -97,8 +97,8 @@ def run(job: Job) -> int:
         writer = None
         if job.latents_out is not None:
             made_by = {"model": job.model, "kv_context": job.kv_context, "timesteps": str(script.schedule.timesteps)}
-            about = {**tensor_files.NORMALISED, **made_by}
-            writing = tensor_files.writing(job.latents_out, "latents", model.spec.chunk_shape, about)
+            about = {**tensor_writer.NORMALISED, **made_by}
+            writing = tensor_writer.writing(job.latents_out, "latents", model.spec.chunk_shape, about)
             writer = stack.enter_context(writing)
         making = _Making(model, device, script, job.stages, writer, bar)
         if decoder is not None and job.output is not None:
@@ -119,7 +119,7 @@ class _Making:
     device: torch.device
     script: Script
     stages: int
-    writer: tensor_files.TensorWriter | None
+    writer: tensor_writer.TensorWriter | None
     bar: tqdm[NoReturn]
     began: bool = True  # whether the next chunk is the first of a stream
 
@@ -168,7 +168,7 @@ def _check(job: Job) -> None:
     if job.stages < 1:
         raise ConfigError(f"--stages is {job.stages}; at least 1 is needed")
     if job.latents_out is not None:
-        tensor_files.check_target(job.latents_out)
+        tensor_writer.check_target(job.latents_out)
     if job.output is not None:
         files.check_target(job.output)
 
@@ -179,15 +179,15 @@ def _script(job: Job, model: Model, schedule: Schedule) -> Script:
     spec = model.spec
     noise = None
     if job.noise is not None:
-        noise = conditioning.read_noise(job.noise, spec.chunk_shape, steps=schedule.of(0).steps, chunks=job.chunks)
+        noise = tensor_reader.read_noise(job.noise, spec.chunk_shape, steps=schedule.of(0).steps, chunks=job.chunks)
     video = None
     if job.video_latents is not None:
-        video = conditioning.read_latents(job.video_latents, spec.chunk_shape, whole=True)
+        video = tensor_reader.read_latents(job.video_latents, spec.chunk_shape, whole=True)
         if video.ndim == 4:  # a clip: what is left over of a last chunk is not used, as chunks that are not asked for
             count = video.shape[1] // spec.chunk_latents
             video = video[:, : count * spec.chunk_latents].unflatten(1, (count, -1)).transpose(0, 1)
     if job.prompt_embeds is not None:
-        embeddings = conditioning.read_rows(job.prompt_embeds, spec.text_shape)
+        embeddings = tensor_reader.read_rows(job.prompt_embeds, spec.text_shape)
     else:
         embeddings = reference_model.encode(model, job.prompt)
     return Script(
@@ -217,4 +217,4 @@ def _switch(text: str, model: Model) -> Switch:
             raise ConfigError(f"--prompt-switch is {text!r}; there is no file {name}, and POLICY can be {policies}")
     if not number.isdigit() or not name:
         raise ConfigError(f"--prompt-switch is {text!r}; it must be CHUNK:FILE or CHUNK:FILE:POLICY")
-    return Switch(int(number), conditioning.read_rows(Path(name), model.spec.text_shape), policy)
+    return Switch(int(number), tensor_reader.read_rows(Path(name), model.spec.text_shape), policy)

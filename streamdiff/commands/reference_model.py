@@ -13,13 +13,16 @@ from torch import Tensor
 
 from streamdiff.device import pick_device, pick_dtype
 from streamdiff.errors import ConfigError
-from streamdiff.models import library, sampling, tensor_files, windows
-from streamdiff.models.base import Model, ModelSpec, StreamDecoder, TextEncoder, choose_steps
-from streamdiff.models.files import read_object
-from streamdiff.models.headers import parse_header
+from streamdiff.models import model_loader, sampling
+from streamdiff.models import spec as windows
+from streamdiff.models.checkpoint import tensor_writer
+from streamdiff.models.checkpoint.json_file import read_object
+from streamdiff.models.checkpoint.safetensors_header import parse_header
+from streamdiff.models.interfaces import Model, StreamDecoder, TextEncoder
 from streamdiff.models.resolve import Parts, ResolvedModel
 from streamdiff.models.sampling import Schedule
-from streamdiff.models.wan.lora import parse_lora
+from streamdiff.models.spec import ModelSpec, choose_steps
+from streamdiff.models.transformer.lora import parse_lora
 from streamdiff.pipeline.planner.partition import check_stages
 
 if TYPE_CHECKING:
@@ -45,11 +48,11 @@ def load(job: Job) -> Found:
     config = None if job.model_config is None else read_object(job.model_config)
     loras = () if job.lora is None else (parse_lora(job.lora),)
     parts = Parts(job.weights, job.container, config, loras, job.vae, job.text_encoder)
-    place = library.find(job.model, parts)
+    place = model_loader.find(job.model, parts)
     device = pick_device(job.device)
     dtype = pick_dtype(job.dtype, device)
-    size = None if job.size is None else library.parse_size(job.size)
-    spec = _overridden(library.spec_of(place, size), job)
+    size = None if job.size is None else model_loader.parse_size(job.size)
+    spec = _overridden(model_loader.spec_of(place, size), job)
     schedule = _schedule(job, place, spec)
     if schedule.first is not None and spec.first_chunks > 1:
         raise ConfigError(
@@ -57,17 +60,19 @@ def load(job: Job) -> Found:
             "not built. Leave --first-chunk-steps out, or say --first-chunk-frames "
             f"{spec.chunk_latents}"
         )
-    if job.video_latents is not None and tensor_files.is_raw(job.video_latents):
+    if job.video_latents is not None and tensor_writer.is_raw(job.video_latents):
         _check_raw(place, job.video_latents)
-    if job.video_latents is None and job.noise is None and (remark := library.without_video(place)):
+    if job.video_latents is None and job.noise is None and (remark := model_loader.without_video(place)):
         print(f"streamdiff: note: {remark}", file=sys.stderr)
-    denoiser = library.load_transformer(place, device, dtype, kernel=job.attention, quantize=job.quantize)
+    denoiser = model_loader.load_transformer(place, device, dtype, kernel=job.attention, quantize=job.quantize)
     check_stages(job.stages, len(denoiser.blocks))
-    text: TextEncoder = library.NoText()
+    text: TextEncoder = model_loader.NoText()
     if job.prompt_embeds is None:
-        text = library.load_text(place, spec, device, job.keep_text_encoder, job.text_device)
-    past = library.load_past(place, spec, device) if job.kv_context != "matched" else None
-    return Found(Model(spec, denoiser, text, None, past), schedule, device, lambda: library.load_decoder(place, device))
+        text = model_loader.load_text(place, spec, device, job.keep_text_encoder, job.text_device)
+    past = model_loader.load_past(place, spec, device) if job.kv_context != "matched" else None
+    return Found(
+        Model(spec, denoiser, text, None, past), schedule, device, lambda: model_loader.load_decoder(place, device)
+    )
 
 
 def encode(model: Model, prompt: str) -> Tensor:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 
 class Reading(Protocol):
-    """How a prompt was understood; see `streamdiff.models.base.Reading`."""
+    """How a prompt was understood; see `streamdiff.models.interfaces.Reading`."""
 
     @property
     def text(self) -> str: ...
@@ -23,7 +23,7 @@ class Reading(Protocol):
 
 
 class Text(Protocol):
-    """Prompt to conditioning; see `streamdiff.models.base.TextEncoder`. What `encode` returns is opaque here."""
+    """Prompt to conditioning; see `streamdiff.models.interfaces.TextEncoder`. What `encode` returns is opaque here."""
 
     @property
     def examples(self) -> tuple[str, ...]: ...

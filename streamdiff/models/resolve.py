@@ -1,6 +1,6 @@
 """A model by name, path or hub id: where each of its parts lies, and which have to be fetched first.
 
-Needs no torch, and reads no weights; `models.library` loads the parts of what is found here.
+Needs no torch, and reads no weights; `models.model_loader` loads the parts of what is found here.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from streamdiff.config import EMBEDDED, ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models import catalogue, hub, recognition
-from streamdiff.models.catalogue import Entry, Files
-from streamdiff.models.files import read_object
+from streamdiff.models.catalogue import entries, recognition
+from streamdiff.models.catalogue.schema import Entry, Files
+from streamdiff.models.checkpoint import hub
+from streamdiff.models.checkpoint.json_file import read_object
 
 if TYPE_CHECKING:
-    from streamdiff.models.wan.lora import Lora
+    from streamdiff.models.transformer.lora import Lora
 
 RANDOM = "random:"
 """What the name of a model, or autoencoder, without a file begins with; see `models.random_weights`."""
@@ -94,7 +95,7 @@ def to_fetch(name: str, parts: Parts = NOTHING) -> list[Files]:
     Raises:
         ConfigError: as `find`.
     """
-    if (small := catalogue.autoencoders().get(parts.vae or "")) is not None and not Path(str(parts.vae)).exists():
+    if (small := entries.autoencoders().get(parts.vae or "")) is not None and not Path(str(parts.vae)).exists():
         autoencoder = [small]
     else:
         autoencoder = []
@@ -102,7 +103,7 @@ def to_fetch(name: str, parts: Parts = NOTHING) -> list[Files]:
         return autoencoder
     if is_repository(name):
         return [_of_repository(name, parts), *autoencoder]
-    entry, shared = _entry(name), catalogue.parts()
+    entry, shared = _entry(name), entries.parts()
     needed = (
         (entry.weights, parts.weights),
         (entry.lora, parts.loras or None),
@@ -131,7 +132,7 @@ def completed(config: ModelConfig) -> ModelConfig:
     """
     if config.weights is not None and "name" not in config.model_fields_set and Path(config.weights).exists():
         config = config.model_copy(update={"name": recognition.entry_of(Path(config.weights)).name})
-    return catalogue.with_own_context(config)
+    return entries.with_own_context(config)
 
 
 def is_embedded(name: str | Path) -> bool:
@@ -158,7 +159,7 @@ def _entry(name: str) -> Entry:
             f"--model is {name}: there is no such file or folder, and it is no repository of the hub (OWNER/NAME); "
             "`streamdiff models` lists names"
         )
-    return catalogue.find(name)
+    return entries.find(name)
 
 
 def _of_folder(name: str, folder: Path) -> ResolvedModel:
@@ -185,7 +186,7 @@ def _of_entry(entry: Entry, parts: Parts) -> ResolvedModel:
     assert entry.weights is not None, "the embedded model is a folder"
     loras: tuple[Lora, ...] = ()
     if entry.lora is not None and not parts.loras:  # a model is not itself without the LoRA that belongs to it
-        from streamdiff.models.wan.lora import Lora
+        from streamdiff.models.transformer.lora import Lora
 
         loras = tuple(map(partial(Lora, scale=entry.lora.scale), hub.fetch(entry.lora)))
     container = entry.weights.container if entry.weights.container != "flat" else None

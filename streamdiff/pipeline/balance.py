@@ -16,8 +16,9 @@ import torch
 
 from streamdiff import clock
 from streamdiff.config import ModelConfig
-from streamdiff.models.base import StreamDecoder, Trunk, choose_steps
-from streamdiff.models.wan.transformer import Tokens
+from streamdiff.models.interfaces import StreamDecoder, Trunk
+from streamdiff.models.spec import choose_steps
+from streamdiff.models.transformer.wan import Tokens
 from streamdiff.pipeline.distributed.rendezvous import Member
 from streamdiff.pipeline.planner.costs import Costs, in_proportion, read_profile
 from streamdiff.pipeline.planner.model_sizes import Facts

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from streamdiff import clock
-from streamdiff.models.base import Model, ModelSpec
+from streamdiff.models.interfaces import Model
 from streamdiff.models.sampling import Schedule
+from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.distributed.link import Inbox, Outbox
 from streamdiff.pipeline.distributed.local_link import LocalLink, NoLink
 from streamdiff.pipeline.distributed.message import Control, Kind, Wire, Work

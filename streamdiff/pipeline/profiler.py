@@ -22,7 +22,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.base import TextEncoder
+from streamdiff.models.interfaces import TextEncoder
 from streamdiff.pipeline.profile_report import _STEP, _UNFINISHED, CHUNKS, SUMMARY, TRACE, describe, summarise
 from streamdiff.pipeline.streaming_pipeline import Frames, ModelInfo, Runtime
 

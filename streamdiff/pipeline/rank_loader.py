@@ -15,12 +15,14 @@ import torch
 from streamdiff.config import ModelConfig, ServedModel
 from streamdiff.device import bind, pick_device
 from streamdiff.errors import ConfigError
-from streamdiff.models import library, resolve, windows
-from streamdiff.models.base import Model, ModelSpec, Past, StreamDecoder, TextEncoder, Trunk, choose_steps
+from streamdiff.models import model_loader, resolve
+from streamdiff.models import spec as windows
+from streamdiff.models.autoencoder.stepped_decoder import rgb24, yuv420p
+from streamdiff.models.interfaces import Model, Past, StreamDecoder, TextEncoder, Trunk
 from streamdiff.models.resolve import ResolvedModel
-from streamdiff.models.stepping import rgb24, yuv420p
-from streamdiff.models.wan.lora import parse_lora
-from streamdiff.models.wan.transformer import WanDenoiser
+from streamdiff.models.spec import ModelSpec, choose_steps
+from streamdiff.models.transformer.lora import parse_lora
+from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.pipeline import balance
 from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
 from streamdiff.pipeline.distributed import rendezvous
@@ -47,7 +49,7 @@ def place_of(config: ModelConfig) -> ResolvedModel:
         ConfigError: a model or part that is not there, or of which too little is known to run it live.
     """
     loras = () if config.lora is None else (parse_lora(config.lora),)
-    place = library.find(config.name, replace(resolve.parts_of(config), loras=loras))
+    place = model_loader.find(config.name, replace(resolve.parts_of(config), loras=loras))
     if place.entry is not None and place.entry.stream is None:
         raise ConfigError(
             f"{config.name} makes whole clips, so it cannot run live; name a model that `streamdiff models` lists"
@@ -142,7 +144,7 @@ def own_room(
     remembered = sum(each.stream_bytes(spec.latent_height, spec.latent_width) for each in there)
     free = free_bytes(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), config.memory_gb)
     if text is not None and device.type == "cuda" and config.memory_gb is None:
-        free = max(0, free - library.awaited_bytes(text, device))
+        free = max(0, free - model_loader.awaited_bytes(text, device))
     return Room(free, remembered)
 
 
@@ -150,10 +152,10 @@ def load_model(config: ModelConfig, device: torch.device, blocks: Run | None = N
     """What the head needs, with `blocks` only; without the decoder. Mutates: torch's number of threads."""
     torch.set_num_threads(config.threads)
     place, spec = place_of(config), read_spec(config)
-    if remark := library.remark(place, config.kv_context):
+    if remark := model_loader.remark(place, config.kv_context):
         print(f"streamdiff: note: {remark}", file=sys.stderr)
     denoiser, text = _denoiser(config, device, blocks), _text(config, place, spec, device)
-    return Model(spec, denoiser, text, None, library.load_past(place, spec, device, _decoder_dtype(device)))
+    return Model(spec, denoiser, text, None, model_loader.load_past(place, spec, device, _decoder_dtype(device)))
 
 
 def load_trunk(config: ModelConfig, device: torch.device, blocks: Run) -> Trunk:
@@ -164,12 +166,12 @@ def load_trunk(config: ModelConfig, device: torch.device, blocks: Run) -> Trunk:
 
 def _text(config: ModelConfig, place: ResolvedModel, spec: ModelSpec, device: torch.device) -> TextEncoder:
     keep, where = config.keep_text_encoder, config.text_device
-    return library.load_text(place, spec, device, keep, where, config.keep_embeddings)
+    return model_loader.load_text(place, spec, device, keep, where, config.keep_embeddings)
 
 
 def _denoiser(config: ModelConfig, device: torch.device, blocks: Run | None) -> WanDenoiser:
     dtype = dtype_of(config, device)
-    return library.load_transformer(place_of(config), device, dtype, blocks, config.attention, config.quantize)
+    return model_loader.load_transformer(place_of(config), device, dtype, blocks, config.attention, config.quantize)
 
 
 def compile_stage(config: ModelConfig, stage: Stage, room: Room, progress: Progress) -> None:
@@ -204,7 +206,7 @@ def load_decoder(config: ModelConfig, device: torch.device) -> PictureDecoder:
         ConfigError: there is none; or as `pictures_of`.
     """
     layout = {"rgb": rgb24, "yuv420": yuv420p}[pictures_of(config, device)]
-    decoder = library.load_decoder(place_of(config), device, _decoder_dtype(device))
+    decoder = model_loader.load_decoder(place_of(config), device, _decoder_dtype(device))
     # On one busy core, in turns: TAEHV's decoder 1.06 to 1.17 times as fast with channels last, Wan's 0.9 times.
     if config.decode_layout != "auto" or device.type == "cuda":
         decoder.lay_out(config.decode_layout != "contiguous")
@@ -263,9 +265,9 @@ def read_spec(config: ModelConfig) -> ModelSpec:
         ConfigError: no such model, one that does not have as many steps as are asked for, a window that cannot be, or
             a way of the clean pass that its KV context does not have.
     """
-    size = None if config.size is None else library.parse_size(config.size)
+    size = None if config.size is None else model_loader.parse_size(config.size)
     place = place_of(config)
-    spec = library.spec_of(place, size)
+    spec = model_loader.spec_of(place, size)
     if place.entry is None and not place.embedded:
         assert config.timesteps is not None and config.chunk_latents is not None
         spec = windows.told(spec, config.timesteps, config.chunk_latents)
@@ -299,7 +301,9 @@ def steps_of(config: ModelConfig) -> int:
 def facts_of(config: ModelConfig) -> Facts:
     """The model's sizes, from configurations and headers."""
     place = place_of(config)
-    return read_facts(config.name) if place.embedded else facts_from(library.architecture(place), read_spec(config))
+    return (
+        read_facts(config.name) if place.embedded else facts_from(model_loader.architecture(place), read_spec(config))
+    )
 
 
 def _facts(config: ModelConfig) -> dict[str, str]:
@@ -310,5 +314,5 @@ def _facts(config: ModelConfig) -> dict[str, str]:
         **{f"model.{name}": str(value) for name, value in config.model_dump().items()},
         "model.steps": str(steps_of(config)),
         "model.pictures": config.pictures if isinstance(config, ServedModel) else "rgb",
-        "weights": library.digest(place_of(config)),
+        "weights": model_loader.digest(place_of(config)),
     }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.base import Model
+from streamdiff.models.interfaces import Model
 from streamdiff.models.sampling import TIMESTEPS, Schedule
 from streamdiff.pipeline.executor import LocalRing, Ring
 from streamdiff.pipeline.runner.init_latents import REACH, TOLD_LESS, Source

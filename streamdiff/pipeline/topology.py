@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.base import Model, ModelSpec, Trunk
+from streamdiff.models.interfaces import Model, Trunk
+from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decode_worker import latents_wire, pictures_wire
 from streamdiff.pipeline.distributed.gloo import GlooInbox, GlooOutbox
 from streamdiff.pipeline.distributed.link import Inbox, Outbox

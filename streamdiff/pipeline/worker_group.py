@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from streamdiff import clock
 from streamdiff.errors import EngineFailure
-from streamdiff.models.base import ModelSpec
+from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decode_worker import Deliver, RemoteDecoding
 from streamdiff.pipeline.distributed.heartbeat import BEAT_S, Beat, Watch
 from streamdiff.pipeline.distributed.link import Inbox, LinkClosed, Outbox

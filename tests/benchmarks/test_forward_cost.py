@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import throughput_model
 from benchmarks.forward_cost import Ceilings, Part, forward
-from streamdiff.models.base import Model
+from streamdiff.models.interfaces import Model
 from streamdiff.pipeline.executor import Ring
 from streamdiff.pipeline.planner.model_sizes import Facts, facts_from
 from streamdiff.pipeline.streaming_pipeline import ModelInfo

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from streamdiff.cli import main
-from streamdiff.models.latents import WAN_MEAN, WAN_STD
-from streamdiff.models.taehv import TAEHV, Config
-from streamdiff.models.tensor_files import RAW, write_tensor
+from streamdiff.models.autoencoder.normalisation import WAN_MEAN, WAN_STD
+from streamdiff.models.autoencoder.taehv import TAEHV, Config
+from streamdiff.models.checkpoint.tensor_writer import RAW, write_tensor
 from streamdiff.models.tiny import world
 from tests.small_vae import original_layout, relative_error, small_wan_autoencoder
 
@@ -288,8 +288,8 @@ def test_an_end_on_the_way_keeps_what_was_there(
     status: int,
 ) -> None:
     """In the middle of the clip, the network fails or the user has had enough."""
-    from streamdiff.models.stepping import Remembered
-    from streamdiff.models.wan.vae import WanDecoder
+    from streamdiff.models.autoencoder.stepped_decoder import Remembered
+    from streamdiff.models.autoencoder.wan import WanDecoder
 
     if out != "frames":
         Path(out).write_text("old")
@@ -320,7 +320,7 @@ def test_the_file_can_be_read_by_others(place: Path, capsys: pytest.CaptureFixtu
 def test_a_network_that_gives_no_numbers_writes_nothing(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from streamdiff.models.wan.vae import WanDecoder
+    from streamdiff.models.autoencoder.wan import WanDecoder
 
     plain = WanDecoder.decode_raw
     monkeypatch.setattr(WanDecoder, "decode_raw", lambda *args: plain(*args) * float("nan"))

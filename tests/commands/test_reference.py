@@ -14,9 +14,10 @@ from torch import Tensor
 
 from streamdiff.cli import main
 from streamdiff.models import sampling
-from streamdiff.models.base import Model, ModelSpec
-from streamdiff.models.wan.transformer import WanDenoiser
-from tests.models.wan.layouts import original
+from streamdiff.models.interfaces import Model
+from streamdiff.models.spec import ModelSpec
+from streamdiff.models.transformer.wan import WanDenoiser
+from tests.models.layouts import original
 from tests.pipeline.reference import Reference
 from tests.small import LATENT_CHANNELS, RED, small_transformer
 

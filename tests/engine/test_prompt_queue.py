@@ -37,12 +37,12 @@ from streamdiff.engine.messages import (
 )
 from streamdiff.engine.process.main import _load_runtime
 from streamdiff.errors import RequestError, StreamdiffError
-from streamdiff.models.text_cache import CachedText, EmbeddingCache
-from streamdiff.models.wan.text import WanText
+from streamdiff.models.text_encoder.embedding_cache import CachedText, EmbeddingCache
+from streamdiff.models.text_encoder.wan import WanText
 from streamdiff.pipeline.streaming_pipeline import Runtime
 from tests.engine.painted import CHUNK_FRAMES, PaintedPipeline, PaintedText, checksum
 from tests.engine.test_engine import batches, chunks, pictures, run
-from tests.models.wan import umt5
+from tests.models.text_encoder import umt5
 
 LIMIT_S = 60.0
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from streamdiff import clock
-from streamdiff.models.base import Model
+from streamdiff.models.interfaces import Model
 from streamdiff.pipeline.distributed.link import Inbox, Outbox
 from streamdiff.pipeline.distributed.message import Kind, Wire, Work
 from streamdiff.pipeline.distributed.nccl import NcclInbox, NcclOutbox, edge_groups, warm_up

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from streamdiff.models.base import Model
-from streamdiff.models.latents import Normalisation
-from streamdiff.models.stepping import Layout, SteppedDecoder, rgb24, yuv420p
-from streamdiff.models.taehv_stream import StreamingTaehv, TaehvDecoder
-from streamdiff.models.wan.vae import WanDecoder
+from streamdiff.models.autoencoder.normalisation import Normalisation
+from streamdiff.models.autoencoder.stepped_decoder import Layout, SteppedDecoder, rgb24, yuv420p
+from streamdiff.models.autoencoder.taehv_codec import StreamingTaehv, TaehvDecoder
+from streamdiff.models.autoencoder.wan import WanDecoder
+from streamdiff.models.interfaces import Model
 from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding, Piece
 from streamdiff.pipeline.executor import Ring

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from streamdiff.models.base import Model
+from streamdiff.models.interfaces import Model
 from streamdiff.pipeline.executor import Ring
 from tests.small import BLUE, RED, WHITE
 

@@ -10,7 +10,7 @@ import torch
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.base import Model
+from streamdiff.models.interfaces import Model
 from streamdiff.pipeline.executor import LocalRing, Ring
 from streamdiff.pipeline.rank_loader import read_spec
 from streamdiff.pipeline.scheduler.step import MicroStep

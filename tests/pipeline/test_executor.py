@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from streamdiff.models.base import Model
+from streamdiff.models.interfaces import Model
 from streamdiff.pipeline.executor import LocalRing, Ring
 from streamdiff.pipeline.runner.init_latents import Source
 from tests.pipeline.playing import THREE, play, same

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from streamdiff.models import sampling
-from streamdiff.models.base import Model
-from streamdiff.models.wan.transformer import KeyValue
+from streamdiff.models.interfaces import Model
+from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.executor import Ring
 from streamdiff.pipeline.runner.model_runner import Stage
 from streamdiff.pipeline.scheduler.step import MicroStep

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from streamdiff.models import sampling
-from streamdiff.models.base import Model
-from streamdiff.models.wan.transformer import KeyValue
+from streamdiff.models.interfaces import Model
+from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.executor import LocalRing, Ring
 from streamdiff.pipeline.runner.noise import SeededNoise
 from streamdiff.pipeline.runner.sampler import PROMPT_SWITCHES

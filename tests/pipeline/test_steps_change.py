@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from streamdiff.models import sampling
-from streamdiff.models.base import Model
+from streamdiff.models.interfaces import Model
 from streamdiff.models.sampling import nearest_steps, own
 from streamdiff.pipeline.executor import LocalRing, Ring
 from streamdiff.pipeline.scheduler.step import MicroStep

@@ -13,7 +13,7 @@ import torch
 
 from streamdiff.config import Config, ModelConfig, ServeConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.stepping import yuv420p
+from streamdiff.models.autoencoder.stepped_decoder import yuv420p
 from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline.build import load_runtime
 from streamdiff.pipeline.rank_loader import own_device

@@ -26,7 +26,7 @@ from streamdiff.engine.process import main as engine_main
 from streamdiff.engine.process import private_folder
 from streamdiff.engine.process.engine_process import Supervisor
 from streamdiff.errors import RequestError
-from streamdiff.models import catalogue
+from streamdiff.models.catalogue import entries
 from streamdiff.server import main as server
 
 COLOURS = {
@@ -259,7 +259,7 @@ def main() -> int:
         open_browser=not arguments.no_browser,
     )
     config = Config(serve=serve, playback=PlaybackConfig(), model=ModelConfig(name=arguments.name))
-    published = {} if arguments.name in catalogue.entries() else {"fetch": _nothing}
+    published = {} if arguments.name in entries.entries() else {"fetch": _nothing}
     return server.run(config, supervise=partial(Supervisor, module="tests.server.scripted"), **published)
 
 

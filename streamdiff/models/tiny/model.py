@@ -16,13 +16,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.base import Model, ModelSpec, Trunk
+from streamdiff.models.autoencoder.taehv import TAEHV
+from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder, config_from, load_folder
+from streamdiff.models.interfaces import Model, Trunk
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
-from streamdiff.models.taehv import TAEHV
-from streamdiff.models.taehv_stream import TaehvDecoder, config_from, load_folder
-from streamdiff.models.tiny.text import TEXT_TOKENS, TinyText
-from streamdiff.models.wan.transformer import WanDenoiser
-from streamdiff.models.wan.weights import FILE, load_blocks
+from streamdiff.models.spec import ModelSpec
+from streamdiff.models.tiny.text_encoder import TEXT_TOKENS, TinyText
+from streamdiff.models.transformer.wan import WanDenoiser
+from streamdiff.models.transformer.weights import FILE, load_blocks
 
 WEIGHTS = EMBEDDED_WEIGHTS
 PARTS = (
@@ -78,7 +79,7 @@ def read_spec(folder: Path, name: str = "tiny") -> ModelSpec:
             raise ConfigError(
                 f"model folder {folder} has no {part}; a model is a folder with model_index.json, transformer, "
                 "text_encoder, tokenizer and vae. Use the embedded model with `--model tiny`, or train one with "
-                "`python -m streamdiff.models.tiny.train`"
+                "`python -m streamdiff.models.tiny.training`"
             )
     autoencoder = config_from(_read(folder / "vae" / "config.json"))
     index = _read(folder / "model_index.json")["stream"]

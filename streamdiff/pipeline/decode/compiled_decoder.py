@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamdiff.models.stepping import Layout, Remembered, Step, SteppedDecoder, decode_by, rgb24
+from streamdiff.models.autoencoder.stepped_decoder import Layout, Remembered, Step, SteppedDecoder, decode_by, rgb24
 from streamdiff.pipeline.runner.torch_compile import one_graph
 
 Key = Hashable

@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from streamdiff.models.base import ModelSpec, StreamDecoder
+from streamdiff.models.interfaces import StreamDecoder
+from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.host_copy import Lane, decode_chunk
 from streamdiff.pipeline.distributed.link import Inbox, LinkClosed, Outbox
 from streamdiff.pipeline.distributed.message import Control, Kind, Wire, Work

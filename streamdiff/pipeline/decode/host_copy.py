@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamdiff.models.base import StreamDecoder
+from streamdiff.models.interfaces import StreamDecoder
 
 
 class Lane:

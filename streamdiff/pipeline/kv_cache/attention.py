@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from streamdiff.models.attention import Attend, attend
-from streamdiff.models.wan import rotary
+from streamdiff.models.transformer import rope
+from streamdiff.models.transformer.attention_backend import Attend, attend
 from streamdiff.pipeline.kv_cache.cache import StageState
 from streamdiff.pipeline.kv_cache.geometry import RingPlan
 
@@ -91,7 +91,7 @@ class RingAttention:
         """`frames` latent frames of a chunk, each of `height` x `width` tokens."""
         self.frames, self.device, self.compiled, self.attend = frames, device, compiled, attend
         self.rows: list[RowView] = []
-        self._grid = rotary.Grid(height, width, head_dim, device)
+        self._grid = rope.Grid(height, width, head_dim, device)
         # All micro-steps of a chunk turn by the same angles; few chunks are in flight at once.
         self._table = lru_cache(maxsize=32)(self._make_table)
         # Places come again and again: after a while nothing is uploaded any more.
@@ -133,7 +133,7 @@ class RingAttention:
         return self
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `models.wan.transformer.SelfAttention`; `layer` counts the stage's blocks. Mutates: the rows' states."""
+        """See `models.transformer.wan.SelfAttention`; `layer` counts the stage's blocks. Mutates: the rows' states."""
         return attend_rows(self.rows, layer, query, key, value, self.attend)
 
     def _part(self, plan: RingPlan, places: tuple[int, ...]) -> tuple[int, int] | None:
@@ -167,10 +167,10 @@ def attend_rows(
         keys, values = row.keys[layer], row.values[layer]
         seen_keys, seen_values = _rest(keys, shape, row), _rest(values, shape, row)
         if row.sink_table is not None:
-            sink = rotary.rotate(_frames(keys, shape)[: shape.sink].flatten(0, 1), row.sink_table)
+            sink = rope.rotate(_frames(keys, shape)[: shape.sink].flatten(0, 1), row.sink_table)
             seen_keys = torch.cat([sink, seen_keys])
             seen_values = torch.cat([_frames(values, shape)[: shape.sink].flatten(0, 1), seen_values])
-        turned = rotary.rotate(query[index], row.own)
+        turned = rope.rotate(query[index], row.own)
         mixed.append(attend(turned[None], seen_keys[None], seen_values[None]))
         if shape.adapt is not None:
             count = shape.sink // shape.chunk
@@ -183,7 +183,7 @@ def _write(view: RowView, layer: int, key: Tensor, value: Tensor) -> None:
     shape, row = view
     keys, values = row.keys[layer], row.values[layer]
     if shape.fold is not None and row.back is not None:
-        gone = rotary.rotate(keys.index_select(0, row.at)[0], row.back), values.index_select(0, row.at)[0]
+        gone = rope.rotate(keys.index_select(0, row.at)[0], row.back), values.index_select(0, row.at)[0]
         fold_into_sink((keys[0], values[0]), gone, shape.fold)
     keys.index_copy_(0, row.at, _own_keys(shape, row, key)[None])
     values.index_copy_(0, row.at, value[None])
@@ -193,7 +193,7 @@ def _own_keys(shape: RowShape, row: RowTensors, key: Tensor) -> Tensor:
     """A row's keys `[tokens, H, d]` as they are kept: rotated, but for those of the sink."""
     if shape.raw == shape.chunk:
         return key
-    turned = rotary.rotate(key, row.own)
+    turned = rope.rotate(key, row.own)
     raw = shape.raw * len(key) // shape.chunk
     return torch.cat([key[:raw], turned[raw:]]) if raw else turned
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streamdiff.models.base import ModelSpec
+from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.scheduler.kv_context import most_steps, spare_slots
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streamdiff.models.catalogue import Entry
+from streamdiff.models.catalogue.schema import Entry
 from streamdiff.pipeline.planner.model_sizes import BFLOAT16, Facts, known_facts
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.planner.stage_layout import Layout, Workload
@@ -31,7 +31,7 @@ def memory(
     facts: Facts, layout: Layout, load: Workload, value_bytes: int, quantize: str = "none"
 ) -> tuple[Memory, ...]:
     """Memory of every rank, with numbers of `value_bytes` bytes, but for the blocks' matrices where `quantize` (see
-    `models.quantize`) has them in 8 bits.
+    `models.transformer.quantization`) has them in 8 bits.
 
     The text encoder lives on the head; the decoder on the head too, unless it has the last rank or one of its own.
     Caches, and what the decoder remembers, are of all sessions. A link has two slots at each of its ends, for the rows
@@ -71,7 +71,7 @@ def _saved(facts: Facts, value_bytes: int) -> int:
 
 def stage_memory(entry: Entry, stages: int, quantize: str = "none") -> tuple[Memory, ...]:
     """Bytes of every stage in bfloat16: the transformer's weights, its blocks in 8 bits where `quantize` says so
-    (`models.quantize`), and the caches and decoder's memory of one session at the model's own
+    (`models.transformer.quantization`), and the caches and decoder's memory of one session at the model's own
     picture, window and KV context.
 
     Blocks are spread evenly. An estimate: it leaves out the text encoder, the autoencoder, and what the libraries take;

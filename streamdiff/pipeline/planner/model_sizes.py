@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from streamdiff.errors import ConfigError
-from streamdiff.models import catalogue
-from streamdiff.models.base import ModelSpec, window, window_chunks
-from streamdiff.models.catalogue import Entry
-from streamdiff.models.decoder_memory import taehv_values, wan_values
-from streamdiff.models.files import read_object
-from streamdiff.models.headers import read_header
-from streamdiff.models.specs import architecture_of, spec_of
+from streamdiff.models.autoencoder.memory_size import taehv_values, wan_values
+from streamdiff.models.catalogue import entries
+from streamdiff.models.catalogue.schema import Entry
+from streamdiff.models.catalogue.specs import architecture_of, spec_of
+from streamdiff.models.checkpoint.json_file import read_object
+from streamdiff.models.checkpoint.safetensors_header import read_header
+from streamdiff.models.spec import ModelSpec, window, window_chunks
 from streamdiff.pipeline.scheduler.kv_context import cache_count, most_steps, spare_slots
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """Shape of the streaming decoder (`models.taehv.Config` has the same names). Lists run from latent to picture."""
+    """Shape of the streaming decoder (`models.autoencoder.taehv.Config` has the same names). Lists run from latent to picture."""
 
     latent_channels: int
     patch_size: int
@@ -336,7 +336,7 @@ def facts_of(name: str) -> Facts:
     Raises:
         ConfigError: neither.
     """
-    entry = catalogue.entries().get(name)
+    entry = entries.entries().get(name)
     return known_facts(entry) if entry is not None else read_facts(name)
 
 
@@ -352,7 +352,7 @@ def known_facts(entry: Entry, *, height: int | None = None, width: int | None = 
     spec = spec_of(entry.name, entry, architecture, (width or entry.width, height or entry.height))
     if entry.stream is None:
         spec = replace(spec, chunk_latents=1, window_latents=1)
-    decoder = catalogue.parts().autoencoders[entry.autoencoder].config
+    decoder = entries.parts().autoencoders[entry.autoencoder].config
     remembered = wan_values(decoder, spec.latent_height, spec.latent_width) if decoder else 0
     # Whose past is seen again from its pictures decodes every chunk a second time.
     return facts_from(architecture, spec, remembered * (2 if spec.context_pictures else 1))

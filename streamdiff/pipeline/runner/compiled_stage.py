@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from streamdiff.models.wan.transformer import BlockWeights, KeyValue, Tokens
+from streamdiff.models.transformer.wan import BlockWeights, KeyValue, Tokens
 from streamdiff.pipeline.kv_cache.attention import RowShape, RowTensors, RowView, attend_rows
 from streamdiff.pipeline.runner.cuda_graph_cache import Captures
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors

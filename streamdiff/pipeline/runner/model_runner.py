@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from streamdiff.models.base import Trunk
+from streamdiff.models.interfaces import Trunk
 from streamdiff.models.sampling import nearest_steps
-from streamdiff.models.wan.transformer import KeyValue
+from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.distributed.message import Kind, Work
 from streamdiff.pipeline.kv_cache.attention import RingAttention, RowView
 from streamdiff.pipeline.kv_cache.cache import StageState

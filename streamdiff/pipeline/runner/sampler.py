@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.models import sampling
-from streamdiff.models.base import Model
+from streamdiff.models.interfaces import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.kv_cache.geometry import RingPlan, ring_plan
 from streamdiff.pipeline.runner.init_latents import Source

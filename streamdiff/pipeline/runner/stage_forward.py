@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamdiff.models.wan.transformer import KeyValue, SelfAttention, Tokens, WanDenoiser
+from streamdiff.models.transformer.wan import KeyValue, SelfAttention, Tokens, WanDenoiser
 
 Tensors = tuple[Tensor, ...]
 

@@ -12,7 +12,7 @@ import pytest
 from streamdiff.config import ModelConfig
 from streamdiff.engine.process.fetching import Progress, fetch
 from streamdiff.errors import ConfigError
-from streamdiff.models import catalogue
+from streamdiff.models.catalogue import entries
 from tests.hub_server import Hub, running
 
 LIMIT_S = 60.0
@@ -133,7 +133,9 @@ async def test_a_cancelled_download_leaves_no_process(hub: Hub) -> None:
     async with asyncio.timeout(LIMIT_S):
         while (WEIGHTS, 0) not in hub.transfers:
             await asyncio.sleep(0.05)
-    children = [each for each in psutil.Process().children() if "streamdiff.models.download" in each.cmdline()]
+    children = [
+        each for each in psutil.Process().children() if "streamdiff.models.checkpoint.download" in each.cmdline()
+    ]
     assert len(children) == 1
     fetching.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -143,8 +145,8 @@ async def test_a_cancelled_download_leaves_no_process(hub: Hub) -> None:
 
 def test_every_published_part_is_on_the_hub() -> None:
     """Else a model by name could not be fetched."""
-    shared = catalogue.parts()
-    for entry in catalogue.listed():
+    shared = entries.parts()
+    for entry in entries.listed():
         needed = [entry.weights, entry.lora, shared.text_encoders[entry.text_encoder].weights]
         assert all(files.on_hub for files in needed if files is not None)
-    assert all(files.on_hub for files in catalogue.autoencoders().values())
+    assert all(files.on_hub for files in entries.autoencoders().values())

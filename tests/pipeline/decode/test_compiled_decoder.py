@@ -14,8 +14,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from streamdiff.config import ModelConfig
-from streamdiff.models.stepping import Step, SteppedDecoder
-from streamdiff.models.wan.vae import WanDecoder
+from streamdiff.models.autoencoder.stepped_decoder import Step, SteppedDecoder
+from streamdiff.models.autoencoder.wan import WanDecoder
 from streamdiff.pipeline import rank_loader
 from streamdiff.pipeline.build import load_runtime
 from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from streamdiff.models.stepping import yuv420p
+from streamdiff.models.autoencoder.stepped_decoder import yuv420p
 from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
 from streamdiff.pipeline.decode.decode_worker import (
     DecodeWorker,

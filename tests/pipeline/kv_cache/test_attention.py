@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamdiff.models.wan import rotary
-from streamdiff.models.wan.transformer import attend
+from streamdiff.models.transformer import rope
+from streamdiff.models.transformer.wan import attend
 from streamdiff.pipeline.kv_cache.attention import RingAttention, adapt_sink, fold_into_sink
 from streamdiff.pipeline.kv_cache.cache import StageState
 from streamdiff.pipeline.kv_cache.geometry import RingPlan
@@ -158,11 +158,11 @@ def test_attention_through_the_ring_equals_attention_over_explicit_keys_and_is_a
         seen = plan.visible(chunk)
         got = attention.on([attention.view(plan, state, 0, chunk)])(1, query[None], key[None], value[None])
         if chunk < 12 or chunk % 97 == 0:
-            table = rotary.table(torch.arange(len(seen)), 2, 2, 12)
-            keys = rotary.rotate(torch.cat([past[c][0] for c in seen]), table)
-            own = rotary.table(torch.tensor([len(seen) - 1]), 2, 2, 12)
+            table = rope.table(torch.arange(len(seen)), 2, 2, 12)
+            keys = rope.rotate(torch.cat([past[c][0] for c in seen]), table)
+            own = rope.table(torch.tensor([len(seen) - 1]), 2, 2, 12)
             values = torch.cat([past[c][1] for c in seen])
-            expected = attend(rotary.rotate(query, own)[None], keys[None], values[None])
+            expected = attend(rope.rotate(query, own)[None], keys[None], values[None])
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
         past = {c: kv for c, kv in past.items() if c < sink or c > chunk - 8}
     assert (state.key.data_ptr(), state.value.data_ptr()) == addresses
@@ -225,11 +225,9 @@ def test_what_leaves_the_ring_is_folded_into_the_sink(spare: int, compiled: bool
             view = attention.view(plan, state, 0, chunk, fold=fold)
             got = attention.on([view])(1, query[None], key[None], value[None])
         seen = [sink, *(past[c] for c in range(max(1, chunk - 2), chunk + 1))] if chunk else [sink]
-        table = rotary.table(torch.arange(len(seen)), 2, 2, 12)
-        keys = rotary.rotate(torch.cat([each[0] for each in seen]), table)
-        expected = attend(
-            rotary.rotate(query, table[-4:])[None], keys[None], torch.cat([each[1] for each in seen])[None]
-        )
+        table = rope.table(torch.arange(len(seen)), 2, 2, 12)
+        keys = rope.rotate(torch.cat([each[0] for each in seen]), table)
+        expected = attend(rope.rotate(query, table[-4:])[None], keys[None], torch.cat([each[1] for each in seen])[None])
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 

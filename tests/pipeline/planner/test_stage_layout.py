@@ -18,9 +18,9 @@ from streamdiff.commands import plan as plan_report
 from streamdiff.commands.plan import Job, as_text, as_tree, make
 from streamdiff.config import KVContext, ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.base import Model
+from streamdiff.models.interfaces import Model
 from streamdiff.models.tiny import model as tiny
-from streamdiff.models.wan.transformer import attend
+from streamdiff.models.transformer.wan import attend
 from streamdiff.pipeline.planner import trace
 from streamdiff.pipeline.planner.costs import Ceilings, Costs, estimate, in_proportion, read_profile
 from streamdiff.pipeline.planner.memory import memory

@@ -26,7 +26,7 @@ from streamdiff.models.autoencoder import autoencoder
 from streamdiff.models.autoencoder.stepped_decoder import rgb24, yuv420p
 from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
-from streamdiff.pipeline.decode.host_copy import Lane, decode_chunk
+from streamdiff.pipeline.decode.host_copy import TransferStream, decode_chunk
 
 SUMMARY = "Seconds per chunk of each fast path of the decoder beside the plain one, taking turns."
 PATHS = {"plain": (False, rgb24), "compiled": (True, rgb24), "yuv420": (False, yuv420p), "both": (True, yuv420p)}
@@ -45,7 +45,7 @@ class Run:
         if compiled:
             self.decoder.compile(like, at_once)
         self.compile_s = clock.monotonic_s() - begun_s
-        self.memory, self.lane = self.decoder.new_memory(), Lane(like.device)
+        self.memory, self.lane = self.decoder.new_memory(), TransferStream(like.device)
         self.seconds: list[float] = []
         self.pictures = torch.empty(0)
 

@@ -22,7 +22,7 @@ from benchmarks import report, stream_case, stream_options, stream_plot
 from benchmarks.stream_case import Amount, Case
 from benchmarks.stream_figures import Raw, figures
 from benchmarks.stream_rank import CASE, RAW
-from streamdiff.atomic_write import leaving
+from streamdiff.atomic_write import exit_on_sigterm
 from streamdiff.config import Config
 from streamdiff.config_file import load
 from streamdiff.device import pick_device
@@ -229,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed: list[str] = []
     code: int = OK
     try:
-        with leaving():
+        with exit_on_sigterm():
             for number, case in enumerate(all_cases, start=1):
                 print(f"{number} of {len(all_cases)}: {case.label}", file=sys.stderr, flush=True)
                 try:

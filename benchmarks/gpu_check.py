@@ -34,7 +34,7 @@ from streamdiff.pipeline.build import load_runtime
 from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
 from streamdiff.pipeline.runner.stage_forward import Tensors
 from streamdiff.pipeline.scheduler.step import MicroStep
-from streamdiff.pipeline.streaming_pipeline import Runtime
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 HOLDS, WRONG, NOT_HERE = 0, 1, 3
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def off_by(got: Tensor, expected: Tensor) -> float:
     return off if off == off else float("inf")
 
 
-def latents_of(runtime: Runtime, chunks: int) -> Tensor:
+def latents_of(runtime: StreamingPipeline, chunks: int) -> Tensor:
     """The first chunks of a stream, `[chunks, C, F, h, w]`, from the runtime's ring; noise is drawn on the CPU."""
     ring, info = runtime.ring, runtime.info
     text = runtime.text.encode(runtime.text.read(runtime.text.examples[0], None).text)
@@ -247,7 +247,7 @@ def no_memory_taken(context: str, device: torch.device) -> str:
     return told
 
 
-def _turns(runtime: Runtime, chunks: int) -> int:
+def _turns(runtime: StreamingPipeline, chunks: int) -> int:
     """Micro-steps of some chunks of a stream whose first ones were made before."""
     ring, info = runtime.ring, runtime.info
     text = torch.zeros(runtime.model.spec.text_shape, device=ring.stage.device)

@@ -23,7 +23,7 @@ from streamdiff.config import ModelConfig
 from streamdiff.device import pick_device
 from streamdiff.models.interfaces import Model
 from streamdiff.pipeline import rank_loader
-from streamdiff.pipeline.executor import Ring
+from streamdiff.pipeline.executor import RingExecutor
 
 SUMMARY = "Seconds per chunk of each fast path beside the plain one, taking turns."
 PATHS = {"plain": (False, False), "compiled": (True, False), "with-next": (False, True), "both": (True, True)}
@@ -38,7 +38,7 @@ class Run:
         self.device = device
         self.latents: list[Tensor] = []
         self.seconds: list[float] = []
-        self.ring = Ring(model, device, clean_with_next=with_next)
+        self.ring = RingExecutor(model, device, clean_with_next=with_next)
         begun_s = clock.monotonic_s()
         if compiled:
             self.ring.stage.compile(steps=steps, kv_context="clean", clean_with_next=with_next)

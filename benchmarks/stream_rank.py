@@ -35,7 +35,7 @@ from streamdiff.pipeline.build import load_runtime
 from streamdiff.pipeline.profile_report import CHUNKS
 from streamdiff.pipeline.profiler import ProfiledRuntime
 from streamdiff.pipeline.rank_loader import at_once, own_device
-from streamdiff.pipeline.streaming_pipeline import Runtime
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 CASE, RAW = "case.json", "raw.json"
 LEAD_CHUNKS = 2
@@ -97,7 +97,7 @@ class Player:
             self.engine.step(_WAIT_S)
 
 
-def measure(runtime: Runtime, case: Case, load_s: float) -> Raw:
+def measure(runtime: StreamingPipeline, case: Case, load_s: float) -> Raw:
     """Everything of a case, from a warm runtime, which is used up."""
     amount, spec = case.amount, runtime.model.spec
     device = runtime.ring.stage.device
@@ -151,7 +151,7 @@ def _end_of(piece: Arrival, chunk: int, bar: Bar) -> bool:
     return piece.chunk_s is not None and piece.chunk >= chunk
 
 
-def _prompts(player: Player, runtime: Runtime, count: int, bar: Bar) -> Iterator[Prompt]:
+def _prompts(player: Player, runtime: StreamingPipeline, count: int, bar: Bar) -> Iterator[Prompt]:
     """Prompts at times that are spread over a chunk, since one that comes just before a chunk begins waits least."""
     ends = [piece.at_s for piece in player.run.arrivals if piece.chunk_s is not None]
     chunk_s = (ends[-1] - ends[0]) / (len(ends) - 1)
@@ -161,13 +161,13 @@ def _prompts(player: Player, runtime: Runtime, count: int, bar: Bar) -> Iterator
         bar.update()
 
 
-def _text(runtime: Runtime, number: int) -> str:
+def _text(runtime: StreamingPipeline, number: int) -> str:
     """A prompt unlike those before it, which no cache knows."""
     examples = runtime.text.examples
     return examples[number % len(examples)] if runtime.info.name == "tiny" else f"{examples[0]} (take {number})"
 
 
-def _profile(runtime: Runtime, case: Case, folder: Path) -> Engine:
+def _profile(runtime: StreamingPipeline, case: Case, folder: Path) -> Engine:
     """Trace some chunks of another stream, when everything else is measured; the engine that has to be closed."""
     pipeline = ProfiledRuntime(runtime, folder, case.profile_chunks or CHUNKS)
     engine = Engine(pipeline, LEAD_CHUNKS * runtime.info.chunk_frames)

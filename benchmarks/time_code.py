@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from streamdiff import clock
 from streamdiff.config import Config, PlaybackConfig, ServeConfig
 from streamdiff.engine.process import main as engine_main
-from streamdiff.engine.process.engine_process import Supervisor
+from streamdiff.engine.process.engine_process import EngineProcess
 from streamdiff.server import main as server
 from tests.server import scripted
 
@@ -110,7 +110,7 @@ def main() -> int:
         serve=ServeConfig(port=0, open_browser=False, max_viewers=arguments.max_viewers, address_share=1.0),
         playback=playback,
     )
-    return server.run(config, supervise=partial(Supervisor, module="benchmarks.time_code"))
+    return server.run(config, supervise=partial(EngineProcess, module="benchmarks.time_code"))
 
 
 if __name__ == "__main__":

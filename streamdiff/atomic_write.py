@@ -27,7 +27,7 @@ def check_parent(target: Path) -> None:
 
 
 @contextmanager
-def beside(target: Path) -> Iterator[Path]:
+def temporary_sibling(target: Path) -> Iterator[Path]:
     """A free name in the folder of `target`, for a file or a folder that is moved there when it is whole. What still
     has that name at the end is removed."""
     temporary = target.absolute().with_name(f".streamdiff-{secrets.token_hex(6)}.part")
@@ -41,7 +41,7 @@ def beside(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def leaving() -> Iterator[None]:
+def exit_on_sigterm() -> Iterator[None]:
     """A polite request to end (SIGTERM) leaves nothing half-written either, as Ctrl-C does: it raises SystemExit.
 
     Mutates: the process's handler, until the end. Only for the main thread.

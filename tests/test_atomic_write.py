@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from streamdiff.atomic_write import beside, check_parent, leaving
+from streamdiff.atomic_write import check_parent, exit_on_sigterm, temporary_sibling
 from streamdiff.errors import ConfigError
 
 
@@ -16,7 +16,7 @@ from streamdiff.errors import ConfigError
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
 def test_what_was_not_moved_away_is_removed(tmp_path: Path, kind: str, error: type[BaseException] | None) -> None:
     def write() -> None:
-        with beside(tmp_path / "out.mp4") as temporary:
+        with temporary_sibling(tmp_path / "out.mp4") as temporary:
             assert temporary.parent == tmp_path and not temporary.exists()
             if kind == "a file":
                 temporary.write_text("half")
@@ -35,7 +35,7 @@ def test_what_was_not_moved_away_is_removed(tmp_path: Path, kind: str, error: ty
 
 
 def test_what_was_moved_away_stays(tmp_path: Path) -> None:
-    with beside(tmp_path / "out.mp4") as temporary:
+    with temporary_sibling(tmp_path / "out.mp4") as temporary:
         temporary.write_text("whole")
         os.replace(temporary, tmp_path / "out.mp4")
     assert os.listdir(tmp_path) == ["out.mp4"]
@@ -49,7 +49,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
 
 def test_sigterm_unwinds_and_the_handler_before_comes_back(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as caught, leaving(), beside(tmp_path / "out.mp4") as temporary:
+    with pytest.raises(SystemExit) as caught, exit_on_sigterm(), temporary_sibling(tmp_path / "out.mp4") as temporary:
         temporary.write_text("half")
         signal.raise_signal(signal.SIGTERM)
     assert caught.value.code == 128 + signal.SIGTERM

@@ -147,7 +147,7 @@ def test_a_model_is_not_itself_without_its_lora(files: Files, monkeypatch: pytes
 def test_what_a_model_does_with_its_sink_is_known(
     files: Files, name: str, adaptive: float | None, averaged: float | None
 ) -> None:
-    spec = model_loader.spec_of(model_loader.find(name, model_loader.Parts(weights=files.weights)))
+    spec = model_loader.spec_of(model_loader.find(name, model_loader.PartOverrides(weights=files.weights)))
     assert (spec.adaptive_sink, spec.averaged_sink) == (adaptive, averaged)
 
 
@@ -305,7 +305,7 @@ def shown(files: Files, made: torch.Tensor, chunk: int) -> torch.Tensor:
 def after(files: Files, context: torch.Tensor, chunk: int) -> torch.Tensor:
     """Latents of `chunk` with nothing before it but `context`, which sees itself alone."""
     place = model_loader.find(
-        KREA, model_loader.Parts(weights=files.weights, vae=str(files.vae), text_encoder=files.text)
+        KREA, model_loader.PartOverrides(weights=files.weights, vae=str(files.vae), text_encoder=files.text)
     )
     spec, cpu = model_loader.spec_of(place, (64, 32)), torch.device("cpu")
     denoiser = model_loader.load_transformer(place, cpu, torch.float32)

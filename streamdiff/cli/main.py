@@ -108,7 +108,7 @@ def _generate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     config = _config(arguments)
     from streamdiff.commands import generate
 
-    job = generate.Job(
+    job = generate.GenerateJob(
         output=arguments.output,
         seconds=10.0 if arguments.seconds is None else arguments.seconds,
         changes=tuple(sorted(parse_change(text) for text in arguments.prompt_at)),
@@ -138,7 +138,7 @@ def _exact(arguments: argparse.Namespace) -> int:
     from streamdiff.commands import reference
 
     given = {name: getattr(arguments, name) for name in reference_options.NAMES}
-    job = reference.Job(
+    job = reference.ReferenceJob(
         model=config.model.name,
         prompt=config.session.prompt,
         seed=config.session.seed,
@@ -176,8 +176,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     from streamdiff.commands import plan as plan_report
 
-    given = {name: getattr(arguments, name) for name in plan_report.Job.__dataclass_fields__}
-    return plan_report.run(config.model, plan_report.Job(**given))
+    given = {name: getattr(arguments, name) for name in plan_report.PlanJob.__dataclass_fields__}
+    return plan_report.run(config.model, plan_report.PlanJob(**given))
 
 
 def _models(arguments: argparse.Namespace) -> int:
@@ -189,8 +189,8 @@ def _models(arguments: argparse.Namespace) -> int:
 def _convert(arguments: argparse.Namespace) -> int:
     from streamdiff.commands import convert
 
-    given = {name: getattr(arguments, name) for name in convert.Job.__dataclass_fields__}
-    job = convert.Job(**given)
+    given = {name: getattr(arguments, name) for name in convert.ConvertJob.__dataclass_fields__}
+    job = convert.ConvertJob(**given)
     return convert.decode(job) if arguments.command == "decode" else convert.encode(job)
 
 

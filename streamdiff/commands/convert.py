@@ -1,7 +1,8 @@
 """Latents to video and back, from file to file: what `streamdiff decode` and `streamdiff encode` do.
 
-Knows nothing about the command line, codecs or networks: `models/autoencoder/autoencoder.py` has the networks, `video/writer.py`
-and `video/reader.py` the videos, `models/checkpoint/tensor_reader.py` and `models/checkpoint/tensor_writer.py` the tensors.
+Knows nothing about the command line, codecs or networks: `models/autoencoder/autoencoder.py` has the networks,
+`video/writer.py` and `video/reader.py` the videos, `models/checkpoint/tensor_reader.py` and
+`models/checkpoint/tensor_writer.py` the tensors.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from streamdiff.atomic_write import leaving
+from streamdiff.atomic_write import exit_on_sigterm
 from streamdiff.device import pick_device, pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder import autoencoder
 from streamdiff.models.autoencoder.autoencoder import VideoDecoder, VideoEncoder
 from streamdiff.models.checkpoint import tensor_reader, tensor_writer
-from streamdiff.models.checkpoint.tensor_reader import Free
+from streamdiff.models.checkpoint.tensor_reader import FreeDim
 from streamdiff.video import writer
 from streamdiff.video.reader import Clip, open_clip
 
 LATENTS, VIDEO = "latents", "video"
-_ANY_CHUNK = (Free("C"), Free("f"), Free("h"), Free("w"))
+_ANY_CHUNK = (FreeDim("C"), FreeDim("f"), FreeDim("h"), FreeDim("w"))
 _CHUNK = 4
 _RANGE_SLACK = 1e-3
 
 
 @dataclass(frozen=True)
-class Job:
+class ConvertJob:
     """What to convert. `chunk_frames`: latent frames per call of the network, which only time and memory depend on;
     `fps`: of a video file that is written, None for the model's own; `raw`: encoded latents are not normalised."""
 
@@ -51,7 +52,7 @@ class Job:
     raw: bool = False
 
 
-def decode(job: Job) -> int:
+def decode(job: ConvertJob) -> int:
     """Latents in a file to a video file, pictures, or a tensor `video`; returns the exit status.
 
     Raises:
@@ -75,7 +76,7 @@ def decode(job: Job) -> int:
     pieces = latents.split(job.chunk_frames or length, 1)
     total = decoder.frames_of(latents.shape[1])
     height, width = (side * decoder.spatial for side in latents.shape[2:])
-    with leaving(), tqdm(total=total, unit="frame", desc=job.out.name, dynamic_ncols=True) as bar:
+    with exit_on_sigterm(), tqdm(total=total, unit="frame", desc=job.out.name, dynamic_ncols=True) as bar:
         if job.out.suffix == tensor_writer.SUFFIX:
             tensor_writer.write_tensor(job.out, VIDEO, _decode_video(decoder, pieces, (3, total, height, width), bar))
         else:
@@ -85,7 +86,7 @@ def decode(job: Job) -> int:
     return 0
 
 
-def encode(job: Job) -> int:
+def encode(job: ConvertJob) -> int:
     """A video file, pictures or a tensor `video` to a tensor `latents`; returns the exit status.
 
     Raises:
@@ -105,7 +106,7 @@ def encode(job: Job) -> int:
         )
     if frames is not None:
         encoder.latents_of(frames)
-    with leaving(), tqdm(total=frames, unit="frame", desc=job.out.name, dynamic_ncols=True) as bar:
+    with exit_on_sigterm(), tqdm(total=frames, unit="frame", desc=job.out.name, dynamic_ncols=True) as bar:
         pieces = _pieces(clip, (job.chunk_frames or _CHUNK) * encoder.temporal)
         latents = _encode(encoder, pieces, bar)
         if raw is not None:
@@ -203,7 +204,7 @@ def _encode(encoder: VideoEncoder, pieces: Iterator[Tensor], bar: tqdm[NoReturn]
 # ---- what was asked for -----------------------------------------------------------------------------------------
 
 
-def _check(job: Job) -> None:
+def _check(job: ConvertJob) -> None:
     if job.chunk_frames is not None and job.chunk_frames < 1:
         raise ConfigError(f"--chunk-frames is {job.chunk_frames}, but must be 1 or more")
     if job.fps is not None and not (math.isfinite(job.fps) and 0 < job.fps <= 1000):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from streamdiff import api
-from streamdiff.atomic_write import leaving
+from streamdiff.atomic_write import exit_on_sigterm
 from streamdiff.config import Config
 from streamdiff.engine.process.main import be_follower
 from streamdiff.errors import ConfigError
@@ -25,7 +25,7 @@ from streamdiff.video.writer import check_target, write_video
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerateJob:
     """What to make: `changes` are (seconds from the start, prompt), in order of time."""
 
     output: Path | None
@@ -33,7 +33,7 @@ class Job:
     changes: tuple[tuple[float, str], ...] = ()
 
 
-def run_as_ranks(config: Config, job: Job, argv: Sequence[str]) -> int:
+def run_as_ranks(config: Config, job: GenerateJob, argv: Sequence[str]) -> int:
     """`run` over the ranks of a ring, each a process of its own that carries out the same command line `argv`. They are
     started here, unless torchrun has started this process as one of them. Returns the exit status.
 
@@ -49,7 +49,7 @@ def run_as_ranks(config: Config, job: Job, argv: Sequence[str]) -> int:
     return run(config, job) if os.environ["RANK"] == "0" else be_follower(config.model)
 
 
-def run(config: Config, job: Job) -> int:
+def run(config: Config, job: GenerateJob) -> int:
     """Make the video, with a progress bar on standard error; returns the exit status.
 
     The frame rate is the model's own unless the configuration says another. A changed prompt shows at the second chunk
@@ -59,7 +59,7 @@ def run(config: Config, job: Job) -> int:
         ConfigError, RequestError: what was asked for cannot be made; nothing is written then.
     """
     output = _checked(job)
-    with leaving(), _open(config) as session:
+    with exit_on_sigterm(), _open(config) as session:
         fps = config.playback.fps if "fps" in config.playback.model_fields_set else session.fps
         total = max(1, round(job.seconds * fps))
         with tqdm(total=total, unit="frame", desc=output.name, dynamic_ncols=True) as bar:
@@ -74,7 +74,7 @@ def _open(config: Config) -> api.StreamSession:
     return api.StreamSession(api.load(config.model), config.session.prompt, seed=config.session.seed)
 
 
-def _checked(job: Job) -> Path:
+def _checked(job: GenerateJob) -> Path:
     if job.output is None:
         raise ConfigError("--output is missing; for example: --output out.mp4")
     if not (math.isfinite(job.seconds) and 0 < job.seconds <= 24 * 3600):
@@ -87,7 +87,7 @@ def _checked(job: Job) -> Path:
 
 
 def _frames(
-    session: api.StreamSession, job: Job, fps: float, total: int, bar: tqdm[NoReturn]
+    session: api.StreamSession, job: GenerateJob, fps: float, total: int, bar: tqdm[NoReturn]
 ) -> Iterator[NDArray[np.uint8]]:
     """The first `total` frames of the session, its prompt changed on the way. Mutates: session, bar."""
     changes = deque(job.changes)

@@ -14,7 +14,7 @@ from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.planner import costs as cost
 from streamdiff.pipeline.planner import trace
 from streamdiff.pipeline.planner.memory import Memory, memory
-from streamdiff.pipeline.planner.model_sizes import Facts, facts_of
+from streamdiff.pipeline.planner.model_sizes import ModelSizes, facts_of
 from streamdiff.pipeline.planner.partition import check_stages, split_evenly
 from streamdiff.pipeline.planner.simulator import Run, Setup, Stream, simulate
 from streamdiff.pipeline.planner.stage_layout import PLACES, Layout, Workload, lay_out
@@ -23,7 +23,7 @@ DTYPES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
-class Job:
+class PlanJob:
     """What was asked for. Stage times come from `stage_times` (seconds, comma-separated), else from `profile`, else
     from an estimate at the ceilings; `link_time` and `decode_time` (seconds) win over either."""
 
@@ -50,7 +50,7 @@ class Outcome:
     """A plan and what it comes to."""
 
     source: str
-    facts: Facts
+    facts: ModelSizes
     load: Workload
     layout: Layout
     setup: Setup
@@ -58,7 +58,7 @@ class Outcome:
     run: Run
 
 
-def _as_asked(facts: Facts, model: ModelConfig) -> Facts:
+def _as_asked(facts: ModelSizes, model: ModelConfig) -> ModelSizes:
     """`facts` with the window and sink that the configuration asks for."""
     if model.window is not None:
         facts = replace(facts, window_latents=model.window, clean_window_latents=None)
@@ -71,7 +71,7 @@ def _as_asked(facts: Facts, model: ModelConfig) -> Facts:
     return facts
 
 
-def run(model: ModelConfig, job: Job) -> int:
+def run(model: ModelConfig, job: PlanJob) -> int:
     """Plan, print, and write what else was asked for; returns the exit status.
 
     Raises:
@@ -86,7 +86,7 @@ def run(model: ModelConfig, job: Job) -> int:
     return 0
 
 
-def make(model: ModelConfig, job: Job) -> Outcome:
+def make(model: ModelConfig, job: PlanJob) -> Outcome:
     """The plan for `model` (its name, steps, KV context, window, sink and way to quantise count).
 
     Raises:
@@ -116,7 +116,7 @@ def make(model: ModelConfig, job: Job) -> Outcome:
     return Outcome(source, facts, load, layout, setup, sizes, simulate(setup))
 
 
-def _check(job: Job) -> None:
+def _check(job: PlanJob) -> None:
     """What can be told without reading anything. Raises ConfigError."""
     for name, value in (("--stages", job.stages), ("--sessions", job.sessions), ("--max-rows", job.max_rows)):
         if not 1 <= value <= 1024:
@@ -144,7 +144,7 @@ def _check(job: Job) -> None:
         trace.check_plot(job.plot)
 
 
-def _costs(job: Job, facts: Facts, load: Workload) -> cost.Costs:
+def _costs(job: PlanJob, facts: ModelSizes, load: Workload) -> cost.Costs:
     if job.profile is not None:
         found = cost.read_profile(job.profile, facts, max_rows=load.max_rows)
     else:
@@ -158,7 +158,9 @@ def _costs(job: Job, facts: Facts, load: Workload) -> cost.Costs:
     return found if job.link_time is None else replace(found, link_s=job.link_time, flow_s=job.link_time)
 
 
-def _by_hand(text: str, job: Job, facts: Facts, load: Workload) -> tuple[str, Layout, float, tuple[float, ...]]:
+def _by_hand(
+    text: str, job: PlanJob, facts: ModelSizes, load: Workload
+) -> tuple[str, Layout, float, tuple[float, ...]]:
     """Source, layout, decode time and link times where stage times are typed; blocks are then spread evenly."""
     try:
         times = [float(word) for word in text.split(",")]

@@ -17,19 +17,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from streamdiff.atomic_write import leaving
+from streamdiff.atomic_write import exit_on_sigterm
 from streamdiff.commands import reference_model
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint import tensor_reader, tensor_writer
 from streamdiff.models.interfaces import Model, StreamDecoder
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline import reference_run
-from streamdiff.pipeline.reference_run import Script, Switch
+from streamdiff.pipeline.reference_run import ReferenceRun, Switch
 from streamdiff.video import writer as files
 
 
 @dataclass(frozen=True)
-class Job:
+class ReferenceJob:
     """What to make; see `cli_exact` for what the fields mean. None: the model's own, or nothing."""
 
     model: str = "tiny"
@@ -80,7 +80,7 @@ class Job:
 
 
 @torch.inference_mode()
-def run(job: Job) -> int:
+def run(job: ReferenceJob) -> int:
     """Make the latents, and the video unless that is not wanted; returns the exit status.
 
     Raises:
@@ -92,7 +92,7 @@ def run(job: Job) -> int:
     script = _script(job, model, found.schedule)
     decoder = None if job.no_decode else found.decoder()
     with ExitStack() as stack:
-        stack.enter_context(leaving())
+        stack.enter_context(exit_on_sigterm())
         bar = stack.enter_context(tqdm(total=script.chunks, unit="chunk", dynamic_ncols=True))
         writer = None
         if job.latents_out is not None:
@@ -117,7 +117,7 @@ class _Making:
 
     model: Model
     device: torch.device
-    script: Script
+    script: ReferenceRun
     stages: int
     writer: tensor_writer.TensorWriter | None
     bar: tqdm[NoReturn]
@@ -148,7 +148,7 @@ class _Making:
 # ---- what was asked for -------------------------------------------------------------------------------------------
 
 
-def _check(job: Job) -> None:
+def _check(job: ReferenceJob) -> None:
     """Everything that can be known before anything is loaded."""
     if job.latents_out is None and (job.output is None or job.no_decode):
         raise ConfigError("nothing would be written; give --latents-out FILE, or --output FILE without --no-decode")
@@ -173,7 +173,7 @@ def _check(job: Job) -> None:
         files.check_target(job.output)
 
 
-def _script(job: Job, model: Model, schedule: Schedule) -> Script:
+def _script(job: ReferenceJob, model: Model, schedule: Schedule) -> ReferenceRun:
     """What the ring plays: files are read and checked against the model here."""
     assert job.chunks is not None
     spec = model.spec
@@ -190,7 +190,7 @@ def _script(job: Job, model: Model, schedule: Schedule) -> Script:
         embeddings = tensor_reader.read_rows(job.prompt_embeds, spec.text_shape)
     else:
         embeddings = reference_model.encode(model, job.prompt)
-    return Script(
+    return ReferenceRun(
         embeddings,
         job.chunks,
         schedule,

@@ -26,7 +26,7 @@ from streamdiff.models.transformer.lora import parse_lora
 from streamdiff.pipeline.planner.partition import check_stages
 
 if TYPE_CHECKING:
-    from streamdiff.commands.reference import Job
+    from streamdiff.commands.reference import ReferenceJob
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Found:
     decoder: Callable[[], StreamDecoder]
 
 
-def load(job: Job) -> Found:
+def load(job: ReferenceJob) -> Found:
     """Find and load what `job` asks for.
 
     Raises:
@@ -92,7 +92,7 @@ def _check_raw(place: ResolvedModel, path: Path) -> None:
     print(f"streamdiff: note: {path}: its latents are not normalised, and are used as they are", file=sys.stderr)
 
 
-def _schedule(job: Job, place: ResolvedModel, spec: ModelSpec) -> Schedule:
+def _schedule(job: ReferenceJob, place: ResolvedModel, spec: ModelSpec) -> Schedule:
     """The denoise steps: those given, else the model's own."""
     if isinstance(job.steps, tuple):
         schedule = _given(job, job.steps, job.sigmas)
@@ -106,18 +106,18 @@ def _schedule(job: Job, place: ResolvedModel, spec: ModelSpec) -> Schedule:
     return spec.schedule(choose_steps(job.steps, spec.steps, place.name))
 
 
-def _given(job: Job, steps: tuple[float, ...], sigmas: tuple[float, ...] | None) -> Schedule:
+def _given(job: ReferenceJob, steps: tuple[float, ...], sigmas: tuple[float, ...] | None) -> Schedule:
     """The schedule of a list that was given."""
     if job.sigmas is not None:
         if job.warp or job.shift is not None:
             raise ConfigError("--sigmas says the noise levels, so leave --shift and --warp out")
-        return sampling.told(steps, sigmas)
+        return sampling.from_timesteps(steps, sigmas)
     if not job.warp and job.shift is not None:
         raise ConfigError("--shift is for lists that are meant before it: add --warp, or leave it out")
     return sampling.published(steps, shift=job.shift or 1.0, warp=job.warp)
 
 
-def _overridden(spec: ModelSpec, job: Job) -> ModelSpec:
+def _overridden(spec: ModelSpec, job: ReferenceJob) -> ModelSpec:
     """`spec` with the sizes, window, sink, positions and context noise that were asked for."""
     assert job.chunks is not None
     chunk, height, width = spec.chunk_latents, spec.latent_height, spec.latent_width
@@ -181,7 +181,7 @@ def _shape(path: Path, name: str) -> tuple[int, ...]:
     return () if entry is None else tuple(entry.shape)
 
 
-def _text_shape(spec: ModelSpec, job: Job) -> tuple[int, int]:
+def _text_shape(spec: ModelSpec, job: ReferenceJob) -> tuple[int, int]:
     """(text tokens, text width): as many rows as the embeddings have."""
     if job.prompt_embeds is not None:
         entry = parse_header(job.prompt_embeds).entries.get("prompt_embeds")

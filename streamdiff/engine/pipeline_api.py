@@ -1,4 +1,5 @@
-"""What the engine needs of the pipeline it drives, as protocols: `streamdiff.pipeline.streaming_pipeline.Runtime` fits them.
+"""What the engine needs of the pipeline it drives, as protocols:
+`streamdiff.pipeline.streaming_pipeline.StreamingPipeline` fits them.
 
 The engine is written against these, so it can be driven in a test by a pipeline that paints instead of computing, and
 the same tests run on both. Imports neither torch nor the pipeline.

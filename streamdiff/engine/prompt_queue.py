@@ -18,7 +18,7 @@ Request = Open | SetPrompt | SetSteps | Reset | Pause | Resume | SetLead | Shown
 
 
 @dataclass(frozen=True)
-class Asked:
+class PendingRequest:
     """A request; `text` and `notice` are how its prompt was understood, where it has one."""
 
     request: Request
@@ -27,11 +27,11 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ReadyRequest:
     """A request whose turn it is. `conditioning` is that of its text, where it was encoded: a prompt without is one
     that a later one replaces at once. `error` is why the text could not be encoded."""
 
-    asked: Asked
+    asked: PendingRequest
     conditioning: Any = None
     error: BaseException | None = None
 
@@ -40,13 +40,13 @@ class Answer:
 class _Line:
     """One session's requests, in order; `target` among them is the one whose text is being encoded."""
 
-    asked: deque[Asked] = field(default_factory=deque)
-    target: Asked | None = None
+    asked: deque[PendingRequest] = field(default_factory=deque)
+    target: PendingRequest | None = None
     encoding: Future[Any] | None = None
 
-    def turn(self, submit: Callable[[str], Future[Any]]) -> list[Answer]:
+    def turn(self, submit: Callable[[str], Future[Any]]) -> list[ReadyRequest]:
         """What may be carried out by now. Mutates: self."""
-        answers: list[Answer] = []
+        answers: list[ReadyRequest] = []
         while self.asked:
             if self.encoding is not None and not self.encoding.done():
                 break
@@ -56,10 +56,10 @@ class _Line:
                 self.target = self._latest()
                 self.encoding = submit(self.target.text)
             else:
-                answers.append(Answer(self.asked.popleft()))
+                answers.append(ReadyRequest(self.asked.popleft()))
         return answers
 
-    def _latest(self) -> Asked:
+    def _latest(self) -> PendingRequest:
         """What stands first, or of several prompts there the last one."""
         found = self.asked[0]
         for asked in self.asked:
@@ -68,23 +68,23 @@ class _Line:
             found = asked
         return found
 
-    def _encoded(self, encoding: Future[Any]) -> list[Answer]:
+    def _encoded(self, encoding: Future[Any]) -> list[ReadyRequest]:
         target, error = self.target, encoding.exception()
         assert target is not None
         self.target = self.encoding = None
         if error is None:
             before = []
             while self.asked[0] is not target:
-                before.append(Answer(self.asked.popleft()))
-            return [*before, Answer(self.asked.popleft(), encoding.result())]
+                before.append(ReadyRequest(self.asked.popleft()))
+            return [*before, ReadyRequest(self.asked.popleft(), encoding.result())]
         if isinstance(target.request, Open):
             gone, self.asked = self.asked, deque()
-            return [Answer(asked, error=error) for asked in gone]
+            return [ReadyRequest(asked, error=error) for asked in gone]
         self.asked = deque(asked for asked in self.asked if asked is not target)
-        return [Answer(target, error=error)]
+        return [ReadyRequest(target, error=error)]
 
 
-class Waiting:
+class PromptQueue:
     """The requests of all sessions that wait. For one thread; `encode` is called on another."""
 
     def __init__(self, encode: Callable[[str], Any]) -> None:
@@ -107,11 +107,11 @@ class Waiting:
         asked = self._lines[session].asked if session in self._lines else ()
         return next((each.text for each in reversed(asked) if isinstance(each.request, Open | SetPrompt)), None)
 
-    def ask(self, asked: Asked) -> None:
+    def ask(self, asked: PendingRequest) -> None:
         """Put a request at the end of its session's line. Mutates: self."""
         self._lines.setdefault(asked.request.session, _Line()).asked.append(asked)
 
-    def drop(self, session: str) -> list[Asked]:
+    def drop(self, session: str) -> list[PendingRequest]:
         """Forget a session's requests; returns them. Mutates: self."""
         line = self._lines.pop(session, None)
         if line is None:
@@ -120,7 +120,7 @@ class Waiting:
             line.encoding.cancel()
         return list(line.asked)
 
-    def turn(self) -> list[Answer]:
+    def turn(self) -> list[ReadyRequest]:
         """What may be carried out by now, each session's in order; has texts encoded that are next. Mutates: self."""
         answers = [answer for line in self._lines.values() for answer in line.turn(self._submit)]
         self._lines = {name: line for name, line in self._lines.items() if line.asked}

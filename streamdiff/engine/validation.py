@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamdiff.engine.messages import Command, Open, Refused, Reset, SetPrompt, SetSteps, Shutdown
-from streamdiff.engine.prompt_queue import Asked
+from streamdiff.engine.prompt_queue import PendingRequest
 from streamdiff.errors import RequestError
 
 MAX_PROMPT_CHARACTERS = 2000
@@ -25,7 +25,7 @@ def check_seed(seed: int | None) -> None:
         raise RequestError("seed", f"the seed is {seed}; it must be a whole number from 0 to {MAX_SEED}")
 
 
-def asks(asked: Asked) -> bool:
+def asks(asked: PendingRequest) -> bool:
     """Whether somebody waits for an answer to it."""
     return isinstance(asked.request, Open | SetPrompt | SetSteps | Reset)
 

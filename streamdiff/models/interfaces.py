@@ -72,7 +72,7 @@ class Past(Protocol):
 
 
 @dataclass(frozen=True)
-class Trunk:
+class StageModel:
     """What a stage needs of a model: facts, and a run of transformer blocks on one device."""
 
     spec: ModelSpec
@@ -80,7 +80,7 @@ class Trunk:
 
 
 @dataclass(frozen=True)
-class Model(Trunk):
+class Model(StageModel):
     """What the head needs of a model: a trunk, and what stands before and behind it. With one stage that is all.
     `decoder` is None where another rank decodes, `past` where the clean pass is shown latents as they are."""
 

@@ -14,7 +14,7 @@ from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
 from streamdiff.models import random_weights, resolve
 from streamdiff.models.autoencoder import autoencoder
-from streamdiff.models.autoencoder.reencoder import FromPictures
+from streamdiff.models.autoencoder.reencoder import FirstFrameReencoder
 from streamdiff.models.autoencoder.stepped_decoder import SteppedDecoder
 from streamdiff.models.catalogue import entries, specs
 from streamdiff.models.checkpoint import hub
@@ -143,8 +143,8 @@ def load_transformer(
     quantize: str = "none",
 ) -> WanDenoiser:
     """Blocks `blocks` (first, last exclusive; all when None) of the transformer, and what goes with them; `kernel` is
-    the attention's (`models.transformer.attention_backend`), which is tried out first; `quantize` is that of the blocks' linear layers
-    (`models.transformer.quantization`).
+    the attention's (`models.transformer.attention_backend`), which is tried out first; `quantize` is that of the
+    blocks' linear layers (`models.transformer.quantization`).
 
     Raises:
         ConfigError: weights that do not fit, a model that is told more than latents and text, a kernel that cannot run
@@ -244,7 +244,7 @@ def load_decoder(place: ResolvedModel, device: torch.device, dtype: torch.dtype 
 
 def load_past(
     place: ResolvedModel, spec: ModelSpec, device: torch.device, dtype: torch.dtype = torch.float32
-) -> FromPictures | None:
+) -> FirstFrameReencoder | None:
     """What shows the clean pass the past, for a model whose past is seen again from its pictures; None for others.
 
     Raises:
@@ -259,7 +259,7 @@ def load_past(
             f"but there is {'none' if vae is None else vae}; give one as --vae"
         )
     halves = autoencoder.load_decoder(vae, device, dtype), autoencoder.load_encoder(vae, device, dtype)
-    return FromPictures(*halves)
+    return FirstFrameReencoder(*halves)
 
 
 def _vae_of(place: ResolvedModel) -> str | None:

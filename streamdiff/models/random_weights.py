@@ -108,8 +108,8 @@ def decoder(name: str, device: torch.device, dtype: torch.dtype) -> VideoDecoder
 
 
 class Drawn:
-    """A `Store` (models/checkpoint/tensor_store.py) whose tensors are drawn: matrices and convolutions so that what comes out is as
-    large as what went in, norms are 1, biases 0."""
+    """A `Store` (models/checkpoint/tensor_store.py) whose tensors are drawn: matrices and convolutions so that what
+    comes out is as large as what went in, norms are 1, biases 0."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> None:
         self._shapes, self._device, self._dtype = shapes, device, dtype

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
-from streamdiff.models.sampling import Schedule, own
+from streamdiff.models.sampling import Schedule, embedded_schedule
 
 
 def window(kv_context: str, window_latents: int, clean_window_latents: int | None) -> int:
@@ -83,7 +83,9 @@ class ModelSpec:
 
     def schedule(self, steps: int) -> Schedule:
         """The denoise steps of a chunk in `steps` steps: those published, else the embedded model's."""
-        return next((each for each in self.schedules if each.steps == steps), None) or own(steps, self.shift)
+        return next((each for each in self.schedules if each.steps == steps), None) or embedded_schedule(
+            steps, self.shift
+        )
 
     def window(self, kv_context: str) -> int:
         """Latent frames that a chunk sees, sink and itself included."""
@@ -108,7 +110,7 @@ class ModelSpec:
         return self.latent_channels, self.chunk_latents, self.latent_height, self.latent_width
 
 
-def changed(spec: ModelSpec, window: int | None, sink: int | None, rope: str | None) -> ModelSpec:
+def with_window(spec: ModelSpec, window: int | None, sink: int | None, rope: str | None) -> ModelSpec:
     """`spec` with this window and sink, in latent frames, and these positions; None leaves what it has. Without a sink
     nothing is done with one.
 

@@ -16,14 +16,14 @@ import torch
 
 from streamdiff import clock
 from streamdiff.config import ModelConfig
-from streamdiff.models.interfaces import StreamDecoder, Trunk
+from streamdiff.models.interfaces import StageModel, StreamDecoder
 from streamdiff.models.spec import choose_steps
 from streamdiff.models.transformer.wan import Tokens
-from streamdiff.pipeline.distributed.rendezvous import Member
+from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.planner.costs import Costs, in_proportion, read_profile
-from streamdiff.pipeline.planner.model_sizes import Facts
+from streamdiff.pipeline.planner.model_sizes import ModelSizes
 from streamdiff.pipeline.planner.stage_layout import Workload, lay_out
-from streamdiff.pipeline.runner.model_runner import Stage
+from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.step import MicroStep
 
 ROUNDS = 5
@@ -41,12 +41,12 @@ class Measured:
 
 
 def measure(
-    trunk: Trunk, decoder: StreamDecoder | None, device: torch.device, place: tuple[int, int], kv_context: str
+    trunk: StageModel, decoder: StreamDecoder | None, device: torch.device, place: tuple[int, int], kv_context: str
 ) -> Measured:
     """Time this rank's parts, with the attention window full. `place` is (rank, stages)."""
     rank, stages = place
     spec, denoiser = trunk.spec, trunk.denoiser
-    stage = Stage(trunk, device, 1, 3)  # the one in the middle has blocks alone
+    stage = ModelRunner(trunk, device, 1, 3)  # the one in the middle has blocks alone
     stage.open(0, steps=spec.steps[0], kv_context=kv_context)
     stage.set_text(0, 0, torch.zeros(spec.text_shape, device=device, dtype=denoiser.dtype), 0)
     latents = torch.zeros(1, *spec.chunk_shape, device=device, dtype=denoiser.dtype)
@@ -67,7 +67,9 @@ def measure(
     return Measured(forward_s / len(denoiser.blocks), embed_s, head_s, decode_s)
 
 
-def share_out(config: ModelConfig, facts: Facts, member: Member, own: Measured | None) -> tuple[tuple[int, int], ...]:
+def share_out(
+    config: ModelConfig, facts: ModelSizes, member: RankContext, own: Measured | None
+) -> tuple[tuple[int, int], ...]:
     """The runs of blocks (first, last exclusive) of all ranks; every rank gets the same answer.
 
     `own` is what this rank has measured, or None where the configuration names a profile.

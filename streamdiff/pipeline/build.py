@@ -10,18 +10,18 @@ from streamdiff.pipeline import rank_loader, topology
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
 from streamdiff.pipeline.distributed.compile_progress import Progress
 from streamdiff.pipeline.distributed.rendezvous import check_world
-from streamdiff.pipeline.executor import Ring
-from streamdiff.pipeline.planner.kv_budget import Budget
+from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
 from streamdiff.pipeline.profile_report import CHUNKS
 from streamdiff.pipeline.profiler import ProfiledRuntime, check_folder, check_traced
 from streamdiff.pipeline.scheduler.kv_context import in_flight_limit
-from streamdiff.pipeline.streaming_pipeline import Runtime
-from streamdiff.pipeline.worker_group import Company
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from streamdiff.pipeline.worker_group import WorkerGroup
 
 _MEASURED_CHUNKS = 3
 
 
-def load_runtime(config: ModelConfig) -> Runtime:
+def load_runtime(config: ModelConfig) -> StreamingPipeline:
     """Load the model's weights, as the head of a ring if there are several stages, and warm up with one chunk.
 
     Raises:
@@ -29,13 +29,13 @@ def load_runtime(config: ModelConfig) -> Runtime:
     """
     device = rank_loader.own_device(config.device)
     decoder = rank_loader.load_decoder(config, device) if config.decode_rank == 0 else None
-    company: Company | None = None
+    company: WorkerGroup | None = None
     runs: tuple[rank_loader.Run, ...]
     if config.ranks == 1:
         check_world(1, 1)
         model = rank_loader.load_model(config, device)
         runs, rooms = ((0, model.blocks),), [rank_loader.own_room(config, device, decoder, model.past, model.text)]
-        ring = Ring(model, device, clean_with_next=config.clean_with_next)
+        ring = RingExecutor(model, device, clean_with_next=config.clean_with_next)
         rank_loader.compile_stage(config, ring.stage, rooms[0], Progress(None, 1))
         rank_loader.compile_decoder(config, decoder, device, DECODE_THREADS)
     else:
@@ -44,7 +44,7 @@ def load_runtime(config: ModelConfig) -> Runtime:
             config, member, device, lambda blocks: rank_loader.load_model(config, device, blocks), decoder
         )
         member.tell_room(room := rank_loader.own_room(config, device, decoder, model.past, model.text))
-        ring = topology.head_ring(model, topology.Place.of(config, 0, device), device)
+        ring = topology.head_ring(model, topology.StageTopology.of(config, 0, device), device)
         links = None
         if decoder is None:
             kind = rank_loader.pictures_of(config, device)
@@ -52,21 +52,23 @@ def load_runtime(config: ModelConfig) -> Runtime:
         progress = Progress(member, config.stages)
         rank_loader.compile_stage(config, ring.stage, room, progress)
         rank_loader.compile_decoder(config, decoder, device, DECODE_THREADS)
-        company = Company(member, ring, config.hang_s, links)
+        company = WorkerGroup(member, ring, config.hang_s, links)
         rooms = member.hear_rooms()
         member.meet(progress.made)
     model = replace(model, decoder=decoder)
     counts = [last - first for first, last in runs] + [0] * (config.ranks - config.stages)
     kept = rank_loader.waiting(config, device)
-    budget = Budget(rank_loader.facts_of(config), rooms, counts, model.denoiser.dtype.itemsize, kept)
+    budget = KVCacheBudget(rank_loader.facts_of(config), rooms, counts, model.denoiser.dtype.itemsize, kept)
     at_once = rank_loader.at_once(config, device)
-    runtime = Runtime(model, device, config.steps, config.kv_context, company, budget, ring, at_once, config.hang_s)
+    runtime = StreamingPipeline(
+        model, device, config.steps, config.kv_context, company, budget, ring, at_once, config.hang_s
+    )
     _warm_up(runtime, config)
     runtime.occupancy()  # counts from here
     return runtime
 
 
-def _warm_up(runtime: Runtime, config: ModelConfig) -> None:
+def _warm_up(runtime: StreamingPipeline, config: ModelConfig) -> None:
     """Make one chunk, so that the first viewer does not pay for first calls, and some more to see what they take.
 
     Graphs are made for the configured KV context and a full window, so with them that is what is measured; a staircase
@@ -92,7 +94,7 @@ def _warm_up(runtime: Runtime, config: ModelConfig) -> None:
         runtime.step(wait_s=1.0)
 
 
-def load_pipeline(config: ModelConfig) -> Runtime | ProfiledRuntime:
+def load_pipeline(config: ModelConfig) -> StreamingPipeline | ProfiledRuntime:
     """`load_runtime`, and traced for a while where the configuration names a folder.
 
     Raises:

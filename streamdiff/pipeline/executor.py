@@ -1,7 +1,7 @@
 """The ring, seen from its head: sessions go in, finished chunks come out.
 
 The head's own part of the loop is to decide what enters next (`StreamBatchScheduler`), to bring its latents and noise,
-and to take back what has been around (`Head`). With one stage there are no links, and the same loop runs.
+and to take back what has been around (`LatentSampler`). With one stage there are no links, and the same loop runs.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from streamdiff import clock
 from streamdiff.models.interfaces import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.models.spec import ModelSpec
-from streamdiff.pipeline.distributed.link import Inbox, Outbox
+from streamdiff.pipeline.distributed.link import Receiver, Sender
 from streamdiff.pipeline.distributed.local_link import LocalLink, NoLink
-from streamdiff.pipeline.distributed.message import Control, Kind, Wire, Work
+from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, SessionUpdate, StageMessage
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.runner.device_timer import DeviceTimer
-from streamdiff.pipeline.runner.init_latents import Source
-from streamdiff.pipeline.runner.model_runner import Stage
+from streamdiff.pipeline.runner.init_latents import InitLatents
+from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.noise import Noise, SeededNoise
-from streamdiff.pipeline.runner.sampler import Finished, Head
+from streamdiff.pipeline.runner.sampler import Finished, LatentSampler
 from streamdiff.pipeline.runner.worker import LEAVE_S, LinkSource, Worker
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 
 
-class Admission:
+class InFlightQueue:
     """The head's source of work: controls first, in the order they were given, then what the scheduler hands out.
 
     At most `limit` works are in the ring at once, controls included. Every link has two slots, so the ring can never
     fill up and stand still.
     """
 
-    def __init__(self, scheduler: StreamBatchScheduler, head: Head, limit: int, timer: DeviceTimer) -> None:
+    def __init__(self, scheduler: StreamBatchScheduler, head: LatentSampler, limit: int, timer: DeviceTimer) -> None:
         self.scheduler, self.head, self.limit = scheduler, head, limit
         self._timed = timer.stream()
-        self.controls: deque[Work] = deque()
-        self.works: deque[Work] = deque()  # in the ring, in order, without their tensors
+        self.controls: deque[StageMessage] = deque()
+        self.works: deque[StageMessage] = deque()  # in the ring, in order, without their tensors
         self.stopping = False
 
-    def take(self, wait_s: float | None = 0.0) -> Work | None:
+    def take(self, wait_s: float | None = 0.0) -> StageMessage | None:
         """The next work that may enter, or None; never waits. Mutates: self, scheduler, head."""
         if len(self.works) >= self.limit:
             return None
         if self.controls:
             work = self.controls.popleft()
         elif not self.stopping and (rows := self.scheduler.next()):
-            work = Work(Kind.ROWS, tuple(rows))
+            work = StageMessage(MessageKind.ROWS, tuple(rows))
             with self._timed.work(work):
                 work = replace(work, tensors=self.head.inputs(rows))
         else:
@@ -65,10 +65,10 @@ class Admission:
         """Nothing enters any more. Mutates: self."""
         self.stopping = True
 
-    def back(self, work: Work) -> list[Finished]:
+    def back(self, work: StageMessage) -> list[Finished]:
         """Take in what has been around. Mutates: self, scheduler, head."""
         entered = self.works.popleft()
-        if work.kind is not Kind.ROWS:
+        if work.kind is not MessageKind.ROWS:
             return []
         with self._timed.work(entered):
             finished = self.head.advance(work.rows, work.tensors[0])
@@ -77,14 +77,14 @@ class Admission:
         return finished
 
 
-class Change(NamedTuple):
+class PendingSteps(NamedTuple):
     """Steps that hold as soon as nothing of the session is in flight any more."""
 
     epoch: int
     schedule: Schedule
 
 
-class Ring:
+class RingExecutor:
     """Scheduler, head and stage 0 of `stages`, with the links to stage 1 and from the last stage."""
 
     def __init__(
@@ -93,15 +93,15 @@ class Ring:
         device: torch.device,
         max_rows: int = 1,
         *,
-        stage: Stage | None = None,
-        links: tuple[Outbox, Inbox] | None = None,
+        stage: ModelRunner | None = None,
+        links: tuple[Sender, Receiver] | None = None,
         clean_with_next: bool = False,
         timer: DeviceTimer | None = None,
     ) -> None:
         """`stage` is this rank's part (all blocks of `model` by default), `links` lead to stage 1 and back; they have
         to carry the rows that `rows_carried` says. `timer` is that of this rank's device; None: one that is made
         here."""
-        self.stage = stage or Stage(model, device)
+        self.stage = stage or ModelRunner(model, device)
         if links is None:
             loop = NoLink()
             links = (loop, loop)
@@ -113,19 +113,19 @@ class Ring:
             clean_with_next=clean_with_next,
             first_chunks=model.spec.first_chunks,
         )
-        self.head = Head(model, device)
+        self.head = LatentSampler(model, device)
         timer = timer or DeviceTimer.on(device)
-        self._admission = Admission(self.scheduler, self.head, stages + 1 if stages > 1 else 1, timer)
+        self._admission = InFlightQueue(self.scheduler, self.head, stages + 1 if stages > 1 else 1, timer)
         self._worker = Worker(self._admission, self.stage, links[0], timer)
         self._outbox, self._inbox = links
-        self._changes: dict[int, Change] = {}  # by session
+        self._changes: dict[int, PendingSteps] = {}  # by session
 
     def turn(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:
         """One micro-step through this rank: the rows that entered the ring (none when nothing may), the chunks that
         came back finished. Waits up to `wait_s` for something to come back when nothing may enter."""
         finished = self._take_back(0.0)
         work = self._enter()
-        while work is not None and work.kind is not Kind.ROWS:  # controls go on at once
+        while work is not None and work.kind is not MessageKind.ROWS:  # controls go on at once
             finished += self._take_back(0.0)
             work = self._enter()
         finished += self._take_back(wait_s if work is None and not finished else 0.0)
@@ -180,7 +180,7 @@ class Ring:
         steps: int | Schedule,
         kv_context: str,
         noise: Noise | None = None,
-        source: Source | None = None,
+        source: InitLatents | None = None,
     ) -> None:
         """Open a session on scheduler, head and all stages; ValueError on bad values. Where it raises, nothing of the
         session is open. Mutates: self.
@@ -198,8 +198,8 @@ class Ring:
         state = self.head.prepare(noise=noise, schedule=schedule, kv_context=kv_context, source=source)
         self.scheduler.open(session, steps=steps, first_steps=first, kv_context=kv_context, epoch=epoch)
         self.head.sessions[session] = state
-        self._tell(Kind.OPEN, Control(session, epoch, epoch, steps, kv_context))
-        self._tell(Kind.TEXT, Control(session, epoch, epoch), embeddings)
+        self._tell(MessageKind.OPEN, SessionUpdate(session, epoch, epoch, steps, kv_context))
+        self._tell(MessageKind.TEXT, SessionUpdate(session, epoch, epoch), embeddings)
 
     def set_text(self, session: int, epoch: int, embeddings: Tensor, policy: str = "keep") -> None:
         """Chunks admitted from now on use these embeddings; `policy`, one of PROMPT_SWITCHES, says what they see of
@@ -214,8 +214,8 @@ class Ring:
         since, again = self.head.switch(session, self.scheduler.next_chunk(session), policy)
         if again:
             self.scheduler.rerun(session, again)
-        control = Control(session, epoch, self.scheduler.oldest_epoch(session), since=since)
-        self._tell(Kind.TEXT, control, embeddings)
+        control = SessionUpdate(session, epoch, self.scheduler.oldest_epoch(session), since=since)
+        self._tell(MessageKind.TEXT, control, embeddings)
         self.scheduler.set_epoch(session, epoch)
 
     def check_steps(self, session: int, steps: int) -> None:
@@ -240,7 +240,7 @@ class Ring:
         if session not in self._changes and schedule == self.head.sessions[session].schedule:
             self._new_epoch(session, epoch, steps)  # nothing else changes, so nothing needs to wait
             return
-        self._changes[session] = Change(epoch, schedule)
+        self._changes[session] = PendingSteps(epoch, schedule)
         self.scheduler.drain(session)
 
     def _change_steps(self) -> None:
@@ -255,7 +255,7 @@ class Ring:
 
     def _new_epoch(self, session: int, epoch: int, steps: int) -> None:
         """Chunks admitted from now on belong to `epoch`, with the steps and the text that hold. Mutates: self."""
-        self._tell(Kind.STEPS, Control(session, epoch, steps=steps))
+        self._tell(MessageKind.STEPS, SessionUpdate(session, epoch, steps=steps))
         self.scheduler.set_epoch(session, epoch)
 
     def reset(
@@ -266,7 +266,7 @@ class Ring:
         seed: int = 0,
         epoch: int,
         noise: Noise | None = None,
-        source: Source | None = None,
+        source: InitLatents | None = None,
     ) -> None:
         """Drop what is in flight and start afresh at chunk 0. `epoch` is one the slot never had. Mutates: self."""
         old, change = self.head.sessions[session], self._changes.get(session)
@@ -276,15 +276,15 @@ class Ring:
         self.scheduler.reset(session, epoch)
         self._change_steps()
         self.head.sessions[session] = state
-        self._tell(Kind.RESET, Control(session, epoch))
-        self._tell(Kind.TEXT, Control(session, epoch, epoch), embeddings)
+        self._tell(MessageKind.RESET, SessionUpdate(session, epoch))
+        self._tell(MessageKind.TEXT, SessionUpdate(session, epoch, epoch), embeddings)
 
     def close(self, session: int) -> None:
         """Free a session everywhere. Mutates: self."""
         self._changes.pop(session, None)
         self.scheduler.close(session)
         self.head.close(session)
-        self._tell(Kind.CLOSE, Control(session))
+        self._tell(MessageKind.CLOSE, SessionUpdate(session))
 
     def stop(self, limit_s: float = LEAVE_S) -> None:
         """End the loops of all ranks, after what is in the ring has come back. Nothing enters afterwards.
@@ -294,7 +294,7 @@ class Ring:
             RuntimeError: it took longer than `limit_s`.
         """
         self._admission.close()
-        self._tell(Kind.STOP, Control(0))
+        self._tell(MessageKind.STOP, SessionUpdate(0))
         end_s = clock.monotonic_s() + limit_s
         while self._admission.controls or self._admission.works:
             if clock.monotonic_s() > end_s:
@@ -316,7 +316,7 @@ class Ring:
             if (work := self._inbox.receive(left_s)) is not None:
                 self._admission.back(work)
 
-    def _enter(self) -> Work | None:
+    def _enter(self) -> StageMessage | None:
         """One work through this rank, if the link takes it: the head never waits to send, it must take back."""
         self._change_steps()
         return self._worker.turn() if self._outbox.ready else None
@@ -324,8 +324,8 @@ class Ring:
     def _seeded(self, seed: int) -> Noise:
         return SeededNoise(self.head.spec.chunk_shape, seed)
 
-    def _tell(self, kind: Kind, control: Control, *tensors: Tensor) -> None:
-        self._admission.controls.append(Work(kind, (), control, tensors))
+    def _tell(self, kind: MessageKind, control: SessionUpdate, *tensors: Tensor) -> None:
+        self._admission.controls.append(StageMessage(kind, (), control, tensors))
 
     def _take_back(self, wait_s: float | None) -> list[Finished]:
         finished: list[Finished] = []
@@ -340,7 +340,7 @@ def rows_carried(spec: ModelSpec, max_rows: int, clean_with_next: bool) -> int:
     return max(max_rows, 2 if clean_with_next else 1, spec.first_chunks)
 
 
-class LocalRing(Ring):
+class LocalRing(RingExecutor):
     """All stages in this process, one after the other in one thread: deterministic, for tests and for looking at."""
 
     def __init__(
@@ -349,14 +349,16 @@ class LocalRing(Ring):
         device: torch.device,
         stages: int,
         max_rows: int = 1,
-        link: Callable[[Wire], LocalLink] = LocalLink,
+        link: Callable[[MessageLayout], LocalLink] = LocalLink,
         clean_with_next: bool = False,
     ) -> None:
         """`link` makes each edge's link."""
         carried = rows_carried(model.spec, max_rows, clean_with_next)
-        forward = Wire.between_stages(model, carried)
-        links = [link(forward) for _ in range(stages - 1)] + [link(Wire.back_to_head(model, carried))]
-        parts = [Stage(model.part(*run), device, i, stages) for i, run in enumerate(split_evenly(model.blocks, stages))]
+        forward = MessageLayout.between_stages(model, carried)
+        links = [link(forward) for _ in range(stages - 1)] + [link(MessageLayout.back_to_head(model, carried))]
+        parts = [
+            ModelRunner(model.part(*run), device, i, stages) for i, run in enumerate(split_evenly(model.blocks, stages))
+        ]
         ends = (links[0], links[-1])
         super().__init__(model, device, max_rows, stage=parts[0], links=ends, clean_with_next=clean_with_next)
         self.others = [Worker(LinkSource(links[i - 1]), part, links[i]) for i, part in enumerate(parts) if i > 0]

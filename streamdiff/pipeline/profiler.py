@@ -1,8 +1,8 @@
 """A PyTorch profiler's trace of some chunks of a running stream, and what it says in a page of text.
 
-`ProfiledRuntime` stands in a `Runtime`'s place, waits until the window is full, traces some chunks from their first
-micro-step to their last picture, writes two files and goes on. What is traced is slower than usual, so no rate is told
-here. In a ring the trace is of the head's rank.
+`ProfiledRuntime` stands in a `StreamingPipeline`'s place, waits until the window is full, traces some chunks from their
+first micro-step to their last picture, writes two files and goes on. What is traced is slower than usual, so no rate is
+told here. In a ring the trace is of the head's rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from streamdiff.errors import ConfigError
 from streamdiff.models.interfaces import TextEncoder
 from streamdiff.pipeline.profile_report import _STEP, _UNFINISHED, CHUNKS, SUMMARY, TRACE, describe, summarise
-from streamdiff.pipeline.streaming_pipeline import Frames, ModelInfo, Runtime
+from streamdiff.pipeline.streaming_pipeline import Frames, ModelInfo, StreamingPipeline
 
 
 def check_folder(folder: Path) -> None:
@@ -51,9 +51,9 @@ def check_traced(folder: object, chunks: int | None) -> None:
 
 
 class ProfiledRuntime:
-    """A `Runtime` that is traced for a while; for callers the same (`engine.pipeline_api.Pipeline`)."""
+    """A `StreamingPipeline` that is traced for a while; for callers the same (`engine.pipeline_api.Pipeline`)."""
 
-    def __init__(self, runtime: Runtime, folder: Path, chunks: int = CHUNKS) -> None:
+    def __init__(self, runtime: StreamingPipeline, folder: Path, chunks: int = CHUNKS) -> None:
         """Raises ConfigError as `check_folder`. Mutates: removes from `folder` what an earlier run left unfinished."""
         check_folder(folder)
         for left in folder.glob(f"{_UNFINISHED}*"):
@@ -69,7 +69,7 @@ class ProfiledRuntime:
         self._first: dict[int, int] = {}  # by session: the first chunk that was not begun before the trace
 
     def step(self, wait_s: float = 0.0) -> list[Frames]:
-        """As `Runtime.step`. Mutates: self; begins to write when the last chunk is there."""
+        """As `StreamingPipeline.step`. Mutates: self; begins to write when the last chunk is there."""
         if self._profile is None:
             made = self.runtime.step(wait_s)
         else:
@@ -132,7 +132,7 @@ class ProfiledRuntime:
         print(f"streamdiff: profile of {self._seen} chunks in {self.folder}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """As `Runtime.close`; a trace that was begun is written."""
+        """As `StreamingPipeline.close`; a trace that was begun is written."""
         if self._profile is not None and self._seen:
             self._stop()
         self.runtime.close()

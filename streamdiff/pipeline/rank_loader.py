@@ -18,7 +18,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models import model_loader, resolve
 from streamdiff.models import spec as windows
 from streamdiff.models.autoencoder.stepped_decoder import rgb24, yuv420p
-from streamdiff.models.interfaces import Model, Past, StreamDecoder, TextEncoder, Trunk
+from streamdiff.models.interfaces import Model, Past, StageModel, StreamDecoder, TextEncoder
 from streamdiff.models.resolve import ResolvedModel
 from streamdiff.models.spec import ModelSpec, choose_steps
 from streamdiff.models.transformer.lora import parse_lora
@@ -27,10 +27,10 @@ from streamdiff.pipeline import balance
 from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
 from streamdiff.pipeline.distributed import rendezvous
 from streamdiff.pipeline.distributed.compile_progress import Progress
-from streamdiff.pipeline.planner.kv_budget import Room, Waiting, free_bytes
-from streamdiff.pipeline.planner.model_sizes import Facts, facts_from, read_facts
+from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, RankMemory, free_bytes
+from streamdiff.pipeline.planner.model_sizes import ModelSizes, facts_from, read_facts
 from streamdiff.pipeline.planner.partition import check_stages, split_evenly
-from streamdiff.pipeline.runner.model_runner import Stage
+from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.torch_compile import keep_compiled_code
 from streamdiff.pipeline.scheduler.kv_context import sessions_to_fill
 from streamdiff.version import __version__
@@ -38,7 +38,7 @@ from streamdiff.video.pixel_format import PictureKind
 
 Run = tuple[int, int]
 """First and last block (exclusive) of a stage."""
-T = TypeVar("T", bound=Trunk)
+T = TypeVar("T", bound=StageModel)
 
 
 @lru_cache(maxsize=4)
@@ -96,7 +96,7 @@ def own_device(wanted: str) -> torch.device:
     return found
 
 
-def join(config: ModelConfig) -> rendezvous.Member:
+def join(config: ModelConfig) -> rendezvous.RankContext:
     """Meet the other ranks.
 
     Raises:
@@ -109,7 +109,7 @@ def join(config: ModelConfig) -> rendezvous.Member:
 
 def load_share(
     config: ModelConfig,
-    member: rendezvous.Member,
+    member: rendezvous.RankContext,
     device: torch.device,
     load: Callable[[Run], T],
     decoder: StreamDecoder | None,
@@ -136,7 +136,7 @@ def own_room(
     decoder: StreamDecoder | None,
     past: Past | None = None,
     text: TextEncoder | None = None,
-) -> Room:
+) -> RankMemory:
     """What this rank has for sessions, once its weights are loaded; `decoder`, `past` and `text` are those that work
     here, if any. What a text encoder's weights will take of a GPU is theirs."""
     spec = read_spec(config)
@@ -145,7 +145,7 @@ def own_room(
     free = free_bytes(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), config.memory_gb)
     if text is not None and device.type == "cuda" and config.memory_gb is None:
         free = max(0, free - model_loader.awaited_bytes(text, device))
-    return Room(free, remembered)
+    return RankMemory(free, remembered)
 
 
 def load_model(config: ModelConfig, device: torch.device, blocks: Run | None = None) -> Model:
@@ -158,10 +158,10 @@ def load_model(config: ModelConfig, device: torch.device, blocks: Run | None = N
     return Model(spec, denoiser, text, None, model_loader.load_past(place, spec, device, _decoder_dtype(device)))
 
 
-def load_trunk(config: ModelConfig, device: torch.device, blocks: Run) -> Trunk:
+def load_trunk(config: ModelConfig, device: torch.device, blocks: Run) -> StageModel:
     """What any other stage needs. Mutates: torch's number of threads."""
     torch.set_num_threads(config.threads)
-    return Trunk(read_spec(config), _denoiser(config, device, blocks))
+    return StageModel(read_spec(config), _denoiser(config, device, blocks))
 
 
 def _text(config: ModelConfig, place: ResolvedModel, spec: ModelSpec, device: torch.device) -> TextEncoder:
@@ -174,10 +174,10 @@ def _denoiser(config: ModelConfig, device: torch.device, blocks: Run | None) -> 
     return model_loader.load_transformer(place_of(config), device, dtype, blocks, config.attention, config.quantize)
 
 
-def compile_stage(config: ModelConfig, stage: Stage, room: Room, progress: Progress) -> None:
+def compile_stage(config: ModelConfig, stage: ModelRunner, room: RankMemory, progress: Progress) -> None:
     """Make the stage's graphs, if the configuration wants them, for as many sessions as keep the ring busy and have
-    room. Takes minutes, and talks to no other rank: so all ranks do it at the same time, and `Member.meet` afterwards.
-    Mutates: stage, progress."""
+    room. Takes minutes, and talks to no other rank: so all ranks do it at the same time, and `RankContext.meet`
+    afterwards. Mutates: stage, progress."""
     if (kept := waiting(config, stage.device)) is not None:
         keep_compiled_code()
         stage.compile(
@@ -190,13 +190,13 @@ def compile_stage(config: ModelConfig, stage: Stage, room: Room, progress: Progr
         )
 
 
-def waiting(config: ModelConfig, device: torch.device) -> Waiting | None:
+def waiting(config: ModelConfig, device: torch.device) -> PreallocatedCaches | None:
     """Sessions whose caches are there from the start, since graphs of CUDA are bound to them; None without graphs."""
     if config.compile == "off":
         return None
     steps, context = steps_of(config), config.kv_context
     filling = sessions_to_fill(context, steps=steps, stages=config.stages)
-    return Waiting(filling if device.type == "cuda" else 1, steps, context)
+    return PreallocatedCaches(filling if device.type == "cuda" else 1, steps, context)
 
 
 def load_decoder(config: ModelConfig, device: torch.device) -> PictureDecoder:
@@ -282,7 +282,7 @@ def read_spec(config: ModelConfig) -> ModelSpec:
                 f"{config.name} knows no past but that of the window it was trained with; leave --window, --sink and "
                 "--rope out"
             )
-        spec = windows.changed(spec, *asked)
+        spec = windows.with_window(spec, *asked)
     if config.clean_with_next and config.kv_context != "clean":
         raise ConfigError(
             f"clean_pass is with-next and kv_context is {config.kv_context}, where chunks wait for no clean pass; "
@@ -298,7 +298,7 @@ def steps_of(config: ModelConfig) -> int:
     return choose_steps(config.steps, spec.steps, spec.name)
 
 
-def facts_of(config: ModelConfig) -> Facts:
+def facts_of(config: ModelConfig) -> ModelSizes:
     """The model's sizes, from configurations and headers."""
     place = place_of(config)
     return (

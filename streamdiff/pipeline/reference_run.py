@@ -1,6 +1,7 @@
 """One stream to the letter: conditioning, noise, schedule and prompt switches are given, by chunk; latents come out.
 
-The same ring that plays live. What comes out is a function of weights and `Script` alone, on any number of stages.
+The same ring that plays live. What comes out is a function of weights and `ReferenceRun` alone, on any number of
+stages.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from torch import Tensor
 from streamdiff.errors import ConfigError
 from streamdiff.models.interfaces import Model
 from streamdiff.models.sampling import TIMESTEPS, Schedule
-from streamdiff.pipeline.executor import LocalRing, Ring
-from streamdiff.pipeline.runner.init_latents import REACH, TOLD_LESS, Source
-from streamdiff.pipeline.runner.noise import GivenNoise, Noise, SeededNoise
+from streamdiff.pipeline.executor import LocalRing, RingExecutor
+from streamdiff.pipeline.runner.init_latents import REACH, TOLD_LESS, InitLatents
+from streamdiff.pipeline.runner.noise import Noise, SeededNoise, TensorNoise
 from streamdiff.pipeline.runner.sampler import PROMPT_SWITCHES
 
 POLICIES = (*PROMPT_SWITCHES, "reset")
@@ -37,7 +38,7 @@ class Switch:
 
 
 @dataclass(frozen=True)
-class Script:
+class ReferenceRun:
     """What to make.
 
     embeddings `[T, text_dim]`; `initial` `[n, C, F, h, w]` and `renoise` `[n, steps - 1, C, F, h, w]` (steps of the
@@ -93,17 +94,17 @@ class Script:
         if self.initial is None:
             return seeded
         renoise = None if self.renoise is None else self.renoise[first:]
-        return GivenNoise(self.initial[first:], renoise, self.schedule, seeded)
+        return TensorNoise(self.initial[first:], renoise, self.schedule, seeded)
 
-    def source(self, first: int, together: int = 1) -> Source | None:
+    def source(self, first: int, together: int = 1) -> InitLatents | None:
         """Input of the stream that begins at chunk `first`, of whose chunks the first are made `together`."""
         if self.video is None:
             return None
         video, strength = self.video[first:], self._strength
         if self.motion_noise:
-            return Source.following_motion(video, strength, together=together)
+            return InitLatents.following_motion(video, strength, together=together)
         told = self.schedule.timesteps[0] if self.strength is None else TIMESTEPS * strength
-        return Source.steady(video, strength, told)
+        return InitLatents.steady(video, strength, told)
 
     @property
     def _strength(self) -> float:
@@ -168,7 +169,12 @@ class Script:
 
 
 def play(
-    model: Model, device: torch.device, script: Script, *, stages: int = 1, fresh: Callable[[], object] = lambda: None
+    model: Model,
+    device: torch.device,
+    script: ReferenceRun,
+    *,
+    stages: int = 1,
+    fresh: Callable[[], object] = lambda: None,
 ) -> Iterator[Tensor]:
     """The latents `[C, F, h, w]` of each chunk, in order; `fresh` is called before the first of a stream that a switch
     has started. With several stages they take turns in this process.
@@ -178,7 +184,7 @@ def play(
         ValueError: an unknown KV context, or one that the schedule does not go with.
     """
     _check_together(script, model.spec.first_chunks)
-    ring = Ring(model, device) if stages == 1 else LocalRing(model, device, stages)
+    ring = RingExecutor(model, device) if stages == 1 else LocalRing(model, device, stages)
     epochs = count(1)
     for begin, switches, end in script.segments:
         noise, source = script.noise(model, begin.chunk), script.source(begin.chunk, model.spec.first_chunks)
@@ -205,7 +211,7 @@ def play(
                 break
 
 
-def _check_together(script: Script, count: int) -> None:
+def _check_together(script: ReferenceRun, count: int) -> None:
     """Raises ConfigError for what would cut the first `count` chunks of a stream, which are made together."""
     for begin, switches, end in script.segments:
         if end - begin.chunk < count:
@@ -222,7 +228,7 @@ def _check_together(script: Script, count: int) -> None:
 
 
 def _stream(
-    ring: Ring, most: int | None, due: dict[int, Switch], epochs: Iterator[int]
+    ring: RingExecutor, most: int | None, due: dict[int, Switch], epochs: Iterator[int]
 ) -> Iterator[tuple[int, Tensor]]:
     """Chunks from the stream's first on, of which at most `most` are begun; `due`: switches by the chunk that sees them
     first. Mutates: due."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.interfaces import Model
-from streamdiff.pipeline.executor import Ring
+from streamdiff.pipeline.executor import RingExecutor
 
 
 def rollout(
@@ -40,7 +40,7 @@ def rollout(
     """
     device = next(model.denoiser.model.parameters()).device
     count = len(prompts)
-    ring = Ring(model, device, max_rows=count)
+    ring = RingExecutor(model, device, max_rows=count)
     for i, text in enumerate(prompts):
         ring.open(i, model.text.encode(text), seed=seed + i, epoch=0, steps=steps, kv_context=kv_context)
     changes = sorted((switch or {}).items())

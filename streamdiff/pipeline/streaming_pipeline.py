@@ -17,13 +17,13 @@ from streamdiff.models.interfaces import Model, TextEncoder
 from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.decode.decode_worker import Decoding, LocalDecoding, Piece
 from streamdiff.pipeline.distributed.link import LinkClosed
-from streamdiff.pipeline.executor import Ring
-from streamdiff.pipeline.planner.kv_budget import Budget
+from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
 from streamdiff.pipeline.runner.sampler import Finished
 from streamdiff.pipeline.scheduler.kv_context import minimum_lead
 from streamdiff.pipeline.scheduler.step import MicroStep
-from streamdiff.pipeline.throughput import Meter
-from streamdiff.pipeline.worker_group import Company
+from streamdiff.pipeline.throughput import ChunkCostMeter
+from streamdiff.pipeline.worker_group import WorkerGroup
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class ModelInfo:
 class Frames:
     """Decoded frames of one chunk, in order, possibly several pieces per chunk.
 
-    pictures are uint8 `[n, *P]`, P as in `streamdiff.video.pixel_format`; `last` marks a chunk's last piece, which also tells the
-    seconds from the chunk's admission until now.
+    pictures are uint8 `[n, *P]`, P as in `streamdiff.video.pixel_format`; `last` marks a chunk's last piece, which also
+    tells the seconds from the chunk's admission until now.
     """
 
     session: int
@@ -78,7 +78,7 @@ class _Stream:
     ahead_frames: int = 0  # admitted and not handed out yet
 
 
-class Runtime:
+class StreamingPipeline:
     """Sessions by number; call `step` again and again from one thread."""
 
     def __init__(
@@ -87,9 +87,9 @@ class Runtime:
         device: torch.device,
         steps: int | None = None,
         kv_context: str = "clean",
-        company: Company | None = None,
-        budget: Budget | None = None,
-        ring: Ring | None = None,
+        company: WorkerGroup | None = None,
+        budget: KVCacheBudget | None = None,
+        ring: RingExecutor | None = None,
         at_once: int = 1,
         hang_s: float = 60.0,
     ) -> None:
@@ -108,7 +108,7 @@ class Runtime:
             choose_steps(steps, spec.steps, spec.name), kv_context, spec.steps, spec.switch,
         )  # fmt: skip
         self._company, self._budget, self._hang_s = company, budget, hang_s
-        self._ring = company.ring if company else ring or Ring(model, device)
+        self._ring = company.ring if company else ring or RingExecutor(model, device)
         self._streams: dict[int, _Stream] = {}  # by session
         self._numbers = count()
         self._ready: queue.SimpleQueue[tuple[Piece, float] | None] = queue.SimpleQueue()
@@ -118,12 +118,12 @@ class Runtime:
         self._ring.notify(self._wake)
         if company is not None:
             company.start(self._wake)
-        self._meter = Meter(clock.monotonic_s(), self.busy_s())
+        self._meter = ChunkCostMeter(clock.monotonic_s(), self.busy_s())
 
     text: TextEncoder
 
     @property
-    def ring(self) -> Ring:
+    def ring(self) -> RingExecutor:
         """What runs the transformer; for who measures."""
         return self._ring
 
@@ -161,7 +161,7 @@ class Runtime:
             raise RequestError("switch", str(error)) from error
 
     def set_conditioning(self, session: int, conditioning: Tensor, *, epoch: int, switch: str = "keep") -> None:
-        """Use this conditioning from the next admitted chunk on; `switch` as in `Ring.set_text`."""
+        """Use this conditioning from the next admitted chunk on; `switch` as in `RingExecutor.set_text`."""
         self._ring.set_text(session, epoch, conditioning, switch)
 
     def reset(self, session: int, conditioning: Tensor, *, seed: int, epoch: int) -> None:
@@ -178,7 +178,7 @@ class Runtime:
 
     def set_steps(self, session: int, steps: int, *, epoch: int) -> None:
         """Make chunks in `steps` steps from the next one on that is admitted after those in flight, see
-        `Ring.set_steps`. Needs no more memory."""
+        `RingExecutor.set_steps`. Needs no more memory."""
         self._ring.set_steps(session, epoch, steps)
 
     def set_paused(self, session: int, paused: bool) -> None:
@@ -251,7 +251,7 @@ class Runtime:
         """Forget what was measured: it was warming up. Mutates: self."""
         if self._company is not None:
             self._company.hear()
-        self._meter = Meter(clock.monotonic_s(), self.busy_s())
+        self._meter = ChunkCostMeter(clock.monotonic_s(), self.busy_s())
 
     def measure_to_here(self) -> None:
         """Take in what the ranks have worked until now, of which a ring's tell only now and then. Mutates: self."""
@@ -288,7 +288,7 @@ class Runtime:
         """Let a waiting `step` look again. From any thread."""
         self._ready.put(None)
 
-    def _decode_where(self, model: Model, company: Company | None, device: torch.device, at_once: int) -> Decoding:
+    def _decode_where(self, model: Model, company: WorkerGroup | None, device: torch.device, at_once: int) -> Decoding:
         remote = company.decoding(model.spec, self._deliver, self._wake) if company is not None else None
         if remote is not None:
             return remote

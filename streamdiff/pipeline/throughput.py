@@ -23,7 +23,7 @@ class _Mark(NamedTuple):
     busy_s: tuple[float, ...]
 
 
-class Meter:
+class ChunkCostMeter:
     """Compares how long the ranks were at work with the chunks that came of it, over the latest half minute. Each chunk
     counts as so many of the usual kind as it is work, so that the cost is that of one in the usual number of steps,
     whatever sessions have.

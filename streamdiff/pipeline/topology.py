@@ -14,15 +14,15 @@ import torch.distributed as dist
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.interfaces import Model, Trunk
+from streamdiff.models.interfaces import Model, StageModel
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decode_worker import latents_wire, pictures_wire
 from streamdiff.pipeline.distributed.gloo import GlooInbox, GlooOutbox
-from streamdiff.pipeline.distributed.link import Inbox, Outbox
-from streamdiff.pipeline.distributed.message import Wire
+from streamdiff.pipeline.distributed.link import Receiver, Sender
+from streamdiff.pipeline.distributed.message import MessageLayout
 from streamdiff.pipeline.distributed.nccl import NcclInbox, NcclOutbox, edge_groups, warm_up
-from streamdiff.pipeline.executor import Ring, rows_carried
-from streamdiff.pipeline.runner.model_runner import Stage
+from streamdiff.pipeline.executor import RingExecutor, rows_carried
+from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.worker import LinkSource, Worker
 from streamdiff.video.pixel_format import PictureKind
 
@@ -31,7 +31,7 @@ _LATENTS_TAG, _PICTURES_TAG = 1_000_001, 1_000_002  # beyond those of any ring's
 
 
 @dataclass(frozen=True)
-class Place:
+class StageTopology:
     """Rank `rank` of a ring of `stages`, and what all of its ranks have to agree on: `rows` in a forward, `link`, and
     whether a clean pass takes the next chunk's first step with it. `ring` tells rings over the same processes apart."""
 
@@ -43,7 +43,7 @@ class Place:
     clean_with_next: bool = False
 
     @classmethod
-    def of(cls, config: ModelConfig, rank: int, device: torch.device) -> Place:
+    def of(cls, config: ModelConfig, rank: int, device: torch.device) -> StageTopology:
         """The place of a configuration. Raises ConfigError as `pick_link`."""
         return cls(rank, config.stages, link=link_of(config, device), clean_with_next=config.clean_with_next)
 
@@ -64,15 +64,15 @@ class Place:
 
 
 def connect(
-    trunk: Trunk, place: Place, device: torch.device, group: dist.ProcessGroup | None = None
-) -> tuple[Outbox, Inbox]:
+    trunk: StageModel, place: StageTopology, device: torch.device, group: dist.ProcessGroup | None = None
+) -> tuple[Sender, Receiver]:
     """This rank's ends of its two edges. `group` is one of gloo, the default one when it is None. With `nccl` all ranks
     of the default group have to call this, and it returns when the neighbours have."""
 
-    def wire(edge: int) -> Wire:
+    def wire(edge: int) -> MessageLayout:
         carried = place.carried(trunk.spec)
         back = edge == place.stages - 1
-        return Wire.back_to_head(trunk, carried) if back else Wire.between_stages(trunk, carried)
+        return MessageLayout.back_to_head(trunk, carried) if back else MessageLayout.between_stages(trunk, carried)
 
     if place.link == "nccl":
         return _connect_nccl(place, device, wire(place.edge_out), wire(place.edge_in), group)
@@ -83,7 +83,11 @@ def connect(
 
 
 def _connect_nccl(
-    place: Place, device: torch.device, wire_out: Wire, wire_in: Wire, records: dist.ProcessGroup | None
+    place: StageTopology,
+    device: torch.device,
+    wire_out: MessageLayout,
+    wire_in: MessageLayout,
+    records: dist.ProcessGroup | None,
 ) -> tuple[NcclOutbox, NcclInbox]:
     """Communicators of all edges, this rank's ends, and a message each way before anything depends on one."""
     groups = edge_groups(place.stages, device)
@@ -134,17 +138,17 @@ def pick_link(wanted: str, device: torch.device, shared_device: bool = False) ->
     return "nccl" if wanted == "nccl" else "gloo"
 
 
-def head_ring(model: Model, place: Place, device: torch.device) -> Ring:
+def head_ring(model: Model, place: StageTopology, device: torch.device) -> RingExecutor:
     """The ring, for rank 0. `model` has the blocks of rank 0 only."""
     links = connect(model, place, device) if place.stages > 1 else None
-    stage = Stage(model, device, place.rank, place.stages)
-    return Ring(model, device, place.rows, stage=stage, links=links, clean_with_next=place.clean_with_next)
+    stage = ModelRunner(model, device, place.rank, place.stages)
+    return RingExecutor(model, device, place.rows, stage=stage, links=links, clean_with_next=place.clean_with_next)
 
 
-def follower(trunk: Trunk, place: Place, device: torch.device) -> Worker:
+def follower(trunk: StageModel, place: StageTopology, device: torch.device) -> Worker:
     """The loop of any other rank. `trunk` has this rank's blocks only."""
     outbox, inbox = connect(trunk, place, device)
-    return Worker(LinkSource(inbox), Stage(trunk, device, place.rank, place.stages), outbox)
+    return Worker(LinkSource(inbox), ModelRunner(trunk, device, place.rank, place.stages), outbox)
 
 
 def decode_links(

@@ -11,10 +11,10 @@ from streamdiff import clock
 from streamdiff.errors import EngineFailure
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decode_worker import Deliver, RemoteDecoding
-from streamdiff.pipeline.distributed.heartbeat import BEAT_S, Beat, Watch
-from streamdiff.pipeline.distributed.link import Inbox, LinkClosed, Outbox
-from streamdiff.pipeline.distributed.rendezvous import Member
-from streamdiff.pipeline.executor import Ring
+from streamdiff.pipeline.distributed.heartbeat import BEAT_S, HealthMonitor, Heartbeat
+from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
+from streamdiff.pipeline.distributed.rendezvous import RankContext
+from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.runner.worker import LEAVE_S
 from streamdiff.pipeline.worker_main import gone, leave
 
@@ -23,18 +23,22 @@ _NOTICE_S = 2.0
 _STUCK_S = 5.0
 
 
-class Company:
+class WorkerGroup:
     """The head's side of a ring over several processes."""
 
     def __init__(
-        self, member: Member, ring: Ring, hang_s: float, decode_links: tuple[Outbox, Inbox] | None = None
+        self,
+        member: RankContext,
+        ring: RingExecutor,
+        hang_s: float,
+        decode_links: tuple[Sender, Receiver] | None = None,
     ) -> None:
         """`decode_links` lead to the rank that decodes and back; None: this one does."""
         self.member, self.ring, self._decode_links = member, ring, decode_links
-        self._watch = Watch(member, [ring.worker], self._on_fault, hang_s)
+        self._watch = HealthMonitor(member, [ring.worker], self._on_fault, hang_s)
         self._wake: Callable[[], None] = lambda: None
         self._fault: str | None = None
-        self._since: list[Beat] = []
+        self._since: list[Heartbeat] = []
 
     def start(self, wake: Callable[[], None]) -> None:
         """Begin to watch; `wake` is called, from another thread, when there is a fault."""

@@ -18,10 +18,10 @@ from streamdiff.device import bind
 from streamdiff.pipeline import rank_loader, topology
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, DecodeWorker
 from streamdiff.pipeline.distributed.compile_progress import Progress
-from streamdiff.pipeline.distributed.heartbeat import Watch
+from streamdiff.pipeline.distributed.heartbeat import HealthMonitor
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.nccl import edge_groups
-from streamdiff.pipeline.distributed.rendezvous import Member
+from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.runner.worker import Worker
 
 EXIT_FAULT = 1
@@ -37,7 +37,7 @@ def follow(config: ModelConfig) -> None:
     """
     device = rank_loader.own_device(config.device)
     member = rank_loader.join(config)
-    place = topology.Place.of(config, member.rank, device)
+    place = topology.StageTopology.of(config, member.rank, device)
     decoder = rank_loader.load_decoder(config, device) if member.rank == config.decode_rank else None
     workers: list[Worker | DecodeWorker] = []
     progress = Progress(member, config.stages)
@@ -65,12 +65,12 @@ def follow(config: ModelConfig) -> None:
     _work(workers, member, config.hang_s, device)
 
 
-def _work(workers: Sequence[Worker | DecodeWorker], member: Member, hang_s: float, device: torch.device) -> None:
+def _work(workers: Sequence[Worker | DecodeWorker], member: RankContext, hang_s: float, device: torch.device) -> None:
     """Run the loops of this rank to their end, each but the first on a thread of its own."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _told_to_end)
     atexit.register(leave)
-    watch = Watch(member, workers, lambda fault: leave(f"rank {member.rank} ends: {fault}"), hang_s)
+    watch = HealthMonitor(member, workers, lambda fault: leave(f"rank {member.rank} ends: {fault}"), hang_s)
     watch.start()
     others = [
         threading.Thread(target=_beside, args=(worker, watch, member, device), daemon=True) for worker in workers[1:]
@@ -84,7 +84,7 @@ def _work(workers: Sequence[Worker | DecodeWorker], member: Member, hang_s: floa
     atexit.unregister(leave)
 
 
-def _beside(worker: Worker | DecodeWorker, watch: Watch, member: Member, device: torch.device) -> None:
+def _beside(worker: Worker | DecodeWorker, watch: HealthMonitor, member: RankContext, device: torch.device) -> None:
     """A loop on a thread; the rank does not go on without it."""
     torch.set_num_threads(DECODE_THREADS)
     bind(device)
@@ -98,7 +98,7 @@ def _die(raised: threading.ExceptHookArgs) -> None:
     leave()
 
 
-def _run(worker: Worker | DecodeWorker, watch: Watch, member: Member) -> None:
+def _run(worker: Worker | DecodeWorker, watch: HealthMonitor, member: RankContext) -> None:
     """The one outer frame of a follower's loop: it says where it was, tells the others, and lets the error go on."""
     try:
         worker.run()
@@ -110,7 +110,7 @@ def _run(worker: Worker | DecodeWorker, watch: Watch, member: Member) -> None:
         raise
 
 
-def gone(error: LinkClosed, rank: int, worker: Worker | DecodeWorker | Watch) -> str:
+def gone(error: LinkClosed, rank: int, worker: Worker | DecodeWorker | HealthMonitor) -> str:
     """The fault that a closed link means to `rank`."""
     return f"rank {error.peer} is gone ({error}); rank {rank} noticed it {worker.where()}"
 

@@ -14,7 +14,7 @@ from starlette.staticfiles import StaticFiles
 
 from streamdiff.config import Config
 from streamdiff.engine.messages import Ready
-from streamdiff.server.app_state import Services
+from streamdiff.server.app_state import AppState
 from streamdiff.server.auth import read_tokens
 from streamdiff.server.hosts import HostPolicy
 from streamdiff.server.media import codecs as known_codecs
@@ -23,7 +23,7 @@ from streamdiff.server.middleware import GuardMiddleware, Notice
 from streamdiff.server.outputs import target
 from streamdiff.server.problem import Problem, respond
 from streamdiff.server.routes import control, health, sessions, whep
-from streamdiff.server.sessions.manager import Client
+from streamdiff.server.sessions.manager import EngineConnection
 from streamdiff.version import __version__
 
 STATIC = resources.files("streamdiff.server") / "static"
@@ -55,7 +55,9 @@ def create_app(config: Config) -> FastAPI:
 
 
 @asynccontextmanager
-async def attach_engine(app: FastAPI, config: Config, client: Client, ready: Ready) -> AsyncIterator[Services]:
+async def attach_engine(
+    app: FastAPI, config: Config, client: EngineConnection, ready: Ready
+) -> AsyncIterator[AppState]:
     """Serve a warm engine's sessions, meanwhile; `client` is read and written. Mutates: app, whose state has the
     services from the moment on when the first session was asked for.
 
@@ -67,7 +69,7 @@ async def attach_engine(app: FastAPI, config: Config, client: Client, ready: Rea
     config = config.model_copy(update={"serve": config.serve.model_copy(update={"encoder": encoder})})
     Format(ready.width, ready.height, config.playback.fps, config.scale, config.serve.bitrate)  # or its error
     outputs = target.parse_all(config.serve.outputs)
-    services = Services(config, client, ready, codecs, read_tokens(config.serve), outputs)
+    services = AppState(config, client, ready, codecs, read_tokens(config.serve), outputs)
     await services.hub.start()
     app.state.services = services
     try:

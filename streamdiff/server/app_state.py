@@ -18,10 +18,10 @@ from streamdiff.server.outputs.output import Outputs
 from streamdiff.server.outputs.target import Target
 from streamdiff.server.peers import Places, address_of
 from streamdiff.server.problem import Problem
-from streamdiff.server.rate_limit import Allowances
+from streamdiff.server.rate_limit import PerAddressLimiter
 from streamdiff.server.sessions.engine_state import EngineState, lost_message
-from streamdiff.server.sessions.live_session import SessionView
-from streamdiff.server.sessions.manager import DEFAULT_SESSION, Client, Hub
+from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.sessions.manager import DEFAULT_SESSION, EngineConnection, SessionManager
 from streamdiff.server.webrtc.viewers import Viewers
 
 REQUESTS_PER_S, REQUEST_BURST = 50.0, 200.0
@@ -29,13 +29,13 @@ MAX_SOCKETS = 64
 SOCKET_PROTOCOL, TOKEN_PROTOCOL = "streamdiff", "streamdiff.token."
 
 
-class Services:
+class AppState:
     """What the routes share. Made on the running event loop."""
 
     def __init__(
         self,
         config: Config,
-        client: Client,
+        client: EngineConnection,
         ready: Ready,
         codecs: tuple[Codec, ...],
         tokens: Tokens,
@@ -47,8 +47,8 @@ class Services:
         self.access = Access(tokens)
         self.sockets = Places(MAX_SOCKETS, config.serve.address_share, "sockets", "control WebSockets")
         """Of control WebSockets."""
-        self._requests = Allowances(REQUESTS_PER_S, REQUEST_BURST)
-        self.hub = Hub(config, client, ready, self.metrics)
+        self._requests = PerAddressLimiter(REQUESTS_PER_S, REQUEST_BURST)
+        self.hub = SessionManager(config, client, ready, self.metrics)
         places = Places(config.serve.max_viewers, config.serve.address_share, "viewers", "serve.max_viewers")
         self.viewers = Viewers(places, self.codecs, self.metrics, config.serve.ice_servers)
         self.hub.on_end = self.viewers.end_session
@@ -64,11 +64,11 @@ class Services:
         self.metrics.engine_up.set(self.hub.failed is None and self.hub.restarting is None)
         self.metrics.sockets.set(self.sockets.count)
 
-    def role(self, request: HTTPConnection, view: SessionView | None = None) -> Role:
+    def role(self, request: HTTPConnection, view: LiveSession | None = None) -> Role:
         """What a caller may do with a session, or with the server."""
         return self.access.role(_token_of(request), view.tokens if view else None)
 
-    def require(self, request: HTTPConnection, wanted: Role, view: SessionView | None = None) -> None:
+    def require(self, request: HTTPConnection, wanted: Role, view: LiveSession | None = None) -> None:
         """Raises Problem: 401 for a missing or wrong token, 403 for one that is good for less."""
         role = self.role(request, view)
         if role is Role.NOBODY or (role < wanted and _token_of(request) is None):
@@ -77,11 +77,11 @@ class Services:
         if role < wanted:
             raise Problem(403, "You may watch, not steer: that takes the control token.", code="forbidden")
 
-    def watchable(self, request: HTTPConnection) -> list[SessionView]:
+    def watchable(self, request: HTTPConnection) -> list[LiveSession]:
         """The open sessions that a caller may watch, oldest first: of no other is it told that it exists."""
         return [view for view in self.hub.views if self.role(request, view) >= Role.VIEWER]
 
-    def may_control(self, request: HTTPConnection, view: SessionView) -> bool:
+    def may_control(self, request: HTTPConnection, view: LiveSession) -> bool:
         """Whether a caller may steer a session."""
         return self.role(request, view) is Role.CONTROLLER
 
@@ -90,7 +90,7 @@ class Services:
         if not self._requests.of(address_of(request)).take(clock.monotonic_s()):
             raise Problem(429, "Too many requests in a short time from one address.", {"Retry-After": "1"}, code="rate")
 
-    def view(self, request: HTTPConnection) -> SessionView:
+    def view(self, request: HTTPConnection) -> LiveSession:
         """The session a request is about, which it may watch: of its path, else of its query, else the default one.
 
         Raises:
@@ -106,7 +106,7 @@ class Services:
         self.require(request, Role.VIEWER, view)
         return view
 
-    def controlled_view(self, request: HTTPConnection) -> SessionView:
+    def controlled_view(self, request: HTTPConnection) -> LiveSession:
         """The session that a request is about to change, and may.
 
         Raises:
@@ -125,7 +125,7 @@ class Services:
         """In how many seconds an engine that is started again may be there, as far as is known."""
         return self.hub.restarting.retry_after_s if self.hub.restarting is not None else 1
 
-    def running_view(self, request: HTTPConnection) -> SessionView:
+    def running_view(self, request: HTTPConnection) -> LiveSession:
         """The same as `view`, while the engine runs, or is to run again.
 
         Raises:
@@ -170,8 +170,8 @@ def refusals(counter: Counter) -> Iterator[None]:
         raise
 
 
-def services_of(request: HTTPConnection) -> Services:
+def services_of(request: HTTPConnection) -> AppState:
     """What `create_app` made, while the application runs."""
     services = request.app.state.services
-    assert isinstance(services, Services)
+    assert isinstance(services, AppState)
     return services

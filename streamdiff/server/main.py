@@ -20,13 +20,13 @@ from typing import Any
 from streamdiff import clock
 from streamdiff.config import Config, ModelConfig, ServeConfig
 from streamdiff.engine.messages import Ready
-from streamdiff.engine.process.engine_process import EngineProcess, Supervisor
+from streamdiff.engine.process.engine_process import EngineHandle, EngineProcess
 from streamdiff.engine.process.fetching import Progress, fetch
-from streamdiff.engine.process.supervisor import Keeper, Restarts
+from streamdiff.engine.process.supervisor import EngineSupervisor, RestartPolicy
 from streamdiff.errors import ConfigError, EngineFailure, StreamdiffError
 from streamdiff.server import logging_setup
 from streamdiff.server.app import attach_engine, create_app
-from streamdiff.server.app_state import Services
+from streamdiff.server.app_state import AppState
 from streamdiff.server.auth import Tokens, read_tokens
 from streamdiff.server.http_server import HttpServer
 from streamdiff.server.middleware import Notice
@@ -43,7 +43,7 @@ FAREWELL_S = 0.3
 Fetch = Callable[[ModelConfig, Callable[[Progress], None]], Awaitable[None]]
 
 
-def run(config: Config, *, supervise: Callable[[Config], EngineProcess] = Supervisor, fetch: Fetch = fetch) -> int:
+def run(config: Config, *, supervise: Callable[[Config], EngineHandle] = EngineProcess, fetch: Fetch = fetch) -> int:
     """Serve until Ctrl-C, SIGTERM or the engine's end; returns the exit code.
 
     0: asked to end. 1: the engine could not start, or failed once more than it is started again. 2: a setting that
@@ -54,7 +54,7 @@ def run(config: Config, *, supervise: Callable[[Config], EngineProcess] = Superv
         return _run(config, supervise, fetch)
 
 
-def _run(config: Config, supervise: Callable[[Config], EngineProcess], fetch: Fetch) -> int:
+def _run(config: Config, supervise: Callable[[Config], EngineHandle], fetch: Fetch) -> int:
     try:
         tokens = read_tokens(config.serve)
         listener = listen(config.serve.host, config.serve.port)
@@ -139,14 +139,14 @@ class _Asked:
 
 
 async def _serve(
-    config: Config, listener: socket.socket, supervise: Callable[[Config], EngineProcess], fetch: Fetch
+    config: Config, listener: socket.socket, supervise: Callable[[Config], EngineHandle], fetch: Fetch
 ) -> int:
     asked = _Asked()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, asked.end, True)
     loop.add_signal_handler(signal.SIGTERM, asked.end, False)
-    limits = Restarts(config.serve.restarts, config.serve.restart_window_s, config.serve.restart_wait_s)
-    engine = Keeper(lambda: supervise(config), limits, spare=config.serve.spare)
+    limits = RestartPolicy(config.serve.restarts, config.serve.restart_window_s, config.serve.restart_wait_s)
+    engine = EngineSupervisor(lambda: supervise(config), limits, spare=config.serve.spare)
     app = create_app(config)
     http = HttpServer(app, config.serve)
     serving = asyncio.create_task(http.serve(sockets=[listener]))
@@ -166,7 +166,7 @@ async def _serve(
         await engine.stop()
 
 
-async def _start_engine(config: Config, engine: Keeper, notice: Notice, fetch: Fetch) -> None:
+async def _start_engine(config: Config, engine: EngineSupervisor, notice: Notice, fetch: Fetch) -> None:
     """Fetch what the model needs, and start the engine; says so in the log and to who asks."""
     told: tuple[str, int] | None = None
 
@@ -201,7 +201,7 @@ async def _unless_asked(starting: Coroutine[Any, Any, None], asked: _Asked) -> b
 
 
 async def _serve_engine(
-    config: Config, services: Services, engine: Keeper, serving: asyncio.Task[None], asked: _Asked
+    config: Config, services: AppState, engine: EngineSupervisor, serving: asyncio.Task[None], asked: _Asked
 ) -> int:
     """Serve a warm engine until somebody asks to end, or the engine does and is never started again."""
     asking, ended = (asyncio.create_task(event.wait()) for event in (asked.ever, services.hub.ended))
@@ -228,7 +228,7 @@ async def _stay(failed: str, *ends: asyncio.Task[Any]) -> None:
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _drain(services: Services, limit_s: float, asked: _Asked) -> None:
+async def _drain(services: AppState, limit_s: float, asked: _Asked) -> None:
     """Open no more sessions, and wait until nobody watches, for `limit_s` at the most, or until asked to end now."""
     services.hub.draining = True
     end_s = clock.monotonic_s() + limit_s

@@ -143,7 +143,7 @@ class _OfSessions(Collector):
         return "session" not in labels or labels["session"] in self._sessions
 
 
-class Ahead:
+class CounterDelta:
     """Turns a total that is told now and then into what came since; a total that falls began afresh. Sans-IO."""
 
     def __init__(self) -> None:
@@ -161,11 +161,11 @@ class StageMeter:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._totals: list[Ahead] = []
+        self._totals: list[CounterDelta] = []
 
     def told(self, busy_s: Sequence[float]) -> None:
         """Seconds at work, one number per rank since its process began. Mutates: self."""
         while len(self._totals) < len(busy_s):
-            self._totals.append(Ahead())
+            self._totals.append(CounterDelta())
         for stage, total_s in enumerate(busy_s):
             self._metrics.stage_busy_s.labels(str(stage)).inc(self._totals[stage].more(total_s))

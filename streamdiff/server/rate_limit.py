@@ -29,7 +29,7 @@ class Rate:
             self._events.popleft()
 
 
-class Allowance:
+class TokenBucket:
     """A bucket that fills with time: at most `per_s` a second, and `burst` at once. Sans-IO."""
 
     def __init__(self, per_s: float, burst: float) -> None:
@@ -48,15 +48,15 @@ class Allowance:
         return True
 
 
-class Allowances:
-    """An `Allowance` for every address; of those heard of, `MAX_ADDRESSES` are remembered. Sans-IO."""
+class PerAddressLimiter:
+    """An `TokenBucket` for every address; of those heard of, `MAX_ADDRESSES` are remembered. Sans-IO."""
 
     def __init__(self, per_s: float, burst: float) -> None:
         self._per_s, self._burst = per_s, burst
-        self._by_address: dict[str, Allowance] = {}
+        self._by_address: dict[str, TokenBucket] = {}
 
-    def of(self, address: str) -> Allowance:
+    def of(self, address: str) -> TokenBucket:
         """The address's own. Mutates: self."""
         if address not in self._by_address and len(self._by_address) >= MAX_ADDRESSES:
             del self._by_address[next(iter(self._by_address))]
-        return self._by_address.setdefault(address, Allowance(self._per_s, self._burst))
+        return self._by_address.setdefault(address, TokenBucket(self._per_s, self._burst))

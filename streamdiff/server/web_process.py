@@ -1,4 +1,5 @@
-"""`python -m streamdiff.server.web_process`: the web server of an engine that started it (`engine.process.rank0_server`)."""
+"""`python -m streamdiff.server.web_process`: the web server of an engine that started it
+(`engine.process.rank0_server`)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 from streamdiff.config import ModelConfig
 from streamdiff.engine.process import private_folder
 from streamdiff.engine.process.fetching import Progress
-from streamdiff.engine.process.parent_engine import Attached
+from streamdiff.engine.process.parent_engine import ParentEngine
 from streamdiff.server import main as server
 
 
@@ -22,7 +23,7 @@ def main() -> int:
     config = private_folder.read_config(options.address)
     # The engine is this process's parent, and takes it along: whoever started the engine starts both again.
     config = config.model_copy(update={"serve": config.serve.model_copy(update={"restarts": 0})})
-    return server.run(config, supervise=lambda _: Attached(options.address), fetch=_nothing)
+    return server.run(config, supervise=lambda _: ParentEngine(options.address), fetch=_nothing)
 
 
 async def _nothing(config: ModelConfig, tell: Callable[[Progress], None]) -> None:

@@ -63,7 +63,7 @@ def write_video(path: str | Path, frames: Iterable[Frame], fps: float) -> None:
     if not (math.isfinite(fps) and 0 < fps <= 1000):
         raise ConfigError(f"fps is {fps}; it must be above 0 and at most 1000")
     target, plan = _target(path)
-    with atomic_write.beside(target) as temporary:
+    with atomic_write.temporary_sibling(target) as temporary:
         plan.write(temporary, _checked(frames), Fraction(fps).limit_denominator(1001))
         plan.place(temporary)
 

@@ -288,14 +288,14 @@ def test_an_end_on_the_way_keeps_what_was_there(
     status: int,
 ) -> None:
     """In the middle of the clip, the network fails or the user has had enough."""
-    from streamdiff.models.autoencoder.stepped_decoder import Remembered
+    from streamdiff.models.autoencoder.stepped_decoder import DecoderState
     from streamdiff.models.autoencoder.wan import WanDecoder
 
     if out != "frames":
         Path(out).write_text("old")
     plain, calls = WanDecoder._step, iter(range(100))
 
-    def failing(self: WanDecoder, raw: Tensor, past: Remembered) -> tuple[Tensor, Remembered]:
+    def failing(self: WanDecoder, raw: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
         if next(calls) == 2:
             raise error("on the way")
         return plain(self, raw, past)

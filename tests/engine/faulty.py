@@ -16,9 +16,9 @@ from torch import Tensor
 from streamdiff.engine.process import main as engine
 from streamdiff.pipeline.decode import host_copy
 from streamdiff.pipeline.distributed.gloo import GlooOutbox
-from streamdiff.pipeline.distributed.message import Work
+from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.runner import device_timer
-from streamdiff.pipeline.runner.model_runner import Stage
+from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.stage_forward import Tensors
 from streamdiff.pipeline.scheduler.step import MicroStep
 
@@ -57,12 +57,12 @@ class DeviceEvent(device_timer.HostEvent):
 
 
 class DeviceOutbox(GlooOutbox):
-    def send(self, work: Work) -> None:
+    def send(self, work: StageMessage) -> None:
         if not Device.stuck:
             super().send(work)
 
 
-class FaultyStage(Stage):
+class FaultyStage(ModelRunner):
     def forward(self, rows: Sequence[MicroStep], given: Tensors) -> Tensors:
         if rows[0].chunk == AT_CHUNK and rows[0].session == 0:
             _strike()

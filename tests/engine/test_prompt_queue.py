@@ -39,7 +39,7 @@ from streamdiff.engine.process.main import _load_runtime
 from streamdiff.errors import RequestError, StreamdiffError
 from streamdiff.models.text_encoder.embedding_cache import CachedText, EmbeddingCache
 from streamdiff.models.text_encoder.wan import WanText
-from streamdiff.pipeline.streaming_pipeline import Runtime
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.engine.painted import CHUNK_FRAMES, PaintedPipeline, PaintedText, checksum
 from tests.engine.test_engine import batches, chunks, pictures, run
 from tests.models.text_encoder import umt5
@@ -473,7 +473,7 @@ def test_an_opening_that_fails_frees_the_pipeline(pipeline: SlowPipeline) -> Non
 def test_the_real_model_streams_with_wans_text_encoder(tmp_path: Path) -> None:
     """Its transformer knows nothing of these words; but a prompt changes what it shows, and each is encoded once."""
     pipeline = _load_runtime(ModelConfig(steps=2))
-    assert isinstance(pipeline, Runtime)
+    assert isinstance(pipeline, StreamingPipeline)
     length, width = pipeline.model.spec.text_shape
     umt5.write(tmp_path, width=width)
     encoder = WanText(tmp_path, length=length, width=width, keep=False)

@@ -10,7 +10,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models import model_loader, random_weights
 from streamdiff.models.catalogue import entries
 from streamdiff.models.catalogue.schema import Architecture
-from streamdiff.models.model_loader import Parts
+from streamdiff.models.model_loader import PartOverrides
 from streamdiff.pipeline import rank_loader
 from streamdiff.pipeline.build import load_runtime
 
@@ -70,7 +70,7 @@ def test_texts_have_embeddings_of_their_own() -> None:
 
 
 def test_nothing_is_read_or_fetched() -> None:
-    place = model_loader.find("random:wan2.1-14b", Parts(vae="random:taew2_1"))
+    place = model_loader.find("random:wan2.1-14b", PartOverrides(vae="random:taew2_1"))
     assert model_loader.digest(place) == model_loader.digest(model_loader.find("random:wan2.1-1.3b"))
     config = ModelConfig(name="random:wan2.1-14b", size="512x512", steps=2)
     assert rank_loader.read_spec(config).chunk_shape == (16, 3, 64, 64) and rank_loader.facts_of(config).blocks == 40

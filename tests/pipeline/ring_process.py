@@ -18,7 +18,7 @@ from streamdiff.models.interfaces import Model
 from streamdiff.pipeline import topology
 from streamdiff.pipeline.distributed import nccl as links_nccl
 from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.topology import Place, follower, head_ring
+from streamdiff.pipeline.topology import StageTopology, follower, head_ring
 from tests.pipeline.distributed.rough import BROKEN, LANES, LINKS
 from tests.pipeline.distributed.scenarios import HostStreams
 from tests.pipeline.playing import CHUNKS, CHUNKS_LONG, OTHER_STEPS, THREE, play
@@ -68,7 +68,7 @@ def main(rank: int, stages: int, port: int, out: str, cases: list[str]) -> None:
         case = Case.of(text)
         topology.GlooOutbox, topology.GlooInbox = LINKS[case.links]  # type: ignore[misc]
         model = model_of(case.dtype)
-        place = Place(rank, stages, number, case.max_rows, "nccl" if case.links == LANES else "gloo")
+        place = StageTopology(rank, stages, number, case.max_rows, "nccl" if case.links == LANES else "gloo")
         part = model.part(*split_evenly(model.blocks, stages)[rank])
         if rank:
             follower(part, place, CPU).run()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.balance import Measured, measure, share_out
-from streamdiff.pipeline.distributed.rendezvous import Member
+from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.planner.model_sizes import read_facts
 from tests.small import CPU, small_model
 
@@ -23,7 +23,7 @@ def agree(config: ModelConfig, everybody: list[Measured | None]) -> set[tuple[tu
     store, stages = dist.HashStore(), len(everybody)
     facts = read_facts(config.name)
     with ThreadPoolExecutor(stages) as pool:
-        members = [Member(rank, stages, store) for rank in range(stages)]
+        members = [RankContext(rank, stages, store) for rank in range(stages)]
         asked = [pool.submit(share_out, config, facts, *each) for each in zip(members, everybody, strict=True)]
         return {each.result(timeout=60) for each in asked}
 

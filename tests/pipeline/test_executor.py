@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from streamdiff.models.interfaces import Model
-from streamdiff.pipeline.executor import LocalRing, Ring
-from streamdiff.pipeline.runner.init_latents import Source
+from streamdiff.pipeline.executor import LocalRing, RingExecutor
+from streamdiff.pipeline.runner.init_latents import InitLatents
 from tests.pipeline.playing import THREE, play, same
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
@@ -20,7 +20,7 @@ MODEL = small_model(1, layers=4, sink=2)
 @pytest.fixture(scope="module")
 def alone() -> dict[int, list[torch.Tensor]]:
     """Every session by itself on one stage: what all others must equal."""
-    return {name: play(Ring(MODEL, CPU), MODEL, {name: order})[name] for name, order in THREE.items()}
+    return {name: play(RingExecutor(MODEL, CPU), MODEL, {name: order})[name] for name, order in THREE.items()}
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
@@ -66,7 +66,7 @@ def test_what_is_in_the_ring_at_a_reset_is_nobodys() -> None:
     got: list[torch.Tensor] = []
     while ring.has_work:
         got += [done.latents for done in ring.turn()[1]]
-    fresh = Ring(MODEL, CPU)
+    fresh = RingExecutor(MODEL, CPU)
     fresh.open(0, MODEL.text.encode(RED), seed=9, epoch=7, steps=4, kv_context="staircase")
     fresh.scheduler.set_room(0, 12 * MODEL.spec.chunk_frames)
     expected: list[torch.Tensor] = []
@@ -75,10 +75,10 @@ def test_what_is_in_the_ring_at_a_reset_is_nobodys() -> None:
     assert len(got) > 6 and same(got, expected)
 
 
-class Lost(Source):
+class Lost(InitLatents):
     """Input whose device has no memory left."""
 
-    def on(self, device: torch.device) -> Source:
+    def on(self, device: torch.device) -> InitLatents:
         raise torch.OutOfMemoryError("the test's own fault")
 
 
@@ -89,12 +89,12 @@ def test_what_cannot_be_opened_leaves_nothing_open() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         ring.open(0, MODEL.text.encode(order.text), epoch=0, steps=4, kv_context="clean", source=lost)
     assert not ring.has_work, "no stage is told of it"
-    assert same(play(ring, MODEL, {0: order})[0], play(Ring(MODEL, CPU), MODEL, {0: order})[0])
+    assert same(play(ring, MODEL, {0: order})[0], play(RingExecutor(MODEL, CPU), MODEL, {0: order})[0])
 
 
 def test_what_cannot_be_reset_goes_on() -> None:
     """The stream is as if the reset had not been asked for."""
-    ring, undisturbed = Ring(MODEL, CPU), Ring(MODEL, CPU)
+    ring, undisturbed = RingExecutor(MODEL, CPU), RingExecutor(MODEL, CPU)
     lost = Lost.steady(torch.zeros(1, *MODEL.spec.chunk_shape), 0.5, 500.0)
     made: list[list[torch.Tensor]] = []
     for each in (ring, undisturbed):
@@ -172,7 +172,7 @@ class Life:
         self.done: list[torch.Tensor] = []
 
     def alone(self) -> list[torch.Tensor]:
-        ring = Ring(MODEL, CPU)
+        ring = RingExecutor(MODEL, CPU)
         text = MODEL.text.encode(self.texts[0])
         ring.open(0, text, seed=self.seed, epoch=0, steps=self.steps, kv_context=self.kv_context)
         done: list[torch.Tensor] = []

@@ -18,7 +18,7 @@ from streamdiff.pipeline import profile_report, profiler
 from streamdiff.pipeline.build import load_pipeline
 from streamdiff.pipeline.profile_report import SUMMARY, TRACE, describe, summarise
 from streamdiff.pipeline.profiler import ProfiledRuntime
-from streamdiff.pipeline.streaming_pipeline import Frames, Runtime
+from streamdiff.pipeline.streaming_pipeline import Frames, StreamingPipeline
 from tests.small import CPU, RED, small_model
 
 STREAM, DECODE = 7, 8
@@ -74,7 +74,7 @@ def test_on_cuda_launches_and_waits_of_the_streams_thread_count() -> None:
     assert "1.5  kernel launches" in text and "0.5  graph launches" in text and "1.0  host syncs" in text
 
 
-def play(pipeline: Runtime | ProfiledRuntime, chunks: int) -> list[Frames]:
+def play(pipeline: StreamingPipeline | ProfiledRuntime, chunks: int) -> list[Frames]:
     """All frames of so many chunks, two of them ahead of what is taken, as an engine has it."""
     pipeline.open(0, pipeline.text.encode(RED), seed=3, epoch=0, steps=2, kv_context="clean")
     made: list[Frames] = []
@@ -85,8 +85,8 @@ def play(pipeline: Runtime | ProfiledRuntime, chunks: int) -> list[Frames]:
     return made
 
 
-def runtime() -> Runtime:
-    return Runtime(small_model(), CPU, steps=2)
+def runtime() -> StreamingPipeline:
+    return StreamingPipeline(small_model(), CPU, steps=2)
 
 
 def test_a_traced_stream_is_the_same_and_leaves_its_files(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_configuration_with_a_folder_is_traced(tmp_path: Path) -> None:
         load_pipeline(ModelConfig(trace=str(tmp_path / "new"), trace_chunks=3)),
     )
     try:
-        assert isinstance(plain, Runtime)
+        assert isinstance(plain, StreamingPipeline)
         assert isinstance(traced, ProfiledRuntime) and traced.folder.is_dir() and traced.chunks == 3
         assert traced.minimum_lead(steps=4, kv_context="clean") == plain.minimum_lead(steps=4, kv_context="clean")
     finally:

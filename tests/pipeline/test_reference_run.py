@@ -11,7 +11,7 @@ from torch import Tensor
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.interfaces import Model
-from streamdiff.pipeline.reference_run import POLICIES, Script, Switch, play
+from streamdiff.pipeline.reference_run import POLICIES, ReferenceRun, Switch, play
 from tests.pipeline.reference import Reference
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
@@ -24,15 +24,15 @@ def model() -> Model:
 
 
 @pytest.fixture
-def plain(model: Model) -> Script:
-    return Script(model.text.encode(RED), CHUNKS, sampling.own(2, model.spec.shift), seed=11)
+def plain(model: Model) -> ReferenceRun:
+    return ReferenceRun(model.text.encode(RED), CHUNKS, sampling.embedded_schedule(2, model.spec.shift), seed=11)
 
 
-def played(model: Model, script: Script, stages: int = 1) -> Tensor:
+def played(model: Model, script: ReferenceRun, stages: int = 1) -> Tensor:
     return torch.stack(list(play(model, CPU, script, stages=stages)))
 
 
-def given(model: Model, script: Script) -> Script:
+def given(model: Model, script: ReferenceRun) -> ReferenceRun:
     """The same script with the noise of its seed as tensors."""
     steps = range(1, script.schedule.steps)
 
@@ -44,12 +44,12 @@ def given(model: Model, script: Script) -> Script:
     return replace(script, initial=initial, renoise=renoise, seed=999)
 
 
-def test_it_equals_the_uncached_reference(model: Model, plain: Script) -> None:
+def test_it_equals_the_uncached_reference(model: Model, plain: ReferenceRun) -> None:
     expected = Reference(model, lambda chunk: RED, seed=11, steps=2, kv_context="clean").chunks(CHUNKS)
     torch.testing.assert_close(played(model, plain), torch.stack(expected), rtol=1e-4, atol=1e-4)
 
 
-def test_noise_from_tensors_is_used_instead_of_the_seed(model: Model, plain: Script) -> None:
+def test_noise_from_tensors_is_used_instead_of_the_seed(model: Model, plain: ReferenceRun) -> None:
     assert torch.equal(played(model, given(model, plain)), played(model, plain))
     assert not torch.equal(played(model, replace(plain, seed=999)), played(model, plain))
 
@@ -57,7 +57,7 @@ def test_noise_from_tensors_is_used_instead_of_the_seed(model: Model, plain: Scr
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
 def test_noise_is_scaled_where_it_is_drawn_and_not_where_it_is_given(
-    model: Model, plain: Script, kv_context: str, stages: int
+    model: Model, plain: ReferenceRun, kv_context: str, stages: int
 ) -> None:
     """What is given is what the first step receives; beyond it, the seed's noise is scaled again."""
     plain = replace(plain, kv_context=kv_context)
@@ -80,7 +80,7 @@ def test_noise_is_scaled_where_it_is_drawn_and_not_where_it_is_given(
     [("keep", "clean"), ("keep", "staircase"), ("keep", "matched"), ("recache", "clean"), ("recache", "staircase")],
 )
 def test_a_prompt_that_comes_over_chunks_is_a_switch_at_each(
-    model: Model, plain: Script, policy: str, kv_context: str, stages: int
+    model: Model, plain: ReferenceRun, policy: str, kv_context: str, stages: int
 ) -> None:
     """Thirds of it; another that comes meanwhile goes on from what holds then, and the stream's end cuts it."""
     red, blue, other = (model.text.encode(text) for text in (RED, BLUE, WHITE))
@@ -99,14 +99,14 @@ def test_a_prompt_that_comes_over_chunks_is_a_switch_at_each(
 
 
 @pytest.mark.parametrize("policy", ["flush", "reset"])
-def test_a_prompt_that_forgets_what_was_before_it_is_not_mixed(plain: Script, policy: str) -> None:
+def test_a_prompt_that_forgets_what_was_before_it_is_not_mixed(plain: ReferenceRun, policy: str) -> None:
     switches = (Switch(1, plain.embeddings, policy),)
     with pytest.raises(ConfigError, match=f"prompt switch {policy} forgets .* goes with keep or recache"):
         replace(plain, switches=switches, mix=2)
     replace(plain, switches=switches)
 
 
-def test_prompts_of_other_lengths_are_not_mixed_and_a_mix_has_chunks(plain: Script) -> None:
+def test_prompts_of_other_lengths_are_not_mixed_and_a_mix_has_chunks(plain: ReferenceRun) -> None:
     longer = torch.cat([plain.embeddings, plain.embeddings[:1]])
     rows = len(plain.embeddings)
     with pytest.raises(ConfigError, match=f"of {rows} and of {rows + 1} rows cannot be mixed"):
@@ -115,14 +115,14 @@ def test_prompts_of_other_lengths_are_not_mixed_and_a_mix_has_chunks(plain: Scri
         replace(plain, mix=0)
 
 
-def test_noise_that_is_mixed_with_input_is_not_scaled(model: Model, plain: Script) -> None:
+def test_noise_that_is_mixed_with_input_is_not_scaled(model: Model, plain: ReferenceRun) -> None:
     video = torch.randn(CHUNKS, *model.spec.chunk_shape, generator=torch.Generator().manual_seed(1))
     mixed = replace(plain, video=video, strength=0.9)
     scaled = replace(mixed, schedule=replace(plain.schedule, noise_scale=0.75))
     assert torch.equal(played(model, scaled), played(model, mixed))
 
 
-def test_beyond_the_given_noise_the_seed_goes_on(model: Model, plain: Script) -> None:
+def test_beyond_the_given_noise_the_seed_goes_on(model: Model, plain: ReferenceRun) -> None:
     script = given(model, plain)
     assert script.initial is not None and script.renoise is not None
     short = replace(script, initial=script.initial[:3], renoise=script.renoise[:3])
@@ -140,7 +140,7 @@ def test_beyond_the_given_noise_the_seed_goes_on(model: Model, plain: Script) ->
         if (policy, context) != ("recache", "matched")  # refused, see below
     ],
 )
-def test_any_number_of_stages_gives_the_same(model: Model, plain: Script, policy: str, kv_context: str) -> None:
+def test_any_number_of_stages_gives_the_same(model: Model, plain: ReferenceRun, policy: str, kv_context: str) -> None:
     switches = (Switch(2, model.text.encode(BLUE), policy), Switch(5, model.text.encode(RED), "keep"))
     script = replace(plain, switches=switches, kv_context=kv_context)
     one = played(model, script)
@@ -149,11 +149,11 @@ def test_any_number_of_stages_gives_the_same(model: Model, plain: Script, policy
 
 
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
-def test_a_first_chunk_with_a_schedule_of_its_own(plain: Script, kv_context: str) -> None:
+def test_a_first_chunk_with_a_schedule_of_its_own(plain: ReferenceRun, kv_context: str) -> None:
     """Four steps and two, against the reference, from tensors, on three stages, and after a reset again."""
     model = small_model(3, layers=3, sink=2)
     model = replace(model, spec=replace(model.spec, context_sigma=0.1))
-    schedule = replace(plain.schedule, first=sampling.own(4, model.spec.shift))
+    schedule = replace(plain.schedule, first=sampling.embedded_schedule(4, model.spec.shift))
     script = replace(plain, schedule=schedule, kv_context=kv_context)
     one = played(model, script)
     reference = Reference(model, lambda chunk: RED, seed=11, steps=2, first_steps=4, kv_context=kv_context)
@@ -169,14 +169,14 @@ def test_a_first_chunk_with_a_schedule_of_its_own(plain: Script, kv_context: str
 
 
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
-def test_windows_that_cut_chunks_are_the_same_on_any_number_of_stages(plain: Script, kv_context: str) -> None:
+def test_windows_that_cut_chunks_are_the_same_on_any_number_of_stages(plain: ReferenceRun, kv_context: str) -> None:
     model = small_model(3, layers=3, window=6, sink=1, chunk=3)
     switches = (Switch(2, model.text.encode(BLUE), "flush"), Switch(4, model.text.encode(RED), "keep"))
     script = replace(plain, switches=switches, kv_context=kv_context)
     assert torch.equal(played(model, script), played(model, script, stages=3))
 
 
-def test_a_reset_equals_a_fresh_stream(model: Model, plain: Script) -> None:
+def test_a_reset_equals_a_fresh_stream(model: Model, plain: ReferenceRun) -> None:
     """With a seed its noise begins again; noise that is given by chunk goes on."""
     blue, fresh = model.text.encode(BLUE), []
     script = replace(plain, switches=(Switch(4, blue, "reset"),))
@@ -191,12 +191,12 @@ def test_a_reset_equals_a_fresh_stream(model: Model, plain: Script) -> None:
     assert torch.equal(played(model, with_noise)[4:], played(model, rest))
 
 
-def test_own_timesteps_and_sigmas_are_used(model: Model, plain: Script) -> None:
-    told = sampling.told([1000, 500], [1.0, 0.6])
+def test_own_timesteps_and_sigmas_are_used(model: Model, plain: ReferenceRun) -> None:
+    told = sampling.from_timesteps([1000, 500], [1.0, 0.6])
     one = played(model, replace(plain, chunks=1, schedule=told))
-    other = played(model, replace(plain, chunks=1, schedule=sampling.told([1000, 600], [1.0, 0.6])))
+    other = played(model, replace(plain, chunks=1, schedule=sampling.from_timesteps([1000, 600], [1.0, 0.6])))
     assert not torch.equal(one, other), "the model is told something else"
-    third = played(model, replace(plain, chunks=1, schedule=sampling.told([1000, 500], [1.0, 0.5])))
+    third = played(model, replace(plain, chunks=1, schedule=sampling.from_timesteps([1000, 500], [1.0, 0.5])))
     assert not torch.equal(one, third), "the sampler mixes something else"
 
 
@@ -211,13 +211,13 @@ def test_own_timesteps_and_sigmas_are_used(model: Model, plain: Script) -> None:
     ],
 )
 def test_switches_that_cannot_be_are_refused(
-    model: Model, plain: Script, switches: list[tuple[int, str]], kv_context: str, words: str
+    model: Model, plain: ReferenceRun, switches: list[tuple[int, str]], kv_context: str, words: str
 ) -> None:
     text = model.text.encode(BLUE)
     with pytest.raises(ConfigError, match=words):
         replace(plain, switches=tuple(Switch(at, text, policy) for at, policy in switches), kv_context=kv_context)
 
 
-def test_at_least_one_chunk(plain: Script) -> None:
+def test_at_least_one_chunk(plain: ReferenceRun) -> None:
     with pytest.raises(ConfigError, match="chunks is 0; at least 1"):
         replace(plain, chunks=0)

@@ -17,7 +17,7 @@ from streamdiff.models.autoencoder.stepped_decoder import yuv420p
 from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline.build import load_runtime
 from streamdiff.pipeline.rank_loader import own_device
-from streamdiff.pipeline.streaming_pipeline import Frames, Runtime
+from streamdiff.pipeline.streaming_pipeline import Frames, StreamingPipeline
 from tests.small import (
     AUTOENCODER,
     BLUE,
@@ -37,13 +37,15 @@ CONTEXTS = ("clean", "staircase", "matched")
 
 
 @pytest.fixture
-def runtime() -> Iterator[Runtime]:
-    made = Runtime(MODEL, CPU)
+def runtime() -> Iterator[StreamingPipeline]:
+    made = StreamingPipeline(MODEL, CPU)
     yield made
     made.close()
 
 
-def open_session(runtime: Runtime, session: int = 0, text: str = RED, kv_context: str = "clean", seed: int = 1) -> None:
+def open_session(
+    runtime: StreamingPipeline, session: int = 0, text: str = RED, kv_context: str = "clean", seed: int = 1
+) -> None:
     runtime.open(session, runtime.text.encode(text), seed=seed, epoch=0, steps=4, kv_context=kv_context)
 
 
@@ -53,7 +55,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def take(runtime: Runtime, session: int, chunks: int, room: int = 10 * CHUNK) -> list[Frames]:
+def take(runtime: StreamingPipeline, session: int, chunks: int, room: int = 10 * CHUNK) -> list[Frames]:
     """Pieces until `chunks` more chunks of the session are out; other sessions' pieces are dropped."""
     pieces: list[Frames] = []
     while sum(piece.last for piece in pieces) < chunks:
@@ -62,7 +64,7 @@ def take(runtime: Runtime, session: int, chunks: int, room: int = 10 * CHUNK) ->
     return pieces
 
 
-def drain(runtime: Runtime) -> list[Frames]:
+def drain(runtime: StreamingPipeline) -> list[Frames]:
     """Run until nothing is left to do."""
     pieces: list[Frames] = []
     while runtime.busy:
@@ -75,7 +77,7 @@ def pictures(pieces: list[Frames]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kv_context", CONTEXTS)
-def test_a_chunk_gives_its_frames_in_order(runtime: Runtime, kv_context: str) -> None:
+def test_a_chunk_gives_its_frames_in_order(runtime: StreamingPipeline, kv_context: str) -> None:
     open_session(runtime, kv_context=kv_context)
     pieces = take(runtime, 0, 3)
     assert [piece.chunk for piece in pieces] == sorted(piece.chunk for piece in pieces)
@@ -89,7 +91,7 @@ def test_a_chunk_gives_its_frames_in_order(runtime: Runtime, kv_context: str) ->
     assert first.dtype == np.uint8 and first.shape[1:] == (MODEL.spec.height, MODEL.spec.width, 3)
 
 
-def test_the_frames_are_the_decoded_latents(runtime: Runtime) -> None:
+def test_the_frames_are_the_decoded_latents(runtime: StreamingPipeline) -> None:
     """Piecewise decoding on the decoding thread gives the pictures of decoding the finished latents whole."""
     from streamdiff.pipeline.rollout import rollout
 
@@ -102,7 +104,7 @@ def test_the_frames_are_the_decoded_latents(runtime: Runtime) -> None:
     assert expected.std() > 1
 
 
-def test_no_room_no_frames_and_room_counts_what_is_under_way(runtime: Runtime) -> None:
+def test_no_room_no_frames_and_room_counts_what_is_under_way(runtime: StreamingPipeline) -> None:
     open_session(runtime)
     assert runtime.step() == [] and not runtime.busy
     runtime.set_room(0, CHUNK - 1)
@@ -122,7 +124,7 @@ def test_exactly_the_minimum_lead_keeps_the_stream_going(kv_context: str, trimme
     """Frames are shown one by one, and frames made but not shown never exceed the lead."""
     autoencoder = small_autoencoder(0, replace(AUTOENCODER, frames_to_trim=trimmed))
     parts = small_parts(4)
-    runtime = Runtime(replace(MODEL, decoder=small_decoder(autoencoder, parts.mean, parts.std)), CPU)
+    runtime = StreamingPipeline(replace(MODEL, decoder=small_decoder(autoencoder, parts.mean, parts.std)), CPU)
     open_session(runtime, kv_context=kv_context)
     lead = runtime.minimum_lead(steps=4, kv_context=kv_context)
     made = shown = 0
@@ -142,7 +144,7 @@ def test_exactly_the_minimum_lead_keeps_the_stream_going(kv_context: str, trimme
     runtime.close()
 
 
-def test_a_pause_stops_the_stream_and_its_end_goes_on_where_it_was(runtime: Runtime) -> None:
+def test_a_pause_stops_the_stream_and_its_end_goes_on_where_it_was(runtime: StreamingPipeline) -> None:
     open_session(runtime)
     before = take(runtime, 0, 1)
     runtime.set_room(0, 10 * CHUNK)
@@ -153,13 +155,13 @@ def test_a_pause_stops_the_stream_and_its_end_goes_on_where_it_was(runtime: Runt
     runtime.set_paused(0, False)
     after = take(runtime, 0, 2)
     got = pictures([*before, *late, *after])[: 3 * CHUNK]
-    fresh = Runtime(MODEL, CPU)
+    fresh = StreamingPipeline(MODEL, CPU)
     open_session(fresh)
     assert np.array_equal(got, pictures(take(fresh, 0, 3))[: 3 * CHUNK])
     fresh.close()
 
 
-def test_a_closed_session_gives_no_more_frames_even_in_the_middle_of_decoding(runtime: Runtime) -> None:
+def test_a_closed_session_gives_no_more_frames_even_in_the_middle_of_decoding(runtime: StreamingPipeline) -> None:
     open_session(runtime, 0)
     open_session(runtime, 1, BLUE)
     while not runtime._pending:  # the thread that decodes may be faster than one look
@@ -171,7 +173,7 @@ def test_a_closed_session_gives_no_more_frames_even_in_the_middle_of_decoding(ru
     assert {piece.session for piece in take(runtime, 1, 1)} == {1}
     open_session(runtime, 0, WHITE, seed=3)  # the slot can be used again
     reopened = pictures(take(runtime, 0, 1))
-    fresh = Runtime(MODEL, CPU)
+    fresh = StreamingPipeline(MODEL, CPU)
     open_session(fresh, 0, WHITE, seed=3)
     assert np.array_equal(reopened, pictures(take(fresh, 0, 1)))
     fresh.close()
@@ -179,7 +181,9 @@ def test_a_closed_session_gives_no_more_frames_even_in_the_middle_of_decoding(ru
 
 @pytest.mark.parametrize("steps_before", [1, 4, 6, 9])
 @pytest.mark.parametrize("kv_context", ["clean", "staircase"])
-def test_after_a_reset_come_the_frames_of_a_fresh_stream(runtime: Runtime, kv_context: str, steps_before: int) -> None:
+def test_after_a_reset_come_the_frames_of_a_fresh_stream(
+    runtime: StreamingPipeline, kv_context: str, steps_before: int
+) -> None:
     open_session(runtime, text=RED, kv_context=kv_context)
     for _ in range(steps_before):
         runtime.set_room(0, 10 * CHUNK)
@@ -188,13 +192,13 @@ def test_after_a_reset_come_the_frames_of_a_fresh_stream(runtime: Runtime, kv_co
     assert not runtime._ring.scheduler.has_work, "a reset session waits for room"
     pieces = take(runtime, 0, 3)
     assert {piece.epoch for piece in pieces} == {4} and pieces[0].chunk == 0
-    fresh = Runtime(MODEL, CPU)
+    fresh = StreamingPipeline(MODEL, CPU)
     open_session(fresh, text=BLUE, kv_context=kv_context, seed=9)
     assert np.array_equal(pictures(pieces)[: 3 * CHUNK], pictures(take(fresh, 0, 3))[: 3 * CHUNK])
     fresh.close()
 
 
-def test_a_prompt_change_leaves_the_frames_before_it_alone(runtime: Runtime) -> None:
+def test_a_prompt_change_leaves_the_frames_before_it_alone(runtime: StreamingPipeline) -> None:
     open_session(runtime, seed=2)
     pieces = take(runtime, 0, 2, room=2 * CHUNK)
     runtime.set_conditioning(0, runtime.text.encode(BLUE), epoch=1)
@@ -202,7 +206,7 @@ def test_a_prompt_change_leaves_the_frames_before_it_alone(runtime: Runtime) -> 
     assert all(len({piece.epoch for piece in pieces if piece.chunk == chunk}) == 1 for chunk in range(6))
     change = min(piece.chunk for piece in pieces if piece.epoch == 1)
     assert 2 <= change <= 3
-    plain = Runtime(MODEL, CPU)
+    plain = StreamingPipeline(MODEL, CPU)
     open_session(plain, seed=2)
     expected, got = pictures(take(plain, 0, 6)), pictures(pieces)
     plain.close()
@@ -213,7 +217,7 @@ def test_a_prompt_change_leaves_the_frames_before_it_alone(runtime: Runtime) -> 
 def test_an_error_while_decoding_comes_out_of_step() -> None:
     """A decoder for other latents than the model's: real parts that do not fit together."""
     wrong = small_autoencoder(0, replace(AUTOENCODER, latent_channels=5))
-    runtime = Runtime(replace(MODEL, decoder=small_decoder(wrong, torch.zeros(5), torch.ones(5))), CPU)
+    runtime = StreamingPipeline(replace(MODEL, decoder=small_decoder(wrong, torch.zeros(5), torch.ones(5))), CPU)
     open_session(runtime)
     with pytest.raises(ValueError, match=r"expected \[B, 5, F, h, w\]"):
         take(runtime, 0, 1)
@@ -222,7 +226,7 @@ def test_an_error_while_decoding_comes_out_of_step() -> None:
 
 @pytest.mark.parametrize(("steps", "kv_context", "match"), [(3, "clean", "steps is 3; .* 4, 2"), (4, "fog", "'fog'")])
 def test_bad_values_are_refused_and_leave_nothing_behind(
-    runtime: Runtime, steps: int, kv_context: str, match: str
+    runtime: StreamingPipeline, steps: int, kv_context: str, match: str
 ) -> None:
     text = runtime.text.encode(RED)
     with pytest.raises(ValueError, match=match):
@@ -233,7 +237,7 @@ def test_bad_values_are_refused_and_leave_nothing_behind(
     assert take(runtime, 0, 1)
 
 
-def test_info_says_what_runs_here(runtime: Runtime) -> None:
+def test_info_says_what_runs_here(runtime: StreamingPipeline) -> None:
     info = runtime.info
     assert (info.width, info.height, info.chunk_frames) == (MODEL.spec.width, MODEL.spec.height, CHUNK)
     assert (info.name, info.device, info.native_fps) == ("small-4", "cpu", 40.0)

@@ -6,11 +6,11 @@ import pytest
 
 from streamdiff.config import ModelConfig
 from streamdiff.pipeline.build import load_runtime
-from streamdiff.pipeline.throughput import Meter
+from streamdiff.pipeline.throughput import ChunkCostMeter
 
 
 def test_time_with_nothing_to_do_costs_nothing() -> None:
-    meter = Meter(0.0, [7.0])  # warming up
+    meter = ChunkCostMeter(0.0, [7.0])  # warming up
     assert meter.work_s() is None
     meter.finished(0.5, [7.5], [1])  # half a second of work
     assert meter.work_s() == pytest.approx(0.5)
@@ -20,7 +20,7 @@ def test_time_with_nothing_to_do_costs_nothing() -> None:
 
 def test_chunks_in_other_numbers_of_steps_count_as_what_they_are() -> None:
     """Two passes a second: a chunk in 4 steps has five and takes 2.5 s, one in 2 steps three and takes 1.5 s."""
-    usual, fewer = Meter(0.0, [0.0]), Meter(0.0, [0.0])
+    usual, fewer = ChunkCostMeter(0.0, [0.0]), ChunkCostMeter(0.0, [0.0])
     for number in range(1, 8):
         usual.finished(number * 2.5, [number * 2.5], [1])
         fewer.finished(number * 1.5, [number * 1.5], [3 / 5])
@@ -30,7 +30,7 @@ def test_chunks_in_other_numbers_of_steps_count_as_what_they_are() -> None:
 @pytest.mark.parametrize("pace_s", [0.1, 1.0, 12.0], ids=["many chunks", "some", "one at a time"])
 def test_a_busy_moment_is_forgotten(pace_s: float) -> None:
     """Chunks that took a second, and then, when the machine was left alone, chunks of a tenth."""
-    meter = Meter(0.0, [0.0])
+    meter = ChunkCostMeter(0.0, [0.0])
     for number in range(1, 11):
         meter.finished(number * 1.0, [number * 1.0], [1])
     assert meter.work_s() == pytest.approx(1.0)
@@ -42,7 +42,7 @@ def test_a_busy_moment_is_forgotten(pace_s: float) -> None:
 
 
 def test_in_a_ring_the_busiest_rank_decides() -> None:
-    meter = Meter(0.0, [0.0, 0.0])
+    meter = ChunkCostMeter(0.0, [0.0, 0.0])
     meter.finished(1.0, [0.0, 0.0], [1])
     assert meter.work_s() is None, "no rank has told yet that it worked"
     for number in range(2, 20):

@@ -19,7 +19,7 @@ from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Command, Event, FrameBatch, Ready, Shown
 from streamdiff.server import main as server
 from streamdiff.server.app import attach_engine, create_app
-from streamdiff.server.app_state import Services
+from streamdiff.server.app_state import AppState
 from streamdiff.server.http_server import HttpServer
 from tests.server.scripted import Painter
 
@@ -135,7 +135,7 @@ class Site:
     base: str
     http: httpx.AsyncClient
     client: InMemoryClient
-    services: Services
+    services: AppState
     server: HttpServer
     peers: list[Peer] = field(default_factory=list)
 

@@ -24,7 +24,7 @@ from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig
 from streamdiff.engine.messages import SWITCHES
 from streamdiff.engine.process import main as engine_main
 from streamdiff.engine.process import private_folder
-from streamdiff.engine.process.engine_process import Supervisor
+from streamdiff.engine.process.engine_process import EngineProcess
 from streamdiff.errors import RequestError
 from streamdiff.models.catalogue import entries
 from streamdiff.server import main as server
@@ -260,7 +260,7 @@ def main() -> int:
     )
     config = Config(serve=serve, playback=PlaybackConfig(), model=ModelConfig(name=arguments.name))
     published = {} if arguments.name in entries.entries() else {"fetch": _nothing}
-    return server.run(config, supervise=partial(Supervisor, module="tests.server.scripted"), **published)
+    return server.run(config, supervise=partial(EngineProcess, module="tests.server.scripted"), **published)
 
 
 async def _nothing(config: ModelConfig, tell: object) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from streamdiff.config import Config, ServeConfig
 from streamdiff.engine.messages import Failed
-from streamdiff.server.metrics import Ahead
+from streamdiff.server.metrics import CounterDelta
 from tests.server.conftest import Peer, Site, open_site, run_scene
 from tests.server.scripted import CHUNK_FRAMES, Painter
 
@@ -205,7 +205,7 @@ def test_room_is_unknown_before_anything_was_measured() -> None:
 
 
 def test_a_total_that_falls_began_afresh() -> None:
-    ahead = Ahead()
+    ahead = CounterDelta()
     assert [ahead.more(total) for total in (3, 3, 5, 1, 4)] == [3, 0, 2, 1, 3]
 
 

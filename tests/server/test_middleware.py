@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from streamdiff.config import Config, ServeConfig
-from streamdiff.server.app_state import Services
+from streamdiff.server.app_state import AppState
 from streamdiff.server.middleware import SECURITY_HEADERS
 from tests.server.conftest import Site, run_scene
 from tests.server.socket_client import SocketClient
@@ -98,11 +98,11 @@ def test_an_address_names_its_methods_once() -> None:
 def test_a_fault_of_the_server_is_a_problem_document_and_once_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(services: Services) -> None:
+    def fail(services: AppState) -> None:
         raise ZeroDivisionError("a fault of ours")
 
     async def scene(site: Site) -> None:
-        monkeypatch.setattr(Services, "measure", fail)
+        monkeypatch.setattr(AppState, "measure", fail)
         answer = await site.http.get("/metrics")
         assert (answer.status_code, answer.headers["content-type"]) == (500, "application/problem+json")
         assert answer.json()["status"] == 500

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from streamdiff.server import rate_limit as module
-from streamdiff.server.rate_limit import RATE_WINDOW_S, Allowance, Allowances, Rate
+from streamdiff.server.rate_limit import RATE_WINDOW_S, PerAddressLimiter, Rate, TokenBucket
 
 
 def test_a_steady_stream_has_its_rate_and_an_ended_one_none() -> None:
@@ -24,7 +24,7 @@ def test_bursts_count_as_what_they_hold() -> None:
 
 
 def test_allowance_lets_a_burst_through_and_then_the_rate() -> None:
-    allowance = Allowance(per_s=10, burst=3)
+    allowance = TokenBucket(per_s=10, burst=3)
     assert [allowance.take(0.0) for _ in range(4)] == [True, True, True, False]
     assert allowance.take(0.1)
     assert not allowance.take(0.15)
@@ -33,7 +33,7 @@ def test_allowance_lets_a_burst_through_and_then_the_rate() -> None:
 
 def test_every_address_has_its_own_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_ADDRESSES", 2)
-    allowances = Allowances(per_s=1, burst=1)
+    allowances = PerAddressLimiter(per_s=1, burst=1)
     assert allowances.of("a").take(0.0)
     assert allowances.of("b").take(0.0)
     assert not allowances.of("a").take(0.0)

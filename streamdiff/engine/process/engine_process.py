@@ -1,6 +1,6 @@
 """Starts the engine process, waits until it is warm, notices its end and says why. Torch-free, asyncio.
 
-Knows nothing about sessions or viewers. Restarting is up to the caller: one `Supervisor` is one engine process.
+Knows nothing about sessions or viewers. Restarting is up to the caller: one `EngineProcess` is one engine process.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def ending_limit_s(config: Config) -> float:
     return _STOP_LIMIT_S if config.model.ranks == 1 else _STOP_RANKS_LIMIT_S
 
 
-class EngineProcess(Protocol):
-    """The engine, as the web process sees it: `Supervisor` starts one, `attached.Attached` belongs to one."""
+class EngineHandle(Protocol):
+    """The engine, as the web process sees it: `EngineProcess` starts one, `attached.Attached` belongs to one."""
 
     @property
     def ready(self) -> Ready:
@@ -89,7 +89,7 @@ class EngineProcess(Protocol):
         """End the engine. May be called at any time, and again."""
 
 
-class Supervisor:
+class EngineProcess:
     """One engine process, from start to end."""
 
     def __init__(

@@ -1,4 +1,5 @@
-"""Fetches what a model needs and is not on disk, before an engine starts, in a process of its own (`models.checkpoint.download`).
+"""Fetches what a model needs and is not on disk, before an engine starts, in a process of its own
+(`models.checkpoint.download`).
 
 Not in the engine, which is given up when it is silent for too long while it loads. Torch-free, asyncio.
 """

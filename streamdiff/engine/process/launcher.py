@@ -1,8 +1,9 @@
-"""Starts the ranks of a ring on this machine and waits for them: `python -m streamdiff.engine.process.launcher --address FOLDER`.
+"""Starts the ranks of a ring on this machine and waits for them: `python -m streamdiff.engine.process.launcher
+--address FOLDER`.
 
-Every rank runs the engine process (`engine.process.main`), where rank 0 becomes the engine and the others work for it. When one
-ends before its time, all are ended. torch elastic starts and ends the processes. Its rendezvous is left out, since that
-listens on all interfaces and unpickles what it is told: ranks meet at a store that listens on loopback only
+Every rank runs the engine process (`engine.process.main`), where rank 0 becomes the engine and the others work for it.
+When one ends before its time, all are ended. torch elastic starts and ends the processes. Its rendezvous is left out,
+since that listens on all interfaces and unpickles what it is told: ranks meet at a store that listens on loopback only
 (docs/decisions/0019).
 """
 

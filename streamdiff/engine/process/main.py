@@ -38,7 +38,7 @@ _ALIVE_S = 0.25
 _TOLD_WHY_S = 1.0
 # What takes the seconds of a start: torch, and all that loads a pipeline.
 _HEAVY = "streamdiff.pipeline.profiler"
-Tap = Callable[[Engine, Event], None]
+EventHook = Callable[[Engine, Event], None]
 # How long the process may take to end by itself after its parent died.
 _ORPHAN_LIMIT_S = 5.0
 
@@ -108,7 +108,7 @@ def lead_frames(config: Config) -> int:
     return math.ceil(config.playback.lead_s * config.playback.fps)
 
 
-def _serve(server: EngineServer, engine: Engine, stop: Stop, tap: Tap) -> None:
+def _serve(server: EngineServer, engine: Engine, stop: Stop, tap: EventHook) -> None:
     """The loop: take commands, work, tell. Waits in `poll` when there is nothing to do."""
     alive_s = clock.monotonic_s()
     while not stop.requested:
@@ -148,7 +148,7 @@ def run(
     stop: Stop,
     *,
     load: Callable[[ModelConfig], Pipeline] = _load_runtime,
-    tap: Tap = lambda engine, event: None,
+    tap: EventHook = lambda engine, event: None,
 ) -> int:
     """Be the engine of the web process whose bridge and configuration are in the folder `address`, until `stop` or the
     web process says so; returns the exit code. `tap` sees all that the stream brings, after the web process was sent

@@ -17,7 +17,7 @@ BYE = b"bye"
 """What the engine writes to standard input when it ends in order."""
 
 
-class Attached:
+class ParentEngine:
     """The engine that is this process's parent: it waits at the bridge, and is gone when standard input ends."""
 
     def __init__(self, folder: Path) -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 from streamdiff import child_process
 from streamdiff.config import Config
 from streamdiff.engine.process import private_folder
-from streamdiff.engine.process.main import Stop, Tap, run
+from streamdiff.engine.process.main import EventHook, Stop, run
 from streamdiff.engine.process.parent_engine import BYE
 
 _WEB_LIMIT_S = 10.0
 
 
-def host(config: Config, tap: Tap = lambda engine, event: None) -> int:
+def host(config: Config, tap: EventHook = lambda engine, event: None) -> int:
     """Serve `config` until Ctrl-C or SIGTERM, with this process as the engine and a child as the web server.
 
     `tap` is shown the engine and every event of the streams, in this process. Returns the exit code.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from streamdiff import clock
 from streamdiff.engine.messages import Command, Event, Failed, Ready
-from streamdiff.engine.process.engine_process import EngineProcess
+from streamdiff.engine.process.engine_process import EngineHandle
 from streamdiff.engine.process.ipc import EngineClient
 from streamdiff.errors import ConfigError, EngineFailure
 
@@ -37,15 +37,15 @@ class Restarting:
     retry_after_s: int
 
 
-class Keeper:
+class EngineSupervisor:
     """An engine that comes back. `make` gives a new engine process, not started; `restarts` says how often."""
 
-    def __init__(self, make: Callable[[], EngineProcess], restarts: Restarts, *, spare: bool = False) -> None:
+    def __init__(self, make: Callable[[], EngineHandle], restarts: RestartPolicy, *, spare: bool = False) -> None:
         """`spare`: beside every engine that runs, another one waits, prepared."""
         self._make, self._restarts = make, restarts
         self._engine = make()
         self._with_spare = spare and restarts.most > 0
-        self._spare: EngineProcess | None = None
+        self._spare: EngineHandle | None = None
         self._minding: asyncio.Task[None] | None = None
         self._client: EngineClient | None = None
         self._down = "it has not been started"
@@ -63,7 +63,7 @@ class Keeper:
         """Start the engine for the first time; a fault here is told, and nothing is tried again.
 
         Raises:
-            ConfigError, EngineFailure: see `EngineProcess.start`.
+            ConfigError, EngineFailure: see `EngineHandle.start`.
         """
         begun_s = clock.monotonic_s()
         self._client = await self._engine.start()
@@ -136,7 +136,7 @@ class Keeper:
         spare = self._spare is not None and self._spare.alive
         return self._took_s.get(spare, self._took_s[False])
 
-    async def _next(self) -> tuple[EngineProcess, bool]:
+    async def _next(self) -> tuple[EngineHandle, bool]:
         """The spare, if it is well, else a new one; and whether it is the spare."""
         await self._leave_spare()
         if self._spare is not None and not self._spare.alive:
@@ -158,7 +158,7 @@ class Keeper:
         else:
             self._minding = asyncio.create_task(self._mind(self._spare), name="spare-mind")
 
-    async def _mind(self, spare: EngineProcess) -> None:
+    async def _mind(self, spare: EngineHandle) -> None:
         """Where the spare dies, have another; not at once, for often there is no memory left."""
         how = await spare.ended()
         logger.warning("The spare engine ended %s; another starts in %g s.", how, SPARE_AGAIN_S)
@@ -205,7 +205,7 @@ LONGEST_WAIT_S = 30.0
 
 
 @dataclass
-class Restarts:
+class RestartPolicy:
     """At most `most` restarts within `window_s` seconds. The first comes at once, the second after `wait_s`, each
     further one after twice as long, up to LONGEST_WAIT_S; what is older than the window is forgotten."""
 

@@ -12,7 +12,7 @@ from streamdiff.models.autoencoder.autoencoder import VideoDecoder, VideoEncoder
 
 
 @dataclass(frozen=True)
-class FromPictures:
+class FirstFrameReencoder:
     """Krea's way against a past that wears down (github.com/krea-ai/realtime-video): what goes into the cache of a
     finished chunk has its first latent frame encoded again. Holds weights only; a stream's memory is an argument.
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from streamdiff.models.interfaces import StreamDecoder
 
-Remembered = Mapping[int, Tensor | str | None]
-Step = Callable[[Tensor, Remembered], tuple[Tensor, Remembered]]
+DecoderState = Mapping[int, Tensor | str | None]
+Step = Callable[[Tensor, DecoderState], tuple[Tensor, DecoderState]]
 """Normalised latents `[1, C, F, h, w]` and a past to frames `[n, 3, H, W]`, float in [0, 255], and the past after."""
 Layout = Callable[[Tensor], Tensor]
 """Frames `[n, 3, H, W]`, float in [0, 255], to pictures in bytes."""
@@ -29,16 +29,16 @@ class SteppedDecoder(StreamDecoder, Protocol):
         """Lay weights and pictures out with the channels last, or with the width, from now on; before any
         stream begins. Mutates: self."""
 
-    def past(self, latents: Tensor, memory: Any) -> Remembered:
+    def past(self, latents: Tensor, memory: Any) -> DecoderState:
         """What `memory` remembers. Raises ValueError for latents of another shape than the stream can go on with."""
 
-    def pieces(self, latents: Tensor, past: Remembered) -> Sequence[Tensor]:
+    def pieces(self, latents: Tensor, past: DecoderState) -> Sequence[Tensor]:
         """Latents `[1, C, F, h, w]` as they go through steps, one after the other, the first of which sees `past`."""
 
-    def step(self, piece: Tensor, past: Remembered) -> tuple[Tensor, Remembered]:
+    def step(self, piece: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
         """See `Step`."""
 
-    def remember(self, latents: Tensor, memory: Any, past: Remembered) -> int:
+    def remember(self, latents: Tensor, memory: Any, past: DecoderState) -> int:
         """Take the past after `latents` into `memory`; returns how many of the frames in front are not shown.
         Mutates: memory."""
 

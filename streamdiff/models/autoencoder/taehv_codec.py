@@ -20,7 +20,7 @@ from torch import Tensor
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.memory_size import taehv_values
 from streamdiff.models.autoencoder.normalisation import WAN_CHANNELS, WAN_MEAN, WAN_STD, Normalisation, split_whole
-from streamdiff.models.autoencoder.stepped_decoder import Remembered, decode_by, rgb24
+from streamdiff.models.autoencoder.stepped_decoder import DecoderState, decode_by, rgb24
 from streamdiff.models.autoencoder.taehv import TAEHV, Config, Memory
 from streamdiff.models.checkpoint.checkpoint import read_tensors
 from streamdiff.models.checkpoint.json_file import read_object
@@ -107,19 +107,19 @@ class TaehvDecoder(_Half):
         """See `SteppedDecoder`; channels last, unless told otherwise."""
         self.model.autoencoder.lay_out(torch.channels_last if channels_last else torch.contiguous_format)
 
-    def past(self, latents: Tensor, memory: Memory) -> Remembered:
+    def past(self, latents: Tensor, memory: Memory) -> DecoderState:
         """See `SteppedDecoder`: a stream that has not begun remembers zeros, so that all its steps are alike."""
         self._check(latents)
         return memory.past or self.model.autoencoder.blank(latents.to(self.dtype).transpose(1, 2))
 
-    def pieces(self, latents: Tensor, past: Remembered) -> tuple[Tensor]:
+    def pieces(self, latents: Tensor, past: DecoderState) -> tuple[Tensor]:
         return (latents,)
 
-    def step(self, piece: Tensor, past: Remembered) -> tuple[Tensor, Remembered]:
+    def step(self, piece: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
         frames, after = self.model.autoencoder.decode_step(self._taken(piece), cast(dict[int, Tensor], past))
         return frames[0].float().clamp(0, 1) * 255, after
 
-    def remember(self, latents: Tensor, memory: Memory, past: Remembered) -> int:
+    def remember(self, latents: Tensor, memory: Memory, past: DecoderState) -> int:
         memory.past = cast(dict[int, Tensor], past)
         return self.model.autoencoder.trim(memory)
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.memory_size import wan_values
 from streamdiff.models.autoencoder.normalisation import Normalisation, split_whole
-from streamdiff.models.autoencoder.stepped_decoder import Remembered, decode_by, rgb24
+from streamdiff.models.autoencoder.stepped_decoder import DecoderState, decode_by, rgb24
 
 
 @dataclass
@@ -90,7 +90,7 @@ def _check(what: str, piece: Tensor, channels: int, memory: Memory) -> tuple[int
     return batch, height, width
 
 
-def _begins(past: Remembered) -> bool:
+def _begins(past: DecoderState) -> bool:
     return all(feature is None for feature in past.values())
 
 
@@ -150,27 +150,27 @@ class WanDecoder(_Half):
         self.remember(raw, memory, past)
         return torch.cat(parts, 2)
 
-    def past(self, latents: Tensor, memory: Memory) -> Remembered:
+    def past(self, latents: Tensor, memory: Memory) -> DecoderState:
         """See `SteppedDecoder`. A stream's first two latent frames meet three kinds: nothing, then one frame of each
         layer and a word where time is stretched, then two frames, from there on always."""
         _check("latents", latents, self.latent_channels, memory)
         return dict(enumerate(self._features(memory)))
 
-    def pieces(self, latents: Tensor, past: Remembered) -> tuple[Tensor, ...]:
+    def pieces(self, latents: Tensor, past: DecoderState) -> tuple[Tensor, ...]:
         """A stream's first latent frame, which makes one picture, then all others together."""
         if latents.shape[2] == 1 or not _begins(past):
             return (latents,)
         return latents[:, :, :1], latents[:, :, 1:]
 
-    def step(self, piece: Tensor, past: Remembered) -> tuple[Tensor, Remembered]:
+    def step(self, piece: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
         video, after = self._step(self.normalisation.undo(piece), past)
         return (video[0].float().transpose(0, 1) + 1) * 127.5, after
 
-    def remember(self, latents: Tensor, memory: Memory, past: Remembered) -> int:
+    def remember(self, latents: Tensor, memory: Memory, past: DecoderState) -> int:
         memory.features, memory.size = list(past.values()), _check("latents", latents, self.latent_channels, memory)
         return 0
 
-    def _step(self, raw: Tensor, past: Remembered) -> tuple[Tensor, Remembered]:
+    def _step(self, raw: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
         """Raw latents `[B, C, F, h, w]` to frames `[B, 3, n, H, W]` in [-1, 1], in the weights' dtype."""
         features, first = list(past.values()), _begins(past)
         x = self.autoencoder.post_quant_conv(raw.to(self.dtype))

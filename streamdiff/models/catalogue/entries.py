@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.catalogue.schema import _PARTS, Entry, Files, Parts, _Model
+from streamdiff.models.catalogue.schema import _PARTS, Entry, Files, SharedParts, _Model
 
 
 @cache
@@ -38,9 +38,9 @@ def listed() -> list[Entry]:
 
 
 @cache
-def parts() -> Parts:
+def parts() -> SharedParts:
     """What the packaged models share."""
-    return _read(_folder() / _PARTS, Parts)
+    return _read(_folder() / _PARTS, SharedParts)
 
 
 def find(name: str) -> Entry:

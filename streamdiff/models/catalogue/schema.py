@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from streamdiff.config import KVContext
 from streamdiff.models.sampling import Schedule, published
 
-PromptSwitch = Literal["keep", "recache", "flush", "reset"]
+PromptPolicy = Literal["keep", "recache", "flush", "reset"]
 
 
 Rope = Literal["absolute", "relative"]
@@ -125,7 +125,7 @@ class TextEncoder(_Section):
     gigabytes: float | None = Field(gt=0, description="of its weights in bfloat16")
 
 
-class Parts(_Section):
+class SharedParts(_Section):
     """What models share, by name."""
 
     architectures: dict[str, Architecture]
@@ -234,11 +234,11 @@ class Context(_Section):
 class Switches(_Section):
     """Policies of a prompt change: what the model was trained with, and what is known to work. `reset` always does."""
 
-    trained: PromptSwitch | None = None
-    works: tuple[PromptSwitch, ...] = ()
+    trained: PromptPolicy | None = None
+    works: tuple[PromptPolicy, ...] = ()
 
     @property
-    def own(self) -> PromptSwitch:
+    def own(self) -> PromptPolicy:
         """What a prompt change does that does not say."""
         return self.trained or (self.works[0] if self.works else "keep")
 

@@ -1,4 +1,5 @@
-"""`python -m streamdiff.models.checkpoint.download`: fetches what a model needs and is not on disk, and says how far it is.
+"""`python -m streamdiff.models.checkpoint.download`: fetches what a model needs and is not on disk, and says how far it
+is.
 
 Reads the model's configuration as JSON, one line, from standard input, whose end ends the process. Writes JSON lines:
 an object with the fields of `Progress` now and then, and `{"error": ...}` where something cannot be had. Torch-free.

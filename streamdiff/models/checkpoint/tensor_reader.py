@@ -26,7 +26,7 @@ _HEADER_BYTES = 2**20  # room for a header where a limit is computed from shapes
 
 
 @dataclass(frozen=True)
-class Free:
+class FreeDim:
     """A dimension that a file may choose, `low` to `high` (None: without end); the same everywhere in one file."""
 
     name: str
@@ -42,11 +42,11 @@ class Free:
         return f"at least {self.low:,}" if self.high is None else f"{self.low:,} to {self.high:,}"
 
 
-Shape = tuple[int | Free, ...]
+Shape = tuple[int | FreeDim, ...]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TensorSpec:
     """One tensor of a contract: any of `shapes`, any of `dtypes` (safetensors' names)."""
 
     name: str
@@ -57,7 +57,9 @@ class Wanted:
     def describe(self, bound: dict[str, int] | None = None) -> str:
         """The shapes in words, free dimensions that are in `bound` as numbers."""
         known = bound or {}
-        frees = {size for shape in self.shapes for size in shape if isinstance(size, Free) and size.name not in known}
+        frees = {
+            size for shape in self.shapes for size in shape if isinstance(size, FreeDim) and size.name not in known
+        }
         listed = " or ".join(f"[{', '.join(_size(size, known) for size in shape)}]" for shape in self.shapes)
         ranges: dict[str, list[str]] = {}
         for free in sorted(frees, key=lambda free: free.name):
@@ -67,11 +69,11 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Contract:
+class FileSpec:
     """The tensors of one file: the required ones must all be there (companions), and no others. `what` names it."""
 
     what: str
-    tensors: tuple[Wanted, ...]
+    tensors: tuple[TensorSpec, ...]
     max_bytes: int = MAX_BYTES
 
     def describe(self) -> str:
@@ -79,41 +81,41 @@ class Contract:
         return ", ".join(f"{wanted.name} {wanted.describe()}" for wanted in self.tensors)
 
 
-def prompt_embeds_contract(text_shape: tuple[int, int]) -> Contract:
+def prompt_embeds_contract(text_shape: tuple[int, int]) -> FileSpec:
     """`prompt_embeds` `[L, D]` or `[1, L, D]`, with (most L, D) in `text_shape`: a prompt's embeddings, unpadded or
     padded with zeros."""
-    length = Free("L", 1, text_shape[0])
-    wanted = Wanted("prompt_embeds", ((length, text_shape[1]), (1, length, text_shape[1])))
-    return Contract("prompt embeddings", (wanted,), prod(text_shape) * ITEM_BYTES["F64"] + _HEADER_BYTES)
+    length = FreeDim("L", 1, text_shape[0])
+    wanted = TensorSpec("prompt_embeds", ((length, text_shape[1]), (1, length, text_shape[1])))
+    return FileSpec("prompt embeddings", (wanted,), prod(text_shape) * ITEM_BYTES["F64"] + _HEADER_BYTES)
 
 
-def noise_contract(chunk_shape: Shape, *, steps: int, chunks: int = 1, max_bytes: int = MAX_BYTES) -> Contract:
+def noise_contract(chunk_shape: Shape, *, steps: int, chunks: int = 1, max_bytes: int = MAX_BYTES) -> FileSpec:
     """`initial` `[chunks, C, f, h, w]`, what the first step of each chunk receives, and its companion `renoise`
     `[chunks, steps-1, C, f, h, w]`, the noise of each later step; without later steps `renoise` may be left out.
     `chunk_shape` is `[C, f, h, w]`; the file must hold at least `chunks` chunks."""
-    count = Free("chunks", chunks)
-    initial = Wanted("initial", ((count, *chunk_shape),))
-    renoise = Wanted("renoise", ((count, steps - 1, *chunk_shape),), required=steps > 1)
-    return Contract("noise", (initial, renoise), max_bytes)
+    count = FreeDim("chunks", chunks)
+    initial = TensorSpec("initial", ((count, *chunk_shape),))
+    renoise = TensorSpec("renoise", ((count, steps - 1, *chunk_shape),), required=steps > 1)
+    return FileSpec("noise", (initial, renoise), max_bytes)
 
 
 def latents_contract(
     chunk_shape: Shape, *, chunks: int = 1, whole: bool = False, max_bytes: int = MAX_BYTES
-) -> Contract:
+) -> FileSpec:
     """`latents` `[chunks, C, f, h, w]`, clean and normalised as the model has them; `chunk_shape` is `[C, f, h, w]`,
     and the file must hold at least `chunks` chunks. With `whole` they may also be a clip `[C, F, h, w]`."""
-    shapes: tuple[Shape, ...] = ((Free("chunks", chunks), *chunk_shape),)
+    shapes: tuple[Shape, ...] = ((FreeDim("chunks", chunks), *chunk_shape),)
     if whole:
-        shapes = ((chunk_shape[0], Free("F"), *chunk_shape[2:]), *shapes)
-    return Contract("clean latents", (Wanted("latents", shapes),), max_bytes)
+        shapes = ((chunk_shape[0], FreeDim("F"), *chunk_shape[2:]), *shapes)
+    return FileSpec("clean latents", (TensorSpec("latents", shapes),), max_bytes)
 
 
-def video_contract(max_bytes: int = MAX_VIDEO_BYTES) -> Contract:
+def video_contract(max_bytes: int = MAX_VIDEO_BYTES) -> FileSpec:
     """`video` `[3, F, H, W]`: red, green and blue of F frames, from -1 to 1, which is not checked here."""
-    return Contract("frames", (Wanted("video", ((3, Free("F"), Free("H"), Free("W")),)),), max_bytes)
+    return FileSpec("frames", (TensorSpec("video", ((3, FreeDim("F"), FreeDim("H"), FreeDim("W")),)),), max_bytes)
 
 
-def check(contract: Contract, header: Header) -> dict[str, int]:
+def check(contract: FileSpec, header: Header) -> dict[str, int]:
     """Compare a file's header with the contract; returns the free dimensions as the file has them.
 
     Raises:
@@ -138,7 +140,7 @@ def check(contract: Contract, header: Header) -> dict[str, int]:
     return bound
 
 
-def read(path: Path, contract: Contract) -> dict[str, Tensor]:
+def read(path: Path, contract: FileSpec) -> dict[str, Tensor]:
     """The tensors of a file, float32 on the CPU, after `check`.
 
     Raises:
@@ -201,7 +203,8 @@ def read_noise(path: Path, chunk_shape: tuple[int, int, int, int], *, steps: int
 
 
 def read_latents(path: Path, chunk_shape: Shape, *, chunks: int = 1, whole: bool = False) -> Tensor:
-    """Latents `[chunks, C, f, h, w]`, with `whole` also `[C, F, h, w]`, float32; `chunk_shape` may have `Free` sizes.
+    """Latents `[chunks, C, f, h, w]`, with `whole` also `[C, F, h, w]`, float32; `chunk_shape` may have `FreeDim`
+    sizes.
 
     Raises:
         ConfigError: see `read` and `latents_contract`.
@@ -229,7 +232,7 @@ def not_finite(tensor: Tensor) -> str:
     return ""
 
 
-def _check_tensor(place: str, wanted: Wanted, entry: Entry, bound: dict[str, int]) -> None:
+def _check_tensor(place: str, wanted: TensorSpec, entry: Entry, bound: dict[str, int]) -> None:
     """Mutates: bound, with the free dimensions of this tensor."""
     if entry.dtype not in wanted.dtypes:
         raise ConfigError(f"{place}: {wanted.name}: expected dtype {' or '.join(wanted.dtypes)}, got {entry.dtype}")
@@ -248,7 +251,7 @@ def _match(shape: Shape, actual: tuple[int, ...], bound: dict[str, int]) -> dict
         return None
     found = dict(bound)
     for want, size in zip(shape, actual, strict=True):
-        if isinstance(want, Free):
+        if isinstance(want, FreeDim):
             if size < want.low or (want.high is not None and size > want.high):
                 return None
             want = found.setdefault(want.name, size)
@@ -257,5 +260,5 @@ def _match(shape: Shape, actual: tuple[int, ...], bound: dict[str, int]) -> dict
     return found
 
 
-def _size(size: int | Free, bound: dict[str, int]) -> str:
-    return f"{size.name}={bound[size.name]}" if isinstance(size, Free) and size.name in bound else str(size)
+def _size(size: int | FreeDim, bound: dict[str, int]) -> str:
+    return f"{size.name}={bound[size.name]}" if isinstance(size, FreeDim) and size.name in bound else str(size)

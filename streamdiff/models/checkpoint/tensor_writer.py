@@ -16,7 +16,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from streamdiff.atomic_write import beside, check_parent
+from streamdiff.atomic_write import check_parent, temporary_sibling
 from streamdiff.errors import ConfigError, StreamdiffError
 from streamdiff.models.checkpoint.safetensors_header import ITEM_BYTES, LENGTH_BYTES, parse_header
 from streamdiff.models.checkpoint.tensor_reader import not_finite
@@ -110,7 +110,7 @@ def writing(
         ValueError: no part has come, and nothing else went wrong.
     """
     check_target(path)
-    with beside(path) as temporary:
+    with temporary_sibling(path) as temporary:
         with temporary.open("xb") as file:
             writer = TensorWriter(file, name, part_shape, metadata or {})
             yield writer

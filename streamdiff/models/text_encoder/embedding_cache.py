@@ -115,7 +115,8 @@ class Kept(Protocol):
 
 
 class CachedText:
-    """A `TextEncoder` (models/interfaces.py) that asks `encoder` only for texts that neither `cache` nor `kept` holds."""
+    """A `TextEncoder` (models/interfaces.py) that asks `encoder` only for texts that neither `cache` nor `kept`
+    holds."""
 
     def __init__(
         self,

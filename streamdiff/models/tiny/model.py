@@ -18,7 +18,7 @@ from torch import Tensor
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder, config_from, load_folder
-from streamdiff.models.interfaces import Model, Trunk
+from streamdiff.models.interfaces import Model, StageModel
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.spec import ModelSpec
 from streamdiff.models.tiny.text_encoder import TEXT_TOKENS, TinyText
@@ -58,14 +58,16 @@ def load(
     return Model(trunk.spec, trunk.denoiser, text, decoder)
 
 
-def load_trunk(folder: Path, device: torch.device, name: str = "tiny", blocks: tuple[int, int] | None = None) -> Trunk:
+def load_trunk(
+    folder: Path, device: torch.device, name: str = "tiny", blocks: tuple[int, int] | None = None
+) -> StageModel:
     """What one stage needs of the model under `folder`, in float32: reads and keeps nothing else.
 
     Raises:
         ConfigError: as `load`.
     """
     spec = read_spec(folder, name)
-    return Trunk(spec, WanDenoiser(load_blocks(folder / "transformer", device, blocks)))
+    return StageModel(spec, WanDenoiser(load_blocks(folder / "transformer", device, blocks)))
 
 
 def read_spec(folder: Path, name: str = "tiny") -> ModelSpec:

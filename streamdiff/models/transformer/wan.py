@@ -115,7 +115,8 @@ class WanDenoiser:
     def fuse(self) -> WanDenoiser:
         """Let query, key and value be one product, and all blocks' modulation one sum. Nothing is held twice: the
         modules' own weights become views of the fused ones, so both ways of running go on. Not to be moved afterwards.
-        Weights in 8 bits (`models.transformer.quantization`) stay three products. Mutates: self, the memory of the model's weights.
+        Weights in 8 bits (`models.transformer.quantization`) stay three products. Mutates: self, the memory of the
+        model's weights.
         Returns self."""
         self.fused, self.tables = [], None
         for block in self.blocks:

@@ -295,7 +295,8 @@ def load_denoiser(
     blocks: tuple[int, int] | None = None,
     quantize: str = "none",
 ) -> WanDenoiser:
-    """The transformer, or blocks `blocks` (first, last exclusive) of it, quantised as `models.transformer.quantization` has it.
+    """The transformer, or blocks `blocks` (first, last exclusive) of it, quantised as `models.transformer.quantization`
+    has it.
 
     Raises:
         ConfigError: see `load_transformer`; or one that is told more than latents and text (image to video), which

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamdiff.models.autoencoder.stepped_decoder import Layout, Remembered, Step, SteppedDecoder, decode_by, rgb24
+from streamdiff.models.autoencoder.stepped_decoder import DecoderState, Layout, Step, SteppedDecoder, decode_by, rgb24
 from streamdiff.pipeline.runner.torch_compile import one_graph
 
 Key = Hashable
@@ -67,7 +67,7 @@ class PictureDecoder:
                 self.decode(group[None], memory)
         self._learning = False
 
-    def _run(self, piece: Tensor, past: Remembered) -> tuple[Tensor, Remembered]:
+    def _run(self, piece: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
         """A step whose frames are pictures already."""
         assert self._graphs is not None
         piece = piece.clone(memory_format=torch.contiguous_format)  # made in inference mode, and laid out, as always
@@ -87,7 +87,7 @@ def _shape(remembered: Tensor | str | None) -> Hashable:
 def compiled(decoder: SteppedDecoder, layout: Layout) -> Step:
     """The decoder's step and what lays its frames out, as one graph without breaks; compiled when it is called."""
 
-    def step(piece: Tensor, past: Remembered) -> tuple[Tensor, Remembered]:
+    def step(piece: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
         frames, after = decoder.step(piece, past)
         return layout(frames), after
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from streamdiff.models.interfaces import StreamDecoder
 from streamdiff.models.spec import ModelSpec
-from streamdiff.pipeline.decode.host_copy import Lane, decode_chunk
-from streamdiff.pipeline.distributed.link import Inbox, LinkClosed, Outbox
-from streamdiff.pipeline.distributed.message import Control, Kind, Wire, Work
+from streamdiff.pipeline.decode.host_copy import TransferStream, decode_chunk
+from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
+from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, SessionUpdate, StageMessage
 from streamdiff.pipeline.runner.device_timer import DeviceTimer
 from streamdiff.pipeline.runner.worker import LEAVE_S
 from streamdiff.pipeline.scheduler.step import MicroStep
@@ -68,7 +68,7 @@ class Decoding(Protocol):
 class _Memories:
     """What the decoder remembers of each stream."""
 
-    def __init__(self, decoder: StreamDecoder, lane: Lane, at_once: int, timer: DeviceTimer) -> None:
+    def __init__(self, decoder: StreamDecoder, lane: TransferStream, at_once: int, timer: DeviceTimer) -> None:
         self._decoder, self._lane, self._at_once = decoder, lane, at_once
         self._timed = timer.stream()
         self._memories: dict[int, Any] = {}
@@ -97,7 +97,7 @@ class LocalDecoding:
     ) -> None:
         """`wake` is called, from that thread, when something has gone wrong; `device` is the decoder's, `timer` that
         device's; `at_once` latent frames are decoded by one call."""
-        self._lane = Lane(device)
+        self._lane = TransferStream(device)
         self._memories = _Memories(decoder, self._lane, at_once, timer or DeviceTimer.on(device))
         self._deliver, self._wake = deliver, wake
         self._error: BaseException | None = None
@@ -131,26 +131,26 @@ class LocalDecoding:
             self._deliver(Piece(stream, chunk, pictures.numpy().copy(), index == latents.shape[1] - 1))
 
 
-def latents_wire(spec: ModelSpec) -> Wire:
+def latents_wire(spec: ModelSpec) -> MessageLayout:
     """From the head to a decoding rank: one chunk's latents."""
-    return Wire(1, ((spec.chunk_shape, torch.float32),), None)
+    return MessageLayout(1, ((spec.chunk_shape, torch.float32),), None)
 
 
-def pictures_wire(spec: ModelSpec, kind: PictureKind = "rgb") -> Wire:
+def pictures_wire(spec: ModelSpec, kind: PictureKind = "rgb") -> MessageLayout:
     """Back to the head: the pictures of one latent frame, a row each."""
-    return Wire(spec.frames_per_latent, ((shape_of(kind, spec.height, spec.width), torch.uint8),), None)
+    return MessageLayout(spec.frames_per_latent, ((shape_of(kind, spec.height, spec.width), torch.uint8),), None)
 
 
 class RemoteDecoding:
     """Sends latents to a rank that runs a `DecodeWorker`, and delivers what comes back."""
 
     def __init__(
-        self, outbox: Outbox, inbox: Inbox, spec: ModelSpec, deliver: Deliver, wake: Callable[[], None]
+        self, outbox: Sender, inbox: Receiver, spec: ModelSpec, deliver: Deliver, wake: Callable[[], None]
     ) -> None:
         """`wake` is called, from a thread, when the other rank is gone."""
         self._outbox, self._inbox, self._pieces = outbox, inbox, spec.chunk_latents
         self._deliver, self._wake = deliver, wake
-        self._works: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        self._works: queue.SimpleQueue[StageMessage] = queue.SimpleQueue()
         self._error: LinkClosed | None = None
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
@@ -161,24 +161,24 @@ class RemoteDecoding:
 
     def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
         row = MicroStep(stream, chunk, 0, self._pieces, 0)
-        self._works.put(Work(Kind.ROWS, (row,), None, (latents[None],)))
+        self._works.put(StageMessage(MessageKind.ROWS, (row,), None, (latents[None],)))
 
     def forget(self, stream: int) -> None:
-        self._works.put(Work(Kind.CLOSE, (), Control(stream)))
+        self._works.put(StageMessage(MessageKind.CLOSE, (), SessionUpdate(stream)))
 
     def check(self) -> None:
         if self._error is not None:
             raise self._error
 
     def close(self, abandon: bool = False) -> None:
-        self._works.put(Work(Kind.STOP, (), Control(0)))
+        self._works.put(StageMessage(MessageKind.STOP, (), SessionUpdate(0)))
         for thread in self._threads:
             thread.join(0.0 if abandon else LEAVE_S)
 
     def _send(self) -> None:
         try:
             self._outbox.send(work := self._works.get())
-            while work.kind is not Kind.STOP:
+            while work.kind is not MessageKind.STOP:
                 self._outbox.send(work := self._works.get())
             self._outbox.close()
             self._outbox.flush(LEAVE_S)
@@ -187,7 +187,7 @@ class RemoteDecoding:
 
     def _receive(self) -> None:
         try:
-            while (work := self._inbox.receive(None)) is None or work.kind is Kind.ROWS:
+            while (work := self._inbox.receive(None)) is None or work.kind is MessageKind.ROWS:
                 if work is not None:
                     row, pictures = work.rows[0], work.tensors[0].numpy().copy()
                     self._deliver(Piece(row.session, row.chunk, pictures, row.step == self._pieces - 1))
@@ -206,18 +206,18 @@ class DecodeWorker:
     def __init__(
         self,
         decoder: StreamDecoder,
-        inbox: Inbox,
-        outbox: Outbox,
+        inbox: Receiver,
+        outbox: Sender,
         device: torch.device = CPU,
         at_once: int = 1,
         timer: DeviceTimer | None = None,
     ) -> None:
         """`device` is the decoder's, `timer` that device's; `at_once` latent frames are decoded by one call."""
-        self._lane, self.timer = Lane(device), timer or DeviceTimer.on(device)
+        self._lane, self.timer = TransferStream(device), timer or DeviceTimer.on(device)
         self._memories = _Memories(decoder, self._lane, at_once, self.timer)
         self._inbox, self._outbox = inbox, outbox
-        self.now: Work | None = None
-        self.last: Work | None = None
+        self.now: StageMessage | None = None
+        self.last: StageMessage | None = None
         self.done = 0
 
     def run(self) -> None:
@@ -227,8 +227,8 @@ class DecodeWorker:
             LinkClosed: the head is gone.
         """
         self._lane.enter()  # also what the inbox uploads
-        while (work := self._inbox.receive(None)) is None or work.kind is not Kind.STOP:
-            if work is not None and work.kind is Kind.CLOSE and work.control is not None:
+        while (work := self._inbox.receive(None)) is None or work.kind is not MessageKind.STOP:
+            if work is not None and work.kind is MessageKind.CLOSE and work.control is not None:
                 self._memories.forget(work.control.session)
             elif work is not None:
                 self._decode(work)
@@ -237,12 +237,12 @@ class DecodeWorker:
         self._inbox.close(LEAVE_S)
         self._outbox.flush(LEAVE_S)
 
-    def _decode(self, work: Work) -> None:
+    def _decode(self, work: StageMessage) -> None:
         (row,) = work.rows
         self.now = work
         for index, pictures in enumerate(self._memories.decode(row.session, row.chunk, work.tensors[0][0])):
             rows = (MicroStep(row.session, row.chunk, index, row.steps, 0),) * len(pictures)
-            self._outbox.send(Work(Kind.ROWS, rows, None, (pictures,)))
+            self._outbox.send(StageMessage(MessageKind.ROWS, rows, None, (pictures,)))
         self.done += 1
         self.now, self.last = None, work
 

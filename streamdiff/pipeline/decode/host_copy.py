@@ -13,7 +13,7 @@ from torch import Tensor
 from streamdiff.models.interfaces import StreamDecoder
 
 
-class Lane:
+class TransferStream:
     """Where a decoding thread's work goes: on a CUDA device a stream of its own, so that it waits for no transformer
     but its latents', and no transformer waits for it."""
 
@@ -73,7 +73,7 @@ def decode_chunk(
     decoder: StreamDecoder,
     latents: Tensor,
     memory: Any,
-    lane: Lane,
+    lane: TransferStream,
     at_once: int,
     timed: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[Tensor]:

@@ -6,13 +6,13 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from streamdiff.pipeline.distributed.rendezvous import Member
+from streamdiff.pipeline.distributed.rendezvous import RankContext
 
 
 class Progress:
     """One rank's view. The head, and who is alone (`member` is None), draws a bar of all `stages` on standard error."""
 
-    def __init__(self, member: Member | None, stages: int) -> None:
+    def __init__(self, member: RankContext | None, stages: int) -> None:
         self._member, self._stages = member, stages
         self._own = 0
         self._bar: tqdm[NoReturn] | None = None

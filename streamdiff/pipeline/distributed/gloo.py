@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed, check_order
-from streamdiff.pipeline.distributed.message import Wire, Work
+from streamdiff.pipeline.distributed.message import MessageLayout, StageMessage
 
 _END = -1
 """Kind of a last message."""
@@ -29,7 +29,7 @@ _END = -1
 class _Slots:
     """Packed buffers `[record | tensors]` of one end of an edge; `tag` tells edges between the same two ranks apart."""
 
-    def __init__(self, wire: Wire, peer: int, tag: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, wire: MessageLayout, peer: int, tag: int, group: dist.ProcessGroup | None) -> None:
         self.wire, self.peer, self.tag, self.group = wire, peer, tag, group
         self.head = 8 * wire.record_length
         self.buffers = [torch.zeros(self.head + wire.nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
@@ -61,7 +61,7 @@ class _Slots:
 class GlooOutbox:
     """The sending end of an edge to rank `peer`."""
 
-    def __init__(self, wire: Wire, peer: int, tag: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, wire: MessageLayout, peer: int, tag: int, group: dist.ProcessGroup | None = None) -> None:
         self._slots = _Slots(wire, peer, tag, group)
         self._free: SimpleQueue[int | None] = SimpleQueue()
         self._full: SimpleQueue[int | None] = SimpleQueue()
@@ -81,7 +81,7 @@ class GlooOutbox:
         """Whether the other end is known to be gone."""
         return self._slots.error is not None
 
-    def send(self, work: Work) -> None:
+    def send(self, work: StageMessage) -> None:
         slot = None if self._closed else self._free.get()
         if slot is None:
             self._closed = True
@@ -124,7 +124,7 @@ class GlooInbox:
     """The receiving end of an edge from rank `peer`. Both slots have a receive posted before anything is sent."""
 
     def __init__(
-        self, wire: Wire, peer: int, tag: int, device: torch.device, group: dist.ProcessGroup | None = None
+        self, wire: MessageLayout, peer: int, tag: int, device: torch.device, group: dist.ProcessGroup | None = None
     ) -> None:
         self._slots = _Slots(wire, peer, tag, group)
         self._device = device
@@ -139,7 +139,7 @@ class GlooInbox:
         self._thread = threading.Thread(target=self._run, name=f"receive-from-{peer}", daemon=True)
         self._thread.start()
 
-    def receive(self, wait_s: float | None = 0.0) -> Work | None:
+    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
         if self._closed:
             raise self._slots.closed()
         self._release()

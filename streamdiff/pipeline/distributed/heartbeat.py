@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from streamdiff import clock
-from streamdiff.pipeline.distributed.message import Work
-from streamdiff.pipeline.distributed.rendezvous import Member
+from streamdiff.pipeline.distributed.message import StageMessage
+from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.runner.device_timer import DeviceTimer
 
 BEAT_S = 0.5
@@ -28,7 +28,7 @@ _HOST = socket.gethostname()
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """How a rank does: `number` counts beats, `done` works; `where` is what it works on, `at_s` its own clock.
     `busy_s` is how long its device was at work; `host` and `pid` tell which process it is."""
 
@@ -45,18 +45,20 @@ class Beat:
 class Busy(Protocol):
     """A loop of a rank: `pipeline.runner.worker.Worker`, or `pipeline.decode.decode_worker.DecodeWorker`."""
 
-    now: Work | None
+    now: StageMessage | None
     done: int
     timer: DeviceTimer
 
     def where(self) -> str: ...
 
 
-class Watch:
+class HealthMonitor:
     """One rank's. `on_fault` is called from its thread, once, with the fault; `hang_s` is how long a forward may take,
     on the host and on the device, and how long a rank may be silent."""
 
-    def __init__(self, member: Member, workers: Sequence[Busy], on_fault: Callable[[str], None], hang_s: float) -> None:
+    def __init__(
+        self, member: RankContext, workers: Sequence[Busy], on_fault: Callable[[str], None], hang_s: float
+    ) -> None:
         """`workers` are the loops of this rank, at least one; they have one timer, that of the rank's device."""
         self._member, self._workers, self._on_fault, self._hang_s = member, workers, on_fault, hang_s
         self._timer = workers[0].timer
@@ -94,12 +96,12 @@ class Watch:
         """What this rank is at, for messages."""
         return ", ".join(worker.where() for worker in self._workers)
 
-    def beat_of(self, rank: int) -> Beat | None:
+    def beat_of(self, rank: int) -> Heartbeat | None:
         """The last beat of a rank, or None before its first."""
         key = f"beat/{rank}"
         if not self._member.store.check([key]):
             return None
-        return Beat(**json.loads(self._member.store.get(key)))
+        return Heartbeat(**json.loads(self._member.store.get(key)))
 
     def await_ends(self, limit_s: float) -> None:
         """Wait until all ranks have said that they ended, at most so long: they need the store until then."""
@@ -111,7 +113,7 @@ class Watch:
     def _beat(self, ended: bool = False) -> None:
         self._number += 1
         done, now_s = sum(worker.done for worker in self._workers), clock.monotonic_s()
-        beat = Beat(self._number, _HOST, os.getpid(), now_s, done, self._timer.busy_s, self.where(), ended)
+        beat = Heartbeat(self._number, _HOST, os.getpid(), now_s, done, self._timer.busy_s, self.where(), ended)
         self._member.store.set(f"beat/{self._member.rank}", json.dumps(asdict(beat)))
 
     def _run(self) -> None:
@@ -141,7 +143,7 @@ class Watch:
             self._on_fault(f"the launcher of the ranks is gone: {error}")
 
 
-def _kill(beat: Beat) -> None:
+def _kill(beat: Heartbeat) -> None:
     """End a rank that cannot end by itself, where it can be reached."""
     if beat.host == _HOST:
         with contextlib.suppress(ProcessLookupError):

@@ -2,8 +2,8 @@
 
 A link has two slots. `send` copies a work into a free slot and returns while it travels; with both slots on their way
 it waits, which is the back-pressure. What `receive` returns lies in a slot of the receiving side and stays untouched
-until the next `receive`. Buffers being sent are never written: `tests/pipeline/distributed/test_link.py` has links that delay
-and links that scribble over every slot that is declared free.
+until the next `receive`. Buffers being sent are never written: `tests/pipeline/distributed/test_link.py` has links that
+delay and links that scribble over every slot that is declared free.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from streamdiff.pipeline.distributed.message import Work
+from streamdiff.pipeline.distributed.message import StageMessage
 
 SLOTS = 2
 
@@ -24,14 +24,14 @@ class LinkClosed(Exception):
         self.peer = peer
 
 
-class Outbox(Protocol):
+class Sender(Protocol):
     """The sending end, for one thread."""
 
     @property
     def ready(self) -> bool:
         """Whether `send` would return at once."""
 
-    def send(self, work: Work) -> None:
+    def send(self, work: StageMessage) -> None:
         """Copy `work` and start to send it; its tensors may be written again afterwards.
 
         Raises:
@@ -48,10 +48,10 @@ class Outbox(Protocol):
         """Drop everything; whoever waits on either end gets `LinkClosed`."""
 
 
-class Inbox(Protocol):
+class Receiver(Protocol):
     """The receiving end, for one thread."""
 
-    def receive(self, wait_s: float | None = 0.0) -> Work | None:
+    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
         """The next work in order, or None when none came within `wait_s` (None: wait for ever).
 
         Its tensors are views that stay as they are until the next call.

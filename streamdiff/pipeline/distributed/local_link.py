@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed, check_order
-from streamdiff.pipeline.distributed.message import Wire, Work
+from streamdiff.pipeline.distributed.message import MessageLayout, StageMessage
 
 
 class NoLink:
@@ -18,12 +18,12 @@ class NoLink:
     ready = True
 
     def __init__(self) -> None:
-        self._works: deque[Work] = deque()
+        self._works: deque[StageMessage] = deque()
 
-    def send(self, work: Work) -> None:
+    def send(self, work: StageMessage) -> None:
         self._works.append(work)
 
-    def receive(self, wait_s: float | None = 0.0) -> Work | None:
+    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
         return self._works.popleft() if self._works else None
 
     def notify(self, call: Callable[[], None]) -> None:
@@ -42,7 +42,7 @@ class NoLink:
 class LocalLink:
     """Both ends in one process, over real buffers: deterministic in one thread, usable between two."""
 
-    def __init__(self, wire: Wire, *, patience_s: float = 60.0) -> None:
+    def __init__(self, wire: MessageLayout, *, patience_s: float = 60.0) -> None:
         """`patience_s`: how long `send` waits for a free slot before it says that nobody receives."""
         self.wire, self.patience_s = wire, patience_s
         self._buffers = [torch.empty(wire.nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
@@ -58,7 +58,7 @@ class LocalLink:
     def ready(self) -> bool:
         return bool(self._free) or self._closed
 
-    def send(self, work: Work) -> None:
+    def send(self, work: StageMessage) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: self._free or self._closed, self.patience_s):
                 raise RuntimeError(f"a local link waited {self.patience_s:g} s for a free slot; nobody receives")
@@ -71,7 +71,7 @@ class LocalLink:
             self._sent += 1
             self._tell()
 
-    def receive(self, wait_s: float | None = 0.0) -> Work | None:
+    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
         with self._changed:
             self._release()
             self._changed.wait_for(lambda: self._full or self._closed, wait_s)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from streamdiff.pipeline.distributed.cuda_streams import CudaStreams, ReceiveLane, SendLane, Streams, Transfer
 from streamdiff.pipeline.distributed.gloo import GlooInbox, GlooOutbox
 from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed
-from streamdiff.pipeline.distributed.message import Wire, Work
+from streamdiff.pipeline.distributed.message import MessageLayout, StageMessage
 
 # A receive waits for as long as nobody wants a picture; who is gone is told by the records.
 FOREVER = timedelta(days=3650)
@@ -66,7 +66,7 @@ class _Transfer:
             raise LinkClosed(f"the link is closed: {error}") from error
 
 
-def _slots(wire: Wire, device: torch.device) -> list[torch.Tensor]:
+def _slots(wire: MessageLayout, device: torch.device) -> list[torch.Tensor]:
     return [torch.empty(wire.nbytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
 
 
@@ -84,7 +84,7 @@ class NcclOutbox:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: MessageLayout,
         peer: int,
         tag: int,
         device: torch.device,
@@ -103,7 +103,7 @@ class NcclOutbox:
     def ready(self) -> bool:
         return self._records.ready
 
-    def send(self, work: Work) -> None:
+    def send(self, work: StageMessage) -> None:
         self._records.send(work)
         self._lane.send(lambda slot: self.wire.write(work, self._buffers[slot]))
 
@@ -146,7 +146,7 @@ class NcclInbox:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: MessageLayout,
         peer: int,
         tag: int,
         device: torch.device,
@@ -160,9 +160,9 @@ class NcclInbox:
         self._receives = [dist.P2POp(dist.irecv, buffer, peer, group) for buffer in self._buffers]
         self._lane = ReceiveLane(streams or CudaStreams(device), self._start, ahead)
         self._records = GlooInbox(wire.bare, peer, tag, torch.device("cpu"), records)
-        self._announced: deque[Work] = deque()
+        self._announced: deque[StageMessage] = deque()
 
-    def receive(self, wait_s: float | None = 0.0) -> Work | None:
+    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
         self._lane.release()
         self._listen(wait_s)
         if not self._announced:

@@ -1,4 +1,5 @@
-"""The processes of one ring: who they are, and whether they are alike. torchrun, or `engine.process.launcher`, started them.
+"""The processes of one ring: who they are, and whether they are alike. torchrun, or `engine.process.launcher`, started
+them.
 
 Beside the links the ranks have a store (a small key-value server that the launcher keeps) for what is said at start and
 for what must be heard when links are broken.
@@ -20,31 +21,31 @@ from torch.distributed.rendezvous import rendezvous
 
 from streamdiff import clock
 from streamdiff.errors import ConfigError, EngineFailure
-from streamdiff.pipeline.planner.kv_budget import Room
+from streamdiff.pipeline.planner.kv_budget import RankMemory
 
 START_LIMIT = timedelta(minutes=10)
 """How long ranks wait for each other while weights are loaded."""
 STILL_S = 1800.0
 """How long they wait for one that gets no further: a single graph of a large model takes minutes."""
 _LOOK_S = 0.05
-_FOR_EVER = timedelta(days=3650)  # a receive is posted long before anybody has to send; `Watch` finds who hangs
+_FOR_EVER = timedelta(days=3650)  # a receive is posted long before anybody has to send; `HealthMonitor` finds who hangs
 
 
 @dataclass(frozen=True)
-class Member:
+class RankContext:
     """This process among the `ranks` of its ring: those of the stages first, then one that only decodes, if any."""
 
     rank: int
     ranks: int
     store: Store
 
-    def tell_room(self, room: Room) -> None:
+    def tell_room(self, room: RankMemory) -> None:
         """Tell the head what memory this rank has for sessions."""
         self.store.set(f"room/{self.rank}", json.dumps(room))
 
-    def hear_rooms(self) -> list[Room]:
+    def hear_rooms(self) -> list[RankMemory]:
         """What all ranks have told; waits for them."""
-        return [Room(*json.loads(self.store.get(f"room/{rank}"))) for rank in range(self.ranks)]
+        return [RankMemory(*json.loads(self.store.get(f"room/{rank}"))) for rank in range(self.ranks)]
 
     def tell_made(self, made: int) -> None:
         """Tell the head how many of its graphs this rank has made, see `compiling.Progress`."""
@@ -88,7 +89,7 @@ def check_world(stages: int, ranks: int) -> None:
     raise ConfigError(f"{wanted}, but torchrun started {world} ranks; start {ranks}, or change the configuration")
 
 
-def join(facts: Mapping[str, str]) -> Member:
+def join(facts: Mapping[str, str]) -> RankContext:
     """Meet the other ranks and compare `facts`, which must be the same everywhere; then gloo's group is up.
 
     Mutates: torch.distributed's default group.
@@ -112,7 +113,7 @@ def join(facts: Mapping[str, str]) -> Member:
                     "of a ring need the same"
                 )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_FOR_EVER)
-    return Member(rank, world, store)
+    return RankContext(rank, world, store)
 
 
 def _of_this_start(store: Store, rank: int, world: int) -> Store:

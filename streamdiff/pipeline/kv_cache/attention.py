@@ -17,13 +17,14 @@ from torch import Tensor
 
 from streamdiff.models.transformer import rope
 from streamdiff.models.transformer.attention_backend import Attend, attend
-from streamdiff.pipeline.kv_cache.cache import StageState
-from streamdiff.pipeline.kv_cache.geometry import RingPlan
+from streamdiff.pipeline.kv_cache.cache import KVCache
+from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
 
 
 @dataclass(frozen=True)
-class RowShape:
-    """What of a row's view holds for many chunks: a compiled graph is made for one, see `pipeline.runner.compiled_stage`.
+class StaticMetadata:
+    """What of a row's view holds for many chunks: a compiled graph is made for one, see
+    `pipeline.runner.compiled_stage`.
 
     Counts and places are of latent frames, `chunk` in a slot. The row sees the first `sink` frames of the ring and
     `rest` others: those of `part` where they lie side by side, else those that an index tensor names. `raw`: how many
@@ -42,7 +43,7 @@ class RowShape:
     ahead: int = 0
 
 
-class RowTensors(NamedTuple):
+class TensorMetadata(NamedTuple):
     """What of a row's view is another for every chunk or session, all on the device.
 
     `keys` and `values`: each layer's slots `[slots, tokens, H, d]`. `at` `[1]` is the slot that the row writes, `rest`
@@ -60,14 +61,14 @@ class RowTensors(NamedTuple):
     back: Tensor | None
 
 
-class RowView(NamedTuple):
+class AttentionMetadata(NamedTuple):
     """What one row of a forward writes and sees."""
 
-    shape: RowShape
-    tensors: RowTensors
+    shape: StaticMetadata
+    tensors: TensorMetadata
 
 
-class RingAttention:
+class RollingAttention:
     """Self-attention of a forward over streams: each row writes its keys into its ring, then attends to its view.
 
     Only differences of rotary positions matter, so a key is rotated once, at its place in the stream, with angles
@@ -75,7 +76,8 @@ class RingAttention:
     before the window, and is re-placed at every read. Rows of different sessions never share keys; rows of one session
     are served in order, so a row sees what the rows before it have written.
 
-    `compiled`: views for graphs that are made once for a `RowShape`, so there are few of these. `attend`: the kernel.
+    `compiled`: views for graphs that are made once for a `StaticMetadata`, so there are few of these. `attend`: the
+    kernel.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class RingAttention:
     ) -> None:
         """`frames` latent frames of a chunk, each of `height` x `width` tokens."""
         self.frames, self.device, self.compiled, self.attend = frames, device, compiled, attend
-        self.rows: list[RowView] = []
+        self.rows: list[AttentionMetadata] = []
         self._grid = rope.Grid(height, width, head_dim, device)
         # All micro-steps of a chunk turn by the same angles; few chunks are in flight at once.
         self._table = lru_cache(maxsize=32)(self._make_table)
@@ -99,15 +101,15 @@ class RingAttention:
 
     def view(
         self,
-        plan: RingPlan,
-        state: StageState,
+        plan: CacheGeometry,
+        state: KVCache,
         cache: int,
         chunk: int,
         since: int = 0,
         adapt: float | None = None,
         fold: float | None = None,
         ahead: int = 0,
-    ) -> RowView:
+    ) -> AttentionMetadata:
         """The view of `chunk` in a ring where chunks before `since` are forgotten, except for the sink. With `adapt` it
         takes the place of the sink chunk that it is least like, if it is less like it than that. With `fold` the chunk
         whose slot it takes is folded into the sink first, of which that share stays. It sees what the chunk `ahead` of
@@ -118,16 +120,16 @@ class RingAttention:
         part, raw = self._part(plan, places), min(max(plan.sink - begin, 0), plan.chunk)
         adapt = adapt if plan.sink and not raw else None
         fold = fold if gone >= max(plan.pinned, since) else None
-        shape = RowShape(plan.chunk, raw, sink, len(places), part, adapt, fold, ahead)
+        shape = StaticMetadata(plan.chunk, raw, sink, len(places), part, adapt, fold, ahead)
         keys, values = state.layers(cache)
         at, rest = self._index((plan.slot(chunk),)), self._index(places) if part is None else None
         # Relative: the sink's last frame is followed by the window's first, so count back from there.
         sink_table = self._table(0 if plan.absolute else first - sink, sink) if sink else None
         back = self._table(gone * plan.chunk, plan.chunk, True) if fold is not None else None
         own = self._table(begin, plan.chunk)
-        return RowView(shape, RowTensors(keys, values, at, rest, own, sink_table, back))
+        return AttentionMetadata(shape, TensorMetadata(keys, values, at, rest, own, sink_table, back))
 
-    def on(self, rows: list[RowView]) -> RingAttention:
+    def on(self, rows: list[AttentionMetadata]) -> RollingAttention:
         """Point at the rows of the next forward. Mutates: self."""
         self.rows = rows
         return self
@@ -136,7 +138,7 @@ class RingAttention:
         """See `models.transformer.wan.SelfAttention`; `layer` counts the stage's blocks. Mutates: the rows' states."""
         return attend_rows(self.rows, layer, query, key, value, self.attend)
 
-    def _part(self, plan: RingPlan, places: tuple[int, ...]) -> tuple[int, int] | None:
+    def _part(self, plan: CacheGeometry, places: tuple[int, ...]) -> tuple[int, int] | None:
         """First place and the one after the last, where `places` are side by side; compiled only where they are all."""
         first = places[0] if places else plan.sink
         whole = len(places) in (0, (plan.slots - plan.pinned) * plan.chunk)
@@ -155,7 +157,7 @@ class RingAttention:
 
 
 def attend_rows(
-    rows: Sequence[RowView], layer: int, query: Tensor, key: Tensor, value: Tensor, attend: Attend = attend
+    rows: Sequence[AttentionMetadata], layer: int, query: Tensor, key: Tensor, value: Tensor, attend: Attend = attend
 ) -> Tensor:
     """Each row in turn writes its keys and values and attends to its view, by the kernel `attend`; those that it sees
     of the rows after it are written before. All `[R, L, H, d]`. Mutates: the caches."""
@@ -178,7 +180,7 @@ def attend_rows(
     return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
 
 
-def _write(view: RowView, layer: int, key: Tensor, value: Tensor) -> None:
+def _write(view: AttentionMetadata, layer: int, key: Tensor, value: Tensor) -> None:
     """Put a row's keys and values `[L, H, d]` into its slot. Mutates: the caches."""
     shape, row = view
     keys, values = row.keys[layer], row.values[layer]
@@ -189,7 +191,7 @@ def _write(view: RowView, layer: int, key: Tensor, value: Tensor) -> None:
     values.index_copy_(0, row.at, value[None])
 
 
-def _own_keys(shape: RowShape, row: RowTensors, key: Tensor) -> Tensor:
+def _own_keys(shape: StaticMetadata, row: TensorMetadata, key: Tensor) -> Tensor:
     """A row's keys `[tokens, H, d]` as they are kept: rotated, but for those of the sink."""
     if shape.raw == shape.chunk:
         return key
@@ -198,13 +200,13 @@ def _own_keys(shape: RowShape, row: RowTensors, key: Tensor) -> Tensor:
     return torch.cat([key[:raw], turned[raw:]]) if raw else turned
 
 
-def _frames(slots: Tensor, shape: RowShape) -> Tensor:
+def _frames(slots: Tensor, shape: StaticMetadata) -> Tensor:
     """Slots `[slots, tokens, H, d]` as latent frames `[slots * chunk, tokens of one, H, d]`."""
     frames: Tensor = slots.unflatten(1, (shape.chunk, -1))
     return frames.flatten(0, 1)
 
 
-def _rest(slots: Tensor, shape: RowShape, row: RowTensors) -> Tensor:
+def _rest(slots: Tensor, shape: StaticMetadata, row: TensorMetadata) -> Tensor:
     """What a row sees beyond the sink, `[tokens, H, d]` of all those frames."""
     frames = _frames(slots, shape)
     if shape.part is not None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from streamdiff.pipeline.kv_cache.geometry import RingPlan
+from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
 
 
 @dataclass
-class StageState:
+class KVCache:
     """One session's caches on one stage, allocated once and written in place.
 
     key and value are `[caches, layers, slots, tokens, H, d]`: one cache for the contexts `clean` and `staircase`, one
@@ -28,8 +28,8 @@ class StageState:
 
     @classmethod
     def allocate(
-        cls, plan: RingPlan, *, caches: int, layers: int, tokens: int, heads: int, head_dim: int, like: Tensor
-    ) -> StageState:
+        cls, plan: CacheGeometry, *, caches: int, layers: int, tokens: int, heads: int, head_dim: int, like: Tensor
+    ) -> KVCache:
         shape = (caches, layers, plan.slots, tokens, heads, head_dim)
         return cls(like.new_zeros(shape), like.new_zeros(shape))
 

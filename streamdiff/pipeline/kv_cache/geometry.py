@@ -8,14 +8,14 @@ from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.scheduler.kv_context import most_steps, spare_slots
 
 
-def ring_plan(spec: ModelSpec, kv_context: str, *, steps: int) -> RingPlan:
+def cache_geometry(spec: ModelSpec, kv_context: str, *, steps: int) -> CacheGeometry:
     """The geometry of a session's caches, the same on every stage, and whatever number of steps it changes to."""
     spare, absolute = spare_slots(kv_context, steps=most_steps(steps, spec.steps)), spec.rope == "absolute"
-    return RingPlan(spec.sink_latents, spec.window(kv_context), spare, absolute, spec.chunk_latents)
+    return CacheGeometry(spec.sink_latents, spec.window(kv_context), spare, absolute, spec.chunk_latents)
 
 
 @dataclass(frozen=True)
-class RingPlan:
+class CacheGeometry:
     """Geometry of a ring, in latent frames: `sink` first frames that stay, `window` frames that a chunk of `chunk`
     frames sees (sink and itself included); `spare` slots, in chunks, beyond that for newer chunks that are in flight at
     the same time. Where positions are `absolute` the sink's keys keep theirs, otherwise the sink stands right before

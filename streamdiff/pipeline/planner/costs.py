@@ -13,7 +13,7 @@ from pathlib import Path
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint.json_file import read_object
-from streamdiff.pipeline.planner.model_sizes import Facts
+from streamdiff.pipeline.planner.model_sizes import ModelSizes
 
 PROFILE_KEYS = {
     "block_s": "seconds of each block, in order",
@@ -71,7 +71,7 @@ class Ceilings:
         return max(flops / (self.tflops * 1e12), size / (self.gbps * 1e9))
 
 
-def estimate(facts: Facts, ceilings: Ceilings, *, kv_context: str, max_rows: int, value_bytes: int) -> Costs:
+def estimate(facts: ModelSizes, ceilings: Ceilings, *, kv_context: str, max_rows: int, value_bytes: int) -> Costs:
     """Costs from sizes alone: every part at the device's ceiling, window full. Real times are longer."""
     tokens, width, ffn = facts.tokens, facts.width, facts.ffn_dim
     seen = tokens * facts.window(kv_context) // facts.chunk_latents
@@ -103,7 +103,7 @@ def estimate(facts: Facts, ceilings: Ceilings, *, kv_context: str, max_rows: int
     )
 
 
-def read_profile(path: Path, facts: Facts, *, max_rows: int) -> Costs:
+def read_profile(path: Path, facts: ModelSizes, *, max_rows: int) -> Costs:
     """Costs as they were measured, see `PROFILE_HELP`. The flow's way back counts like any other link.
 
     Raises:

@@ -14,14 +14,14 @@ import psutil
 import torch
 
 from streamdiff.errors import RequestError
-from streamdiff.pipeline.planner.model_sizes import Facts
+from streamdiff.pipeline.planner.model_sizes import ModelSizes
 
 _KEPT_BACK = 0.1
 """Share of the free memory that is left for everything else."""
 _GB = 1e9
 
 
-class Room(NamedTuple):
+class RankMemory(NamedTuple):
     """A rank's `free` bytes for sessions, and the bytes that its decoder, if it has one, remembers of each."""
 
     free: int
@@ -32,7 +32,7 @@ class Room(NamedTuple):
         return min(sessions, self.free // max(1, nbytes + self.decoding))
 
 
-class Waiting(NamedTuple):
+class PreallocatedCaches(NamedTuple):
     """On every rank caches are there already, for so many `sessions` of one kind; where there is less room, for as many
     as it holds, at least one."""
 
@@ -42,15 +42,15 @@ class Waiting(NamedTuple):
 
 
 @dataclass
-class Budget:
+class KVCacheBudget:
     """`room[r]` is what rank r had before anything was allocated, which runs `blocks[r]` blocks; numbers in caches have
     `value_bytes` bytes. Caches that wait for sessions take memory whether there are such sessions or not."""
 
-    facts: Facts
-    room: Sequence[Room]
+    facts: ModelSizes
+    room: Sequence[RankMemory]
     blocks: Sequence[int]
     value_bytes: int
-    waiting: Waiting | None = None
+    waiting: PreallocatedCaches | None = None
     _taken: dict[int, list[int]] = field(default_factory=dict)
 
     def need(self, *, steps: int, kv_context: str) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from streamdiff.models.catalogue.schema import Entry
-from streamdiff.pipeline.planner.model_sizes import BFLOAT16, Facts, known_facts
+from streamdiff.pipeline.planner.model_sizes import BFLOAT16, ModelSizes, known_facts
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.planner.stage_layout import Layout, Workload
 
@@ -28,7 +28,7 @@ class Memory:
 
 
 def memory(
-    facts: Facts, layout: Layout, load: Workload, value_bytes: int, quantize: str = "none"
+    facts: ModelSizes, layout: Layout, load: Workload, value_bytes: int, quantize: str = "none"
 ) -> tuple[Memory, ...]:
     """Memory of every rank, with numbers of `value_bytes` bytes, but for the blocks' matrices where `quantize` (see
     `models.transformer.quantization`) has them in 8 bits.
@@ -64,7 +64,7 @@ def memory(
     return tuple(found)
 
 
-def _saved(facts: Facts, value_bytes: int) -> int:
+def _saved(facts: ModelSizes, value_bytes: int) -> int:
     """Bytes that 8 bits save in a block: a number of a matrix takes one, and every row five for its scale and zero."""
     return (value_bytes - 1) * facts.linear_values - 5 * facts.linear_rows
 

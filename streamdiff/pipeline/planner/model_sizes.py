@@ -23,7 +23,8 @@ from streamdiff.pipeline.scheduler.kv_context import cache_count, most_steps, sp
 
 @dataclass(frozen=True)
 class Decoder:
-    """Shape of the streaming decoder (`models.autoencoder.taehv.Config` has the same names). Lists run from latent to picture."""
+    """Shape of the streaming decoder (`models.autoencoder.taehv.Config` has the same names). Lists run from latent to
+    picture."""
 
     latent_channels: int
     patch_size: int
@@ -51,7 +52,7 @@ class Decoder:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ModelSizes:
     """A model's sizes. Chunk, windows and sink in latent frames; `*_values` count stored numbers, 0 where unknown;
     `first_chunk_steps` where a stream's first chunk has more steps than the others;
     `decoder_memory_values` are those that the decoder remembers of a stream."""
@@ -165,7 +166,7 @@ class Facts:
         return 2 * blocks * self.width * (caches * slots * self.tokens + self.text_tokens)
 
 
-def read_facts(model: str) -> Facts:
+def read_facts(model: str) -> ModelSizes:
     """The facts of `tiny`, the embedded model, or of a folder in the same layout.
 
     Raises:
@@ -194,7 +195,7 @@ def read_facts(model: str) -> Facts:
         decoder_time=decoder.integers("decoder_time", 3),
     )
     height, width = stream.integer("latent_height"), stream.integer("latent_width")
-    facts = Facts(
+    facts = ModelSizes(
         name=model,
         blocks=transformer.integer("num_layers"),
         heads=transformer.integer("num_attention_heads"),
@@ -227,13 +228,13 @@ def read_facts(model: str) -> Facts:
     return facts
 
 
-def facts_from(architecture: Mapping[str, Any], spec: ModelSpec, decoder_memory_values: int = 0) -> Facts:
+def facts_from(architecture: Mapping[str, Any], spec: ModelSpec, decoder_memory_values: int = 0) -> ModelSizes:
     """The facts of a model with a transformer of this architecture (arguments of diffusers' `WanTransformer3DModel`),
     and a decoder that remembers so many numbers. Weights of text encoder and autoencoder count as 0, and nothing is
     said of how long decoding takes."""
     given: Any = architecture
     first = spec.schedules[0].first if spec.schedules else None
-    return Facts(
+    return ModelSizes(
         name=spec.name,
         blocks=given["num_layers"],
         heads=given["num_attention_heads"],
@@ -330,7 +331,7 @@ def _text_tokens(path: Path) -> int:
 BFLOAT16 = 2  # bytes of a number
 
 
-def facts_of(name: str) -> Facts:
+def facts_of(name: str) -> ModelSizes:
     """Of a model of the catalogue, or of a folder of the embedded kind.
 
     Raises:
@@ -340,7 +341,7 @@ def facts_of(name: str) -> Facts:
     return known_facts(entry) if entry is not None else read_facts(name)
 
 
-def known_facts(entry: Entry, *, height: int | None = None, width: int | None = None) -> Facts:
+def known_facts(entry: Entry, *, height: int | None = None, width: int | None = None) -> ModelSizes:
     """Sizes of the model at `height` x `width` pixels, by default its own picture.
 
     As `facts_from` has them, and what the decoder remembers of a stream. A model that makes whole clips counts as a

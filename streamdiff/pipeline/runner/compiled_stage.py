@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.transformer.wan import BlockWeights, KeyValue, Tokens
-from streamdiff.pipeline.kv_cache.attention import RowShape, RowTensors, RowView, attend_rows
-from streamdiff.pipeline.runner.cuda_graph_cache import Captures
+from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, StaticMetadata, TensorMetadata, attend_rows
+from streamdiff.pipeline.runner.cuda_graph_cache import GraphCache
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
 from streamdiff.pipeline.runner.torch_compile import one_graph
 
@@ -34,12 +34,12 @@ class Key(NamedTuple):
     session, the slots of its caches."""
 
     sessions: tuple[int, ...]
-    shapes: tuple[RowShape, ...]
+    shapes: tuple[StaticMetadata, ...]
     slots: tuple[int, ...]
 
 
-class Own(NamedTuple):
-    """What of a row changes from chunk to chunk, see `RowTensors`."""
+class RowInputs(NamedTuple):
+    """What of a row changes from chunk to chunk, see `TensorMetadata`."""
 
     at: Tensor
     rest: Tensor | None
@@ -47,13 +47,15 @@ class Own(NamedTuple):
     sink_table: Tensor | None
     back: Tensor | None
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Own:
+    def map(self, change: Callable[[Tensor], Tensor]) -> RowInputs:
         """The same with `change` of each tensor."""
 
         def changed(tensor: Tensor | None) -> Tensor | None:
             return change(tensor) if tensor is not None else None
 
-        return Own(change(self.at), changed(self.rest), change(self.own), changed(self.sink_table), changed(self.back))
+        return RowInputs(
+            change(self.at), changed(self.rest), change(self.own), changed(self.sink_table), changed(self.back)
+        )
 
 
 class Inputs(NamedTuple):
@@ -62,7 +64,7 @@ class Inputs(NamedTuple):
     given: Tensors
     texts: tuple[tuple[KeyValue, ...], ...]
     caches: tuple[Caches, ...]
-    rows: tuple[Own, ...]
+    rows: tuple[RowInputs, ...]
 
 
 Run = Callable[[Inputs], Tensors]
@@ -97,7 +99,7 @@ class CompiledStage:
         if self._captured is not None:
             self._captured.forget(home_of(caches))
 
-    def run(self, given: Tensors, texts: Texts, views: Sequence[RowView]) -> Tensors | None:
+    def run(self, given: Tensors, texts: Texts, views: Sequence[AttentionMetadata]) -> Tensors | None:
         """What the plain path computes, or None where there is no graph for it. Mutates: the rows' caches."""
         key, inputs = _sort(given, texts, views)
         if key not in self._graphs:
@@ -127,13 +129,13 @@ def compiled(forward: StageForward, key: Key) -> Run:
         modulation: Tensor,
         texts: tuple[KeyValue, ...],
         caches: tuple[tuple[Tensor, Tensor], ...],
-        rows: tuple[Own, ...],
+        rows: tuple[RowInputs, ...],
     ) -> Tensor:
         views = []
         for session, shape, own in zip(sessions, shapes, rows, strict=True):
             keys, values = caches[session]
-            tensors = RowTensors((keys,), (values,), own.at, own.rest, own.own, own.sink_table, own.back)
-            views.append(RowView(shape, tensors))
+            tensors = TensorMetadata((keys,), (values,), own.at, own.rest, own.own, own.sink_table, own.back)
+            views.append(AttentionMetadata(shape, tensors))
         mix = partial(attend_rows, views, 0, attend=attend)
         own_modulation = weights.block.scale_shift_table + modulation
         return denoiser.run_block(weights, hidden, own_modulation, beside(texts), mix, attend)
@@ -166,7 +168,7 @@ def side_by_side(texts: Texts) -> list[KeyValue]:
     return [beside(layer) for layer in zip(*texts, strict=True)]
 
 
-def _sort(given: Tensors, texts: Texts, views: Sequence[RowView]) -> tuple[Key, Inputs]:
+def _sort(given: Tensors, texts: Texts, views: Sequence[AttentionMetadata]) -> tuple[Key, Inputs]:
     """What holds for many forwards, and what is this one's.
 
     A graph must not find out that two of its inputs happen to be the same tensor, which would be another graph: rows of
@@ -179,7 +181,7 @@ def _sort(given: Tensors, texts: Texts, views: Sequence[RowView]) -> tuple[Key, 
         place = next((i for i, each in enumerate(caches) if each[0] is own[0]), len(caches))
         caches[place:] = caches[place:] or [own]
         sessions.append(place)
-    rows = tuple(Own(*view.tensors[2:]).map(_another) for view in views)
+    rows = tuple(RowInputs(*view.tensors[2:]).map(_another) for view in views)
     others = tuple(tuple(KeyValue(_another(kv.key), _another(kv.value)) for kv in text) for text in texts)
     key = Key(tuple(sessions), tuple(view.shape for view in views), tuple(len(keys[0]) for keys, _ in caches))
     return key, Inputs(given, others, tuple(caches), rows)
@@ -278,12 +280,12 @@ class Captured:
     def __init__(self, record: Record, live: bool) -> None:
         """`live` is False where a capture, for which the device is waited for, could wait for another rank."""
         self._record, self._live = record, live
-        self._kept: Captures[Replayed] = Captures()
+        self._kept: GraphCache[Replayed] = GraphCache()
         self._texts: dict[tuple[int, int], TextPlace] = {}  # by the session's home, and row
         self._given: dict[tuple[int, torch.Size], Tensor] = {}  # by place among what is given, and shape
 
     @property
-    def kept(self) -> Captures[Replayed]:
+    def kept(self) -> GraphCache[Replayed]:
         """What is captured for whom."""
         return self._kept
 

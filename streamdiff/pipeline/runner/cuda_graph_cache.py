@@ -22,7 +22,7 @@ HOMES = 4
 """Sessions that have graphs at a time; each costs its graphs' outputs, and a short stall when one is captured."""
 
 
-class Captures(Generic[Graph]):
+class GraphCache(Generic[Graph]):
     """The graphs of at most `most` homes, whoever comes first; sessions beyond that go without."""
 
     def __init__(self, most: int = HOMES) -> None:

@@ -20,7 +20,7 @@ _NEW = 0.9
 
 
 @dataclass(frozen=True)
-class Source:
+class InitLatents:
     """Input of a stream. `latents` `[n, C, F, h, w]`, clean and normalised as the model has them; of each chunk, `[n]`,
     float32: `mixed`, 0 to 1, the noise level that it is mixed with for its first step, and `told`, 0 to 1000, the
     timestep that the model is told then; told / 1000 is the level from which x0 is made (StreamDiffusionV2's code
@@ -31,7 +31,7 @@ class Source:
     told: Tensor
 
     @classmethod
-    def steady(cls, latents: Tensor, strength: float, told: float) -> Source:
+    def steady(cls, latents: Tensor, strength: float, told: float) -> InitLatents:
         """The same level for all chunks."""
         level = torch.full((len(latents),), strength)
         return cls(latents, level, torch.full_like(level, told))
@@ -39,14 +39,14 @@ class Source:
     @classmethod
     def following_motion(
         cls, latents: Tensor, strength: float, frames: Tensor | None = None, together: int = 1
-    ) -> Source:
+    ) -> InitLatents:
         """The more motion, the less noise, see `motion_levels`; the model is told `TOLD_LESS` less. Motion is that of
         `frames` `[n, C, F, H, W]`, such as pixels, or of the latents themselves."""
         levels = motion_levels(latents if frames is None else frames, strength, together)
         told = (levels * TIMESTEPS).floor() - TOLD_LESS * TIMESTEPS
         return cls(latents, levels.float(), told.float())
 
-    def on(self, device: torch.device) -> Source:
+    def on(self, device: torch.device) -> InitLatents:
         """The same with its levels on `device`; latents stay where they are, and go there chunk by chunk."""
         return replace(self, mixed=self.mixed.to(device), told=self.told.to(device))
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from streamdiff.models.interfaces import Trunk
+from streamdiff.models.interfaces import StageModel
 from streamdiff.models.sampling import nearest_steps
 from streamdiff.models.transformer.wan import KeyValue
-from streamdiff.pipeline.distributed.message import Kind, Work
-from streamdiff.pipeline.kv_cache.attention import RingAttention, RowView
-from streamdiff.pipeline.kv_cache.cache import StageState
-from streamdiff.pipeline.kv_cache.geometry import RingPlan, ring_plan
-from streamdiff.pipeline.planner.kv_budget import Room
+from streamdiff.pipeline.distributed.message import MessageKind, StageMessage
+from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, RollingAttention
+from streamdiff.pipeline.kv_cache.cache import KVCache
+from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
+from streamdiff.pipeline.planner.kv_budget import RankMemory
 from streamdiff.pipeline.runner.compiled_stage import CompiledStage, side_by_side
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
 from streamdiff.pipeline.scheduler.kv_context import cache_count, most_steps
@@ -29,12 +29,12 @@ _TRIAL = -1
 
 
 @dataclass
-class StageSession:
+class RunnerSession:
     """What the stage keeps of a session: its ring, its steps per chunk (the first one's left aside), and of each epoch
     still in use the cross-attention keys, and the chunk before which its chunks see nothing but the sink."""
 
-    plan: RingPlan
-    state: StageState
+    plan: CacheGeometry
+    state: KVCache
     steps: int
     matched: bool
     cached_steps: int
@@ -43,11 +43,11 @@ class StageSession:
     since: dict[int, int] = field(default_factory=dict)
 
 
-class Stage:
+class ModelRunner:
     """Stage `index` of `stages`: the blocks of `model.denoiser`, which are its own only. The first one embeds too, the
     last one has the output layer."""
 
-    def __init__(self, model: Trunk, device: torch.device, index: int = 0, stages: int = 1) -> None:
+    def __init__(self, model: StageModel, device: torch.device, index: int = 0, stages: int = 1) -> None:
         self.denoiser, self.spec, self.device = model.denoiser, model.spec, device
         self.index, self.stages = index, stages
         spec, patch = model.spec, model.denoiser.patch
@@ -58,41 +58,41 @@ class Stage:
         self.attention = self._attention(compiled=False)
         self._forward = StageForward(self.denoiser, spec.chunk_shape[1:], index == 0, index == stages - 1)
         self.compiled: CompiledStage | None = None
-        self.sessions: dict[int, StageSession] = {}
-        self._waiting: list[StageState] = []  # caches with graphs, for sessions to come
+        self.sessions: dict[int, RunnerSession] = {}
+        self._waiting: list[KVCache] = []  # caches with graphs, for sessions to come
         self._most_waiting = 0
 
     @torch.inference_mode()
-    def carry_out(self, work: Work) -> Work:
+    def carry_out(self, work: StageMessage) -> StageMessage:
         """Do what `work` says; returns what the next rank gets. Mutates: self."""
         control = work.control
         if control is None:
-            return Work(work.kind, work.rows, None, self.forward(work.rows, work.tensors))
+            return StageMessage(work.kind, work.rows, None, self.forward(work.rows, work.tensors))
         match work.kind:
-            case Kind.OPEN:
+            case MessageKind.OPEN:
                 self.open(control.session, steps=control.steps, kv_context=control.kv_context)
-            case Kind.TEXT:
+            case MessageKind.TEXT:
                 self.set_text(control.session, control.epoch, work.tensors[0], control.oldest, control.since)
-            case Kind.RESET:
+            case MessageKind.RESET:
                 self.reset(control.session)
-            case Kind.STEPS:
+            case MessageKind.STEPS:
                 self.set_steps(control.session, control.epoch, control.steps)
-            case Kind.CLOSE:
+            case MessageKind.CLOSE:
                 self.close(control.session)
         return work
 
     @torch.inference_mode()
     def open(self, session: int, *, steps: int, kv_context: str) -> None:
         """Allocate the session's caches. Mutates: self."""
-        plan = ring_plan(self.spec, kv_context, steps=steps)
+        plan = cache_geometry(self.spec, kv_context, steps=steps)
         caches = cache_count(kv_context, steps=most_steps(steps, self.spec.steps))
         sizes = [tuple(state.key.shape[::2][:2]) for state in self._waiting]
         if (caches, plan.slots) in sizes:
             state = self._waiting.pop(sizes.index((caches, plan.slots)))
             state.reset()
-            self.sessions[session] = StageSession(plan, state, steps, kv_context == "matched", steps)
+            self.sessions[session] = RunnerSession(plan, state, steps, kv_context == "matched", steps)
             return
-        state = StageState.allocate(
+        state = KVCache.allocate(
             plan,
             caches=caches,
             layers=len(self.denoiser.blocks),
@@ -101,7 +101,7 @@ class Stage:
             head_dim=self.denoiser.head_dim,
             like=torch.empty(0, dtype=self.denoiser.dtype, device=self.device),  # weights may be quantised
         )
-        self.sessions[session] = StageSession(plan, state, steps, kv_context == "matched", steps)
+        self.sessions[session] = RunnerSession(plan, state, steps, kv_context == "matched", steps)
 
     def close(self, session: int) -> None:
         """Free the session. With graphs, caches wait for sessions to come, as CUDA's graphs are bound to them: those
@@ -142,7 +142,7 @@ class Stage:
         kept.since.setdefault(epoch, kept.since[latest])
         kept.steps = steps
 
-    def _fit_caches(self, session: StageSession) -> None:
+    def _fit_caches(self, session: RunnerSession) -> None:
         """Where every step has a cache, one of a new number of steps goes on with that of the step whose noise was
         nearest. Done when a row needs it: of steps that no chunk was made in, nothing stays. Mutates: session."""
         if session.matched and session.cached_steps != session.steps:
@@ -172,7 +172,7 @@ class Stage:
         kv_context: str,
         clean_with_next: bool = False,
         sessions: int = 1,
-        room: Room | None = None,
+        room: RankMemory | None = None,
         told: Callable[[int, int], None] = lambda made, of: None,
     ) -> None:
         """Make graphs for the forwards that a session of this kind meets for ever once its window is full: of a chunk
@@ -204,11 +204,11 @@ class Stage:
         for trial in trials:
             self.close(trial)
 
-    def _attention(self, compiled: bool) -> RingAttention:
+    def _attention(self, compiled: bool) -> RollingAttention:
         denoiser = self.denoiser
-        return RingAttention(self.frames, *self.grid, denoiser.head_dim, self.device, compiled, denoiser.attend)
+        return RollingAttention(self.frames, *self.grid, denoiser.head_dim, self.device, compiled, denoiser.attend)
 
-    def _try_out(self, sessions: int, room: Room | None, *, steps: int, kv_context: str) -> list[int]:
+    def _try_out(self, sessions: int, room: RankMemory | None, *, steps: int, kv_context: str) -> list[int]:
         """Open sessions to make graphs with, see `compile`. Mutates: self."""
         trials: list[int] = []
         most = sessions
@@ -237,11 +237,11 @@ class Stage:
         if session.matched and row.last:
             session.state.share(self._cache(session, row), session.plan.slot(row.chunk))
 
-    def _cache(self, session: StageSession, row: MicroStep) -> int:
+    def _cache(self, session: RunnerSession, row: MicroStep) -> int:
         """A first chunk may have more steps: those before the others' first write where that one will."""
         return max(0, row.step - (row.steps - session.steps)) if session.matched else 0
 
-    def _view(self, row: MicroStep, ahead: int) -> RowView:
+    def _view(self, row: MicroStep, ahead: int) -> AttentionMetadata:
         session = self.sessions[row.session]
         self._fit_caches(session)
         cache = self._cache(session, row)

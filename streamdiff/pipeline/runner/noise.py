@@ -14,8 +14,8 @@ from streamdiff.models.sampling import Schedule
 
 
 class Noise(Protocol):
-    """Standard normal noise of one session, on the CPU, so that it is the same for every device; `DrawnAhead` alone
-    has it on the device."""
+    """Standard normal noise of one session, on the CPU, so that it is the same for every device; `PrefetchedNoise`
+    alone has it on the device."""
 
     def draw(self, chunk: int, step: int) -> Tensor:
         """Float32 `[C, F, h, w]`, a pure function of (chunk, step): what step 0 receives, what is added
@@ -40,7 +40,7 @@ class SeededNoise:
 
 
 @dataclass(frozen=True)
-class GivenNoise:
+class TensorNoise:
     """Noise of the first chunks as tensors: `initial` `[n, C, F, h, w]` for step 0, `renoise` `[n, steps - 1, C, F, h,
     w]` for the later ones, of which chunk c has `schedule.of(c).steps - 1`; what neither has comes from `rest`."""
 
@@ -60,7 +60,7 @@ class GivenNoise:
         return chunk < len(self.initial) or self.rest.exact(chunk)
 
 
-class DrawnAhead:
+class PrefetchedNoise:
     """Noise on the device, without a host that waits: while the device computes, a thread draws what is wanted next,
     into pinned memory, from where the copy needs nobody.
 

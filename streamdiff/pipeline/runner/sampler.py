@@ -16,9 +16,9 @@ from torch import Tensor
 from streamdiff.models import sampling
 from streamdiff.models.interfaces import Model
 from streamdiff.models.sampling import Schedule
-from streamdiff.pipeline.kv_cache.geometry import RingPlan, ring_plan
-from streamdiff.pipeline.runner.init_latents import Source
-from streamdiff.pipeline.runner.noise import DrawnAhead, Noise
+from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
+from streamdiff.pipeline.runner.init_latents import InitLatents
+from streamdiff.pipeline.runner.noise import Noise, PrefetchedNoise
 from streamdiff.pipeline.scheduler.step import MicroStep
 
 
@@ -30,7 +30,7 @@ class Finished(NamedTuple):
 
 
 PROMPT_SWITCHES = ("keep", "flush", "recache")
-"""What a new prompt may do to the past, see `Ring.set_text`. To start afresh is `Ring.reset`."""
+"""What a new prompt may do to the past, see `RingExecutor.set_text`. To start afresh is `RingExecutor.reset`."""
 
 
 @dataclass
@@ -51,12 +51,12 @@ class HeadSession:
     noise: Noise
     schedule: Schedule
     kv_context: str
-    plan: RingPlan
+    plan: CacheGeometry
     levels: tuple[Tensor, Tensor]
     latents: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     kept: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
     since: int = 0
-    source: Source | None = None
+    source: InitLatents | None = None
     pictures: Any = None
 
     @property
@@ -71,7 +71,7 @@ class HeadSession:
             self.kept.pop(gone, None)
 
 
-class Head:
+class LatentSampler:
     """Latents, noise and sampler of every open session."""
 
     def __init__(self, model: Model, device: torch.device) -> None:
@@ -81,10 +81,10 @@ class Head:
         self._thread = ThreadPoolExecutor(1, "noise") if device.type == "cuda" else None
 
     def prepare(
-        self, *, noise: Noise, schedule: Schedule, kv_context: str, source: Source | None = None
+        self, *, noise: Noise, schedule: Schedule, kv_context: str, source: InitLatents | None = None
     ) -> HeadSession:
         """A stream at its beginning; in `sessions` it starts."""
-        plan = ring_plan(self.spec, kv_context, steps=schedule.steps)
+        plan = cache_geometry(self.spec, kv_context, steps=schedule.steps)
         levels, drawn = self._both_levels(schedule), self._drawn(noise, schedule)
         return HeadSession(noise, drawn, schedule, kv_context, plan, levels, source=source and source.on(self.device))
 
@@ -184,7 +184,7 @@ class Head:
         """The noise on the device, drawn ahead where that pays."""
         if self._thread is None:
             return noise
-        return DrawnAhead(noise, self.device, schedule.steps + (self.spec.context_sigma > 0), self._thread)
+        return PrefetchedNoise(noise, self.device, schedule.steps + (self.spec.context_sigma > 0), self._thread)
 
     def _both_levels(self, schedule: Schedule) -> tuple[Tensor, Tensor]:
         """What the model is told at each step of the first chunk and of the others, see `HeadSession`."""

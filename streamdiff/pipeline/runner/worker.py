@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
-from streamdiff.pipeline.distributed.link import Inbox, Outbox
-from streamdiff.pipeline.distributed.message import Kind, Work
+from streamdiff.pipeline.distributed.link import Receiver, Sender
+from streamdiff.pipeline.distributed.message import MessageKind, StageMessage
 from streamdiff.pipeline.runner.device_timer import DeviceTimer
-from streamdiff.pipeline.runner.model_runner import Stage
+from streamdiff.pipeline.runner.model_runner import ModelRunner
 
 LEAVE_S = 5.0
 """How long ranks wait for each other when they end."""
@@ -20,20 +20,20 @@ LEAVE_S = 5.0
 class Source(Protocol):
     """Where a rank's work comes from."""
 
-    def take(self, wait_s: float | None = 0.0) -> Work | None:
+    def take(self, wait_s: float | None = 0.0) -> StageMessage | None:
         """The next work, or None when there is none within `wait_s` (None: wait for ever)."""
 
     def close(self, limit_s: float = 0.0) -> None:
-        """No more is taken; see `Inbox.close`."""
+        """No more is taken; see `Receiver.close`."""
 
 
 class LinkSource:
     """Work from the stage before."""
 
-    def __init__(self, inbox: Inbox) -> None:
+    def __init__(self, inbox: Receiver) -> None:
         self.inbox = inbox
 
-    def take(self, wait_s: float | None = 0.0) -> Work | None:
+    def take(self, wait_s: float | None = 0.0) -> StageMessage | None:
         return self.inbox.receive(wait_s)
 
     def close(self, limit_s: float = 0.0) -> None:
@@ -47,16 +47,16 @@ class Worker:
     happened reads them, from any thread. `done` counts works.
     """
 
-    def __init__(self, source: Source, stage: Stage, outbox: Outbox, timer: DeviceTimer | None = None) -> None:
+    def __init__(self, source: Source, stage: ModelRunner, outbox: Sender, timer: DeviceTimer | None = None) -> None:
         """`timer` is that of the device; None: one that is made here."""
         self.source, self.stage, self.outbox = source, stage, outbox
         self.timer = timer or DeviceTimer.on(stage.device)
         self._timed = self.timer.stream()
-        self.now: Work | None = None
-        self.last: Work | None = None
+        self.now: StageMessage | None = None
+        self.last: StageMessage | None = None
         self.done = 0
 
-    def turn(self, wait_s: float | None = 0.0) -> Work | None:
+    def turn(self, wait_s: float | None = 0.0) -> StageMessage | None:
         """Take one work, carry it out, hand the result on; returns what was taken."""
         work = self.source.take(wait_s)
         if work is not None:
@@ -70,7 +70,7 @@ class Worker:
 
     def run(self) -> None:
         """Work until the ring is stopped, then take leave of the neighbours. Mutates: everything."""
-        while (work := self.turn(None)) is None or work.kind is not Kind.STOP:
+        while (work := self.turn(None)) is None or work.kind is not MessageKind.STOP:
             pass
         self.outbox.close()
         self.source.close(LEAVE_S)

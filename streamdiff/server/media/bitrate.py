@@ -24,7 +24,7 @@ TRIAL_S = 6.0
 """A viewer's first estimates grow from a guess, whatever its line can carry."""
 
 
-class Governor:
+class BitrateController:
     """The bit rate of one encoder. Sans-IO."""
 
     def __init__(self, configured_bps: int) -> None:

@@ -154,7 +154,8 @@ def fault(name: Library) -> str | None:
 
 
 def choose_h264(wanted: str) -> Library | None:
-    """The library that makes H.264 for a value of `server.media.encoder`; None when none of those can be opened here."""
+    """The library that makes H.264 for a value of `server.media.encoder`; None when none of those can be opened
+    here."""
     return next((name for name in H264_CHOICES[wanted] if fault(name) is None), None)
 
 

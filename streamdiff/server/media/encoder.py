@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from streamdiff import clock
 from streamdiff.server.media.codecs import PERIODIC_KEY_S, TIME_BASE, Codec, Format, open_context
-from streamdiff.server.media.packets import Encoded
+from streamdiff.server.media.packets import EncodedFrame
 from streamdiff.video.pixel_format import kind_of, size_of
 
 Picture = NDArray[np.uint8]
@@ -33,7 +33,7 @@ QUEUE_PICTURES = 4
 """Pictures that may wait for the encoder, 0.1 s at 40 FPS; the oldest goes first."""
 
 
-class KeyGate:
+class KeyframeLimiter:
     """Decides when a key frame is made: wishes at once, but never two within `KEY_INTERVAL_S`. Sans-IO."""
 
     def __init__(self) -> None:
@@ -83,8 +83,9 @@ class PictureEncoder:
         self._interpolation = "BICUBIC" if fmt.scale > 1 else "AREA"
         self._context = open_context(codec, fmt)
 
-    def encode(self, picture: Picture, pts: int, key: bool) -> list[Encoded]:
-        """Encode a picture, uint8 as in `streamdiff.video.pixel_format`, shown at `pts` (90 kHz ticks, strictly increasing).
+    def encode(self, picture: Picture, pts: int, key: bool) -> list[EncodedFrame]:
+        """Encode a picture, uint8 as in `streamdiff.video.pixel_format`, shown at `pts` (90 kHz ticks, strictly
+        increasing).
 
         YUV420 goes to the encoder as it is, unless it is to be enlarged, or the codec knows other colours only.
 
@@ -108,7 +109,7 @@ class PictureEncoder:
         frame.pict_type = PictureType.I if key else PictureType.NONE
         packets = self._context.encode(frame)
         took_s = clock.monotonic_s() - begun_s
-        return [Encoded(packet, int(packet.pts or pts), packet.is_keyframe, took_s) for packet in packets]
+        return [EncodedFrame(packet, int(packet.pts or pts), packet.is_keyframe, took_s) for packet in packets]
 
 
 @dataclass
@@ -128,13 +129,13 @@ class EncoderThread:
     Pictures never wait long: at most `QUEUE_PICTURES` do, then the oldest is dropped and counted.
     """
 
-    def __init__(self, codec: Codec, fmt: Format, deliver: Callable[[Encoded], None]) -> None:
+    def __init__(self, codec: Codec, fmt: Format, deliver: Callable[[EncodedFrame], None]) -> None:
         self.codec: Codec = codec
         self.counters = EncoderCounters(bitrate_bps=fmt.bitrate_bps)
         self._format = fmt
         self._deliver = deliver
         self._encoder = PictureEncoder(codec, fmt)
-        self._gate = KeyGate()
+        self._gate = KeyframeLimiter()
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Picture, int]] = deque()
         self._stopping = False
@@ -196,7 +197,7 @@ class EncoderThread:
                 self.counters.key_frames += packet.key
                 self._deliver(packet)
 
-    def _encode(self, picture: Picture, pts: int, key: bool) -> list[Encoded]:
+    def _encode(self, picture: Picture, pts: int, key: bool) -> list[EncodedFrame]:
         """One picture; when the codec library fails, the stream goes on with a fresh encoder and a key frame."""
         try:
             return self._encoder.encode(picture, pts, key)

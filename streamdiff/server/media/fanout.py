@@ -11,12 +11,12 @@ from functools import partial
 from typing import Protocol
 
 from streamdiff import clock
-from streamdiff.server.media.bitrate import Governor
+from streamdiff.server.media.bitrate import BitrateController
 from streamdiff.server.media.codecs import Codec, Format
 from streamdiff.server.media.encoder import EncoderCounters, EncoderThread
 from streamdiff.server.media.pacer import Pacer
-from streamdiff.server.media.packets import Encoded
-from streamdiff.server.metrics import Ahead, Metrics
+from streamdiff.server.media.packets import EncodedFrame
+from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.rate_limit import Rate
 
 LOOK_S = 1.0
@@ -26,7 +26,7 @@ LOOK_S = 1.0
 class Receiver(Protocol):
     """Who gets the packets: a viewer's track, or an output."""
 
-    def put(self, encoded: Encoded) -> None:
+    def put(self, encoded: EncodedFrame) -> None:
         """Take one packet, at once; called on the event loop."""
 
     def line_bps(self, now_s: float) -> int | None:
@@ -43,8 +43,8 @@ class Fanout:
         self._loop = asyncio.get_running_loop()
         self._encoders: dict[Codec, EncoderThread] = {}
         self._viewers: dict[Codec, set[Receiver]] = {}
-        self._governors: dict[Codec, Governor] = {}
-        self._dropped: dict[Codec, Ahead] = {}
+        self._governors: dict[Codec, BitrateController] = {}
+        self._dropped: dict[Codec, CounterDelta] = {}
         self._look_s = 0.0
         self._bits: defaultdict[Codec, Rate] = defaultdict(Rate)
 
@@ -60,7 +60,7 @@ class Fanout:
             self.request_key(codec)
             return
         self._encoders[codec] = self._new_encoder(codec, self._format)
-        self._governors[codec] = Governor(self._format.bitrate_bps)
+        self._governors[codec] = BitrateController(self._format.bitrate_bps)
         self._pacer.set_encoders(tuple(self._encoders.values()))
 
     def detach(self, codec: Codec, track: Receiver) -> None:
@@ -79,12 +79,12 @@ class Fanout:
         old = tuple(self._encoders.values())
         self._encoders = {codec: self._new_encoder(codec, fmt) for codec in self._encoders}
         self._pacer.set_encoders(tuple(self._encoders.values()))
-        self._governors = {codec: Governor(fmt.bitrate_bps) for codec in self._encoders}
+        self._governors = {codec: BitrateController(fmt.bitrate_bps) for codec in self._encoders}
         for encoder in old:
             encoder.stop()
 
     def _new_encoder(self, codec: Codec, fmt: Format) -> EncoderThread:
-        self._dropped[codec] = Ahead()
+        self._dropped[codec] = CounterDelta()
         return EncoderThread(codec, fmt, partial(self._deliver, codec))
 
     def request_key(self, codec: Codec) -> None:
@@ -111,7 +111,7 @@ class Fanout:
         self._encoders.clear()
         self._viewers.clear()
 
-    def _deliver(self, codec: Codec, encoded: Encoded) -> None:
+    def _deliver(self, codec: Codec, encoded: EncodedFrame) -> None:
         """On the encoder's thread."""
         self._loop.call_soon_threadsafe(self._fan, codec, encoded)
 
@@ -119,7 +119,7 @@ class Fanout:
         """Bit/s that each viewer of `codec` is sent."""
         return self._bits[codec].per_s(clock.monotonic_s())
 
-    def _fan(self, codec: Codec, encoded: Encoded) -> None:
+    def _fan(self, codec: Codec, encoded: EncodedFrame) -> None:
         self._bits[codec].add(8 * encoded.packet.size, clock.monotonic_s())
         self._metrics.encoded_bytes.labels(codec).inc(encoded.packet.size)
         self._metrics.encode_s.labels(codec).observe(encoded.encode_s)

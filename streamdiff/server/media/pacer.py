@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from streamdiff import clock
 from streamdiff.server.media.encoder import EncoderThread
-from streamdiff.server.media.playout import MEDIA_CLOCK_HZ, Due, Playout
+from streamdiff.server.media.playout import MEDIA_CLOCK_HZ, PlayoutBuffer, PlayoutSlot
 
 REPEAT_S = 0.2
 """While the engine makes nothing, the last picture is sent again this often, so that connections stay alive."""
@@ -25,7 +25,7 @@ SLACK_S = 0.2
 """How far the media clock may lag real time before the time stamps jump ahead."""
 
 
-class WireClock:
+class RtpClock:
     """Turns the media clock, which stands still while nothing is shown, into time stamps that follow real time.
 
     A viewer's jitter buffer takes a stamp that falls behind real time for a slow network, and adds delay for good.
@@ -82,13 +82,15 @@ class Pacer:
     `on_shown` is called on the pacer's thread after each new frame.
     """
 
-    def __init__(self, fps: float, start_frames: int, on_shown: Callable[[Due], None], grace_s: float = 0.0) -> None:
+    def __init__(
+        self, fps: float, start_frames: int, on_shown: Callable[[PlayoutSlot], None], grace_s: float = 0.0
+    ) -> None:
         """`grace_s`: how long the stream plays on when the last one who watched has left."""
         self._grace_s = grace_s
         self._until_s = float("-inf")  # so long it plays with nobody watching
         self._on_shown = on_shown
-        self._playout = Playout(fps, start_frames=start_frames)
-        self._wire = WireClock()
+        self._playout = PlayoutBuffer(fps, start_frames=start_frames)
+        self._wire = RtpClock()
         self._changed = threading.Condition()
         self._encoders: tuple[EncoderThread, ...] = ()
         self._paused = False
@@ -102,7 +104,7 @@ class Pacer:
     # ---- called from the event loop -----------------------------------------------------------------------------
 
     def push(self, first: int, pictures: NDArray[np.uint8], epoch: int) -> None:
-        """Take frames from the engine; see `Playout.push`."""
+        """Take frames from the engine; see `PlayoutBuffer.push`."""
         with self._changed:
             self._playout.push(first, pictures, epoch=epoch)
             self._pushed = pictures[-1]
@@ -209,7 +211,7 @@ class Pacer:
         latest = self._playout.latest
         return latest.picture if latest else self._pushed
 
-    def _choose(self, due: Due | None, now_s: float) -> tuple[NDArray[np.uint8], int] | None:
+    def _choose(self, due: PlayoutSlot | None, now_s: float) -> tuple[NDArray[np.uint8], int] | None:
         """What is sent now, with its time stamp: a new frame always, an old one when it is time for it."""
         if not self._encoders:
             return None

@@ -20,7 +20,7 @@ a key frame for everybody would make it worse. What waited goes out at once, so 
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedFrame:
     """One encoded frame. `packet` is shared by all viewers of a codec and never written to.
 
     `pts` counts 90 kHz ticks; `encode_s` is what it took to make, in seconds.
@@ -40,14 +40,14 @@ class PacketQueue:
 
     def __init__(self, limit: int = QUEUE_PACKETS) -> None:
         self._limit = limit
-        self._waiting: deque[Encoded] = deque()
+        self._waiting: deque[EncodedFrame] = deque()
         self._needs_key = True
         self.dropped = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, encoded: Encoded) -> bool:
+    def put(self, encoded: EncodedFrame) -> bool:
         """Queue a packet, or drop it until the next key frame. True: ask the encoder for one. Mutates: self."""
         if encoded.key:
             self.dropped += len(self._waiting) if len(self._waiting) >= self._limit else 0
@@ -64,6 +64,6 @@ class PacketQueue:
         self._waiting.append(encoded)
         return False
 
-    def get(self) -> Encoded | None:
+    def get(self) -> EncodedFrame | None:
         """The oldest packet that waits. Mutates: self."""
         return self._waiting.popleft() if self._waiting else None

@@ -25,9 +25,9 @@ SLOWEST, PLENTY = 0.1, 0.75
 
 
 @dataclass(frozen=True)
-class Due:
-    """One slot: `picture` uint8 as in `streamdiff.video.pixel_format`, its session frame number and epoch, `pts` in ticks of 90
-    kHz."""
+class PlayoutSlot:
+    """One slot: `picture` uint8 as in `streamdiff.video.pixel_format`, its session frame number and epoch, `pts` in
+    ticks of 90 kHz."""
 
     picture: NDArray[np.uint8] = field(repr=False)
     frame: int
@@ -53,7 +53,7 @@ def _check_fps(fps: float) -> None:
         raise ValueError(f"fps is {fps}; it must be above 0 and at most 1000")
 
 
-class Playout:
+class PlayoutBuffer:
     """The buffer between an engine that makes frames in bursts and viewers who want them evenly.
 
     Frames are shown in order and none is left out, except by `clear_before` and when more than `capacity_frames`
@@ -96,7 +96,7 @@ class Playout:
         """Slots that passed unseen because the caller asked too late."""
         self.passed_frames = 0
         """Session frames that are shown or dropped: what `Shown.frames` reports to the engine."""
-        self.latest: Due | None = None
+        self.latest: PlayoutSlot | None = None
         """The last slot handed out, to show to who joins."""
         self._catch_up_s = catch_up_s
         self._set_rate(fps)
@@ -194,7 +194,7 @@ class Playout:
             return -math.inf
         return self._filling_since_s + self._start_wait_s
 
-    def due(self, now_s: float) -> Due | None:
+    def due(self, now_s: float) -> PlayoutSlot | None:
         """The slot that is due at `now_s`, or None. Call again at once: more may be due; then wait for `next_due_s`.
 
         Raises:
@@ -265,7 +265,7 @@ class Playout:
                 self._speed = min(1.0, self._speed * (RISE_FAST if 2 * self._lowest >= self._start_frames else RISE))
             self._watched, self._lowest = 0, self._capacity_frames
 
-    def _hand_out(self) -> Due:
+    def _hand_out(self) -> PlayoutSlot:
         self._credit = min(2.0, self._credit + self._speed)
         repeated = self._filling or not self._queue or self._credit < 1.0
         if not repeated:
@@ -276,12 +276,12 @@ class Playout:
             waiting = self._queue.popleft()
             self.shown += 1
             self.passed_frames = waiting.frame + 1
-            due = Due(waiting.picture, waiting.frame, waiting.epoch, self.pts(self._slot), repeated)
+            due = PlayoutSlot(waiting.picture, waiting.frame, waiting.epoch, self.pts(self._slot), repeated)
         else:
             last = self.latest
             assert last is not None, "slots begin with a frame"
             self.repeated += 1
-            due = Due(last.picture, last.frame, last.epoch, self.pts(self._slot), repeated)
+            due = PlayoutSlot(last.picture, last.frame, last.epoch, self.pts(self._slot), repeated)
         self._slot += 1
         self.latest = due
         return due

@@ -1,4 +1,5 @@
-"""`python -m streamdiff.server.outputs.muxer`: writes encoded packets from standard input to a file or a network address.
+"""`python -m streamdiff.server.outputs.muxer`: writes encoded packets from standard input to a file or a network
+address.
 
 A process of its own per output, since FFmpeg may wait for the other side for as long as it likes, and PyAV holds the
 interpreter's lock while it connects. Standard input: one JSON line (`Header`), then records of `RECORD` and a payload,

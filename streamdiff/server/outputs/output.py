@@ -15,12 +15,12 @@ from typing import Literal
 
 from streamdiff import child_process, clock
 from streamdiff.server.media.fanout import Fanout
-from streamdiff.server.media.packets import Encoded, PacketQueue
-from streamdiff.server.metrics import Ahead, Metrics
+from streamdiff.server.media.packets import EncodedFrame, PacketQueue
+from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.outputs.muxer import RECORD, Header
 from streamdiff.server.outputs.target import Target
 from streamdiff.server.outputs.whip import Publication, WhipError
-from streamdiff.server.sessions.live_session import SessionView
+from streamdiff.server.sessions.live_session import LiveSession
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Sent:
 class Output:
     """One target. `view` gives the session, or None while there is none."""
 
-    def __init__(self, target: Target, view: Callable[[], SessionView | None], metrics: Metrics) -> None:
+    def __init__(self, target: Target, view: Callable[[], LiveSession | None], metrics: Metrics) -> None:
         self.sent = Sent(target.name)
         self._target = target
         self._view = view
@@ -61,7 +61,7 @@ class Output:
         self._stopping = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name=f"output-{target.name}")
 
-    def put(self, encoded: Encoded) -> None:
+    def put(self, encoded: EncodedFrame) -> None:
         """Take one packet, or skip to the next key frame; called by the fan-out."""
         dropped = self._queue.dropped
         if self._queue.put(encoded) and self._fanout is not None:
@@ -114,7 +114,7 @@ class Output:
                     self._arrived.clear()
                     await self._arrived.wait()
 
-    async def _send(self, view: SessionView, attempt: int) -> str | None:
+    async def _send(self, view: LiveSession, attempt: int) -> str | None:
         """Write the session until something fails; says what. None: the session has ended."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "streamdiff.server.outputs.muxer"),
@@ -145,14 +145,14 @@ class Output:
         lines = (await complaints).decode(errors="replace").splitlines()
         return reason or (lines[-1] if lines else f"the writer ended with code {process.returncode}")
 
-    def _header(self, view: SessionView, attempt: int) -> Header:
+    def _header(self, view: LiveSession, attempt: int) -> Header:
         fmt, target = view.format, self._target
         width, height = fmt.width * fmt.scale, fmt.height * fmt.scale
         return Header(
             target.attempt(attempt), target.container, target.codec, width, height, fmt.fps, dict(target.options)
         )
 
-    async def _feed(self, process: asyncio.subprocess.Process, view: SessionView) -> None:
+    async def _feed(self, process: asyncio.subprocess.Process, view: LiveSession) -> None:
         """Hand over packets until the end is asked for, the session ends or the writer does.
 
         Raises:
@@ -179,10 +179,10 @@ class Output:
                 await process.stdin.drain()
             self._count(1, 0)
 
-    async def _publish(self, view: SessionView) -> str | None:
+    async def _publish(self, view: LiveSession) -> str | None:
         """Publish the session until something fails; says what. None: the session has ended."""
         publication = Publication(self._target.url, view.fanout, self._target.codec)
-        frames, dropped = Ahead(), Ahead()
+        frames, dropped = CounterDelta(), CounterDelta()
         try:
             await publication.open()
             while not self._stopping.is_set() and not view.closed:
@@ -224,7 +224,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 class Outputs:
     """All outputs of a server. Made on the running event loop."""
 
-    def __init__(self, targets: Sequence[Target], view: Callable[[], SessionView | None], metrics: Metrics) -> None:
+    def __init__(self, targets: Sequence[Target], view: Callable[[], LiveSession | None], metrics: Metrics) -> None:
         self._outputs = [Output(target, view, metrics) for target in targets]
 
     def states(self) -> list[Sent]:

@@ -15,7 +15,7 @@ from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
 from streamdiff import clock
 from streamdiff.server.media.codecs import Codec
 from streamdiff.server.media.fanout import Fanout
-from streamdiff.server.rate_limit import Allowance
+from streamdiff.server.rate_limit import TokenBucket
 from streamdiff.server.webrtc import aiortc_compat
 from streamdiff.server.webrtc.sdp import without_unusable
 from streamdiff.server.webrtc.track import ViewerTrack
@@ -42,7 +42,7 @@ class Publication:
         self._fanout = fanout
         self._codec = codec
         self._pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
-        self._wishes = Allowance(KEY_WISHES_PER_S, KEY_WISH_BURST)
+        self._wishes = TokenBucket(KEY_WISHES_PER_S, KEY_WISH_BURST)
         self._resource: str | None = None
         self._resource_headers = self._headers
         self._opened_s = 0.0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from streamdiff.errors import EngineFailure
-from streamdiff.server.app_state import Services
+from streamdiff.server.app_state import AppState
 from streamdiff.server.problem import Problem, described
-from streamdiff.server.sessions.control import Control, ControlError
-from streamdiff.server.sessions.live_session import SessionView
+from streamdiff.server.sessions.control import ControlError, ControlMessage
+from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.receipts import Receipt
 from streamdiff.server.sessions.spec import SessionEnded
 
@@ -30,7 +30,7 @@ _REFUSED = described(
 )
 
 
-def bad_control(services: Services, error: ControlError) -> Problem:
+def bad_control(services: AppState, error: ControlError) -> Problem:
     """What a message that is not obeyed is answered."""
     services.metrics.controls.labels("any", error.code).inc()
     known = {"bad_json": 400, "bad_message": 400, "conflict": 409}
@@ -45,7 +45,7 @@ def status_of(receipts: list[Receipt]) -> int:
     return 202 if any(receipt.stage == "asked" for receipt in receipts) else 200
 
 
-async def carry_out(services: Services, view: SessionView, control: Control) -> Receipt:
+async def carry_out(services: AppState, view: LiveSession, control: ControlMessage) -> Receipt:
     """Have a message obeyed; the receipt says `accepted`, or `asked` when the engine has it and takes its time.
 
     Raises:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.websockets import WebSocket
 
-from streamdiff.server.app_state import SOCKET_PROTOCOL, Services, services_of
+from streamdiff.server.app_state import SOCKET_PROTOCOL, AppState, services_of
 from streamdiff.server.peers import address_of
 from streamdiff.server.problem import Problem, Responses, described, media_type, read_body, respond
 from streamdiff.server.routes.apply import _REFUSED, bad_control, carry_out, status_of
@@ -89,7 +89,7 @@ async def _control(request: Request, session: SessionQuery = None) -> Response:
 
 async def _socket(socket: WebSocket) -> None:
     """The control WebSocket of a session. It is refused with a problem document before it is accepted."""
-    services: Services = socket.app.state.services
+    services: AppState = socket.app.state.services
     try:
         places, address = services.sockets, address_of(socket)
         if (refusal := places.refusal(address)) is not None:

@@ -7,7 +7,7 @@ from typing import Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
-from streamdiff.server.app_state import Services, services_of
+from streamdiff.server.app_state import AppState, services_of
 from streamdiff.server.auth import Role
 from streamdiff.server.problem import Problem, described
 from streamdiff.server.routes.openapi import answer, needs, open_to_all
@@ -66,7 +66,7 @@ async def _readyz(request: Request) -> Readiness:
     raise problem
 
 
-def _unready(services: Services, may_control: bool) -> Problem | None:
+def _unready(services: AppState, may_control: bool) -> Problem | None:
     """Why nobody should be sent here; None: all is well."""
     hub = services.hub
     if hub.failed is not None:

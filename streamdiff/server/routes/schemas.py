@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from streamdiff.config import KVContext
 from streamdiff.engine.messages import Ready
 from streamdiff.server.problem import Problem
-from streamdiff.server.sessions.control import Control, steps_refusal
+from streamdiff.server.sessions.control import ControlMessage, steps_refusal
 from streamdiff.server.sessions.control_schema import Body, Fps, Prompt, Revision, Seed, Steps, Switch
 
 Size = Annotated[str, Field(pattern=r"^[0-9]{1,5}[x*][0-9]{1,5}$")]
@@ -170,7 +170,7 @@ def _check_steps(steps: int | None, ready: Ready) -> None:
         raise Problem(422, why, code="invalid", field="steps")
 
 
-def controls_of(change: SessionChange, ready: Ready) -> list[Control]:
+def controls_of(change: SessionChange, ready: Ready) -> list[ControlMessage]:
     """The control messages that a change is made of, in their order.
 
     Raises:
@@ -179,12 +179,12 @@ def controls_of(change: SessionChange, ready: Ready) -> list[Control]:
     _check_steps(change.steps, ready)
     controls = []
     if change.fps is not None:
-        controls.append(Control("fps", fps=change.fps))
+        controls.append(ControlMessage("fps", fps=change.fps))
     if change.steps is not None:
-        controls.append(Control("steps", steps=change.steps))
+        controls.append(ControlMessage("steps", steps=change.steps))
     if change.prompt is not None:
-        controls.append(Control("prompt", prompt=change.prompt, switch=change.switch or ""))
+        controls.append(ControlMessage("prompt", prompt=change.prompt, switch=change.switch or ""))
     if change.seed is not None:
-        controls.append(Control("reset", seed=change.seed))
+        controls.append(ControlMessage("reset", seed=change.seed))
     # The revision goes up with the first of them, so only that one can ask for it.
     return [replace(controls[0], if_rev=change.if_rev), *controls[1:]]

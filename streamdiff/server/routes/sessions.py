@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 
 from streamdiff import clock
 from streamdiff.errors import RequestError
-from streamdiff.server.app_state import Services, refusals, services_of
+from streamdiff.server.app_state import AppState, refusals, services_of
 from streamdiff.server.auth import Role
 from streamdiff.server.problem import Problem, Responses, described, media_type, read_body
 from streamdiff.server.routes.apply import carry_out, status_of
@@ -28,9 +28,9 @@ from streamdiff.server.routes.schemas import (
     controls_of,
     read,
 )
-from streamdiff.server.sessions.control import MAX_BODY_BYTES, Control, Kind
-from streamdiff.server.sessions.live_session import SessionView
-from streamdiff.server.sessions.manager import NoPlace
+from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlMessage, Kind
+from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.sessions.manager import SessionUnavailable
 from streamdiff.server.sessions.spec import SessionSpec
 
 
@@ -99,7 +99,7 @@ async def _read(request: Request, model: type[BodyT]) -> BodyT:
     return read(model, given)
 
 
-def info_of(services: Services, view: SessionView) -> SessionInfo:
+def info_of(services: AppState, view: LiveSession) -> SessionInfo:
     """A session as the API shows it."""
     now_s = clock.monotonic_s()
     lifetime = services.hub.lifetime(view.session)
@@ -120,7 +120,7 @@ def info_of(services: Services, view: SessionView) -> SessionInfo:
     )
 
 
-def _capacity(services: Services) -> CapacityInfo:
+def _capacity(services: AppState) -> CapacityInfo:
     hub, ready = services.hub, services.hub.ready
     return CapacityInfo(
         room=hub.room(),
@@ -150,7 +150,7 @@ async def _open(request: Request) -> Response:
         return await _open_here(services, request)
 
 
-async def _open_here(services: Services, request: Request) -> Response:
+async def _open_here(services: AppState, request: Request) -> Response:
     services.require(request, Role.CONTROLLER)
     services.limit(request)
     wanted = await _read(request, NewSession)
@@ -165,7 +165,7 @@ async def _open_here(services: Services, request: Request) -> Response:
     )
     try:
         view = await services.hub.open(spec)
-    except NoPlace as error:
+    except SessionUnavailable as error:
         raise Problem(503, str(error), {"Retry-After": str(error.retry_after_s)}, code=error.code) from error
     except RequestError as error:
         raise Problem(422, str(error), code="refused", field=error.field) from error
@@ -188,7 +188,7 @@ async def _change(request: Request, response: Response, session: str) -> Receipt
     return await _obey(services, view, controls, response)
 
 
-async def _obey(services: Services, view: SessionView, controls: list[Control], response: Response) -> Receipts:
+async def _obey(services: AppState, view: LiveSession, controls: list[ControlMessage], response: Response) -> Receipts:
     """Have all obeyed, in order; the response's status says whether some is still to come. Mutates: response."""
     receipts = [await carry_out(services, view, control) for control in controls]
     if view.closed:
@@ -200,7 +200,7 @@ async def _obey(services: Services, view: SessionView, controls: list[Control], 
 def _act(kind: Kind) -> Any:
     async def act(request: Request, response: Response, session: str) -> Receipts:
         services = services_of(request)
-        return await _obey(services, services.controlled_view(request), [Control(kind)], response)
+        return await _obey(services, services.controlled_view(request), [ControlMessage(kind)], response)
 
     return act
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from streamdiff.server.metrics import Metrics
-from streamdiff.server.sessions.connection import Conversation
-from streamdiff.server.sessions.live_session import SessionView
+from streamdiff.server.sessions.connection import ControlConnection
+from streamdiff.server.sessions.live_session import LiveSession
 
 MAX_BUFFERED_BYTES = 256 * 1024
 SEND_LIMIT_S = 10.0
@@ -24,14 +24,14 @@ _numbers = itertools.count(1)
 class ControlSocket:
     """A conversation over an accepted WebSocket. A peer that does not read is let go after a bound."""
 
-    def __init__(self, socket: WebSocket, view: SessionView, metrics: Metrics, may_control: bool) -> None:
+    def __init__(self, socket: WebSocket, view: LiveSession, metrics: Metrics, may_control: bool) -> None:
         self._socket = socket
         self._metrics = metrics
         self._waiting: asyncio.Queue[str] = asyncio.Queue()
         self._waiting_bytes = 0
         self._slow, self._ended = asyncio.Event(), False
         self._name = f"ws-{next(_numbers)}"
-        self._conversation = Conversation(self._name, view, metrics, self._put, lambda: "unknown", may_control)
+        self._conversation = ControlConnection(self._name, view, metrics, self._put, lambda: "unknown", may_control)
 
     async def run(self) -> End:
         """Speak until one side ends; says why."""

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from fastapi import APIRouter, Request, Response
 
 from streamdiff.config import IceServer
-from streamdiff.server.app_state import Services, refusals, services_of
+from streamdiff.server.app_state import AppState, refusals, services_of
 from streamdiff.server.auth import Role
 from streamdiff.server.peers import address_of
 from streamdiff.server.problem import Problem, Responses, described, media_type, read_body
@@ -129,7 +129,7 @@ async def _post(request: Request) -> Response:
         return await _connect(services, request)
 
 
-async def _connect(services: Services, request: Request) -> Response:
+async def _connect(services: AppState, request: Request) -> Response:
     if media_type(request) != SDP_TYPE:
         raise Problem(415, f"An offer is {SDP_TYPE}.", {"Accept-Post": SDP_TYPE})
     offer = _text(await read_body(request, MAX_SDP_BYTES))

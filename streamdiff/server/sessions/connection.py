@@ -12,20 +12,20 @@ from typing import Any
 from streamdiff import clock
 from streamdiff.errors import EngineFailure
 from streamdiff.server.metrics import Metrics
-from streamdiff.server.rate_limit import Allowance
+from streamdiff.server.rate_limit import TokenBucket
 from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES, MESSAGES_PER_S, ControlError, parse
-from streamdiff.server.sessions.live_session import SessionView
+from streamdiff.server.sessions.live_session import LiveSession
 
 STATS_INTERVAL_S = 0.5
 
 
-class Conversation:
+class ControlConnection:
     """Speaks with one peer until `close`. A bad message is answered and changes nothing."""
 
     def __init__(
         self,
         peer: str,
-        view: SessionView,
+        view: LiveSession,
         metrics: Metrics,
         send: Callable[[dict[str, Any]], None],
         network: Callable[[], str],
@@ -39,8 +39,8 @@ class Conversation:
         self._send = send
         self._network = network
         self._may_control = may_control
-        self._messages = Allowance(MESSAGES_PER_S, MESSAGES_PER_S)
-        self._complaints = Allowance(1, 1)
+        self._messages = TokenBucket(MESSAGES_PER_S, MESSAGES_PER_S)
+        self._complaints = TokenBucket(1, 1)
         self._inbox: asyncio.Queue[str | bytes] = asyncio.Queue(MESSAGES_PER_S)
         self._tasks = [
             asyncio.create_task(self._obey(), name=f"control-{peer}"),

@@ -44,7 +44,7 @@ class ControlError(ValueError):
 
 
 @dataclass(frozen=True)
-class Control:
+class ControlMessage:
     """One valid message. `prompt` and `switch` are of kind `prompt`, `steps` of `steps`, `fps` of `fps`; `seed` may be
     set for `reset`. An empty `switch` is the first of those that the session can have.
 
@@ -66,7 +66,7 @@ class Control:
         return self.kind not in ("get", "ping")
 
 
-def parse(data: str | bytes) -> Control:
+def parse(data: str | bytes) -> ControlMessage:
     """Read one JSON message.
 
     Raises:
@@ -86,7 +86,7 @@ def parse(data: str | bytes) -> Control:
         valid = MESSAGES[kind].model_validate(message)
     except ValidationError as error:
         raise _refusal(kind, error.errors(include_url=False)[0], _id(message)) from error
-    return Control(valid.type, **valid.model_dump(exclude={"type"}, exclude_none=True))
+    return ControlMessage(valid.type, **valid.model_dump(exclude={"type"}, exclude_none=True))
 
 
 def _id(message: dict[str, Any]) -> Id:

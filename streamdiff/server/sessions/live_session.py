@@ -37,19 +37,19 @@ from streamdiff.server.logging_setup import facts, prompt_log
 from streamdiff.server.media.codecs import H264_LIBRARY, Format
 from streamdiff.server.media.fanout import Fanout
 from streamdiff.server.media.pacer import Pacer
-from streamdiff.server.media.playout import Due
+from streamdiff.server.media.playout import PlayoutSlot
 from streamdiff.server.media.snapshot import Snapshot
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.sessions.back_pressure import BackPressure
-from streamdiff.server.sessions.control import Control, ControlError, Id, steps_refusal
+from streamdiff.server.sessions.control import ControlError, ControlMessage, Id, steps_refusal
 from streamdiff.server.sessions.engine_state import LOST, EngineState, lost_message, reason_for
-from streamdiff.server.sessions.receipts import Receipt, RequestBook
+from streamdiff.server.sessions.receipts import Receipt, RequestTracker
 from streamdiff.server.sessions.spec import SessionEnded, SessionSpec
 from streamdiff.server.sessions.stats import SessionMeter
-from streamdiff.server.sessions.subscribers import Audience, Mailbox
+from streamdiff.server.sessions.subscribers import Mailbox, Subscribers
 
 
-class SessionView:
+class LiveSession:
     """Shows one session. `send` hands a command to the engine."""
 
     def __init__(
@@ -88,7 +88,7 @@ class SessionView:
         self._made_frames = 0
         self._send = send
         self._meter = SessionMeter(metrics, session)
-        self._audience = Audience(self._meter)
+        self._audience = Subscribers(self._meter)
         self._loop = asyncio.get_running_loop()
         self._may_play, self._occupancy = may_play, occupancy
         self._log_prompts = config.serve.log_prompts
@@ -99,7 +99,7 @@ class SessionView:
         self._pacer = Pacer(spec.fps, start, self._shown_on_pacer, config.serve.grace_s)
         self.fanout = Fanout(self.format, self._pacer, metrics)
         self.snapshot = Snapshot(self.picture)
-        self._book = RequestBook()
+        self._book = RequestTracker()
         self._last_made_s = clock.monotonic_s()
         self._latest_shown: tuple[int, int] | None = None
         self._opening: asyncio.Future[None] = self._loop.create_future()
@@ -222,7 +222,7 @@ class SessionView:
 
     # ---- what was shown -----------------------------------------------------------------------------------------
 
-    def _shown_on_pacer(self, due: Due) -> None:
+    def _shown_on_pacer(self, due: PlayoutSlot) -> None:
         self._loop.call_soon_threadsafe(self._take_shown, due.frame, due.epoch, due.pts)
 
     def _take_shown(self, frame: int, epoch: int, pts: int) -> None:
@@ -234,7 +234,7 @@ class SessionView:
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
-    async def control(self, control: Control, owner: str) -> str:
+    async def control(self, control: ControlMessage, owner: str) -> str:
         """Carry out a valid message of `owner`; returns the request's name. Its receipts follow.
 
         Raises:
@@ -273,7 +273,7 @@ class SessionView:
                 self._done_at_once(request)
         return request
 
-    def _check_work(self, control: Control) -> None:
+    def _check_work(self, control: ControlMessage) -> None:
         """Raises ControlError for steps that the model does not have, or for more work than there is time for."""
         if control.kind == "steps" and (why := steps_refusal(control.steps, self._steps_known, self._model)):
             raise ControlError("out_of_range", why, "steps", control.id)
@@ -281,7 +281,7 @@ class SessionView:
         if (fps > self.fps or steps > self.steps) and (why := self._may_play(fps, steps)):
             raise ControlError("no_capacity", why, control.kind, control.id)
 
-    async def control_and_wait(self, control: Control, owner: str, timeout_s: float) -> Receipt:
+    async def control_and_wait(self, control: ControlMessage, owner: str, timeout_s: float) -> Receipt:
         """Like `control`, and wait for the engine's answer: a receipt `accepted` or `refused`; `asked` when it has not
         answered after `timeout_s`, as while a large text encoder reads the prompt: it will be carried out later.
 

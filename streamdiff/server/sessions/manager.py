@@ -24,7 +24,7 @@ from streamdiff.server.logging_setup import facts
 from streamdiff.server.metrics import Metrics, StageMeter
 from streamdiff.server.sessions.capacity import Capacity
 from streamdiff.server.sessions.engine_state import lost_message
-from streamdiff.server.sessions.live_session import SessionView
+from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.spec import Lifetime, SessionSpec
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ REMEMBERED = 1024
 """Ended sessions of which it is still known why."""
 
 
-class Client(Protocol):
+class EngineConnection(Protocol):
     """The web side's end of the bridge to the engine."""
 
     async def send(self, command: Command) -> None:
@@ -49,7 +49,7 @@ class Client(Protocol):
         """What the engine says, until it ends; after `Restarting` a new one says it, which begins with `Ready`."""
 
 
-class NoPlace(StreamdiffError):
+class SessionUnavailable(StreamdiffError):
     """A session that cannot be opened now: `code` is `time`, `memory`, `draining`, `restarting` or `engine`."""
 
     def __init__(self, code: str, message: str, retry_after_s: int) -> None:
@@ -63,7 +63,7 @@ class _Place:
     """A session's place, from the moment it is promised; until `reserved_until_s` its share is kept for those who will
     watch."""
 
-    view: SessionView
+    view: LiveSession
     lifetime: Lifetime
     reserved_until_s: float
 
@@ -72,11 +72,11 @@ class _Place:
         return self.view.watched or not self.view.idle or now_s < self.reserved_until_s
 
 
-class Hub:
+class SessionManager:
     """Opens, feeds and ends sessions. `failed` says why the engine ended, once it has; `occupancy` is the share of the
     time each stage was at work, as the engine told last. While `draining` no session is opened."""
 
-    def __init__(self, config: Config, client: Client, ready: Ready, metrics: Metrics) -> None:
+    def __init__(self, config: Config, client: EngineConnection, ready: Ready, metrics: Metrics) -> None:
         self.ready = ready
         self.failed: str | None = None
         self.restarting: Restarting | None = None
@@ -84,7 +84,7 @@ class Hub:
         self.draining = False
         self.ended = asyncio.Event()
         self.occupancy: tuple[float, ...] = ()
-        self.on_end: Callable[[SessionView, str], Awaitable[None]] | None = None
+        self.on_end: Callable[[LiveSession, str], Awaitable[None]] | None = None
         """Called when a session ends, before its threads do: closes what its viewers hold."""
         self.capacity = Capacity(ready.chunk_frames, ready.steps, config.serve.load, ready.work_s)
         self._config, self._client, self._metrics = config, client, metrics
@@ -97,13 +97,13 @@ class Hub:
 
     # ---- what there is ------------------------------------------------------------------------------------------
 
-    def view(self, session: str) -> SessionView | None:
+    def view(self, session: str) -> LiveSession | None:
         """The view of a session, or None if there is no such session."""
         place = self._places.get(session)
         return place.view if place else None
 
     @property
-    def views(self) -> list[SessionView]:
+    def views(self) -> list[LiveSession]:
         """All sessions, in the order of their opening."""
         return [place.view for place in self._places.values()]
 
@@ -139,7 +139,7 @@ class Hub:
 
     # ---- open and end -------------------------------------------------------------------------------------------
 
-    async def open(self, spec: SessionSpec) -> SessionView:
+    async def open(self, spec: SessionSpec) -> LiveSession:
         """Open a session.
 
         Raises:
@@ -147,14 +147,16 @@ class Hub:
             RequestError: never in this way; names the field.
         """
         if self.failed is not None:
-            raise NoPlace("engine", f"The engine stopped: {self.failed}", 5)
+            raise SessionUnavailable("engine", f"The engine stopped: {self.failed}", 5)
         if (again := self.restarting) is not None:
-            raise NoPlace("restarting", f"The engine is being started again: {again.reason}", again.retry_after_s)
+            raise SessionUnavailable(
+                "restarting", f"The engine is being started again: {again.reason}", again.retry_after_s
+            )
         if self.draining:
-            raise NoPlace("draining", "The server is about to end and opens no more sessions.", 5)
+            raise SessionUnavailable("draining", "The server is about to end and opens no more sessions.", 5)
         steps = self.ready.steps if spec.steps is None else spec.steps
         if why := self.capacity.refusal(self.shares(), self.share(spec.fps, steps)):
-            raise NoPlace("time", why, self.retry_after_s())
+            raise SessionUnavailable("time", why, self.retry_after_s())
         serve = self._config.serve
         # Nothing is awaited between the look at the shares and this: the place is taken.
         view = self._take_place(f"s-{secrets.token_urlsafe(9)}", spec, serve.idle_s, serve.lifetime_s, RESERVED_S)
@@ -167,9 +169,9 @@ class Hub:
             if not isinstance(error, RequestError):
                 await self._close(view.session)  # it may open yet
             if isinstance(error, RequestError) and error.code == "memory":
-                raise NoPlace("memory", str(error), self.retry_after_s()) from error
+                raise SessionUnavailable("memory", str(error), self.retry_after_s()) from error
             if isinstance(error, TimeoutError | EngineFailure):
-                raise NoPlace("engine", "The engine did not open the session.", 5) from error
+                raise SessionUnavailable("engine", "The engine did not open the session.", 5) from error
             raise
         told = facts(session=view.session, fps=view.fps, steps=view.steps, seed=view.seed)
         logger.info("Session %s was opened.", view.session, extra=told)
@@ -206,7 +208,7 @@ class Hub:
         idle_s: float | None,
         lifetime_s: float | None,
         reserved_s: float,
-    ) -> SessionView:
+    ) -> LiveSession:
         def may_play(fps: float, steps: int) -> str:
             return self.capacity.refusal(self.shares(but=name), self.share(fps, steps))
 
@@ -214,13 +216,13 @@ class Hub:
             return self.occupancy
 
         client, metrics = self._client, self._metrics
-        view = SessionView(name, spec, self._config, self.ready, client.send, metrics, may_play, occupancy)
+        view = LiveSession(name, spec, self._config, self.ready, client.send, metrics, may_play, occupancy)
         now_s = clock.monotonic_s()
         self._places[name] = _Place(view, Lifetime(now_s, idle_s, lifetime_s), now_s + reserved_s)
         self._metrics.sessions.set(len(self._places))
         return view
 
-    async def _drop(self, view: SessionView) -> None:
+    async def _drop(self, view: LiveSession) -> None:
         """Forget a session and end what belongs to it. Mutates: self, view."""
         # Before anything is awaited: a viewer that is just being connected sees it and is refused.
         view.closed = True
@@ -311,7 +313,7 @@ class Hub:
             with contextlib.suppress(EngineFailure):  # it has ended too, and `Restarting` comes next
                 await view.ask_open()
 
-    def _is_fatal(self, view: SessionView) -> bool:
+    def _is_fatal(self, view: LiveSession) -> bool:
         """Whether a refusal ends everything: the session that the page shows could not be opened."""
         return view.session == DEFAULT_SESSION and not view.opened
 

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from streamdiff.server.sessions.control import Control, Id, Kind
+from streamdiff.server.sessions.control import ControlMessage, Id, Kind
 
 # ---- receipts --------------------------------------------------------------------------------------------------------
 Stage = Literal["asked", "accepted", "applied", "shown", "superseded", "refused"]
@@ -56,14 +56,14 @@ class Receipt:
 class _Open:
     request: str
     owner: str
-    control: Control
+    control: ControlMessage
     begun_s: float
     epoch: int | None = None
     frame: int | None = None
     chunk: int | None = None
 
 
-class RequestBook:
+class RequestTracker:
     """Follows requests from their arrival until their first frame is shown. Sans-IO; the caller gives the time.
 
     Holds at most `limit` open requests; the oldest is forgotten first.
@@ -73,7 +73,7 @@ class RequestBook:
         self._open: deque[_Open] = deque(maxlen=limit)
         self._count = 0
 
-    def begin(self, control: Control, owner: str, now_s: float) -> str:
+    def begin(self, control: ControlMessage, owner: str, now_s: float) -> str:
         """Register a request and name it. Mutates: self."""
         self._count += 1
         entry = _Open(f"r{self._count}", owner, control, now_s)
@@ -85,7 +85,7 @@ class RequestBook:
         """Requests that were neither accepted nor refused yet."""
         return sum(entry.epoch is None for entry in self._open)
 
-    def find(self, request: str) -> Control | None:
+    def find(self, request: str) -> ControlMessage | None:
         """The request of that name, while it is open."""
         return next((entry.control for entry in self._open if entry.request == request), None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from streamdiff.server.media.pacer import Progress
-from streamdiff.server.metrics import Ahead, Metrics
+from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.rate_limit import Rate
 
 
@@ -14,7 +14,7 @@ class SessionMeter:
 
     def __init__(self, metrics: Metrics, session: str) -> None:
         self._metrics, self._session = metrics, session
-        self._repeated, self._dropped = Ahead(), Ahead()
+        self._repeated, self._dropped = CounterDelta(), CounterDelta()
         self._made, self._shown = Rate(), Rate()
         self._asked_s: float | None = None
         self._chunk_s: float | None = None

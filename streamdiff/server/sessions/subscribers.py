@@ -13,7 +13,7 @@ Mailbox = Callable[[dict[str, Any]], None]
 ANSWERS = ("accepted", "refused")
 
 
-class Audience:
+class Subscribers:
     """Hands messages to all, and receipts to who asked and to the figures."""
 
     def __init__(self, meter: SessionMeter) -> None:

@@ -28,7 +28,7 @@ from aiortc.rtcsctptransport import WEBRTC_BINARY, WEBRTC_STRING, RTCSctpCapabil
 
 from streamdiff import clock
 from streamdiff.errors import StreamdiffError
-from streamdiff.server.rate_limit import Allowance
+from streamdiff.server.rate_limit import TokenBucket
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ def bound_data(sctp: RTCSctpTransport, max_message_bytes: int, on_misuse: Callab
     not UTF-8 is delivered as bytes. Mutates: sctp.
     """
     handle, receive_chunk, deliver = sctp._handle_data, sctp._receive_chunk, sctp._receive
-    chunks = Allowance(CHUNKS_PER_S, CHUNK_BURST)
+    chunks = TokenBucket(CHUNKS_PER_S, CHUNK_BURST)
     misused = False
 
     async def handle_data(data: bytes) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 from aiortc import RTCDataChannel
 
 from streamdiff.server.metrics import Metrics
-from streamdiff.server.sessions.connection import Conversation
-from streamdiff.server.sessions.live_session import SessionView
+from streamdiff.server.sessions.connection import ControlConnection
+from streamdiff.server.sessions.live_session import LiveSession
 
 MAX_BUFFERED_BYTES = 256 * 1024
 
@@ -22,14 +22,14 @@ class ControlChannel:
         self,
         channel: RTCDataChannel,
         viewer: str,
-        view: SessionView,
+        view: LiveSession,
         metrics: Metrics,
         network: Callable[[], str],
         may_control: bool = True,
     ) -> None:
-        """See `Conversation`."""
+        """See `ControlConnection`."""
         self._channel = channel
-        self._conversation = Conversation(viewer, view, metrics, self.send, network, may_control)
+        self._conversation = ControlConnection(viewer, view, metrics, self.send, network, may_control)
         self._closed = False
         channel.on("message", self._conversation.arrived)
         channel.on("close", self.close)

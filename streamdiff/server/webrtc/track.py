@@ -12,7 +12,7 @@ from aiortc.mediastreams import MediaStreamError, MediaStreamTrack
 
 from streamdiff import clock
 from streamdiff.server.media.bitrate import FRESH_S, TRIAL_S
-from streamdiff.server.media.packets import Encoded, Packet, PacketQueue
+from streamdiff.server.media.packets import EncodedFrame, Packet, PacketQueue
 
 
 class ViewerTrack(MediaStreamTrack):
@@ -79,7 +79,7 @@ class ViewerTrack(MediaStreamTrack):
         """Seconds since a viewer that is sent something last reported on it."""
         return 0.0 if self._started_s is None else now_s - max(self._heard_s, self._started_s)
 
-    def put(self, encoded: Encoded) -> None:
+    def put(self, encoded: EncodedFrame) -> None:
         """Queue one packet for this viewer; called by the encoder's fan-out, on the event loop."""
         if self._queue.put(encoded):
             self._on_need_key()

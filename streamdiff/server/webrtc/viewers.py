@@ -25,12 +25,12 @@ from streamdiff import clock
 from streamdiff.config import IceServer
 from streamdiff.server.logging_setup import facts
 from streamdiff.server.media.codecs import Codec
-from streamdiff.server.metrics import Ahead, Metrics
+from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.peers import Places
 from streamdiff.server.problem import Problem
-from streamdiff.server.rate_limit import Allowance, Allowances
+from streamdiff.server.rate_limit import PerAddressLimiter, TokenBucket
 from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
-from streamdiff.server.sessions.live_session import SessionView
+from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.webrtc import aiortc_compat
 from streamdiff.server.webrtc.data_channel import ControlChannel
 from streamdiff.server.webrtc.sdp import (
@@ -72,7 +72,7 @@ class Viewer:
     """One peer connection that watches a session."""
 
     id: str
-    view: SessionView
+    view: LiveSession
     pc: RTCPeerConnection
     may_control: bool = True
     client: str | None = None
@@ -83,8 +83,8 @@ class Viewer:
     track: ViewerTrack | None = None
     channel: ControlChannel | None = None
     timeout: asyncio.TimerHandle | None = field(default=None, repr=False)
-    drops: Ahead = field(default_factory=Ahead)
-    key_wishes: Allowance = field(default_factory=lambda: Allowance(KEY_WISHES_PER_S, KEY_WISH_BURST))
+    drops: CounterDelta = field(default_factory=CounterDelta)
+    key_wishes: TokenBucket = field(default_factory=lambda: TokenBucket(KEY_WISHES_PER_S, KEY_WISH_BURST))
 
 
 class Viewers:
@@ -100,8 +100,8 @@ class Viewers:
         self._ice = [RTCIceServer(each.url, each.username, each.credential) for each in ice_servers]
         self._viewers: dict[str, Viewer] = {}
         self._tombstones: dict[tuple[str, str], float] = {}
-        self._offers = Allowances(POSTS_PER_S, POST_BURST)
-        self._changes = Allowances(CHANGES_PER_S, CHANGE_BURST)
+        self._offers = PerAddressLimiter(POSTS_PER_S, POST_BURST)
+        self._changes = PerAddressLimiter(CHANGES_PER_S, CHANGE_BURST)
         self._closing: set[asyncio.Task[None]] = set()
         self._looking: asyncio.TimerHandle | None = None
 
@@ -119,7 +119,7 @@ class Viewers:
 
     async def create(
         self,
-        view: SessionView,
+        view: LiveSession,
         offer: str,
         address: str,
         codec: str | None,
@@ -194,7 +194,7 @@ class Viewers:
         elif self._tombstones.get((session, id), float("-inf")) < clock.monotonic_s():
             raise Problem(404, "There is no such viewer.")
 
-    async def end_session(self, view: SessionView, reason: str) -> None:
+    async def end_session(self, view: LiveSession, reason: str) -> None:
         """Close the connections of all who watch a session that ends."""
         theirs = [viewer for viewer in self._viewers.values() if viewer.view is view]
         await asyncio.sleep(0)  # lets the data channels send what they were given
@@ -215,7 +215,7 @@ class Viewers:
 
     async def _connect(
         self,
-        view: SessionView,
+        view: LiveSession,
         offer: str,
         wanted: tuple[Codec, ...],
         may_control: bool,
@@ -362,7 +362,7 @@ class Viewers:
         theirs = (viewer for viewer in self._viewers.values() if client is not None and viewer.client == client)
         return next((viewer for viewer in theirs if _is_dead(viewer, now_s)), None)
 
-    def _limit_rate(self, allowances: Allowances, address: str, what: str) -> None:
+    def _limit_rate(self, allowances: PerAddressLimiter, address: str, what: str) -> None:
         if not allowances.of(address).take(clock.monotonic_s()):
             message = f"Too many {what} in a short time from one address."
             raise Problem(429, message, {"Retry-After": "1"}, code="rate")

@@ -1,4 +1,5 @@
-"""A launcher of one rank, without torch: the rank has its standard output, as those of `engine.process.launcher` have."""
+"""A launcher of one rank, without torch: the rank has its standard output, as those of `engine.process.launcher`
+have."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import pytest
 from streamdiff.config import Config, ModelConfig
 from streamdiff.engine.messages import Applied, Closed, Event, Failed, FrameBatch, Open, Opened, Reset, SetPrompt, Shown
 from streamdiff.engine.process import engine_process as supervisor_module
-from streamdiff.engine.process.engine_process import Supervisor
+from streamdiff.engine.process.engine_process import EngineProcess
 from streamdiff.engine.process.ipc import EngineClient
 from streamdiff.errors import ConfigError, EngineFailure
 from tests.engine.painted import checksum
@@ -29,13 +29,13 @@ MODULE = "tests.engine.painted"
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def supervisor(model: str = "tiny", start_limit_s: float = LIMIT_S, stop_limit_s: float = LIMIT_S) -> Supervisor:
+def supervisor(model: str = "tiny", start_limit_s: float = LIMIT_S, stop_limit_s: float = LIMIT_S) -> EngineProcess:
     config = Config(model=ModelConfig(name=model))
-    return Supervisor(config, start_limit_s=start_limit_s, stop_limit_s=stop_limit_s, module=MODULE)
+    return EngineProcess(config, start_limit_s=start_limit_s, stop_limit_s=stop_limit_s, module=MODULE)
 
 
 @asynccontextmanager
-async def engine() -> AsyncIterator[tuple[Supervisor, EngineClient]]:
+async def engine() -> AsyncIterator[tuple[EngineProcess, EngineClient]]:
     running = supervisor()
     client = await running.start()
     try:
@@ -202,7 +202,7 @@ async def test_a_start_in_silence_is_given_up() -> None:
 
 
 async def test_a_module_that_is_not_there() -> None:
-    running = Supervisor(Config(), module="streamdiff.engine.nowhere", start_limit_s=LIMIT_S)
+    running = EngineProcess(Config(), module="streamdiff.engine.nowhere", start_limit_s=LIMIT_S)
     with pytest.raises(EngineFailure, match=r"exit code 1; the last it wrote:\n.*No module named"):
         await running.start()
 

@@ -16,7 +16,7 @@ import pytest
 
 from streamdiff.config import Config, ModelConfig, ServeConfig
 from streamdiff.engine.messages import Failed, FrameBatch, Measured, Open, Shown
-from streamdiff.engine.process.engine_process import Supervisor
+from streamdiff.engine.process.engine_process import EngineProcess
 from streamdiff.engine.process.ipc import EngineClient
 from streamdiff.errors import ConfigError
 from streamdiff.server.media.encoder import as_rgb
@@ -37,7 +37,7 @@ async def ring(
     """A ring with a session; its processes too: the launcher first. Afterwards none of them and no file is left."""
     model = ModelConfig(stages=stages, kv_context="staircase", hang_s=hang_s)
     shared = set(Path("/dev/shm").iterdir())
-    supervisor = Supervisor(Config(model=model), start_limit_s=LIMIT_S, module=module)
+    supervisor = EngineProcess(Config(model=model), start_limit_s=LIMIT_S, module=module)
     if spare:
         await supervisor.prepare()
     client = await supervisor.start()
@@ -97,7 +97,7 @@ async def test_a_rank_that_only_decodes_sends_yuv420(folder: Path) -> None:
     """Latents go to it and planes come back, in the colours of the prompt."""
     model = ModelConfig(kv_context="clean", decode="own-rank")
     config = Config(model=model, serve=ServeConfig(pictures="yuv420"))
-    supervisor = Supervisor(config, start_limit_s=LIMIT_S)
+    supervisor = EngineProcess(config, start_limit_s=LIMIT_S)
     client = await supervisor.start()
     try:
         await client.send(Open("one", "a red circle at night"))
@@ -143,7 +143,9 @@ async def test_an_engine_of_one_rank_whose_device_is_stuck_says_so_and_ends(
     """By itself, although its decoder waits for the device for ever: else the supervisor would have to kill it."""
     monkeypatch.setenv("FAULT", "device")
     monkeypatch.setenv("FAULT_RANK", "0")
-    supervisor = Supervisor(Config(model=ModelConfig(hang_s=6.0)), start_limit_s=LIMIT_S, module="tests.engine.faulty")
+    supervisor = EngineProcess(
+        Config(model=ModelConfig(hang_s=6.0)), start_limit_s=LIMIT_S, module="tests.engine.faulty"
+    )
     client = await supervisor.start()
     try:
         await client.send(Open("one", "a red circle moving left"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from streamdiff.engine.process.parent_engine import Attached
+from streamdiff.engine.process.parent_engine import ParentEngine
 from streamdiff.errors import EngineFailure
 
 
@@ -23,7 +23,7 @@ def engine_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.BufferedWriter]:
 
 def test_an_engine_that_ends_before_it_is_ready_is_told(tmp_path: Path, engine_end: io.BufferedWriter) -> None:
     async def scene() -> None:
-        engine = Attached(tmp_path)
+        engine = ParentEngine(tmp_path)
         engine_end.close()
         with pytest.raises(EngineFailure, match="the engine ended without a word"):
             await engine.start()

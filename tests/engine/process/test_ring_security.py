@@ -19,7 +19,7 @@ import torch.distributed as dist
 from streamdiff.config import Config, IceServer, ModelConfig, ServeConfig
 from streamdiff.engine.messages import Open
 from streamdiff.engine.process import private_folder
-from streamdiff.engine.process.engine_process import Supervisor
+from streamdiff.engine.process.engine_process import EngineProcess
 from streamdiff.engine.process.ipc import EngineClient
 from tests.engine.process.test_launcher import watch
 
@@ -39,7 +39,7 @@ def config() -> Config:
 @asynccontextmanager
 async def ring() -> AsyncIterator[tuple[EngineClient, list[psutil.Process]]]:
     """A ring with a session, and its processes: the launcher first. Afterwards none of them is left."""
-    supervisor = Supervisor(config(), start_limit_s=LIMIT_S, stop_limit_s=2.0)
+    supervisor = EngineProcess(config(), start_limit_s=LIMIT_S, stop_limit_s=2.0)
     client = await supervisor.start()
     processes: list[psutil.Process] = []
     try:

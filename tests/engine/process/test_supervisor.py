@@ -18,8 +18,8 @@ import pytest
 from streamdiff.config import Config, ModelConfig
 from streamdiff.engine.messages import Applied, Event, Failed, FrameBatch, Open, Opened, Pause, Ready, Shutdown
 from streamdiff.engine.process import supervisor as keeper
-from streamdiff.engine.process.engine_process import Supervisor
-from streamdiff.engine.process.supervisor import Keeper, Restarting, Restarts
+from streamdiff.engine.process.engine_process import EngineProcess
+from streamdiff.engine.process.supervisor import EngineSupervisor, Restarting, RestartPolicy
 from streamdiff.errors import EngineFailure
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 LIMIT_S = 60.0
 
 
-class NoSpare(Supervisor):
+class NoSpare(EngineProcess):
     """For a machine that has no room for another process."""
 
     def __init__(self, error: OSError, config: Config, **options: Any) -> None:
@@ -43,16 +43,16 @@ class Kept:
 
     def __init__(self, most: int = 3, hang_s: float = LIMIT_S, spare: bool = False) -> None:
         self.model = "painted"
-        self.made: list[Supervisor] = []
+        self.made: list[EngineProcess] = []
         self.no_spare: OSError | None = None
         """Why no further spare can be started."""
         self._hang_s = hang_s
-        self.keeper = Keeper(self._make, Restarts(most, window_s=600.0, wait_s=0.01), spare=spare)
+        self.keeper = EngineSupervisor(self._make, RestartPolicy(most, window_s=600.0, wait_s=0.01), spare=spare)
         self.events = self.keeper.events()
 
-    def _make(self) -> Supervisor:
+    def _make(self) -> EngineProcess:
         config = Config(model=ModelConfig(name=self.model, hang_s=self._hang_s))
-        kind = Supervisor if self.no_spare is None else partial(NoSpare, self.no_spare)
+        kind = EngineProcess if self.no_spare is None else partial(NoSpare, self.no_spare)
         self.made.append(kind(config, start_limit_s=LIMIT_S, module="tests.engine.painted"))
         return self.made[-1]
 
@@ -208,7 +208,7 @@ async def test_an_engine_runs_where_no_spare_can_be_had(caplog: pytest.LogCaptur
 
 
 async def test_a_spare_whose_launcher_was_killed_is_ended() -> None:
-    supervisor = Supervisor(Config(), module="tests.engine.process.launching")
+    supervisor = EngineProcess(Config(), module="tests.engine.process.launching")
     await supervisor.prepare()
     launcher = psutil.Process(supervisor.pid)
     async with asyncio.timeout(LIMIT_S):

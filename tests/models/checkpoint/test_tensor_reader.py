@@ -22,9 +22,9 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint import safetensors_header, tensor_reader
 from streamdiff.models.checkpoint.safetensors_header import parse_header
 from streamdiff.models.checkpoint.tensor_reader import (
-    Contract,
-    Free,
-    Wanted,
+    FileSpec,
+    FreeDim,
+    TensorSpec,
     check,
     latents_contract,
     noise_contract,
@@ -82,9 +82,9 @@ def test_latents_may_have_free_sizes(save: Save) -> None:
     latents = torch.randn(2, *CHUNK)
     path = save(latents=latents)
     assert torch.equal(read_latents(path, CHUNK), latents)
-    assert torch.equal(read_latents(path, (4, Free("frames"), Free("height"), Free("width"))), latents)
+    assert torch.equal(read_latents(path, (4, FreeDim("frames"), FreeDim("height"), FreeDim("width"))), latents)
     with pytest.raises(ConfigError, match=r"expected shape \[chunks, 16, frames, 2, 5\] \(chunks, frames at least 1\)"):
-        read_latents(path, (16, Free("frames"), 2, 5))
+        read_latents(path, (16, FreeDim("frames"), 2, 5))
 
 
 def test_what_is_read_stays_when_the_file_changes(save: Save) -> None:
@@ -170,7 +170,7 @@ EMBEDS = prompt_embeds_contract(TEXT)
     ],
 )
 def test_a_header_that_does_not_fit_is_refused(
-    save: Save, contract: Contract, tensors: dict[str, Tensor], message: str, monkeypatch: pytest.MonkeyPatch
+    save: Save, contract: FileSpec, tensors: dict[str, Tensor], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save(**tensors)
     with pytest.raises(ConfigError, match=message) as caught:
@@ -213,8 +213,8 @@ def read_latents_at_most(path: Path, max_bytes: int) -> None:
 
 def test_a_contract_of_ones_own() -> None:
     """A companion, and a size that two tensors share."""
-    frames = Free("frames", 1, 9)
-    contract = Contract("camera", (Wanted("rays", ((frames, 6),)), Wanted("mask", ((frames,),), ("BOOL",))))
+    frames = FreeDim("frames", 1, 9)
+    contract = FileSpec("camera", (TensorSpec("rays", ((frames, 6),)), TensorSpec("mask", ((frames,),), ("BOOL",))))
     header = safetensors_header.Header(Path("x"), 10, {"rays": safetensors_header.Entry("F32", (3, 6), 0, 72)}, {})
     with pytest.raises(ConfigError, match=r"x: camera: mask is missing; expected rays \[frames, 6\] \(frames 1 to 9\)"):
         check(contract, header)

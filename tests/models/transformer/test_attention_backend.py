@@ -17,8 +17,8 @@ from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.transformer import attention_backend
 from streamdiff.models.transformer.wan import KeyValue, attend
-from streamdiff.pipeline.kv_cache.attention import RingAttention
-from streamdiff.pipeline.runner.model_runner import Stage
+from streamdiff.pipeline.kv_cache.attention import RollingAttention
+from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.small import CPU, small_model
 
@@ -84,7 +84,7 @@ def test_a_choice_in_force_changes_no_flag_that_another_thread_meets(name: str) 
     """Asked in the midst of a stage's forward, as the decoding thread may."""
     model = small_model(1)
     model.denoiser.attention = name
-    stage = Stage(model, CPU)
+    stage = ModelRunner(model, CPU)
     stage.open(0, steps=4, kv_context="clean")
     stage.set_text(0, 0, model.text.encode("a red circle"), 0)
     before, met = flags(), []
@@ -92,9 +92,9 @@ def test_a_choice_in_force_changes_no_flag_that_another_thread_meets(name: str) 
     def ask(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with ThreadPoolExecutor(1) as other:
             met.append(other.submit(flags).result())
-        return RingAttention.__call__(stage.attention, layer, query, key, value)
+        return RollingAttention.__call__(stage.attention, layer, query, key, value)
 
-    stage.attention.on = lambda rows: (RingAttention.on(stage.attention, rows), ask)[1]  # type: ignore[assignment]
+    stage.attention.on = lambda rows: (RollingAttention.on(stage.attention, rows), ask)[1]  # type: ignore[assignment]
     given = torch.zeros(1, *model.spec.chunk_shape), torch.zeros(1, model.spec.chunk_latents)
     stage.forward([MicroStep(0, 0, 0, 4, 0)], given)
     assert met == [before] * len(model.denoiser.blocks)
@@ -112,7 +112,7 @@ def test_the_chosen_kernel_runs_for_own_keys_and_for_text(name: str, operation: 
     """Both attentions of each block of a stage, and no other."""
     model = small_model(1)
     model.denoiser.attention = name
-    stage = Stage(model, CPU)
+    stage = ModelRunner(model, CPU)
     stage.open(0, steps=4, kv_context="clean")
     stage.set_text(0, 0, model.text.encode("a red circle"), 0)
     given = torch.zeros(1, *model.spec.chunk_shape), torch.zeros(1, model.spec.chunk_latents)

@@ -17,7 +17,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.transformer import quantization
 from streamdiff.models.transformer.weights import load_transformer
 from streamdiff.pipeline.planner.memory import memory
-from streamdiff.pipeline.planner.model_sizes import Facts, facts_from
+from streamdiff.pipeline.planner.model_sizes import ModelSizes, facts_from
 from streamdiff.pipeline.planner.stage_layout import Layout, Workload
 from tests.models.layouts import flow
 from tests.pipeline.processes import ROOT
@@ -47,7 +47,7 @@ def stored(tensor: Tensor) -> int:
     return sum(part.nbytes for part in parts if part is not None)
 
 
-def facts_of(model: WanTransformer3DModel) -> Facts:
+def facts_of(model: WanTransformer3DModel) -> ModelSizes:
     return facts_from(dict(model.config), small_model().spec)
 
 

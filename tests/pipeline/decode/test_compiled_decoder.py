@@ -20,7 +20,7 @@ from streamdiff.pipeline import rank_loader
 from streamdiff.pipeline.build import load_runtime
 from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding, Piece
-from streamdiff.pipeline.streaming_pipeline import Frames, Runtime
+from streamdiff.pipeline.streaming_pipeline import Frames, StreamingPipeline
 from tests.pipeline.test_streaming_pipeline import open_session, pictures, save_model
 from tests.small import AUTOENCODER, BLUE, CPU, RED, small_autoencoder, small_decoder
 from tests.small_vae import small_wan_autoencoder
@@ -189,7 +189,7 @@ def test_the_product_compiles_it_before_it_is_ready_and_no_event_of_a_stream_doe
     assert np.abs(got.astype(int) - expected).max() <= 1
 
 
-def only(runtime: Runtime, session: int, chunks: int) -> list[Frames]:
+def only(runtime: StreamingPipeline, session: int, chunks: int) -> list[Frames]:
     """So many chunks and no more: what else is begun meanwhile differs from run to run, and with it where a prompt sets
     in."""
     runtime.set_room(session, chunks * runtime.info.chunk_frames)
@@ -199,7 +199,7 @@ def only(runtime: Runtime, session: int, chunks: int) -> list[Frames]:
     return pieces
 
 
-def life(runtime: Runtime) -> np.ndarray:
+def life(runtime: StreamingPipeline) -> np.ndarray:
     """A stream's frames through all that happens to one."""
     open_session(runtime)
     pieces = only(runtime, 0, 2)

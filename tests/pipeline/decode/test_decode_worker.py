@@ -23,7 +23,7 @@ from streamdiff.pipeline.decode.decode_worker import (
     latents_wire,
     pictures_wire,
 )
-from streamdiff.pipeline.decode.host_copy import Lane, decode_chunk
+from streamdiff.pipeline.decode.host_copy import TransferStream, decode_chunk
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.local_link import LocalLink
 from streamdiff.video.pixel_format import shape_of
@@ -166,6 +166,8 @@ def test_a_first_latent_frame_that_shows_less_is_a_piece_of_its_own(at_once: int
     decoder = small_decoder(autoencoder, torch.zeros(4), torch.ones(4))
     chunks = [torch.randn(4, 3, 4, 4, generator=torch.Generator().manual_seed(n)) for n in range(2)]
     whole, memory = decoder.decode(torch.cat(chunks, 1)[None], decoder.new_memory()), decoder.new_memory()
-    pieces = [each.clone() for chunk in chunks for each in decode_chunk(decoder, chunk, memory, Lane(CPU), at_once)]
+    pieces = [
+        each.clone() for chunk in chunks for each in decode_chunk(decoder, chunk, memory, TransferStream(CPU), at_once)
+    ]
     assert [len(piece) for piece in pieces] == [1, 4, 4, 4, 4, 4]
     assert torch.equal(torch.cat(pieces), whole)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from streamdiff.pipeline.distributed.gloo import GlooInbox, GlooOutbox
-from streamdiff.pipeline.distributed.message import Work
+from streamdiff.pipeline.distributed.message import StageMessage
 
 PAUSES_S = (0.0, 0.0, 0.001, 0.01)
 RUBBISH = 0x7F  # 3.4e38 as float32 and as bfloat16; no kind of work
@@ -84,7 +84,7 @@ class HastyOutbox(RoughOutbox):
 class EagerInbox(RoughInbox):
     """Broken: posts the next receive before what was received has been read."""
 
-    def receive(self, wait_s: float | None = 0.0) -> Work | None:
+    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
         work = super().receive(wait_s)
         self._release()
         return work

@@ -15,31 +15,36 @@ import torch
 import torch.distributed as dist
 
 from streamdiff.pipeline.distributed.gloo import GlooInbox, GlooOutbox
-from streamdiff.pipeline.distributed.link import Inbox, LinkClosed, Outbox
-from streamdiff.pipeline.distributed.message import Control, Kind, Wire, Work
+from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
+from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.nccl import NcclInbox, NcclOutbox, edge_groups, warm_up
 from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.small import CPU
 
 ROWS = 3
 LEAVE_S = 60.0
-SMALL = Wire(ROWS, (((4, 6), torch.float32), ((2, 6), torch.float32)), ((5, 3), torch.float32))
-LARGE = Wire(ROWS, (((2_000_000,), torch.float32),), None)
+SMALL = MessageLayout(ROWS, (((4, 6), torch.float32), ((2, 6), torch.float32)), ((5, 3), torch.float32))
+LARGE = MessageLayout(ROWS, (((2_000_000,), torch.float32),), None)
 
 
-def work(number: int, wire: Wire = SMALL) -> Work:
+def work(number: int, wire: MessageLayout = SMALL) -> StageMessage:
     """The work number `number`: every fifth a text, otherwise one to three rows; all values follow from the number."""
     generator = torch.Generator().manual_seed(number)
     if number % 5 == 4 and wire.text is not None:
-        return Work(
-            Kind.TEXT, (), Control(number, 1, 2, 3, "matched"), (torch.randn(wire.text[0], generator=generator),)
+        return StageMessage(
+            MessageKind.TEXT,
+            (),
+            SessionUpdate(number, 1, 2, 3, "matched"),
+            (torch.randn(wire.text[0], generator=generator),),
         )
     count = number % ROWS + 1
     rows = tuple(MicroStep(row, number, 1, 4, 2**40 + number) for row in range(count))
-    return Work(Kind.ROWS, rows, None, tuple(torch.randn(count, *shape, generator=generator) for shape, _ in wire.rows))
+    return StageMessage(
+        MessageKind.ROWS, rows, None, tuple(torch.randn(count, *shape, generator=generator) for shape, _ in wire.rows)
+    )
 
 
-def check(got: Work | None, number: int, wire: Wire = SMALL) -> None:
+def check(got: StageMessage | None, number: int, wire: MessageLayout = SMALL) -> None:
     expected = work(number, wire)
     assert got is not None
     assert (got.kind, got.rows, got.control) == (expected.kind, expected.rows, expected.control), number
@@ -48,7 +53,7 @@ def check(got: Work | None, number: int, wire: Wire = SMALL) -> None:
         assert torch.equal(one.cpu(), other), f"tensors of work {number}"
 
 
-def send_in_order(outbox: Outbox, count: int = 60, wire: Wire = SMALL) -> None:
+def send_in_order(outbox: Sender, count: int = 60, wire: MessageLayout = SMALL) -> None:
     """Send works and write over their tensors at once: they were copied."""
     for number in range(count):
         sent = work(number, wire)
@@ -57,12 +62,12 @@ def send_in_order(outbox: Outbox, count: int = 60, wire: Wire = SMALL) -> None:
             tensor.fill_(float("nan"))
 
 
-def receive_in_order(inbox: Inbox) -> None:
+def receive_in_order(inbox: Receiver) -> None:
     for number in range(60):
         check(inbox.receive(60.0), number)
 
 
-def receive_and_hold(inbox: Inbox) -> None:
+def receive_and_hold(inbox: Receiver) -> None:
     """What was received stays as it is while the sender goes on, until the next receive."""
     for number in range(60):
         got = inbox.receive(60.0)
@@ -71,22 +76,22 @@ def receive_and_hold(inbox: Inbox) -> None:
         check(got, number)
 
 
-def send_large(outbox: Outbox) -> None:
+def send_large(outbox: Sender) -> None:
     send_in_order(outbox, 5, LARGE)
 
 
-def receive_large(inbox: Inbox) -> None:
+def receive_large(inbox: Receiver) -> None:
     for number in range(5):
         check(inbox.receive(60.0), number, LARGE)
 
 
-def send_three_and_close(outbox: Outbox) -> None:
+def send_three_and_close(outbox: Sender) -> None:
     """Large ones, and then the sender may be gone at once: what was sent still arrives."""
     send_in_order(outbox, 3, LARGE)
     outbox.close()
 
 
-def receive_three_and_the_end(inbox: Inbox) -> None:
+def receive_three_and_the_end(inbox: Receiver) -> None:
     for number in range(3):
         check(inbox.receive(60.0), number, LARGE)
     try:
@@ -96,7 +101,7 @@ def receive_three_and_the_end(inbox: Inbox) -> None:
     raise AssertionError("nothing said that the link is closed")
 
 
-def receive_none_then_some(inbox: Inbox) -> None:
+def receive_none_then_some(inbox: Receiver) -> None:
     """Without waiting nothing is there or the first is; waiting brings it."""
     got = inbox.receive(0.0)
     check(got if got is not None else inbox.receive(60.0), 0)
@@ -104,7 +109,7 @@ def receive_none_then_some(inbox: Inbox) -> None:
         check(inbox.receive(None), number)
 
 
-SCENARIOS: dict[str, tuple[Wire, Callable[[Outbox], None], Callable[[Inbox], None]]] = {
+SCENARIOS: dict[str, tuple[MessageLayout, Callable[[Sender], None], Callable[[Receiver], None]]] = {
     "order": (SMALL, send_in_order, receive_in_order),
     "held": (SMALL, send_in_order, receive_and_hold),
     "large": (LARGE, send_large, receive_large),
@@ -142,7 +147,7 @@ class Done:
         pass
 
 
-def ends(kind: str, rank: int, tag: int, wire: Wire) -> tuple[Outbox, Inbox]:
+def ends(kind: str, rank: int, tag: int, wire: MessageLayout) -> tuple[Sender, Receiver]:
     """The sending end to the other of two ranks and the receiving end from it. Called by both together."""
     if kind == "gloo":
         return GlooOutbox(wire, 1 - rank, 2 * tag + rank), GlooInbox(wire, 1 - rank, 2 * tag + 1 - rank, CPU)

@@ -11,8 +11,8 @@ import torch
 
 from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed
 from streamdiff.pipeline.distributed.local_link import LocalLink, NoLink
-from streamdiff.pipeline.distributed.message import Wire, Work
-from streamdiff.pipeline.executor import LocalRing, Ring
+from streamdiff.pipeline.distributed.message import MessageLayout, StageMessage
+from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from tests.pipeline.distributed.scenarios import SCENARIOS, SMALL, check, work
 from tests.pipeline.playing import THREE, play, same
 from tests.pipeline.processes import run_ranks
@@ -112,11 +112,11 @@ class Scribbling(LocalLink):
 class Delaying(LocalLink):
     """Now and then says that nothing is there yet."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: MessageLayout) -> None:
         super().__init__(wire)
         self.chance = random.Random(wire.nbytes)
 
-    def receive(self, wait_s: float | None = 0.0) -> Work | None:
+    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
         return None if self.chance.random() < 0.6 else super().receive(wait_s)
 
 
@@ -124,7 +124,7 @@ class Delaying(LocalLink):
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_ring_over_bad_links_gives_the_same_numbers(link: type[LocalLink], stages: int) -> None:
     bad = play(LocalRing(MODEL, CPU, stages, link=link), MODEL, THREE)
-    good = play(Ring(MODEL, CPU), MODEL, THREE)
+    good = play(RingExecutor(MODEL, CPU), MODEL, THREE)
     for name in THREE:
         assert same(bad[name], good[name])
 
@@ -132,7 +132,7 @@ def test_a_ring_over_bad_links_gives_the_same_numbers(link: type[LocalLink], sta
 class Overwriting(LocalLink):
     """What the best-known system does: a slot is written again while it is still being read."""
 
-    def receive(self, wait_s: float | None = 0.0) -> Work | None:
+    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
         got = super().receive(wait_s)
         if got is not None:
             self._buffers[self._reading or 0].fill_(7)
@@ -141,7 +141,7 @@ class Overwriting(LocalLink):
 
 def test_the_comparison_sees_a_slot_that_is_written_while_it_is_read() -> None:
     bad = play(LocalRing(MODEL, CPU, 2, link=Overwriting), MODEL, {0: THREE[0]}, 2)
-    good = play(Ring(MODEL, CPU), MODEL, {0: THREE[0]}, 2)
+    good = play(RingExecutor(MODEL, CPU), MODEL, {0: THREE[0]}, 2)
     assert not same(bad[0], good[0])
 
 

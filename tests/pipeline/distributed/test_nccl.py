@@ -13,7 +13,7 @@ import torch.distributed as dist
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.distributed import nccl as links_nccl
 from streamdiff.pipeline.distributed.link import LinkClosed
-from streamdiff.pipeline.distributed.message import Work
+from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.topology import pick_link
 from tests.pipeline.distributed.scenarios import SMALL, HostStreams, work
 from tests.small import CPU
@@ -62,15 +62,15 @@ class Records:
 
     ready = True
 
-    def __init__(self, works: list[Work], broken: bool = False) -> None:
+    def __init__(self, works: list[StageMessage], broken: bool = False) -> None:
         self.works, self.broken = works, broken
 
-    def receive(self, wait_s: float | None) -> Work | None:
+    def receive(self, wait_s: float | None) -> StageMessage | None:
         if not self.works:
             raise LinkClosed("the link is closed")
         return self.works.pop(0)
 
-    def send(self, work: Work) -> None:
+    def send(self, work: StageMessage) -> None:
         pass
 
     def close(self) -> None:

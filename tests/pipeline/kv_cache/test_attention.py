@@ -11,24 +11,24 @@ from hypothesis import strategies as st
 
 from streamdiff.models.transformer import rope
 from streamdiff.models.transformer.wan import attend
-from streamdiff.pipeline.kv_cache.attention import RingAttention, adapt_sink, fold_into_sink
-from streamdiff.pipeline.kv_cache.cache import StageState
-from streamdiff.pipeline.kv_cache.geometry import RingPlan
+from streamdiff.pipeline.kv_cache.attention import RollingAttention, adapt_sink, fold_into_sink
+from streamdiff.pipeline.kv_cache.cache import KVCache
+from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
 
 CPU = torch.device("cpu")
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> RingPlan:
+def plans(draw: st.DrawFn) -> CacheGeometry:
     window = draw(st.integers(1, 9))
-    return RingPlan(draw(st.integers(0, window - 1)), window, draw(st.integers(0, 5)))
+    return CacheGeometry(draw(st.integers(0, window - 1)), window, draw(st.integers(0, 5)))
 
 
 chunks = st.one_of(st.integers(0, 40), st.integers(0, 10**9))
 
 
 @given(plans(), chunks)
-def test_a_chunk_sees_the_sink_and_the_newest_chunks_up_to_itself(plan: RingPlan, chunk: int) -> None:
+def test_a_chunk_sees_the_sink_and_the_newest_chunks_up_to_itself(plan: CacheGeometry, chunk: int) -> None:
     seen = plan.visible(chunk)
     everything = chunk + 1 <= plan.window
     expected = (
@@ -38,14 +38,14 @@ def test_a_chunk_sees_the_sink_and_the_newest_chunks_up_to_itself(plan: RingPlan
 
 
 @given(plans(), chunks)
-def test_visible_chunks_hold_distinct_slots_inside_the_ring(plan: RingPlan, chunk: int) -> None:
+def test_visible_chunks_hold_distinct_slots_inside_the_ring(plan: CacheGeometry, chunk: int) -> None:
     slots = [plan.slot(seen) for seen in plan.visible(chunk)]
     assert len(set(slots)) == len(slots) <= plan.window
     assert all(0 <= slot < plan.slots for slot in slots)
 
 
 @given(plans(), chunks)
-def test_chunks_in_flight_ahead_never_write_what_an_older_one_sees(plan: RingPlan, chunk: int) -> None:
+def test_chunks_in_flight_ahead_never_write_what_an_older_one_sees(plan: CacheGeometry, chunk: int) -> None:
     seen = {plan.slot(older) for older in plan.visible(chunk)}
     for ahead in range(1, plan.spare + 1):
         newer = chunk + ahead
@@ -55,14 +55,14 @@ def test_chunks_in_flight_ahead_never_write_what_an_older_one_sees(plan: RingPla
 
 
 @given(plans(), chunks)
-def test_every_slot_is_needed(plan: RingPlan, chunk: int) -> None:
+def test_every_slot_is_needed(plan: CacheGeometry, chunk: int) -> None:
     """No slot is spare by mistake: one chunk more in flight would overwrite what the oldest sees."""
     late = chunk + plan.slots
     assert plan.slot(late + plan.spare + 1) in {plan.slot(seen) for seen in plan.visible(late)}
 
 
 @given(plans(), chunks)
-def test_the_sink_stays(plan: RingPlan, chunk: int) -> None:
+def test_the_sink_stays(plan: CacheGeometry, chunk: int) -> None:
     sink = range(plan.sink)
     assert [plan.slot(first) for first in sink] == list(sink)
     if chunk >= plan.sink:
@@ -71,7 +71,7 @@ def test_the_sink_stays(plan: RingPlan, chunk: int) -> None:
 
 
 @given(plans(), chunks)
-def test_positions_never_leave_the_window(plan: RingPlan, chunk: int) -> None:
+def test_positions_never_leave_the_window(plan: CacheGeometry, chunk: int) -> None:
     seen = plan.visible(chunk)
     assert seen[-1] == chunk
     assert seen == sorted(seen)
@@ -84,17 +84,17 @@ def test_positions_never_leave_the_window(plan: RingPlan, chunk: int) -> None:
 )
 def test_an_impossible_ring_is_refused_with_its_numbers(sink: int, window: int, spare: int, chunk: int) -> None:
     with pytest.raises(ValueError, match=rf"window {window}, sink {sink} and chunks of {chunk} .* {spare} spare"):
-        RingPlan(sink, window, spare, chunk=chunk)
+        CacheGeometry(sink, window, spare, chunk=chunk)
 
 
 @st.composite
-def uneven(draw: st.DrawFn) -> RingPlan:
+def uneven(draw: st.DrawFn) -> CacheGeometry:
     chunk, sink = draw(st.integers(1, 4)), draw(st.integers(0, 7))
-    return RingPlan(sink, sink + chunk + draw(st.integers(0, 9)), draw(st.integers(0, 4)), chunk=chunk)
+    return CacheGeometry(sink, sink + chunk + draw(st.integers(0, 9)), draw(st.integers(0, 4)), chunk=chunk)
 
 
 @given(uneven(), chunks, st.integers(0, 12))
-def test_frames_in_sight_are_those_of_the_sink_and_the_newest(plan: RingPlan, chunk: int, back: int) -> None:
+def test_frames_in_sight_are_those_of_the_sink_and_the_newest(plan: CacheGeometry, chunk: int, back: int) -> None:
     """Frame by frame, also where window and sink are no whole chunks, and after a flush `back` chunks ago."""
     since, end = max(0, chunk - back), (chunk + 1) * plan.chunk
     near = range(max(plan.sink, end - plan.window - plan.chunk), end)
@@ -108,7 +108,7 @@ def test_frames_in_sight_are_those_of_the_sink_and_the_newest(plan: RingPlan, ch
 
 
 @given(uneven(), chunks)
-def test_uneven_rings_keep_what_is_in_sight_too(plan: RingPlan, chunk: int) -> None:
+def test_uneven_rings_keep_what_is_in_sight_too(plan: CacheGeometry, chunk: int) -> None:
     slots = [plan.slot(seen) for seen in plan.visible(chunk)]
     assert len(set(slots)) == len(slots) <= plan.slots - plan.spare
     assert all(0 <= slot < plan.slots for slot in slots)
@@ -119,13 +119,13 @@ def test_uneven_rings_keep_what_is_in_sight_too(plan: RingPlan, chunk: int) -> N
         assert plan.slot(chunk) >= plan.pinned
 
 
-def allocate(plan: RingPlan, caches: int = 1, layers: int = 2) -> StageState:
-    return StageState.allocate(plan, caches=caches, layers=layers, tokens=4, heads=2, head_dim=12, like=torch.zeros(1))
+def allocate(plan: CacheGeometry, caches: int = 1, layers: int = 2) -> KVCache:
+    return KVCache.allocate(plan, caches=caches, layers=layers, tokens=4, heads=2, head_dim=12, like=torch.zeros(1))
 
 
 @given(plans(), st.integers(1, 3), st.integers(1, 3))
 def test_state_has_the_size_its_plan_says_and_reset_clears_every_field(
-    plan: RingPlan, caches: int, layers: int
+    plan: CacheGeometry, caches: int, layers: int
 ) -> None:
     state = allocate(plan, caches, layers)
     tensors = {field.name: getattr(state, field.name) for field in fields(state)}
@@ -145,9 +145,9 @@ def test_attention_through_the_ring_equals_attention_over_explicit_keys_and_is_a
     sink: int, spare: int
 ) -> None:
     """1,000 chunks: what a chunk gets is plain attention over the chunks it sees, at positions 0, 1, 2, ..."""
-    plan = RingPlan(sink, 4, spare)
+    plan = CacheGeometry(sink, 4, spare)
     state = allocate(plan)
-    attention = RingAttention(1, 2, 2, 12, CPU)
+    attention = RollingAttention(1, 2, 2, 12, CPU)
     generator = torch.Generator().manual_seed(5)
     addresses = (state.key.data_ptr(), state.value.data_ptr())
     size = state.nbytes
@@ -171,9 +171,9 @@ def test_attention_through_the_ring_equals_attention_over_explicit_keys_and_is_a
 
 
 def test_rows_of_several_sessions_write_only_their_own_state() -> None:
-    plan = RingPlan(0, 2)
+    plan = CacheGeometry(0, 2)
     first, second = allocate(plan, caches=2), allocate(plan)
-    attention = RingAttention(1, 2, 2, 12, CPU)
+    attention = RollingAttention(1, 2, 2, 12, CPU)
     rows = [attention.view(plan, first, 1, 1), attention.view(plan, second, 0, 0)]
     query, key, value = torch.randn(3, 2, 4, 2, 12, generator=torch.Generator().manual_seed(1))
     attention.on(rows)(1, query, key, value)
@@ -208,8 +208,8 @@ def test_the_least_similar_sink_chunk_gives_way_below_the_threshold(threshold: f
 @pytest.mark.parametrize("spare", [0, 2])
 def test_what_leaves_the_ring_is_folded_into_the_sink(spare: int, compiled: bool) -> None:
     """A sink of one chunk: what chunks see of it is the running average of all that left before them."""
-    keep, plan = 0.9, RingPlan(1, 4, spare)
-    state, attention = allocate(plan), RingAttention(1, 2, 2, 12, CPU, compiled)
+    keep, plan = 0.9, CacheGeometry(1, 4, spare)
+    state, attention = allocate(plan), RollingAttention(1, 2, 2, 12, CPU, compiled)
     generator = torch.Generator().manual_seed(5)
     past: list[tuple[torch.Tensor, torch.Tensor]] = []
     sink = (torch.zeros(0), torch.zeros(0))
@@ -232,8 +232,8 @@ def test_what_leaves_the_ring_is_folded_into_the_sink(spare: int, compiled: bool
 
 
 def test_what_was_flushed_is_not_folded_in() -> None:
-    plan = RingPlan(1, 3)
-    state, attention = allocate(plan), RingAttention(1, 2, 2, 12, CPU)
+    plan = CacheGeometry(1, 3)
+    state, attention = allocate(plan), RollingAttention(1, 2, 2, 12, CPU)
     assert attention.view(plan, state, 0, 6, since=4, fold=0.9).shape.fold is not None
     assert attention.view(plan, state, 0, 6, since=5, fold=0.9).shape.fold is None
     assert attention.view(plan, state, 0, 2, fold=0.9).shape.fold is None, "nothing leaves yet"
@@ -252,9 +252,9 @@ def test_folding_rounds_once() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_after_some_chunks_no_index_is_made_any_more(sink: int, spare: int, compiled: bool) -> None:
     """What a micro-step uploads are positions of a new chunk; slots come again."""
-    plan = RingPlan(sink, 4, spare)
+    plan = CacheGeometry(sink, 4, spare)
     state = allocate(plan)
-    attention = RingAttention(1, 2, 2, 12, CPU, compiled)
+    attention = RollingAttention(1, 2, 2, 12, CPU, compiled)
     made = []
     for chunk in range(200):
         attention.view(plan, state, 0, chunk)
@@ -264,8 +264,8 @@ def test_after_some_chunks_no_index_is_made_any_more(sink: int, spare: int, comp
 
 
 def test_views_for_compiled_graphs_have_one_shape_per_filled_window_and_see_the_same() -> None:
-    plan = RingPlan(1, 4, 2)
-    plain, compiled = RingAttention(1, 2, 2, 12, CPU), RingAttention(1, 2, 2, 12, CPU, compiled=True)
+    plan = CacheGeometry(1, 4, 2)
+    plain, compiled = RollingAttention(1, 2, 2, 12, CPU), RollingAttention(1, 2, 2, 12, CPU, compiled=True)
     states = allocate(plan), allocate(plan)
     generator = torch.Generator().manual_seed(5)
     shapes = set()

@@ -9,9 +9,9 @@ import torch
 
 from streamdiff.config import ModelConfig
 from streamdiff.pipeline.build import load_runtime
-from streamdiff.pipeline.planner.kv_budget import Budget, Room, Waiting, free_bytes
+from streamdiff.pipeline.planner.kv_budget import KVCacheBudget, PreallocatedCaches, RankMemory, free_bytes
 from streamdiff.pipeline.planner.model_sizes import read_facts
-from streamdiff.pipeline.streaming_pipeline import Runtime
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.small import CPU
 
 FACTS = read_facts("tiny")
@@ -19,7 +19,7 @@ FACTS = read_facts("tiny")
 
 def test_sessions_fit_until_one_rank_is_full() -> None:
     need = 4 * FACTS.cache_values(2, steps=4, kv_context="matched")
-    budget = Budget(FACTS, [Room(10 * need), Room(3 * need - 1)], [1, 2], 4)
+    budget = KVCacheBudget(FACTS, [RankMemory(10 * need), RankMemory(3 * need - 1)], [1, 2], 4)
     for session in range(2):
         budget.take(session, budget.need(steps=4, kv_context="matched"))
     with pytest.raises(ValueError, match=r"on rank 1, where .* \(2 sessions open\).*model\.memory_gb"):
@@ -32,10 +32,10 @@ def test_sessions_fit_until_one_rank_is_full() -> None:
 def test_caches_that_wait_for_sessions_are_nobody_elses() -> None:
     """Two wait for sessions of one kind, and there is room for two of another kind beside them, or for four such."""
     other, kind = (4 * FACTS.cache_values(1, steps=4, kv_context=each) for each in ("staircase", "clean"))
-    memory = Room(2 * kind + 2 * (other + 1), 1)
+    memory = RankMemory(2 * kind + 2 * (other + 1), 1)
 
     def opened(kv_context: str) -> int:
-        budget = Budget(FACTS, [memory], [1], 4, Waiting(2, 4, "clean"))
+        budget = KVCacheBudget(FACTS, [memory], [1], 4, PreallocatedCaches(2, 4, "clean"))
         for session in count():
             try:
                 budget.take(session, budget.need(steps=4, kv_context=kv_context))
@@ -46,12 +46,14 @@ def test_caches_that_wait_for_sessions_are_nobody_elses() -> None:
     assert opened("staircase") == 2
     assert opened("clean") == memory.free // (kind + 1)
     assert opened("matched") == 0, "which would fit if nothing waited"
-    assert Budget(FACTS, [memory], [1], 4).need(steps=4, kv_context="matched")
+    assert KVCacheBudget(FACTS, [memory], [1], 4).need(steps=4, kv_context="matched")
 
 
 def test_where_there_is_room_for_one_session_it_may_come() -> None:
     kind = 4 * FACTS.cache_values(1, steps=4, kv_context="clean")
-    budget = Budget(FACTS, [Room(10 * kind), Room(kind)], [1, 1], 4, Waiting(3, 4, "clean"))
+    budget = KVCacheBudget(
+        FACTS, [RankMemory(10 * kind), RankMemory(kind)], [1, 1], 4, PreallocatedCaches(3, 4, "clean")
+    )
     budget.take(0, budget.need(steps=4, kv_context="clean"))
     with pytest.raises(ValueError, match="on rank 1"):
         budget.need(steps=4, kv_context="clean")
@@ -69,7 +71,7 @@ def test_the_runtime_asks_before_it_opens() -> None:
     text = runtime.text.encode(runtime.text.examples[0])
     epochs = count(1)
 
-    def start(runtime: Runtime, session: int, kv_context: str) -> None:
+    def start(runtime: StreamingPipeline, session: int, kv_context: str) -> None:
         runtime.open(session, text, seed=0, epoch=next(epochs), steps=4, kv_context=kv_context)
 
     with pytest.raises(ValueError, match=r"staircase, 4 steps\) and .* decoder's memory need .*\(0 sessions open\)"):
@@ -97,8 +99,12 @@ def test_what_is_counted_is_what_is_allocated() -> None:
 
 def test_the_decoder_counts_where_it_works() -> None:
     caches = 4 * FACTS.cache_values(1, steps=4, kv_context="clean")
-    rooms = [Room(2 * caches), Room(2 * caches, caches + 1), Room(10, 10)]  # the last rank decodes only
+    rooms = [
+        RankMemory(2 * caches),
+        RankMemory(2 * caches, caches + 1),
+        RankMemory(10, 10),
+    ]  # the last rank decodes only
     with pytest.raises(ValueError, match=r"GB of decoder's memory need .* on rank 1, where"):
-        Budget(FACTS, rooms, [1, 1, 0], 4).need(steps=4, kv_context="clean")
-    rooms[1] = Room(2 * caches, caches)
-    assert Budget(FACTS, rooms, [1, 1, 0], 4).need(steps=4, kv_context="clean") == [caches, 2 * caches, 10]
+        KVCacheBudget(FACTS, rooms, [1, 1, 0], 4).need(steps=4, kv_context="clean")
+    rooms[1] = RankMemory(2 * caches, caches)
+    assert KVCacheBudget(FACTS, rooms, [1, 1, 0], 4).need(steps=4, kv_context="clean") == [caches, 2 * caches, 10]

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from streamdiff.cli import main
 from streamdiff.commands import plan as plan_report
-from streamdiff.commands.plan import Job, as_text, as_tree, make
+from streamdiff.commands.plan import PlanJob, as_text, as_tree, make
 from streamdiff.config import KVContext, ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.interfaces import Model
@@ -24,9 +24,9 @@ from streamdiff.models.transformer.wan import attend
 from streamdiff.pipeline.planner import trace
 from streamdiff.pipeline.planner.costs import Ceilings, Costs, estimate, in_proportion, read_profile
 from streamdiff.pipeline.planner.memory import memory
-from streamdiff.pipeline.planner.model_sizes import Facts, read_facts
+from streamdiff.pipeline.planner.model_sizes import ModelSizes, read_facts
 from streamdiff.pipeline.planner.stage_layout import Workload, lay_out
-from streamdiff.pipeline.runner.model_runner import Stage
+from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 
 MATCHED = ModelConfig(kv_context="matched")
@@ -34,7 +34,7 @@ QUARTERS = "0.25,0.25,0.25,0.25"
 
 
 @pytest.fixture(scope="module")
-def facts() -> Facts:
+def facts() -> ModelSizes:
     return read_facts("tiny")
 
 
@@ -71,7 +71,7 @@ def test_decode_goes_where_it_costs_least_and_blocks_make_room_for_it() -> None:
 # ---- sizes against the real model ------------------------------------------------------------------------------
 
 
-def test_facts_are_those_of_the_loaded_model(facts: Facts, model: Model) -> None:
+def test_facts_are_those_of_the_loaded_model(facts: ModelSizes, model: Model) -> None:
     spec, denoiser = model.spec, model.denoiser
     assert (facts.steps, facts.native_fps, facts.chunk_frames) == (spec.steps, spec.native_fps, spec.chunk_frames)
     assert [facts.window_chunks(c) for c in KV_CONTEXTS] == [spec.window_chunks(c) for c in KV_CONTEXTS]
@@ -83,7 +83,7 @@ def test_facts_are_those_of_the_loaded_model(facts: Facts, model: Model) -> None
     assert facts.flow_values == denoiser.head(state, spec.chunk_shape[1:]).numel()
 
 
-def test_weights_add_up_to_the_models(facts: Facts, model: Model) -> None:
+def test_weights_add_up_to_the_models(facts: ModelSizes, model: Model) -> None:
     parts = {name: parameter.numel() for name, parameter in model.denoiser.model.named_parameters()}
 
     def count(*prefixes: str) -> int:
@@ -103,9 +103,9 @@ def test_weights_add_up_to_the_models(facts: Facts, model: Model) -> None:
 def test_planned_caches_are_as_large_as_those_of_open_stages(
     model: Model, kv_context: KVContext, steps: Literal[2, 4], stages: int
 ) -> None:
-    plan = make(ModelConfig(kv_context=kv_context, steps=steps), Job(stages=stages, sessions=2, decode="head"))
+    plan = make(ModelConfig(kv_context=kv_context, steps=steps), PlanJob(stages=stages, sessions=2, decode="head"))
     for (first, last), row in zip(plan.layout.blocks, plan.memory, strict=True):
-        stage = Stage(model.part(first, last), torch.device("cpu"), row.rank, stages)
+        stage = ModelRunner(model.part(first, last), torch.device("cpu"), row.rank, stages)
         for session in range(2):
             stage.open(session, steps=steps, kv_context=kv_context)
             stage.set_text(session, 0, model.text.encode(model.text.examples[0]), oldest=0)
@@ -113,7 +113,7 @@ def test_planned_caches_are_as_large_as_those_of_open_stages(
         assert row.caches == sum(size + sum(kv.key.nbytes + kv.value.nbytes for kv in text) for size, *text in kept)
 
 
-def test_the_estimate_counts_the_operations_of_the_real_model(facts: Facts, model: Model) -> None:
+def test_the_estimate_counts_the_operations_of_the_real_model(facts: ModelSizes, model: Model) -> None:
     """With a slow processor and infinitely fast memory, seconds are operations."""
     spec, denoiser = model.spec, model.denoiser
     slow = Ceilings(tflops=1e-9, gbps=1e30)
@@ -132,7 +132,7 @@ def test_the_estimate_counts_the_operations_of_the_real_model(facts: Facts, mode
     assert found.decode_s * 1e3 == pytest.approx(decoding.get_total_flops(), rel=1e-6)
 
 
-def test_memory_holds_everything_once_and_where_it_lives(facts: Facts) -> None:
+def test_memory_holds_everything_once_and_where_it_lives(facts: ModelSizes) -> None:
     model = facts.embed_values + facts.output_values + facts.blocks * facts.block_values
     for place, home in (("head", 0), ("own-stream", 0), ("last", 3), ("own-rank", 4)):
         load = Workload(4, 2, 4, "matched", 3)
@@ -172,12 +172,12 @@ def write(path: Path, tree: object) -> Path:
     return path
 
 
-def test_a_profile_is_read_row_by_row(facts: Facts, tmp_path: Path) -> None:
+def test_a_profile_is_read_row_by_row(facts: ModelSizes, tmp_path: Path) -> None:
     found = read_profile(write(tmp_path / "p.json", PROFILE), facts, max_rows=2)
     assert found.block_s == ((0.1, 0.2), (0.2, 0.4), (0.3, 0.6), (0.4, 0.8)), "more rows in proportion"
     assert (found.embed_s, found.head_s) == ((0.05, 0.1), (0.01, 0.015))
     assert (found.decode_s, found.link_s, found.flow_s) == (0.2, 0, 0)
-    plan = make(MATCHED, Job(stages=2, profile=tmp_path / "p.json", decode="own-stream"))
+    plan = make(MATCHED, PlanJob(stages=2, profile=tmp_path / "p.json", decode="own-stream"))
     assert plan.layout.blocks == ((0, 3), (3, 4))
     assert [times[0] for times in plan.layout.stage_s] == pytest.approx([0.65, 0.41])
 
@@ -197,14 +197,14 @@ def test_a_profile_is_read_row_by_row(facts: Facts, tmp_path: Path) -> None:
     ],
 )
 def test_a_profile_that_cannot_be_is_told_by_its_key(
-    facts: Facts, tmp_path: Path, change: dict[str, object], words: str
+    facts: ModelSizes, tmp_path: Path, change: dict[str, object], words: str
 ) -> None:
     tree = {key: value for key, value in {**PROFILE, **change}.items() if value is not None}
     with pytest.raises(ConfigError, match=words):
         read_profile(write(tmp_path / "p.json", tree), facts, max_rows=2)
 
 
-def test_a_profile_that_is_no_profile_is_told(facts: Facts, tmp_path: Path) -> None:
+def test_a_profile_that_is_no_profile_is_told(facts: ModelSizes, tmp_path: Path) -> None:
     for text, words in (("[1]", "must hold a JSON object"), ("{", "not valid JSON"), ("\xff", "not valid JSON")):
         (tmp_path / "p.json").write_text(text, encoding="latin-1")
         with pytest.raises(ConfigError, match=words):
@@ -213,7 +213,7 @@ def test_a_profile_that_is_no_profile_is_told(facts: Facts, tmp_path: Path) -> N
         read_profile(tmp_path / "none.json", facts, max_rows=1)
 
 
-def test_more_device_never_takes_longer_and_rows_share_the_weights(facts: Facts) -> None:
+def test_more_device_never_takes_longer_and_rows_share_the_weights(facts: ModelSizes) -> None:
     def block(tflops: float, gbps: float) -> tuple[float, ...]:
         found = estimate(facts, Ceilings(tflops, gbps), kv_context="clean", max_rows=4, value_bytes=2)
         return found.block_s[0]
@@ -226,7 +226,7 @@ def test_more_device_never_takes_longer_and_rows_share_the_weights(facts: Facts)
 # ---- the model's folder ----------------------------------------------------------------------------------------
 
 
-def test_another_folder_is_read_and_its_faults_are_told(tmp_path: Path, facts: Facts) -> None:
+def test_another_folder_is_read_and_its_faults_are_told(tmp_path: Path, facts: ModelSizes) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny.WEIGHTS, folder)
     assert read_facts(str(folder)).block_values == facts.block_values
@@ -255,17 +255,17 @@ def test_another_folder_is_read_and_its_faults_are_told(tmp_path: Path, facts: F
 
 
 def test_the_plan_says_what_was_asked_for() -> None:
-    outcome = make(MATCHED, Job(stage_times=QUARTERS, decode_time=0.0, sessions=1))
+    outcome = make(MATCHED, PlanJob(stage_times=QUARTERS, decode_time=0.0, sessions=1))
     text = "\n".join(as_text(outcome))
     assert "tiny: 4 stages, 1 session, KV context matched, 4 steps" in text
     assert "times: stage times given by hand" in text
     assert "latency      4 s" in text and "first chunk  after 4 s" in text
-    assert "an estimate from FLOPs and bytes at 400 TFLOP/s" in "\n".join(as_text(make(MATCHED, Job())))
+    assert "an estimate from FLOPs and bytes at 400 TFLOP/s" in "\n".join(as_text(make(MATCHED, PlanJob())))
 
 
 def test_a_shorter_window_is_planned_with() -> None:
     def caches(**asked: int) -> int:
-        return make(ModelConfig(name="self-forcing", **asked), Job(stages=1)).memory[0].caches  # type: ignore[arg-type]
+        return make(ModelConfig(name="self-forcing", **asked), PlanJob(stages=1)).memory[0].caches  # type: ignore[arg-type]
 
     chunk = caches(window=9) - caches(window=6)
     assert chunk > 0 and caches() - caches(window=6) == 5 * chunk
@@ -279,13 +279,13 @@ def test_a_step_that_may_be_left_out_is_planned_with_and_without() -> None:
 
     def first_chunk_s(steps: int | None) -> float:
         model = ModelConfig(name="krea-realtime-14b", steps=steps)
-        return make(model, Job(stages=1, stage_times="1", decode_time=0.0)).run.figures.first_chunk_s
+        return make(model, PlanJob(stages=1, stage_times="1", decode_time=0.0)).run.figures.first_chunk_s
 
     assert (first_chunk_s(None), first_chunk_s(4)) == (5, 4)
 
 
 def test_json_holds_the_whole_plan_and_is_json() -> None:
-    outcome = make(MATCHED, Job(stage_times=QUARTERS, decode="own-rank", decode_time=0.5))
+    outcome = make(MATCHED, PlanJob(stage_times=QUARTERS, decode="own-rank", decode_time=0.5))
     tree = json.loads(json.dumps(as_tree(outcome), allow_nan=False))
     assert [rank["blocks"] for rank in tree["ranks"]] == [[0, 1], [1, 2], [2, 3], [3, 4], []]
     assert tree["ranks"][4]["role"] == ["decode"]
@@ -303,7 +303,7 @@ def test_a_trace_has_a_track_per_stage_and_one_for_decoding(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], decode: str, keeps_busy: int | None
 ) -> None:
     path = tmp_path / "trace.json"
-    job = Job(stage_times=QUARTERS, decode=decode, decode_time=0.1, trace=path, chunks=8)
+    job = PlanJob(stage_times=QUARTERS, decode=decode, decode_time=0.1, trace=path, chunks=8)
     assert plan_report.run(MATCHED, job) == 0
     assert "throughput" in capsys.readouterr().out
     events = json.loads(path.read_text())["traceEvents"]
@@ -321,21 +321,21 @@ def test_a_trace_has_a_track_per_stage_and_one_for_decoding(
 
 
 def test_rows_that_share_a_forward_are_one_event() -> None:
-    outcome = make(ModelConfig(), Job(stages=1, sessions=3, max_rows=3, stage_times="1", chunks=8))
+    outcome = make(ModelConfig(), PlanJob(stages=1, sessions=3, max_rows=3, stage_times="1", chunks=8))
     full = [bar for bar in trace.bars(outcome.run.spans, 1) if len(bar.rows) == 3]
     assert full[0].label == "session 0 chunk 0 step 0 + session 1 chunk 0 step 0 + session 2 chunk 0 step 0"
 
 
 def test_a_plot_is_drawn(tmp_path: Path) -> None:
     path = tmp_path / "plan.png"
-    plan_report.run(MATCHED, Job(stage_times=QUARTERS, decode_time=0.1, plot=path, chunks=8))
+    plan_report.run(MATCHED, PlanJob(stage_times=QUARTERS, decode_time=0.1, plot=path, chunks=8))
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_plot_without_matplotlib_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'streamdiff\[plot\]'"):
-        make(MATCHED, Job(plot=tmp_path / "plan.png"))
+        make(MATCHED, PlanJob(plot=tmp_path / "plan.png"))
 
 
 # ---- what cannot be planned ------------------------------------------------------------------------------------
@@ -344,30 +344,30 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("job", "words"),
     [
-        (Job(stages=5), "stages is 5, but must be 1 to 4: every stage needs a block"),
-        (Job(stages=0), "--stages is 0"),
-        (Job(sessions=0), "--sessions is 0"),
-        (Job(max_rows=-1), "--max-rows is -1"),
-        (Job(chunks=1), "--chunks is 1, but must be 8 to 10,000"),
-        (Job(stage_times="0.1,0.1"), "--stage-times is '0.1,0.1', but must be 4 times"),
-        (Job(stage_times="0.1,0.1,0.1,0"), "each above 0"),
-        (Job(stage_times="0.1,0.1,0.1,-1"), "each above 0"),
-        (Job(stage_times="0.1,0.1,0.1,x"), "each above 0"),
-        (Job(stage_times=QUARTERS, profile=Path("p.json")), "both given"),
-        (Job(stage_times=QUARTERS, tflops=3), "--tflops is for the estimate"),
-        (Job(tflops=0), "--tflops is 0, but must be a number above 0"),
-        (Job(gbps=float("nan")), "--gbps is nan"),
-        (Job(link_time=-1), "--link-time is -1"),
-        (Job(decode_time=float("inf")), "--decode-time is inf"),
-        (Job(decode="roof"), "--decode is 'roof', but must be one of auto, head, last, own-rank, own-stream"),
-        (Job(dtype="int8"), "--dtype is 'int8'"),
-        (Job(trace=Path("nowhere/t.json")), "lies in nowhere, which is no folder"),
-        (Job(trace=Path(".")), "is a folder"),
-        (Job(plot=Path("plan.bmp")), "must end in .png, .svg, .pdf"),
+        (PlanJob(stages=5), "stages is 5, but must be 1 to 4: every stage needs a block"),
+        (PlanJob(stages=0), "--stages is 0"),
+        (PlanJob(sessions=0), "--sessions is 0"),
+        (PlanJob(max_rows=-1), "--max-rows is -1"),
+        (PlanJob(chunks=1), "--chunks is 1, but must be 8 to 10,000"),
+        (PlanJob(stage_times="0.1,0.1"), "--stage-times is '0.1,0.1', but must be 4 times"),
+        (PlanJob(stage_times="0.1,0.1,0.1,0"), "each above 0"),
+        (PlanJob(stage_times="0.1,0.1,0.1,-1"), "each above 0"),
+        (PlanJob(stage_times="0.1,0.1,0.1,x"), "each above 0"),
+        (PlanJob(stage_times=QUARTERS, profile=Path("p.json")), "both given"),
+        (PlanJob(stage_times=QUARTERS, tflops=3), "--tflops is for the estimate"),
+        (PlanJob(tflops=0), "--tflops is 0, but must be a number above 0"),
+        (PlanJob(gbps=float("nan")), "--gbps is nan"),
+        (PlanJob(link_time=-1), "--link-time is -1"),
+        (PlanJob(decode_time=float("inf")), "--decode-time is inf"),
+        (PlanJob(decode="roof"), "--decode is 'roof', but must be one of auto, head, last, own-rank, own-stream"),
+        (PlanJob(dtype="int8"), "--dtype is 'int8'"),
+        (PlanJob(trace=Path("nowhere/t.json")), "lies in nowhere, which is no folder"),
+        (PlanJob(trace=Path(".")), "is a folder"),
+        (PlanJob(plot=Path("plan.bmp")), "must end in .png, .svg, .pdf"),
     ],
 )
 def test_what_cannot_be_planned_is_told_before_anything_is_computed(
-    monkeypatch: pytest.MonkeyPatch, job: Job, words: str
+    monkeypatch: pytest.MonkeyPatch, job: PlanJob, words: str
 ) -> None:
     def never(setup: object) -> None:
         raise AssertionError("simulated")
@@ -384,10 +384,10 @@ def test_steps_that_the_model_lacks_are_told(tmp_path: Path) -> None:
     index = json.loads((folder / "model_index.json").read_text())
     index["stream"]["steps"] = [2]
     write(folder / "model_index.json", index)
-    assert make(ModelConfig(name=str(folder)), Job()).load.steps == 2
+    assert make(ModelConfig(name=str(folder)), PlanJob()).load.steps == 2
     with pytest.raises(ConfigError, match=r"--steps is 4; model .* has 2 \(without --steps: 2\)"):
-        make(ModelConfig(name=str(folder), steps=4), Job())
+        make(ModelConfig(name=str(folder), steps=4), PlanJob())
     with pytest.raises(ConfigError, match=r"model wan2.1-t2v-1.3b has no denoise steps of its own"):
-        make(ModelConfig(name="wan2.1-t2v-1.3b"), Job())
+        make(ModelConfig(name="wan2.1-t2v-1.3b"), PlanJob())
     with pytest.raises(ConfigError, match="--model is 'tinny'; it can be `tiny`"):
-        make(ModelConfig(name="tinny"), Job())
+        make(ModelConfig(name="tinny"), PlanJob())

@@ -20,9 +20,9 @@ from streamdiff.config import ModelConfig
 from streamdiff.engine.process import private_folder
 from streamdiff.pipeline import rank_loader, worker_main
 from streamdiff.pipeline.build import load_runtime
-from streamdiff.pipeline.kv_cache.attention import RowView
+from streamdiff.pipeline.kv_cache.attention import AttentionMetadata
 from streamdiff.pipeline.runner.compiled_stage import CompiledStage, Texts
-from streamdiff.pipeline.runner.model_runner import Stage
+from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.sampler import Finished
 from streamdiff.pipeline.runner.stage_forward import Tensors
 from streamdiff.pipeline.scheduler.step import MicroStep
@@ -36,7 +36,7 @@ graphs: list[int] = []
 
 
 class WatchedStage(CompiledStage):
-    def run(self, given: Tensors, texts: Texts, views: Sequence[RowView]) -> Tensors | None:
+    def run(self, given: Tensors, texts: Texts, views: Sequence[AttentionMetadata]) -> Tensors | None:
         done = super().run(given, texts, views)
         if not self.learning:
             ran.append(done is not None)
@@ -45,15 +45,15 @@ class WatchedStage(CompiledStage):
 
 def watch() -> None:
     """Note what happens to this rank's stage. Mutates: the classes."""
-    compile_stage = Stage.compile
+    compile_stage = ModelRunner.compile
 
-    def compiled_once(stage: Stage, **options: object) -> None:
+    def compiled_once(stage: ModelRunner, **options: object) -> None:
         compile_stage(stage, **options)  # type: ignore[arg-type]
         assert stage.compiled is not None
         graphs.append(len(stage.compiled.keys))
         torch.compiler.set_stance("fail_on_recompile")
 
-    Stage.compile = compiled_once  # type: ignore[method-assign]
+    ModelRunner.compile = compiled_once  # type: ignore[method-assign]
     rank_loader.compile_decoder = lambda *given: None  # it has tests of its own
 
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from streamdiff.pipeline.executor import LocalRing, Ring
-from streamdiff.pipeline.kv_cache.attention import RowView
+from streamdiff.pipeline.executor import LocalRing, RingExecutor
+from streamdiff.pipeline.kv_cache.attention import AttentionMetadata
 from streamdiff.pipeline.runner.compiled_stage import CompiledStage, Texts
-from streamdiff.pipeline.runner.model_runner import Stage
+from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
 from streamdiff.pipeline.runner.torch_compile import keep_compiled_code
 from streamdiff.pipeline.scheduler.step import MicroStep
@@ -37,7 +37,7 @@ TOLERANCE = 1e-5
 """Of latents, in float32, over ten chunks that see each other; the seed of a stream moves them by more than 1."""
 
 
-def stages(ring: Ring) -> list[Stage]:
+def stages(ring: RingExecutor) -> list[ModelRunner]:
     others = ring.others if isinstance(ring, LocalRing) else []
     return [ring.stage, *(worker.stage for worker in others)]
 
@@ -78,7 +78,7 @@ def test_neither_blocks_nor_the_window_make_more_graphs(
     """What stands before the blocks, a block, what stands behind; twice where there are forwards of two kinds."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # graphs are found, no code is made
     for layers, window, sink in ((1, 4, 2), (3, 4, 2), (2, 12, 2), (4, 8, 0)):
-        ring = Ring(small_model(3, layers=layers, window=window, sink=sink), CPU, clean_with_next=with_next)
+        ring = RingExecutor(small_model(3, layers=layers, window=window, sink=sink), CPU, clean_with_next=with_next)
         before = counters["stats"]["unique_graphs"]
         ring.stage.compile(steps=4, kv_context=kv_context, clean_with_next=with_next)
         assert counters["stats"]["unique_graphs"] - before == (6 if with_next else 3)
@@ -96,7 +96,7 @@ def test_another_process_finds_the_compiled_code() -> None:
 def compile_last() -> None:
     """Make the graphs of a last stage as the product does, and print how many there are, and were found on disk."""
     torch.set_num_threads(1)
-    stage = Stage(MODEL.part(1, 2), CPU, 1, 2)
+    stage = ModelRunner(MODEL.part(1, 2), CPU, 1, 2)
     keep_compiled_code()
     stage.compile(steps=4, kv_context="clean")
     found = counters["inductor"]
@@ -121,12 +121,12 @@ def test_a_stream_is_the_plain_one_through_first_chunks_evictions_and_a_prompt_s
                     patch.setattr(stage.compiled, "run", told(stage.compiled, ran_a_graph[-1]))
                 got = play(ring, MODEL, {0: order}, CHUNKS)[0]
             assert all(full_window_only(ran, FULL * 5) for ran in ran_a_graph)
-            expected = play(Ring(MODEL, CPU), MODEL, {0: order}, CHUNKS)[0]
+            expected = play(RingExecutor(MODEL, CPU), MODEL, {0: order}, CHUNKS)[0]
             assert worst(got, expected) <= TOLERANCE
             ring.close(0)
             while ring.has_work:
                 ring.turn()
-    assert worst(got, play(Ring(MODEL, CPU), MODEL, {0: Order(RED, 5, 4, "clean")}, CHUNKS)[0]) > 1
+    assert worst(got, play(RingExecutor(MODEL, CPU), MODEL, {0: Order(RED, 5, 4, "clean")}, CHUNKS)[0]) > 1
 
 
 def full_window_only(ran_a_graph: list[bool], forwards: int) -> bool:
@@ -140,7 +140,7 @@ def told(blocks: CompiledStage | None, ran_a_graph: list[bool]) -> Callable[...,
     assert blocks is not None
     run = blocks.run
 
-    def noting(given: Tensors, texts: Texts, views: Sequence[RowView]) -> Tensors | None:
+    def noting(given: Tensors, texts: Texts, views: Sequence[AttentionMetadata]) -> Tensors | None:
         done = run(given, texts, views)
         ran_a_graph.append(done is not None)
         return done
@@ -157,11 +157,11 @@ def tokens(rows: int) -> Tensors:
 @pytest.mark.parametrize("policy", ["keep", "flush", "recache"])
 def test_a_prompt_switch_of_any_policy_runs_graphs_that_are_there(ring: LocalRing, policy: str) -> None:
     with nothing_compiled():
-        got, expected = switched(ring, policy), switched(Ring(MODEL, CPU), policy)
+        got, expected = switched(ring, policy), switched(RingExecutor(MODEL, CPU), policy)
     assert worst(got, expected) <= TOLERANCE
 
 
-def switched(ring: Ring, policy: str, chunks: int = 8) -> list[torch.Tensor]:
+def switched(ring: RingExecutor, policy: str, chunks: int = 8) -> list[torch.Tensor]:
     ring.open(0, MODEL.text.encode(RED), seed=4, epoch=0, steps=4, kv_context="clean")
     done: list[torch.Tensor] = []
     due = True
@@ -193,7 +193,7 @@ def test_what_no_graph_was_made_for_runs_the_plain_path(ring: LocalRing) -> None
 def test_a_chosen_attention_kernel_is_in_the_graph_too() -> None:
     part = MODEL.part(1, 2)
     part.denoiser.attention = "math"
-    plain, compiled = Stage(part, CPU, 1, 2), Stage(part, CPU, 1, 2)
+    plain, compiled = ModelRunner(part, CPU, 1, 2), ModelRunner(part, CPU, 1, 2)
     compiled.compile(steps=4, kv_context="matched")
     given = tokens(1)
     results = []
@@ -207,7 +207,7 @@ def test_a_chosen_attention_kernel_is_in_the_graph_too() -> None:
 
 def test_rows_of_one_session_share_its_caches_in_a_graph_too() -> None:
     """Two chunks in a forward: the second sees what the first has just written."""
-    plain, compiled = (Stage(MODEL.part(1, 2), CPU, 1, 2) for _ in range(2))
+    plain, compiled = (ModelRunner(MODEL.part(1, 2), CPU, 1, 2) for _ in range(2))
     compiled.compile(steps=4, kv_context="clean", clean_with_next=True)
     assert compiled.compiled is not None
     given = tokens(2)
@@ -229,27 +229,27 @@ def test_rows_of_one_session_share_its_caches_in_a_graph_too() -> None:
 def test_averaged_sinks_and_windows_that_cut_chunks_have_graphs_too(window: int, sink: int, keep: float | None) -> None:
     model = small_model(3, layers=1, window=window, sink=sink)
     model = replace(model, spec=replace(model.spec, averaged_sink=keep))
-    ring = Ring(model, CPU)
+    ring = RingExecutor(model, CPU)
     ring.stage.compile(steps=2, kv_context="clean")
     order = Order(RED, 5, 2, "clean")
     ran_a_graph: list[bool] = []
     with pytest.MonkeyPatch.context() as patch, nothing_compiled():
         patch.setattr(ring.stage.compiled, "run", told(ring.stage.compiled, ran_a_graph))
         got = play(ring, model, {0: order})[0]
-    assert worst(got, play(Ring(model, CPU), model, {0: order})[0]) <= TOLERANCE
+    assert worst(got, play(RingExecutor(model, CPU), model, {0: order})[0]) <= TOLERANCE
     assert full_window_only(ran_a_graph, 3 * FULL)
 
 
 @pytest.mark.parametrize("kv_context", ["clean", "matched"])
 def test_after_chunks_that_are_made_together_graphs_run(kv_context: str) -> None:
     model = replace(MODEL, spec=replace(MODEL.spec, first_chunks=2))
-    ring = Ring(model, CPU)
+    ring = RingExecutor(model, CPU)
     ring.stage.compile(steps=2, kv_context=kv_context)
     ran_a_graph: list[bool] = []
     ring.stage.compiled.run = told(ring.stage.compiled, ran_a_graph)  # type: ignore[method-assign, union-attr]
     order = {0: Order(RED, 5, 2, kv_context)}
     with nothing_compiled():
         got = play(ring, model, order, 6)[0]
-    assert worst(got, play(Ring(model, CPU), model, order, 6)[0]) <= TOLERANCE
+    assert worst(got, play(RingExecutor(model, CPU), model, order, 6)[0]) <= TOLERANCE
     steps = 3 if kv_context == "clean" else 2
     assert full_window_only(ran_a_graph, steps), "of the first two, which are made in one forward"

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from streamdiff.models.interfaces import Model
-from streamdiff.pipeline.executor import LocalRing, Ring
-from streamdiff.pipeline.planner.kv_budget import Room
+from streamdiff.pipeline.executor import LocalRing, RingExecutor
+from streamdiff.pipeline.planner.kv_budget import RankMemory
 from streamdiff.pipeline.runner import compiled_stage
 from streamdiff.pipeline.runner.compiled_stage import Captured, CompiledStage, Inputs, Recorded, Run
-from streamdiff.pipeline.runner.cuda_graph_cache import HOMES, Captures
-from streamdiff.pipeline.runner.model_runner import Stage
+from streamdiff.pipeline.runner.cuda_graph_cache import HOMES, GraphCache
+from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.stage_forward import Tensors
 from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.playing import Order, play
@@ -36,7 +36,7 @@ TWO = {0: Order(RED, 5, 4, "clean"), 1: Order(WHITE, 6, 4, "clean")}
 
 
 def test_what_comes_while_learning_is_captured_at_once_and_later_at_the_second_time() -> None:
-    books: Captures[str] = Captures()
+    books: GraphCache[str] = GraphCache()
     assert books.is_due("learned", (1,), learning=True)
     assert not books.is_due("met", (2,), learning=False)
     assert books.is_due("met", (2,), learning=False)
@@ -46,7 +46,7 @@ def test_what_comes_while_learning_is_captured_at_once_and_later_at_the_second_t
 
 def test_a_home_that_is_forgotten_leaves_nothing_behind() -> None:
     """Its addresses may be another session's next, whose first forward must find nothing."""
-    books: Captures[str] = Captures()
+    books: GraphCache[str] = GraphCache()
     for place, homes in (("a", (1,)), ("b", (2,)), ("both", (1, 2))):
         books.keep(place, homes, f"graph of {place}")
     books.is_due("met once", (1,), learning=False)
@@ -58,7 +58,7 @@ def test_a_home_that_is_forgotten_leaves_nothing_behind() -> None:
 
 
 def test_sessions_beyond_the_bound_go_without_until_there_is_room() -> None:
-    books: Captures[str] = Captures(2)
+    books: GraphCache[str] = GraphCache(2)
     for home in (1, 2):
         books.keep(home, (home,), "graph")
     for place, homes in (("third", (3,)), ("mixed", (1, 3))):
@@ -102,8 +102,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def ring_of(model: Model) -> tuple[Ring, CompiledStage, Captured]:
-    ring = Ring(model, CPU)
+def ring_of(model: Model) -> tuple[RingExecutor, CompiledStage, Captured]:
+    ring = RingExecutor(model, CPU)
     ring.stage.compile(steps=4, kv_context="clean")
     blocks = ring.stage.compiled
     assert blocks is not None and blocks._captured is not None
@@ -119,7 +119,7 @@ def alike(got: dict[int, list[Tensor]], expected: dict[int, list[Tensor]]) -> bo
     )
 
 
-def end(ring: Ring, session: int) -> None:
+def end(ring: RingExecutor, session: int) -> None:
     ring.close(session)
     while ring.has_work:
         ring.turn()
@@ -192,7 +192,7 @@ def test_two_sessions_at_once_are_both_captured_and_make_the_plain_streams(keep:
     ring, blocks, captured = ring_of(model)
     learned = captured.kept.places
     assert blocks.captured_sessions == 1, "those whose caches wait for the first session"
-    got, expected = play(ring, model, TWO), play(Ring(model, CPU), model, TWO)
+    got, expected = play(ring, model, TWO), play(RingExecutor(model, CPU), model, TWO)
     assert alike(got, expected)
     assert blocks.captured_sessions == 2 and captured.kept.places > learned
     keys = [{place[0] for place in captured.kept.places if place[1] in spots} for spots in by_home(captured)]
@@ -217,7 +217,7 @@ def test_graphs_go_with_their_caches_and_the_most_wait_for_the_next_session(orde
         end(ring, session)
     assert blocks.captured_sessions == 1 and len(captured.kept.places) == learned
     got = play(ring, MODEL, TWO)
-    expected = play(Ring(MODEL, CPU), MODEL, TWO)
+    expected = play(RingExecutor(MODEL, CPU), MODEL, TWO)
     assert alike(got, expected)
     assert blocks.captured_sessions == 2
 
@@ -235,7 +235,7 @@ def test_who_has_more_graphs_waits_for_the_next_session() -> None:
 def test_more_sessions_than_have_graphs_make_the_plain_streams() -> None:
     orders = {name: Order(RED, name, 4, "clean") for name in range(HOMES + 2)}
     ring, blocks, _ = ring_of(MODEL)
-    got, expected = play(ring, MODEL, orders), play(Ring(MODEL, CPU), MODEL, orders)
+    got, expected = play(ring, MODEL, orders), play(RingExecutor(MODEL, CPU), MODEL, orders)
     assert alike(got, expected)
     assert blocks.captured_sessions == HOMES
 
@@ -260,17 +260,19 @@ def test_in_a_ring_only_what_was_learned_is_captured_which_may_be_for_several_se
     ]
 
 
-def graphs_of(stage: Stage) -> dict[object, tuple[tuple[int, ...], object]]:
+def graphs_of(stage: ModelRunner) -> dict[object, tuple[tuple[int, ...], object]]:
     assert stage.compiled is not None and stage.compiled._captured is not None
     return dict(stage.compiled._captured.kept._graphs)
 
 
-@pytest.mark.parametrize(("room", "expected"), [(None, 3), (Room(0), 1), (Room(250, 20), 2), (Room(10**4), 3)])
-def test_caches_wait_for_as_many_sessions_as_have_room(room: Room | None, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("room", "expected"), [(None, 3), (RankMemory(0), 1), (RankMemory(250, 20), 2), (RankMemory(10**4), 3)]
+)
+def test_caches_wait_for_as_many_sessions_as_have_room(room: RankMemory | None, expected: int) -> None:
     """Of 100 each, and what a decoder remembers."""
-    stage = Stage(MODEL.part(0, 1), CPU)
+    stage = ModelRunner(MODEL.part(0, 1), CPU)
     stage.open(0, steps=4, kv_context="clean")
     unit = stage.sessions[0].state.nbytes / 100
-    given = None if room is None else Room(int(room.free * unit), int(room.decoding * unit))
+    given = None if room is None else RankMemory(int(room.free * unit), int(room.decoding * unit))
     stage.compile(steps=4, kv_context="clean", sessions=3, room=given)
     assert len(stage._waiting) == expected

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from streamdiff.errors import EngineFailure
 from streamdiff.pipeline.decode.decode_worker import LocalDecoding
-from streamdiff.pipeline.executor import Ring
+from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.runner.device_timer import BusyTime, DeviceTimer, HostEvent
-from streamdiff.pipeline.streaming_pipeline import Runtime
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.server.sessions.capacity import Capacity
 from tests.pipeline.device import Device
 from tests.small import CPU, RED, small_model
@@ -121,7 +121,7 @@ def test_one_figure_the_device_s_is_what_metrics_show_and_capacity_counts_with()
     """A chunk is 4 steps and a clean pass, each of which is input, forward and sampling, and decoding: 15 works and
     some, a second each, that the host hands over in no time."""
     timer = DeviceTimer(SlowDeviceEvent)
-    runtime = Runtime(MODEL, CPU, ring=Ring(MODEL, CPU, timer=timer))
+    runtime = StreamingPipeline(MODEL, CPU, ring=RingExecutor(MODEL, CPU, timer=timer))
     runtime.open(0, runtime.text.encode(RED), seed=1, epoch=0, steps=4, kv_context="clean")
     chunks = 0
     while chunks < 3:
@@ -151,14 +151,14 @@ class StuckEvent(HostEvent):
 
 
 @pytest.fixture
-def stuck() -> Iterator[Runtime]:
+def stuck() -> Iterator[StreamingPipeline]:
     StuckEvent._left = 31  # the last one of them begins a work
-    runtime = Runtime(MODEL, CPU, ring=Ring(MODEL, CPU, timer=DeviceTimer(StuckEvent)), hang_s=0.01)
+    runtime = StreamingPipeline(MODEL, CPU, ring=RingExecutor(MODEL, CPU, timer=DeviceTimer(StuckEvent)), hang_s=0.01)
     yield runtime
     runtime.close()
 
 
-def test_the_only_rank_says_that_its_device_is_stuck(stuck: Runtime) -> None:
+def test_the_only_rank_says_that_its_device_is_stuck(stuck: StreamingPipeline) -> None:
     stuck.open(0, stuck.text.encode(RED), seed=1, epoch=0, steps=4, kv_context="clean")
     stuck.set_room(0, 10**6)
     told = r"rank 0 hangs: its device (is at|waits to begin) (session 0, chunk \d|decoding chunk \d).*in the ring: "

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from streamdiff.pipeline.executor import Ring
-from streamdiff.pipeline.runner.noise import DrawnAhead, SeededNoise
+from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.runner.noise import PrefetchedNoise, SeededNoise
 from tests.pipeline.playing import THREE, play, same
 from tests.small import CPU, small_model
 
@@ -51,7 +51,7 @@ def thread() -> Iterator[ThreadPoolExecutor]:
 )
 def test_the_same_noise_in_any_order_and_drawn_once(order: list[tuple[int, int]], thread: ThreadPoolExecutor) -> None:
     noise = Counted()
-    ahead = DrawnAhead(noise, CPU, 4, thread)
+    ahead = PrefetchedNoise(noise, CPU, 4, thread)
     for chunk, step in order:
         assert torch.equal(ahead.draw(chunk, step), PLAIN.draw(chunk, step))
     thread.shutdown(wait=True)
@@ -62,8 +62,8 @@ def test_the_same_noise_in_any_order_and_drawn_once(order: list[tuple[int, int]]
 
 def test_streams_with_noise_drawn_ahead_are_the_same_bit_for_bit(thread: ThreadPoolExecutor) -> None:
     model = small_model(4)
-    plain, ahead = Ring(model, CPU), Ring(model, CPU)
+    plain, ahead = RingExecutor(model, CPU), RingExecutor(model, CPU)
     ahead.head._thread = thread
     expected, got = play(plain, model, THREE), play(ahead, model, THREE)
-    assert all(isinstance(session.noise, DrawnAhead) for session in ahead.head.sessions.values())
+    assert all(isinstance(session.noise, PrefetchedNoise) for session in ahead.head.sessions.values())
     assert all(same(got[name], expected[name]) for name in THREE)

@@ -14,8 +14,8 @@ from streamdiff.errors import ConfigError
 from streamdiff.pipeline import rank_loader
 from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
 from streamdiff.pipeline.distributed.compile_progress import Progress
-from streamdiff.pipeline.planner.kv_budget import Room
-from streamdiff.pipeline.runner.model_runner import Stage
+from streamdiff.pipeline.planner.kv_budget import RankMemory
+from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.torch_compile import CACHE_VARIABLE, keep_compiled_code
 from tests.small import CPU, small_model
 
@@ -63,11 +63,11 @@ def test_a_folder_that_cannot_be_made_is_told(user_cache: Path) -> None:
 @pytest.mark.parametrize("part", ["stage", "decoder"])
 def test_the_product_compiles_into_it(user_cache: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     met: list[str] = []
-    for kind in (Stage, PictureDecoder):
+    for kind in (ModelRunner, PictureDecoder):
         monkeypatch.setattr(kind, "compile", lambda *given, **options: met.append(os.environ[CACHE_VARIABLE]))
-    config, stage = ModelConfig(compile="on", device="cpu"), Stage(small_model(1), CPU)
+    config, stage = ModelConfig(compile="on", device="cpu"), ModelRunner(small_model(1), CPU)
     if part == "stage":
-        rank_loader.compile_stage(config, stage, Room(0), Progress(None, 1))
+        rank_loader.compile_stage(config, stage, RankMemory(0), Progress(None, 1))
     else:
         rank_loader.compile_decoder(config, rank_loader.load_decoder(config, CPU), CPU, torch.get_num_threads())
     assert met == [str(user_cache / "streamdiff" / "compiled")]

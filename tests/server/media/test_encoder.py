@@ -12,8 +12,8 @@ import torch
 
 from streamdiff.models.autoencoder.stepped_decoder import yuv420p
 from streamdiff.server.media.codecs import Codec, Format
-from streamdiff.server.media.encoder import KEY_INTERVAL_S, EncoderThread, KeyGate, PictureEncoder, as_rgb
-from streamdiff.server.media.packets import Encoded
+from streamdiff.server.media.encoder import KEY_INTERVAL_S, EncoderThread, KeyframeLimiter, PictureEncoder, as_rgb
+from streamdiff.server.media.packets import EncodedFrame
 from streamdiff.video.pixel_format import shape_of
 
 CODECS: tuple[Codec, ...] = ("h264", "vp8")
@@ -66,7 +66,7 @@ def test_another_size_is_refused() -> None:
 
 
 def test_wishes_for_key_frames_are_brought_together() -> None:
-    gate = KeyGate()
+    gate = KeyframeLimiter()
     assert gate.take(0.0)
     assert not gate.take(0.025)
     gate.request()
@@ -86,10 +86,10 @@ def test_wishes_for_key_frames_are_brought_together() -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_thread_delivers_in_order_and_drops_the_oldest_when_flooded(codec: Codec) -> None:
-    out: list[Encoded] = []
+    out: list[EncodedFrame] = []
     arrived = threading.Semaphore(0)
 
-    def deliver(encoded: Encoded) -> None:
+    def deliver(encoded: EncodedFrame) -> None:
         out.append(encoded)
         arrived.release()
 
@@ -113,10 +113,10 @@ def test_the_thread_delivers_in_order_and_drops_the_oldest_when_flooded(codec: C
 @pytest.mark.parametrize("codec", CODECS)
 def test_another_bit_rate_holds_from_a_key_frame_on(codec: Codec) -> None:
     noise = np.random.default_rng(0).integers(0, 255, (8, 128, 128, 3)).astype(np.uint8)
-    out: list[Encoded] = []
+    out: list[EncodedFrame] = []
     arrived = threading.Semaphore(0)
 
-    def deliver(encoded: Encoded) -> None:
+    def deliver(encoded: EncodedFrame) -> None:
         out.append(encoded)
         arrived.release()
 

@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 from streamdiff.server.media.codecs import Format
 from streamdiff.server.media.encoder import EncoderThread
-from streamdiff.server.media.pacer import Pacer, WireClock
-from streamdiff.server.media.packets import Encoded
-from streamdiff.server.media.playout import Due
+from streamdiff.server.media.pacer import Pacer, RtpClock
+from streamdiff.server.media.packets import EncodedFrame
+from streamdiff.server.media.playout import PlayoutSlot
 
 
 def test_stamps_follow_the_media_clock_while_it_runs() -> None:
-    clock = WireClock()
+    clock = RtpClock()
     stamps = [clock.media(n * 2250, 100 + n / 40 + (0.01 if n % 3 else 0.0)) for n in range(40)]
     assert np.diff(stamps).tolist() == [2250] * 39
 
 
 def test_stamps_follow_real_time_over_a_pause() -> None:
-    clock = WireClock()
+    clock = RtpClock()
     before = clock.media(0, 0.0)
     still = clock.still(5.0)
     clock.jump()
@@ -33,7 +33,7 @@ def test_stamps_follow_real_time_over_a_pause() -> None:
 
 
 def test_frames_are_evenly_stamped_after_a_short_pause_with_a_still_in_it() -> None:
-    clock = WireClock()
+    clock = RtpClock()
     clock.media(0, 0.0)
     clock.still(0.15)
     clock.jump()
@@ -41,14 +41,14 @@ def test_frames_are_evenly_stamped_after_a_short_pause_with_a_still_in_it() -> N
 
 
 def test_a_long_gap_is_real_time_even_when_nobody_said_so() -> None:
-    clock = WireClock()
+    clock = RtpClock()
     clock.media(0, 0.0)
     assert clock.media(2250, 3.0) == 270_000
 
 
 @given(st.lists(st.tuples(st.sampled_from(["media", "still", "jump"]), st.floats(0, 2), st.integers(1, 9000))))
 def test_stamps_strictly_increase_whatever_happens(steps: list[tuple[str, float, int]]) -> None:
-    clock, now_s, pts, stamps = WireClock(), 0.0, 0, []
+    clock, now_s, pts, stamps = RtpClock(), 0.0, 0, []
     for kind, passed_s, ticks in steps:
         now_s, pts = now_s + passed_s, pts + ticks
         if kind == "media":
@@ -67,7 +67,7 @@ def _pictures(count: int) -> np.ndarray:
 class _Scene:
     def __init__(self) -> None:
         self.shown: list[int] = []
-        self.packets: list[Encoded] = []
+        self.packets: list[EncodedFrame] = []
         self.changed = threading.Condition()
         self.pacer = Pacer(200.0, 4, self._on_shown)
         self.encoder: EncoderThread | None = None
@@ -77,12 +77,12 @@ class _Scene:
         self.pacer.set_encoders((self.encoder,))
         return self.encoder
 
-    def _on_shown(self, due: Due) -> None:
+    def _on_shown(self, due: PlayoutSlot) -> None:
         with self.changed:
             self.shown.append(due.frame)
             self.changed.notify()
 
-    def _on_packet(self, encoded: Encoded) -> None:
+    def _on_packet(self, encoded: EncodedFrame) -> None:
         with self.changed:
             self.packets.append(encoded)
             self.changed.notify()

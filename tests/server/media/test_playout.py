@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamdiff.server.media.playout import Due, Playout
+from streamdiff.server.media.playout import PlayoutBuffer, PlayoutSlot
 
 
 def frames(first: int, count: int) -> np.ndarray:
@@ -22,7 +22,7 @@ def frames(first: int, count: int) -> np.ndarray:
     return pictures
 
 
-def take(playout: Playout, until_s: float, from_s: float = 0.0) -> list[tuple[float, Due]]:
+def take(playout: PlayoutBuffer, until_s: float, from_s: float = 0.0) -> list[tuple[float, PlayoutSlot]]:
     """Everything due from `from_s` up to `until_s`, asked for at exactly the right moments."""
     taken = []
     while (next_s := playout.next_due_s) is not None and next_s <= until_s:
@@ -36,14 +36,14 @@ def take(playout: Playout, until_s: float, from_s: float = 0.0) -> list[tuple[fl
 
 
 def test_nothing_is_due_before_the_first_frame() -> None:
-    playout = Playout(40)
+    playout = PlayoutBuffer(40)
     assert playout.next_due_s is None
     assert playout.due(1.0) is None
     assert playout.latest is None
 
 
 def test_a_burst_is_spread_evenly() -> None:
-    playout = Playout(40)
+    playout = PlayoutBuffer(40)
     playout.push(0, frames(0, 12))
     taken = take(playout, 11 / 40)
     assert [due.frame for _, due in taken] == list(range(12))
@@ -59,7 +59,7 @@ def test_bursts_of_chunks_do_not_stall_with_a_start_buffer() -> None:
     late_s = [0.0, 0.09, 0.02, 0.1, 0.0, 0.07, 0.1, 0.03]
     repeated = {}
     for start_frames in (1, 16):
-        playout = Playout(40, start_frames=start_frames)
+        playout = PlayoutBuffer(40, start_frames=start_frames)
         before_s = 0.0
         for chunk, late in enumerate(late_s):
             take(playout, chunk * 0.3 + late, before_s)
@@ -71,10 +71,10 @@ def test_bursts_of_chunks_do_not_stall_with_a_start_buffer() -> None:
     assert repeated[16] == 0
 
 
-def live(seconds: float, chunk_s: Callable[[float], float], lead: int = 24) -> list[tuple[float, Due]]:
+def live(seconds: float, chunk_s: Callable[[float], float], lead: int = 24) -> list[tuple[float, PlayoutSlot]]:
     """An engine of chunks of 12 frames, handed over in three pieces, that keeps `lead` frames ahead at most."""
-    playout = Playout(40, start_frames=12)
-    taken: list[tuple[float, Due]] = []
+    playout = PlayoutBuffer(40, start_frames=12)
+    taken: list[tuple[float, PlayoutSlot]] = []
     made, begun_s, pushed_s = 0, 0.0, 0.0
     while begun_s < seconds:
         for piece in range(3):
@@ -92,7 +92,7 @@ def live(seconds: float, chunk_s: Callable[[float], float], lead: int = 24) -> l
     return taken
 
 
-def gaps(taken: list[tuple[float, Due]], from_s: float) -> list[int]:
+def gaps(taken: list[tuple[float, PlayoutSlot]], from_s: float) -> list[int]:
     """Slots from each new frame to the next."""
     slots = [due.pts // 2250 for now_s, due in taken if now_s >= from_s and not due.repeated]
     return [after - before for before, after in itertools.pairwise(slots)]
@@ -129,21 +129,21 @@ def test_a_stall_right_after_the_start_is_too() -> None:
 
 
 def test_start_waits_for_the_start_buffer_but_not_for_ever() -> None:
-    playout = Playout(10, start_frames=5, start_wait_s=0.5)
+    playout = PlayoutBuffer(10, start_frames=5, start_wait_s=0.5)
     playout.push(0, frames(0, 2))
     assert playout.due(10.0) is None
     assert playout.next_due_s == 10.5
     assert playout.due(10.4) is None
     first = playout.due(10.5)
     assert first is not None and first.frame == 0
-    eager = Playout(10, start_frames=5)
+    eager = PlayoutBuffer(10, start_frames=5)
     eager.push(0, frames(0, 5))
     assert eager.next_due_s == -math.inf
     assert eager.due(10.0) is not None
 
 
 def test_a_dry_buffer_repeats_and_goes_on_at_once_a_little_slower() -> None:
-    playout = Playout(10, start_frames=3, start_wait_s=5)
+    playout = PlayoutBuffer(10, start_frames=3, start_wait_s=5)
     playout.push(0, frames(0, 3))
     taken = take(playout, 0.5)
     assert [(due.frame, due.repeated) for _, due in taken] == [
@@ -157,7 +157,7 @@ def test_a_dry_buffer_repeats_and_goes_on_at_once_a_little_slower() -> None:
 
 
 def test_after_a_long_stall_frames_gather_as_at_the_start() -> None:
-    playout = Playout(10, start_frames=3, start_wait_s=5)
+    playout = PlayoutBuffer(10, start_frames=3, start_wait_s=5)
     playout.push(0, frames(0, 3))
     take(playout, 10.0)
     playout.push(3, frames(3, 2))
@@ -167,7 +167,7 @@ def test_after_a_long_stall_frames_gather_as_at_the_start() -> None:
 
 
 def test_pause_holds_the_media_clock() -> None:
-    playout = Playout(10)
+    playout = PlayoutBuffer(10)
     playout.push(0, frames(0, 10))
     assert [due.frame for _, due in take(playout, 0.35)] == [0, 1, 2, 3]
     playout.pause(0.35)
@@ -184,7 +184,7 @@ def test_pause_holds_the_media_clock() -> None:
 
 
 def test_reset_drops_what_waits_of_older_epochs_and_what_still_comes() -> None:
-    playout = Playout(10)
+    playout = PlayoutBuffer(10)
     playout.push(0, frames(0, 6), epoch=1)
     assert [due.frame for _, due in take(playout, 0.15)] == [0, 1]
     assert playout.clear_before(2) == 4
@@ -200,7 +200,7 @@ def test_reset_drops_what_waits_of_older_epochs_and_what_still_comes() -> None:
 
 
 def test_a_prompt_change_drops_nothing() -> None:
-    playout = Playout(10)
+    playout = PlayoutBuffer(10)
     playout.push(0, frames(0, 3), epoch=1)
     playout.push(3, frames(3, 3), epoch=2)
     assert [(due.frame, due.epoch) for _, due in take(playout, 0.55)] == [
@@ -209,7 +209,7 @@ def test_a_prompt_change_drops_nothing() -> None:
 
 
 def test_a_late_caller_catches_up_within_limits() -> None:
-    playout = Playout(40, catch_up_s=0.1)
+    playout = PlayoutBuffer(40, catch_up_s=0.1)
     playout.push(0, frames(0, 100))
     assert playout.due(0.0) is not None
     caught_up = [playout.due(0.1) for _ in range(5)]
@@ -224,7 +224,7 @@ def test_a_late_caller_catches_up_within_limits() -> None:
 
 
 def test_no_viewers_for_an_hour_then_one_joins() -> None:
-    playout = Playout(40)
+    playout = PlayoutBuffer(40)
     playout.push(0, frames(0, 24))
     last = [due for _, due in take(playout, 0.1)][-1]
     joined = playout.due(3600.0)
@@ -233,7 +233,7 @@ def test_no_viewers_for_an_hour_then_one_joins() -> None:
 
 
 def test_a_clock_set_back_does_not_freeze_the_stream() -> None:
-    playout = Playout(40)
+    playout = PlayoutBuffer(40)
     playout.push(0, frames(0, 10))
     first, second = playout.due(1000.0), playout.due(1000.025)
     assert first is not None and second is not None
@@ -245,7 +245,7 @@ def test_a_clock_set_back_does_not_freeze_the_stream() -> None:
 
 @pytest.mark.parametrize("now_s", [math.nan, math.inf, -math.inf])
 def test_a_time_that_is_not_one_is_refused_and_harmless(now_s: float) -> None:
-    playout = Playout(40)
+    playout = PlayoutBuffer(40)
     playout.push(0, frames(0, 2))
     for call in (playout.due, playout.pause, playout.resume):
         with pytest.raises(ValueError, match="now_s"):
@@ -256,7 +256,7 @@ def test_a_time_that_is_not_one_is_refused_and_harmless(now_s: float) -> None:
 
 @pytest.mark.parametrize("fps", [40, 30000 / 1001])
 def test_the_rate_is_exact_over_an_hour(fps: float) -> None:
-    playout = Playout(fps, capacity_frames=1000)
+    playout = PlayoutBuffer(fps, capacity_frames=1000)
     exact = Fraction(fps).limit_denominator(1001)
     pictures = frames(0, 1000)
     slots = math.floor(3600 * exact)
@@ -273,7 +273,7 @@ def test_the_rate_is_exact_over_an_hour(fps: float) -> None:
 
 
 def test_more_than_the_capacity_drops_the_oldest_and_says_so() -> None:
-    playout = Playout(10, capacity_frames=4)
+    playout = PlayoutBuffer(10, capacity_frames=4)
     playout.push(0, frames(0, 6))
     assert (playout.buffered, playout.dropped, playout.passed_frames) == (4, 2, 2)
     due = playout.due(0.0)
@@ -281,7 +281,7 @@ def test_more_than_the_capacity_drops_the_oldest_and_says_so() -> None:
 
 
 def test_frames_cannot_come_twice() -> None:
-    playout = Playout(10)
+    playout = PlayoutBuffer(10)
     playout.push(0, frames(0, 4))
     with pytest.raises(ValueError, match="frames from 3"):
         playout.push(3, frames(3, 2))
@@ -297,7 +297,7 @@ def test_frames_cannot_come_twice() -> None:
 )  # fmt: skip
 def test_bad_settings_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError):
-        Playout(**options)  # type: ignore[arg-type]
+        PlayoutBuffer(**options)  # type: ignore[arg-type]
 
 
 STEPS = st.one_of(
@@ -314,7 +314,7 @@ STEPS = st.one_of(
 @given(st.lists(STEPS, max_size=60), st.sampled_from([1, 4]), st.sampled_from([24.0, 29.97, 40.0]))
 def test_whatever_happens(steps: list[tuple[str, float]], start_frames: int, fps: float) -> None:
     """In order, nothing left out but what was cleared, strictly increasing pts, bounded, no freeze."""
-    playout = Playout(fps, start_frames=start_frames, capacity_frames=48)
+    playout = PlayoutBuffer(fps, start_frames=start_frames, capacity_frames=48)
     now_s, pushed, epoch, last_pts, new = 0.0, 0, 0, -1, []
     for what, amount in steps:
         if what == "push" and playout.buffered + amount <= 48:
@@ -347,7 +347,7 @@ def test_whatever_happens(steps: list[tuple[str, float]], start_frames: int, fps
 @given(st.integers(1, 60), st.sampled_from([10.0, 24.0, 30.0, 59.94, 60.0, 120.0]))
 def test_another_rate_goes_on_from_the_next_slot(before: int, fps: float) -> None:
     """No slot comes twice or early, the media clock never goes back, and the new rate is exact."""
-    playout = Playout(40)
+    playout = PlayoutBuffer(40)
     playout.push(0, frames(0, 200))
     first = take(playout, (before - 1) / 40)
     next_s = playout.next_due_s
@@ -363,7 +363,7 @@ def test_another_rate_goes_on_from_the_next_slot(before: int, fps: float) -> Non
 
 
 def test_a_rate_that_cannot_be_is_refused_and_changes_nothing() -> None:
-    playout = Playout(40)
+    playout = PlayoutBuffer(40)
     for fps in (0, -1, math.nan, math.inf, 1001):
         with pytest.raises(ValueError, match="fps is"):
             playout.set_fps(fps)

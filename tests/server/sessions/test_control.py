@@ -9,24 +9,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamdiff.server.sessions.control import Control, ControlError, parse
-from streamdiff.server.sessions.receipts import RequestBook
+from streamdiff.server.sessions.control import ControlError, ControlMessage, parse
+from streamdiff.server.sessions.receipts import RequestTracker
 
 
 @pytest.mark.parametrize(
     ("message", "control"),
     [
-        ({"type": "prompt", "prompt": " a \n red\tcircle ", "id": 7}, Control("prompt", 7, prompt="a red circle")),
-        ({"type": "prompt", "prompt": "x" * 2000, "id": "abc"}, Control("prompt", "abc", prompt="x" * 2000)),
-        ({"type": "reset"}, Control("reset")),
-        ({"type": "reset", "seed": 2**31 - 1}, Control("reset", seed=2**31 - 1)),
-        ({"type": "pause", "id": "x" * 64}, Control("pause", "x" * 64)),
-        ({"type": "resume", "id": None, "if_rev": None}, Control("resume", None)),
-        ({"type": "ping", "id": -(2**53) + 1}, Control("ping", -(2**53) + 1)),
-        ({"type": "ping"}, Control("ping", None)),
+        (
+            {"type": "prompt", "prompt": " a \n red\tcircle ", "id": 7},
+            ControlMessage("prompt", 7, prompt="a red circle"),
+        ),
+        ({"type": "prompt", "prompt": "x" * 2000, "id": "abc"}, ControlMessage("prompt", "abc", prompt="x" * 2000)),
+        ({"type": "reset"}, ControlMessage("reset")),
+        ({"type": "reset", "seed": 2**31 - 1}, ControlMessage("reset", seed=2**31 - 1)),
+        ({"type": "pause", "id": "x" * 64}, ControlMessage("pause", "x" * 64)),
+        ({"type": "resume", "id": None, "if_rev": None}, ControlMessage("resume", None)),
+        ({"type": "ping", "id": -(2**53) + 1}, ControlMessage("ping", -(2**53) + 1)),
+        ({"type": "ping"}, ControlMessage("ping", None)),
     ],
 )
-def test_good_messages(message: dict[str, object], control: Control) -> None:
+def test_good_messages(message: dict[str, object], control: ControlMessage) -> None:
     assert parse(json.dumps(message)) == control
 
 
@@ -107,8 +110,8 @@ def test_a_prompt_that_passes_has_no_odd_space(text: str) -> None:
 
 
 def test_a_request_is_followed_to_the_screen() -> None:
-    book = RequestBook()
-    request = book.begin(Control("prompt", 7, prompt="a"), "me", 1.0)
+    book = RequestTracker()
+    request = book.begin(ControlMessage("prompt", 7, prompt="a"), "me", 1.0)
     [accepted] = book.accepted(request, 3, "a red a", "", 1.1)
     assert (accepted.stage, accepted.id, accepted.owner, accepted.epoch) == ("accepted", 7, "me", 3)
     assert book.shown(50, 2, 1.2) == []
@@ -122,9 +125,9 @@ def test_a_request_is_followed_to_the_screen() -> None:
 
 
 def test_a_prompt_that_was_overtaken_is_superseded() -> None:
-    book = RequestBook()
-    first = book.begin(Control("prompt", 1, prompt="a"), "me", 0.0)
-    second = book.begin(Control("prompt", 2, prompt="b"), "you", 0.0)
+    book = RequestTracker()
+    first = book.begin(ControlMessage("prompt", 1, prompt="a"), "me", 0.0)
+    second = book.begin(ControlMessage("prompt", 2, prompt="b"), "you", 0.0)
     book.accepted(first, 1, "a", "", 0.1)
     book.accepted(second, 2, "b", "", 0.1)
     receipts = book.applied(2, 10, 0.2)
@@ -132,16 +135,16 @@ def test_a_prompt_that_was_overtaken_is_superseded() -> None:
 
 
 def test_a_refused_request_is_closed() -> None:
-    book = RequestBook()
-    request = book.begin(Control("reset", 1, seed=3), "me", 0.0)
+    book = RequestTracker()
+    request = book.begin(ControlMessage("reset", 1, seed=3), "me", 0.0)
     [receipt] = book.refused(request, "seed", "too big", 0.1)
     assert (receipt.stage, receipt.field, receipt.reason) == ("refused", "seed", "too big")
     assert book.accepted(request, 1, "", "", 0.2) == []
 
 
 def test_the_book_does_not_grow() -> None:
-    book = RequestBook(limit=4)
-    requests = [book.begin(Control("prompt", n, prompt="a"), "me", 0.0) for n in range(100)]
+    book = RequestTracker(limit=4)
+    requests = [book.begin(ControlMessage("prompt", n, prompt="a"), "me", 0.0) for n in range(100)]
     assert book.find(requests[0]) is None
     assert book.find(requests[-1]) is not None
 
@@ -151,14 +154,14 @@ def test_the_book_does_not_grow() -> None:
     [
         (
             {"type": "prompt", "prompt": "a", "switch": "flush", "if_rev": 4},
-            Control("prompt", None, prompt="a", switch="flush", if_rev=4),
+            ControlMessage("prompt", None, prompt="a", switch="flush", if_rev=4),
         ),
-        ({"type": "steps", "steps": 2, "id": 1, "if_rev": 3}, Control("steps", 1, steps=2, if_rev=3)),
-        ({"type": "fps", "fps": 24, "id": 1}, Control("fps", 1, fps=24.0)),
-        ({"type": "pause", "if_rev": 0}, Control("pause", if_rev=0)),
+        ({"type": "steps", "steps": 2, "id": 1, "if_rev": 3}, ControlMessage("steps", 1, steps=2, if_rev=3)),
+        ({"type": "fps", "fps": 24, "id": 1}, ControlMessage("fps", 1, fps=24.0)),
+        ({"type": "pause", "if_rev": 0}, ControlMessage("pause", if_rev=0)),
     ],
 )
-def test_more_good_messages(message: dict[str, object], control: Control) -> None:
+def test_more_good_messages(message: dict[str, object], control: ControlMessage) -> None:
     assert parse(json.dumps(message)) == control
     assert control.changes
 
@@ -189,8 +192,8 @@ def test_more_bad_messages(text: str, field: str) -> None:
 
 
 def test_receipts_name_the_chunk_and_the_time_of_the_first_frame() -> None:
-    book = RequestBook()
-    request = book.begin(Control("prompt", "mine", prompt="a"), "me", 1.0)
+    book = RequestTracker()
+    request = book.begin(ControlMessage("prompt", "mine", prompt="a"), "me", 1.0)
     book.accepted(request, 3, "a", "", 1.1)
     [applied] = book.applied(3, 60, 1.3, chunk=5)
     assert applied.message()["chunk"] == 5
@@ -199,11 +202,11 @@ def test_receipts_name_the_chunk_and_the_time_of_the_first_frame() -> None:
     assert (message["chunk"], message["frame"], message["pts"], message["id"]) == (5, 60, 135_000, "mine")
 
 
-def _three_prompts() -> RequestBook:
+def _three_prompts() -> RequestTracker:
     """One shown soon (frame 10, which is made), one taken, one not taken."""
-    book = RequestBook()
+    book = RequestTracker()
     for number, prompt in enumerate("abc"):
-        book.begin(Control("prompt", number, prompt=prompt), "me", 0.0)
+        book.begin(ControlMessage("prompt", number, prompt=prompt), "me", 0.0)
     book.accepted("r1", 1, "a", "", 0.1)
     book.applied(1, 10, 0.2)
     book.accepted("r2", 2, "b", "", 0.3)
@@ -221,8 +224,8 @@ def test_what_a_lost_engine_had_taken_last_holds_for_the_next_one_and_what_it_ha
 
 
 def test_a_request_whose_frame_was_named_and_never_came_is_carried_over_too() -> None:
-    book = RequestBook()
-    book.begin(Control("prompt", "mine", prompt="a"), "me", 0.0)
+    book = RequestTracker()
+    book.begin(ControlMessage("prompt", "mine", prompt="a"), "me", 0.0)
     book.accepted("r1", 1, "a", "", 0.1)
     book.applied(1, 10, 0.2)
     assert book.engine_lost(2, 10, "it died", 0.3) == []
@@ -237,14 +240,14 @@ def test_of_several_that_a_lost_engine_had_taken_the_latest_holds() -> None:
     assert [(receipt.id, receipt.stage) for receipt in book.applied(4, 12, 0.5)] == [(1, "superseded"), (2, "applied")]
 
 
-def _mixed() -> RequestBook:
+def _mixed() -> RequestTracker:
     """Two prompts and two numbers of steps by turns, all taken."""
-    book = RequestBook()
+    book = RequestTracker()
     controls = (
-        Control("prompt", "red", prompt="red"),
-        Control("steps", "few", steps=2),
-        Control("prompt", "blue", prompt="blue"),
-        Control("steps", "many", steps=4),
+        ControlMessage("prompt", "red", prompt="red"),
+        ControlMessage("steps", "few", steps=2),
+        ControlMessage("prompt", "blue", prompt="blue"),
+        ControlMessage("steps", "many", steps=4),
     )
     for number, control in enumerate(controls, start=1):
         book.accepted(book.begin(control, "me", 0.0), number, "", "", 0.1)

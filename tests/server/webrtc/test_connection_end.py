@@ -13,7 +13,7 @@ import psutil
 import pytest
 from aiortc import RTCConfiguration, RTCPeerConnection
 
-from streamdiff.server.sessions.live_session import SessionView
+from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.webrtc import viewers
 from streamdiff.server.webrtc.viewers import Viewer, Viewers
 from tests.server.conftest import Site, run_scene
@@ -44,7 +44,7 @@ def test_nobody_joins_a_session_that_is_being_ended(joins: str, monkeypatch: pyt
         posting = asyncio.create_task(site.post(peer, session=view.session, token=opened["view_token"]))
         await negotiating.wait()
 
-        async def on_end(ended: SessionView, reason: str) -> None:
+        async def on_end(ended: LiveSession, reason: str) -> None:
             if joins.startswith("after"):
                 await end_viewers(ended, reason)
             ending.set()

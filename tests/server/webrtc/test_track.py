@@ -10,14 +10,14 @@ from aiortc.mediastreams import MediaStreamError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamdiff.server.media.packets import Encoded, PacketQueue
+from streamdiff.server.media.packets import EncodedFrame, PacketQueue
 from streamdiff.server.webrtc.track import ViewerTrack
 
 
-def _encoded(number: int, key: bool = False) -> Encoded:
+def _encoded(number: int, key: bool = False) -> EncodedFrame:
     packet = av.Packet(b"x")
     packet.pts = number
-    return Encoded(packet, number, key)
+    return EncodedFrame(packet, number, key)
 
 
 def _drain(queue: PacketQueue) -> list[int]:
@@ -53,7 +53,7 @@ def test_a_viewer_too_far_behind_skips_to_the_next_key_frame() -> None:
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 4))))
 def test_never_above_the_limit_and_every_gap_ends_with_a_key_frame(steps: list[tuple[bool, int]]) -> None:
     queue = PacketQueue(limit=4)
-    out: list[Encoded] = []
+    out: list[EncodedFrame] = []
     for number, (key, reads) in enumerate(steps):
         queue.put(_encoded(number, key))
         assert len(queue) <= 4

@@ -94,7 +94,7 @@ class ModelConfig(_Section):
     chunk_latents: int | None = Field(
         None, ge=1, description="latent frames of a chunk, of a model that the catalogue does not know"
     )
-    kv_context: KVContext = Field("clean", description="what a chunk sees of earlier chunks (DESIGN: KV context)")
+    kv_context: KVContext = Field("clean", description="what a chunk sees of earlier chunks (docs/design.md)")
     clean_pass: Literal["alone", "with-next"] = Field(
         "alone", description="with-next: one forward for it and the next chunk's first step, where there is room for it"
     )

@@ -19,7 +19,7 @@ from streamdiff.models.checkpoint import tensor_writer
 from streamdiff.models.checkpoint.json_file import read_object
 from streamdiff.models.checkpoint.safetensors_header import parse_header
 from streamdiff.models.interfaces import Model, StreamDecoder, TextEncoder
-from streamdiff.models.resolve import Parts, ResolvedModel
+from streamdiff.models.resolve import PartOverrides, ResolvedModel
 from streamdiff.models.sampling import Schedule
 from streamdiff.models.spec import ModelSpec, choose_steps
 from streamdiff.models.transformer.lora import parse_lora
@@ -47,7 +47,7 @@ def load(job: ReferenceJob) -> Found:
     """
     config = None if job.model_config is None else read_object(job.model_config)
     loras = () if job.lora is None else (parse_lora(job.lora),)
-    parts = Parts(job.weights, job.container, config, loras, job.vae, job.text_encoder)
+    parts = PartOverrides(job.weights, job.container, config, loras, job.vae, job.text_encoder)
     place = model_loader.find(job.model, parts)
     device = pick_device(job.device)
     dtype = pick_dtype(job.dtype, device)

@@ -19,7 +19,7 @@ from streamdiff.models.autoencoder.stepped_decoder import SteppedDecoder
 from streamdiff.models.catalogue import entries, specs
 from streamdiff.models.checkpoint import hub
 from streamdiff.models.interfaces import TextEncoder
-from streamdiff.models.resolve import NOTHING, Parts, ResolvedModel
+from streamdiff.models.resolve import NOTHING, PartOverrides, ResolvedModel
 from streamdiff.models.spec import ModelSpec
 from streamdiff.models.text_encoder import wan_files
 from streamdiff.models.text_encoder.embedding_cache import CachedText, EmbeddingCache
@@ -34,7 +34,7 @@ from streamdiff.models.transformer.weights import SPATIAL, TransformerSource, lo
 _CPU = torch.device("cpu")
 
 
-def find(name: str, parts: Parts = NOTHING) -> ResolvedModel:
+def find(name: str, parts: PartOverrides = NOTHING) -> ResolvedModel:
     """`resolve.find`; of a model without a file with what would stand in the catalogue."""
     found = resolve.find(name, parts)
     if found.weights is not None:

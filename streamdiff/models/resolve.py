@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from streamdiff.config import EMBEDDED, ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.catalogue import entries, recognition
+from streamdiff.models import recognition
+from streamdiff.models.catalogue import entries
 from streamdiff.models.catalogue.schema import Entry, Files
 from streamdiff.models.checkpoint import hub
 from streamdiff.models.checkpoint.json_file import read_object
@@ -30,7 +31,7 @@ _FOLDERS = ("transformer", "vae", "text_encoder")
 
 
 @dataclass(frozen=True)
-class Parts:
+class PartOverrides:
     """Parts in place of a model's own: `weights` is a checkpoint, `vae` an autoencoder (see `autoencoders`),
     `text_encoder` a folder or file that `wan.text_files` knows, `config` a transformer's configuration where shapes do
     not tell."""
@@ -43,7 +44,7 @@ class Parts:
     text_encoder: Path | None = None
 
 
-NOTHING = Parts()
+NOTHING = PartOverrides()
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class ResolvedModel:
         return self.folder is not None and is_embedded(self.folder)
 
 
-def find(name: str, parts: Parts = NOTHING) -> ResolvedModel:
+def find(name: str, parts: PartOverrides = NOTHING) -> ResolvedModel:
     """The model called `name`: `tiny`, a name of the catalogue, a folder in diffusers' layout or with weights, a file,
     or a repository of the hub in diffusers' layout; or one without a file (`models.random_weights`). Its transformer is
     fetched if it is published, not there, and no part takes its place; of a repository everything that is needed is.
@@ -88,7 +89,7 @@ def find(name: str, parts: Parts = NOTHING) -> ResolvedModel:
     return _of_entry(_entry(name), parts)
 
 
-def to_fetch(name: str, parts: Parts = NOTHING) -> list[Files]:
+def to_fetch(name: str, parts: PartOverrides = NOTHING) -> list[Files]:
     """What is published, and is needed to show pictures of a text with the model `name`, whether it is on disk already
     or not. Asks no network.
 
@@ -113,10 +114,10 @@ def to_fetch(name: str, parts: Parts = NOTHING) -> list[Files]:
     return [files for files, own in needed if files is not None and own is None] + autoencoder
 
 
-def parts_of(config: ModelConfig) -> Parts:
+def parts_of(config: ModelConfig) -> PartOverrides:
     """The parts that a configuration names, but for its LoRA."""
     weights, text = config.weights, config.text_encoder
-    return Parts(
+    return PartOverrides(
         weights=None if weights is None else Path(weights),
         vae=config.vae,
         text_encoder=None if text is None else Path(text),
@@ -173,7 +174,7 @@ def _of_folder(name: str, folder: Path) -> ResolvedModel:
     )
 
 
-def _of_repository(repo: str, parts: Parts) -> Files:
+def _of_repository(repo: str, parts: PartOverrides) -> Files:
     """The files of a repository in diffusers' layout that are needed."""
     own = {"transformer": parts.weights, "vae": parts.vae, "text_encoder": parts.text_encoder}
     needed = [f"{part}/*" for part in _FOLDERS if own[part] is None]
@@ -182,7 +183,7 @@ def _of_repository(repo: str, parts: Parts) -> Files:
     return Files(repo=repo, files=("*.json", *needed), licence=None)
 
 
-def _of_entry(entry: Entry, parts: Parts) -> ResolvedModel:
+def _of_entry(entry: Entry, parts: PartOverrides) -> ResolvedModel:
     assert entry.weights is not None, "the embedded model is a folder"
     loras: tuple[Lora, ...] = ()
     if entry.lora is not None and not parts.loras:  # a model is not itself without the LoRA that belongs to it
@@ -195,7 +196,7 @@ def _of_entry(entry: Entry, parts: Parts) -> ResolvedModel:
     return _with(found, replace(parts, weights=None))
 
 
-def _with(model: ResolvedModel, parts: Parts) -> ResolvedModel:
+def _with(model: ResolvedModel, parts: PartOverrides) -> ResolvedModel:
     """`model` with what `parts` has instead."""
     if model.embedded and parts.text_encoder is not None:
         raise ConfigError(f"the text encoder of {model.name} is fixed; leave --text-encoder out")

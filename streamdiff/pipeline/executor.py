@@ -18,11 +18,11 @@ from streamdiff import clock
 from streamdiff.models.interfaces import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.models.spec import ModelSpec
+from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.link import Receiver, Sender
 from streamdiff.pipeline.distributed.local_link import LocalLink, NoLink
 from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, SessionUpdate, StageMessage
 from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.runner.device_timer import DeviceTimer
 from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.noise import Noise, SeededNoise

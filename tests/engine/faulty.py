@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from streamdiff.engine.process import main as engine
+from streamdiff.pipeline import device_timer
 from streamdiff.pipeline.decode import host_copy
 from streamdiff.pipeline.distributed.gloo import GlooOutbox
 from streamdiff.pipeline.distributed.message import StageMessage
-from streamdiff.pipeline.runner import device_timer
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.stage_forward import Tensors
 from streamdiff.pipeline.scheduler.step import MicroStep

@@ -55,9 +55,11 @@ def test_the_rule_sees_the_children_there_are() -> None:
         if isinstance(node, ast.Call) and starts(node)
     }
     assert seen >= {
-        "streamdiff.engine.process.engine_process", "streamdiff.engine.process.rank0_server", "streamdiff.engine.process.launcher",
+        "streamdiff.engine.process.engine_process",
+        "streamdiff.engine.process.rank0_server",
+        "streamdiff.engine.process.launcher",
         "streamdiff.server.outputs.output",
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The hot path never waits for the device: no value of a tensor is read back in a micro-step (DESIGN section 8)."""
+"""The hot path never waits for the device: no value of a tensor is read back in a micro-step (docs/design.md, section
+8)."""
 
 from __future__ import annotations
 
@@ -18,8 +19,6 @@ UPLOADS = {"torch.tensor", "torch.as_tensor", "torch.from_numpy"}
 COLD = {
     "streamdiff.models.text_encoder.embedding_store": "writes files, on the thread that encodes texts",
     "streamdiff.models.tiny.training": "training and its parts",
-    "streamdiff.models.tiny.training.on_policy": "training",
-    "streamdiff.models.tiny.training.batches": "training",
     "streamdiff.models.tiny.world": "draws the training world",
     "streamdiff.models.tiny.weights": "files",
     "streamdiff.models.checkpoint.tensor_reader": "files",
@@ -30,14 +29,13 @@ ALLOWED = {
     "streamdiff.models.transformer.attention_backend:_fault": "tries a kernel out before the first chunk",
     "streamdiff.models.transformer.attention_backend:_formula": "what it is compared with",
     "streamdiff.models.tiny.text_encoder:tokens": "a prompt's, on the CPU",
-    "streamdiff.models.tiny.training.batches:__init__": "training",
     "streamdiff.models.text_encoder.wan:_beside": "on the thread that encodes text",
     "streamdiff.pipeline.distributed.cuda_streams:drain": "for the start and the end",
     "streamdiff.models.autoencoder.normalisation:__init__": "a decoder's constants",
     "streamdiff.pipeline.runner.sampler:_levels": "a session's noise levels",
     "streamdiff.models.tiny.model:save": "writes files",
     "streamdiff.pipeline.distributed.gloo:receive": "a record in host memory, where gloo put it",
-    "streamdiff.pipeline.decode.host_copy:fetch": "on a decoding thread: here, and only here, pictures leave the device",
+    "streamdiff.pipeline.decode.host_copy:fetch": "on a decoding thread: here alone pictures leave the device",
     "streamdiff.pipeline.decode.decode_worker:_decode": "pictures in host memory",
     "streamdiff.pipeline.decode.decode_worker:_receive": "pictures in host memory, where gloo put them",
 }

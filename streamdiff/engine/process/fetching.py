@@ -1,5 +1,5 @@
 """Fetches what a model needs and is not on disk, before an engine starts, in a process of its own
-(`models.checkpoint.download`).
+(`models.download`).
 
 Not in the engine, which is given up when it is silent for too long while it loads. Torch-free, asyncio.
 """
@@ -18,7 +18,7 @@ from streamdiff.config import ModelConfig
 from streamdiff.engine.process.engine_process import name_exit
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.models import resolve
-from streamdiff.models.checkpoint.download import Progress
+from streamdiff.models.download import Progress
 
 __all__ = ["Progress", "fetch"]
 
@@ -34,7 +34,7 @@ async def fetch(config: ModelConfig, tell: Callable[[Progress], None]) -> None:
     if not resolve.to_fetch(config.name, resolve.parts_of(config)):
         return
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "streamdiff.models.checkpoint.download"),
+        *(sys.executable, "-m", "streamdiff.models.download"),
         stdin=PIPE,
         stdout=PIPE,
         env=environment(),

@@ -23,9 +23,9 @@ from torch import Tensor
 from streamdiff.models.interfaces import StreamDecoder
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.host_copy import TransferStream, decode_chunk
+from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
 from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, SessionUpdate, StageMessage
-from streamdiff.pipeline.runner.device_timer import DeviceTimer
 from streamdiff.pipeline.runner.worker import LEAVE_S
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.video.pixel_format import PictureKind, shape_of

@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from streamdiff import clock
+from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.distributed.rendezvous import RankContext
-from streamdiff.pipeline.runner.device_timer import DeviceTimer
 
 BEAT_S = 0.5
 _FAULT = "fault"

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
+from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.link import Receiver, Sender
 from streamdiff.pipeline.distributed.message import MessageKind, StageMessage
-from streamdiff.pipeline.runner.device_timer import DeviceTimer
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 
 LEAVE_S = 5.0

@@ -166,7 +166,7 @@ class ScheduledSession:
         return all(self.next_tick(chunk) > tick for chunk in self.chunks)
 
     def _ready(self, index: int) -> bool:
-        """Rules 1 and 2 of DESIGN section 4 for the next step of a chunk in flight."""
+        """Rules 1 and 2 of docs/design.md, section 4, for the next step of a chunk in flight."""
         chunk = self.chunks[index]
         step = chunk.entered + 1
         if chunk.back != chunk.entered or step >= self.passes or not self._behind(index, step):

@@ -1,8 +1,8 @@
 """StreamBatchScheduler: decides which micro-step enters the ring next.
 
 Pure logic: no torch, no clock, no I/O. Events in (`open`, `returned`, `set_room`, ...), decisions out (`next`). The
-rules are DESIGN section 4; what a micro-step attends to follows from them, never from timing. New chunks of `matched`
-sessions are paced, see `timetable`; one session's part is in `scheduled`.
+rules are in docs/design.md, section 4; what a micro-step attends to follows from them, never from timing. New chunks of
+`matched` sessions are paced, see `timetable`; one session's part is in `scheduled`.
 
 **A first chunk with more steps.** Some models take more steps for the first chunk of a stream than for the others. All
 chunks end together then: in here steps are numbered so that the last one, and the clean pass, have the same number in

@@ -75,8 +75,7 @@ class LiveSession:
         """Who may watch and steer it; None: the server's rules hold."""
         self.rev = 0
         """Goes up with everything that is asked for."""
-        self.text = ""
-        self.notice = ""
+        self.text = self.notice = ""
         self.switches = SWITCHES
         self.paused = False
         self.opened = False

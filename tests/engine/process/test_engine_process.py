@@ -266,7 +266,8 @@ async def test_sigterm_ends_the_engine_in_order() -> None:
 
 def test_the_web_side_never_imports_torch() -> None:
     code = (
-        "import sys, streamdiff.engine.process.ipc, streamdiff.server.media.playout, streamdiff.engine.process.engine_process, "
+        "import sys, streamdiff.engine.process.ipc, streamdiff.server.media.playout, "
+        "streamdiff.engine.process.engine_process, "
         "streamdiff.engine.messages, streamdiff.engine.process.main, streamdiff.engine.engine, streamdiff.api; "
         "sys.exit('torch' in sys.modules)"
     )

@@ -1,4 +1,5 @@
-"""A judge of the scheduler: the rules of DESIGN section 4, written down here once more, and a ring under virtual time.
+"""A judge of the scheduler: the rules of docs/design.md, section 4, written down here once more, and a ring under
+virtual time.
 
 The judge keeps its own log and checks every micro-step that is handed out.
 """

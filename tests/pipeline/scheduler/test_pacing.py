@@ -1,6 +1,7 @@
 """Paced admission: chunks finish one by one at full throughput, and no session waits for anything it need not wait for.
 
-The ring under virtual time has equal stages of one tick, so a whole forward (the unit of DESIGN section 4) is P ticks.
+The ring under virtual time has equal stages of one tick, so a whole forward (the unit of docs/design.md, section 4) is
+P ticks.
 """
 
 from __future__ import annotations

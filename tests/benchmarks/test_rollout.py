@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from streamdiff.pipeline.rollout import rollout
+from benchmarks.rollout import rollout
 from tests.small import BLUE, RED, WHITE, small_model
 
 MODEL = small_model(5)

@@ -15,8 +15,7 @@ from streamdiff import api
 from streamdiff.cli import main, parser
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models import resolve
-from streamdiff.models.catalogue import recognition
+from streamdiff.models import recognition, resolve
 from streamdiff.models.tiny.model import WEIGHTS
 from tests.pipeline.processes import ROOT
 

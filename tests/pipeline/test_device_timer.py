@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from streamdiff.errors import EngineFailure
 from streamdiff.pipeline.decode.decode_worker import LocalDecoding
+from streamdiff.pipeline.device_timer import BusyTime, DeviceTimer, HostEvent
 from streamdiff.pipeline.executor import RingExecutor
-from streamdiff.pipeline.runner.device_timer import BusyTime, DeviceTimer, HostEvent
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.server.sessions.capacity import Capacity
 from tests.pipeline.device import Device

@@ -1,4 +1,4 @@
-"""`python -m streamdiff.models.checkpoint.download`: fetches what a model needs and is not on disk, and says how far it
+"""`python -m streamdiff.models.download`: fetches what a model needs and is not on disk, and says how far it
 is.
 
 Reads the model's configuration as JSON, one line, from standard input, whose end ends the process. Writes JSON lines:

@@ -81,7 +81,7 @@ if __name__ == "__main__":
         from streamdiff.pipeline import executor, topology
         from streamdiff.pipeline.decode import decode_worker
 
-        topology.Stage = executor.Stage = FaultyStage  # type: ignore[misc]
+        topology.ModelRunner = executor.ModelRunner = FaultyStage  # type: ignore[misc]
         topology.GlooOutbox = DeviceOutbox  # type: ignore[misc]
         decode_worker.decode_chunk = decode_chunk
         device_timer.HostEvent = DeviceEvent  # type: ignore[misc]

@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parents[3]
 WAITS = """
 import sys
 from pathlib import Path
-from streamdiff.engine import spare
-spare._SETTLE_S = float(sys.argv[2])
-spare.wait(Path(sys.argv[1]), "this")
+from streamdiff.engine.process import standby
+standby._SETTLE_S = float(sys.argv[2])
+standby.wait(Path(sys.argv[1]), "this")
 print("told", flush=True)
 """
 

@@ -1,4 +1,4 @@
-"""What the server writes down, and how: lines for a person at a terminal, or JSON objects for a collector of logs.
+"""Logging of the server: lines for a person at a terminal, or JSON objects for a log collector.
 
 Nothing is written per frame, chunk or micro-step. Prompts are written by `prompt_log` alone, and only if asked for.
 """
@@ -14,21 +14,21 @@ from typing import Any
 
 from streamdiff.config import ServeConfig
 
-says = logging.getLogger("streamdiff.says")
+console = logging.getLogger("streamdiff.says")
 """For whoever started the server: where it listens, that it ends. Text goes to standard output."""
-complains = logging.getLogger("streamdiff.complains")
+fatal = logging.getLogger("streamdiff.complains")
 """Why the server cannot go on."""
 prompt_log = logging.getLogger("streamdiff.prompts")
 """Where prompts are written, if that is asked for."""
 
 
-def facts(**values: object) -> dict[str, Any]:
+def log_fields(**values: object) -> dict[str, Any]:
     """For a log call's `extra`: fields of its JSON object, beside the message. Never a prompt or a token."""
-    return {"facts": values}
+    return {"log_fields": values}
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object in a line: time (ISO 8601, with the offset), level, logger, message, and the record's `facts`."""
+    """One JSON object a line: time (ISO 8601 with offset), level, logger, message, and the record's `log_fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         second, offset = self.formatTime(record, "%Y-%m-%dT%H:%M:%S %z").split()
@@ -37,7 +37,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **getattr(record, "facts", {}),
+            **getattr(record, "log_fields", {}),
         }
         if record.exc_info:
             body["traceback"] = self.formatException(record.exc_info)
@@ -45,8 +45,8 @@ class JsonFormatter(logging.Formatter):
 
 
 @contextlib.contextmanager
-def written(config: ServeConfig) -> Iterator[None]:
-    """Write the log as `config` says, meanwhile.
+def configured(config: ServeConfig) -> Iterator[None]:
+    """Log as `config` says, meanwhile.
 
     As text: what a person must know, and warnings, as plain lines. As JSON: everything on standard error, and also
     which sessions and viewers come and go.
@@ -58,11 +58,11 @@ def written(config: ServeConfig) -> Iterator[None]:
             _attach(undo, root, JsonFormatter(), sys.stderr)
         else:
             _attach(undo, root, logging.Formatter("%(message)s"), sys.stderr)
-            for logger, stream in ((says, sys.stdout), (complains, sys.stderr)):
+            for logger, stream in ((console, sys.stdout), (fatal, sys.stderr)):
                 _attach(undo, logger, logging.Formatter("streamdiff: %(message)s"), stream)
                 _set(undo, logger, "propagate", False)
         _set(undo, ours, "level", logging.INFO if as_json else logging.WARNING)
-        _set(undo, says, "level", logging.INFO)
+        _set(undo, console, "level", logging.INFO)
         _set(undo, prompt_log, "level", logging.INFO if config.log_prompts else logging.CRITICAL + 1)
         yield
 

@@ -126,7 +126,7 @@ class Fanout:
         if encoded.key:
             self._metrics.key_frames.labels(codec).inc()
         if (encoder := self._encoders.get(codec)) is not None:
-            self._metrics.encoder_dropped.labels(codec).inc(self._dropped[codec].more(encoder.counters.dropped))
+            self._metrics.encoder_dropped.labels(codec).inc(self._dropped[codec].increase(encoder.counters.dropped))
         for track in self._viewers.get(codec, set()):
             track.put(encoded)
         now_s = clock.monotonic_s()

@@ -19,7 +19,7 @@ from streamdiff.server.rate_limit import TokenBucket
 from streamdiff.server.webrtc import aiortc_compat
 from streamdiff.server.webrtc.sdp import without_unusable
 from streamdiff.server.webrtc.track import ViewerTrack
-from streamdiff.server.webrtc.viewers import KEY_WISH_BURST, KEY_WISHES_PER_S, SILENT_S, STUCK_S, preferences
+from streamdiff.server.webrtc.viewers import KEY_REQUEST_BURST, KEY_REQUESTS_PER_S, SILENT_S, STUCK_S, preferences
 
 CONNECT_S = 10.0
 """The media server's answer, and then the connection, may each take so long."""
@@ -42,7 +42,7 @@ class Publication:
         self._fanout = fanout
         self._codec = codec
         self._pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
-        self._wishes = TokenBucket(KEY_WISHES_PER_S, KEY_WISH_BURST)
+        self._key_requests = TokenBucket(KEY_REQUESTS_PER_S, KEY_REQUEST_BURST)
         self._resource: str | None = None
         self._resource_headers = self._headers
         self._opened_s = 0.0
@@ -68,7 +68,7 @@ class Publication:
         aiortc_compat.hook_sender(
             transceiver.sender,
             codec,
-            self._wished_key,
+            self._on_key_request,
             # What this line carries must not lower the viewers' picture: only that it spoke is noted.
             lambda _: self.track.heard(None, clock.monotonic_s()),
             lambda loss: self.track.heard(loss, clock.monotonic_s()),
@@ -111,8 +111,8 @@ class Publication:
                 self._resource_headers = {}  # the token is for the server that took it
         return response.text
 
-    def _wished_key(self) -> None:
-        if self._wishes.take(clock.monotonic_s()):
+    def _on_key_request(self) -> None:
+        if self._key_requests.take(clock.monotonic_s()):
             self._fanout.request_key(self._codec)
 
 

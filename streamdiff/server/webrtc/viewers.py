@@ -23,16 +23,16 @@ from aiortc import (
 
 from streamdiff import clock
 from streamdiff.config import IceServer
-from streamdiff.server.logging_setup import facts
+from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.media.codecs import Codec
 from streamdiff.server.metrics import CounterDelta, Metrics
-from streamdiff.server.peers import Places
+from streamdiff.server.peers import PerAddressLimiter, SlotPool
 from streamdiff.server.problem import Problem
-from streamdiff.server.rate_limit import PerAddressLimiter, TokenBucket
+from streamdiff.server.rate_limit import TokenBucket
 from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.webrtc import aiortc_compat
-from streamdiff.server.webrtc.data_channel import ControlChannel
+from streamdiff.server.webrtc.data_channel import DataChannelConnection
 from streamdiff.server.webrtc.sdp import (
     MAX_CANDIDATES,
     SdpError,
@@ -51,17 +51,17 @@ POSTS_PER_S, POST_BURST = 20.0, 40.0
 CHANGES_PER_S, CHANGE_BURST = 100.0, 200.0
 """Candidates and ends: a page that trickles sends ten or so, and many may sit behind one address."""
 POOR_NETWORK = 0.6
-KEY_WISHES_PER_S, KEY_WISH_BURST = 1.0, 5.0
-"""A viewer that wishes for key frames more often is not heard each time: every one costs all the others bits."""
+KEY_REQUESTS_PER_S, KEY_REQUEST_BURST = 1.0, 5.0
+"""Key frame requests (PLI, FIR) of one viewer that are met: every key frame costs all the others bits."""
 CLOSE_S = 3.0
-"""For the good-bye to a viewer whose connection is closed. Where nothing gets away it would take for ever."""
-LOOK_S = 1.0
+"""For the good-bye to a viewer whose connection is closed; without a bound it may take for ever."""
+CHECK_S = 1.0
 STUCK_S = 10.0
 """A viewer whose packets do not get away for so long is given up."""
 SILENT_S = 30.0
 """So is one that is sent video and says nothing about it."""
 GHOST_S = 3.0
-"""One that said nothing for so long makes room, where all places are taken, for the next connection of its own client:
+"""One that said nothing for so long makes room, where all slots are taken, for the next connection of its own client:
 a page that was reloaded without a good-bye. Browsers report once a second."""
 
 _MIME: dict[str, Codec] = {"video/h264": "h264", "video/vp8": "vp8"}
@@ -72,7 +72,7 @@ class Viewer:
     """One peer connection that watches a session."""
 
     id: str
-    view: LiveSession
+    session: LiveSession
     pc: RTCPeerConnection
     may_control: bool = True
     client: str | None = None
@@ -81,19 +81,19 @@ class Viewer:
     candidates: int = 0
     codec: Codec | None = None
     track: ViewerTrack | None = None
-    channel: ControlChannel | None = None
+    channel: DataChannelConnection | None = None
     timeout: asyncio.TimerHandle | None = field(default=None, repr=False)
     drops: CounterDelta = field(default_factory=CounterDelta)
-    key_wishes: TokenBucket = field(default_factory=lambda: TokenBucket(KEY_WISHES_PER_S, KEY_WISH_BURST))
+    keyframe_requests: TokenBucket = field(default_factory=lambda: TokenBucket(KEY_REQUESTS_PER_S, KEY_REQUEST_BURST))
 
 
 class Viewers:
-    """Everybody who watches. Lives on the event loop."""
+    """All WHEP viewers. Lives on the event loop."""
 
     def __init__(
-        self, places: Places, codecs: tuple[Codec, ...], metrics: Metrics, ice_servers: Sequence[IceServer] = ()
+        self, slots: SlotPool, codecs: tuple[Codec, ...], metrics: Metrics, ice_servers: Sequence[IceServer] = ()
     ) -> None:
-        self._places = places
+        self._slots = slots
         self._codecs = codecs
         self._metrics = metrics
         # Without an explicit (here often empty) list aiortc asks a public STUN server and waits for it.
@@ -103,23 +103,23 @@ class Viewers:
         self._offers = PerAddressLimiter(POSTS_PER_S, POST_BURST)
         self._changes = PerAddressLimiter(CHANGES_PER_S, CHANGE_BURST)
         self._closing: set[asyncio.Task[None]] = set()
-        self._looking: asyncio.TimerHandle | None = None
+        self._check_timer: asyncio.TimerHandle | None = None
 
     @property
     def count(self) -> int:
         """Viewers, those still connecting included."""
-        return self._places.count
+        return self._slots.count
 
-    def measure(self) -> None:
+    def update_metrics(self) -> None:
         """Bring what is not counted where it happens into the metrics. Mutates: self."""
         viewers = [(viewer, viewer.track) for viewer in self._viewers.values() if viewer.track is not None]
         self._metrics.viewer_waiting.set(max((track.waiting for _, track in viewers), default=0))
         for viewer, track in viewers:
-            self._metrics.viewer_dropped.inc(viewer.drops.more(track.dropped))
+            self._metrics.viewer_dropped.inc(viewer.drops.increase(track.dropped))
 
     async def create(
         self,
-        view: LiveSession,
+        session: LiveSession,
         offer: str,
         address: str,
         codec: str | None,
@@ -129,7 +129,7 @@ class Viewers:
         """Connect a viewer; returns its id and the SDP answer.
 
         `may_control`: whether its data channel may steer. `client`: what the caller calls itself, the same whenever it
-        comes back; where all places are taken a connection of that name which is dead makes room.
+        comes back; where all slots are taken a connection of that name which is dead makes room.
 
         Raises:
             Problem: 400 or 422 for the offer, 429 and 503 with Retry-After.
@@ -142,32 +142,32 @@ class Viewers:
         if not video_codecs_of(checked) & set(wanted):
             names = " or ".join(codec.upper() for codec in wanted)
             raise Problem(422, f"The offer has no video codec that is sent here: offer {names}.", code="codec")
-        refusal = self._places.refusal(address)
+        refusal = self._slots.refusal(address)
         ghost = self._ghost_of(client) if refusal is not None else None
         if refusal is not None and ghost is None:
             raise refusal
-        self._limit_rate(self._offers, address, "connections")
-        # From here to the registration below there are awaits: the place is taken before the first of them.
-        self._places.take(address)
+        self._offers.check(address, "connections", clock.monotonic_s())
+        # From here to the registration below there are awaits: the slot is taken before the first of them.
+        self._slots.take(address)
         self._count()
         try:
             if ghost is not None:
                 await self._end(ghost, "ghost")
-            return await self._connect(view, checked, wanted, may_control, client, address)
+            return await self._connect(session, checked, wanted, may_control, client, address)
         except BaseException:
-            self._places.leave(address)
+            self._slots.release(address)
             self._count()
             raise
 
-    async def trickle(self, session: str, id: str, fragment: str, address: str) -> None:
+    async def trickle(self, session_id: str, id: str, fragment: str, address: str) -> None:
         """Take candidates that a viewer found after its offer.
 
         Raises:
             Problem: 404, 400, 422 for an ICE restart, 429.
         """
-        self._limit_rate(self._changes, address, "changes")
+        self._changes.check(address, "changes", clock.monotonic_s())
         viewer = self._viewers.get(id)
-        if viewer is None or viewer.view.session != session:
+        if viewer is None or viewer.session.id != session_id:
             raise Problem(404, "There is no such viewer; it may have ended. POST a new offer.")
         try:
             trickle = parse_trickle(fragment)
@@ -181,22 +181,22 @@ class Viewers:
             viewer.candidates += 1
             await viewer.pc.addIceCandidate(candidate)
 
-    async def delete(self, session: str, id: str, address: str) -> None:
+    async def delete(self, session_id: str, id: str, address: str) -> None:
         """End a viewer; one that ended lately is fine as well.
 
         Raises:
             Problem: 404, 429.
         """
-        self._limit_rate(self._changes, address, "changes")
+        self._changes.check(address, "changes", clock.monotonic_s())
         viewer = self._viewers.get(id)
-        if viewer is not None and viewer.view.session == session:
+        if viewer is not None and viewer.session.id == session_id:
             await self._end(viewer, "delete")
-        elif self._tombstones.get((session, id), float("-inf")) < clock.monotonic_s():
+        elif self._tombstones.get((session_id, id), float("-inf")) < clock.monotonic_s():
             raise Problem(404, "There is no such viewer.")
 
-    async def end_session(self, view: LiveSession, reason: str) -> None:
+    async def end_session(self, session: LiveSession, reason: str) -> None:
         """Close the connections of all who watch a session that ends."""
-        theirs = [viewer for viewer in self._viewers.values() if viewer.view is view]
+        theirs = [viewer for viewer in self._viewers.values() if viewer.session is session]
         await asyncio.sleep(0)  # lets the data channels send what they were given
         await asyncio.gather(*(self._end(viewer, "session_ended") for viewer in theirs))
 
@@ -205,8 +205,8 @@ class Viewers:
         for viewer in list(self._viewers.values()):
             if viewer.channel is not None:
                 viewer.channel.send({"type": "bye", "reason": "shutdown", "retry_after_s": 2})
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._check_timer is not None:
+            self._check_timer.cancel()
         await asyncio.sleep(0)  # lets the data channels send what they were given
         await asyncio.gather(*(self._end(viewer, "shutdown") for viewer in list(self._viewers.values())))
         await asyncio.gather(*self._closing, return_exceptions=True)
@@ -215,7 +215,7 @@ class Viewers:
 
     async def _connect(
         self,
-        view: LiveSession,
+        session: LiveSession,
         offer: str,
         wanted: tuple[Codec, ...],
         may_control: bool,
@@ -223,9 +223,9 @@ class Viewers:
         address: str,
     ) -> tuple[str, str]:
         pc = RTCPeerConnection(RTCConfiguration(iceServers=self._ice))
-        viewer = Viewer(secrets.token_urlsafe(24), view, pc, may_control, client, username_of(offer), address)
+        viewer = Viewer(secrets.token_urlsafe(24), session, pc, may_control, client, username_of(offer), address)
         first = self._metrics.viewer_first_s.observe
-        viewer.track = ViewerTrack(lambda track: self._started(viewer, track), lambda: self._need_key(viewer), first)
+        viewer.track = ViewerTrack(lambda track: self._started(viewer, track), lambda: self._request_key(viewer), first)
         pc.on("connectionstatechange", lambda: self._state_changed(viewer))
         pc.on("datachannel", lambda channel: self._channel_opened(viewer, channel))
         try:
@@ -237,14 +237,14 @@ class Viewers:
         except BaseException:
             await aiortc_compat.close(pc, CLOSE_S)
             raise
-        if view.closed:
+        if session.closed:
             await aiortc_compat.close(pc, CLOSE_S)
-            raise Problem(410, f"The session {view.session!r} has ended.", code="ended")
+            raise Problem(410, f"The session {session.id!r} has ended.", code="ended")
         self._viewers[viewer.id] = viewer
-        logger.info("A viewer joins session %s.", view.session, extra=_told(viewer))
+        logger.info("A viewer joins session %s.", session.id, extra=_fields_of(viewer))
         viewer.timeout = asyncio.get_running_loop().call_later(CONNECT_TIMEOUT_S, self._timed_out, viewer)
-        if self._looking is None:
-            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+        if self._check_timer is None:
+            self._check_timer = asyncio.get_running_loop().call_later(CHECK_S, self._check_viewers)
         return viewer.id, answer
 
     async def _negotiate(self, viewer: Viewer, offer: str, wanted: tuple[Codec, ...]) -> str:
@@ -264,7 +264,7 @@ class Viewers:
         aiortc_compat.hook_sender(
             transceiver.sender,
             negotiated,
-            lambda: self._wished_key(viewer),
+            lambda: self._on_key_request(viewer),
             lambda bps: track.estimated(bps, clock.monotonic_s()),
             lambda loss: track.heard(loss, clock.monotonic_s()),
         )
@@ -272,23 +272,23 @@ class Viewers:
         return str(pc.localDescription.sdp)
 
     def _started(self, viewer: Viewer, track: ViewerTrack) -> None:
-        if viewer.id in self._viewers and viewer.codec is not None and not viewer.view.closed:
-            viewer.view.fanout.attach(viewer.codec, track)
+        if viewer.id in self._viewers and viewer.codec is not None and not viewer.session.closed:
+            viewer.session.playback.fanout.attach(viewer.codec, track)
 
-    def _need_key(self, viewer: Viewer) -> None:
+    def _request_key(self, viewer: Viewer) -> None:
         if viewer.codec is not None:
-            viewer.view.fanout.request_key(viewer.codec)
+            viewer.session.playback.fanout.request_key(viewer.codec)
 
-    def _wished_key(self, viewer: Viewer) -> None:
-        """The viewer lost a picture (PLI, FIR)."""
-        if viewer.key_wishes.take(clock.monotonic_s()):
-            self._metrics.key_wishes.inc()
-            self._need_key(viewer)
+    def _on_key_request(self, viewer: Viewer) -> None:
+        """The viewer lost a picture (PLI, FIR): request a key frame, if it has not asked for too many."""
+        if viewer.keyframe_requests.take(clock.monotonic_s()):
+            self._metrics.keyframe_requests.inc()
+            self._request_key(viewer)
         else:
-            self._metrics.key_wishes_refused.inc()
+            self._metrics.keyframe_requests_refused.inc()
 
-    def _look(self) -> None:
-        """Give up viewers that take or say nothing any more, as long as there are viewers."""
+    def _check_viewers(self) -> None:
+        """Once a second, while there are viewers: end those that are stuck or silent."""
         now_s = clock.monotonic_s()
         for viewer in list(self._viewers.values()):
             track = viewer.track
@@ -296,7 +296,9 @@ class Viewers:
                 self._end_soon(viewer, "stuck")
             elif track is not None and track.silent_s(now_s) > SILENT_S:
                 self._end_soon(viewer, "silent")
-        self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look) if self._viewers else None
+        self._check_timer = (
+            asyncio.get_running_loop().call_later(CHECK_S, self._check_viewers) if self._viewers else None
+        )
 
     def _channel_opened(self, viewer: Viewer, channel: RTCDataChannel) -> None:
         if channel.label != "control" or (viewer.channel is not None and viewer.channel.open):
@@ -304,8 +306,8 @@ class Viewers:
             return
         if viewer.channel is not None:
             viewer.channel.close()  # closed by the viewer; aiortc may tell that after it tells of the new one
-        viewer.channel = ControlChannel(
-            channel, viewer.id, viewer.view, self._metrics, lambda: _network(viewer), viewer.may_control
+        viewer.channel = DataChannelConnection(
+            channel, viewer.id, viewer.session, self._metrics, lambda: _network(viewer), viewer.may_control
         )
 
     def _state_changed(self, viewer: Viewer) -> None:
@@ -327,19 +329,19 @@ class Viewers:
     async def _end(self, viewer: Viewer, end: str) -> None:
         if self._viewers.pop(viewer.id, None) is None:
             return
-        self._places.leave(viewer.address)
+        self._slots.release(viewer.address)
         now_s = clock.monotonic_s()
         self._tombstones = {key: until_s for key, until_s in self._tombstones.items() if until_s > now_s}
-        self._tombstones[viewer.view.session, viewer.id] = now_s + TOMBSTONE_S
+        self._tombstones[viewer.session.id, viewer.id] = now_s + TOMBSTONE_S
         if viewer.timeout is not None:
             viewer.timeout.cancel()
         if viewer.channel is not None:
             viewer.channel.close()
         if viewer.track is not None and viewer.codec is not None:
-            viewer.view.fanout.detach(viewer.codec, viewer.track)
-            self._metrics.viewer_dropped.inc(viewer.drops.more(viewer.track.dropped))
+            viewer.session.playback.fanout.detach(viewer.codec, viewer.track)
+            self._metrics.viewer_dropped.inc(viewer.drops.increase(viewer.track.dropped))
         self._metrics.viewers_ended.labels(end).inc()
-        logger.info("A viewer has left: %s.", end, extra=_told(viewer, end=end))
+        logger.info("A viewer has left: %s.", end, extra=_fields_of(viewer, end=end))
         self._count()
         if not await aiortc_compat.close(viewer.pc, CLOSE_S):
             logger.warning("A viewer's connection was ended by force: no good-bye within %g s (%s).", CLOSE_S, end)
@@ -362,11 +364,6 @@ class Viewers:
         theirs = (viewer for viewer in self._viewers.values() if client is not None and viewer.client == client)
         return next((viewer for viewer in theirs if _is_dead(viewer, now_s)), None)
 
-    def _limit_rate(self, allowances: PerAddressLimiter, address: str, what: str) -> None:
-        if not allowances.of(address).take(clock.monotonic_s()):
-            message = f"Too many {what} in a short time from one address."
-            raise Problem(429, message, {"Retry-After": "1"}, code="rate")
-
     def _count(self) -> None:
         self._metrics.viewers.set(self.count)
 
@@ -383,9 +380,9 @@ def preferences(wanted: tuple[Codec, ...]) -> list[Any]:
     return ordered + [each for each in known if each.mimeType.lower() == "video/rtx"]
 
 
-def _told(viewer: Viewer, **more: object) -> dict[str, Any]:
-    """For the log. Whoever knows a viewer's id can end it: only its beginning is told."""
-    return facts(session=viewer.view.session, viewer=viewer.id[:6], codec=viewer.codec, **more)
+def _fields_of(viewer: Viewer, **more: object) -> dict[str, Any]:
+    """For the log: of the viewer's id only the beginning, since whoever knows it can end the viewer."""
+    return log_fields(session=viewer.session.id, viewer=viewer.id[:6], codec=viewer.codec, **more)
 
 
 def _network(viewer: Viewer) -> str:
@@ -393,7 +390,7 @@ def _network(viewer: Viewer) -> str:
     line_bps = viewer.track.line_bps(clock.monotonic_s()) if viewer.track is not None else None
     if line_bps is None or viewer.codec is None:
         return "unknown"
-    return "poor" if line_bps < POOR_NETWORK * viewer.view.fanout.sent_bps(viewer.codec) else "good"
+    return "poor" if line_bps < POOR_NETWORK * viewer.session.playback.fanout.sent_bps(viewer.codec) else "good"
 
 
 def _first_line(error: BaseException) -> str:

@@ -115,7 +115,7 @@ async def _ice_only(site: Site) -> tuple[httpx.Response, aioice.Connection]:
 
 def _connection(site: Site) -> RTCPeerConnection:
     [viewer] = site.state.viewers._viewers.values()
-    return viewer.pc
+    return viewer.sender.pc
 
 
 def test_a_connection_that_gets_no_time_to_close_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,17 +91,17 @@ def test_a_peer_that_sends_megabytes_in_one_message_is_let_go_before_they_are_he
         await asyncio.gather(peer.message({"type": "hello"}), other.message({"type": "hello"}))
         [viewer, _] = site.state.viewers._viewers.values()
         held = 0
-        receive = viewer.pc.sctp._receive_chunk  # type: ignore[union-attr]
+        receive = viewer.sender.pc.sctp._receive_chunk  # type: ignore[union-attr]
 
         async def watched(chunk: Any) -> None:
             nonlocal held
             try:
                 await receive(chunk)
             finally:
-                streams = viewer.pc.sctp._inbound_streams.values()  # type: ignore[union-attr]
+                streams = viewer.sender.pc.sctp._inbound_streams.values()  # type: ignore[union-attr]
                 held = max(held, sum(len(each.user_data) for stream in streams for each in stream.reassembly))
 
-        viewer.pc.sctp._receive_chunk = watched  # type: ignore[method-assign,union-attr]
+        viewer.sender.pc.sctp._receive_chunk = watched  # type: ignore[method-assign,union-attr]
         peer.pc.sctp._remote_max_message_size = 0
         peer.channel.send("x" * 8_000_000)
         await site.until(lambda: site.state.viewers.count == 1)

@@ -22,7 +22,7 @@ from aiortc import RTCConfiguration, RTCPeerConnection
 from streamdiff import clock
 from streamdiff.config import Config, IceServer, ServeConfig
 from streamdiff.server.media.packets import QUEUE_PACKETS
-from streamdiff.server.webrtc import viewers
+from streamdiff.server.webrtc import sender, viewers
 from tests.server.conftest import Peer, Site, run_scene
 
 pytestmark = pytest.mark.slow
@@ -205,7 +205,7 @@ def test_a_viewer_that_stops_reading_holds_nobody_up_and_goes_on_later() -> None
 
 
 def test_a_viewer_that_says_nothing_any_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(viewers, "SILENT_S", 3.0)
+    monkeypatch.setattr(sender, "SILENT_S", 3.0)
     monkeypatch.setattr(viewers, "CHECK_S", 0.1)
 
     async def scene(site: Site) -> None:
@@ -227,12 +227,12 @@ def test_a_page_that_comes_back_takes_the_place_of_its_own_dead_connection(monke
         other = await site.watch()
         async with _viewer_process(site, "?client=tab-one-1") as (process, _):
             [_, viewer] = site.state.viewers._viewers.values()
-            assert viewer.track is not None
+            assert viewer.sender.track is not None
             again = await site.offer()
             refused = await site.post(again, client="tab-one-1")
             assert refused.status_code == 503, "it watches: whoever calls itself the same does not push it out"
             process.send_signal(signal.SIGSTOP)
-            await site.until(lambda: viewer.track.silent_s(clock.monotonic_s()) > 3.0)
+            await site.until(lambda: viewer.sender.track.silent_s(clock.monotonic_s()) > 3.0)
             assert (await site.post(again, client="tab-two-2")).status_code == 503
             assert (await site.post(again)).status_code == 503
             assert (await site.post(again, client="tab-one-1")).status_code == 201
@@ -294,14 +294,14 @@ def test_candidates_and_ends_without_number_are_slowed_down(monkeypatch: pytest.
 
 
 def test_a_viewer_whose_packets_do_not_get_away_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(viewers, "STUCK_S", 0.5)
+    monkeypatch.setattr(sender, "STUCK_S", 0.5)
     monkeypatch.setattr(viewers, "CHECK_S", 0.1)
 
     async def scene(site: Site) -> None:
         stays, stuck = await site.watch(), await site.watch()
         await asyncio.gather(stays.frame(), stuck.frame())
         viewer = list(site.state.viewers._viewers.values())[1]
-        [sender] = viewer.pc.getSenders()
+        [sender] = viewer.sender.pc.getSenders()
 
         cable = asyncio.Event()
 
@@ -313,8 +313,8 @@ def test_a_viewer_whose_packets_do_not_get_away_is_given_up(monkeypatch: pytest.
         assert (await site.http.delete(stuck.location)).status_code == 200, "its end is not waited for"
         cable.set()
         assert b'viewers_ended_total{end="stuck"} 1.0' in site.state.metrics.text()
-        assert viewer.track is not None
-        assert len(viewer.track._queue) <= QUEUE_PACKETS
+        assert viewer.sender.track is not None
+        assert len(viewer.sender.track._queue) <= QUEUE_PACKETS
         for _ in range(40):
             await stays.frame()
 

@@ -1,4 +1,4 @@
-"""By which names the server may be called: the check of the Host header that keeps DNS rebinding out.
+"""Check of the Host header against DNS rebinding.
 
 A page whose name is made to point at this machine is, to the browser, of the same origin as this server. Its name in
 the Host header gives it away. An address cannot be made to point elsewhere, so addresses are fine without being listed.
@@ -26,7 +26,7 @@ class HostPolicy:
 
     @classmethod
     def of(cls, config: ServeConfig) -> HostPolicy:
-        """What `serve.host` and `server.hosts` name."""
+        """What `serve.host` and `serve.hosts` name."""
         return cls([config.host, *config.hosts])
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:

@@ -1,4 +1,4 @@
-"""Runs a whole server: engine process, web process, and their end. What `streamdiff serve` calls.
+"""Runs a server: supervises the engine process, serves the web side, shuts both down. What `streamdiff serve` calls.
 
 Knows nothing about routes, codecs or sessions.
 """
@@ -34,10 +34,10 @@ from streamdiff.server.middleware import LoadingStatus
 EXIT_OK, EXIT_ENGINE, EXIT_USAGE = 0, 1, 2
 UNREAD_S = 20
 """A connection whose other end takes nothing for so long is ended."""
-DRAIN_LOOK_S = 0.1
+DRAIN_POLL_S = 0.1
 FETCHED_PERCENT = 5
 """Of a file, after which progress is logged again."""
-FAREWELL_S = 0.3
+GOODBYE_S = 0.3
 """How long viewers are given to hear that the engine ended."""
 
 Fetch = Callable[[ModelConfig, Callable[[Progress], None]], Awaitable[None]]
@@ -59,18 +59,18 @@ def _run(config: Config, supervise: Callable[[Config], EngineHandle], fetch: Fet
         tokens = read_tokens(config.serve)
         listener = listen(config.serve.host, config.serve.port)
     except StreamdiffError as error:
-        return _complain(error, EXIT_USAGE)
+        return _fail(error, EXIT_USAGE)
     with listener:
         try:
             _check_exposed(config.serve, listener, tokens)
             return asyncio.run(_serve(config, listener, supervise, fetch))
         except ConfigError as error:
-            return _complain(error, EXIT_USAGE)
+            return _fail(error, EXIT_USAGE)
         except EngineFailure as error:
-            return _complain(error, EXIT_ENGINE)
+            return _fail(error, EXIT_ENGINE)
 
 
-def _complain(error: StreamdiffError, code: int) -> int:
+def _fail(error: StreamdiffError, code: int) -> int:
     fatal.error("%s", error)
     return code
 
@@ -189,9 +189,9 @@ async def _start_engine(config: Config, engine: EngineSupervisor, loading: Loadi
 async def _unless_shut_down(starting: Coroutine[Any, Any, None], shutdown: ShutdownRequest) -> bool:
     """Run `starting`; False, and it is cancelled, when the user asks to end before it is done."""
     task = asyncio.create_task(starting)
-    asking = asyncio.create_task(shutdown.requested.wait())
-    await asyncio.wait({task, asking}, return_when=asyncio.FIRST_COMPLETED)
-    asking.cancel()
+    requested = asyncio.create_task(shutdown.requested.wait())
+    await asyncio.wait({task, requested}, return_when=asyncio.FIRST_COMPLETED)
+    requested.cancel()
     if task.done():
         task.result()
         return True
@@ -204,24 +204,24 @@ async def _serve_engine(
     config: Config, state: AppState, engine: EngineSupervisor, serving: asyncio.Task[None], shutdown: ShutdownRequest
 ) -> int:
     """Serve a warm engine until somebody asks to end, or the engine does and is never started again."""
-    asking, ended = (asyncio.create_task(event.wait()) for event in (shutdown.requested, state.manager.ended))
+    requested, ended = (asyncio.create_task(event.wait()) for event in (shutdown.requested, state.manager.ended))
     try:
-        await asyncio.wait({serving, asking, ended}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({serving, requested, ended}, return_when=asyncio.FIRST_COMPLETED)
         if state.manager.engine.state == "failed" and not shutdown.requested.is_set():
-            await asyncio.sleep(FAREWELL_S)
+            await asyncio.sleep(GOODBYE_S)
             if not engine.gave_up:
                 raise EngineFailure(state.manager.engine.reason)
-            await _stay(state.manager.engine.reason, serving, asking)
+            await _serve_without_engine(state.manager.engine.reason, serving, requested)
             return EXIT_ENGINE
         if shutdown.requested.is_set() and state.manager.engine.state != "failed":
             await _drain(state, config.serve.drain_s, shutdown)
         return EXIT_OK
     finally:
-        for task in (asking, ended):
+        for task in (requested, ended):
             task.cancel()
 
 
-async def _stay(failed: str, *ends: asyncio.Task[Any]) -> None:
+async def _serve_without_engine(failed: str, *ends: asyncio.Task[Any]) -> None:
     """Answer that there is no engine any more, until somebody ends the server."""
     fatal.error("%s", failed)
     fatal.error("the server stays to say so, /readyz answers 503 (Ctrl-C ends)")
@@ -235,7 +235,7 @@ async def _drain(state: AppState, limit_s: float, shutdown: ShutdownRequest) -> 
     if state.viewers.count and limit_s > 0 and not shutdown.immediate.is_set():
         console.info("ends when the viewers have left, in %g s at the latest", limit_s)
     while state.viewers.count and clock.monotonic_s() < end_s and not shutdown.immediate.is_set():
-        await asyncio.sleep(DRAIN_LOOK_S)
+        await asyncio.sleep(DRAIN_POLL_S)
 
 
 def _announce(config: Config, listener: socket.socket, ready: Ready) -> None:

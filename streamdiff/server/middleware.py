@@ -27,8 +27,8 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
 }
 HEALTH, READY = "/healthz", "/readyz"
-_READING = ("GET", "HEAD", "OPTIONS")
-_AGAIN_S = "1"
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+_RETRY_S = "1"
 _LOADING = """<!doctype html><html lang="en"><meta charset="utf-8"><title>streamdiff</title>
 <meta name="viewport" content="width=device-width">
 <p role="status">{} This page looks again by itself.
@@ -96,12 +96,12 @@ class GuardMiddleware:
         connection = HTTPConnection(scope)
         path = scope["path"]
         if "crowded" in scope.get("state", ()) and path != HEALTH:
-            again = {"Retry-After": _AGAIN_S, "Connection": "close"}
-            raise Problem(503, "The server has as many connections as it takes.", again, code="connections")
+            headers = {"Retry-After": _RETRY_S, "Connection": "close"}
+            raise Problem(503, "The server has as many connections as it takes.", headers, code="connections")
         # Probes name a server as they like, or not at all as in HTTP/1.0. Whether it lives is no secret.
         if path != HEALTH and not (path == READY and "host" not in connection.headers):
             self._hosts.check(scope["headers"])
-        if (scope["type"] == "websocket" or scope["method"] not in _READING) and not is_own_page(
+        if (scope["type"] == "websocket" or scope["method"] not in _SAFE_METHODS) and not is_own_page(
             connection, self._origins
         ):
             foreign = connection.headers["origin"]
@@ -117,7 +117,7 @@ def _add_headers(message: Message, path: str) -> None:
 def _loading(scope: Scope) -> Response:
     """What is answered until the engine is warm."""
     loading: LoadingStatus = scope["app"].state.loading
-    again: dict[str, Any] = {"Retry-After": _AGAIN_S}
+    headers: dict[str, Any] = {"Retry-After": _RETRY_S}
     if scope["type"] == "http" and scope["path"] == "/" and scope["method"] in ("GET", "HEAD"):
-        return HTMLResponse(_LOADING.format(html.escape(loading.text)), 503, again | {"Refresh": _AGAIN_S})
-    return respond(Problem(503, loading.text, again, code=loading.code))
+        return HTMLResponse(_LOADING.format(html.escape(loading.text)), 503, headers | {"Refresh": _RETRY_S})
+    return respond(Problem(503, loading.text, headers, code=loading.code))

@@ -16,7 +16,7 @@ MAX_ADDRESSES = 4096
 
 
 def address_of(connection: HTTPConnection) -> str:
-    """Whom limits are counted for: the address of the client, as told by a trusted proxy where there is one."""
+    """Address that limits are counted for: the client's, which a trusted proxy forwards where there is one."""
     return group_of(connection.client.host) if connection.client else ""
 
 
@@ -42,7 +42,7 @@ class SlotPool:
     """`limit` slots, of which one address may hold `share`."""
 
     def __init__(self, limit: int, share: float, code: str, setting: str) -> None:
-        """`code`: of the problem that all are taken. `setting`: what says how many there are, or what they are."""
+        """`code`: of the problem when all are taken. `setting`: key of the limit, or what the slots are for."""
         self._limit, self._per_address = limit, share_of(limit, share)
         self._code, self._setting = code, setting
         self._held: Counter[str] = Counter()

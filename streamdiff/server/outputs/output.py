@@ -31,13 +31,13 @@ STUCK_S = 15.0
 """A writer that takes nothing for so long is ended and started again."""
 KEY_S = 2.0
 """An address is sent a key frame this often: who joins there cannot ask for one."""
-LOOK_S = 1.0
-FAREWELL_S = 3.0
+POLL_S = 1.0
+EXIT_S = 3.0
 
 
 @dataclass
 class OutputStatus:
-    """How an output is doing."""
+    """State of an output, as `/api/state` shows it."""
 
     name: str
     state: Literal["waiting", "sending", "retrying", "ended"] = "waiting"
@@ -56,7 +56,7 @@ class Output:
         self._find_session = find_session
         self._metrics = metrics
         self._queue = PacketQueue(QUEUE_PACKETS)
-        self._arrived = asyncio.Event()
+        self._available = asyncio.Event()
         self._fanout: Fanout | None = None
         self._stopping = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name=f"output-{target.name}")
@@ -67,7 +67,7 @@ class Output:
         if self._queue.put(encoded) and self._fanout is not None:
             self._fanout.request_key(self._target.codec)
         self._count(0, self._queue.dropped - dropped)
-        self._arrived.set()
+        self._available.set()
 
     def line_bps(self, now_s: float) -> None:
         """An output does not say what its line carries: it must not lower the viewers' picture."""
@@ -75,10 +75,10 @@ class Output:
     async def stop(self) -> None:
         """Write what came so far, and end."""
         self._stopping.set()
-        self._arrived.set()
+        self._available.set()
         if self._target.container == "whip":  # nothing is left to write, and an answer may be long in coming
             self._task.cancel()
-        _, late = await asyncio.wait({self._task}, timeout=2 * FAREWELL_S)
+        _, late = await asyncio.wait({self._task}, timeout=2 * EXIT_S)
         for task in late:
             task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -113,8 +113,8 @@ class Output:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not self._stopping.is_set():
-                    self._arrived.clear()
-                    await self._arrived.wait()
+                    self._available.clear()
+                    await self._available.wait()
 
     async def _send(self, session: LiveSession, attempt: int) -> str | None:
         """Write the session until something fails; says what. None: the session has ended."""
@@ -125,7 +125,7 @@ class Output:
             stderr=asyncio.subprocess.PIPE,
         )
         assert process.stdin is not None and process.stderr is not None
-        errors = asyncio.create_task(process.stderr.read())
+        stderr = asyncio.create_task(process.stderr.read())
         self._queue = PacketQueue(QUEUE_PACKETS)
         self._fanout = session.playback.fanout
         session.playback.fanout.attach(self._target.codec, self)
@@ -144,7 +144,7 @@ class Output:
             await _end(process)
         if session.closed:
             return None
-        lines = (await errors).decode(errors="replace").splitlines()
+        lines = (await stderr).decode(errors="replace").splitlines()
         return reason or (lines[-1] if lines else f"the writer ended with code {process.returncode}")
 
     def _header(self, session: LiveSession, attempt: int) -> Header:
@@ -165,10 +165,10 @@ class Output:
         while not self._stopping.is_set() and not session.closed and process.returncode is None:
             encoded = self._queue.get()
             if encoded is None:
-                self._arrived.clear()
+                self._available.clear()
                 with contextlib.suppress(TimeoutError):  # nothing is made; perhaps the session or the writer has ended
-                    async with asyncio.timeout(LOOK_S):
-                        await self._arrived.wait()
+                    async with asyncio.timeout(POLL_S):
+                        await self._available.wait()
                 continue
             now_s = clock.monotonic_s()
             if encoded.key:
@@ -190,10 +190,10 @@ class Output:
             while not self._stopping.is_set() and not session.closed:
                 if reason := publication.fault(clock.monotonic_s()):
                     return reason
-                self._arrived.clear()
+                self._available.clear()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_S):
-                        await self._arrived.wait()
+                    async with asyncio.timeout(POLL_S):
+                        await self._available.wait()
                 track = publication.track
                 self._count(int(frames.increase(track.sent)), int(dropped.increase(track.dropped)))
         except WhipError as error:
@@ -216,7 +216,7 @@ class Output:
 async def _end(process: asyncio.subprocess.Process) -> None:
     """Wait for a writer whose input has ended; one that hangs is killed."""
     try:
-        async with asyncio.timeout(FAREWELL_S):
+        async with asyncio.timeout(EXIT_S):
             await process.wait()
     except TimeoutError:
         process.kill()
@@ -232,7 +232,7 @@ class Outputs:
         self._outputs = [Output(target, find_session, metrics) for target in targets]
 
     def statuses(self) -> list[OutputStatus]:
-        """How each is doing."""
+        """The status of each."""
         return [output.status for output in self._outputs]
 
     async def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Carries out a checked control message on a live session, for HTTP and WebSocket alike."""
+"""Carries out a checked control message on a live session, for HTTP requests."""
 
 from __future__ import annotations
 

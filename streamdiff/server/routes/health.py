@@ -1,4 +1,4 @@
-"""Whether the server lives, whether it is ready, and its metrics."""
+"""Liveness, readiness and metrics."""
 
 from __future__ import annotations
 

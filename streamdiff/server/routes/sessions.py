@@ -1,4 +1,4 @@
-"""Sessions over HTTP: open, list, show, change, pause, begin afresh, end. Knows nothing about viewers' connections."""
+"""`/api/sessions`: open, list, show, change, pause, reset and end sessions."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def router() -> APIRouter:
         **needs("steer", **body(JSON, SessionChange.model_json_schema())),
     )  # fmt: skip
     routes.add_api_route(one, _end, methods=["DELETE"], response_model=EndedSession, summary="End it", **needs("steer"))
-    for kind, says in (("pause", "Hold it"), ("resume", "Let it go on"), ("reset", "Begin afresh")):
+    for kind, summary in (("pause", "Hold it"), ("resume", "Let it go on"), ("reset", "Begin afresh")):
         act = _act(kind)  # type: ignore[arg-type]
         name = f"{kind}_session"
         routes.add_api_route(
-            f"{one}/{kind}", act, methods=["POST"], response_model=Receipts, summary=says, name=name,
+            f"{one}/{kind}", act, methods=["POST"], response_model=Receipts, summary=summary, name=name,
             responses=_LATER | _NO_ENGINE, **needs("steer"),
         )  # fmt: skip
     return routes

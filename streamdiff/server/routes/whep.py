@@ -42,8 +42,8 @@ _PARAMETERS: list[dict[str, Any]] = [
     },
 ]
 _ANSWER: Responses = answer("The answer; Location: the viewer, to PATCH and DELETE", SDP_TYPE, status=201)
-_TAKEN: Responses = answer("Allow, and Accept-Post or Accept-Patch, say what is taken")
-_TAKEN_SDP: Responses = answer("Accept-Post says what is taken", SDP_TYPE)
+_ACCEPTS: Responses = answer("Allow, and Accept-Post or Accept-Patch, say what is taken")
+_ACCEPTS_SDP: Responses = answer("Accept-Post says what is taken", SDP_TYPE)
 _WRONG_TOKEN = described(s401="Authorization is no `Bearer`")
 _REFUSED = described(
     s400="The offer is no SDP, or lacks what it must have",
@@ -69,12 +69,12 @@ def router() -> APIRouter:
         which = {"parameters": _SESSION if "{" in endpoint else _SESSION_QUERY}
         routes.add_api_route(
             endpoint, _options, methods=["OPTIONS"], summary="What is taken here, and STUN and TURN servers",
-            response_class=Response, responses=_TAKEN | _WRONG_TOKEN, **needs("watch", optional=True, **which),
+            response_class=Response, responses=_ACCEPTS | _WRONG_TOKEN, **needs("watch", optional=True, **which),
         )  # fmt: skip
         for method in ("GET", "HEAD"):
             routes.add_api_route(
                 endpoint, _describe, methods=[method], summary="What is taken here", response_class=Response,
-                responses=_TAKEN_SDP, **open_to_all(**which),
+                responses=_ACCEPTS_SDP, **open_to_all(**which),
             )  # fmt: skip
         extra = body(SDP_TYPE, _TEXT) | {"parameters": which["parameters"] + _PARAMETERS}
         routes.add_api_route(
@@ -85,7 +85,7 @@ def router() -> APIRouter:
     for method in ("OPTIONS", "GET", "HEAD"):
         routes.add_api_route(
             viewer, _viewer_options, methods=[method], summary="What is taken here", response_class=Response,
-            responses=_TAKEN, **open_to_all(parameters=_VIEWER),
+            responses=_ACCEPTS, **open_to_all(parameters=_VIEWER),
         )  # fmt: skip
     routes.add_api_route(
         viewer, _viewer_patch, methods=["PATCH"], status_code=204, summary="Add candidates (trickle ICE)",

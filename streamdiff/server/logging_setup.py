@@ -10,7 +10,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 from streamdiff.config import ServeConfig
 
@@ -51,37 +51,29 @@ def configured(config: ServeConfig) -> Iterator[None]:
     As text: what a person must know, and warnings, as plain lines. As JSON: everything on standard error, and also
     which sessions and viewers come and go.
     """
-    root, ours, undo = logging.getLogger(), logging.getLogger("streamdiff"), contextlib.ExitStack()
+    root, package = logging.getLogger(), logging.getLogger("streamdiff")
+    loggers = (root, package, console, fatal, prompt_log)
+    saved = [(each, each.handlers[:], each.level, each.propagate) for each in loggers]
     as_json = config.log_format == "json"
-    with undo:
+    try:
         if as_json:
-            _attach(undo, root, JsonFormatter(), sys.stderr)
+            _add_handler(root, JsonFormatter(), sys.stderr)
         else:
-            _attach(undo, root, logging.Formatter("%(message)s"), sys.stderr)
+            _add_handler(root, logging.Formatter("%(message)s"), sys.stderr)
             for logger, stream in ((console, sys.stdout), (fatal, sys.stderr)):
-                _attach(undo, logger, logging.Formatter("streamdiff: %(message)s"), stream)
-                _set(undo, logger, "propagate", False)
-        _set(undo, ours, "level", logging.INFO if as_json else logging.WARNING)
-        _set(undo, console, "level", logging.INFO)
-        _set(undo, prompt_log, "level", logging.INFO if config.log_prompts else logging.CRITICAL + 1)
+                _add_handler(logger, logging.Formatter("streamdiff: %(message)s"), stream)
+                logger.propagate = False
+        package.setLevel(logging.INFO if as_json else logging.WARNING)
+        console.setLevel(logging.INFO)
+        prompt_log.setLevel(logging.INFO if config.log_prompts else logging.CRITICAL + 1)
         yield
+    finally:
+        for logger, handlers, level, propagate in saved:
+            logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(level)
 
 
-def _attach(undo: contextlib.ExitStack, logger: logging.Logger, formatter: logging.Formatter, stream: Any) -> None:
+def _add_handler(logger: logging.Logger, formatter: logging.Formatter, stream: TextIO) -> None:
     handler = logging.StreamHandler(stream)
     handler.setFormatter(formatter)
     logger.addHandler(handler)
-    undo.callback(logger.removeHandler, handler)
-
-
-def _set(undo: contextlib.ExitStack, logger: logging.Logger, name: str, value: int | bool) -> None:
-    undo.callback(_put, logger, name, getattr(logger, name))
-    _put(logger, name, value)
-
-
-def _put(logger: logging.Logger, name: str, value: int | bool) -> None:
-    # `setLevel` also forgets what the logger remembers of its level, which setting the attribute does not.
-    if name == "level":
-        logger.setLevel(value)
-    else:
-        setattr(logger, name, value)

@@ -22,7 +22,7 @@ from streamdiff.server.outputs.target import Target
 from streamdiff.server.outputs.whip import Publication, WhipError
 from streamdiff.server.sessions.live_session import LiveSession
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("streamdiff.serve.outputs")  # public: programs that read JSON logs know the name
 
 QUEUE_PACKETS = 80
 """Encoded frames that may wait for one output, 2 s at 40 FPS; beyond that it goes on at the next key frame."""

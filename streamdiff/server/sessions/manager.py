@@ -26,7 +26,7 @@ from streamdiff.server.sessions.capacity import Capacity, Lifetime
 from streamdiff.server.sessions.engine_status import EngineStatus
 from streamdiff.server.sessions.live_session import LiveSession, SessionEvent, SessionSpec
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("streamdiff.serve.hub")  # public: programs that read JSON logs know the name
 
 DEFAULT_SESSION = "default"
 OPEN_TIMEOUT_S = 60.0

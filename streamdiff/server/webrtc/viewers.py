@@ -35,7 +35,7 @@ from streamdiff.server.webrtc.sdp import (
 )
 from streamdiff.server.webrtc.sender import VideoSender
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("streamdiff.serve.whep")  # public: programs that read JSON logs know the name
 
 CONNECT_TIMEOUT_S = 10.0
 TOMBSTONE_S = 60.0

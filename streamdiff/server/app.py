@@ -1,4 +1,4 @@
-"""The web application: its parts put together, its errors and headers. Knows nothing about processes or ports."""
+"""The FastAPI application: routes, middleware, error handlers. Knows nothing about processes or ports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from streamdiff.server.auth import read_tokens
 from streamdiff.server.hosts import HostPolicy
 from streamdiff.server.media import codecs as known_codecs
 from streamdiff.server.media.codecs import Format
-from streamdiff.server.middleware import GuardMiddleware, Notice
+from streamdiff.server.middleware import GuardMiddleware, LoadingStatus
 from streamdiff.server.outputs import target
 from streamdiff.server.problem import Problem, respond
 from streamdiff.server.routes import control, health, sessions, whep
@@ -40,7 +40,7 @@ def create_app(config: Config) -> FastAPI:
         redoc_url=None,
         openapi_url="/api/openapi.json",
     )
-    app.state.services, app.state.notice = None, Notice()
+    app.state.app_state, app.state.loading = None, LoadingStatus()
     routers = [part.router() for part in (whep, sessions, control, health)]
     app.add_api_route("/", _page, methods=["GET", "HEAD"], include_in_schema=False)
     app.mount("/static", StaticFiles(packages=[("streamdiff.server", "static")]), name="static")
@@ -56,10 +56,10 @@ def create_app(config: Config) -> FastAPI:
 
 @asynccontextmanager
 async def attach_engine(
-    app: FastAPI, config: Config, client: EngineConnection, ready: Ready
+    app: FastAPI, config: Config, connection: EngineConnection, ready: Ready
 ) -> AsyncIterator[AppState]:
-    """Serve a warm engine's sessions, meanwhile; `client` is read and written. Mutates: app, whose state has the
-    services from the moment on when the first session was asked for.
+    """Serve the sessions of a warm engine, meanwhile. Mutates: app, which answers that it loads until the default
+    session was asked for.
 
     Raises:
         ConfigError: no codec, a size that cannot be encoded, tokens that cannot be used, or an output that cannot be
@@ -69,15 +69,15 @@ async def attach_engine(
     config = config.model_copy(update={"serve": config.serve.model_copy(update={"encoder": encoder})})
     Format(ready.width, ready.height, config.playback.fps, config.scale, config.serve.bitrate)  # or its error
     outputs = target.parse_all(config.serve.outputs)
-    services = AppState(config, client, ready, codecs, read_tokens(config.serve), outputs)
-    await services.hub.start()
-    app.state.services = services
+    state = AppState(config, connection, ready, codecs, read_tokens(config.serve), outputs)
+    await state.manager.start()
+    app.state.app_state = state
     try:
-        yield services
+        yield state
     finally:
-        await services.outputs.stop()
-        await services.viewers.stop()
-        await services.hub.stop()
+        await state.outputs.stop()
+        await state.viewers.stop()
+        await state.manager.stop()
 
 
 def _add_errors(app: FastAPI, routes: list[Route]) -> None:

@@ -1,7 +1,7 @@
-"""Who may do what: watch, or steer. Tokens in, a role out. Knows nothing about HTTP.
+"""Tokens and roles: who may watch a session, and who may control it. Knows nothing about HTTP.
 
 The server may have a token for each role, read from files so that none stands in a configuration, a command line or a
-log. A session that was opened over the API has two of its own, told once to who opened it.
+log. A session that was opened over the API has two of its own, shown once to who opened it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _read(path: str | None, key: str) -> str | None:
 
 @dataclass(frozen=True)
 class Access:
-    """The rules. `server` are the server's own tokens."""
+    """Grants roles. `server`: the server's own tokens."""
 
     server: Tokens
 

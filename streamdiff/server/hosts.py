@@ -1,4 +1,4 @@
-"""By which names the server may be called: the check of the Host header that keeps DNS rebinding out.
+"""Check of the Host header against DNS rebinding.
 
 A page whose name is made to point at this machine is, to the browser, of the same origin as this server. Its name in
 the Host header gives it away. An address cannot be made to point elsewhere, so addresses are fine without being listed.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from ipaddress import IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from streamdiff.config import ServeConfig
 from streamdiff.server.problem import Problem
@@ -26,7 +26,7 @@ class HostPolicy:
 
     @classmethod
     def of(cls, config: ServeConfig) -> HostPolicy:
-        """What `serve.host` and `server.hosts` name."""
+        """What `serve.host` and `serve.hosts` name."""
         return cls([config.host, *config.hosts])
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -39,10 +39,10 @@ class HostPolicy:
         if len(given) != 1:
             raise Problem(400, f"A request has one Host header; this one has {len(given)}.", code="host")
         found = _HOST.fullmatch(given[0])
-        if found is None or (found["v6"] is not None and not _is_v6(found["v6"])):
+        if found is None or (found["v6"] is not None and not isinstance(_address(found["v6"]), IPv6Address)):
             raise Problem(400, f"The Host header {given[0][:_SHOWN]!r} is no name or address.", code="host")
         name = found["name"]
-        if name is None or _is_address(name) or _plain(name) in self._names:
+        if name is None or _address(name) is not None or _plain(name) in self._names:
             return
         shown = name[:_SHOWN]
         message = f"This server is not known as {shown!r}. If it should be: --allowed-host {shown}, or serve.hosts."
@@ -53,13 +53,8 @@ def _plain(name: str) -> str:
     return name.lower().removesuffix(".")
 
 
-def _is_address(text: str) -> bool:
+def _address(text: str) -> IPv4Address | IPv6Address | None:
     try:
-        ip_address(text)
+        return ip_address(text)
     except ValueError:
-        return False
-    return True
-
-
-def _is_v6(text: str) -> bool:
-    return _is_address(text) and isinstance(ip_address(text), IPv6Address)
+        return None

@@ -1,4 +1,4 @@
-"""uvicorn as the server runs it: connections are bounded in number and in time. Knows nothing about routes."""
+"""uvicorn with a bounded number of connections and a time limit for requests. Knows nothing about routes."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ class Connections:
         """Count a connection; crowded: it may ask for health only; refused: it is not counted. Mutates: self."""
         own = self._open.get(group_of(host), {})
         over = 0 if self._is_proxy(host) else len(own) + 1 - self._per_address
-        waits: BoundedProtocol | None = None
+        victim: BoundedProtocol | None = None
         if over > 0:
-            waits = next((each for each in own if each.waits), None)
+            victim = next((each for each in own if each.waiting), None)
         elif (over := self._count + 1 - self._limit) > 0:
-            crowds = sorted(self._open.values(), key=len, reverse=True)
-            waits = next((each for crowd in crowds for each in crowd if each.waits), None)
-        if waits is not None:
-            waits.end()
+            by_address = sorted(self._open.values(), key=len, reverse=True)
+            victim = next((each for address in by_address for each in address if each.waiting), None)
+        if victim is not None:
+            victim.end()
         elif over > SPARE:
             return "refused"
         self._open.setdefault(group_of(host), {})[connection] = None
         self._count += 1
-        return "crowded" if over > 0 and waits is None else "served"
+        return "crowded" if over > 0 and victim is None else "served"
 
     def remove(self, connection: BoundedProtocol, host: str) -> None:
-        """Forget a connection; one that is not counted is none. Mutates: self."""
+        """Forget a connection, if it is counted. Mutates: self."""
         own = self._open.get(group_of(host), {})
         if connection in own:
             del own[connection]
@@ -73,58 +73,58 @@ class Connections:
 class BoundedProtocol(H11Protocol):
     """One HTTP connection: the head of a request, and then its body, has to be here within `limit_s`.
 
-    uvicorn itself waits for ever. `waits`: whether it waits for (the rest of) a request.
+    uvicorn itself has no limit. `waiting`: whether it waits for (the rest of) a request.
     """
 
-    def __init__(self, *given: Any, everybody: Connections, limit_s: float, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self._everybody, self._limit_s = everybody, limit_s
+    def __init__(self, *args: Any, connections: Connections, limit_s: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._connections, self._limit_s = connections, limit_s
         self._waits_for: object = None
         self._timer: asyncio.TimerHandle | None = None
         self._counted = False
 
     @property
-    def waits(self) -> bool:
+    def waiting(self) -> bool:
         return self._waits_for is not None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        admission = self._everybody.add(self, self._host)
+        admission = self._connections.add(self, self._host)
         if admission == "refused":
             transport.abort()
             return
         self._counted = True
         if admission == "crowded":
             self.app_state = {**self.app_state, "crowded": True}
-        self._watch()
+        self._restart_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._watch()
+        self._restart_timer()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._watch()
+        self._restart_timer()
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        self._leave()  # it has limits of its own from here on
+        self._uncount()  # it has limits of its own from here on
         super().handle_websocket_upgrade(event)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._leave()
+        self._uncount()
         super().connection_lost(exc)
 
     def end(self) -> None:
         """Close it at once."""
-        self._leave()
+        self._uncount()
         self.transport.abort()
 
     @property
     def _host(self) -> str:
         return self.client[0] if self.client else ""
 
-    def _watch(self) -> None:
-        """See what the connection waits for now, and for how long it may. More bytes of the same buy no time."""
+    def _restart_timer(self) -> None:
+        """Start the time limit of what the connection waits for now. More bytes of the same do not extend it."""
         state = self.conn.their_state
         waits_for = state if self._counted and state in (h11.IDLE, h11.SEND_BODY) else None
         if waits_for is self._waits_for:
@@ -134,10 +134,10 @@ class BoundedProtocol(H11Protocol):
             self._timer.cancel()
         self._timer = self.loop.call_later(self._limit_s, self.end) if waits_for is not None else None
 
-    def _leave(self) -> None:
+    def _uncount(self) -> None:
         self._counted = False
-        self._watch()
-        self._everybody.remove(self, self._host)
+        self._restart_timer()
+        self._connections.remove(self, self._host)
 
 
 class HttpServer(uvicorn.Server):
@@ -147,8 +147,8 @@ class HttpServer(uvicorn.Server):
     """
 
     def __init__(self, app: ASGIApp, serve: ServeConfig) -> None:
-        everybody = Connections(serve.max_connections, serve.address_share, serve.trusted_proxies)
-        protocol = partial(BoundedProtocol, everybody=everybody, limit_s=serve.request_s)
+        connections = Connections(serve.max_connections, serve.address_share, serve.trusted_proxies)
+        protocol = partial(BoundedProtocol, connections=connections, limit_s=serve.request_s)
         super().__init__(
             uvicorn.Config(
                 app,

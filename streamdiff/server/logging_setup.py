@@ -1,4 +1,4 @@
-"""What the server writes down, and how: lines for a person at a terminal, or JSON objects for a collector of logs.
+"""Logging of the server: lines for a person at a terminal, or JSON objects for a log collector.
 
 Nothing is written per frame, chunk or micro-step. Prompts are written by `prompt_log` alone, and only if asked for.
 """
@@ -10,25 +10,25 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 from streamdiff.config import ServeConfig
 
-says = logging.getLogger("streamdiff.says")
+console = logging.getLogger("streamdiff.says")
 """For whoever started the server: where it listens, that it ends. Text goes to standard output."""
-complains = logging.getLogger("streamdiff.complains")
+fatal = logging.getLogger("streamdiff.complains")
 """Why the server cannot go on."""
 prompt_log = logging.getLogger("streamdiff.prompts")
 """Where prompts are written, if that is asked for."""
 
 
-def facts(**values: object) -> dict[str, Any]:
+def log_fields(**values: object) -> dict[str, Any]:
     """For a log call's `extra`: fields of its JSON object, beside the message. Never a prompt or a token."""
-    return {"facts": values}
+    return {"log_fields": values}
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object in a line: time (ISO 8601, with the offset), level, logger, message, and the record's `facts`."""
+    """One JSON object a line: time (ISO 8601 with offset), level, logger, message, and the record's `log_fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         second, offset = self.formatTime(record, "%Y-%m-%dT%H:%M:%S %z").split()
@@ -37,7 +37,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **getattr(record, "facts", {}),
+            **getattr(record, "log_fields", {}),
         }
         if record.exc_info:
             body["traceback"] = self.formatException(record.exc_info)
@@ -45,43 +45,35 @@ class JsonFormatter(logging.Formatter):
 
 
 @contextlib.contextmanager
-def written(config: ServeConfig) -> Iterator[None]:
-    """Write the log as `config` says, meanwhile.
+def configured(config: ServeConfig) -> Iterator[None]:
+    """Log as `config` says, meanwhile.
 
     As text: what a person must know, and warnings, as plain lines. As JSON: everything on standard error, and also
     which sessions and viewers come and go.
     """
-    root, ours, undo = logging.getLogger(), logging.getLogger("streamdiff"), contextlib.ExitStack()
+    root, package = logging.getLogger(), logging.getLogger("streamdiff")
+    loggers = (root, package, console, fatal, prompt_log)
+    saved = [(each, each.handlers[:], each.level, each.propagate) for each in loggers]
     as_json = config.log_format == "json"
-    with undo:
+    try:
         if as_json:
-            _attach(undo, root, JsonFormatter(), sys.stderr)
+            _add_handler(root, JsonFormatter(), sys.stderr)
         else:
-            _attach(undo, root, logging.Formatter("%(message)s"), sys.stderr)
-            for logger, stream in ((says, sys.stdout), (complains, sys.stderr)):
-                _attach(undo, logger, logging.Formatter("streamdiff: %(message)s"), stream)
-                _set(undo, logger, "propagate", False)
-        _set(undo, ours, "level", logging.INFO if as_json else logging.WARNING)
-        _set(undo, says, "level", logging.INFO)
-        _set(undo, prompt_log, "level", logging.INFO if config.log_prompts else logging.CRITICAL + 1)
+            _add_handler(root, logging.Formatter("%(message)s"), sys.stderr)
+            for logger, stream in ((console, sys.stdout), (fatal, sys.stderr)):
+                _add_handler(logger, logging.Formatter("streamdiff: %(message)s"), stream)
+                logger.propagate = False
+        package.setLevel(logging.INFO if as_json else logging.WARNING)
+        console.setLevel(logging.INFO)
+        prompt_log.setLevel(logging.INFO if config.log_prompts else logging.CRITICAL + 1)
         yield
+    finally:
+        for logger, handlers, level, propagate in saved:
+            logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(level)
 
 
-def _attach(undo: contextlib.ExitStack, logger: logging.Logger, formatter: logging.Formatter, stream: Any) -> None:
+def _add_handler(logger: logging.Logger, formatter: logging.Formatter, stream: TextIO) -> None:
     handler = logging.StreamHandler(stream)
     handler.setFormatter(formatter)
     logger.addHandler(handler)
-    undo.callback(logger.removeHandler, handler)
-
-
-def _set(undo: contextlib.ExitStack, logger: logging.Logger, name: str, value: int | bool) -> None:
-    undo.callback(_put, logger, name, getattr(logger, name))
-    _put(logger, name, value)
-
-
-def _put(logger: logging.Logger, name: str, value: int | bool) -> None:
-    # `setLevel` also forgets what the logger remembers of its level, which setting the attribute does not.
-    if name == "level":
-        logger.setLevel(value)
-    else:
-        setattr(logger, name, value)

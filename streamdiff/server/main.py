@@ -1,4 +1,4 @@
-"""Runs a whole server: engine process, web process, and their end. What `streamdiff serve` calls.
+"""Runs a server: supervises the engine process, serves the web side, shuts both down. What `streamdiff serve` calls.
 
 Knows nothing about routes, codecs or sessions.
 """
@@ -24,20 +24,20 @@ from streamdiff.engine.process.engine_process import EngineHandle, EngineProcess
 from streamdiff.engine.process.fetching import Progress, fetch
 from streamdiff.engine.process.supervisor import EngineSupervisor, RestartPolicy
 from streamdiff.errors import ConfigError, EngineFailure, StreamdiffError
-from streamdiff.server import logging_setup
 from streamdiff.server.app import attach_engine, create_app
 from streamdiff.server.app_state import AppState
 from streamdiff.server.auth import Tokens, read_tokens
 from streamdiff.server.http_server import HttpServer
-from streamdiff.server.middleware import Notice
+from streamdiff.server.logging_setup import configured, console, fatal, log_fields
+from streamdiff.server.middleware import LoadingStatus
 
 EXIT_OK, EXIT_ENGINE, EXIT_USAGE = 0, 1, 2
 UNREAD_S = 20
 """A connection whose other end takes nothing for so long is ended."""
-DRAIN_LOOK_S = 0.1
+DRAIN_POLL_S = 0.1
 FETCHED_PERCENT = 5
-"""Of a file, after which the log is told again."""
-FAREWELL_S = 0.3
+"""Of a file, after which progress is logged again."""
+GOODBYE_S = 0.3
 """How long viewers are given to hear that the engine ended."""
 
 Fetch = Callable[[ModelConfig, Callable[[Progress], None]], Awaitable[None]]
@@ -50,7 +50,7 @@ def run(config: Config, *, supervise: Callable[[Config], EngineHandle] = EngineP
     cannot be used, for example a port that is taken; one line on standard error says which. `supervise` makes
     an engine process, each time one is started; `fetch` gets what the model needs, before the first one.
     """
-    with logging_setup.written(config.serve):
+    with configured(config.serve):
         return _run(config, supervise, fetch)
 
 
@@ -59,19 +59,19 @@ def _run(config: Config, supervise: Callable[[Config], EngineHandle], fetch: Fet
         tokens = read_tokens(config.serve)
         listener = listen(config.serve.host, config.serve.port)
     except StreamdiffError as error:
-        return _complain(error, EXIT_USAGE)
+        return _fail(error, EXIT_USAGE)
     with listener:
         try:
             _check_exposed(config.serve, listener, tokens)
             return asyncio.run(_serve(config, listener, supervise, fetch))
         except ConfigError as error:
-            return _complain(error, EXIT_USAGE)
+            return _fail(error, EXIT_USAGE)
         except EngineFailure as error:
-            return _complain(error, EXIT_ENGINE)
+            return _fail(error, EXIT_ENGINE)
 
 
-def _complain(error: StreamdiffError, code: int) -> int:
-    logging_setup.complains.error("%s", error)
+def _fail(error: StreamdiffError, code: int) -> int:
+    fatal.error("%s", error)
     return code
 
 
@@ -125,38 +125,38 @@ def address_of(listener: socket.socket) -> str:
     return f"http://[{address}]:{port}/" if address.version == 6 else f"http://{address}:{port}/"
 
 
-class _Asked:
-    """Whether somebody asked for the end; `now`: without waiting for viewers (Ctrl-C, or asked again)."""
+class ShutdownRequest:
+    """Whether the user asked the server to end; `immediate`: without waiting for viewers (Ctrl-C, or asked again)."""
 
     def __init__(self) -> None:
-        self.ever, self.now = asyncio.Event(), asyncio.Event()
+        self.requested, self.immediate = asyncio.Event(), asyncio.Event()
 
-    def end(self, now: bool) -> None:
-        """Somebody asks. Mutates: self."""
-        if now or self.ever.is_set():
-            self.now.set()
-        self.ever.set()
+    def request(self, immediate: bool) -> None:
+        """Note a signal. Mutates: self."""
+        if immediate or self.requested.is_set():
+            self.immediate.set()
+        self.requested.set()
 
 
 async def _serve(
     config: Config, listener: socket.socket, supervise: Callable[[Config], EngineHandle], fetch: Fetch
 ) -> int:
-    asked = _Asked()
+    shutdown = ShutdownRequest()
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, asked.end, True)
-    loop.add_signal_handler(signal.SIGTERM, asked.end, False)
+    loop.add_signal_handler(signal.SIGINT, shutdown.request, True)
+    loop.add_signal_handler(signal.SIGTERM, shutdown.request, False)
     limits = RestartPolicy(config.serve.restarts, config.serve.restart_window_s, config.serve.restart_wait_s)
     engine = EngineSupervisor(lambda: supervise(config), limits, spare=config.serve.spare)
     app = create_app(config)
     http = HttpServer(app, config.serve)
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     try:
-        if not await _unless_asked(_start_engine(config, engine, app.state.notice, fetch), asked):
+        if not await _unless_shut_down(_start_engine(config, engine, app.state.loading, fetch), shutdown):
             return EXIT_OK
-        async with attach_engine(app, config, engine, engine.ready) as services:
+        async with attach_engine(app, config, engine, engine.ready) as state:
             try:
                 _announce(config, listener, engine.ready)
-                return await _serve_engine(config, services, engine, serving, asked)
+                return await _serve_engine(config, state, engine, serving, shutdown)
             finally:
                 http.should_exit = True
                 await serving
@@ -166,32 +166,32 @@ async def _serve(
         await engine.stop()
 
 
-async def _start_engine(config: Config, engine: EngineSupervisor, notice: Notice, fetch: Fetch) -> None:
-    """Fetch what the model needs, and start the engine; says so in the log and to who asks."""
-    told: tuple[str, int] | None = None
+async def _start_engine(config: Config, engine: EngineSupervisor, loading: LoadingStatus, fetch: Fetch) -> None:
+    """Fetch what the model needs, and start the engine; progress goes to the log and to `loading`. Mutates: loading."""
+    logged: tuple[str, int] | None = None
 
-    def tell(progress: Progress) -> None:
-        nonlocal told
+    def report(progress: Progress) -> None:
+        nonlocal logged
         # Which files these are is for those who may watch.
         named = str(progress) if config.serve.view_token_file is None else "fetching the model's files"
-        notice.text, notice.code = f"{named[0].upper()}{named[1:]}.", "fetching"
+        loading.text, loading.code = f"{named[0].upper()}{named[1:]}.", "fetching"
         now = progress.file, 100 * progress.done // (progress.total or 1) // FETCHED_PERCENT
-        if now != told:
-            told = now
-            logging_setup.says.info("%s", progress)
+        if now != logged:
+            logged = now
+            console.info("%s", progress)
 
-    await fetch(config.model, tell)
-    notice.text, notice.code = Notice.text, Notice.code
-    logging_setup.says.info("loading the model %r ...", config.model.name)
+    await fetch(config.model, report)
+    loading.text, loading.code = LoadingStatus.text, LoadingStatus.code
+    console.info("loading the model %r ...", config.model.name)
     await engine.start()
 
 
-async def _unless_asked(starting: Coroutine[Any, Any, None], asked: _Asked) -> bool:
-    """Do this; False, and it is cut short, when the user asks to end before it is done."""
+async def _unless_shut_down(starting: Coroutine[Any, Any, None], shutdown: ShutdownRequest) -> bool:
+    """Run `starting`; False, and it is cancelled, when the user asks to end before it is done."""
     task = asyncio.create_task(starting)
-    asking = asyncio.create_task(asked.ever.wait())
-    await asyncio.wait({task, asking}, return_when=asyncio.FIRST_COMPLETED)
-    asking.cancel()
+    requested = asyncio.create_task(shutdown.requested.wait())
+    await asyncio.wait({task, requested}, return_when=asyncio.FIRST_COMPLETED)
+    requested.cancel()
     if task.done():
         task.result()
         return True
@@ -201,58 +201,56 @@ async def _unless_asked(starting: Coroutine[Any, Any, None], asked: _Asked) -> b
 
 
 async def _serve_engine(
-    config: Config, services: AppState, engine: EngineSupervisor, serving: asyncio.Task[None], asked: _Asked
+    config: Config, state: AppState, engine: EngineSupervisor, serving: asyncio.Task[None], shutdown: ShutdownRequest
 ) -> int:
     """Serve a warm engine until somebody asks to end, or the engine does and is never started again."""
-    asking, ended = (asyncio.create_task(event.wait()) for event in (asked.ever, services.hub.ended))
+    requested, ended = (asyncio.create_task(event.wait()) for event in (shutdown.requested, state.manager.ended))
     try:
-        await asyncio.wait({serving, asking, ended}, return_when=asyncio.FIRST_COMPLETED)
-        if services.hub.failed is not None and not asked.ever.is_set():
-            await asyncio.sleep(FAREWELL_S)
+        await asyncio.wait({serving, requested, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if state.manager.engine.state == "failed" and not shutdown.requested.is_set():
+            await asyncio.sleep(GOODBYE_S)
             if not engine.gave_up:
-                raise EngineFailure(services.hub.failed)
-            await _stay(services.hub.failed, serving, asking)
+                raise EngineFailure(state.manager.engine.reason)
+            await _serve_without_engine(state.manager.engine.reason, serving, requested)
             return EXIT_ENGINE
-        if asked.ever.is_set() and services.hub.failed is None:
-            await _drain(services, config.serve.drain_s, asked)
+        if shutdown.requested.is_set() and state.manager.engine.state != "failed":
+            await _drain(state, config.serve.drain_s, shutdown)
         return EXIT_OK
     finally:
-        for task in (asking, ended):
+        for task in (requested, ended):
             task.cancel()
 
 
-async def _stay(failed: str, *ends: asyncio.Task[Any]) -> None:
-    """Say why there is no engine any more, to all who ask, until somebody ends the server."""
-    logging_setup.complains.error("%s", failed)
-    logging_setup.complains.error("the server stays to say so, /readyz answers 503 (Ctrl-C ends)")
+async def _serve_without_engine(failed: str, *ends: asyncio.Task[Any]) -> None:
+    """Answer that there is no engine any more, until somebody ends the server."""
+    fatal.error("%s", failed)
+    fatal.error("the server stays to say so, /readyz answers 503 (Ctrl-C ends)")
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _drain(services: AppState, limit_s: float, asked: _Asked) -> None:
+async def _drain(state: AppState, limit_s: float, shutdown: ShutdownRequest) -> None:
     """Open no more sessions, and wait until nobody watches, for `limit_s` at the most, or until asked to end now."""
-    services.hub.draining = True
+    state.manager.draining = True
     end_s = clock.monotonic_s() + limit_s
-    if services.viewers.count and limit_s > 0 and not asked.now.is_set():
-        logging_setup.says.info("ends when the viewers have left, in %g s at the latest", limit_s)
-    while services.viewers.count and clock.monotonic_s() < end_s and not asked.now.is_set():
-        await asyncio.sleep(DRAIN_LOOK_S)
+    if state.viewers.count and limit_s > 0 and not shutdown.immediate.is_set():
+        console.info("ends when the viewers have left, in %g s at the latest", limit_s)
+    while state.viewers.count and clock.monotonic_s() < end_s and not shutdown.immediate.is_set():
+        await asyncio.sleep(DRAIN_POLL_S)
 
 
 def _announce(config: Config, listener: socket.socket, ready: Ready) -> None:
     url = address_of(listener)
     size = f"{ready.width}x{ready.height}"
-    logging_setup.says.info("%s on %s, %s, %g frames per second", ready.model, ready.device, size, config.playback.fps)
+    console.info("%s on %s, %s, %g frames per second", ready.model, ready.device, size, config.playback.fps)
     if not _is_loopback(listener):
         serve = config.serve
         others = "all who reach this machine can watch and steer"
         if serve.control_token_file is not None:
             others = "who reaches this machine can watch" if serve.view_token_file is None else "others need a token"
-        logging_setup.says.info("listening on %s: %s", serve.host, others)
+        console.info("listening on %s: %s", serve.host, others)
     if config.serve.control_token_file is not None:
-        logging_setup.says.info(
-            "steering takes the token in %s: open %s#token=TOKEN", config.serve.control_token_file, url
-        )
-    logging_setup.says.info("open %s (Ctrl-C ends)", url, extra=logging_setup.facts(url=url))
+        console.info("steering takes the token in %s: open %s#token=TOKEN", config.serve.control_token_file, url)
+    console.info("open %s (Ctrl-C ends)", url, extra=log_fields(url=url))
     if config.serve.open_browser and _has_display():
         _open_browser(url)
 

@@ -1,6 +1,5 @@
-"""What every request meets first and every answer leaves with: the checks of Host and Origin, security headers, errors.
-
-Also answers while there is no engine yet: the server lives, it is not ready, and the page looks again by itself.
+"""ASGI middleware of every request: checks of Host and Origin, security headers, unhandled errors, answers while the
+model loads.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
 }
 HEALTH, READY = "/healthz", "/readyz"
-_READING = ("GET", "HEAD", "OPTIONS")
-_AGAIN_S = "1"
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+_RETRY_S = "1"
 _LOADING = """<!doctype html><html lang="en"><meta charset="utf-8"><title>streamdiff</title>
 <meta name="viewport" content="width=device-width">
 <p role="status">{} This page looks again by itself.
@@ -37,16 +36,16 @@ _LOADING = """<!doctype html><html lang="en"><meta charset="utf-8"><title>stream
 
 
 @dataclass
-class Notice:
-    """What everybody is told until an engine is attached: a sentence, and a word for programs."""
+class LoadingStatus:
+    """What is answered until an engine is attached: `text` for people, `code` for programs."""
 
     text: str = "The model is loading."
     code: str = "loading"
 
 
 class GuardMiddleware:
-    """Pure ASGI, for HTTP and WebSockets. The application's `state.services` is None until an engine is attached;
-    until then its `state.notice` is the answer.
+    """Pure ASGI, for HTTP and WebSockets. The application's `state.app_state` is None until an engine is
+    attached; until then its `state.loading` is the answer.
 
     An exception of the application is answered with a problem document and goes on to the server, which logs it.
     """
@@ -82,27 +81,27 @@ class GuardMiddleware:
             raise
 
     def _answer(self, scope: Scope) -> Response | None:
-        """What is answered in the application's place; None: the application answers."""
-        services = scope["app"].state.services
+        """The answer to a request that is refused, or comes before the engine; None: the application answers."""
+        state = scope["app"].state.app_state
         try:
             self._check(scope)
         except Problem as problem:
-            if scope["type"] == "websocket" and services is not None:
-                services.metrics.sockets_refused.labels(problem.code).inc()
+            if scope["type"] == "websocket" and state is not None:
+                state.metrics.sockets_refused.labels(problem.code).inc()
             return respond(problem)
-        return None if services is not None or scope["path"] == HEALTH else _loading(scope)
+        return None if state is not None or scope["path"] == HEALTH else _loading(scope)
 
     def _check(self, scope: Scope) -> None:
         """Raises Problem for a request that is refused whatever it asks for."""
         connection = HTTPConnection(scope)
         path = scope["path"]
         if "crowded" in scope.get("state", ()) and path != HEALTH:
-            again = {"Retry-After": _AGAIN_S, "Connection": "close"}
-            raise Problem(503, "The server has as many connections as it takes.", again, code="connections")
+            headers = {"Retry-After": _RETRY_S, "Connection": "close"}
+            raise Problem(503, "The server has as many connections as it takes.", headers, code="connections")
         # Probes name a server as they like, or not at all as in HTTP/1.0. Whether it lives is no secret.
         if path != HEALTH and not (path == READY and "host" not in connection.headers):
             self._hosts.check(scope["headers"])
-        if (scope["type"] == "websocket" or scope["method"] not in _READING) and not is_own_page(
+        if (scope["type"] == "websocket" or scope["method"] not in _SAFE_METHODS) and not is_own_page(
             connection, self._origins
         ):
             foreign = connection.headers["origin"]
@@ -117,8 +116,8 @@ def _add_headers(message: Message, path: str) -> None:
 
 def _loading(scope: Scope) -> Response:
     """What is answered until the engine is warm."""
-    notice: Notice = scope["app"].state.notice
-    again: dict[str, Any] = {"Retry-After": _AGAIN_S}
+    loading: LoadingStatus = scope["app"].state.loading
+    headers: dict[str, Any] = {"Retry-After": _RETRY_S}
     if scope["type"] == "http" and scope["path"] == "/" and scope["method"] in ("GET", "HEAD"):
-        return HTMLResponse(_LOADING.format(html.escape(notice.text)), 503, again | {"Refresh": _AGAIN_S})
-    return respond(Problem(503, notice.text, again, code=notice.code))
+        return HTMLResponse(_LOADING.format(html.escape(loading.text)), 503, headers | {"Refresh": _RETRY_S})
+    return respond(Problem(503, loading.text, headers, code=loading.code))

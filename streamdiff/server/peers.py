@@ -1,4 +1,4 @@
-"""Who is at the other end, and how much of a limited number one of them may hold. Sans-IO."""
+"""Limits per client address: how many of something one may hold, and how often it may ask. Sans-IO."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from math import ceil
 from starlette.requests import HTTPConnection
 
 from streamdiff.server.problem import Problem
+from streamdiff.server.rate_limit import TokenBucket
 
 RETRY_AFTER_S = 5
+MAX_ADDRESSES = 4096
 
 
 def address_of(connection: HTTPConnection) -> str:
-    """Whom limits are counted for: the address of the client, as told by a trusted proxy where there is one."""
+    """Address that limits are counted for: the client's, which a trusted proxy forwards where there is one."""
     return group_of(connection.client.host) if connection.client else ""
 
 
@@ -36,22 +38,22 @@ def share_of(limit: int, share: float) -> int:
     return max(1, ceil(limit * share))
 
 
-class Places:
-    """`limit` places, of which one address may hold `share`."""
+class SlotPool:
+    """`limit` slots, of which one address may hold `share`."""
 
     def __init__(self, limit: int, share: float, code: str, setting: str) -> None:
-        """`code`: of the problem that all are taken. `setting`: what says how many there are, or what they are."""
+        """`code`: of the problem when all are taken. `setting`: key of the limit, or what the slots are for."""
         self._limit, self._per_address = limit, share_of(limit, share)
         self._code, self._setting = code, setting
         self._held: Counter[str] = Counter()
 
     @property
     def count(self) -> int:
-        """Places that are taken."""
+        """Slots that are taken."""
         return self._held.total()
 
     def refusal(self, address: str) -> Problem | None:
-        """Why an address can have no place now, 503 or 429; None: it can."""
+        """Why an address can have no slot now, 503 or 429; None: it can."""
         again = {"Retry-After": str(RETRY_AFTER_S)}
         if self.count >= self._limit:
             message = f"All {self._limit} places are taken ({self._setting}). Try again in a moment."
@@ -64,11 +66,31 @@ class Places:
         return None
 
     def take(self, address: str) -> None:
-        """Take a place, whatever `refusal` says. Mutates: self."""
+        """Take a slot, whatever `refusal` says. Mutates: self."""
         self._held[address] += 1
 
-    def leave(self, address: str) -> None:
-        """Give a place back. Mutates: self."""
+    def release(self, address: str) -> None:
+        """Give a slot back. Mutates: self."""
         self._held[address] -= 1
         if not self._held[address]:
             del self._held[address]
+
+
+class PerAddressLimiter:
+    """A `TokenBucket` for every address; the latest `MAX_ADDRESSES` are remembered."""
+
+    def __init__(self, per_s: float, burst: float) -> None:
+        self._per_s, self._burst = per_s, burst
+        self._by_address: dict[str, TokenBucket] = {}
+
+    def take(self, address: str, now_s: float) -> bool:
+        """Use one of the address's tokens, if it has one. Mutates: self."""
+        if address not in self._by_address and len(self._by_address) >= MAX_ADDRESSES:
+            del self._by_address[next(iter(self._by_address))]
+        return self._by_address.setdefault(address, TokenBucket(self._per_s, self._burst)).take(now_s)
+
+    def check(self, address: str, what: str, now_s: float) -> None:
+        """Count one of `what`. Raises Problem: 429 for too many. Mutates: self."""
+        if not self.take(address, now_s):
+            message = f"Too many {what} in a short time from one address."
+            raise Problem(429, message, {"Retry-After": "1"}, code="rate")

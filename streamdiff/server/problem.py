@@ -1,4 +1,4 @@
-"""Errors over HTTP as `application/problem+json` (RFC 9457). Knows nothing about what went wrong."""
+"""Errors over HTTP as `application/problem+json` (RFC 9457), and reading of bodies."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 def described(**problems: str) -> Responses:
-    """What an address may refuse, for the API's description: `described(s404="No such session")`."""
-    return {int(name[1:]): {"description": says, **DOCUMENT} for name, says in problems.items()}
+    """OpenAPI responses of the problems that a route may answer: `described(s404="No such session")`."""
+    return {int(name[1:]): {"description": text, **DOCUMENT} for name, text in problems.items()}
 
 
 class Problem(Exception):

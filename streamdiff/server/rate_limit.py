@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 
 RATE_WINDOW_S = 2.0
-MAX_ADDRESSES = 4096
 
 
 class Rate:
@@ -46,17 +45,3 @@ class TokenBucket:
             return False
         self._left -= 1
         return True
-
-
-class PerAddressLimiter:
-    """An `TokenBucket` for every address; of those heard of, `MAX_ADDRESSES` are remembered. Sans-IO."""
-
-    def __init__(self, per_s: float, burst: float) -> None:
-        self._per_s, self._burst = per_s, burst
-        self._by_address: dict[str, TokenBucket] = {}
-
-    def of(self, address: str) -> TokenBucket:
-        """The address's own. Mutates: self."""
-        if address not in self._by_address and len(self._by_address) >= MAX_ADDRESSES:
-            del self._by_address[next(iter(self._by_address))]
-        return self._by_address.setdefault(address, TokenBucket(self._per_s, self._burst))

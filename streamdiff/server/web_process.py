@@ -1,4 +1,4 @@
-"""`python -m streamdiff.server.web_process`: the web server of an engine that started it
+"""`python -m streamdiff.server.web_process`: the web server of an engine that runs already and started it
 (`engine.process.rank0_server`)."""
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def main() -> int:
     config = private_folder.read_config(options.address)
     # The engine is this process's parent, and takes it along: whoever started the engine starts both again.
     config = config.model_copy(update={"serve": config.serve.model_copy(update={"restarts": 0})})
-    return server.run(config, supervise=lambda _: ParentEngine(options.address), fetch=_nothing)
+    return server.run(config, supervise=lambda _: ParentEngine(options.address), fetch=_fetch_nothing)
 
 
-async def _nothing(config: ModelConfig, tell: Callable[[Progress], None]) -> None:
+async def _fetch_nothing(config: ModelConfig, report: Callable[[Progress], None]) -> None:
     """The engine fetches what it needs by itself."""
 
 

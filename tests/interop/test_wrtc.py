@@ -44,7 +44,7 @@ def test_libwebrtc_plays_the_stream_and_speaks_on_the_channel() -> None:
         assert set(found["patches"]) == {204}
         assert found["messages"] >= 2
         assert found["deleted"] == 200
-        assert site.services.viewers.count == 0
+        assert site.state.viewers.count == 0
 
     async def main() -> None:
         async with open_site() as site:

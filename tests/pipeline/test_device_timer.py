@@ -133,7 +133,7 @@ def test_one_figure_the_device_s_is_what_metrics_show_and_capacity_counts_with()
     assert busy_s == pytest.approx(3 * work_s, abs=12)
     capacity = Capacity(CHUNK, 4, 0.9, work_s)
     assert capacity.share(1.0, 0.0) == pytest.approx(work_s / CHUNK) and capacity.share(1.0, 0.0) > 1
-    assert capacity.room([], capacity.share(1.0, 0.0)) == 1, "one, however quick the host is"
+    assert capacity.free_sessions([], capacity.share(1.0, 0.0)) == 1, "one, however quick the host is"
 
 
 class StuckEvent(HostEvent):

@@ -135,7 +135,7 @@ class Site:
     base: str
     http: httpx.AsyncClient
     client: InMemoryClient
-    services: AppState
+    state: AppState
     server: HttpServer
     peers: list[Peer] = field(default_factory=list)
 
@@ -219,11 +219,11 @@ async def open_site(config: Config | None = None, painter: Painter | None = None
     limits = httpx.Limits(max_connections=None)
     try:
         async with (
-            attach_engine(app, config, client, client.ready) as services,
+            attach_engine(app, config, client, client.ready) as state,
             httpx.AsyncClient(base_url=base, timeout=20, limits=limits) as http,
         ):
-            site = Site(base, http, client, services, http_server)
-            await site.until(lambda: site.services.hub.view("default").opened)  # type: ignore[union-attr]
+            site = Site(base, http, client, state, http_server)
+            await site.until(lambda: site.state.manager.get("default").opened)  # type: ignore[union-attr]
             try:
                 yield site
             finally:

@@ -77,10 +77,10 @@ def test_receipts_follow_a_prompt_to_the_screen() -> None:
         assert 0 <= accepted["lag_s"] <= applied["lag_s"] <= shown["lag_s"]
         await _until_colour(peer, "green")
         assert (await peer.message({"type": "state", "prompt": "a green star"}))["text"] == "a green star"
-        view = site.services.hub.view("default")
-        assert view is not None
-        assert view.stats()["prompt_lag_ms"] == pytest.approx(1000 * shown["lag_s"], abs=1)
-        assert view.stats()["frame"] >= shown["frame"]
+        live = site.state.manager.get("default")
+        assert live is not None
+        assert live.stats()["prompt_lag_ms"] == pytest.approx(1000 * shown["lag_s"], abs=1)
+        assert live.stats()["frame"] >= shown["frame"]
 
     run_scene(scene)
 
@@ -110,11 +110,11 @@ def test_reset_takes_a_seed_and_drops_what_was_made_before() -> None:
         state = (await site.http.get("/api/state")).json()
         assert state["state"]["seed"] == 77
         assert state["state"]["paused"] is False, "a reset plays"
-        view = site.services.hub.view("default")
-        assert view is not None
-        await site.until(lambda: view.stats()["dropped"] > 0)
-        frame = view.stats()["frame"]
-        await site.until(lambda: view.stats()["frame"] > frame + 8)
+        live = site.state.manager.get("default")
+        assert live is not None
+        await site.until(lambda: live.stats()["dropped"] > 0)
+        frame = live.stats()["frame"]
+        await site.until(lambda: live.stats()["frame"] > frame + 8)
 
     run_scene(scene)
 
@@ -249,7 +249,7 @@ def test_viewers_hear_how_busy_each_rank_of_a_ring_is() -> None:
 
 def test_one_frame_as_a_picture() -> None:
     async def scene(site: Site) -> None:
-        await site.until(lambda: site.services.hub.view("default").picture() is not None)  # type: ignore[union-attr]
+        await site.until(lambda: site.state.manager.get("default").playback.pacer.picture() is not None)  # type: ignore[union-attr]
         response = await site.http.get("/frame.jpg")
         assert response.headers["content-type"] == "image/jpeg"
         picture = np.asarray(Image.open(BytesIO(response.content)))
@@ -275,16 +275,17 @@ def test_a_frame_is_encoded_once_however_many_ask_for_it(monkeypatch: pytest.Mon
         return {answer.content for answer in answers}
 
     async def scene(site: Site) -> None:
-        view = site.services.hub.view("default")
-        assert view is not None
-        await site.until(lambda: view.picture() is not None and not site.client.busy)  # and nobody watches: it stays
+        live = site.state.manager.get("default")
+        assert live is not None
+        # Nobody watches: it stays.
+        await site.until(lambda: live.playback.pacer.picture() is not None and not site.client.busy)
         [first] = await ask(site, 20)
         assert await ask(site, 20) == {first}
         assert len(encoded) == 1
-        before = view.picture()
+        before = live.playback.pacer.picture()
         await site.http.post("/api/control", json={"type": "prompt", "prompt": "blue"})
         await site.http.post("/api/control", json={"type": "reset"})
-        await site.until(lambda: view.picture() is not before and not site.client.busy)
+        await site.until(lambda: live.playback.pacer.picture() is not before and not site.client.busy)
         [second] = await ask(site, 20)
         assert len(encoded) == 2
         for jpeg, colour in ((first, "red"), (second, "blue")):
@@ -340,9 +341,9 @@ def test_viewers_hear_that_the_server_ends() -> None:
     async def scene(site: Site) -> None:
         peer = await site.watch()
         await peer.message({"type": "hello"})
-        await site.services.viewers.stop()
+        await site.state.viewers.stop()
         assert (await peer.message({"type": "bye"}))["reason"] == "shutdown"
-        assert site.services.viewers.count == 0
+        assert site.state.viewers.count == 0
 
     run_scene(scene)
 
@@ -350,11 +351,11 @@ def test_viewers_hear_that_the_server_ends() -> None:
 def test_a_session_that_cannot_open_is_no_silent_black_page() -> None:
     async def main() -> None:
         async with open_site() as site:
-            view = site.services.hub.view("default")
-            assert view is not None
-            view.opened = False
+            live = site.state.manager.get("default")
+            assert live is not None
+            live.opened = False
             await site.client.inject(Refused("default", "", "prompt", "the prompt is silly"))
-            await site.services.hub.ended.wait()
+            await site.state.manager.ended.wait()
             assert "silly" in (await site.http.get("/readyz")).json()["detail"]
 
     asyncio.run(main())

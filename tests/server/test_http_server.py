@@ -177,7 +177,7 @@ def test_one_address_holds_half_of_the_viewers_places_at_most_also_without_ever_
         assert [each.status_code for each in theirs] == [201, 201, 503], "and then all four are taken"
         assert (await site.http.delete(mine[0].headers["location"])).status_code == 200
         assert (await post("192.0.2.1")).status_code == 201
-        assert site.services.viewers.count == 4
+        assert site.state.viewers.count == 4
 
     run_scene(scene, Config(serve=ServeConfig(max_viewers=4, **BEHIND_A_PROXY)))
 
@@ -191,7 +191,7 @@ def test_one_address_holds_half_of_the_control_sockets_at_most(monkeypatch: pyte
         assert [each.status for each in opened] == [101, 101, 429, 101]
         assert opened[2].problem["code"] == "address"
         await opened[0].close()
-        await site.until(lambda: site.services.sockets.count == 2)
+        await site.until(lambda: site.state.sockets.count == 2)
         again = await SocketClient.connect(site.base, CONTROL, headers=seen_from("192.0.2.1"))
         assert again.status == 101
         await asyncio.gather(*(each.close() for each in (*opened, again)))

@@ -119,8 +119,8 @@ def test_as_text_comings_and_goings_are_not_told() -> None:
 
 def test_a_warning_has_its_facts_and_a_fault_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     logger = logging.getLogger("streamdiff.serve.some")
-    with logging_setup.written(ServeConfig(log_format="json")):
-        logger.warning("low %s", "ink", extra=logging_setup.facts(left_ml=3, path=os))
+    with logging_setup.configured(ServeConfig(log_format="json")):
+        logger.warning("low %s", "ink", extra=logging_setup.log_fields(left_ml=3, path=os))
         try:
             raise ValueError("no\nink")
         except ValueError:
@@ -141,6 +141,6 @@ def test_afterwards_logging_is_as_it_was() -> None:
 
     before = state()
     for kind in ("text", "json"):
-        with logging_setup.written(ServeConfig(log_format=kind, log_prompts=True)):  # type: ignore[arg-type]
+        with logging_setup.configured(ServeConfig(log_format=kind, log_prompts=True)):  # type: ignore[arg-type]
             assert state() != before
         assert state() == before

@@ -14,6 +14,7 @@ import pytest
 from streamdiff.config import Config, ServeConfig
 from streamdiff.engine.messages import Failed
 from streamdiff.server.metrics import CounterDelta
+from streamdiff.server.sessions.engine_status import EngineStatus
 from tests.server.conftest import Peer, Site, open_site, run_scene
 from tests.server.scripted import CHUNK_FRAMES, Painter
 
@@ -62,8 +63,8 @@ def test_what_a_viewer_and_a_prompt_move() -> None:
         assert lags[2] == pytest.approx(shown["lag_s"], abs=0.001)
         assert after['streamdiff_control_total{result="accepted",type="prompt"}'] == 1
 
-        view = site.services.hub.view("default")
-        assert view is not None
+        live = site.state.manager.get("default")
+        assert live is not None
         for name in ("frames_made_total", "frames_shown_total"):
             assert after[f'streamdiff_{name}{{session="default"}}'] >= 20
         made = after['streamdiff_frames_made_total{session="default"}']
@@ -71,7 +72,7 @@ def test_what_a_viewer_and_a_prompt_move() -> None:
         # The painter is at work for 0.02 s in each chunk.
         busy_s = after['streamdiff_stage_busy_seconds_total{stage="0"}']
         assert busy_s == pytest.approx(0.02 * made / CHUNK_FRAMES, rel=0.5)
-        assert after["streamdiff_sessions_room"] == site.services.hub.room()
+        assert after["streamdiff_sessions_room"] == site.state.manager.free_sessions()
 
         await site.http.delete(peer.location)
         left = await _figures(site)
@@ -87,12 +88,12 @@ def test_totals_are_counted_once_however_often_they_are_read() -> None:
         await peer.frame()
         await site.http.post("/api/control", json={"type": "pause"})
         await site.http.post("/api/control", json={"type": "reset", "seed": 7})
-        view = site.services.hub.view("default")
-        assert view is not None
-        await site.until(lambda: view.stats()["dropped"] > 0)
+        live = site.state.manager.get("default")
+        assert live is not None
+        await site.until(lambda: live.stats()["dropped"] > 0)
         dropped = 'streamdiff_frames_dropped_total{session="default"}'
         for _ in range(3):
-            assert (await _figures(site))[dropped] == view.stats()["dropped"]
+            assert (await _figures(site))[dropped] == live.stats()["dropped"]
 
     run_scene(scene)
 
@@ -101,8 +102,8 @@ def test_what_waits_for_the_engine_is_told() -> None:
     """A prompt that the engine has not answered counts as waiting until it has."""
 
     async def scene(site: Site) -> None:
-        view = site.services.hub.view("default")
-        assert view is not None
+        live = site.state.manager.get("default")
+        assert live is not None
         unanswered = 'streamdiff_requests_unanswered{session="default"}'
         assert (await _figures(site))[unanswered] == 0
         with site.client.held():
@@ -127,7 +128,7 @@ def test_refusals_are_counted_by_their_reason() -> None:
         assert (await site.http.post("/whep", content=offer, headers=sdp)).status_code == 503
         await site.http.post("/api/sessions", json={"fps": 1000})
         await site.http.post("/api/sessions", content=b"{", headers={"Content-Type": "application/json"})
-        site.services.hub.draining = True
+        site.state.manager.draining = True
         await site.http.post("/api/sessions", json={})
         await site.http.post("/api/control", json={"type": "prompt", "prompt": ""})
         await site.http.patch("/api/sessions/nobody", json={"prompt": "blue"})
@@ -170,12 +171,12 @@ def test_an_ended_session_leaves_no_figures() -> None:
             for _ in range(5):
                 await peer.frame()
             assert f'session="{session["id"]}"' in (await site.http.get("/metrics")).text
-            view = site.services.hub.view(session["id"])
-            assert view is not None
+            live = site.state.manager.get(session["id"])
+            assert live is not None
             headers = {"Authorization": f"Bearer {session['control_token']}"}
             await site.http.delete(f"/api/sessions/{session['id']}", headers=headers)
-            view._take_shown(99, 0, 0)
-            view.measure()
+            live._take_shown(99, 0, 0)
+            live.update_metrics()
             assert f'session="{session["id"]}"' not in (await site.http.get("/metrics")).text
 
     run_scene(scene)
@@ -186,7 +187,7 @@ def test_an_engine_that_ended_is_down() -> None:
         async with open_site() as site:
             await site.client.inject(Failed("out of paint"))
             await site.client.inject(None)
-            await site.services.hub.ended.wait()
+            await site.state.manager.ended.wait()
             assert (await _figures(site))["streamdiff_engine_up"] == 0
 
     asyncio.run(main())
@@ -205,8 +206,8 @@ def test_room_is_unknown_before_anything_was_measured() -> None:
 
 
 def test_a_total_that_falls_began_afresh() -> None:
-    ahead = CounterDelta()
-    assert [ahead.more(total) for total in (3, 3, 5, 1, 4)] == [3, 0, 2, 1, 3]
+    delta = CounterDelta()
+    assert [delta.increase(total) for total in (3, 3, 5, 1, 4)] == [3, 0, 2, 1, 3]
 
 
 def test_figures_are_for_those_who_may_watch(tmp_path: Any) -> None:
@@ -222,12 +223,12 @@ def test_figures_are_for_those_who_may_watch(tmp_path: Any) -> None:
             return answer.status_code
 
         assert [await status(token) for token in (None, "a-view-token-of-some-length")] == [401, 200]
-        await site.until(lambda: site.services.hub.views[0].opened)
+        await site.until(lambda: site.state.manager.sessions[0].opened)
         ready: httpx.Response = await site.http.get("/readyz")
         assert ready.status_code == 200, "probes carry no token"
-        site.services.hub.failed = "of a secret"
+        site.state.manager.engine = EngineStatus("failed", "of a secret")
         ready = await site.http.get("/readyz")
         assert (ready.status_code, "secret" in ready.text) == (503, False)
-        site.services.hub.failed = None
+        site.state.manager.engine = EngineStatus()
 
     run_scene(scene, Config(serve=serve))

@@ -29,7 +29,7 @@ async def raw(site: Site, request: bytes) -> bytes:
 
 def test_a_page_whose_name_points_here_can_neither_read_nor_steer() -> None:
     async def scene(site: Site) -> None:
-        before = site.services.hub.view("default").state()  # type: ignore[union-attr]
+        before = site.state.manager.get("default").state(may_control=True)  # type: ignore[union-attr]
         port = site.address[1]
         evil = {"Host": f"evil.example:{port}", "Origin": f"http://evil.example:{port}"}
         answers = [
@@ -45,7 +45,7 @@ def test_a_page_whose_name_points_here_can_neither_read_nor_steer() -> None:
         denied = await SocketClient.connect(f"http://{evil['Host']}", CONTROL, to=site.address)
         assert (denied.status, denied.problem["code"]) == (421, "host")
         await denied.close()
-        assert site.services.hub.view("default").state() == before  # type: ignore[union-attr]
+        assert site.state.manager.get("default").state(may_control=True) == before  # type: ignore[union-attr]
         assert (await site.http.get("/healthz", headers=evil)).status_code == 200
         assert 'streamdiff_control_sockets_refused_total{reason="host"} 1.0' in (await site.http.get("/metrics")).text
 
@@ -98,7 +98,7 @@ def test_an_address_names_its_methods_once() -> None:
 def test_a_fault_of_the_server_is_a_problem_document_and_once_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(services: AppState) -> None:
+    def fail(state: AppState) -> None:
         raise ZeroDivisionError("a fault of ours")
 
     async def scene(site: Site) -> None:

@@ -51,9 +51,9 @@ def _run(scene: Callable[[Site], Awaitable[None]]) -> None:
 
 def test_a_prompt_that_takes_long_is_202_and_comes_later() -> None:
     async def scene(site: Site) -> None:
-        view = site.services.hub.view("default")
-        assert view is not None
-        before = view.prompt
+        live = site.state.manager.get("default")
+        assert live is not None
+        before = live.prompt
         asked = await site.http.post("/api/control", json={"type": "prompt", "prompt": "all green", "id": 5})
         receipt = asked.json()
         assert (asked.status_code, receipt["stage"], receipt["kind"], receipt["id"]) == (202, "asked", "prompt", 5)
@@ -62,7 +62,7 @@ def test_a_prompt_that_takes_long_is_202_and_comes_later() -> None:
         paused = await site.http.post("/api/sessions/default/pause")
         assert (paused.status_code, paused.json()["session"]["paused"]) == (200, True), "what need not wait does not"
         SlowText.free.set()
-        await site.until(lambda: view.prompt == "all green")
+        await site.until(lambda: live.prompt == "all green")
         assert (await site.http.get("/api/sessions/default")).json()["prompt"] == "all green"
 
     _run(scene)
@@ -77,9 +77,9 @@ def test_a_change_of_several_things_says_of_each_how_far_it_is() -> None:
         assert stages == {"fps": "accepted", "prompt": "asked", "reset": "asked"}
         assert answer.json()["session"]["fps"] == 20
         SlowText.free.set()
-        view = site.services.hub.view("default")
-        assert view is not None
-        await site.until(lambda: (view.prompt, view.seed) == ("all green", 7))
+        live = site.state.manager.get("default")
+        assert live is not None
+        await site.until(lambda: (live.prompt, live.seed) == ("all green", 7))
         quick = await site.http.patch("/api/sessions/default", json={"prompt": "all blue"})
         assert (quick.status_code, quick.json()["receipts"][0]["stage"]) == (200, "accepted")
 
@@ -100,9 +100,9 @@ def test_an_engine_that_takes_no_command_is_another_matter(monkeypatch: pytest.M
     """The request was not handed over, and so nobody can say that it comes."""
 
     async def scene(site: Site) -> None:
-        view = site.services.hub.view("default")
-        assert view is not None
-        monkeypatch.setattr(view, "_send", lambda command: asyncio.sleep(60))
+        live = site.state.manager.get("default")
+        assert live is not None
+        monkeypatch.setattr(live, "_send", lambda command: asyncio.sleep(60))
         answer = await site.http.post("/api/control", json={"type": "prompt", "prompt": "all blue"})
         assert (answer.status_code, answer.json()["code"]) == (504, "engine")
 

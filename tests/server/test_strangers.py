@@ -11,7 +11,7 @@ import pytest
 from streamdiff.config import Config, IceServer, ServeConfig
 from streamdiff.engine.messages import Failed
 from streamdiff.engine.process.supervisor import Restarting
-from streamdiff.server.sessions.engine_state import PLAIN_REASON
+from streamdiff.server.sessions.engine_status import PLAIN_REASON
 from tests.server.conftest import Site, bearer, run_scene
 from tests.server.socket_client import SocketClient
 from tests.server.webrtc.test_viewers import _colour, _is
@@ -45,9 +45,9 @@ def test_a_session_with_tokens_of_its_own_is_read_and_watched_with_one_only(tmp_
     async def scene(site: Site) -> None:
         opened = await _open(site)
         session = opened["id"]
-        view = site.services.hub.view(session)
-        assert view is not None
-        await site.until(lambda: view.picture() is not None)
+        live = site.state.manager.get(session)
+        assert live is not None
+        await site.until(lambda: live.playback.pacer.picture() is not None)
         for token, allowed in ((None, False), (WRONG, False), (opened["view_token"], True), (CONTROL, True)):
             for path in _addresses(session):
                 answer = await site.http.get(path, headers=bearer(token))
@@ -98,7 +98,7 @@ def test_lists_and_figures_name_no_session_that_the_caller_may_not_watch(tmp_pat
 
 def test_the_default_session_is_watched_by_everybody_and_steered_with_the_token(tmp_path: Path) -> None:
     async def scene(site: Site) -> None:
-        await site.until(lambda: site.services.hub.views[0].picture() is not None)
+        await site.until(lambda: site.state.manager.sessions[0].playback.pacer.picture() is not None)
         for path in _addresses("default"):
             assert (await site.http.get(path)).status_code == 200
         peer = await site.watch()

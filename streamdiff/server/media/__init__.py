@@ -1,1 +1,1 @@
-"""Pictures on their way to viewers: pacing, encoding once, and handing packets to everybody."""
+"""From frames to packets: playout at an even rate, encoding once per codec, fan-out to all receivers."""

@@ -1,7 +1,7 @@
-"""What bit rate suits the viewers' lines, from what they estimate. Pure: the caller gives the time.
+"""Bit rate control of one encoder, from the viewers' bandwidth estimates. Pure: the caller gives the time.
 
-One encoder serves all viewers of a codec, so its rate follows the median line: half of them can take it. Who is far
-below the median is told so (`network: poor`) and loses pictures; it does not pull the others down.
+One encoder serves all viewers of a codec, so its rate follows the median estimate: half of them can take it. Viewers
+far below the median get `network: poor` and lose pictures; they do not lower the rate of the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CLEARLY_MORE = 1.2
 SMALLEST = 0.05
 """Smaller changes, as a share of the configured rate, are not made."""
 FRESH_S = 10.0
-"""An estimate (REMB) that is older says nothing."""
+"""An older estimate (REMB) is ignored."""
 TRIAL_S = 6.0
 """A viewer's first estimates grow from a guess, whatever its line can carry."""
 
@@ -42,12 +42,12 @@ class BitrateController:
             return None
         line_bps = statistics.median_low(estimates_bps)
         if line_bps < sent_bps:
-            wanted = min(HEADROOM * line_bps, self.rate_bps)
+            target = min(HEADROOM * line_bps, self.rate_bps)
         elif line_bps > CLEARLY_MORE * sent_bps:
-            wanted = RISE * self.rate_bps
+            target = RISE * self.rate_bps
         else:
             return None
-        rate_bps = int(min(max(wanted, FLOOR * self._highest), self._highest))
+        rate_bps = int(min(max(target, FLOOR * self._highest), self._highest))
         if abs(rate_bps - self.rate_bps) < SMALLEST * self._highest:
             return None
         self._changed_s = now_s

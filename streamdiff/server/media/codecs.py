@@ -1,4 +1,4 @@
-"""Which encoder libraries make which codec, how each is opened for low delay, and what can be opened here.
+"""Encoder libraries: which makes which codec, how each is opened for low delay, and which can be opened here.
 
 Knows nothing about threads, viewers or pacing.
 """
@@ -26,7 +26,7 @@ H264_CHOICES: dict[str, tuple[Library, ...]] = {
     "x264": ("libx264",),
     "nvenc": ("h264_nvenc",),
 }
-"""Values of `server.media.encoder`, and the libraries that are tried for H.264, best first."""
+"""Values of `serve.encoder`, and the libraries that are tried for H.264, best first."""
 
 H264_LIBRARY: dict[str, Library] = {"x264": "libx264", "nvenc": "h264_nvenc"}
 
@@ -154,13 +154,13 @@ def fault(name: Library) -> str | None:
 
 
 def choose_h264(wanted: str) -> Library | None:
-    """The library that makes H.264 for a value of `server.media.encoder`; None when none of those can be opened
+    """The library that makes H.264 for a value of `serve.encoder`; None when none of those can be opened
     here."""
     return next((name for name in H264_CHOICES[wanted] if fault(name) is None), None)
 
 
 def usable(wanted: str, encoder: str) -> tuple[tuple[Codec, ...], str]:
-    """The codecs to offer, best first, for values of `serve.codec` and `server.media.encoder`, and the latter decided.
+    """The codecs to offer, best first, for values of `serve.codec` and `serve.encoder`, and the latter decided.
 
     Raises:
         ConfigError: what was asked for cannot be encoded here; says what can.

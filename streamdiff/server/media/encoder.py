@@ -1,4 +1,4 @@
-"""Encodes a stream once per codec, on a thread of its own, and hands the packets to whoever watches.
+"""Encodes a stream once per codec, on a thread of its own.
 
 Knows nothing about peer connections, sessions or pacing: pictures with time stamps go in, packets come out.
 """
@@ -26,7 +26,7 @@ Picture = NDArray[np.uint8]
 logger = logging.getLogger(__name__)
 
 KEY_INTERVAL_S = 0.3
-"""Wishes for a key frame that come closer together than this share one."""
+"""Key frame requests that come closer together than this share one key frame."""
 YUV_COLOURS = "ITU709"
 """The colours of a YUV420 picture."""
 QUEUE_PICTURES = 4
@@ -34,25 +34,25 @@ QUEUE_PICTURES = 4
 
 
 class KeyframeLimiter:
-    """Decides when a key frame is made: wishes at once, but never two within `KEY_INTERVAL_S`. Sans-IO."""
+    """Decides when a key frame is made: on request, but never two within `KEY_INTERVAL_S`. Sans-IO."""
 
     def __init__(self) -> None:
-        self._wanted = True
+        self._requested = True
         self._last_s = float("-inf")
 
     def request(self) -> None:
         """A viewer joined, or lost a frame. Mutates: self."""
-        self._wanted = True
+        self._requested = True
 
     def due_s(self) -> float | None:
-        """When the waiting wish may be fulfilled; None when there is none."""
-        return self._last_s + KEY_INTERVAL_S if self._wanted else None
+        """When the pending request may be met; None when there is none."""
+        return self._last_s + KEY_INTERVAL_S if self._requested else None
 
     def take(self, now_s: float) -> bool:
         """Whether the frame of `now_s` becomes a key frame. Mutates: self."""
         since_s = now_s - self._last_s
-        if (self._wanted and since_s >= KEY_INTERVAL_S) or since_s >= PERIODIC_KEY_S:
-            self._wanted = False
+        if (self._requested and since_s >= KEY_INTERVAL_S) or since_s >= PERIODIC_KEY_S:
+            self._requested = False
             self._last_s = now_s
             return True
         return False
@@ -135,7 +135,7 @@ class EncoderThread:
         self._format = fmt
         self._deliver = deliver
         self._encoder = PictureEncoder(codec, fmt)
-        self._gate = KeyframeLimiter()
+        self._key_limiter = KeyframeLimiter()
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Picture, int]] = deque()
         self._stopping = False
@@ -159,7 +159,7 @@ class EncoderThread:
     def request_key(self) -> None:
         """Make one of the next pictures a key frame."""
         with self._changed:
-            self._gate.request()
+            self._key_limiter.request()
 
     def set_bitrate(self, bitrate_bps: int) -> None:
         """Encode at this rate from the next picture on, which becomes a key frame."""
@@ -167,9 +167,9 @@ class EncoderThread:
             self._format = replace(self._format, bitrate=bitrate_bps)
 
     def key_due_s(self) -> float | None:
-        """When a wished-for key frame may be made; None when nobody waits for one."""
+        """When a requested key frame may be made; None when none is requested."""
         with self._changed:
-            return self._gate.due_s()
+            return self._key_limiter.due_s()
 
     def stop(self) -> None:
         """End the thread; what waits is dropped."""
@@ -185,7 +185,7 @@ class EncoderThread:
                 if self._stopping:
                     return
                 picture, pts = self._waiting.popleft()
-                key = self._gate.take(clock.monotonic_s())
+                key = self._key_limiter.take(clock.monotonic_s())
                 fmt = self._format
             if fmt.bitrate_bps != self.counters.bitrate_bps:
                 # Libraries differ in what they take while open; a new one begins with a key frame anyway.

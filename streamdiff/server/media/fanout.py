@@ -1,4 +1,4 @@
-"""One encoder per codec in use, and the viewers of each: starts an encoder for its first viewer, ends it with its last.
+"""Fan-out of encoded packets: one encoder per codec in use, started for its first receiver and stopped with its last.
 
 Knows nothing about peer connections or sessions. Lives on the event loop; packets come from encoder threads.
 """
@@ -19,18 +19,18 @@ from streamdiff.server.media.packets import EncodedFrame
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.rate_limit import Rate
 
-LOOK_S = 1.0
-"""How often the viewers' lines are looked at."""
+ADAPT_INTERVAL_S = 1.0
+"""Between decisions on the bit rate."""
 
 
 class Receiver(Protocol):
-    """Who gets the packets: a viewer's track, or an output."""
+    """Takes the packets: a viewer's track, or an output."""
 
     def put(self, encoded: EncodedFrame) -> None:
         """Take one packet, at once; called on the event loop."""
 
     def line_bps(self, now_s: float) -> int | None:
-        """Bit/s that its line carries, where it says so."""
+        """Its bandwidth estimate in bit/s; None where there is none."""
 
 
 class Fanout:
@@ -43,9 +43,9 @@ class Fanout:
         self._loop = asyncio.get_running_loop()
         self._encoders: dict[Codec, EncoderThread] = {}
         self._viewers: dict[Codec, set[Receiver]] = {}
-        self._governors: dict[Codec, BitrateController] = {}
+        self._controllers: dict[Codec, BitrateController] = {}
         self._dropped: dict[Codec, CounterDelta] = {}
-        self._look_s = 0.0
+        self._adapted_s = 0.0
         self._bits: defaultdict[Codec, Rate] = defaultdict(Rate)
 
     @property
@@ -60,7 +60,7 @@ class Fanout:
             self.request_key(codec)
             return
         self._encoders[codec] = self._new_encoder(codec, self._format)
-        self._governors[codec] = BitrateController(self._format.bitrate_bps)
+        self._controllers[codec] = BitrateController(self._format.bitrate_bps)
         self._pacer.set_encoders(tuple(self._encoders.values()))
 
     def detach(self, codec: Codec, track: Receiver) -> None:
@@ -79,7 +79,7 @@ class Fanout:
         old = tuple(self._encoders.values())
         self._encoders = {codec: self._new_encoder(codec, fmt) for codec in self._encoders}
         self._pacer.set_encoders(tuple(self._encoders.values()))
-        self._governors = {codec: BitrateController(fmt.bitrate_bps) for codec in self._encoders}
+        self._controllers = {codec: BitrateController(fmt.bitrate_bps) for codec in self._encoders}
         for encoder in old:
             encoder.stop()
 
@@ -113,32 +113,32 @@ class Fanout:
 
     def _deliver(self, codec: Codec, encoded: EncodedFrame) -> None:
         """On the encoder's thread."""
-        self._loop.call_soon_threadsafe(self._fan, codec, encoded)
+        self._loop.call_soon_threadsafe(self._distribute, codec, encoded)
 
     def sent_bps(self, codec: Codec) -> float:
         """Bit/s that each viewer of `codec` is sent."""
         return self._bits[codec].per_s(clock.monotonic_s())
 
-    def _fan(self, codec: Codec, encoded: EncodedFrame) -> None:
+    def _distribute(self, codec: Codec, encoded: EncodedFrame) -> None:
         self._bits[codec].add(8 * encoded.packet.size, clock.monotonic_s())
         self._metrics.encoded_bytes.labels(codec).inc(encoded.packet.size)
         self._metrics.encode_s.labels(codec).observe(encoded.encode_s)
         if encoded.key:
             self._metrics.key_frames.labels(codec).inc()
         if (encoder := self._encoders.get(codec)) is not None:
-            self._metrics.encoder_dropped.labels(codec).inc(self._dropped[codec].more(encoder.counters.dropped))
+            self._metrics.encoder_dropped.labels(codec).inc(self._dropped[codec].increase(encoder.counters.dropped))
         for track in self._viewers.get(codec, set()):
             track.put(encoded)
         now_s = clock.monotonic_s()
-        if now_s - self._look_s >= LOOK_S:
-            self._look_s = now_s
-            self._govern(now_s)
+        if now_s - self._adapted_s >= ADAPT_INTERVAL_S:
+            self._adapted_s = now_s
+            self._adapt_bitrates(now_s)
 
-    def _govern(self, now_s: float) -> None:
-        """Let each encoder's rate follow what the viewers' lines carry. Mutates: self."""
+    def _adapt_bitrates(self, now_s: float) -> None:
+        """Adapt each encoder's bit rate to the receivers' bandwidth estimates. Mutates: self."""
         for codec, encoder in self._encoders.items():
-            lines = [bps for track in self._viewers[codec] if (bps := track.line_bps(now_s)) is not None]
-            rate_bps = self._governors[codec].decide(lines, self.sent_bps(codec), now_s)
+            estimates = [bps for track in self._viewers[codec] if (bps := track.line_bps(now_s)) is not None]
+            rate_bps = self._controllers[codec].decide(estimates, self.sent_bps(codec), now_s)
             if rate_bps is not None:
                 encoder.set_bitrate(rate_bps)
-            self._metrics.bitrate.labels(codec).set(self._governors[codec].rate_bps)
+            self._metrics.bitrate.labels(codec).set(self._controllers[codec].rate_bps)

@@ -1,4 +1,4 @@
-"""The thread that shows a session's frames on time: takes what the engine made, hands it to the encoders evenly.
+"""The thread that paces a session: takes frames as the engine makes them and hands them to the encoders evenly.
 
 Knows nothing about the engine, prompts, or who watches; only whether somebody does.
 """
@@ -85,12 +85,12 @@ class Pacer:
     def __init__(
         self, fps: float, start_frames: int, on_shown: Callable[[PlayoutSlot], None], grace_s: float = 0.0
     ) -> None:
-        """`grace_s`: how long the stream plays on when the last one who watched has left."""
+        """`grace_s`: how long the stream plays on when the last viewer has left."""
         self._grace_s = grace_s
         self._until_s = float("-inf")  # so long it plays with nobody watching
         self._on_shown = on_shown
         self._playout = PlayoutBuffer(fps, start_frames=start_frames)
-        self._wire = RtpClock()
+        self._rtp_clock = RtpClock()
         self._changed = threading.Condition()
         self._encoders: tuple[EncoderThread, ...] = ()
         self._paused = False
@@ -184,7 +184,7 @@ class Pacer:
             self._playout.pause(now_s)
         elif self._playout.paused:
             self._playout.resume(now_s)
-            self._wire.jump()
+            self._rtp_clock.jump()
         self._changed.notify()
 
     def _run(self) -> None:
@@ -216,22 +216,22 @@ class Pacer:
         if not self._encoders:
             return None
         if due is not None and not due.repeated:
-            picture, stamp = due.picture, self._wire.media(due.pts, now_s)
+            picture, stamp = due.picture, self._rtp_clock.media(due.pts, now_s)
         else:
             old = self._newest()
             if old is None or now_s < self._resend_s():
                 return None
             picture = old
-            stamp = self._wire.media(due.pts, now_s) if due is not None else self._wire.still(now_s)
+            stamp = self._rtp_clock.media(due.pts, now_s) if due is not None else self._rtp_clock.still(now_s)
         self._sent_s = now_s
         return picture, stamp
 
     def _resend_s(self) -> float:
         """When the last picture is sent again if nothing new comes."""
-        wishes = [due_s for encoder in self._encoders if (due_s := encoder.key_due_s()) is not None]
+        requested_s = [due_s for encoder in self._encoders if (due_s := encoder.key_due_s()) is not None]
         idle_s = self._sent_s + (STILL_S if self._playout.paused else REPEAT_S)
-        # An encoder takes a moment to fulfil a wish; without the pause it would be handed pictures without end.
-        return min([idle_s, *(max(wish_s, self._sent_s + SETTLE_S) for wish_s in wishes)])
+        # An encoder takes a moment to make a key frame; without the pause it would be handed pictures without end.
+        return min([idle_s, *(max(key_s, self._sent_s + SETTLE_S) for key_s in requested_s)])
 
     def _wait_s(self, now_s: float) -> float | None:
         """How long nothing is to be done; None: until something changes."""

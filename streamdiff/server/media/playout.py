@@ -1,4 +1,4 @@
-"""Which frame is due at which moment: chunks arrive in bursts, frames leave at an even rate.
+"""Playout buffer: frames arrive in bursts, a chunk at a time, and leave at an even rate.
 
 Pure: the caller gives the time. Knows nothing about sessions, encoders or viewers. Time is cut into slots of `1 /
 fps` seconds, numbered from 0; slot `k` has presentation time `k * 90000 / fps` ticks, computed from `k` alone, so the
@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 MEDIA_CLOCK_HZ = 90_000
 RESTART_S = 3.0
-# After a dry buffer a little under the rate seen, so that frames gather again. Then, while enough are left over when
-# the next ones come, by so much more; by the second factor when half of `start_frames` are.
+# After an underrun: speed = FOLLOW x the rate seen, so that frames gather again. While LEFT_OVER frames remain at every
+# burst: x RISE; x RISE_FAST if half of `start_frames` remain.
 FOLLOW, LEFT_OVER, RISE, RISE_FAST = 0.98, 2, 1.03, 1.25
-# One stall must not make video crawl: the least share, and how much of `start_frames` waiting for a second doubles it.
+# One stall must not make video crawl: the least speed, and the share of `start_frames` that, waiting for a second,
+# doubles the speed.
 SLOWEST, PLENTY = 0.1, 0.75
 
 
@@ -37,7 +38,7 @@ class PlayoutSlot:
 
 
 @dataclass(frozen=True)
-class _Waiting:
+class _Frame:
     picture: NDArray[np.uint8]
     frame: int
     epoch: int
@@ -103,7 +104,7 @@ class PlayoutBuffer:
         self._pts_base = 0  # presentation time of slot 0, since the rate was set
         self._start_frames, self._start_wait_s = start_frames, start_wait_s
         self._capacity_frames = capacity_frames
-        self._queue: deque[_Waiting] = deque()
+        self._queue: deque[_Frame] = deque()
         self._oldest_epoch = 0
         self._slot = 0  # the next slot to hand out
         self._zero_s: float | None = None  # time of slot 0; None before the first frame is shown
@@ -132,7 +133,7 @@ class PlayoutBuffer:
         if first < expected:
             raise ValueError(f"frames from {first} were pushed, but frames up to {expected - 1} came already")
         for offset, picture in enumerate(pictures):
-            self._queue.append(_Waiting(picture, first + offset, epoch))
+            self._queue.append(_Frame(picture, first + offset, epoch))
             if epoch < self._oldest_epoch or len(self._queue) > self._capacity_frames:
                 self._drop(self._queue.pop() if epoch < self._oldest_epoch else self._queue.popleft())
 
@@ -145,7 +146,7 @@ class PlayoutBuffer:
         self._begin_cycle(1.0)
         return before - len(self._queue)
 
-    def _drop(self, waiting: _Waiting) -> None:
+    def _drop(self, waiting: _Frame) -> None:
         self.dropped += 1
         self.passed_frames = max(self.passed_frames, waiting.frame + 1)
 

@@ -1,4 +1,4 @@
-"""The picture on show as a JPEG. Knows nothing about sessions or HTTP."""
+"""JPEG of the frame on show. Knows nothing about sessions or HTTP."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """A live session sent to files and servers: each output takes the encoded packets as a viewer does, and a process
-of its own (`muxing`) writes them; to a WHIP server a peer connection (`whip`) sends them. What is slow or gone is
+of its own (`muxer`) writes them; to a WHIP server a peer connection (`whip`) sends them. What is slow or gone is
 skipped and tried again; nobody else waits for it.
 """
 
@@ -22,7 +22,7 @@ from streamdiff.server.outputs.target import Target
 from streamdiff.server.outputs.whip import Publication, WhipError
 from streamdiff.server.sessions.live_session import LiveSession
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("streamdiff.serve.outputs")  # public: programs that read JSON logs know the name
 
 QUEUE_PACKETS = 80
 """Encoded frames that may wait for one output, 2 s at 40 FPS; beyond that it goes on at the next key frame."""
@@ -31,13 +31,13 @@ STUCK_S = 15.0
 """A writer that takes nothing for so long is ended and started again."""
 KEY_S = 2.0
 """An address is sent a key frame this often: who joins there cannot ask for one."""
-LOOK_S = 1.0
-FAREWELL_S = 3.0
+POLL_S = 1.0
+EXIT_S = 3.0
 
 
 @dataclass
-class Sent:
-    """How an output is doing."""
+class OutputStatus:
+    """State of an output, as `/api/state` shows it."""
 
     name: str
     state: Literal["waiting", "sending", "retrying", "ended"] = "waiting"
@@ -48,15 +48,15 @@ class Sent:
 
 
 class Output:
-    """One target. `view` gives the session, or None while there is none."""
+    """One target. `find_session` returns the session, or None while there is none."""
 
-    def __init__(self, target: Target, view: Callable[[], LiveSession | None], metrics: Metrics) -> None:
-        self.sent = Sent(target.name)
+    def __init__(self, target: Target, find_session: Callable[[], LiveSession | None], metrics: Metrics) -> None:
+        self.status = OutputStatus(target.name)
         self._target = target
-        self._view = view
+        self._find_session = find_session
         self._metrics = metrics
         self._queue = PacketQueue(QUEUE_PACKETS)
-        self._arrived = asyncio.Event()
+        self._available = asyncio.Event()
         self._fanout: Fanout | None = None
         self._stopping = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name=f"output-{target.name}")
@@ -67,7 +67,7 @@ class Output:
         if self._queue.put(encoded) and self._fanout is not None:
             self._fanout.request_key(self._target.codec)
         self._count(0, self._queue.dropped - dropped)
-        self._arrived.set()
+        self._available.set()
 
     def line_bps(self, now_s: float) -> None:
         """An output does not say what its line carries: it must not lower the viewers' picture."""
@@ -75,35 +75,37 @@ class Output:
     async def stop(self) -> None:
         """Write what came so far, and end."""
         self._stopping.set()
-        self._arrived.set()
+        self._available.set()
         if self._target.container == "whip":  # nothing is left to write, and an answer may be long in coming
             self._task.cancel()
-        _, late = await asyncio.wait({self._task}, timeout=2 * FAREWELL_S)
+        _, late = await asyncio.wait({self._task}, timeout=2 * EXIT_S)
         for task in late:
             task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self.sent.state = "ended"
+        self.status.state = "ended"
 
     async def _run(self) -> None:
         attempt, failures = 0, 0
         while not self._stopping.is_set():
-            view = self._view()
-            if view is None or view.closed:
+            session = self._find_session()
+            if session is None or session.closed:
                 await self._sleep(BACK_OFF_S[0])
                 continue
             begun_s = clock.monotonic_s()
-            reason = await (self._publish(view) if self._target.container == "whip" else self._send(view, attempt))
-            self._metrics.output_up.labels(self.sent.name).set(0)
+            reason = await (
+                self._publish(session) if self._target.container == "whip" else self._send(session, attempt)
+            )
+            self._metrics.output_up.labels(self.status.name).set(0)
             if self._stopping.is_set():
                 break
             if reason is None:
-                self.sent.state, attempt = "waiting", attempt + 1
+                self.status.state, attempt = "waiting", attempt + 1
                 continue
             failures = 1 if clock.monotonic_s() - begun_s > BACK_OFF_S[-1] else failures + 1
             attempt += 1
-            self.sent.state, self.sent.reason, self.sent.restarts = "retrying", reason, attempt
+            self.status.state, self.status.reason, self.status.restarts = "retrying", reason, attempt
             wait_s = BACK_OFF_S[min(failures, len(BACK_OFF_S)) - 1]
-            logger.warning("Output %s broke off: %s. Tried again in %g s.", self.sent.name, reason, wait_s)
+            logger.warning("Output %s broke off: %s. Tried again in %g s.", self.status.name, reason, wait_s)
             await self._sleep(wait_s)
 
     async def _sleep(self, seconds: float) -> None:
@@ -111,10 +113,10 @@ class Output:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not self._stopping.is_set():
-                    self._arrived.clear()
-                    await self._arrived.wait()
+                    self._available.clear()
+                    await self._available.wait()
 
-    async def _send(self, view: LiveSession, attempt: int) -> str | None:
+    async def _send(self, session: LiveSession, attempt: int) -> str | None:
         """Write the session until something fails; says what. None: the session has ended."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "streamdiff.server.outputs.muxer"),
@@ -123,36 +125,36 @@ class Output:
             stderr=asyncio.subprocess.PIPE,
         )
         assert process.stdin is not None and process.stderr is not None
-        complaints = asyncio.create_task(process.stderr.read())
+        stderr = asyncio.create_task(process.stderr.read())
         self._queue = PacketQueue(QUEUE_PACKETS)
-        self._fanout = view.fanout
-        view.fanout.attach(self._target.codec, self)
+        self._fanout = session.playback.fanout
+        session.playback.fanout.attach(self._target.codec, self)
         reason = ""
         try:
-            process.stdin.write(self._header(view, attempt).line())
-            await self._feed(process, view)
+            process.stdin.write(self._header(session, attempt).line())
+            await self._feed(process, session)
         except TimeoutError:
             reason = f"the other side took nothing for {STUCK_S:g} s"
         except OSError:
             pass  # the writer has ended; it says why
         finally:
-            view.fanout.detach(self._target.codec, self)
+            session.playback.fanout.detach(self._target.codec, self)
             self._fanout = None
             process.stdin.close()
             await _end(process)
-        if view.closed:
+        if session.closed:
             return None
-        lines = (await complaints).decode(errors="replace").splitlines()
+        lines = (await stderr).decode(errors="replace").splitlines()
         return reason or (lines[-1] if lines else f"the writer ended with code {process.returncode}")
 
-    def _header(self, view: LiveSession, attempt: int) -> Header:
-        fmt, target = view.format, self._target
+    def _header(self, session: LiveSession, attempt: int) -> Header:
+        fmt, target = session.playback.format, self._target
         width, height = fmt.width * fmt.scale, fmt.height * fmt.scale
         return Header(
             target.attempt(attempt), target.container, target.codec, width, height, fmt.fps, dict(target.options)
         )
 
-    async def _feed(self, process: asyncio.subprocess.Process, view: LiveSession) -> None:
+    async def _feed(self, process: asyncio.subprocess.Process, session: LiveSession) -> None:
         """Hand over packets until the end is asked for, the session ends or the writer does.
 
         Raises:
@@ -160,40 +162,40 @@ class Output:
         """
         assert process.stdin is not None
         key_s = clock.monotonic_s()
-        while not self._stopping.is_set() and not view.closed and process.returncode is None:
+        while not self._stopping.is_set() and not session.closed and process.returncode is None:
             encoded = self._queue.get()
             if encoded is None:
-                self._arrived.clear()
+                self._available.clear()
                 with contextlib.suppress(TimeoutError):  # nothing is made; perhaps the session or the writer has ended
-                    async with asyncio.timeout(LOOK_S):
-                        await self._arrived.wait()
+                    async with asyncio.timeout(POLL_S):
+                        await self._available.wait()
                 continue
             now_s = clock.monotonic_s()
             if encoded.key:
                 key_s = now_s
             elif not self._target.is_file and now_s - key_s > KEY_S:
-                view.fanout.request_key(self._target.codec)
+                session.playback.fanout.request_key(self._target.codec)
             data = bytes(encoded.packet)
             process.stdin.write(RECORD.pack(encoded.pts, encoded.key, len(data)) + data)
             async with asyncio.timeout(STUCK_S):
                 await process.stdin.drain()
             self._count(1, 0)
 
-    async def _publish(self, view: LiveSession) -> str | None:
+    async def _publish(self, session: LiveSession) -> str | None:
         """Publish the session until something fails; says what. None: the session has ended."""
-        publication = Publication(self._target.url, view.fanout, self._target.codec)
+        publication = Publication(self._target.url, session.playback.fanout, self._target.codec)
         frames, dropped = CounterDelta(), CounterDelta()
         try:
             await publication.open()
-            while not self._stopping.is_set() and not view.closed:
+            while not self._stopping.is_set() and not session.closed:
                 if reason := publication.fault(clock.monotonic_s()):
                     return reason
-                self._arrived.clear()
+                self._available.clear()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_S):
-                        await self._arrived.wait()
+                    async with asyncio.timeout(POLL_S):
+                        await self._available.wait()
                 track = publication.track
-                self._count(int(frames.more(track.sent)), int(dropped.more(track.dropped)))
+                self._count(int(frames.increase(track.sent)), int(dropped.increase(track.dropped)))
         except WhipError as error:
             return str(error)
         finally:
@@ -203,18 +205,18 @@ class Output:
     def _count(self, frames: int, dropped: int) -> None:
         """What went out and what did not. Mutates: self."""
         if frames:
-            self.sent.state, self.sent.frames = "sending", self.sent.frames + frames
-            self._metrics.output_up.labels(self.sent.name).set(1)
-            self._metrics.output_frames.labels(self.sent.name).inc(frames)
-        if self.sent.frames:  # what came before the first key frame is not missing
-            self.sent.dropped += dropped
-            self._metrics.output_dropped.labels(self.sent.name).inc(dropped)
+            self.status.state, self.status.frames = "sending", self.status.frames + frames
+            self._metrics.output_up.labels(self.status.name).set(1)
+            self._metrics.output_frames.labels(self.status.name).inc(frames)
+        if self.status.frames:  # what came before the first key frame is not missing
+            self.status.dropped += dropped
+            self._metrics.output_dropped.labels(self.status.name).inc(dropped)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
     """Wait for a writer whose input has ended; one that hangs is killed."""
     try:
-        async with asyncio.timeout(FAREWELL_S):
+        async with asyncio.timeout(EXIT_S):
             await process.wait()
     except TimeoutError:
         process.kill()
@@ -224,12 +226,14 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 class Outputs:
     """All outputs of a server. Made on the running event loop."""
 
-    def __init__(self, targets: Sequence[Target], view: Callable[[], LiveSession | None], metrics: Metrics) -> None:
-        self._outputs = [Output(target, view, metrics) for target in targets]
+    def __init__(
+        self, targets: Sequence[Target], find_session: Callable[[], LiveSession | None], metrics: Metrics
+    ) -> None:
+        self._outputs = [Output(target, find_session, metrics) for target in targets]
 
-    def states(self) -> list[Sent]:
-        """How each is doing."""
-        return [output.sent for output in self._outputs]
+    def statuses(self) -> list[OutputStatus]:
+        """The status of each."""
+        return [output.status for output in self._outputs]
 
     async def stop(self) -> None:
         """Write what came so far, and end."""

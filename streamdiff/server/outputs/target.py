@@ -1,4 +1,4 @@
-"""Where a live session can be sent or recorded, from what a user wrote. Knows nothing about sessions or processes."""
+"""Parses `serve.outputs`: files and addresses that a session is recorded or sent to."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _KNOWN = "a file that ends in .mp4 or .webm, or an address that begins with " + 
 
 @dataclass(frozen=True)
 class Target:
-    """One place. `name` is what may be shown: of an address, only scheme and host, for its path may be a secret."""
+    """One destination. `name` may be shown: of an address it is scheme and host only, as the path may be a secret."""
 
     url: str
     name: str

@@ -1,4 +1,4 @@
-"""Carries out a checked control message on a live session, for HTTP and WebSocket alike."""
+"""Carries out a checked control message on a live session, for HTTP requests."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from streamdiff.errors import EngineFailure
 from streamdiff.server.app_state import AppState
 from streamdiff.server.problem import Problem, described
 from streamdiff.server.sessions.control import ControlError, ControlMessage
-from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.sessions.live_session import LiveSession, SessionEnded
 from streamdiff.server.sessions.receipts import Receipt
-from streamdiff.server.sessions.spec import SessionEnded
 
 ANSWER_TIMEOUT_S = 5.0
-"""How long a caller waits for the engine's answer before it is told that it comes later."""
+"""How long a request waits for the engine's answer before it is answered with 202."""
 
 
-_REFUSED = described(
+REFUSED = described(
     s400="Not JSON, or no object",
     s401="This takes a token",
     s403="The token is good for watching only, or the page is of another origin",
@@ -30,11 +29,12 @@ _REFUSED = described(
 )
 
 
-def bad_control(services: AppState, error: ControlError) -> Problem:
-    """What a message that is not obeyed is answered."""
-    services.metrics.controls.labels("any", error.code).inc()
+def bad_control(state: AppState, error: ControlError) -> Problem:
+    """The answer to a message that is refused. Mutates: the metrics."""
+    state.metrics.controls.labels("any", error.code).inc()
     known = {"bad_json": 400, "bad_message": 400, "conflict": 409}
-    waits = {"no_capacity": services.hub.retry_after_s(), "restarting": services.restart_s(), "engine_ended": 5}
+    engine_s = state.manager.engine.retry_after_s
+    waits = {"no_capacity": state.manager.retry_after_s(), "restarting": engine_s, "engine_ended": engine_s}
     headers = {"Retry-After": str(waits[error.code])} if error.code in waits else {}
     status = 503 if error.code in waits else known.get(error.code, 422)
     return Problem(status, str(error), headers, code=error.code, field=error.field, id=error.id)
@@ -45,16 +45,16 @@ def status_of(receipts: list[Receipt]) -> int:
     return 202 if any(receipt.stage == "asked" for receipt in receipts) else 200
 
 
-async def carry_out(services: AppState, view: LiveSession, control: ControlMessage) -> Receipt:
-    """Have a message obeyed; the receipt says `accepted`, or `asked` when the engine has it and takes its time.
+async def carry_out(state: AppState, session: LiveSession, control: ControlMessage) -> Receipt:
+    """Carry out a message; the receipt says `accepted`, or `asked` when the engine has it and takes its time.
 
     Raises:
         Problem: it was refused (422, 409), the session has ended (410) or the engine (503, 504).
     """
     try:
-        receipt = await view.control_and_wait(control, f"http-{id(control)}", ANSWER_TIMEOUT_S)
+        receipt = await session.control_and_wait(control, f"http-{id(control)}", ANSWER_TIMEOUT_S)
     except ControlError as error:
-        raise bad_control(services, error) from error
+        raise bad_control(state, error) from error
     except TimeoutError as error:
         message = f"The engine took no command for {ANSWER_TIMEOUT_S:g} s; this one may still be carried out."
         raise Problem(504, message, code="engine") from error

@@ -1,4 +1,4 @@
-"""State and control of one session over HTTP, and the picture on show. Knows nothing about viewers' connections."""
+"""State and control of one session over HTTP, and the frame on show as a JPEG."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
-from starlette.websockets import WebSocket
 
-from streamdiff.server.app_state import SOCKET_PROTOCOL, AppState, services_of
-from streamdiff.server.peers import address_of
-from streamdiff.server.problem import Problem, Responses, described, media_type, read_body, respond
-from streamdiff.server.routes.apply import _REFUSED, bad_control, carry_out, status_of
+from streamdiff.server.app_state import state_of
+from streamdiff.server.problem import Problem, Responses, described, media_type, read_body
+from streamdiff.server.routes.apply import REFUSED, bad_control, carry_out, status_of
 from streamdiff.server.routes.openapi import BINARY, JSON, answer, body, needs
-from streamdiff.server.routes.websocket import ControlSocket
+from streamdiff.server.routes.websocket import control_socket
 from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlError, parse
 from streamdiff.server.sessions.control_schema import control_message
-from streamdiff.server.sessions.engine_state import reason_for
 
 _LATER: Responses = {202: {"description": "The engine has it and carries it out later (receipt `asked`)"}}
 
@@ -39,80 +36,55 @@ def router() -> APIRouter:
         responses=_NOT_SHOWN, **needs("watch"),
     )  # fmt: skip
     routes.add_api_route(
-        "/api/control", _control, methods=["POST"], summary="Say one control message", responses=_LATER | _REFUSED,
+        "/api/control", _control, methods=["POST"], summary="Say one control message", responses=_LATER | REFUSED,
         **needs("steer", **body(JSON, control_message())),
     )  # fmt: skip
     routes.add_api_route(
         "/frame.jpg", _frame, methods=["GET"], summary="The frame on show", response_class=Response,
         responses=answer("A JPEG file", "image/jpeg", BINARY) | _NOT_SHOWN | _NO_FRAME, **needs("watch"),
     )  # fmt: skip
-    routes.add_api_websocket_route("/api/sessions/{session}/control", _socket)
+    routes.add_api_websocket_route("/api/sessions/{session}/control", control_socket)
     return routes
 
 
 async def _state(request: Request, session: SessionQuery = None) -> Response:
-    services = services_of(request)
-    view = services.view(request)
-    hub = services.hub
-    may_control = services.may_control(request, view)
-    reason = hub.failed or (hub.restarting.reason if hub.restarting else None)
-    told = None if reason is None else reason_for(reason, may_control)
+    state = state_of(request)
+    live = state.session(request)
+    manager = state.manager
+    may_control = state.may_control(request, live)
+    engine = manager.engine
+    reason = None if engine.running else engine.reason_for(may_control)
     return JSONResponse(
         {
-            "engine": {"running": reason is None, "reason": told, **asdict(hub.ready)},
-            "state": view.state(may_control),
-            "stats": view.stats(),
-            "occupancy": list(hub.occupancy),
-            "viewers": services.viewers.count,
-            "max_viewers": services.config.serve.max_viewers,
-            "outputs": [asdict(sent) for sent in services.outputs.states()],
-            "codecs_offered": list(services.codecs),
+            "engine": {"running": engine.running, "reason": reason, **asdict(manager.ready)},
+            "state": live.state(may_control),
+            "stats": live.stats(),
+            "occupancy": list(manager.occupancy),
+            "viewers": state.viewers.count,
+            "max_viewers": state.config.serve.max_viewers,
+            "outputs": [asdict(status) for status in state.outputs.statuses()],
+            "codecs_offered": list(state.codecs),
         }
     )
 
 
 async def _control(request: Request, session: SessionQuery = None) -> Response:
-    services = services_of(request)
-    view = services.controlled_view(request)
+    state = state_of(request)
+    live = state.controllable_session(request)
     if media_type(request) != JSON:
         raise Problem(415, "A control message is application/json.")
-    message = await read_body(request, MAX_BODY_BYTES)
     try:
-        control = parse(message)
+        control = parse(await read_body(request, MAX_BODY_BYTES))
     except ControlError as error:
-        raise bad_control(services, error) from error
+        raise bad_control(state, error) from error
     if control.kind == "get":
-        return JSONResponse(view.state(may_control=True))
-    receipt = await carry_out(services, view, control)
+        return JSONResponse(live.state(may_control=True))
+    receipt = await carry_out(state, live, control)
     return JSONResponse(receipt.message(), status_of([receipt]))
 
 
-async def _socket(socket: WebSocket) -> None:
-    """The control WebSocket of a session. It is refused with a problem document before it is accepted."""
-    services: AppState = socket.app.state.services
-    try:
-        places, address = services.sockets, address_of(socket)
-        if (refusal := places.refusal(address)) is not None:
-            raise refusal
-        view = services.running_view(socket)
-        may_control = services.may_control(socket, view)
-    except Problem as problem:
-        services.metrics.sockets_refused.labels(problem.code).inc()
-        await socket.send_denial_response(respond(problem))
-        return
-    places.take(address)
-    try:
-        offered = socket.scope["subprotocols"]
-        await socket.accept(SOCKET_PROTOCOL if SOCKET_PROTOCOL in offered else None)
-        end = await ControlSocket(socket, view, services.metrics, may_control).run()
-        if end == "session_ended":
-            await socket.close(1000, "the session has ended")
-    finally:
-        places.leave(address)
-
-
 async def _frame(request: Request, session: SessionQuery = None) -> Response:
-    jpeg = await services_of(request).view(request).snapshot.jpeg()
+    jpeg = await state_of(request).session(request).playback.snapshot.jpeg()
     if jpeg is None:
         raise Problem(503, "No frame has been made yet.", {"Retry-After": "1"})
     return Response(jpeg, media_type="image/jpeg")

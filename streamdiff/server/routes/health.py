@@ -1,4 +1,4 @@
-"""Whether the server lives, whether it is ready, and its metrics."""
+"""Liveness, readiness and metrics."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
-from streamdiff.server.app_state import AppState, services_of
+from streamdiff.server.app_state import AppState, state_of
 from streamdiff.server.auth import Role
 from streamdiff.server.problem import Problem, described
 from streamdiff.server.routes.openapi import answer, needs, open_to_all
+from streamdiff.server.sessions.live_session import STALLED_S
 from streamdiff.server.sessions.manager import DEFAULT_SESSION
-
-STALLED_S = 2.0
 
 _WRONG_TOKEN = described(s401="This takes a token")
 _NOT_READY = described(s503="`code` says what is the matter, for those who may watch; Retry-After: when to ask again")
@@ -54,11 +53,11 @@ async def _healthz() -> Health:
 
 
 async def _readyz(request: Request) -> Readiness:
-    """Everybody is answered: probes carry no token. What is the matter is told to those who may watch, the engine's own
-    words to those who may steer."""
-    services = services_of(request)
-    role = services.role(request)
-    problem = _unready(services, role is Role.CONTROLLER)
+    """Everybody is answered: probes carry no token. Who may watch is told what is wrong, who may control in the
+    engine's own words."""
+    state = state_of(request)
+    role = state.role(request)
+    problem = _unready(state, role is Role.CONTROLLER)
     if problem is None:
         return Readiness()
     if role is Role.NOBODY:
@@ -66,31 +65,28 @@ async def _readyz(request: Request) -> Readiness:
     raise problem
 
 
-def _unready(services: AppState, may_control: bool) -> Problem | None:
-    """Why nobody should be sent here; None: all is well."""
-    hub = services.hub
-    if hub.failed is not None:
-        return services.lost("failed", hub.failed, may_control)
-    if hub.draining:
+def _unready(state: AppState, may_control: bool) -> Problem | None:
+    """Why the server is not ready; None: it is."""
+    manager = state.manager
+    if manager.draining and manager.engine.state != "failed":
         return Problem(503, "The server is about to end.", code="draining")
-    if hub.restarting is not None:
-        return services.lost("restarting", hub.restarting.reason, may_control)
-    view = hub.view(DEFAULT_SESSION)
-    if view is None:  # it was ended over the API; others may play
+    if not manager.engine.running:
+        return state.engine_problem(may_control)
+    session = manager.get(DEFAULT_SESSION)
+    if session is None:  # it was ended over the API; others may play
         return None
-    if not view.opened:
-        code = "restarting" if view.engine == "restarting" else "opening"
+    if not session.opened:
+        code = "restarting" if session.engine.state == "restarting" else "opening"
         return Problem(503, "The stream is not open yet.", {"Retry-After": "1"}, code=code)
-    stalled_s = view.stalled_s()
-    if stalled_s > STALLED_S:
+    if (stalled_s := session.stalled_s()) > STALLED_S:
         message = f"The engine has made no frame for {stalled_s:.1f} s."
         return Problem(503, message, {"Retry-After": "1"}, code="stalled")
     return None
 
 
 async def _metrics(request: Request) -> Response:
-    services = services_of(request)
-    services.require(request, Role.VIEWER)
-    services.measure()
-    sessions = {view.session for view in services.watchable(request)}
-    return Response(services.metrics.text(sessions), media_type="text/plain; version=0.0.4; charset=utf-8")
+    state = state_of(request)
+    state.require(request, Role.VIEWER)
+    state.update_metrics()
+    sessions = {session.id for session in state.watchable(request)}
+    return Response(state.metrics.text(sessions), media_type="text/plain; version=0.0.4; charset=utf-8")

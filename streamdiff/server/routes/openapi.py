@@ -1,4 +1,4 @@
-"""What the API's description says beside the routes themselves: which token an operation needs, and what a body is."""
+"""Parts of the OpenAPI description that FastAPI does not derive: tokens that an operation needs, raw bodies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ JSON = "application/json"
 
 
 def needs(need: Need, *, optional: bool = False, **extra: Any) -> Route:
-    """An operation that takes a token good for `need`; `optional`: all are answered, who shows it is told more.
+    """An operation that takes a token good for `need`; `optional`: all are answered, who shows a token gets more.
 
     `extra` goes into the operation's description.
     """

@@ -1,4 +1,4 @@
-"""What the sessions' addresses take and give, as models that the API's description is made of."""
+"""Pydantic models of the requests and responses under `/api/sessions`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions over HTTP: open, list, show, change, pause, begin afresh, end. Knows nothing about viewers' connections."""
+"""`/api/sessions`: open, list, show, change, pause, reset and end sessions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 
 from streamdiff import clock
 from streamdiff.errors import RequestError
-from streamdiff.server.app_state import AppState, refusals, services_of
+from streamdiff.server.app_state import AppState, refusals, state_of
 from streamdiff.server.auth import Role
 from streamdiff.server.problem import Problem, Responses, described, media_type, read_body
 from streamdiff.server.routes.apply import carry_out, status_of
@@ -29,9 +29,8 @@ from streamdiff.server.routes.schemas import (
     read,
 )
 from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlMessage, Kind
-from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.sessions.live_session import LiveSession, SessionSpec
 from streamdiff.server.sessions.manager import SessionUnavailable
-from streamdiff.server.sessions.spec import SessionSpec
 
 
 def router() -> APIRouter:
@@ -43,7 +42,8 @@ def router() -> APIRouter:
     )  # fmt: skip
     routes.add_api_route(
         "", _open, methods=["POST"], status_code=201, response_model=OpenedSession, summary="Open a session",
-        responses=_BAD_BODY | _NO_PLACE, **needs("steer", **body(JSON, NewSession.model_json_schema(), required=False)),
+        responses=_BAD_BODY | _UNAVAILABLE,
+        **needs("steer", **body(JSON, NewSession.model_json_schema(), required=False)),
     )  # fmt: skip
     one = "/{session}"
     routes.add_api_route(
@@ -55,11 +55,11 @@ def router() -> APIRouter:
         **needs("steer", **body(JSON, SessionChange.model_json_schema())),
     )  # fmt: skip
     routes.add_api_route(one, _end, methods=["DELETE"], response_model=EndedSession, summary="End it", **needs("steer"))
-    for kind, says in (("pause", "Hold it"), ("resume", "Let it go on"), ("reset", "Begin afresh")):
+    for kind, summary in (("pause", "Hold it"), ("resume", "Let it go on"), ("reset", "Begin afresh")):
         act = _act(kind)  # type: ignore[arg-type]
         name = f"{kind}_session"
         routes.add_api_route(
-            f"{one}/{kind}", act, methods=["POST"], response_model=Receipts, summary=says, name=name,
+            f"{one}/{kind}", act, methods=["POST"], response_model=Receipts, summary=summary, name=name,
             responses=_LATER | _NO_ENGINE, **needs("steer"),
         )  # fmt: skip
     return routes
@@ -87,7 +87,7 @@ _LATER: Responses = {
         "model": Receipts,
     }
 }
-_NO_PLACE = described(
+_UNAVAILABLE = described(
     s503="No place: `code` is time, memory, draining, restarting or engine; Retry-After: when to ask again"
 )
 
@@ -99,63 +99,61 @@ async def _read(request: Request, model: type[BodyT]) -> BodyT:
     return read(model, given)
 
 
-def info_of(services: AppState, view: LiveSession) -> SessionInfo:
+def info_of(state: AppState, session: LiveSession) -> SessionInfo:
     """A session as the API shows it."""
     now_s = clock.monotonic_s()
-    lifetime = services.hub.lifetime(view.session)
-    lifetime.watch(view.watched, now_s)
-    end = lifetime.end()
-    state = view.state(may_control=False)  # of the engine it tells nothing
-    shown = {name: state[name] for name in SessionInfo.model_fields if name in state}
+    session.lifetime.watch(session.watched, now_s)
+    end = session.lifetime.end()
+    facts = session.state(may_control=False)  # without the engine's reason
     return SessionInfo(
-        **shown,
-        id=view.session,
-        watched=view.watched,
-        age_s=round(now_s - lifetime.opened_s, 1),
+        **{name: facts[name] for name in SessionInfo.model_fields if name in facts},
+        id=session.id,
+        watched=session.watched,
+        age_s=round(now_s - session.lifetime.opened_s, 1),
         ends_in_s=None if end is None else round(max(0.0, end[0] - now_s), 1),
-        share=round(services.hub.share(view.fps, view.steps), 4),
-        whep=f"/whep/{view.session}",
-        control=f"/api/sessions/{view.session}/control",
-        stats=view.stats(),
+        share=round(state.manager.share(session.fps, session.steps), 4),
+        whep=f"/whep/{session.id}",
+        control=f"/api/sessions/{session.id}/control",
+        stats=session.stats(),
     )
 
 
-def _capacity(services: AppState) -> CapacityInfo:
-    hub, ready = services.hub, services.hub.ready
+def _capacity(state: AppState) -> CapacityInfo:
+    manager, ready = state.manager, state.manager.ready
     return CapacityInfo(
-        room=hub.room(),
-        work_s=hub.work_s(),
+        room=manager.free_sessions(),
+        work_s=manager.capacity.work_s(clock.monotonic_s()),
         chunk_frames=ready.chunk_frames,
-        share=round(sum(hub.shares()), 4),
-        share_limit=hub.capacity.limit,
-        occupancy=[round(share, 3) for share in hub.occupancy],
+        share=round(sum(manager.shares()), 4),
+        share_limit=manager.capacity.limit,
+        occupancy=[round(share, 3) for share in manager.occupancy],
         sessions_fit=ready.sessions_fit,
         size=f"{ready.width}x{ready.height}",
         steps=list(ready.steps_known),
         native_fps=ready.native_fps,
-        draining=hub.draining,
+        draining=manager.draining,
     )
 
 
 async def _list(request: Request) -> SessionList:
-    services = services_of(request)
-    services.require(request, Role.VIEWER)
-    sessions = [info_of(services, view) for view in services.watchable(request)]
-    return SessionList(sessions=sessions, capacity=_capacity(services))
+    state = state_of(request)
+    state.require(request, Role.VIEWER)
+    sessions = [info_of(state, session) for session in state.watchable(request)]
+    return SessionList(sessions=sessions, capacity=_capacity(state))
 
 
 async def _open(request: Request) -> Response:
-    services = services_of(request)
-    with refusals(services.metrics.refused):
-        return await _open_here(services, request)
+    state = state_of(request)
+    with refusals(state.metrics.refused):
+        return await _open_checked(state, request)
 
 
-async def _open_here(services: AppState, request: Request) -> Response:
-    services.require(request, Role.CONTROLLER)
-    services.limit(request)
+async def _open_checked(state: AppState, request: Request) -> Response:
+    state.require(request, Role.CONTROLLER)
+    state.limit(request)
     wanted = await _read(request, NewSession)
-    check_new(wanted, services.hub.ready)
-    defaults = services.config
+    check_new(wanted, state.manager.ready)
+    defaults = state.config
     spec = SessionSpec(
         prompt=defaults.session.prompt if wanted.prompt is None else wanted.prompt,
         seed=wanted.seed,
@@ -164,51 +162,52 @@ async def _open_here(services: AppState, request: Request) -> Response:
         kv_context=wanted.kv_context,
     )
     try:
-        view = await services.hub.open(spec)
+        session = await state.manager.open(spec)
     except SessionUnavailable as error:
         raise Problem(503, str(error), {"Retry-After": str(error.retry_after_s)}, code=error.code) from error
     except RequestError as error:
         raise Problem(422, str(error), code="refused", field=error.field) from error
-    assert view.tokens is not None
-    keys = {"view_token": view.tokens.view, "control_token": view.tokens.control}
-    body = OpenedSession.model_validate(info_of(services, view).model_dump() | keys).model_dump()
-    return JSONResponse(body, 201, {"Location": f"/api/sessions/{view.session}"})
+    assert session.tokens is not None
+    keys = {"view_token": session.tokens.view, "control_token": session.tokens.control}
+    body = OpenedSession.model_validate(info_of(state, session).model_dump() | keys).model_dump()
+    return JSONResponse(body, 201, {"Location": f"/api/sessions/{session.id}"})
 
 
 async def _show(request: Request, session: str) -> SessionInfo:
-    services = services_of(request)
-    return info_of(services, services.view(request))
+    state = state_of(request)
+    return info_of(state, state.session(request))
 
 
 async def _change(request: Request, response: Response, session: str) -> Receipts:
-    services = services_of(request)
-    view = services.controlled_view(request)
+    state = state_of(request)
+    live = state.controllable_session(request)
     change = await _read(request, SessionChange)
-    controls = controls_of(change, services.hub.ready)
-    return await _obey(services, view, controls, response)
+    return await _carry_out_all(state, live, controls_of(change, state.manager.ready), response)
 
 
-async def _obey(services: AppState, view: LiveSession, controls: list[ControlMessage], response: Response) -> Receipts:
-    """Have all obeyed, in order; the response's status says whether some is still to come. Mutates: response."""
-    receipts = [await carry_out(services, view, control) for control in controls]
-    if view.closed:
+async def _carry_out_all(
+    state: AppState, session: LiveSession, controls: list[ControlMessage], response: Response
+) -> Receipts:
+    """Carry out all, in order; the response's status says whether some is still to come. Mutates: response."""
+    receipts = [await carry_out(state, session, control) for control in controls]
+    if session.closed:
         raise Problem(410, "The session has ended.", code="ended")
     response.status_code = status_of(receipts)
-    return Receipts(receipts=[receipt.message() for receipt in receipts], session=info_of(services, view))
+    return Receipts(receipts=[receipt.message() for receipt in receipts], session=info_of(state, session))
 
 
 def _act(kind: Kind) -> Any:
     async def act(request: Request, response: Response, session: str) -> Receipts:
-        services = services_of(request)
-        return await _obey(services, services.controlled_view(request), [ControlMessage(kind)], response)
+        state = state_of(request)
+        return await _carry_out_all(state, state.controllable_session(request), [ControlMessage(kind)], response)
 
     return act
 
 
 async def _end(request: Request, session: str) -> EndedSession:
-    services = services_of(request)
-    services.limit(request)
-    if services.hub.end_of(session) is None:
-        services.require(request, Role.CONTROLLER, services.view(request))
-        await services.hub.end(session, "deleted")
-    return EndedSession(id=session, ended=services.hub.end_of(session) or "deleted")
+    state = state_of(request)
+    state.limit(request)
+    if state.manager.end_reason(session) is None:
+        state.require(request, Role.CONTROLLER, state.session(request))
+        await state.manager.end(session, "deleted")
+    return EndedSession(id=session, ended=state.manager.end_reason(session) or "deleted")

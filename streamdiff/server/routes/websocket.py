@@ -1,19 +1,20 @@
-"""A control WebSocket. Knows nothing about tokens, sessions' names or the engine."""
+"""The control WebSocket of a session."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from typing import Any, Literal
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from streamdiff.server.app_state import SOCKET_PROTOCOL, state_of
 from streamdiff.server.metrics import Metrics
-from streamdiff.server.sessions.connection import ControlConnection
+from streamdiff.server.peers import address_of
+from streamdiff.server.problem import Problem, respond
+from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES, ControlConnection
 from streamdiff.server.sessions.live_session import LiveSession
 
-MAX_BUFFERED_BYTES = 256 * 1024
 SEND_LIMIT_S = 10.0
 """How long one message may take to leave."""
 End = Literal["gone", "slow", "session_ended"]
@@ -21,26 +22,47 @@ End = Literal["gone", "slow", "session_ended"]
 _numbers = itertools.count(1)
 
 
-class ControlSocket:
-    """A conversation over an accepted WebSocket. A peer that does not read is let go after a bound."""
+async def control_socket(socket: WebSocket) -> None:
+    """Serve the control WebSocket of a session. It is refused with a problem document before it is accepted."""
+    state = state_of(socket)
+    address = address_of(socket)
+    try:
+        if (refusal := state.sockets.refusal(address)) is not None:
+            raise refusal
+        session = state.running_session(socket)
+        may_control = state.may_control(socket, session)
+    except Problem as problem:
+        state.metrics.sockets_refused.labels(problem.code).inc()
+        await socket.send_denial_response(respond(problem))
+        return
+    state.sockets.take(address)
+    try:
+        offered = socket.scope["subprotocols"]
+        await socket.accept(SOCKET_PROTOCOL if SOCKET_PROTOCOL in offered else None)
+        end = await WebSocketConnection(socket, session, state.metrics, may_control).run()
+        if end == "session_ended":
+            await socket.close(1000, "the session has ended")
+    finally:
+        state.sockets.release(address)
 
-    def __init__(self, socket: WebSocket, view: LiveSession, metrics: Metrics, may_control: bool) -> None:
+
+class WebSocketConnection(ControlConnection):
+    """Control messages over an accepted WebSocket. A peer that does not read is disconnected after a bound."""
+
+    def __init__(self, socket: WebSocket, session: LiveSession, metrics: Metrics, may_control: bool) -> None:
         self._socket = socket
-        self._metrics = metrics
-        self._waiting: asyncio.Queue[str] = asyncio.Queue()
-        self._waiting_bytes = 0
+        self._outbox: asyncio.Queue[str] = asyncio.Queue()
+        self._outbox_bytes = 0
         self._slow, self._ended = asyncio.Event(), False
-        self._name = f"ws-{next(_numbers)}"
-        self._conversation = ControlConnection(self._name, view, metrics, self._put, lambda: "unknown", may_control)
+        super().__init__(f"ws-{next(_numbers)}", session, metrics, may_control)
 
     async def run(self) -> End:
-        """Speak until one side ends; says why."""
-        parts = (self._read(), self._write(), self._slow.wait())
-        tasks = [asyncio.create_task(part, name=self._name) for part in parts]
+        """Receive and send until one side ends; says why."""
+        tasks = [asyncio.create_task(part) for part in (self._read(), self._write(), self._slow.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._conversation.close()
+            self.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -48,12 +70,14 @@ class ControlSocket:
         self._metrics.sockets_ended.labels(end).inc()
         return end
 
-    def _put(self, message: dict[str, Any]) -> None:
-        text = json.dumps(message, ensure_ascii=False)
-        self._waiting.put_nowait(text)
-        self._waiting_bytes += len(text)
-        self._ended = self._ended or message.get("type") == "session_ended"
-        if self._waiting_bytes > MAX_BUFFERED_BYTES:
+    def send(self, message: dict[str, Any]) -> None:
+        super().send(message)
+        self._ended = self._ended or message["type"] == "session_ended"
+
+    def send_text(self, text: str) -> None:
+        self._outbox.put_nowait(text)
+        self._outbox_bytes += len(text)
+        if self._outbox_bytes > MAX_BUFFERED_BYTES:
             self._slow.set()
 
     async def _read(self) -> None:
@@ -65,11 +89,11 @@ class ControlSocket:
             if message["type"] == "websocket.disconnect":
                 return
             text = message.get("text")
-            self._conversation.arrived(message["bytes"] if text is None else text)
+            self.on_message(message["bytes"] if text is None else text)
 
     async def _write(self) -> None:
-        while not (self._ended and self._waiting.empty()):
-            text = await self._waiting.get()
+        while not (self._ended and self._outbox.empty()):
+            text = await self._outbox.get()
             try:
                 async with asyncio.timeout(SEND_LIMIT_S):
                     await self._socket.send_text(text)
@@ -78,4 +102,4 @@ class ControlSocket:
                 return
             except (WebSocketDisconnect, RuntimeError):
                 return
-            self._waiting_bytes -= len(text)
+            self._outbox_bytes -= len(text)

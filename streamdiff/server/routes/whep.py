@@ -12,7 +12,7 @@ from urllib.parse import quote
 from fastapi import APIRouter, Request, Response
 
 from streamdiff.config import IceServer
-from streamdiff.server.app_state import AppState, refusals, services_of
+from streamdiff.server.app_state import AppState, refusals, state_of
 from streamdiff.server.auth import Role
 from streamdiff.server.peers import address_of
 from streamdiff.server.problem import Problem, Responses, described, media_type, read_body
@@ -42,8 +42,8 @@ _PARAMETERS: list[dict[str, Any]] = [
     },
 ]
 _ANSWER: Responses = answer("The answer; Location: the viewer, to PATCH and DELETE", SDP_TYPE, status=201)
-_TAKEN: Responses = answer("Allow, and Accept-Post or Accept-Patch, say what is taken")
-_TAKEN_SDP: Responses = answer("Accept-Post says what is taken", SDP_TYPE)
+_ACCEPTS: Responses = answer("Allow, and Accept-Post or Accept-Patch, say what is taken")
+_ACCEPTS_SDP: Responses = answer("Accept-Post says what is taken", SDP_TYPE)
 _WRONG_TOKEN = described(s401="Authorization is no `Bearer`")
 _REFUSED = described(
     s400="The offer is no SDP, or lacks what it must have",
@@ -69,12 +69,12 @@ def router() -> APIRouter:
         which = {"parameters": _SESSION if "{" in endpoint else _SESSION_QUERY}
         routes.add_api_route(
             endpoint, _options, methods=["OPTIONS"], summary="What is taken here, and STUN and TURN servers",
-            response_class=Response, responses=_TAKEN | _WRONG_TOKEN, **needs("watch", optional=True, **which),
+            response_class=Response, responses=_ACCEPTS | _WRONG_TOKEN, **needs("watch", optional=True, **which),
         )  # fmt: skip
         for method in ("GET", "HEAD"):
             routes.add_api_route(
                 endpoint, _describe, methods=[method], summary="What is taken here", response_class=Response,
-                responses=_TAKEN_SDP, **open_to_all(**which),
+                responses=_ACCEPTS_SDP, **open_to_all(**which),
             )  # fmt: skip
         extra = body(SDP_TYPE, _TEXT) | {"parameters": which["parameters"] + _PARAMETERS}
         routes.add_api_route(
@@ -85,7 +85,7 @@ def router() -> APIRouter:
     for method in ("OPTIONS", "GET", "HEAD"):
         routes.add_api_route(
             viewer, _viewer_options, methods=[method], summary="What is taken here", response_class=Response,
-            responses=_TAKEN, **open_to_all(parameters=_VIEWER),
+            responses=_ACCEPTS, **open_to_all(parameters=_VIEWER),
         )  # fmt: skip
     routes.add_api_route(
         viewer, _viewer_patch, methods=["PATCH"], status_code=204, summary="Add candidates (trickle ICE)",
@@ -111,12 +111,12 @@ def links(servers: list[IceServer]) -> dict[str, str]:
 
 
 async def _options(request: Request) -> Response:
-    services = services_of(request)
+    state = state_of(request)
     headers = {"Accept-Post": SDP_TYPE, "Allow": "OPTIONS, GET, HEAD, POST"}
     # Everybody is answered, but a TURN server's credentials are for those who may watch.
-    view = services.hub.view(request.path_params.get("session", DEFAULT_SESSION))
-    told = services.config.serve.ice_servers if services.role(request, view) is not Role.NOBODY else []
-    return Response(status_code=200, headers=headers | links(told))
+    session = state.manager.get(request.path_params.get("session", DEFAULT_SESSION))
+    servers = state.config.serve.ice_servers if state.role(request, session) is not Role.NOBODY else []
+    return Response(status_code=200, headers=headers | links(servers))
 
 
 async def _describe() -> Response:
@@ -124,25 +124,25 @@ async def _describe() -> Response:
 
 
 async def _post(request: Request) -> Response:
-    services = services_of(request)
-    with refusals(services.metrics.viewers_refused):
-        return await _connect(services, request)
+    state = state_of(request)
+    with refusals(state.metrics.viewers_refused):
+        return await _connect(state, request)
 
 
-async def _connect(services: AppState, request: Request) -> Response:
+async def _connect(state: AppState, request: Request) -> Response:
     if media_type(request) != SDP_TYPE:
         raise Problem(415, f"An offer is {SDP_TYPE}.", {"Accept-Post": SDP_TYPE})
     offer = _text(await read_body(request, MAX_SDP_BYTES))
-    view = services.running_view(request)
-    id, answer = await services.viewers.create(
-        view,
+    session = state.running_session(request)
+    id, answer = await state.viewers.create(
+        session,
         offer,
         address_of(request),
         request.query_params.get("codec"),
-        services.may_control(request, view),
+        state.may_control(request, session),
         _client(request),
     )
-    headers = {"Location": f"/whep/{quote(view.session, safe='')}/{id}"} | links(services.config.serve.ice_servers)
+    headers = {"Location": f"/whep/{quote(session.id, safe='')}/{id}"} | links(state.config.serve.ice_servers)
     return Response(answer, 201, headers, media_type=SDP_TYPE)
 
 
@@ -155,12 +155,12 @@ async def _viewer_patch(request: Request, session: str, id: str) -> Response:
     if media_type(request) != TRICKLE_TYPE:
         raise Problem(415, f"A fragment is {TRICKLE_TYPE}.", {"Accept-Patch": TRICKLE_TYPE})
     fragment = _text(await read_body(request, MAX_SDP_BYTES))
-    await services_of(request).viewers.trickle(session, id, fragment, address_of(request))
+    await state_of(request).viewers.trickle(session, id, fragment, address_of(request))
     return Response(status_code=204)
 
 
 async def _viewer_delete(request: Request, session: str, id: str) -> Response:
-    await services_of(request).viewers.delete(session, id, address_of(request))
+    await state_of(request).viewers.delete(session, id, address_of(request))
     return Response(status_code=200)
 
 

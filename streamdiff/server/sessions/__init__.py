@@ -1,1 +1,1 @@
-"""Live sessions on the web side: opening, limits, control messages, subscribers, statistics."""
+"""Live sessions on the web side: opening and limits, playback, control messages and their receipts, statistics."""

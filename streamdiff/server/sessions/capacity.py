@@ -1,4 +1,4 @@
-"""How many sessions an engine can play, from what a chunk costs and how fast frames are shown. Pure.
+"""Limits of sessions: how many an engine can play, from what a chunk costs, and how long each may last. Pure.
 
 Memory is the engine's own affair: it refuses a session whose caches do not fit, see `pipeline/planner/kv_budget.py`.
 """
@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 FRESH_S = 30.0
 """How long a measurement says how busy the machine is."""
+EndReason = Literal["idle", "lifetime"]
 
 
 @dataclass
 class Capacity:
-    """Of an engine that makes chunks of `chunk_frames` frames, usually in `steps` steps.
+    """Compute capacity of an engine that makes chunks of `chunk_frames` frames, by default in `steps` steps.
 
     `limit`: share of the engine's time that all sessions may ask for together.
     `start_work_s`: seconds of work in a chunk in `steps` steps, as measured while the engine started; None: it was not.
@@ -74,10 +76,40 @@ class Capacity:
             "second."
         )
 
-    def room(self, others: Iterable[float], wanted: float) -> int | None:
+    def free_sessions(self, others: Iterable[float], wanted: float) -> int | None:
         """How many more sessions of the share `wanted` could play; None: not measured yet."""
         taken = [share for share in others if share > 0]
         if wanted <= 0:
             return None
         fit = int((self.limit - sum(taken)) / wanted + 1e-9)
         return max(fit, 0 if taken else 1)
+
+
+@dataclass
+class Lifetime:
+    """When a session ends by itself. Times in seconds of one clock; None as a limit: none."""
+
+    opened_s: float
+    idle_limit_s: float | None = None
+    limit_s: float | None = None
+    idle_since_s: float | None = field(init=False)
+    """Since when nobody watches; None while somebody does."""
+
+    def __post_init__(self) -> None:
+        self.idle_since_s = self.opened_s
+
+    def watch(self, watched: bool, now_s: float) -> None:
+        """Note whether somebody watches now. Mutates: self."""
+        if watched:
+            self.idle_since_s = None
+        elif self.idle_since_s is None:
+            self.idle_since_s = now_s
+
+    def end(self) -> tuple[float, EndReason] | None:
+        """When it ends as things are, and why; None: never."""
+        ends: list[tuple[float, EndReason]] = []
+        if self.idle_limit_s is not None and self.idle_since_s is not None:
+            ends.append((self.idle_since_s + self.idle_limit_s, "idle"))
+        if self.limit_s is not None:
+            ends.append((self.opened_s + self.limit_s, "lifetime"))
+        return min(ends, default=None)

@@ -1,12 +1,13 @@
-"""Control messages with one peer, whatever carries them: in, checked and rate-limited; state, receipts, figures out.
+"""The control protocol with one peer: messages in, checked and rate-limited; state, receipts and statistics out.
 
-The same for a data channel and a WebSocket. Knows nothing about either, or about the engine.
+Base of the data channel (`webrtc.data_channel`) and the WebSocket (`routes.websocket`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+from abc import ABC, abstractmethod
 from typing import Any
 
 from streamdiff import clock
@@ -17,49 +18,53 @@ from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES, MESSAGES_PER_S
 from streamdiff.server.sessions.live_session import LiveSession
 
 STATS_INTERVAL_S = 0.5
+MAX_BUFFERED_BYTES = 256 * 1024
+"""Messages that may wait for a peer that does not read."""
 
 
-class ControlConnection:
-    """Speaks with one peer until `close`. A bad message is answered and changes nothing."""
+class ControlConnection(ABC):
+    """One peer's control messages, until `close`. A bad message is answered and changes nothing. Lives on the event
+    loop; a subclass carries the text."""
 
-    def __init__(
-        self,
-        peer: str,
-        view: LiveSession,
-        metrics: Metrics,
-        send: Callable[[dict[str, Any]], None],
-        network: Callable[[], str],
-        may_control: bool = True,
-    ) -> None:
-        """`send` takes a message to the peer and never waits; `network` tells how good its line is: unknown, poor or
-        good; `may_control`: whether it may change anything."""
+    def __init__(self, peer: str, session: LiveSession, metrics: Metrics, may_control: bool = True) -> None:
+        """`peer` is its name, one of a kind; `may_control`: whether it may change anything. Sends the state at once."""
         self._peer = peer
-        self._view = view
+        self._session = session
         self._metrics = metrics
-        self._send = send
-        self._network = network
         self._may_control = may_control
         self._messages = TokenBucket(MESSAGES_PER_S, MESSAGES_PER_S)
-        self._complaints = TokenBucket(1, 1)
+        self._rate_errors = TokenBucket(1, 1)
         self._inbox: asyncio.Queue[str | bytes] = asyncio.Queue(MESSAGES_PER_S)
         self._tasks = [
-            asyncio.create_task(self._obey(), name=f"control-{peer}"),
-            asyncio.create_task(self._report(), name=f"stats-{peer}"),
+            asyncio.create_task(self._process_inbox(), name=f"control-{peer}"),
+            asyncio.create_task(self._send_stats(), name=f"stats-{peer}"),
         ]
-        view.join(peer, self._send, may_control)
+        session.join(peer, self.send, may_control)
+
+    @abstractmethod
+    def send_text(self, text: str) -> None:
+        """Send one message to the peer, or leave it out; never waits."""
+
+    def network(self) -> str:
+        """How good the peer's line is: unknown, poor or good."""
+        return "unknown"
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send one message as JSON."""
+        self.send_text(json.dumps(message, ensure_ascii=False))
 
     def close(self) -> None:
-        """Stop listening and reporting."""
-        self._view.leave(self._peer)
+        """Stop receiving and reporting. Mutates: self."""
+        self._session.subscribers.leave(self._peer)
         for task in self._tasks:
             task.cancel()
 
-    def arrived(self, data: str | bytes) -> None:
-        """The peer has sent something."""
+    def on_message(self, data: str | bytes) -> None:
+        """Take a message of the peer: queued, or refused where too many come or it is too large. Mutates: self."""
         now_s = clock.monotonic_s()
         if not self._messages.take(now_s) or self._inbox.full():
             self._metrics.controls.labels("any", "rate_limited").inc()
-            if self._complaints.take(now_s):
+            if self._rate_errors.take(now_s):
                 self._refuse(ControlError("rate_limited", f"More than {MESSAGES_PER_S} messages in a second."))
             return
         # Before it is kept: what waits here is bounded in bytes too.
@@ -71,32 +76,32 @@ class ControlConnection:
     def _refuse(self, error: ControlError) -> None:
         self._metrics.controls.labels("any", error.code).inc()
         body = {"type": "error", "id": error.id, "code": error.code, "field": error.field, "message": str(error)}
-        self._send(body)
+        self.send(body)
 
-    async def _obey(self) -> None:
+    async def _process_inbox(self) -> None:
         while True:
             data = await self._inbox.get()
             try:
-                await self._obey_one(data)
+                await self._carry_out(data)
             except ControlError as error:
                 self._refuse(error)
             except EngineFailure as error:
                 self._refuse(ControlError("engine_ended", f"The engine stopped: {error}"))
 
-    async def _obey_one(self, data: str | bytes) -> None:
+    async def _carry_out(self, data: str | bytes) -> None:
         if isinstance(data, bytes):
             raise ControlError("binary", "Messages are JSON text in UTF-8, not binary.")
         control = parse(data)
         if control.changes and not self._may_control:
             raise ControlError("forbidden", "You may watch, not steer: that takes the control token.", id=control.id)
         if control.kind == "get":
-            self._send(self._view.state(self._may_control) | {"id": control.id})
+            self.send(self._session.state(self._may_control) | {"id": control.id})
         elif control.kind == "ping":
-            self._send({"type": "pong", "id": control.id})
+            self.send({"type": "pong", "id": control.id})
         else:
-            await self._view.control(control, self._peer)
+            await self._session.control(control, self._peer)
 
-    async def _report(self) -> None:
+    async def _send_stats(self) -> None:
         while True:
-            self._send(self._view.stats() | {"network": self._network()})
+            self.send(self._session.stats() | {"network": self.network()})
             await asyncio.sleep(STATS_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""What a viewer may ask for: one validator for the data channel and for HTTP, and the book of open requests.
+"""Parses control messages, from data channels, WebSockets and HTTP alike.
 
 A message is checked whole before anything changes. Pure: knows nothing about sockets, the engine or the clock.
 """
@@ -34,7 +34,7 @@ _ID: TypeAdapter[Id] = TypeAdapter(control_schema.Id)
 
 
 class ControlError(ValueError):
-    """A message that is not obeyed: a short code for programs, a sentence for people, the field at fault."""
+    """A message that is refused: a code for programs, a sentence for people, the field at fault."""
 
     def __init__(self, code: str, message: str, field: str = "", id: Id = None) -> None:
         super().__init__(message)

@@ -1,12 +1,12 @@
-"""What a control message and its fields may be: one declaration, that messages are checked by and described with.
+"""Pydantic models of control messages, and the field types that they share with the bodies of `/api/sessions`.
 
-The same for HTTP, data channel and WebSocket, and for the fields of a session's `POST` and `PATCH`.
+Messages over HTTP, data channel and WebSocket are checked by them, and the API's description is made of them.
 """
 
 from __future__ import annotations
 
 import unicodedata
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -14,8 +14,8 @@ from pydantic_core import PydanticCustomError
 from streamdiff.engine.validation import MAX_PROMPT_CHARACTERS, MAX_SEED
 
 MAX_ID_CHARACTERS = 64
-MAX_WHOLE = 2**53 - 1
-"""As far as JavaScript counts."""
+MAX_SAFE_INTEGER = 2**53 - 1
+"""The largest that JavaScript represents exactly."""
 MAX_STEPS = 1000
 MIN_FPS, MAX_FPS = 1.0, 120.0
 
@@ -44,12 +44,16 @@ Switch = Literal["keep", "recache", "flush", "reset"]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS, description="denoise steps of a chunk, of those the model has")]
 Fps = Annotated[float, Field(ge=MIN_FPS, le=MAX_FPS, description="frames shown per second")]
-Revision = Annotated[int, Field(ge=0, le=MAX_WHOLE)]
-Id = Annotated[int, Field(ge=-MAX_WHOLE, le=MAX_WHOLE)] | Annotated[str, Field(max_length=MAX_ID_CHARACTERS)] | None
+Revision = Annotated[int, Field(ge=0, le=MAX_SAFE_INTEGER)]
+Id = (
+    Annotated[int, Field(ge=-MAX_SAFE_INTEGER, le=MAX_SAFE_INTEGER)]
+    | Annotated[str, Field(max_length=MAX_ID_CHARACTERS)]
+    | None
+)
 
 
 class Body(BaseModel):
-    """What a stranger sends: nothing is converted and no field is unknown."""
+    """Base of what clients send: strict types, and no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -119,16 +123,9 @@ Message = (
     PromptMessage | ResetMessage | StepsMessage | FpsMessage | PauseMessage | ResumeMessage | GetMessage | PingMessage
 )
 MESSAGES: dict[str, type[Message]] = {
-    "prompt": PromptMessage,
-    "reset": ResetMessage,
-    "steps": StepsMessage,
-    "fps": FpsMessage,
-    "pause": PauseMessage,
-    "resume": ResumeMessage,
-    "get": GetMessage,
-    "ping": PingMessage,
+    get_args(model.model_fields["type"].annotation)[0]: model for model in get_args(Message)
 }
-"""Every kind of message, by its `type`."""
+"""The models of control messages by their `type`."""
 
 
 def control_message() -> dict[str, Any]:

@@ -1,15 +1,16 @@
-"""Receipts of control messages: accepted, applied, shown or refused, per request id."""
+"""Receipts of control messages: how far each request has come, and their delivery to the peers that made them."""
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from streamdiff.server.sessions.control import ControlMessage, Id, Kind
 
-# ---- receipts --------------------------------------------------------------------------------------------------------
 Stage = Literal["asked", "accepted", "applied", "shown", "superseded", "refused"]
+Mailbox = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -36,31 +37,27 @@ class Receipt:
 
     def message(self) -> dict[str, Any]:
         """The JSON message for viewers: without what is unset, and without who asked."""
-        body = {"type": "receipt", "id": self.id, "request": self.request, "kind": self.kind, "stage": self.stage}
-        optional = {
-            "lag_s": round(self.lag_s, 4),
-            "epoch": self.epoch,
-            "frame": self.frame,
-            "chunk": self.chunk,
-            "pts": self.pts,
-            "text": self.text or None,
-            "notice": self.notice or None,
-            "field": self.field or None,
-            "reason": self.reason or None,
-            "switch": self.switch or None,
-        }
-        return body | {name: value for name, value in optional.items() if value is not None}
+        body = asdict(self) | {"lag_s": round(self.lag_s, 4)}
+        del body["owner"]
+        known = {name: value for name, value in body.items() if name == "id" or value not in (None, "")}
+        return {"type": "receipt", **known}
 
 
 @dataclass
-class _Open:
-    request: str
+class _Request:
+    name: str
     owner: str
     control: ControlMessage
     begun_s: float
     epoch: int | None = None
     frame: int | None = None
     chunk: int | None = None
+
+    def receipt(self, stage: Stage, now_s: float, **more: Any) -> Receipt:
+        control, lag_s = self.control, max(0.0, now_s - self.begun_s)
+        reached = (self.epoch, self.frame, self.chunk)
+        switch = control.switch if control.kind == "prompt" else ""
+        return Receipt(self.name, self.owner, control.id, control.kind, stage, lag_s, *reached, switch=switch, **more)
 
 
 class RequestTracker:
@@ -70,106 +67,147 @@ class RequestTracker:
     """
 
     def __init__(self, limit: int = 256) -> None:
-        self._open: deque[_Open] = deque(maxlen=limit)
+        self._open: dict[str, _Request] = {}
+        self._limit = limit
         self._count = 0
 
     def begin(self, control: ControlMessage, owner: str, now_s: float) -> str:
         """Register a request and name it. Mutates: self."""
         self._count += 1
-        entry = _Open(f"r{self._count}", owner, control, now_s)
-        self._open.append(entry)
-        return entry.request
+        name = f"r{self._count}"
+        if len(self._open) >= self._limit:
+            self.forget(next(iter(self._open)))
+        self._open[name] = _Request(name, owner, control, now_s)
+        return name
 
     @property
     def unanswered(self) -> int:
         """Requests that were neither accepted nor refused yet."""
-        return sum(entry.epoch is None for entry in self._open)
+        return sum(request.epoch is None for request in self._open.values())
 
-    def find(self, request: str) -> ControlMessage | None:
-        """The request of that name, while it is open."""
-        return next((entry.control for entry in self._open if entry.request == request), None)
+    def find(self, name: str) -> ControlMessage | None:
+        """The message of the request of that name, while it is open."""
+        request = self._open.get(name)
+        return request.control if request is not None else None
 
-    def accepted(self, request: str, epoch: int, text: str, notice: str, now_s: float) -> list[Receipt]:
+    def forget(self, name: str) -> None:
+        """Nothing more will come of it. Mutates: self."""
+        self._open.pop(name, None)
+
+    def accepted(self, name: str, epoch: int, text: str, notice: str, now_s: float) -> list[Receipt]:
         """The engine took it. Mutates: self."""
-        receipts = []
-        for entry in self._matching(request):
-            entry.epoch = epoch
-            receipts.append(_receipt(entry, "accepted", now_s, text=text, notice=notice))
-        return receipts
+        if (request := self._open.get(name)) is None:
+            return []
+        request.epoch = epoch
+        return [request.receipt("accepted", now_s, text=text, notice=notice)]
 
-    def refused(self, request: str, field: str, reason: str, now_s: float) -> list[Receipt]:
+    def refused(self, name: str, field: str, reason: str, now_s: float) -> list[Receipt]:
         """The engine did not take it. Mutates: self."""
-        receipts = [_receipt(entry, "refused", now_s, field=field, reason=reason) for entry in self._matching(request)]
-        self.forget(request)
-        return receipts
+        request = self._open.pop(name, None)
+        return [] if request is None else [request.receipt("refused", now_s, field=field, reason=reason)]
 
     def engine_lost(self, epoch: int | None, made_frames: int, reason: str, now_s: float) -> list[Receipt]:
         """The engine has ended; frames up to `made_frames` have come, and are still shown. What it had not taken is
         refused. Of what it took and made no frame for, the latest of each kind holds for the stream that begins again
         with `epoch`; None: none will, and that is refused too. Mutates: self."""
-        ahead = [entry for entry in self._open if entry.frame is None or entry.frame >= made_frames]
-        lasting = [entry for entry in ahead if entry.epoch is not None and not self._replaced(entry)]
+        ahead = [each for each in self._open.values() if each.frame is None or each.frame >= made_frames]
+        lasting = [each for each in ahead if each.epoch is not None and not self._is_replaced(each)]
         receipts = []
-        for entry in ahead:
-            entry.frame = entry.chunk = None
-            if entry.epoch is None or epoch is None:
-                receipts.append(_receipt(entry, "refused", now_s, reason=reason))
-                self.forget(entry.request)
-            elif entry in lasting:
-                entry.epoch = epoch
+        for request in ahead:
+            request.frame = request.chunk = None
+            if request.epoch is None or epoch is None:
+                receipts.append(request.receipt("refused", now_s, reason=reason))
+                self.forget(request.name)
+            elif request in lasting:
+                request.epoch = epoch
         return receipts
 
     def applied(self, epoch: int, first_frame: int, now_s: float, chunk: int = 0) -> list[Receipt]:
         """The first chunk of `epoch` is made; with it hold older requests too that have not come so far, but for those
         that another took the place of. Mutates: self."""
         receipts = []
-        reached = [entry for entry in self._open if entry.epoch is not None and entry.epoch <= epoch]
-        replaced = [entry for entry in reached if self._replaced(entry, epoch)]
-        for entry in reached:
-            if entry.frame is not None:
+        reached = [each for each in self._open.values() if each.epoch is not None and each.epoch <= epoch]
+        replaced = [each for each in reached if self._is_replaced(each, epoch)]
+        for request in reached:
+            if request.frame is not None:
                 continue
-            if entry in replaced:
-                receipts.append(_receipt(entry, "superseded", now_s))
-                self.forget(entry.request)
+            if request in replaced:
+                receipts.append(request.receipt("superseded", now_s))
+                self.forget(request.name)
             else:
-                entry.frame, entry.chunk = first_frame, chunk
-                receipts.append(_receipt(entry, "applied", now_s))
+                request.frame, request.chunk = first_frame, chunk
+                receipts.append(request.receipt("applied", now_s))
         return receipts
 
     def shown(self, frame: int, epoch: int, now_s: float, pts: int = 0) -> list[Receipt]:
         """Frame number `frame` of `epoch` is on show, with presentation time `pts`. Mutates: self."""
+        reached = [each for each in self._open.values() if each.frame is not None and frame >= each.frame]
+        replaced = [each for each in reached if self._is_replaced(each, epoch)]
         receipts = []
-        reached = [entry for entry in self._open if entry.frame is not None and frame >= entry.frame]
-        replaced = [entry for entry in reached if self._replaced(entry, epoch)]
-        for entry in reached:
-            late = entry in replaced
-            receipts.append(_receipt(entry, "superseded", now_s) if late else _receipt(entry, "shown", now_s, pts=pts))
-            self.forget(entry.request)
+        for request in reached:
+            is_late = request in replaced
+            stage: Stage = "superseded" if is_late else "shown"
+            receipts.append(request.receipt(stage, now_s, pts=None if is_late else pts))
+            self.forget(request.name)
         return receipts
 
-    def _replaced(self, entry: _Open, epoch: int | None = None) -> bool:
+    def _is_replaced(self, request: _Request, epoch: int | None = None) -> bool:
         """Whether a later request, of those up to `epoch`, took the place of this one, which was accepted: one of the
         same kind, or a reset that of a prompt. Other kinds hold beside each other."""
-        mine, kind = entry.epoch or 0, entry.control.kind
+        mine, kind = request.epoch or 0, request.control.kind
         return any(
             other.epoch is not None
             and mine < other.epoch
             and (epoch is None or other.epoch <= epoch)
             and (other.control.kind == kind or (kind, other.control.kind) == ("prompt", "reset"))
-            for other in self._open
+            for other in self._open.values()
         )
 
-    def forget(self, request: str) -> None:
-        """Nothing more will come of it. Mutates: self."""
-        self._open = deque((entry for entry in self._open if entry.request != request), self._open.maxlen)
 
-    def _matching(self, request: str) -> list[_Open]:
-        return [entry for entry in self._open if entry.request == request]
+class Subscribers:
+    """Peers connected to one session, by name: each has a mailbox for messages and receives its own receipts. Also
+    callers that wait for the first answer to a request. Lives on the event loop."""
 
+    def __init__(self, on_receipt: Callable[[Receipt], None]) -> None:
+        self._on_receipt = on_receipt
+        self._mailboxes: dict[str, tuple[Mailbox, bool]] = {}
+        self._answers: dict[str, asyncio.Future[Receipt]] = {}
 
-def _receipt(entry: _Open, stage: Stage, now_s: float, **more: Any) -> Receipt:
-    control = entry.control
-    lag_s = max(0.0, now_s - entry.begun_s)
-    place = (entry.epoch, entry.frame, entry.chunk)
-    switch = control.switch if control.kind == "prompt" else ""
-    return Receipt(entry.request, entry.owner, control.id, control.kind, stage, lag_s, *place, switch=switch, **more)
+    def join(self, name: str, mailbox: Mailbox, may_control: bool) -> None:
+        """Send messages to `name` from now on. Mutates: self."""
+        self._mailboxes[name] = mailbox, may_control
+
+    def leave(self, name: str) -> None:
+        """Send `name` nothing any more. Mutates: self."""
+        self._mailboxes.pop(name, None)
+
+    def expect(self, owner: str) -> asyncio.Future[Receipt]:
+        """The first answer to what `owner` requests; to be forgotten afterwards. Mutates: self."""
+        answer: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
+        self._answers[owner] = answer
+        return answer
+
+    def forget(self, owner: str) -> None:
+        """Nobody waits for `owner`'s answer any more. Mutates: self."""
+        del self._answers[owner]
+
+    def fail_pending(self, error: Callable[[], Exception]) -> None:
+        """Raise an error in all who wait for an answer. Mutates: self."""
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(error())
+
+    def broadcast(self, message: dict[str, Any], to_viewers: dict[str, Any] | None = None) -> None:
+        """Send a message to all; `to_viewers`: another one for those who may not control."""
+        for mailbox, may_control in list(self._mailboxes.values()):
+            mailbox(message if to_viewers is None or may_control else to_viewers)
+
+    def deliver(self, receipts: Iterable[Receipt]) -> None:
+        """Send receipts to who made the requests. Mutates: self."""
+        for receipt in receipts:
+            self._on_receipt(receipt)
+            answer = self._answers.get(receipt.owner)
+            if answer is not None and not answer.done() and receipt.stage in ("accepted", "refused"):
+                answer.set_result(receipt)
+            if receipt.owner in self._mailboxes:
+                self._mailboxes[receipt.owner][0](receipt.message())

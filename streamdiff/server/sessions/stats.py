@@ -1,4 +1,4 @@
-"""What one session has to tell in figures: to Prometheus, and to the page. Knows nothing about viewers or pictures."""
+"""Statistics of one session, for Prometheus and for the page. Knows nothing about viewers or pictures."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from typing import Any
 from streamdiff.server.media.pacer import Progress
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.rate_limit import Rate
+from streamdiff.server.sessions.receipts import Receipt
 
 
-class SessionMeter:
-    """One session's figures. After `end` they are told no more, and what still comes is not counted."""
+class SessionStats:
+    """Counts what a session makes and shows. After `end` its metrics are gone, and what still comes is not counted."""
 
     def __init__(self, metrics: Metrics, session: str) -> None:
         self._metrics, self._session = metrics, session
         self._repeated, self._dropped = CounterDelta(), CounterDelta()
         self._made, self._shown = Rate(), Rate()
-        self._asked_s: float | None = None
+        self._opening_s: float | None = None
         self._chunk_s: float | None = None
         self._lag_s: float | None = None
         self._ended = False
 
-    def asked(self, now_s: float) -> None:
+    def opening(self, now_s: float) -> None:
         """The engine is asked to open it. Mutates: self."""
-        self._asked_s = now_s
+        self._opening_s = now_s
 
     def made(self, frames: int, chunk_s: float | None, now_s: float) -> None:
         """The engine made so many frames; `chunk_s` is what their chunk took, with its last ones. Mutates: self."""
@@ -31,9 +32,9 @@ class SessionMeter:
         if self._ended:
             return
         self._metrics.made.labels(self._session).inc(frames)
-        if self._asked_s is not None:
-            self._metrics.session_first_s.observe(now_s - self._asked_s)
-            self._asked_s = None
+        if self._opening_s is not None:
+            self._metrics.session_first_s.observe(now_s - self._opening_s)
+            self._opening_s = None
         if chunk_s is not None:
             self._chunk_s = chunk_s
             self._metrics.chunk_s.labels(self._session).observe(chunk_s)
@@ -44,9 +45,9 @@ class SessionMeter:
         if not self._ended:
             self._metrics.shown.labels(self._session).inc()
 
-    def receipt(self, kind: str, stage: str, lag_s: float) -> None:
-        """A request of `kind` has come as far as `stage` (see `control.Receipt`), `lag_s` after its arrival.
-        Mutates: self."""
+    def receipt(self, receipt: Receipt) -> None:
+        """Count how far a request has come, and how long that took. Mutates: self."""
+        kind, stage, lag_s = receipt.kind, receipt.stage, receipt.lag_s
         if stage in ("accepted", "refused", "superseded"):
             self._metrics.controls.labels(kind, stage).inc()
         if stage in ("accepted", "applied", "shown") and kind in ("prompt", "reset"):
@@ -70,13 +71,16 @@ class SessionMeter:
             "encoder_dropped": encoder_dropped,
         }
 
-    def look(self, progress: Progress, *, unanswered: int, encoding: int) -> None:
-        """How it stands: how far the frames are; requests and pictures that wait. Mutates: self."""
+    def update(self, progress: Progress, *, unanswered: int, encoding: int) -> None:
+        """Bring counters of other objects into the metrics: frames so far; requests and pictures that wait.
+
+        Mutates: self.
+        """
         if self._ended:
             return
         name, metrics = self._session, self._metrics
-        metrics.repeated.labels(name).inc(self._repeated.more(progress.repeated))
-        metrics.dropped.labels(name).inc(self._dropped.more(progress.dropped))
+        metrics.repeated.labels(name).inc(self._repeated.increase(progress.repeated))
+        metrics.dropped.labels(name).inc(self._dropped.increase(progress.dropped))
         metrics.buffered.labels(name).set(progress.buffered)
         metrics.unanswered.labels(name).set(unanswered)
         metrics.encoder_waiting.labels(name).set(encoding)

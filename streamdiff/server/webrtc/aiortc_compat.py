@@ -1,7 +1,7 @@
-"""Every private name of aiortc and aioice that streamdiff leans on, checked at import.
+"""All uses of private names of aiortc and aioice, checked at import.
 
 aiortc sends packets that are encoded already (`recv()` may return an `av.Packet`), but on that path it drops what a
-viewer asks for: the wish for a key frame and the bandwidth estimate. Two hooks repair it. Others bound what a peer's
+viewer asks for: requests for a key frame and the bandwidth estimate. Two hooks repair it. Others bound what a peer's
 data channels may take, and how long closing a connection takes; aiortc bounds neither. Knows nothing about sessions,
 sources of frames or HTTP.
 """

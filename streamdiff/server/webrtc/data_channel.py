@@ -1,37 +1,33 @@
-"""The data channel of one viewer. Knows nothing about peer connections or the engine."""
+"""The control protocol over a viewer's WebRTC data channel."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from typing import Any
 
 from aiortc import RTCDataChannel
 
 from streamdiff.server.metrics import Metrics
-from streamdiff.server.sessions.connection import ControlConnection
+from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES, ControlConnection
 from streamdiff.server.sessions.live_session import LiveSession
 
-MAX_BUFFERED_BYTES = 256 * 1024
 
-
-class ControlChannel:
-    """A conversation over a data channel. What a viewer that does not read would make pile up is left out."""
+class DataChannelConnection(ControlConnection):
+    """Control messages over a data channel. Messages to a viewer that does not read are left out."""
 
     def __init__(
         self,
         channel: RTCDataChannel,
         viewer: str,
-        view: LiveSession,
+        session: LiveSession,
         metrics: Metrics,
         network: Callable[[], str],
         may_control: bool = True,
     ) -> None:
-        """See `ControlConnection`."""
-        self._channel = channel
-        self._conversation = ControlConnection(viewer, view, metrics, self.send, network, may_control)
+        """`network` tells how good the viewer's line is. For the rest see `ControlConnection`."""
+        self._channel, self._network = channel, network
+        super().__init__(viewer, session, metrics, may_control)
         self._closed = False
-        channel.on("message", self._conversation.arrived)
+        channel.on("message", self.on_message)
         channel.on("close", self.close)
 
     @property
@@ -39,13 +35,15 @@ class ControlChannel:
         """Whether the viewer can still use it: neither side has begun to close it."""
         return self._channel.readyState in ("connecting", "open")
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Send one message, if the channel is open and the viewer reads."""
+    def network(self) -> str:
+        return self._network()
+
+    def send_text(self, text: str) -> None:
         if self._channel.readyState == "open" and self._channel.bufferedAmount < MAX_BUFFERED_BYTES:
-            self._channel.send(json.dumps(message, ensure_ascii=False))
+            self._channel.send(text)
 
     def close(self) -> None:
-        """Stop listening and reporting. Does nothing a second time: the viewer may have opened another one by then."""
+        """Stop. Does nothing a second time: the viewer, by the same name, may have opened another one by then."""
         if not self._closed:
             self._closed = True
-            self._conversation.close()
+            super().close()

@@ -1,4 +1,4 @@
-"""Looks at a viewer's offer before aiortc sees it: bounds, completeness, and three repairs.
+"""Checks a viewer's SDP offer before aiortc parses it: bounds, completeness, and three repairs.
 
 aiortc takes some broken offers and raises surprising errors for others, so nothing unchecked reaches it. The repairs:
 `.local` candidates go (resolving one blocks for a second), TCP candidates go, and the answer becomes DTLS-passive

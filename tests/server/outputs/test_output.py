@@ -85,15 +85,15 @@ def _writers() -> list[psutil.Process]:
     return [each for each in psutil.Process().children() if "streamdiff.server.outputs.muxer" in each.cmdline()]
 
 
-def _states(site: Site) -> list[outputs.Sent]:
-    return site.services.outputs.states()
+def _statuses(site: Site) -> list[outputs.OutputStatus]:
+    return site.state.outputs.statuses()
 
 
 def test_a_session_is_recorded_as_it_is_shown(tmp_path: Path) -> None:
     files = [tmp_path / "show.mp4", tmp_path / "show.webm"]
 
     async def scene(site: Site) -> None:
-        await site.until(lambda: all(sent.frames >= 60 for sent in _states(site)))
+        await site.until(lambda: all(sent.frames >= 60 for sent in _statuses(site)))
         viewer = await site.watch()
         await viewer.frame()
         state = (await site.http.get("/api/state")).json()["outputs"]
@@ -126,7 +126,7 @@ def test_a_session_is_pushed_and_comes_back_when_its_receiver_does(
     listening = url + ("?listen=1" if scheme == "tcp" else "")
 
     async def scene(site: Site) -> None:
-        [sent] = _states(site)
+        [sent] = _statuses(site)
         for _ in range(2):
             receiver = await _receive(listening, container, "listen" if scheme == "rtmp" else "")
             await _is_received(receiver)
@@ -143,7 +143,7 @@ def test_a_session_is_pushed_and_comes_back_when_its_receiver_does(
 
 def test_a_writer_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
     async def scene(site: Site) -> None:
-        [sent] = _states(site)
+        [sent] = _statuses(site)
         viewer = await site.watch()
         await site.until(lambda: sent.frames > 20)
         [writer] = _writers()
@@ -167,7 +167,7 @@ def test_a_recording_that_breaks_off_can_be_played_and_is_not_written_over(
     monkeypatch.setattr(outputs, "BACK_OFF_S", (0.1,))
 
     async def scene(site: Site) -> None:
-        [sent] = _states(site)
+        [sent] = _statuses(site)
         await site.until(lambda: sent.frames > 140)
         [writer] = _writers()
         writer.kill()

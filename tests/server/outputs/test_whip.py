@@ -103,8 +103,8 @@ async def _key_frames(site: Site) -> float:
     return float((await site.http.get("/metrics")).text.split(name)[1].split()[0])
 
 
-def _sent(site: Site) -> output.Sent:
-    [sent] = site.services.outputs.states()
+def _sent(site: Site) -> output.OutputStatus:
+    [sent] = site.state.outputs.statuses()
     return sent
 
 
@@ -124,7 +124,7 @@ def test_a_session_is_published_and_comes_back_when_the_media_server_does(monkey
                 assert taking.pc is not None
                 taking.track = None
                 await taking.pc.close()
-        assert site.services.viewers.count == 0
+        assert site.state.viewers.count == 0
         told = str((await site.http.get("/api/state")).json()) + (await site.http.get("/metrics")).text
         assert "whip+http://127.0.0.1" in told
         assert ROOM not in told

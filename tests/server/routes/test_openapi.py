@@ -98,7 +98,7 @@ def test_what_schemathesis_thinks_of_is_answered_as_described(tmp_path: Path) ->
     """Requests made from the description, valid ones and others. Half of them are about the session that is there."""
 
     async def scene(site: Site) -> None:
-        await site.until(lambda: site.services.hub.views[0].picture() is not None)
+        await site.until(lambda: site.state.manager.sessions[0].playback.pacer.picture() is not None)
         said = await asyncio.to_thread(_schemathesis, f"{site.base}/api/openapi.json")
         assert {200, 201, 400, 404, 422} <= said, "and not only refused"
 

@@ -109,7 +109,7 @@ def test_a_session_is_shown_listed_and_ended() -> None:
         await peer.message({"type": "hello"})
         assert (await site.http.delete(path, headers=opened["headers"])).status_code == 200
         assert (await peer.message({"type": "session_ended"}))["reason"] == "deleted"
-        await site.until(lambda: site.services.viewers.count == 0)
+        await site.until(lambda: site.state.viewers.count == 0)
         assert (await site.http.delete(path)).status_code == 200, "twice is fine"
         for response in (
             await site.http.get(path),
@@ -294,7 +294,7 @@ def test_of_a_hundred_opens_exactly_the_free_places_are_given(monkeypatch: pytes
         assert (await site.http.get("/api/sessions")).json()["capacity"]["room"] == 8
         assert _is(_colour(await peer.frame()), "red"), "and the stream goes on"
         await peer.pc.close()
-        await site.until(lambda: site.services.viewers.count == 0)
+        await site.until(lambda: site.state.viewers.count == 0)
         await site.until(lambda: len(asyncio.all_tasks()) <= tasks + 2)
         await site.until(lambda: len(os.listdir("/proc/self/fd")) <= files + 2)
 
@@ -408,7 +408,7 @@ def test_more_steps_need_room_too() -> None:
 
 def test_no_session_is_opened_while_draining() -> None:
     async def scene(site: Site) -> None:
-        site.services.hub.draining = True
+        site.state.manager.draining = True
         refused = await site.http.post("/api/sessions", json={})
         assert (refused.status_code, refused.json()["code"]) == (503, "draining")
         assert (await site.http.get("/readyz")).status_code == 503
@@ -421,9 +421,9 @@ def test_no_session_is_opened_while_draining() -> None:
 def test_a_session_that_nobody_watches_ends_and_the_default_one_stays() -> None:
     async def scene(site: Site) -> None:
         session = await _open(site, prompt="blue")
-        manager = site.services.hub
-        await site.until(lambda: manager.end_of(session["id"]) == "idle")
-        assert [view.session for view in manager.views] == ["default"]
+        manager = site.state.manager
+        await site.until(lambda: manager.end_reason(session["id"]) == "idle")
+        assert [live.id for live in manager.sessions] == ["default"]
         gone = await site.http.get(f"/api/sessions/{session['id']}")
         assert (gone.status_code, gone.json()["reason"]) == (410, "idle")
 
@@ -435,29 +435,29 @@ def test_a_session_has_a_longest_life_even_when_watched() -> None:
         session = await _open(site, prompt="blue")
         peer = await _watch(site, session["id"])
         assert (await peer.message({"type": "session_ended"}))["reason"] == "lifetime"
-        assert site.services.hub.end_of(session["id"]) == "lifetime"
+        assert site.state.manager.end_reason(session["id"]) == "lifetime"
 
     _run(scene, lifetime_s=2.0)
 
 
 def test_a_session_without_viewers_stops_and_goes_on_when_somebody_joins() -> None:
     async def scene(site: Site) -> None:
-        view = site.services.hub.view("default")
-        assert view is not None
+        live = site.state.manager.get("default")
+        assert live is not None
         first = await site.watch()
         await first.frame()
         await first.pc.close()
-        await site.until(lambda: not view.watched)
-        left = view.stats()["frame"]
-        await site.until(lambda: view.stats()["frame"] >= left + 4)  # the grace time
-        await site.until(lambda: view.idle)
-        stopped, reports = view.stats()["frame"], len(_reports(site))
+        await site.until(lambda: not live.watched)
+        left = live.stats()["frame"]
+        await site.until(lambda: live.stats()["frame"] >= left + 4)  # the grace time
+        await site.until(lambda: live.idle)
+        stopped, reports = live.stats()["frame"], len(_reports(site))
         await site.until(lambda: not site.client.busy)
-        assert view.stats()["frame"] == stopped
+        assert live.stats()["frame"] == stopped
         assert len(_reports(site)) <= reports + 1
         second = await site.watch()
         await second.frame()
-        await site.until(lambda: view.stats()["frame"] > stopped + CHUNK_FRAMES)
+        await site.until(lambda: live.stats()["frame"] > stopped + CHUNK_FRAMES)
 
     _run(scene, grace_s=0.3)
 

@@ -42,7 +42,7 @@ def test_receipts_follow_a_prompt_to_the_screen() -> None:
         assert stages[2]["pts"] > 0
         await _until_colour(peer, "blue")
         await socket.close()
-        await site.until(lambda: site.services.sockets.count == 0)
+        await site.until(lambda: site.state.sockets.count == 0)
 
     run_scene(scene)
 
@@ -234,17 +234,17 @@ def test_each_session_has_a_controller_of_its_own(tmp_path: Path) -> None:
 
 def test_a_reader_that_does_not_read_is_let_go_and_others_hear_on() -> None:
     async def scene(site: Site) -> None:
-        view = site.services.hub.view("default")
-        assert view is not None
+        live = site.state.manager.get("default")
+        assert live is not None
         reads = await SocketClient.connect(site.base, PATH)
         stuck = await SocketClient.connect(site.base, PATH, receive_bytes=4096)
-        assert site.services.sockets.count == 2
+        assert site.state.sockets.count == 2
         for number in range(2000):
-            view.say({"type": "pad", "number": number, "pad": "x" * 50_000})
+            live.subscribers.broadcast({"type": "pad", "number": number, "pad": "x" * 50_000})
             await reads.message({"type": "pad", "number": number})
-            if site.services.sockets.count == 1:
+            if site.state.sockets.count == 1:
                 break
-        assert site.services.sockets.count == 1, "200 messages of 50 KB are more than a kernel takes in"
+        assert site.state.sockets.count == 1, "200 messages of 50 KB are more than a kernel takes in"
         assert 'sockets_ended_total{end="slow"} 1.0' in (await site.http.get("/metrics")).text
         reads.send({"type": "ping", "id": 1})
         assert await reads.message({"type": "pong", "id": 1})
@@ -262,7 +262,7 @@ def test_so_many_connections_and_no_more(monkeypatch: pytest.MonkeyPatch) -> Non
         assert [socket.status for socket in sockets] == [101, 101, 101, 503]
         assert sockets[3].problem["code"] == "sockets"
         await sockets[0].close()
-        await site.until(lambda: site.services.sockets.count == 2)
+        await site.until(lambda: site.state.sockets.count == 2)
         again = await SocketClient.connect(site.base, PATH)
         assert again.status == 101
         await asyncio.gather(*(socket.close() for socket in (*sockets, again)))

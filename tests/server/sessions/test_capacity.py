@@ -1,4 +1,4 @@
-"""How many sessions fit, from measured time and the pace of viewing."""
+"""How many sessions fit, from measured time and the pace of viewing, and when one ends by itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamdiff.server.sessions.capacity import FRESH_S, Capacity
+from streamdiff.server.sessions.capacity import FRESH_S, Capacity, Lifetime
 
 
 def test_a_share_is_work_over_playing_time() -> None:
@@ -28,7 +28,7 @@ def test_the_one_too_many_is_told_the_numbers_and_the_first_never_refused() -> N
 def test_sessions_that_take_nothing_stand_in_nobodys_way() -> None:
     capacity = Capacity(12, 4, 0.9, 0.15)
     assert capacity.refusal([0.0, 0.0], 3.48) == "", "the first that plays"
-    assert capacity.room([0.0], 3.48) == 1 and capacity.room([0.0, 0.5], 3.48) == 0
+    assert capacity.free_sessions([0.0], 3.48) == 1 and capacity.free_sessions([0.0, 0.5], 3.48) == 0
     refusal = capacity.refusal([0.0, 0.5], 0.5)
     assert "(1)" in refusal and "50%" in refusal
 
@@ -58,7 +58,25 @@ def test_room_is_how_many_are_not_refused(work_s: float, limit: float, opened: i
     shares = []
     while not capacity.refusal(shares, wanted) and len(shares) < 400:
         shares.append(wanted)
-    room = capacity.room(shares[:opened], wanted)
+    room = capacity.free_sessions(shares[:opened], wanted)
     assert room is not None
     if len(shares) < 400:
         assert abs(room - len(shares[opened:])) <= (abs(limit / wanted - round(limit / wanted)) < 1e-6)
+
+
+def test_a_session_that_nobody_watches_ends() -> None:
+    life = Lifetime(100.0, idle_limit_s=10.0, limit_s=60.0)
+    assert life.end() == (110.0, "idle"), "nobody has come yet"
+    life.watch(True, 105.0)
+    assert life.end() == (160.0, "lifetime")
+    life.watch(False, 120.0)
+    life.watch(False, 125.0)
+    assert life.end() == (130.0, "idle"), "since the last one left, not since it was looked at"
+    life.watch(False, 155.0)
+    life.watch(True, 156.0)
+    life.watch(False, 157.0)
+    assert life.end() == (160.0, "lifetime")
+
+
+def test_without_limits_it_lives_on() -> None:
+    assert Lifetime(0.0, None, None).end() is None

@@ -1,4 +1,4 @@
-"""The validator of messages, and the book of open requests."""
+"""The validator of messages, and the tracker of open requests."""
 
 from __future__ import annotations
 
@@ -110,43 +110,43 @@ def test_a_prompt_that_passes_has_no_odd_space(text: str) -> None:
 
 
 def test_a_request_is_followed_to_the_screen() -> None:
-    book = RequestTracker()
-    request = book.begin(ControlMessage("prompt", 7, prompt="a"), "me", 1.0)
-    [accepted] = book.accepted(request, 3, "a red a", "", 1.1)
+    tracker = RequestTracker()
+    request = tracker.begin(ControlMessage("prompt", 7, prompt="a"), "me", 1.0)
+    [accepted] = tracker.accepted(request, 3, "a red a", "", 1.1)
     assert (accepted.stage, accepted.id, accepted.owner, accepted.epoch) == ("accepted", 7, "me", 3)
-    assert book.shown(50, 2, 1.2) == []
-    [applied] = book.applied(3, 60, 1.3)
+    assert tracker.shown(50, 2, 1.2) == []
+    [applied] = tracker.applied(3, 60, 1.3)
     assert (applied.stage, applied.frame) == ("applied", 60)
-    assert book.shown(59, 2, 1.4) == []
-    [shown] = book.shown(60, 3, 1.5)
+    assert tracker.shown(59, 2, 1.4) == []
+    [shown] = tracker.shown(60, 3, 1.5)
     assert shown.stage == "shown"
     assert math.isclose(shown.lag_s, 0.5)
-    assert book.shown(61, 3, 1.6) == []
+    assert tracker.shown(61, 3, 1.6) == []
 
 
 def test_a_prompt_that_was_overtaken_is_superseded() -> None:
-    book = RequestTracker()
-    first = book.begin(ControlMessage("prompt", 1, prompt="a"), "me", 0.0)
-    second = book.begin(ControlMessage("prompt", 2, prompt="b"), "you", 0.0)
-    book.accepted(first, 1, "a", "", 0.1)
-    book.accepted(second, 2, "b", "", 0.1)
-    receipts = book.applied(2, 10, 0.2)
+    tracker = RequestTracker()
+    first = tracker.begin(ControlMessage("prompt", 1, prompt="a"), "me", 0.0)
+    second = tracker.begin(ControlMessage("prompt", 2, prompt="b"), "you", 0.0)
+    tracker.accepted(first, 1, "a", "", 0.1)
+    tracker.accepted(second, 2, "b", "", 0.1)
+    receipts = tracker.applied(2, 10, 0.2)
     assert [(receipt.owner, receipt.stage) for receipt in receipts] == [("me", "superseded"), ("you", "applied")]
 
 
 def test_a_refused_request_is_closed() -> None:
-    book = RequestTracker()
-    request = book.begin(ControlMessage("reset", 1, seed=3), "me", 0.0)
-    [receipt] = book.refused(request, "seed", "too big", 0.1)
+    tracker = RequestTracker()
+    request = tracker.begin(ControlMessage("reset", 1, seed=3), "me", 0.0)
+    [receipt] = tracker.refused(request, "seed", "too big", 0.1)
     assert (receipt.stage, receipt.field, receipt.reason) == ("refused", "seed", "too big")
-    assert book.accepted(request, 1, "", "", 0.2) == []
+    assert tracker.accepted(request, 1, "", "", 0.2) == []
 
 
 def test_the_book_does_not_grow() -> None:
-    book = RequestTracker(limit=4)
-    requests = [book.begin(ControlMessage("prompt", n, prompt="a"), "me", 0.0) for n in range(100)]
-    assert book.find(requests[0]) is None
-    assert book.find(requests[-1]) is not None
+    tracker = RequestTracker(limit=4)
+    requests = [tracker.begin(ControlMessage("prompt", n, prompt="a"), "me", 0.0) for n in range(100)]
+    assert tracker.find(requests[0]) is None
+    assert tracker.find(requests[-1]) is not None
 
 
 @pytest.mark.parametrize(
@@ -192,57 +192,60 @@ def test_more_bad_messages(text: str, field: str) -> None:
 
 
 def test_receipts_name_the_chunk_and_the_time_of_the_first_frame() -> None:
-    book = RequestTracker()
-    request = book.begin(ControlMessage("prompt", "mine", prompt="a"), "me", 1.0)
-    book.accepted(request, 3, "a", "", 1.1)
-    [applied] = book.applied(3, 60, 1.3, chunk=5)
+    tracker = RequestTracker()
+    request = tracker.begin(ControlMessage("prompt", "mine", prompt="a"), "me", 1.0)
+    tracker.accepted(request, 3, "a", "", 1.1)
+    [applied] = tracker.applied(3, 60, 1.3, chunk=5)
     assert applied.message()["chunk"] == 5
-    [shown] = book.shown(60, 3, 1.5, pts=135_000)
+    [shown] = tracker.shown(60, 3, 1.5, pts=135_000)
     message = shown.message()
     assert (message["chunk"], message["frame"], message["pts"], message["id"]) == (5, 60, 135_000, "mine")
 
 
 def _three_prompts() -> RequestTracker:
     """One shown soon (frame 10, which is made), one taken, one not taken."""
-    book = RequestTracker()
+    tracker = RequestTracker()
     for number, prompt in enumerate("abc"):
-        book.begin(ControlMessage("prompt", number, prompt=prompt), "me", 0.0)
-    book.accepted("r1", 1, "a", "", 0.1)
-    book.applied(1, 10, 0.2)
-    book.accepted("r2", 2, "b", "", 0.3)
-    return book
+        tracker.begin(ControlMessage("prompt", number, prompt=prompt), "me", 0.0)
+    tracker.accepted("r1", 1, "a", "", 0.1)
+    tracker.applied(1, 10, 0.2)
+    tracker.accepted("r2", 2, "b", "", 0.3)
+    return tracker
 
 
 def test_what_a_lost_engine_had_taken_last_holds_for_the_next_one_and_what_it_had_not_is_refused() -> None:
-    book = _three_prompts()
-    [refused] = book.engine_lost(3, 12, "it died", 0.4)
+    tracker = _three_prompts()
+    [refused] = tracker.engine_lost(3, 12, "it died", 0.4)
     assert (refused.id, refused.stage, refused.reason) == (2, "refused", "it died")
-    assert [(receipt.id, receipt.stage) for receipt in book.shown(11, 1, 0.5)] == [(0, "shown")]
-    [applied] = book.applied(3, 12, 0.6)
+    assert [(receipt.id, receipt.stage) for receipt in tracker.shown(11, 1, 0.5)] == [(0, "shown")]
+    [applied] = tracker.applied(3, 12, 0.6)
     assert (applied.id, applied.stage, applied.epoch, applied.frame) == (1, "applied", 3, 12)
-    assert [(receipt.id, receipt.stage) for receipt in book.shown(12, 3, 0.7)] == [(1, "shown")]
+    assert [(receipt.id, receipt.stage) for receipt in tracker.shown(12, 3, 0.7)] == [(1, "shown")]
 
 
 def test_a_request_whose_frame_was_named_and_never_came_is_carried_over_too() -> None:
-    book = RequestTracker()
-    book.begin(ControlMessage("prompt", "mine", prompt="a"), "me", 0.0)
-    book.accepted("r1", 1, "a", "", 0.1)
-    book.applied(1, 10, 0.2)
-    assert book.engine_lost(2, 10, "it died", 0.3) == []
-    assert [receipt.stage for receipt in book.applied(2, 10, 0.4)] == ["applied"]
-    assert [receipt.stage for receipt in book.shown(10, 2, 0.5)] == ["shown"]
+    tracker = RequestTracker()
+    tracker.begin(ControlMessage("prompt", "mine", prompt="a"), "me", 0.0)
+    tracker.accepted("r1", 1, "a", "", 0.1)
+    tracker.applied(1, 10, 0.2)
+    assert tracker.engine_lost(2, 10, "it died", 0.3) == []
+    assert [receipt.stage for receipt in tracker.applied(2, 10, 0.4)] == ["applied"]
+    assert [receipt.stage for receipt in tracker.shown(10, 2, 0.5)] == ["shown"]
 
 
 def test_of_several_that_a_lost_engine_had_taken_the_latest_holds() -> None:
-    book = _three_prompts()
-    book.accepted("r3", 3, "c", "", 0.3)
-    assert book.engine_lost(4, 12, "it died", 0.4) == []
-    assert [(receipt.id, receipt.stage) for receipt in book.applied(4, 12, 0.5)] == [(1, "superseded"), (2, "applied")]
+    tracker = _three_prompts()
+    tracker.accepted("r3", 3, "c", "", 0.3)
+    assert tracker.engine_lost(4, 12, "it died", 0.4) == []
+    assert [(receipt.id, receipt.stage) for receipt in tracker.applied(4, 12, 0.5)] == [
+        (1, "superseded"),
+        (2, "applied"),
+    ]
 
 
 def _mixed() -> RequestTracker:
     """Two prompts and two numbers of steps by turns, all taken."""
-    book = RequestTracker()
+    tracker = RequestTracker()
     controls = (
         ControlMessage("prompt", "red", prompt="red"),
         ControlMessage("steps", "few", steps=2),
@@ -250,43 +253,43 @@ def _mixed() -> RequestTracker:
         ControlMessage("steps", "many", steps=4),
     )
     for number, control in enumerate(controls, start=1):
-        book.accepted(book.begin(control, "me", 0.0), number, "", "", 0.1)
-    return book
+        tracker.accepted(tracker.begin(control, "me", 0.0), number, "", "", 0.1)
+    return tracker
 
 
 def test_prompts_and_steps_hold_beside_each_other() -> None:
-    book = _mixed()
-    stages = {receipt.id: receipt.stage for receipt in book.applied(4, 10, 0.2)}
+    tracker = _mixed()
+    stages = {receipt.id: receipt.stage for receipt in tracker.applied(4, 10, 0.2)}
     assert stages == {"red": "superseded", "few": "superseded", "blue": "applied", "many": "applied"}
-    assert {receipt.id: receipt.stage for receipt in book.shown(10, 4, 0.3)} == {"blue": "shown", "many": "shown"}
+    assert {receipt.id: receipt.stage for receipt in tracker.shown(10, 4, 0.3)} == {"blue": "shown", "many": "shown"}
 
 
 def test_what_was_made_and_never_seen_is_superseded_by_its_own_kind_only() -> None:
     """Frames 10 to 29 bring `red` and `few`; they are skipped, and frame 30 brings the others."""
-    book = _mixed()
-    assert {receipt.id for receipt in book.applied(2, 10, 0.2)} == {"red", "few"}
-    assert {receipt.id for receipt in book.applied(3, 20, 0.2)} == {"blue"}
-    assert {receipt.id: receipt.stage for receipt in book.shown(20, 3, 0.3)} == {
+    tracker = _mixed()
+    assert {receipt.id for receipt in tracker.applied(2, 10, 0.2)} == {"red", "few"}
+    assert {receipt.id for receipt in tracker.applied(3, 20, 0.2)} == {"blue"}
+    assert {receipt.id: receipt.stage for receipt in tracker.shown(20, 3, 0.3)} == {
         "red": "superseded",
         "few": "shown",
         "blue": "shown",
     }
-    assert {receipt.id: receipt.stage for receipt in book.applied(4, 30, 0.4)} == {"many": "applied"}
+    assert {receipt.id: receipt.stage for receipt in tracker.applied(4, 30, 0.4)} == {"many": "applied"}
 
 
 def test_a_lost_engine_s_prompt_and_steps_are_both_carried_over() -> None:
-    book = _mixed()
-    assert book.engine_lost(9, 10, "it died", 0.2) == []
-    stages = {receipt.id: (receipt.stage, receipt.epoch) for receipt in book.applied(9, 10, 0.3)}
+    tracker = _mixed()
+    assert tracker.engine_lost(9, 10, "it died", 0.2) == []
+    stages = {receipt.id: (receipt.stage, receipt.epoch) for receipt in tracker.applied(9, 10, 0.3)}
     assert stages == {
         "red": ("superseded", 1), "few": ("superseded", 2), "blue": ("applied", 9), "many": ("applied", 9),
     }  # fmt: skip
 
 
 def test_with_no_engine_to_come_all_that_has_no_frames_is_refused() -> None:
-    book = _three_prompts()
-    assert [(receipt.id, receipt.stage) for receipt in book.engine_lost(None, 12, "it died", 0.4)] == [
+    tracker = _three_prompts()
+    assert [(receipt.id, receipt.stage) for receipt in tracker.engine_lost(None, 12, "it died", 0.4)] == [
         (1, "refused"),
         (2, "refused"),
     ]
-    assert [receipt.id for receipt in book.shown(10, 1, 0.5)] == [0], "its frames have come"
+    assert [receipt.id for receipt in tracker.shown(10, 1, 0.5)] == [0], "its frames have come"

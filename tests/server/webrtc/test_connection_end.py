@@ -26,10 +26,10 @@ def test_nobody_joins_a_session_that_is_being_ended(joins: str, monkeypatch: pyt
 
     async def scene(site: Site) -> None:
         opened = (await site.http.post("/api/sessions", json={"prompt": "purple"})).json()
-        view = site.services.hub.view(opened["id"])
-        assert view is not None
+        live = site.state.manager.get(opened["id"])
+        assert live is not None
         negotiating, ending = asyncio.Event(), asyncio.Event()
-        end_viewers = site.services.hub.on_end
+        end_viewers = site.state.manager.on_end
         assert end_viewers is not None
 
         async def slow_negotiate(self: Viewers, viewer: Viewer, *rest: Any) -> str:
@@ -41,7 +41,7 @@ def test_nobody_joins_a_session_that_is_being_ended(joins: str, monkeypatch: pyt
         monkeypatch.setattr(Viewers, "_negotiate", slow_negotiate)
         peer = await site.offer()
         headers = {"Authorization": f"Bearer {opened['control_token']}"}
-        posting = asyncio.create_task(site.post(peer, session=view.session, token=opened["view_token"]))
+        posting = asyncio.create_task(site.post(peer, session=live.id, token=opened["view_token"]))
         await negotiating.wait()
 
         async def on_end(ended: LiveSession, reason: str) -> None:
@@ -52,13 +52,13 @@ def test_nobody_joins_a_session_that_is_being_ended(joins: str, monkeypatch: pyt
             if joins.startswith("before"):
                 await end_viewers(ended, reason)
 
-        site.services.hub.on_end = on_end
-        assert (await site.http.delete(f"/api/sessions/{view.session}", headers=headers)).status_code == 200
+        site.state.manager.on_end = on_end
+        assert (await site.http.delete(f"/api/sessions/{live.id}", headers=headers)).status_code == 200
         response = await posting
         assert response.status_code == 410, response.text
         assert response.json()["code"] == "ended"
-        assert site.services.viewers.count == 0
-        assert view.fanout.codecs == (), "nothing is encoded for a session that has ended"
+        assert site.state.viewers.count == 0
+        assert live.playback.fanout.codecs == (), "nothing is encoded for a session that has ended"
 
     run_scene(scene)
 
@@ -114,8 +114,8 @@ async def _ice_only(site: Site) -> tuple[httpx.Response, aioice.Connection]:
 
 
 def _connection(site: Site) -> RTCPeerConnection:
-    [viewer] = site.services.viewers._viewers.values()
-    return viewer.pc
+    [viewer] = site.state.viewers._viewers.values()
+    return viewer.sender.pc
 
 
 def test_a_connection_that_gets_no_time_to_close_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

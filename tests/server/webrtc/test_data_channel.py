@@ -51,7 +51,7 @@ def test_a_control_channel_may_be_opened_before_the_end_of_the_old_one_is_known(
     async def scene(site: Site) -> None:
         peer = await site.watch()
         await peer.message({"type": "hello"})
-        [viewer] = site.services.viewers._viewers.values()
+        [viewer] = site.state.viewers._viewers.values()
         old: Any = viewer.channel
         # Both packets leave together: the server hears of the new channel while the old one is still "closing".
         peer.channel.close()
@@ -69,7 +69,7 @@ def test_a_control_channel_may_be_opened_before_the_end_of_the_old_one_is_known(
 
 
 def _ended(site: Site, end: str) -> bool:
-    return f'viewers_ended_total{{end="{end}"}} 1.0'.encode() in site.services.metrics.text()
+    return f'viewers_ended_total{{end="{end}"}} 1.0'.encode() in site.state.metrics.text()
 
 
 def test_a_peer_is_told_how_long_a_message_may_be() -> None:
@@ -89,22 +89,22 @@ def test_a_peer_that_sends_megabytes_in_one_message_is_let_go_before_they_are_he
     async def scene(site: Site) -> None:
         peer, other = await site.watch(), await site.watch()
         await asyncio.gather(peer.message({"type": "hello"}), other.message({"type": "hello"}))
-        [viewer, _] = site.services.viewers._viewers.values()
+        [viewer, _] = site.state.viewers._viewers.values()
         held = 0
-        receive = viewer.pc.sctp._receive_chunk  # type: ignore[union-attr]
+        receive = viewer.sender.pc.sctp._receive_chunk  # type: ignore[union-attr]
 
         async def watched(chunk: Any) -> None:
             nonlocal held
             try:
                 await receive(chunk)
             finally:
-                streams = viewer.pc.sctp._inbound_streams.values()  # type: ignore[union-attr]
+                streams = viewer.sender.pc.sctp._inbound_streams.values()  # type: ignore[union-attr]
                 held = max(held, sum(len(each.user_data) for stream in streams for each in stream.reassembly))
 
-        viewer.pc.sctp._receive_chunk = watched  # type: ignore[method-assign,union-attr]
+        viewer.sender.pc.sctp._receive_chunk = watched  # type: ignore[method-assign,union-attr]
         peer.pc.sctp._remote_max_message_size = 0
         peer.channel.send("x" * 8_000_000)
-        await site.until(lambda: site.services.viewers.count == 1)
+        await site.until(lambda: site.state.viewers.count == 1)
         assert _ended(site, "data_limit")
         assert 100_000 < held < 400_000
         other.channel.send('{"type":"ping","id":1}')
@@ -161,9 +161,9 @@ def test_a_peer_that_speaks_sctp_of_its_own_to_make_work_is_let_go(
         for chunk in chunks(peer):
             await peer.pc.sctp._send_chunk(chunk)
             await asyncio.sleep(0)
-            if site.services.viewers.count == 0:
+            if site.state.viewers.count == 0:
                 break
-        await site.until(lambda: site.services.viewers.count == 0)
+        await site.until(lambda: site.state.viewers.count == 0)
         assert _ended(site, "data_limit")
 
     run_scene(scene)
@@ -178,7 +178,7 @@ def test_text_that_is_not_utf8_is_answered(caplog: pytest.LogCaptureFixture) -> 
         await peer.message({"type": "hello"})
         await peer.pc.sctp._send(peer.channel.id, WEBRTC_STRING, b'{"type":"ping","id":"\xff"}')
         assert "UTF-8" in (await peer.message({"type": "error", "code": "binary"}))["message"]
-        assert b'streamdiff_control_total{result="binary",type="any"} 1.0' in site.services.metrics.text()
+        assert b'streamdiff_control_total{result="binary",type="any"} 1.0' in site.state.metrics.text()
         peer.channel.send('{"type":"ping","id":5}')
         await peer.message({"type": "pong", "id": 5})
         await peer.frame()
@@ -207,7 +207,7 @@ def test_a_peer_whose_channel_packets_cannot_be_read_is_let_go_in_one_line(
         peer = await site.watch()
         await peer.message({"type": "hello"})
         await peer.pc.sctp._send(*message(peer))
-        await site.until(lambda: site.services.viewers.count == 0)
+        await site.until(lambda: site.state.viewers.count == 0)
         assert _ended(site, "data_malformed")
 
     run_scene(scene)

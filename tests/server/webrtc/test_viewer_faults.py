@@ -22,7 +22,7 @@ from aiortc import RTCConfiguration, RTCPeerConnection
 from streamdiff import clock
 from streamdiff.config import Config, IceServer, ServeConfig
 from streamdiff.server.media.packets import QUEUE_PACKETS
-from streamdiff.server.webrtc import viewers
+from streamdiff.server.webrtc import sender, viewers
 from tests.server.conftest import Peer, Site, run_scene
 
 pytestmark = pytest.mark.slow
@@ -140,7 +140,7 @@ def test_ice_servers_are_told_to_viewers_and_none_unless_named(tmp_path: Path) -
 
     async def told(site: Site) -> None:
         assert (await site.http.options("/whep")).headers["link"] == wanted
-        configured = site.services.viewers._ice
+        configured = site.state.viewers._ice
         assert [(each.urls, each.username, each.credential) for each in configured] == [
             (each.url, each.username, each.credential) for each in servers
         ]
@@ -195,7 +195,7 @@ def test_a_viewer_that_stops_reading_holds_nobody_up_and_goes_on_later() -> None
             process.send_signal(signal.SIGSTOP)
             stamps = [(await other.frame()).pts for _ in range(80)]
             assert all(after - before == 2250 for before, after in pairwise(stamps[20:]))
-            fanout = site.services.hub.view("default").fanout  # type: ignore[union-attr]
+            fanout = site.state.manager.get("default").playback.fanout  # type: ignore[union-attr]
             assert all(len(track._queue) <= QUEUE_PACKETS for track in fanout._viewers["h264"])  # type: ignore[attr-defined]
             process.send_signal(signal.SIGCONT)
             seen = frames[0]
@@ -205,16 +205,16 @@ def test_a_viewer_that_stops_reading_holds_nobody_up_and_goes_on_later() -> None
 
 
 def test_a_viewer_that_says_nothing_any_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(viewers, "SILENT_S", 3.0)
-    monkeypatch.setattr(viewers, "LOOK_S", 0.1)
+    monkeypatch.setattr(sender, "SILENT_S", 3.0)
+    monkeypatch.setattr(viewers, "CHECK_S", 0.1)
 
     async def scene(site: Site) -> None:
         other = await site.watch()
         async with _viewer_process(site) as (process, _):
-            assert site.services.viewers.count == 2
+            assert site.state.viewers.count == 2
             process.send_signal(signal.SIGSTOP)
-            await site.until(lambda: site.services.viewers.count == 1)
-            assert b'viewers_ended_total{end="silent"} 1.0' in site.services.metrics.text()
+            await site.until(lambda: site.state.viewers.count == 1)
+            assert b'viewers_ended_total{end="silent"} 1.0' in site.state.metrics.text()
             await other.frame()
 
     run_scene(scene)
@@ -226,18 +226,18 @@ def test_a_page_that_comes_back_takes_the_place_of_its_own_dead_connection(monke
     async def scene(site: Site) -> None:
         other = await site.watch()
         async with _viewer_process(site, "?client=tab-one-1") as (process, _):
-            [_, viewer] = site.services.viewers._viewers.values()
-            assert viewer.track is not None
+            [_, viewer] = site.state.viewers._viewers.values()
+            assert viewer.sender.track is not None
             again = await site.offer()
             refused = await site.post(again, client="tab-one-1")
             assert refused.status_code == 503, "it watches: whoever calls itself the same does not push it out"
             process.send_signal(signal.SIGSTOP)
-            await site.until(lambda: viewer.track.silent_s(clock.monotonic_s()) > 3.0)
+            await site.until(lambda: viewer.sender.track.silent_s(clock.monotonic_s()) > 3.0)
             assert (await site.post(again, client="tab-two-2")).status_code == 503
             assert (await site.post(again)).status_code == 503
             assert (await site.post(again, client="tab-one-1")).status_code == 201
-            assert site.services.viewers.count == 2
-            assert b'viewers_ended_total{end="ghost"} 1.0' in site.services.metrics.text()
+            assert site.state.viewers.count == 2
+            assert b'viewers_ended_total{end="ghost"} 1.0' in site.state.metrics.text()
             await again.frame()
             await other.frame()
 
@@ -257,11 +257,11 @@ def test_a_connection_that_never_lived_makes_room_for_the_next_of_its_client_and
         third = await post("tab-one-1")
         assert third.status_code == 201
         ids = [each.headers["location"].rsplit("/", 1)[1] for each in (second, third)]
-        assert list(site.services.viewers._viewers) == ids
+        assert list(site.state.viewers._viewers) == ids
         assert (await site.http.delete(first.headers["location"])).status_code == 200, "it is remembered for a while"
         crowd = await asyncio.gather(*(post("tab-one-1") for _ in range(20)))
         assert {each.status_code for each in crowd} <= {201, 503}
-        assert site.services.viewers.count == 2
+        assert site.state.viewers.count == 2
 
     run_scene(scene, Config(serve=ServeConfig(max_viewers=2, address_share=1.0)))
 
@@ -272,7 +272,7 @@ def test_what_a_client_may_call_itself(client: str) -> None:
         response = await site.http.post("/whep", params={"client": client}, content=await _offer("video"), headers=SDP)
         assert (response.status_code, response.json()["field"]) == (422, "client")
         assert "8 to 64 letters" in response.json()["detail"]
-        assert site.services.viewers.count == 0
+        assert site.state.viewers.count == 0
 
     run_scene(scene)
 
@@ -294,14 +294,14 @@ def test_candidates_and_ends_without_number_are_slowed_down(monkeypatch: pytest.
 
 
 def test_a_viewer_whose_packets_do_not_get_away_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(viewers, "STUCK_S", 0.5)
-    monkeypatch.setattr(viewers, "LOOK_S", 0.1)
+    monkeypatch.setattr(sender, "STUCK_S", 0.5)
+    monkeypatch.setattr(viewers, "CHECK_S", 0.1)
 
     async def scene(site: Site) -> None:
         stays, stuck = await site.watch(), await site.watch()
         await asyncio.gather(stays.frame(), stuck.frame())
-        viewer = list(site.services.viewers._viewers.values())[1]
-        [sender] = viewer.pc.getSenders()
+        viewer = list(site.state.viewers._viewers.values())[1]
+        [sender] = viewer.sender.pc.getSenders()
 
         cable = asyncio.Event()
 
@@ -309,12 +309,12 @@ def test_a_viewer_whose_packets_do_not_get_away_is_given_up(monkeypatch: pytest.
             await cable.wait()
 
         monkeypatch.setattr(sender.transport, "_send_rtp", never)
-        await site.until(lambda: site.services.viewers.count == 1)
+        await site.until(lambda: site.state.viewers.count == 1)
         assert (await site.http.delete(stuck.location)).status_code == 200, "its end is not waited for"
         cable.set()
-        assert b'viewers_ended_total{end="stuck"} 1.0' in site.services.metrics.text()
-        assert viewer.track is not None
-        assert len(viewer.track._queue) <= QUEUE_PACKETS
+        assert b'viewers_ended_total{end="stuck"} 1.0' in site.state.metrics.text()
+        assert viewer.sender.track is not None
+        assert len(viewer.sender.track._queue) <= QUEUE_PACKETS
         for _ in range(40):
             await stays.frame()
 
@@ -326,12 +326,12 @@ def test_a_killed_viewer_is_noticed_and_forgotten(monkeypatch: pytest.MonkeyPatc
 
     async def scene(site: Site) -> None:
         async with _viewer_process(site) as (process, _):
-            fanout = site.services.hub.view("default").fanout  # type: ignore[union-attr]
+            fanout = site.state.manager.get("default").playback.fanout  # type: ignore[union-attr]
             assert fanout.codecs == ("h264",)
             process.kill()
-            await site.until(lambda: site.services.viewers.count == 0)
+            await site.until(lambda: site.state.viewers.count == 0)
             assert fanout.codecs == (), "nobody watches, nothing is encoded"
-            assert re.search(rb'viewers_ended_total{end="(failed|closed)"} 1.0', site.services.metrics.text())
+            assert re.search(rb'viewers_ended_total{end="(failed|closed)"} 1.0', site.state.metrics.text())
 
     run_scene(scene)
 
@@ -344,7 +344,7 @@ def test_a_viewer_that_asks_for_key_frames_without_end_is_heard_now_and_then() -
         ssrc = int(re.search(r"a=ssrc:(\d+)", peer.answer).group(1))  # type: ignore[union-attr]
         for _ in range(100):
             await receiver._send_rtcp_pli(ssrc)
-        await site.until(lambda: b"key_wishes_refused_total 9" in site.services.metrics.text())
+        await site.until(lambda: b"key_wishes_refused_total 9" in site.state.metrics.text())
         await peer.frame()
 
     run_scene(scene)
@@ -376,7 +376,7 @@ def test_a_page_that_is_reloaded_without_end_leaves_nothing_behind() -> None:
             await _reload(site)
         await site.until(lambda: _held()[0] <= tasks and _held()[1] <= files)
         assert psutil.Process().memory_info().rss - memory < 30 * 2**20, "less than 1 MB a visit: nothing is kept"
-        assert site.services.viewers.count == 0
+        assert site.state.viewers.count == 0
         late = await site.watch()
         for _ in range(20):
             await late.frame()
@@ -392,11 +392,11 @@ def test_nothing_is_left_of_a_hundred_that_came_at_once(monkeypatch: pytest.Monk
         await watcher.frame()
         offer = (await site.offer(control=False)).pc.localDescription.sdp
         await asyncio.gather(*(site.http.post("/whep", content=offer, headers=SDP) for _ in range(100)))
-        await site.until(lambda: site.services.viewers.count == 1)
+        await site.until(lambda: site.state.viewers.count == 1)
         tasks, files = _held()
         again = await asyncio.gather(*(site.http.post("/whep", content=offer, headers=SDP) for _ in range(100)))
         assert {each.status_code for each in again} <= {201, 429, 503}
-        await site.until(lambda: site.services.viewers.count == 1)
+        await site.until(lambda: site.state.viewers.count == 1)
         await site.until(lambda: _held()[0] <= tasks and _held()[1] <= files + 2)
         for _ in range(20):
             await watcher.frame()

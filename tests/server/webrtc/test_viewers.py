@@ -92,7 +92,7 @@ def test_bad_offers_are_answered_and_the_stream_goes_on() -> None:
             assert len(response.json()["detail"]) > 10
         codec = await site.http.post("/whep?codec=av1", content=good, headers=SDP)
         assert codec.status_code == 422
-        assert site.services.viewers.count == 1
+        assert site.state.viewers.count == 1
         for _ in range(20):
             await watcher.frame()
 
@@ -126,7 +126,7 @@ def test_sessions_end_once_and_are_remembered_for_a_while() -> None:
         await peer.frame()
         assert (await site.http.options(peer.location)).headers["accept-patch"] == "application/trickle-ice-sdpfrag"
         assert (await site.http.delete(peer.location)).status_code == 200
-        assert site.services.viewers.count == 0
+        assert site.state.viewers.count == 0
         assert (await site.http.delete(peer.location)).status_code == 200
         assert (await site.http.delete("/whep/default/unknown")).status_code == 404
         trickle = {"Content-Type": "application/trickle-ice-sdpfrag"}
@@ -172,7 +172,7 @@ def test_a_hundred_at_once_get_exactly_the_places_there_are(monkeypatch: pytest.
         assert statuses.count(201) == 7, "eight places, one taken"
         assert statuses.count(503) == 93
         assert all("retry-after" in each.headers for each in responses if each.status_code == 503)
-        assert site.services.viewers.count == 8
+        assert site.state.viewers.count == 8
         await watcher.frame()
 
     run_scene(scene, Config(serve=ServeConfig(max_viewers=8, address_share=1.0)))
@@ -184,7 +184,7 @@ def test_who_never_connects_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> 
     async def scene(site: Site) -> None:
         offer = (await site.offer()).pc.localDescription.sdp
         location = (await site.http.post("/whep", content=offer, headers=SDP)).headers["location"]
-        await site.until(lambda: site.services.viewers.count == 0)
+        await site.until(lambda: site.state.viewers.count == 0)
         assert (await site.http.delete(location)).status_code == 200
 
     run_scene(scene)
@@ -242,7 +242,7 @@ def test_two_viewers_share_one_encoder_and_the_second_gets_a_key_frame() -> None
     async def scene(site: Site) -> None:
         first = await site.watch()
         await first.frame()
-        fanout = site.services.hub.view("default").fanout  # type: ignore[union-attr]
+        fanout = site.state.manager.get("default").playback.fanout  # type: ignore[union-attr]
         before = fanout.counters()["h264"].key_frames
         second = await site.watch()
         await second.frame()
@@ -263,19 +263,19 @@ def test_two_viewers_share_one_encoder_and_the_second_gets_a_key_frame() -> None
 
 def test_nobody_watches_and_the_engine_stops_at_its_lead() -> None:
     async def scene(site: Site) -> None:
-        view = site.services.hub.view("default")
-        assert view is not None
-        await site.until(lambda: view.stats()["buffered"] == 24)
+        live = site.state.manager.get("default")
+        assert live is not None
+        await site.until(lambda: live.stats()["buffered"] == 24)
         assert site.client.shown == 0
         peer = await site.watch()
         await peer.frame()
         await site.until(lambda: site.client.shown > 24)
         await site.http.delete(peer.location)
-        await site.until(lambda: view.stats()["buffered"] > 24 - 8)  # room for less than a chunk
-        frame = view.stats()["frame"]
+        await site.until(lambda: live.stats()["buffered"] > 24 - 8)  # room for less than a chunk
+        frame = live.stats()["frame"]
         again = await site.watch()
         await again.frame()
-        await site.until(lambda: view.stats()["frame"] > frame)
+        await site.until(lambda: live.stats()["frame"] > frame)
 
     run_scene(scene)
 
@@ -285,7 +285,7 @@ def test_a_viewer_that_vanishes_leaves_the_others_alone() -> None:
         stays, goes = await site.watch(), await site.watch()
         await asyncio.gather(stays.frame(), goes.frame())
         await goes.pc.close()
-        await site.until(lambda: site.services.viewers.count == 1)
+        await site.until(lambda: site.state.viewers.count == 1)
         for _ in range(40):
             await stays.frame()
         assert (await site.http.delete(goes.location)).status_code == 200, "it may still say so itself"
@@ -300,14 +300,14 @@ def test_who_joins_a_paused_stream_sees_the_picture() -> None:
         await site.http.post("/api/control", json={"type": "pause"})
         late = await site.watch()
         assert _is(_colour(await late.frame()), "red")
-        view = site.services.hub.view("default")
-        assert view is not None
-        frame = view.stats()["frame"]
+        live = site.state.manager.get("default")
+        assert live is not None
+        frame = live.stats()["frame"]
         await late.frame()
         await late.frame()
-        assert view.stats()["frame"] == frame, "stills keep the connection alive; the stream stands"
+        assert live.stats()["frame"] == frame, "stills keep the connection alive; the stream stands"
         await site.http.post("/api/control", json={"type": "resume"})
-        await site.until(lambda: view.stats()["frame"] > frame)
+        await site.until(lambda: live.stats()["frame"] > frame)
         await _until_colour(late, "red")
 
     run_scene(scene)
@@ -317,7 +317,7 @@ def test_a_lost_picture_is_asked_for_and_sent_as_a_key_frame() -> None:
     async def scene(site: Site) -> None:
         peer = await site.watch()
         await peer.frame()
-        counters = site.services.hub.view("default").fanout.counters()["h264"]  # type: ignore[union-attr]
+        counters = site.state.manager.get("default").playback.fanout.counters()["h264"]  # type: ignore[union-attr]
         before = counters.key_frames
         [receiver] = [each.receiver for each in peer.pc.getTransceivers() if each.kind == "video"]
         ssrc = int(re.search(r"a=ssrc:(\d+)", peer.answer).group(1))  # type: ignore[union-attr]

@@ -1,0 +1,104 @@
+"""The media side of one session: frames from the engine to the encoders at an even rate, and word of it back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from streamdiff import clock
+from streamdiff.config import Config
+from streamdiff.engine.messages import FrameBatch, Ready
+from streamdiff.errors import EngineFailure
+from streamdiff.server.media.codecs import H264_LIBRARY, Format
+from streamdiff.server.media.fanout import Fanout
+from streamdiff.server.media.pacer import Pacer
+from streamdiff.server.media.playout import PlayoutSlot
+from streamdiff.server.media.snapshot import Snapshot
+from streamdiff.server.metrics import Metrics
+
+
+class Playback:
+    """Pacer, encoders and snapshot of a session. Lives on the event loop.
+
+    Back-pressure: the engine is told how many frames were shown or skipped, so that it makes no more than it may ahead
+    of them.
+    """
+
+    def __init__(
+        self,
+        session: str,
+        fps: float,
+        config: Config,
+        ready: Ready,
+        metrics: Metrics,
+        on_shown: Callable[[int, int, int], None],
+        report: Callable[[int], Awaitable[None]],
+    ) -> None:
+        """`on_shown` is called with number, epoch and presentation time of every new frame on show; `report` sends the
+        count of frames that were shown or skipped so far to the engine: when there is news, the latest count only."""
+        self._loop = asyncio.get_running_loop()
+        self._on_shown, self._report = on_shown, report
+        self._max_ahead_s = config.playback.lead_s
+        h264 = H264_LIBRARY.get(config.serve.encoder, "libx264")
+        self.format = Format(ready.width, ready.height, fps, config.scale, config.serve.bitrate, h264)
+        start_frames = min(ready.chunk_frames, self.max_ahead_frames(fps))
+        self.pacer = Pacer(fps, start_frames, self._shown_on_pacer, config.serve.grace_s)
+        self.fanout = Fanout(self.format, self.pacer, metrics)
+        self.snapshot = Snapshot(self.pacer.picture)
+        self._made_s = clock.monotonic_s()
+        self.made_frames = 0
+        self._progressed = asyncio.Event()
+        self._reporting = asyncio.create_task(self._report_progress(), name=f"shown-{session}")
+
+    def max_ahead_frames(self, fps: float) -> int:
+        """Frames that the engine may make beyond those shown, at this rate."""
+        return max(1, round(self._max_ahead_s * fps))
+
+    def push(self, batch: FrameBatch, now_s: float) -> None:
+        """Take frames that the engine made. Mutates: self."""
+        self.pacer.push(batch.first, batch.pictures, batch.epoch)
+        self._made_s, self.made_frames = now_s, batch.first + len(batch.pictures)
+
+    def clear_before(self, epoch: int) -> None:
+        """Skip waiting frames of older epochs. Mutates: self."""
+        self.pacer.clear_before(epoch)
+        self._progressed.set()
+
+    def set_fps(self, fps: float) -> None:
+        """Show frames at another rate from now on. Mutates: self."""
+        self.format = replace(self.format, fps=fps)
+        self.pacer.set_fps(fps)
+        self.fanout.set_format(self.format)
+
+    def stalled_s(self) -> float:
+        """Seconds since the engine made a frame; 0 while frames wait to be shown."""
+        return 0.0 if self.pacer.progress().buffered else clock.monotonic_s() - self._made_s
+
+    async def close(self) -> None:
+        """End the threads and tasks."""
+        self._reporting.cancel()
+        await asyncio.gather(self._reporting, return_exceptions=True)
+        self.fanout.stop()
+        self.pacer.stop()
+
+    def _shown_on_pacer(self, slot: PlayoutSlot) -> None:
+        """On the pacer's thread."""
+        self._loop.call_soon_threadsafe(self._shown, slot.frame, slot.epoch, slot.pts)
+
+    def _shown(self, frame: int, epoch: int, pts: int) -> None:
+        self._on_shown(frame, epoch, pts)
+        self._progressed.set()
+
+    async def _report_progress(self) -> None:
+        reported = 0
+        while True:
+            await self._progressed.wait()
+            self._progressed.clear()
+            passed = self.pacer.progress().passed
+            if passed > reported:
+                reported = passed
+                try:
+                    await self._report(passed)
+                except EngineFailure:
+                    continue  # the reader of the engine's events reports it; the next engine is told by `Open`

@@ -27,15 +27,15 @@ from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.noise import Noise, SeededNoise
 from streamdiff.pipeline.runner.sampler import Finished, LatentSampler
-from streamdiff.pipeline.runner.worker import LEAVE_S, LinkSource, Worker
+from streamdiff.pipeline.runner.worker import LEAVE_S, Worker
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 
 
 class InFlightQueue:
-    """The head's source of work: controls first, in the order they were given, then what the scheduler hands out.
+    """Rank 0's `Receiver`: session updates first, in the order they were given, then what the scheduler hands out.
 
-    At most `limit` works are in the ring at once, controls included. Every link has two slots, so the ring can never
+    At most `limit` messages are in the ring at once, updates included. Every link has two slots, so the ring can never
     fill up and stand still.
     """
 
@@ -46,8 +46,8 @@ class InFlightQueue:
         self.works: deque[StageMessage] = deque()  # in the ring, in order, without their tensors
         self.stopping = False
 
-    def take(self, wait_s: float | None = 0.0) -> StageMessage | None:
-        """The next work that may enter, or None; never waits. Mutates: self, scheduler, head."""
+    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
+        """The next message that may enter, or None; never waits. Mutates: self, scheduler, head."""
         if len(self.works) >= self.limit:
             return None
         if self.controls:
@@ -60,6 +60,9 @@ class InFlightQueue:
             return None
         self.works.append(replace(work, tensors=()))
         return work
+
+    def notify(self, call: Callable[[], None]) -> None:
+        """Nothing comes from another rank."""
 
     def close(self, limit_s: float = 0.0) -> None:
         """Nothing enters any more. Mutates: self."""
@@ -361,7 +364,7 @@ class LocalRing(RingExecutor):
         ]
         ends = (links[0], links[-1])
         super().__init__(model, device, max_rows, stage=parts[0], links=ends, clean_with_next=clean_with_next)
-        self.others = [Worker(LinkSource(links[i - 1]), part, links[i]) for i, part in enumerate(parts) if i > 0]
+        self.others = [Worker(links[i - 1], part, links[i]) for i, part in enumerate(parts) if i > 0]
 
     def turn(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:
         """One turn of every rank, the last one first: a work moves on by one stage per turn, as in processes."""

@@ -32,8 +32,7 @@ from streamdiff.engine.process.ipc import EXIT_CONFIG
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.pipeline import worker_main
 from streamdiff.pipeline.build import load_runtime
-from streamdiff.pipeline.profile_report import CHUNKS
-from streamdiff.pipeline.profiler import ProfiledRuntime
+from streamdiff.pipeline.profiler import CHUNKS, Profiler
 from streamdiff.pipeline.rank_loader import at_once, own_device
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
@@ -169,10 +168,10 @@ def _text(runtime: StreamingPipeline, number: int) -> str:
 
 def _profile(runtime: StreamingPipeline, case: Case, folder: Path) -> Engine:
     """Trace some chunks of another stream, when everything else is measured; the engine that has to be closed."""
-    pipeline = ProfiledRuntime(runtime, folder, case.profile_chunks or CHUNKS)
-    engine = Engine(pipeline, LEAD_CHUNKS * runtime.info.chunk_frames)
+    profiler = Profiler(runtime, folder, case.profile_chunks or CHUNKS)
+    engine = Engine(runtime, LEAD_CHUNKS * runtime.info.chunk_frames)
     player = Player(engine, "profile", case.prompt)
-    player.play(lambda piece: pipeline.traced)
+    player.play(lambda piece: profiler.traced)
     player.close()
     return engine
 

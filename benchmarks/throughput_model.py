@@ -22,7 +22,7 @@ from benchmarks.stream_case import Case
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline import rank_loader
 from streamdiff.pipeline.build import load_runtime
-from streamdiff.pipeline.streaming_pipeline import ModelInfo
+from streamdiff.pipeline.output import ModelInfo
 
 EPILOG = """examples:
   python -m benchmarks.throughput_model                                  the embedded model

@@ -12,8 +12,7 @@ from streamdiff.pipeline.distributed.compile_progress import Progress
 from streamdiff.pipeline.distributed.rendezvous import check_world
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
-from streamdiff.pipeline.profile_report import CHUNKS
-from streamdiff.pipeline.profiler import ProfiledRuntime, check_folder, check_traced
+from streamdiff.pipeline.profiler import CHUNKS, Profiler, check_folder, check_traced
 from streamdiff.pipeline.scheduler.kv_context import in_flight_limit
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.pipeline.worker_group import WorkerGroup
@@ -94,7 +93,7 @@ def _warm_up(runtime: StreamingPipeline, config: ModelConfig) -> None:
         runtime.step(wait_s=1.0)
 
 
-def load_pipeline(config: ModelConfig) -> StreamingPipeline | ProfiledRuntime:
+def load_pipeline(config: ModelConfig) -> StreamingPipeline:
     """`load_runtime`, and traced for a while where the configuration names a folder.
 
     Raises:
@@ -104,4 +103,6 @@ def load_pipeline(config: ModelConfig) -> StreamingPipeline | ProfiledRuntime:
     if config.trace is None:
         return load_runtime(config)
     check_folder(Path(config.trace))
-    return ProfiledRuntime(load_runtime(config), Path(config.trace), config.trace_chunks or CHUNKS)
+    pipeline = load_runtime(config)
+    Profiler(pipeline, Path(config.trace), config.trace_chunks or CHUNKS)
+    return pipeline

@@ -20,7 +20,8 @@ from streamdiff.pipeline import rank_loader
 from streamdiff.pipeline.build import load_runtime
 from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding, Piece
-from streamdiff.pipeline.streaming_pipeline import Frames, StreamingPipeline
+from streamdiff.pipeline.output import Frames
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.pipeline.test_streaming_pipeline import open_session, pictures, save_model
 from tests.small import AUTOENCODER, BLUE, CPU, RED, small_autoencoder, small_decoder
 from tests.small_vae import small_wan_autoencoder

@@ -156,7 +156,7 @@ def test_receives_are_posted_before_their_data_and_never_more_than_slots() -> No
 
 @pytest.mark.parametrize("messages", [1, 2, 3])
 def test_drained_is_sent(messages: int) -> None:
-    pair = Pair(messages, False, None)
+    pair = Pair(messages, None)
     for _ in range(messages):
         pair.send()
         pair.receive()

@@ -172,33 +172,33 @@ class ModelRunner:
         kv_context: str,
         clean_with_next: bool = False,
         sessions: int = 1,
-        room: RankMemory | None = None,
-        told: Callable[[int, int], None] = lambda made, of: None,
+        memory: RankMemory | None = None,
+        on_progress: Callable[[int, int], None] = lambda made, of: None,
     ) -> None:
         """Make graphs for the forwards that a session of this kind meets for ever once its window is full: of a chunk
         alone, and, if asked, of one that takes the next chunk's first step with it. Until then, and after a `flush`, it
-        runs the plain path. Takes from seconds to minutes; `told` is called with the number of kinds of forward whose
-        graphs are made, and how many there are.
+        runs the plain path. Takes from seconds to minutes; `on_progress` is called with the number of kinds of forward
+        whose graphs are made, and how many there are.
 
-        The caches of so many `sessions` then wait for them; as many as have `room`, at least one. On CUDA graphs are
-        captured for each of them. Mutates: self.
+        The caches of so many `sessions` stay allocated for them; as many as fit into `memory`, at least one. On CUDA
+        graphs are captured for each of them. Mutates: self.
         """
         steps = most_steps(steps, self.spec.steps)
         # In a ring a receive may stand on the device until another rank has sent (docs/decisions/0010), and a capture
         # waits for the device: there nothing is captured once streams run.
         self.compiled = CompiledStage(self._forward, self.device, live=self.stages == 1)
         self.attention = self._attention(compiled=True)
-        trials = self._try_out(sessions, room, steps=steps, kv_context=kv_context)
+        trials = self._try_out(sessions, memory, steps=steps, kv_context=kv_context)
         # From here on every chunk takes the slot of another.
         chunk = max(self.sessions[_TRIAL].plan.slots, self.spec.first_chunks)
         self.compiled.learning = True
         kinds = (False, True) if clean_with_next else (False,)
-        told(0, len(kinds))
+        on_progress(0, len(kinds))
         for made, with_next in enumerate(kinds, 1):
             for trial in trials:
                 for rows in _met(trial, chunk, steps, kv_context != "matched", with_next):
                     self.forward(rows, self._forward.zeros(len(rows), self.device))
-            told(made, len(kinds))
+            on_progress(made, len(kinds))
         self.compiled.learning = False
         self._most_waiting = len(trials)
         for trial in trials:
@@ -208,7 +208,7 @@ class ModelRunner:
         denoiser = self.denoiser
         return RollingAttention(self.frames, *self.grid, denoiser.head_dim, self.device, compiled, denoiser.attend)
 
-    def _try_out(self, sessions: int, room: RankMemory | None, *, steps: int, kv_context: str) -> list[int]:
+    def _try_out(self, sessions: int, memory: RankMemory | None, *, steps: int, kv_context: str) -> list[int]:
         """Open sessions to make graphs with, see `compile`. Mutates: self."""
         trials: list[int] = []
         most = sessions
@@ -216,8 +216,8 @@ class ModelRunner:
             trials.append(_TRIAL - len(trials))
             self.open(trials[-1], steps=steps, kv_context=kv_context)
             self.set_text(trials[-1], 0, torch.zeros(self.spec.text_shape), 0)
-            if room is not None:
-                most = room.holds(sessions, self.sessions[trials[-1]].state.nbytes)
+            if memory is not None:
+                most = memory.holds(sessions, self.sessions[trials[-1]].state.nbytes)
         return trials
 
     def _ahead(self, rows: Sequence[MicroStep], index: int) -> int:

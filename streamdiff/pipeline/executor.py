@@ -1,7 +1,7 @@
-"""The ring, seen from its head: sessions go in, finished chunks come out.
+"""Rank 0's side of the ring of stages: sessions go in, finished chunks come out.
 
-The head's own part of the loop is to decide what enters next (`StreamBatchScheduler`), to bring its latents and noise,
-and to take back what has been around (`LatentSampler`). With one stage there are no links, and the same loop runs.
+Rank 0 decides which micro-step enters next (`StreamBatchScheduler`), supplies its latents and noise, and turns the flow
+that comes back into the next latents (`LatentSampler`). With one stage there are no links, and the same loop runs.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class InFlightQueue:
 
 
 class PendingSteps(NamedTuple):
-    """Steps that hold as soon as nothing of the session is in flight any more."""
+    """A change of step count that is applied once nothing of the session is in flight."""
 
     epoch: int
     schedule: Schedule
@@ -247,8 +247,8 @@ class RingExecutor:
         self.scheduler.drain(session)
 
     def _change_steps(self) -> None:
-        """Carry out the changes that nothing in flight stands against: here at once, and on the other ranks at the same
-        place of the order, for what has been before is back and what follows is not there yet. Mutates: self."""
+        """Apply pending step changes of sessions with nothing in flight: here now, on other ranks by a message at the
+        same point of the order. Mutates: self."""
         for session in [session for session in self._changes if self.scheduler.drained(session)]:
             epoch, schedule = self._changes.pop(session)
             self.scheduler.set_steps(session, steps=schedule.steps, first_steps=schedule.of(0).steps)

@@ -1,4 +1,4 @@
-"""Runtime: what the engine drives. A ring for the transformer, a thread for decoding, and nothing about viewers."""
+"""The streaming pipeline that the engine drives: stages for the transformer, a thread or rank for decoding."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class _Chunk:
 
 @dataclass
 class _Stream:
-    """A session from its start or reset to the next, which has another number: so that late pieces are told apart."""
+    """One run of a session, from open or reset to the next reset. `number` is unique, so late pieces of an earlier run
+    are dropped."""
 
     number: int
     session: int

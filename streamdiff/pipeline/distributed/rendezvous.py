@@ -117,12 +117,10 @@ def join(facts: Mapping[str, str]) -> RankContext:
 
 
 def _of_this_start(store: Store, rank: int, world: int) -> Store:
-    """The part of `store` that belongs to this start of the ring alone.
+    """`store` under a key prefix of this launch.
 
-    torchrun with `--max-restarts` gives ranks the store of those before them, where addresses of dead processes stand,
-    and its count of restarts need not be the same on all machines. So each rank says hello with a word that nobody else
-    has, and rank 0 answers that word with its own, which names the part. A hello may be that of a process that is gone,
-    and is looked at again until all have come.
+    Restarted ranks (torchrun with `--max-restarts`) share a store with dead ones; each posts a UUID, and rank 0 answers
+    with the prefix. The UUID may be that of a dead process, and is read again until all have come.
 
     Raises:
         EngineFailure: a rank did not come within START_LIMIT.

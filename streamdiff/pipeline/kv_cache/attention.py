@@ -110,10 +110,14 @@ class RollingAttention:
         fold: float | None = None,
         ahead: int = 0,
     ) -> AttentionMetadata:
-        """The view of `chunk` in a ring where chunks before `since` are forgotten, except for the sink. With `adapt` it
-        takes the place of the sink chunk that it is least like, if it is less like it than that. With `fold` the chunk
-        whose slot it takes is folded into the sink first, of which that share stays. It sees what the chunk `ahead` of
-        it sees, of whose row and those between it is to be told in the same forward, after its own."""
+        """Attention metadata of one row, that of `chunk`.
+
+        Args:
+            since: first visible chunk outside the sink.
+            adapt: replace the least similar sink chunk where its cosine to this one is below this.
+            fold: weight that the sink keeps when the evicted chunk is averaged into it.
+            ahead: number of later rows of this forward that are visible.
+        """
         sink, first = plan.frames(chunk + ahead, since)
         begin, end, gone = chunk * plan.chunk, (chunk + ahead + 1) * plan.chunk, plan.evicted(chunk)
         places = tuple(sorted(plan.place(frame) for frame in range(first, end)))

@@ -267,14 +267,12 @@ class Replayed(NamedTuple):
 
 
 class Captured:
-    """Graphs of CUDA: a forward is one launch instead of some thousand.
+    """Caches CUDA graphs by key and KV-cache addresses (`GraphCache`): a replayed forward is one launch, not thousands.
 
-    A graph reads and writes where its tensors lay when it was captured. So there is one for each key and session's
-    caches (`captures`): those that come while learning, and, where it is `live`, those of sessions opened later. These
-    run as they are the first time; the second time they are captured, which carries nothing out, and replayed. So
-    every forward happens once: one that averages or adapts the sink would not be the same twice. Everything else is
-    copied to where graphs look for it: all of them in one place, and a prompt, only when it changes, in one for each
-    session. So a replay allocates nothing.
+    While learning, a forward is captured at once. In `live` sessions the first call runs eagerly; the second captures,
+    which computes nothing, and replays. Each forward runs exactly once, since sink updates are not idempotent. Inputs
+    other than caches are copied to static buffers: shared by all graphs, except the text keys and values, which each
+    session has, and which are copied only when the prompt changes. A replay allocates nothing.
     """
 
     def __init__(self, record: Record, live: bool) -> None:

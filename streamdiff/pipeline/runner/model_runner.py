@@ -1,6 +1,6 @@
-"""A stage: a run of transformer blocks with the caches of those blocks, for every open session.
+"""Runs one stage: a contiguous run of transformer blocks, with the KV caches of those blocks for every open session.
 
-Does what works say; never decides anything itself. Knows nothing about latents' noise or about sampling.
+Does what stage messages say; never decides anything itself. Knows nothing about noise or sampling.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _TRIAL = -1
 
 @dataclass
 class RunnerSession:
-    """What the stage keeps of a session: its ring, its steps per chunk (the first one's left aside), and of each epoch
-    still in use the cross-attention keys, and the chunk before which its chunks see nothing but the sink."""
+    """What a stage keeps of a session: its KV cache, its steps per chunk (without the first chunk's extra ones), and by
+    epoch still in use the cross-attention keys and values, and the first chunk that is visible outside the sink."""
 
     plan: CacheGeometry
     state: KVCache
@@ -104,8 +104,8 @@ class ModelRunner:
         self.sessions[session] = RunnerSession(plan, state, steps, kv_context == "matched", steps)
 
     def close(self, session: int) -> None:
-        """Free the session. With graphs, caches wait for sessions to come, as CUDA's graphs are bound to them: those
-        with the most graphs, as many as `compile` made; all others are freed, and their graphs. Mutates: self."""
+        """Free the session's KV cache. With CUDA graphs, keep as many caches as `compile` preallocated, those with most
+        graphs first, since graphs are bound to their addresses; free the others and their graphs. Mutates: self."""
         gone, compiled = self.sessions.pop(session, None), self.compiled
         if gone is None or compiled is None:
             return
@@ -143,8 +143,8 @@ class ModelRunner:
         kept.steps = steps
 
     def _fit_caches(self, session: RunnerSession) -> None:
-        """Where every step has a cache, one of a new number of steps goes on with that of the step whose noise was
-        nearest. Done when a row needs it: of steps that no chunk was made in, nothing stays. Mutates: session."""
+        """KV context `matched` only: after a change of step count, give each step the cache of the old step with the
+        nearest timestep. Runs on the first row that needs it. Mutates: session."""
         if session.matched and session.cached_steps != session.steps:
             before, now = self.spec.schedule(session.cached_steps), self.spec.schedule(session.steps)
             session.state.rearrange(nearest_steps(before, now))

@@ -214,10 +214,12 @@ class RingExecutor:
         Raises:
             ValueError: unknown policy, or one that the session's KV context cannot have.
         """
-        since, again = self.head.switch(session, self.scheduler.next_chunk(session), policy)
+        visible_from_chunk, again = self.head.switch(session, self.scheduler.next_chunk(session), policy)
         if again:
             self.scheduler.rerun(session, again)
-        control = SessionUpdate(session, epoch, self.scheduler.oldest_epoch(session), since=since)
+        control = SessionUpdate(
+            session, epoch, self.scheduler.oldest_epoch(session), visible_from_chunk=visible_from_chunk
+        )
         self._tell(MessageKind.TEXT, control, embeddings)
         self.scheduler.set_epoch(session, epoch)
 

@@ -41,21 +41,15 @@ class Key(NamedTuple):
 class RowInputs(NamedTuple):
     """What of a row changes from chunk to chunk, see `TensorMetadata`."""
 
-    at: Tensor
-    rest: Tensor | None
-    own: Tensor
-    sink_table: Tensor | None
-    back: Tensor | None
+    slot: Tensor
+    gather_index: Tensor | None
+    query_rope: Tensor
+    sink_rope: Tensor | None
+    inverse_rope: Tensor | None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> RowInputs:
         """The same with `change` of each tensor."""
-
-        def changed(tensor: Tensor | None) -> Tensor | None:
-            return change(tensor) if tensor is not None else None
-
-        return RowInputs(
-            change(self.at), changed(self.rest), change(self.own), changed(self.sink_table), changed(self.back)
-        )
+        return RowInputs(*(change(each) if each is not None else None for each in self))  # type: ignore[arg-type]
 
 
 class Inputs(NamedTuple):
@@ -132,9 +126,9 @@ def compiled(forward: StageForward, key: Key) -> Run:
         rows: tuple[RowInputs, ...],
     ) -> Tensor:
         views = []
-        for session, shape, own in zip(sessions, shapes, rows, strict=True):
+        for session, shape, row in zip(sessions, shapes, rows, strict=True):
             keys, values = caches[session]
-            tensors = TensorMetadata((keys,), (values,), own.at, own.rest, own.own, own.sink_table, own.back)
+            tensors = TensorMetadata((keys,), (values,), *row)
             views.append(AttentionMetadata(shape, tensors))
         mix = partial(attend_rows, views, 0, attend=attend)
         own_modulation = weights.block.scale_shift_table + modulation

@@ -40,7 +40,7 @@ class RunnerSession:
     cached_steps: int
     """Of `matched`: the steps that the caches are of, until the first row of others."""
     text: dict[int, list[KeyValue]] = field(default_factory=dict)
-    since: dict[int, int] = field(default_factory=dict)
+    visible_from_chunk: dict[int, int] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -72,7 +72,9 @@ class ModelRunner:
             case MessageKind.OPEN:
                 self.open(control.session, steps=control.steps, kv_context=control.kv_context)
             case MessageKind.TEXT:
-                self.set_text(control.session, control.epoch, work.tensors[0], control.oldest, control.since)
+                self.set_text(
+                    control.session, control.epoch, work.tensors[0], control.oldest, control.visible_from_chunk
+                )
             case MessageKind.RESET:
                 self.reset(control.session)
             case MessageKind.STEPS:
@@ -120,17 +122,17 @@ class ModelRunner:
         """Empty the session's caches. Mutates: self."""
         self.sessions[session].state.reset()
         self.sessions[session].text.clear()
-        self.sessions[session].since.clear()
+        self.sessions[session].visible_from_chunk.clear()
 
     @torch.inference_mode()
-    def set_text(self, session: int, epoch: int, embeddings: Tensor, oldest: int, since: int = 0) -> None:
-        """Project text embeddings `[T, text_dim]` for `epoch`, whose chunks see none before `since` but the sink;
+    def set_text(self, session: int, epoch: int, embeddings: Tensor, oldest: int, visible_from_chunk: int = 0) -> None:
+        """Project text embeddings `[T, text_dim]` for `epoch`, whose chunks see none before `visible_from_chunk` but the sink;
         epochs before `oldest` are forgotten. Mutates: self."""
         kept = self.sessions[session]
         kept.text[epoch] = self.denoiser.text(embeddings[None].to(self.device, self.denoiser.dtype))
-        kept.since[epoch] = since
+        kept.visible_from_chunk[epoch] = visible_from_chunk
         for epoch_gone in [e for e in kept.text if e < oldest]:
-            del kept.text[epoch_gone], kept.since[epoch_gone]
+            del kept.text[epoch_gone], kept.visible_from_chunk[epoch_gone]
 
     @torch.inference_mode()
     def set_steps(self, session: int, epoch: int, steps: int) -> None:
@@ -139,7 +141,7 @@ class ModelRunner:
         kept = self.sessions[session]
         latest = max(kept.text)
         kept.text.setdefault(epoch, kept.text[latest])
-        kept.since.setdefault(epoch, kept.since[latest])
+        kept.visible_from_chunk.setdefault(epoch, kept.visible_from_chunk[latest])
         kept.steps = steps
 
     def _fit_caches(self, session: RunnerSession) -> None:
@@ -249,10 +251,12 @@ class ModelRunner:
         adapt = self.spec.adaptive_sink if session.matched or row.clean else None
         # A chunk leaves when the one that takes its slot first writes there.
         fold = self.spec.averaged_sink if session.matched or row.step == 0 else None
-        since = session.since[row.epoch]
+        visible_from_chunk = session.visible_from_chunk[row.epoch]
         if row.clean and self.spec.context_alone:
-            since = max(since, row.chunk)
-        return self.attention.view(session.plan, session.state, cache, row.chunk, since, adapt, fold, ahead)
+            visible_from_chunk = max(visible_from_chunk, row.chunk)
+        return self.attention.view(
+            session.plan, session.state, cache, row.chunk, visible_from_chunk, adapt, fold, ahead
+        )
 
 
 def _met(trial: int, chunk: int, steps: int, clean: bool, with_next: bool) -> Iterator[list[MicroStep]]:

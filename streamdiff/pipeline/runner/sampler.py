@@ -52,7 +52,7 @@ class HeadSession:
     kept: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
     """By chunk that a later one may see: finished latents, and the number of steps. For the clean pass and its reruns;
     empty in KV contexts without one."""
-    since: int = 0
+    visible_from_chunk: int = 0
     """The first chunk outside the sink that chunks admitted from now on see."""
     source: InitLatents | None = None
     """Encoded input that first steps start from; None: noise alone."""
@@ -106,12 +106,12 @@ class LatentSampler:
         """
         self.check_switch(session, policy)
         state = self.sessions[session]
-        seen = state.plan.visible(chunk, state.since)[:-1]
+        seen = state.plan.visible(chunk, state.visible_from_chunk)[:-1]
         if policy == "flush":
-            state.since = chunk
+            state.visible_from_chunk = chunk
         elif policy == "recache":
-            state.since = next((each for each in seen if each >= state.plan.pinned), chunk)
-        return state.since, seen if policy == "recache" else []
+            state.visible_from_chunk = next((each for each in seen if each >= state.plan.pinned), chunk)
+        return state.visible_from_chunk, seen if policy == "recache" else []
 
     def check_switch(self, session: int, policy: str) -> None:
         """Raises what `switch` would."""

@@ -214,12 +214,11 @@ class RingExecutor:
         Raises:
             ValueError: unknown policy, or one that the session's KV context cannot have.
         """
-        visible_from_chunk, again = self.head.switch(session, self.scheduler.next_chunk(session), policy)
-        if again:
-            self.scheduler.rerun(session, again)
-        control = SessionUpdate(
-            session, epoch, self.scheduler.oldest_epoch(session), visible_from_chunk=visible_from_chunk
-        )
+        visible_from, rerun = self.head.switch(session, self.scheduler.next_chunk(session), policy)
+        if rerun:
+            self.scheduler.rerun(session, rerun)
+        oldest = self.scheduler.oldest_epoch(session)
+        control = SessionUpdate(session, epoch, oldest, visible_from_chunk=visible_from)
         self._tell(MessageKind.TEXT, control, embeddings)
         self.scheduler.set_epoch(session, epoch)
 

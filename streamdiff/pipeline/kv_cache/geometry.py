@@ -55,8 +55,8 @@ class CacheGeometry:
         return self.slot(frame // self.chunk) * self.chunk + frame % self.chunk
 
     def frames(self, chunk: int, visible_from_chunk: int = 0) -> tuple[int, int]:
-        """What `chunk` sees of the stream's latent frames: how many of the first, as the sink, and the first of those
-        in the window, which go on to its own last. Chunks before `visible_from_chunk` are forgotten, except for the sink."""
+        """Which latent frames of the stream `chunk` sees: the length of the sink, and the first frame of the window,
+        which ends with the chunk itself. Outside the sink nothing before `visible_from_chunk` is visible."""
         end = (chunk + 1) * self.chunk
         sink = min(self.sink, end)
         return sink, max(sink, end - (self.window - self.sink), min(visible_from_chunk, chunk) * self.chunk)

@@ -33,8 +33,8 @@ class RankMemory(NamedTuple):
 
 
 class PreallocatedCaches(NamedTuple):
-    """Caches preallocated on every rank for up to `sessions` sessions of one kind, at least one, because CUDA graphs are
-    bound to them."""
+    """Caches preallocated on every rank for up to `sessions` sessions of one kind, at least one, because CUDA graphs
+    are bound to them."""
 
     sessions: int
     steps: int

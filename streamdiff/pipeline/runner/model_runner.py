@@ -126,8 +126,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def set_text(self, session: int, epoch: int, embeddings: Tensor, oldest: int, visible_from_chunk: int = 0) -> None:
-        """Project text embeddings `[T, text_dim]` for `epoch`, whose chunks see none before `visible_from_chunk` but the sink;
-        epochs before `oldest` are forgotten. Mutates: self."""
+        """Project text embeddings `[T, text_dim]` for `epoch`, whose chunks see none before `visible_from_chunk` but
+        the sink; epochs before `oldest` are dropped. Mutates: self."""
         kept = self.sessions[session]
         kept.text[epoch] = self.denoiser.text(embeddings[None].to(self.device, self.denoiser.dtype))
         kept.visible_from_chunk[epoch] = visible_from_chunk
@@ -251,12 +251,10 @@ class ModelRunner:
         adapt = self.spec.adaptive_sink if session.matched or row.clean else None
         # A chunk leaves when the one that takes its slot first writes there.
         fold = self.spec.averaged_sink if session.matched or row.step == 0 else None
-        visible_from_chunk = session.visible_from_chunk[row.epoch]
+        visible_from = session.visible_from_chunk[row.epoch]
         if row.clean and self.spec.context_alone:
-            visible_from_chunk = max(visible_from_chunk, row.chunk)
-        return self.attention.view(
-            session.plan, session.state, cache, row.chunk, visible_from_chunk, adapt, fold, ahead
-        )
+            visible_from = max(visible_from, row.chunk)
+        return self.attention.view(session.plan, session.state, cache, row.chunk, visible_from, adapt, fold, ahead)
 
 
 def _met(trial: int, chunk: int, steps: int, clean: bool, with_next: bool) -> Iterator[list[MicroStep]]:

@@ -4,15 +4,15 @@ Pure logic: no torch, no clock, no I/O. Events in (`open`, `returned`, `set_room
 rules are in docs/design.md, section 4; what a micro-step attends to follows from them, never from timing. New chunks of
 `matched` sessions are paced, see `timetable_tick`; one session's part is in `scheduled_session`.
 
-**A first chunk with more steps.** Steps are numbered from the end: the last step and the clean pass have the same number
-in every chunk. A longer first chunk begins at a negative step, so rules compare steps equally far from the end.
+**A first chunk with more steps.** Steps are numbered from the end: the last step and the clean pass have the same
+number in every chunk. A longer first chunk begins at a negative step, so rules compare steps equally far from the end.
 
-**Chunks that are made together.** A longer first chunk is split into chunks that run as rows of one forward and see each
-other. Here they are one chunk, number 0; the next chunk waits until their last pass has entered.
+**Chunks that are made together.** A longer first chunk is split into chunks that run as rows of one forward and see
+each other. Here they are one chunk, number 0; the next chunk waits until their last pass has entered.
 
 **A change of step count.** It applies to chunks admitted after all those in flight have come back (`drain`,
-`set_steps`), so no chunk overtakes an earlier one, and no rule compares chunks with different step counts. Meanwhile the
-newest chunk in flight has no follower and waits for none, as before a rerun. Other sessions go on.
+`set_steps`), so no chunk overtakes an earlier one, and no rule compares chunks with different step counts. Meanwhile
+the newest chunk in flight has no follower and waits for none, as before a rerun. Other sessions go on.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from streamdiff.pipeline.planner.partition import check_stages, split_evenly
 from streamdiff.pipeline.planner.simulator import Figures, Setup, Stream, simulate
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.stage_forward import Tensors
-from streamdiff.pipeline.runner.worker import LinkSource, Worker
+from streamdiff.pipeline.runner.worker import Worker
 from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.topology import StageTopology, connect
@@ -141,7 +141,7 @@ def run_rank(rank: int, stages: int, port: int, plans: Sequence[Plan]) -> list[d
         stage = Sleeping(model, place, plan.forward_s)
         links = connect(model, place, CPU) if stages > 1 else None
         if rank > 0 and links is not None:
-            Worker(LinkSource(links[1]), stage, links[0]).run()
+            Worker(links[1], stage, links[0]).run()
             continue
         ring = RingExecutor(model, CPU, stage=stage, links=links)
         results.append(measure(ring, plan))

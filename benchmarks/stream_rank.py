@@ -32,9 +32,8 @@ from streamdiff.engine.process.ipc import EXIT_CONFIG
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.pipeline import worker_main
 from streamdiff.pipeline.build import load_runtime
-from streamdiff.pipeline.profile_report import CHUNKS
-from streamdiff.pipeline.profiler import ProfiledRuntime
-from streamdiff.pipeline.rank_loader import at_once, own_device
+from streamdiff.pipeline.profiler import CHUNKS, Profiler
+from streamdiff.pipeline.rank_loader import RankLoader, own_device
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 CASE, RAW = "case.json", "raw.json"
@@ -115,7 +114,7 @@ def measure(runtime: StreamingPipeline, case: Case, load_s: float) -> Raw:
         prompts = list(_prompts(player, runtime, amount.prompts, bar))
         player.close()
         peak = peak_bytes(device)
-        at_a_time = at_once(case.config, device)
+        at_a_time = RankLoader(case.config, device).decode_latents
         parts, remarks = stream_parts.measure(runtime, amount.rounds, at_a_time, bar.set_postfix_str)
         if case.profile is not None:
             bar.set_postfix_str("profile")
@@ -169,10 +168,10 @@ def _text(runtime: StreamingPipeline, number: int) -> str:
 
 def _profile(runtime: StreamingPipeline, case: Case, folder: Path) -> Engine:
     """Trace some chunks of another stream, when everything else is measured; the engine that has to be closed."""
-    pipeline = ProfiledRuntime(runtime, folder, case.profile_chunks or CHUNKS)
-    engine = Engine(pipeline, LEAD_CHUNKS * runtime.info.chunk_frames)
+    profiler = Profiler(runtime, folder, case.profile_chunks or CHUNKS)
+    engine = Engine(runtime, LEAD_CHUNKS * runtime.info.chunk_frames)
     player = Player(engine, "profile", case.prompt)
-    player.play(lambda piece: pipeline.traced)
+    player.play(lambda piece: profiler.traced)
     player.close()
     return engine
 

@@ -1,5 +1,5 @@
 """Sessions and their life: what was asked, what was accepted, what is shown when.
 
-Knows nothing about codecs, HTTP or peers. Importing this package (bridge, messages, pacing, supervisor) never imports
-torch; only `engine.engine` does, in the process that computes.
+Knows nothing about codecs, HTTP or peers. No module of this package imports torch; the pipeline is loaded in the engine
+process.
 """

@@ -6,10 +6,10 @@ user's own process (`streamdiff.api`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from streamdiff.engine.messages import (
@@ -30,11 +30,13 @@ from streamdiff.engine.messages import (
     Shown,
     Shutdown,
 )
-from streamdiff.engine.pipeline_api import Made, Pipeline, Reading
+from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue, ReadyRequest
-from streamdiff.engine.session import Allow, End, Hold, Output, Session, StartAfresh, UseSteps, UseText
+from streamdiff.engine.session import Session
 from streamdiff.engine.validation import asks, bad_value, check_prompt, check_seed, refused
 from streamdiff.errors import RequestError, StreamdiffError
+from streamdiff.models.interfaces import Reading
+from streamdiff.pipeline.output import Frames
 
 # What can go wrong with one text (memory, files, numbers), and ends nothing else. Other errors are faults of a program.
 _TEXT_ERRORS = (StreamdiffError, OSError, RuntimeError, ValueError, MemoryError)
@@ -94,8 +96,8 @@ class Engine:
         if self._waiting and not self._pipeline.busy:
             futures.wait(self._waiting.encodings(), wait_s, futures.FIRST_COMPLETED)
         events = self.settle()
-        for slot, session in self._sessions.items():
-            self._carry_out(slot, session.take_changes())
+        for session in self._sessions.values():
+            session.apply_pending()
         finished = False
         for made in self._pipeline.step(wait_s):
             events += self._number(made)
@@ -178,6 +180,9 @@ class Engine:
         steps, kv_context = self._choice(command)
         session = Session(
             command.session,
+            self._pipeline,
+            slot,
+            partial(self._encoded, command.session),
             text=reading.text,
             seed=command.seed,
             kv_context=kv_context,
@@ -195,7 +200,7 @@ class Engine:
             steps=steps,
             kv_context=kv_context,
         )
-        return session, self._carry_out(slot, session.open(reading.notice, self._switches(slot)))
+        return session, session.open(reading.notice, self._switches(slot))
 
     def _switches(self, slot: int) -> tuple[str, ...]:
         """What a new prompt may do to the past of an open session, as the pipeline says; first what the model was made
@@ -247,28 +252,28 @@ class Engine:
         """Carry out a request whose text, if it has one, need not be waited for."""
         request = asked.request
         if isinstance(request, Open):
-            return self._open_now(request, asked)
+            return self._open_now(request, Reading(asked.text, asked.notice))
         session = self._find(request)
         if session is None:
             return []
         match request:
             case SetPrompt():
                 self._pipeline.check_switch(self._slots[request.session], request.switch)
-                outputs = session.set_prompt(asked.text, asked.notice, request.request, request.switch)
+                return session.set_prompt(asked.text, asked.notice, request.request, request.switch)
             case SetSteps():
                 slot = self._slots[request.session]
                 self._pipeline.check_steps(slot, request.steps)
                 lead = self._least_lead(request.steps, session.kv_context)
-                outputs = session.set_steps(request.steps, lead, request.request)
+                return session.set_steps(request.steps, lead, request.request)
             case Pause() | Resume():
-                outputs = session.set_paused(isinstance(request, Pause))
+                session.set_paused(isinstance(request, Pause))
             case Reset():
-                outputs = session.reset(request.seed, request.request)
+                return session.reset(request.seed, request.request)
             case SetLead():
-                outputs = session.set_lead(request.frames)
+                session.set_lead(request.frames)
             case Shown():
-                outputs = session.shown(request.frames)
-        return self._carry_out(self._slots[request.session], outputs)
+                session.shown(request.frames)
+        return []
 
     def _close(self, name: str) -> list[Event]:
         opening = name in self._waiting.opening()
@@ -282,7 +287,7 @@ class Engine:
         slot = self._slots.pop(name)
         session = self._sessions.pop(slot)
         self._next_epoch[slot] = session.epoch + 1
-        return [*events, *self._carry_out(slot, session.close())]
+        return [*events, *session.close()]
 
     def _find(self, command: SetPrompt | SetSteps | Pause | Resume | Reset | SetLead | Close | Shown) -> Session | None:
         """Its session; None for what has no answer and crossed with the session's end."""
@@ -331,40 +336,9 @@ class Engine:
             kept = self._texts[name] = text, self._pipeline.text.encode(text)
         return kept[1]
 
-    # ---- what sessions want -------------------------------------------------------------------------------------
-
-    def _number(self, made: Made) -> list[Event]:
+    def _number(self, made: Frames) -> list[Event]:
         session = self._sessions.get(made.session)
         if session is None:
             return []
-        outputs = session.made(
-            epoch=made.epoch,
-            chunk=made.chunk,
-            pictures=made.pictures,
-            chunk_s=made.chunk_s if made.last else None,
-        )
-        return self._carry_out(made.session, outputs)
-
-    def _carry_out(self, slot: int, outputs: Iterable[Output]) -> list[Event]:
-        """Do the actions among `outputs`; returns the events."""
-        events: list[Event] = []
-        pipeline = self._pipeline
-        for output in outputs:
-            match output:
-                case UseText():
-                    conditioning = self._encoded(self._sessions[slot].name, output.text)
-                    pipeline.set_conditioning(slot, conditioning, epoch=output.epoch, switch=output.switch)
-                case UseSteps():
-                    pipeline.set_steps(slot, output.steps, epoch=output.epoch)
-                case StartAfresh():
-                    conditioning = self._encoded(self._sessions[slot].name, output.text)
-                    pipeline.reset(slot, conditioning, seed=output.seed, epoch=output.epoch)
-                case Hold():
-                    pipeline.set_paused(slot, output.paused)
-                case Allow():
-                    pipeline.set_room(slot, max(0, output.frames))
-                case End():
-                    pipeline.close_session(slot)
-                case _:
-                    events.append(output)
-        return events
+        chunk_s = made.chunk_s if made.last else None
+        return session.made(epoch=made.epoch, chunk=made.chunk, pictures=made.pictures, chunk_s=chunk_s)

@@ -24,8 +24,8 @@ class Open:
     """Open `session` (any non-empty id). Answered by `Opened` or `Refused`. None means the engine's default.
 
     `lead_frames`: how many frames may be made beyond those shown; where the pipeline needs more, it gets more.
-    The last three are for a session that an engine before this one had: its first chunk has `epoch` or a later one, its
-    first frame the number `made_frames`, and `shown_frames` of those before it were shown.
+    Resume after an engine restart: `epoch`, the lowest to use; `made_frames`, number of the next frame; `shown_frames`,
+    frames already shown.
     """
 
     session: str

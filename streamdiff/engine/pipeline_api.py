@@ -1,8 +1,8 @@
-"""What the engine needs of the pipeline it drives, as protocols:
-`streamdiff.pipeline.streaming_pipeline.StreamingPipeline` fits them.
+"""What the engine needs of the pipeline it drives, as a protocol, which
+`streamdiff.pipeline.streaming_pipeline.StreamingPipeline` fits.
 
-The engine is written against these, so it can be driven in a test by a pipeline that paints instead of computing, and
-the same tests run on both. Imports neither torch nor the pipeline.
+The engine is written against it, so it can be driven in a test by a pipeline that paints instead of computing, and the
+same tests run on both. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,77 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-
-class Reading(Protocol):
-    """How a prompt was understood; see `streamdiff.models.interfaces.Reading`."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def notice(self) -> str: ...
-
-
-class Text(Protocol):
-    """Prompt to conditioning; see `streamdiff.models.interfaces.TextEncoder`. What `encode` returns is opaque here."""
-
-    @property
-    def examples(self) -> tuple[str, ...]: ...
-    @property
-    def vocabulary(self) -> str: ...
-    @property
-    def slow(self) -> bool: ...
-    def read(self, prompt: str, previous: str | None) -> Reading: ...
-    def encode(self, text: str) -> Any: ...
-
-
-class Info(Protocol):
-    """What a loaded model is. Sizes in pixels; `steps` and `kv_context` are those of a session that does not name its
-    own, `steps_known` the numbers of steps that it may name, `switch` what a new prompt does to the past unless it
-    says."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def height(self) -> int: ...
-    @property
-    def native_fps(self) -> float: ...
-    @property
-    def chunk_frames(self) -> int: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def kv_context(self) -> str: ...
-    @property
-    def steps_known(self) -> tuple[int, ...]: ...
-    @property
-    def switch(self) -> str: ...
-
-
-class Made(Protocol):
-    """Decoded frames of one chunk, in order: `pictures` uint8 `[n, *P]`, P as in `streamdiff.video.pixel_format`.
-
-    `last` is True on the last piece of a chunk, and `chunk_s` is then the seconds since the chunk's admission.
-    """
-
-    @property
-    def session(self) -> int: ...
-    @property
-    def chunk(self) -> int: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def pictures(self) -> NDArray[np.uint8]: ...
-    @property
-    def last(self) -> bool: ...
-    @property
-    def chunk_s(self) -> float | None: ...
+from streamdiff.models.interfaces import TextEncoder
+from streamdiff.pipeline.output import Frames, ModelInfo
 
 
 class Pipeline(Protocol):
@@ -91,10 +22,10 @@ class Pipeline(Protocol):
     """
 
     @property
-    def info(self) -> Info: ...
+    def info(self) -> ModelInfo: ...
 
     @property
-    def text(self) -> Text: ...
+    def text(self) -> TextEncoder: ...
 
     def minimum_lead(self, *, steps: int, kv_context: str) -> int:
         """Frames that a session's room must reach at least, or nothing is made. Raises ValueError as `open` does."""
@@ -127,7 +58,7 @@ class Pipeline(Protocol):
     def close_session(self, session: int) -> None:
         """Free the session's state."""
 
-    def step(self, wait_s: float = 0.0) -> Sequence[Made]:
+    def step(self, wait_s: float = 0.0) -> Sequence[Frames]:
         """Do one piece of work and return what is decoded; with nothing to do but wait for a decode, wait."""
 
     @property

@@ -28,8 +28,8 @@ class PendingRequest:
 
 @dataclass(frozen=True)
 class ReadyRequest:
-    """A request whose turn it is. `conditioning` is that of its text, where it was encoded: a prompt without is one
-    that a later one replaces at once. `error` is why the text could not be encoded."""
+    """A request ready to run. `conditioning`: embeddings; None without text or where a later prompt supersedes it.
+    `error`: why encoding failed."""
 
     asked: PendingRequest
     conditioning: Any = None

@@ -1,79 +1,34 @@
-"""One stream's life, without I/O: what was asked goes in, what is to be done and told comes out.
+"""One stream's life, without I/O: requests come in, the pipeline is called, events come out.
 
-Knows nothing about torch, sockets or clocks; texts are already understood when they get here. `Action`s are for the
-pipeline, `Event`s for who asked.
+Knows nothing about torch, sockets or clocks; prompts are already parsed when they get here.
 
 Epochs: every accepted prompt, number of steps and reset gets the next one, the pipeline stamps it on the chunks made
 under it, and the first frames that bring a new epoch produce `Applied`. Prompts and steps do not go to the pipeline one
-by one: they wait until `take_changes`, and of each kind the latest that waits wins. So an accepted epoch may be
+by one: they wait until `apply_pending`, and of each kind the latest that waits wins. So an accepted epoch may be
 skipped, never undone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamdiff.engine.messages import SWITCHES, Accepted, Applied, Closed, Event, FrameBatch, Opened
-
-
-@dataclass(frozen=True)
-class UseText:
-    """Make chunks from `text`, from the next admitted one on; `switch` says what they see of the past."""
-
-    text: str
-    epoch: int
-    switch: str = "keep"
-
-
-@dataclass(frozen=True)
-class UseSteps:
-    """Make chunks in `steps` steps, from the next one on that is admitted after those in flight."""
-
-    steps: int
-    epoch: int
-
-
-@dataclass(frozen=True)
-class StartAfresh:
-    """Drop what is in flight and begin again with chunk 0."""
-
-    text: str
-    seed: int
-    epoch: int
-
-
-@dataclass(frozen=True)
-class Hold:
-    """Admit no chunks while `paused`."""
-
-    paused: bool
-
-
-@dataclass(frozen=True)
-class Allow:
-    """At most `frames` frames may come beyond those that have come."""
-
-    frames: int
-
-
-@dataclass(frozen=True)
-class End:
-    """Free the stream."""
-
-
-Action = UseText | UseSteps | StartAfresh | Hold | Allow | End
-Output = Action | Event
+from streamdiff.engine.pipeline_api import Pipeline
 
 
 class Session:
-    """One stream. Every method returns what is to be done and told, in this order."""
+    """One stream, in slot `slot` of `pipeline`. Every method calls the pipeline as needed and returns the events."""
 
     def __init__(
         self,
         name: str,
+        pipeline: Pipeline,
+        slot: int,
+        encode: Callable[[str], Any],
         *,
         text: str,
         seed: int,
@@ -85,13 +40,15 @@ class Session:
         shown_frames: int = 0,
     ) -> None:
         """Args:
+        encode: a text's conditioning, as the pipeline takes it.
         kv_context: that the pipeline has opened it with.
         epoch: of the first chunk.
         lead_frames: how many frames may be made beyond those reported as shown.
         least_lead_frames: what the lead is at least.
-        made_frames, shown_frames: of the stream that this one takes up; its own frames are numbered from there.
+        made_frames, shown_frames: of the stream that this one resumes; its own frames are numbered from there.
         """
         self.name = name
+        self._pipeline, self._slot, self._encode = pipeline, slot, encode
         self.text = text
         self.seed = seed
         self.kv_context = kv_context
@@ -100,8 +57,8 @@ class Session:
         """The last chunk of which frames have come; -1 before the first. Starts again with a reset."""
         self._wanted_lead_frames = lead_frames
         self._least_lead_frames = least_lead_frames
-        self._text_waits: UseText | None = None
-        self._steps_wait: UseSteps | None = None
+        self._pending_switch: tuple[int, str] | None = None  # epoch, and what becomes of the past
+        self._pending_steps: tuple[int, int] | None = None  # epoch and steps
         self._applied_epoch = epoch - 1
         self._oldest_epoch = epoch
         self._paused = False
@@ -114,73 +71,86 @@ class Session:
         lead_frames = max(self._wanted_lead_frames, self._least_lead_frames)
         return lead_frames - (self._made_frames - self._shown_frames)
 
-    def open(self, notice: str = "", switches: tuple[str, ...] = SWITCHES) -> list[Output]:
+    def open(self, notice: str = "", switches: tuple[str, ...] = SWITCHES) -> list[Event]:
         """Begin: the pipeline has opened the stream with this session's text, seed and epoch; it can do `switches`."""
-        return [Allow(self.room_frames), Opened(self.name, self.epoch, self.text, notice, switches)]
+        self._set_room()
+        return [Opened(self.name, self.epoch, self.text, notice, switches)]
 
-    def set_prompt(self, text: str, notice: str, request: str, switch: str = "keep") -> list[Output]:
-        """Take a prompt; `take_changes` gives it to the pipeline, unless a later one comes first. With `switch` "reset"
-        the stream begins afresh with it, at once."""
+    def set_prompt(self, text: str, notice: str, request: str, switch: str = "keep") -> list[Event]:
+        """Accept a prompt; `apply_pending` gives it to the pipeline, unless a later one comes first. With `switch`
+        "reset" the stream begins afresh with it, at once."""
         self.text = text
         if switch == "reset":
-            *actions, _ = self.reset(None, request)
-            return [*actions, Accepted(self.name, request, self.epoch, text, notice)]
-        self.epoch += 1
-        self._text_waits = UseText(text, self.epoch, switch)
+            self.reset(None, request)
+        else:
+            self.epoch += 1
+            self._pending_switch = self.epoch, switch
         return [Accepted(self.name, request, self.epoch, text, notice)]
 
-    def set_steps(self, steps: int, least_lead_frames: int, request: str) -> list[Output]:
-        """Take a number of steps, which needs this lead at least; `take_changes` gives it to the pipeline, unless a
+    def set_steps(self, steps: int, least_lead_frames: int, request: str) -> list[Event]:
+        """Accept a number of steps, which needs this lead at least; `apply_pending` gives it to the pipeline, unless a
         later one comes first."""
         self.epoch += 1
         self._least_lead_frames = least_lead_frames
-        self._steps_wait = UseSteps(steps, self.epoch)
-        return [Allow(self.room_frames), Accepted(self.name, request, self.epoch, "")]
+        self._pending_steps = self.epoch, steps
+        self._set_room()
+        return [Accepted(self.name, request, self.epoch, "")]
 
-    def take_changes(self) -> list[Output]:
-        """The latest prompt and steps, in the order of their epochs, if they have not gone to the pipeline yet."""
-        waiting = [change for change in (self._text_waits, self._steps_wait) if change is not None]
-        self._text_waits = self._steps_wait = None
-        return [*sorted(waiting, key=lambda change: change.epoch)]
+    def apply_pending(self) -> None:
+        """Give the pipeline the latest prompt and steps that it does not have yet, in the order of their epochs."""
+        switch, self._pending_switch = self._pending_switch, None
+        if switch is None:
+            self._apply_steps()
+            return
+        epoch, policy = switch
+        if self._pending_steps is not None and self._pending_steps[0] < epoch:
+            self._apply_steps()
+        conditioning = self._encode(self.text)
+        self._pipeline.set_conditioning(self._slot, conditioning, epoch=epoch, switch=policy)
+        self._apply_steps()
 
-    def reset(self, seed: int | None, request: str) -> list[Output]:
+    def _apply_steps(self) -> None:
+        if self._pending_steps is not None:
+            (epoch, steps), self._pending_steps = self._pending_steps, None
+            self._pipeline.set_steps(self._slot, steps, epoch=epoch)
+
+    def reset(self, seed: int | None, request: str) -> list[Event]:
         """Begin again, with the latest prompt and steps. A paused stream stays paused.
 
-        Frames made so far are not waited for: who asked for a reset drops those not shown yet.
+        Frames made so far count as shown: who asked for a reset drops the others.
         """
         self.seed = self.seed if seed is None else seed
         self.epoch += 1
         self.chunk = -1
         self._oldest_epoch = self.epoch
-        steps: list[Output] = [self._steps_wait] if self._steps_wait is not None else []
-        self._text_waits = self._steps_wait = None
+        self._pending_switch = None
         self._shown_frames = self._made_frames
-        start = StartAfresh(self.text, self.seed, self.epoch)
-        accepted = Accepted(self.name, request, self.epoch, self.text)
-        return [*steps, start, Hold(self._paused), Allow(self.room_frames), accepted]
+        self._apply_steps()
+        self._pipeline.reset(self._slot, self._encode(self.text), seed=self.seed, epoch=self.epoch)
+        self._pipeline.set_paused(self._slot, self._paused)
+        self._set_room()
+        return [Accepted(self.name, request, self.epoch, self.text)]
 
-    def set_paused(self, paused: bool) -> list[Output]:
+    def set_paused(self, paused: bool) -> None:
         """Pause or go on; saying it twice does nothing."""
-        if paused == self._paused:
-            return []
-        self._paused = paused
-        return [Hold(paused)]
+        if paused != self._paused:
+            self._paused = paused
+            self._pipeline.set_paused(self._slot, paused)
 
-    def set_lead(self, frames: int) -> list[Output]:
+    def set_lead(self, frames: int) -> None:
         """Another lead from now on."""
         self._wanted_lead_frames = frames
-        return [Allow(self.room_frames)]
+        self._set_room()
 
-    def shown(self, frames: int) -> list[Output]:
+    def shown(self, frames: int) -> None:
         """So many frames have been shown in all. Never goes back, and never beyond what was made."""
         shown_frames = min(max(frames, self._shown_frames), self._made_frames)
-        if shown_frames == self._shown_frames:
-            return []
-        self._shown_frames = shown_frames
-        return [Allow(self.room_frames)]
+        if shown_frames != self._shown_frames:
+            self._shown_frames = shown_frames
+            self._set_room()
 
-    def made(self, *, epoch: int, chunk: int, pictures: NDArray[np.uint8], chunk_s: float | None) -> list[Output]:
-        """Frames have come: number them and tell. Frames of before the last reset are dropped."""
+    def made(self, *, epoch: int, chunk: int, pictures: NDArray[np.uint8], chunk_s: float | None) -> list[Event]:
+        """Number decoded frames. Those of before the last reset are dropped."""
         if epoch < self._oldest_epoch:
             return []
         assert epoch <= self.epoch, f"frames of epoch {epoch}, but the last one asked for is {self.epoch}"
@@ -189,17 +159,21 @@ class Session:
         assert same_chunk or next_chunk, (
             f"chunk {chunk} of epoch {epoch} came after chunk {self.chunk} of epoch {self._applied_epoch}"
         )
-        outputs: list[Output] = []
+        events: list[Event] = []
         first = self._made_frames
         if epoch > self._applied_epoch:
             self._applied_epoch = epoch
-            outputs.append(Applied(self.name, epoch, chunk, first))
+            events.append(Applied(self.name, epoch, chunk, first))
         self.chunk = chunk
         self._made_frames += len(pictures)
-        outputs.append(Allow(self.room_frames))
-        outputs.append(FrameBatch(self.name, epoch, chunk, first, chunk_s, pictures))
-        return outputs
+        self._set_room()
+        events.append(FrameBatch(self.name, epoch, chunk, first, chunk_s, pictures))
+        return events
 
-    def close(self) -> list[Output]:
-        """End."""
-        return [End(), Closed(self.name)]
+    def close(self) -> list[Event]:
+        """End the stream and free its slot."""
+        self._pipeline.close_session(self._slot)
+        return [Closed(self.name)]
+
+    def _set_room(self) -> None:
+        self._pipeline.set_room(self._slot, max(0, self.room_frames))

@@ -1,7 +1,7 @@
-"""The ring, seen from its head: sessions go in, finished chunks come out.
+"""Rank 0's side of the ring of stages: sessions go in, finished chunks come out.
 
-The head's own part of the loop is to decide what enters next (`StreamBatchScheduler`), to bring its latents and noise,
-and to take back what has been around (`LatentSampler`). With one stage there are no links, and the same loop runs.
+Rank 0 decides which micro-step enters next (`StreamBatchScheduler`), supplies its latents and noise, and turns the flow
+that comes back into the next latents (`LatentSampler`). With one stage there are no links, and the same loop runs.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.noise import Noise, SeededNoise
 from streamdiff.pipeline.runner.sampler import Finished, LatentSampler
-from streamdiff.pipeline.runner.worker import LEAVE_S, LinkSource, Worker
+from streamdiff.pipeline.runner.worker import LEAVE_S, Worker
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 
 
 class InFlightQueue:
-    """The head's source of work: controls first, in the order they were given, then what the scheduler hands out.
+    """Rank 0's `Receiver`: session updates first, in the order they were given, then what the scheduler hands out.
 
-    At most `limit` works are in the ring at once, controls included. Every link has two slots, so the ring can never
+    At most `limit` messages are in the ring at once, updates included. Every link has two slots, so the ring can never
     fill up and stand still.
     """
 
@@ -46,8 +46,8 @@ class InFlightQueue:
         self.works: deque[StageMessage] = deque()  # in the ring, in order, without their tensors
         self.stopping = False
 
-    def take(self, wait_s: float | None = 0.0) -> StageMessage | None:
-        """The next work that may enter, or None; never waits. Mutates: self, scheduler, head."""
+    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
+        """The next message that may enter, or None; never waits. Mutates: self, scheduler, head."""
         if len(self.works) >= self.limit:
             return None
         if self.controls:
@@ -60,6 +60,9 @@ class InFlightQueue:
             return None
         self.works.append(replace(work, tensors=()))
         return work
+
+    def notify(self, call: Callable[[], None]) -> None:
+        """Nothing comes from another rank."""
 
     def close(self, limit_s: float = 0.0) -> None:
         """Nothing enters any more. Mutates: self."""
@@ -78,7 +81,7 @@ class InFlightQueue:
 
 
 class PendingSteps(NamedTuple):
-    """Steps that hold as soon as nothing of the session is in flight any more."""
+    """A change of step count that is applied once nothing of the session is in flight."""
 
     epoch: int
     schedule: Schedule
@@ -211,10 +214,11 @@ class RingExecutor:
         Raises:
             ValueError: unknown policy, or one that the session's KV context cannot have.
         """
-        since, again = self.head.switch(session, self.scheduler.next_chunk(session), policy)
-        if again:
-            self.scheduler.rerun(session, again)
-        control = SessionUpdate(session, epoch, self.scheduler.oldest_epoch(session), since=since)
+        visible_from, rerun = self.head.switch(session, self.scheduler.next_chunk(session), policy)
+        if rerun:
+            self.scheduler.rerun(session, rerun)
+        oldest = self.scheduler.oldest_epoch(session)
+        control = SessionUpdate(session, epoch, oldest, visible_from_chunk=visible_from)
         self._tell(MessageKind.TEXT, control, embeddings)
         self.scheduler.set_epoch(session, epoch)
 
@@ -244,8 +248,8 @@ class RingExecutor:
         self.scheduler.drain(session)
 
     def _change_steps(self) -> None:
-        """Carry out the changes that nothing in flight stands against: here at once, and on the other ranks at the same
-        place of the order, for what has been before is back and what follows is not there yet. Mutates: self."""
+        """Apply pending step changes of sessions with nothing in flight: here now, on other ranks by a message at the
+        same point of the order. Mutates: self."""
         for session in [session for session in self._changes if self.scheduler.drained(session)]:
             epoch, schedule = self._changes.pop(session)
             self.scheduler.set_steps(session, steps=schedule.steps, first_steps=schedule.of(0).steps)
@@ -361,7 +365,7 @@ class LocalRing(RingExecutor):
         ]
         ends = (links[0], links[-1])
         super().__init__(model, device, max_rows, stage=parts[0], links=ends, clean_with_next=clean_with_next)
-        self.others = [Worker(LinkSource(links[i - 1]), part, links[i]) for i, part in enumerate(parts) if i > 0]
+        self.others = [Worker(links[i - 1], part, links[i]) for i, part in enumerate(parts) if i > 0]
 
     def turn(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:
         """One turn of every rank, the last one first: a work moves on by one stage per turn, as in processes."""

@@ -1,8 +1,8 @@
 """A PyTorch profiler's trace of some chunks of a running stream, and what it says in a page of text.
 
-`ProfiledRuntime` stands in a `StreamingPipeline`'s place, waits until the window is full, traces some chunks from their
-first micro-step to their last picture, writes two files and goes on. What is traced is slower than usual, so no rate is
-told here. In a ring the trace is of the head's rank.
+`Profiler` waits until a stream's window is full, traces some chunks from their first micro-step to their last picture,
+and writes two files: the Chrome trace, and a summary of operators, kernels, launches and host waits per chunk. What is
+traced is slower than usual, so no rate is given here. In a ring the trace is of rank 0.
 """
 
 from __future__ import annotations
@@ -14,17 +14,36 @@ import shutil
 import sys
 import tempfile
 import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.interfaces import TextEncoder
-from streamdiff.pipeline.profile_report import _STEP, _UNFINISHED, CHUNKS, SUMMARY, TRACE, describe, summarise
-from streamdiff.pipeline.streaming_pipeline import Frames, ModelInfo, StreamingPipeline
+from streamdiff.pipeline.output import Frames
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+
+CHUNKS = 4
+"""How many chunks are traced, unless it is said."""
+TRACE, SUMMARY = "trace.json.gz", "summary.txt"
+_UNFINISHED = ".unfinished-"
+"""What files are called below, while they are written: under their names they are whole, whenever the process ends."""
+_STEP = "streamdiff.step"
+_TOP = 10
+# What CUDA's runtime and driver call the launch of a kernel, or of a whole graph of them, and waiting for the device.
+_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchCooperativeKernel")
+_GRAPHS = ("cudaGraphLaunch", "cuGraphLaunch")
+_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cuStreamSynchronize")
+_NO_WAIT = ("cudaMemcpyAsync",)
+# Operations that read a value back, and so wait wherever the tensor is not on the CPU.
+_READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select")
+Event = Mapping[str, Any]
 
 
 def check_folder(folder: Path) -> None:
@@ -50,44 +69,40 @@ def check_traced(folder: object, chunks: int | None) -> None:
         )
 
 
-class ProfiledRuntime:
-    """A `StreamingPipeline` that is traced for a while; for callers the same (`engine.pipeline_api.Pipeline`)."""
+class Profiler:
+    """Traces `chunks` chunks of a pipeline: its `StepHook`."""
 
-    def __init__(self, runtime: StreamingPipeline, folder: Path, chunks: int = CHUNKS) -> None:
-        """Raises ConfigError as `check_folder`. Mutates: removes from `folder` what an earlier run left unfinished."""
+    def __init__(self, pipeline: StreamingPipeline, folder: Path, chunks: int = CHUNKS) -> None:
+        """Raises ConfigError as `check_folder`. Mutates: the pipeline's `hook`; removes from `folder` what an earlier
+        run left unfinished."""
         check_folder(folder)
         for left in folder.glob(f"{_UNFINISHED}*"):
             shutil.rmtree(left, ignore_errors=True)
-        self.runtime, self.folder, self.chunks = runtime, folder, chunks
-        self.info: ModelInfo = runtime.info
-        self.text: TextEncoder = runtime.text
+        self._pipeline, self.folder, self.chunks = pipeline, folder, chunks
         self._writing: threading.Thread | None = None
-        self._before = runtime.model.spec.window_chunks(runtime.info.kv_context) + 1  # chunks before the first one
+        self._before = pipeline.model.spec.window_chunks(pipeline.info.kv_context) + 1  # chunks before the first one
         self._profile: profile | None = None
-        self._seen = self._works = 0
-        self._open: set[int] = set()
-        self._first: dict[int, int] = {}  # by session: the first chunk that was not begun before the trace
+        self._seen = self._micro_steps = 0
+        self._begun: set[tuple[int, int, int]] = set()  # chunks that were under way when the trace began
+        pipeline.hook = self
 
-    def step(self, wait_s: float = 0.0) -> list[Frames]:
-        """As `StreamingPipeline.step`. Mutates: self; begins to write when the last chunk is there."""
-        if self._profile is None:
-            made = self.runtime.step(wait_s)
-        else:
-            with record_function(_STEP):
-                made = self.runtime.step(wait_s)
-        for frames in made:
-            if self._writing is None and frames.last:
-                self._count(frames)
-        return made
+    def around_step(self) -> AbstractContextManager[object]:
+        """See `StepHook`."""
+        return nullcontext() if self._profile is None else record_function(_STEP)
 
-    def _count(self, frames: Frames) -> None:
+    def after_step(self, frames: Sequence[Frames]) -> None:
+        """Count finished chunks; begin and end the trace. Mutates: self."""
+        ended = [each for each in frames if each.last]
+        if self._writing is not None:
+            return
         if self._profile is None:
-            if frames.chunk + 1 >= self._before:
+            if any(each.chunk + 1 >= self._before for each in ended):
                 self._start()
-        elif frames.chunk >= self._first.get(frames.session, 0):
-            self._seen += 1
-            if self._seen == self.chunks:
-                self._stop()
+            return
+        self._seen += sum((each.session, each.chunk, each.epoch) not in self._begun for each in ended)
+        if self._seen >= self.chunks:
+            self._seen = self.chunks
+            self._stop()
 
     @property
     def traced(self) -> bool:
@@ -95,29 +110,29 @@ class ProfiledRuntime:
         return self._writing is not None
 
     def _start(self) -> None:
-        cuda = torch.cuda.is_available() and self.info.device.startswith("cuda")
+        cuda = torch.cuda.is_available() and self._pipeline.info.device.startswith("cuda")
         self._profile = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
             experimental_config=_ExperimentalConfig(profile_all_threads=True),  # decoding has a thread of its own
             acc_events=True,
         )
         # Several chunks may come out at once that were computed before, while decoding was behind: they do not count.
-        self._first = {session: self.runtime.ring.scheduler.next_chunk(session) for session in self._open}
-        self._works = self.runtime.ring.worker.done
+        self._begun = self._pipeline.unfinished()
+        self._micro_steps = self._pipeline.ring.worker.done
         self._profile.start()
         print(f"streamdiff: {self.chunks} chunks are traced now, and slower", file=sys.stderr, flush=True)
 
     def _stop(self) -> None:
         """End the trace; the files are written on a thread, for that takes seconds and the stream goes on."""
         assert self._profile is not None
-        works = self.runtime.ring.worker.done - self._works
+        micro_steps = self._pipeline.ring.worker.done - self._micro_steps
         self._profile.stop()
-        self._writing = threading.Thread(target=self._write, args=(self._profile, works), name="profile")
+        self._writing = threading.Thread(target=self._write, args=(self._profile, micro_steps), name="profile")
         self._writing.start()
         self._profile = None
 
-    def _write(self, traced: profile, works: int) -> None:
-        info = self.info
+    def _write(self, traced: profile, micro_steps: int) -> None:
+        info = self._pipeline.info
         title = f"{info.name} on {info.device}, {info.width}x{info.height}, {info.steps} steps, {info.kv_context}"
         with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=self.folder) as name:
             plain, trace, summary = Path(name) / "trace.json", Path(name) / TRACE, Path(name) / SUMMARY
@@ -125,74 +140,126 @@ class ProfiledRuntime:
             with plain.open("rb") as source, gzip.open(trace, "wb") as packed:
                 shutil.copyfileobj(source, packed)
             found = summarise(json.loads(plain.read_bytes())["traceEvents"])
-            text = describe(found, title=title, chunks=self._seen, micro_steps=works)
+            text = describe(found, title=title, chunks=self._seen, micro_steps=micro_steps)
             summary.write_text(text, encoding="utf-8")
             for whole in (trace, summary):
                 whole.replace(self.folder / whole.name)
         print(f"streamdiff: profile of {self._seen} chunks in {self.folder}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """As `StreamingPipeline.close`; a trace that was begun is written."""
+        """Write a trace that was begun; waits until the files are there."""
         if self._profile is not None and self._seen:
             self._stop()
-        self.runtime.close()
         if self._writing is not None:
             self._writing.join()
         else:
             told = f"the stream ended before a chunk was made after the first {self._before}, which fill the window"
             print(f"streamdiff: no profile: {told}", file=sys.stderr)
 
-    # ---- as the runtime's --------------------------------------------------------------------------------------
 
-    def minimum_lead(self, *, steps: int, kv_context: str) -> int:
-        return self.runtime.minimum_lead(steps=steps, kv_context=kv_context)
+@dataclass(frozen=True)
+class Cost:
+    """An operation or kernel: how often it ran, its own microseconds (without what it called), and on whose thread."""
 
-    def open(self, session: int, conditioning: Tensor, *, seed: int, epoch: int, steps: int, kv_context: str) -> None:
-        self.runtime.open(session, conditioning, seed=seed, epoch=epoch, steps=steps, kv_context=kv_context)
-        self._open.add(session)
-        self._first[session] = 0
+    name: str
+    calls: int
+    self_us: float
+    where: str
 
-    def check_switch(self, session: int, switch: str) -> None:
-        self.runtime.check_switch(session, switch)
 
-    def check_steps(self, session: int, steps: int) -> None:
-        self.runtime.check_steps(session, steps)
+@dataclass(frozen=True)
+class Summary:
+    """Counts are of the stream's own thread, and for all micro-steps together; `costs` are of every thread, the largest
+    first. `launches` and `kernels` are None on a CPU, where `ops` counts operations that no other one called."""
 
-    def set_steps(self, session: int, steps: int, *, epoch: int) -> None:
-        self.runtime.set_steps(session, steps, epoch=epoch)
+    wall_us: float
+    ops: int
+    launches: int | None
+    graphs: int | None
+    kernels: int | None
+    waits: Counter[str]
+    costs: tuple[Cost, ...]
 
-    def set_conditioning(self, session: int, conditioning: Tensor, *, epoch: int, switch: str = "keep") -> None:
-        self.runtime.set_conditioning(session, conditioning, epoch=epoch, switch=switch)
 
-    def reset(self, session: int, conditioning: Tensor, *, seed: int, epoch: int) -> None:
-        self.runtime.reset(session, conditioning, seed=seed, epoch=epoch)
-        self._first[session] = 0
+def summarise(events: Iterable[Event]) -> Summary:
+    """What the events of a Chrome trace say that torch's profiler wrote around steps named `streamdiff.step`."""
+    spans = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    steps = [event for event in spans if event["name"] == _STEP and event.get("cat") == "user_annotation"]
+    own = {event["tid"] for event in steps}
+    wall_us = max((e["ts"] + e["dur"] for e in steps), default=0.0) - min((e["ts"] for e in steps), default=0.0)
+    kernels = [event for event in spans if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    calls = [e for e in spans if e.get("cat") in ("cuda_runtime", "cuda_driver") and e["tid"] in own]
+    operations, outermost = _own_times([event for event in spans if event.get("cat") == "cpu_op"], own)
+    waits = Counter(e["name"] for e in calls if e["name"].startswith(_WAITS) and e["name"] not in _NO_WAIT)
+    if not kernels:
+        waits = Counter(e["name"] for e in spans if e["name"] in _READS and e["tid"] in own)
+    return Summary(
+        wall_us=wall_us,
+        ops=outermost,
+        launches=sum(e["name"].startswith(_LAUNCHES) for e in calls) if kernels else None,
+        graphs=sum(e["name"].startswith(_GRAPHS) for e in calls) if kernels else None,
+        kernels=sum(e["cat"] == "kernel" for e in kernels) if kernels else None,
+        waits=waits,
+        costs=_largest(((e["name"], "device"), e["dur"]) for e in kernels) if kernels else _largest(operations),
+    )
 
-    def set_paused(self, session: int, paused: bool) -> None:
-        self.runtime.set_paused(session, paused)
 
-    def set_room(self, session: int, frames: int) -> None:
-        self.runtime.set_room(session, frames)
+def _own_times(events: list[Event], own: set[Any]) -> tuple[list[tuple[tuple[str, str], float]], int]:
+    """Each operation with its time less that of what it called; and how many on the threads `own` nobody called."""
+    found: list[tuple[tuple[str, str], float]] = []
+    outermost = 0
+    threads: dict[Any, list[Event]] = defaultdict(list)
+    for event in events:
+        threads[event["tid"]].append(event)
+    for thread, theirs in threads.items():
+        where = "stream" if thread in own else "other threads"
+        stack: list[tuple[Event, list[float]]] = []  # an operation that runs, and its time so far without its calls
+        for event in sorted(theirs, key=lambda each: (each["ts"], -each["dur"])):
+            while stack and event["ts"] >= stack[-1][0]["ts"] + stack[-1][0]["dur"]:
+                done, (left,) = stack.pop()
+                found.append(((done["name"], where), left))
+            if stack:
+                stack[-1][1][0] -= event["dur"]
+            elif thread in own:
+                outermost += 1
+            stack.append((event, [event["dur"]]))
+        found += [((done["name"], where), left) for done, (left,) in stack]
+    return found, outermost
 
-    def close_session(self, session: int) -> None:
-        self.runtime.close_session(session)
-        self._open.discard(session)
 
-    @property
-    def busy(self) -> bool:
-        return self.runtime.busy
+def _largest(times: Iterable[tuple[tuple[str, str], float]]) -> tuple[Cost, ...]:
+    calls: Counter[tuple[str, str]] = Counter()
+    sums: Counter[tuple[str, str]] = Counter()
+    for key, self_us in times:
+        calls[key] += 1
+        sums[key] += self_us  # type: ignore[assignment]
+    return tuple(Cost(name, calls[name, where], us, where) for (name, where), us in sums.most_common(_TOP))
 
-    def check(self, wait_s: float = 0.0) -> None:
-        self.runtime.check(wait_s)
 
-    def work_s(self) -> float | None:
-        return self.runtime.work_s()
-
-    def sessions_fit(self) -> int | None:
-        return self.runtime.sessions_fit()
-
-    def occupancy(self) -> list[float]:
-        return self.runtime.occupancy()
-
-    def busy_s(self) -> list[float]:
-        return self.runtime.busy_s()
+def describe(summary: Summary, *, title: str, chunks: int, micro_steps: int) -> str:
+    """The summary as text, counts per micro-step."""
+    each = max(micro_steps, 1)
+    lines = [
+        title,
+        f"{chunks} chunks, {micro_steps} micro-steps, {summary.wall_us / 1e3:.1f} ms of the stream's thread, traced "
+        "(slower than usual: take no rate from here)",
+        "",
+        "per micro-step, on the stream's thread",
+    ]
+    if summary.launches is not None:
+        lines += [
+            f"  {summary.launches / each:10.1f}  kernel launches",
+            f"  {(summary.graphs or 0) / each:10.1f}  graph launches",
+            f"  {(summary.kernels or 0) / each:10.1f}  kernels that ran on the device, decoding's included",
+            f"  {summary.waits.total() / each:10.1f}  host syncs",
+        ]
+    else:
+        lines += [
+            f"  {summary.ops / each:10.1f}  operations (those that another operation called are not counted)",
+            f"  {summary.waits.total() / each:10.1f}  host syncs: on a CPU nothing waits; these would on a GPU",
+        ]
+    lines += [f"  {count / each:10.1f}    {name}" for name, count in summary.waits.most_common()]
+    whose = "on the device" if summary.launches is not None else "of operations, without what they called"
+    lines += ["", f"ten largest costs, time {whose}", f"  {'ms':>9}  {'calls':>7}  {'where':13}  name"]
+    lines += [f"  {cost.self_us / 1e3:9.2f}  {cost.calls:7}  {cost.where:13}  {cost.name}" for cost in summary.costs]
+    return "\n".join(lines) + "\n"

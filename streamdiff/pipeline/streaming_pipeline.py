@@ -1,14 +1,15 @@
-"""Runtime: what the engine drives. A ring for the transformer, a thread for decoding, and nothing about viewers."""
+"""The streaming pipeline that the engine drives: stages for the transformer, a thread or rank for decoding."""
 
 from __future__ import annotations
 
 import queue
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from streamdiff import clock
@@ -18,44 +19,13 @@ from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.decode.decode_worker import Decoding, LocalDecoding, Piece
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.output import Frames, ModelInfo
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
 from streamdiff.pipeline.runner.sampler import Finished
 from streamdiff.pipeline.scheduler.kv_context import minimum_lead
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.throughput import ChunkCostMeter
 from streamdiff.pipeline.worker_group import WorkerGroup
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    """What runs here; sizes in pixels. `steps` and `kv_context` are those of a session that does not name its own."""
-
-    name: str
-    device: str
-    width: int
-    height: int
-    native_fps: float
-    chunk_frames: int
-    steps: int
-    kv_context: str
-    steps_known: tuple[int, ...] = ()
-    switch: str = "keep"
-
-
-@dataclass(frozen=True)
-class Frames:
-    """Decoded frames of one chunk, in order, possibly several pieces per chunk.
-
-    pictures are uint8 `[n, *P]`, P as in `streamdiff.video.pixel_format`; `last` marks a chunk's last piece, which also
-    tells the seconds from the chunk's admission until now.
-    """
-
-    session: int
-    chunk: int
-    epoch: int
-    pictures: NDArray[np.uint8]
-    last: bool
-    chunk_s: float | None
 
 
 @dataclass
@@ -70,12 +40,26 @@ class _Chunk:
 
 @dataclass
 class _Stream:
-    """A session from its start or reset to the next, which has another number: so that late pieces are told apart."""
+    """One run of a session, from open or reset to the next reset. `number` is unique, so late pieces of an earlier run
+    are dropped."""
 
     number: int
     session: int
     chunks: dict[int, _Chunk] = field(default_factory=dict)
     ahead_frames: int = 0  # admitted and not handed out yet
+
+
+class StepHook(Protocol):
+    """Watches the steps of a pipeline whose `hook` it is."""
+
+    def around_step(self) -> AbstractContextManager[object]:
+        """Entered for each step."""
+
+    def after_step(self, frames: Sequence[Frames]) -> None:
+        """What a step hands out."""
+
+    def close(self) -> None:
+        """The pipeline is about to close."""
 
 
 class StreamingPipeline:
@@ -103,6 +87,7 @@ class StreamingPipeline:
         """
         spec = model.spec
         self.model, self.text = model, model.text
+        self.hook: StepHook | None = None
         self.info = ModelInfo(
             spec.name, str(device), spec.width, spec.height, spec.native_fps, spec.chunk_frames,
             choose_steps(steps, spec.steps, spec.name), kv_context, spec.steps, spec.switch,
@@ -204,6 +189,14 @@ class StreamingPipeline:
         Raises:
             EngineFailure: a rank of the ring is gone, failed or hangs; names it, with session and chunk.
         """
+        if self.hook is None:
+            return self._step(wait_s)
+        with self.hook.around_step():
+            frames = self._step(wait_s)
+        self.hook.after_step(frames)
+        return frames
+
+    def _step(self, wait_s: float) -> list[Frames]:
         now_s = clock.monotonic_s()
         rows, finished = self._turn()
         for row in rows:
@@ -223,6 +216,11 @@ class StreamingPipeline:
     def busy(self) -> bool:
         """Whether a step can run now, or something is decoding or decoded and not handed out yet."""
         return self._ring.has_work or self._pending > 0 or not self._ready.empty()
+
+    def unfinished(self) -> set[tuple[int, int, int]]:
+        """(session, chunk, epoch) of every chunk that is in the ring or decoding."""
+        streams = self._streams.values()
+        return {(each.session, number, chunk.epoch) for each in streams for number, chunk in each.chunks.items()}
 
     def check(self, wait_s: float = 0.0) -> None:
         """Raise the `EngineFailure` that ends the ring, if there is one or comes within `wait_s`."""
@@ -261,6 +259,8 @@ class StreamingPipeline:
 
     def close(self) -> None:
         """End decoding and the other ranks."""
+        if self.hook is not None:
+            self.hook.close()
         self._decoding.close(abandon=self._ring.worker.timer.hung)
         if self._company is not None:
             self._company.leave()

@@ -1,6 +1,6 @@
-"""How much work a chunk is, measured while the stream runs: what a server needs to know to say how many it can serve.
+"""Compute seconds per chunk, measured while streams run: from it a server knows how many sessions it can serve.
 
-Sans-IO: the caller gives the time. Knows nothing about rings or sessions.
+Sans-IO: the caller gives the time. Knows nothing about stages or sessions.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ class _Mark(NamedTuple):
 
 
 class ChunkCostMeter:
-    """Compares how long the ranks were at work with the chunks that came of it, over the latest half minute. Each chunk
-    counts as so many of the usual kind as it is work, so that the cost is that of one in the usual number of steps,
-    whatever sessions have.
+    """Estimates compute seconds per chunk over the latest half minute: busy time of the busiest rank divided by the
+    chunks finished meanwhile, each scaled to the default step count.
 
-    The busiest rank decides: a ring makes no more than that one can. Time in which there is nothing to do, or in which
-    ranks wait for each other, is no work and costs nothing.
+    The busiest rank bounds the throughput. Idle time, and time in which ranks wait for each other, does not count.
     """
 
     def __init__(self, now_s: float, busy_s: Sequence[float]) -> None:

@@ -23,7 +23,7 @@ from streamdiff.pipeline.distributed.message import MessageLayout
 from streamdiff.pipeline.distributed.nccl import NcclInbox, NcclOutbox, edge_groups, warm_up
 from streamdiff.pipeline.executor import RingExecutor, rows_carried
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.runner.worker import LinkSource, Worker
+from streamdiff.pipeline.runner.worker import Worker
 from streamdiff.video.pixel_format import PictureKind
 
 Link = Literal["gloo", "nccl"]
@@ -148,7 +148,7 @@ def head_ring(model: Model, place: StageTopology, device: torch.device) -> RingE
 def follower(trunk: StageModel, place: StageTopology, device: torch.device) -> Worker:
     """The loop of any other rank. `trunk` has this rank's blocks only."""
     outbox, inbox = connect(trunk, place, device)
-    return Worker(LinkSource(inbox), ModelRunner(trunk, device, place.rank, place.stages), outbox)
+    return Worker(inbox, ModelRunner(trunk, device, place.rank, place.stages), outbox)
 
 
 def decode_links(

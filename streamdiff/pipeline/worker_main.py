@@ -15,13 +15,14 @@ import torch
 
 from streamdiff.config import ModelConfig
 from streamdiff.device import bind
-from streamdiff.pipeline import rank_loader, topology
+from streamdiff.pipeline import topology
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, DecodeWorker
 from streamdiff.pipeline.distributed.compile_progress import Progress
 from streamdiff.pipeline.distributed.heartbeat import HealthMonitor
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.nccl import edge_groups
 from streamdiff.pipeline.distributed.rendezvous import RankContext
+from streamdiff.pipeline.rank_loader import RankLoader, own_device
 from streamdiff.pipeline.runner.worker import Worker
 
 EXIT_FAULT = 1
@@ -35,34 +36,33 @@ def follow(config: ModelConfig) -> None:
     Raises:
         ConfigError: the ring cannot be built as configured.
     """
-    device = rank_loader.own_device(config.device)
-    member = rank_loader.join(config)
-    place = topology.StageTopology.of(config, member.rank, device)
-    decoder = rank_loader.load_decoder(config, device) if member.rank == config.decode_rank else None
+    loader = RankLoader(config, own_device(config.device))
+    device, context = loader.device, loader.join()
+    place = topology.StageTopology.of(config, context.rank, device)
+    decoder = loader.load_decoder() if context.rank == config.decode_rank else None
     workers: list[Worker | DecodeWorker] = []
-    progress = Progress(member, config.stages)
-    if member.rank < config.stages:
-        trunk, _ = rank_loader.load_share(
-            config, member, device, lambda blocks: rank_loader.load_trunk(config, device, blocks), decoder
-        )
-        member.tell_room(room := rank_loader.own_room(config, device, decoder))
-        worker = topology.follower(trunk, place, device)
-        rank_loader.compile_stage(config, worker.stage, room, progress)
+    progress = Progress(context, config.stages)
+    if context.rank < config.stages:
+        model, _ = loader.load_share(context, loader.load_stage, decoder)
+        context.send_memory(memory := loader.session_memory(decoder))
+        worker = topology.follower(model, place, device)
+        loader.compile_stage(worker.stage, memory, progress)
         workers.append(worker)
     else:
-        member.tell_room(rank_loader.own_room(config, device, decoder))
+        context.send_memory(loader.session_memory(decoder))
         if place.link == "nccl":
             edge_groups(config.stages, device)  # all ranks make them together, also who has none
     if decoder is not None:
         # Beside a stage it has a thread of its own, alone it is the process.
         threads = DECODE_THREADS if workers else torch.get_num_threads()
-        rank_loader.compile_decoder(config, decoder, device, threads)
-        spec, kind = rank_loader.read_spec(config), rank_loader.pictures_of(config, device)
-        outbox, inbox = topology.decode_links(spec, member.rank, config.decode_rank, device, kind)
+        loader.compile_decoder(decoder, threads)
+        outbox, inbox = topology.decode_links(
+            loader.spec, context.rank, config.decode_rank, device, loader.pixel_format
+        )
         timer = workers[0].timer if workers else None
-        workers.append(DecodeWorker(decoder, inbox, outbox, device, rank_loader.at_once(config, device), timer))
-    member.meet(progress.made)
-    _work(workers, member, config.hang_s, device)
+        workers.append(DecodeWorker(decoder, inbox, outbox, device, loader.decode_latents, timer))
+    context.meet(progress.made)
+    _work(workers, context, config.hang_s, device)
 
 
 def _work(workers: Sequence[Worker | DecodeWorker], member: RankContext, hang_s: float, device: torch.device) -> None:

@@ -13,8 +13,8 @@ from benchmarks import throughput_model
 from benchmarks.forward_cost import Ceilings, Part, forward
 from streamdiff.models.interfaces import Model
 from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.output import ModelInfo
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, facts_from
-from streamdiff.pipeline.streaming_pipeline import ModelInfo
 from tests.small import CPU, small_model
 
 

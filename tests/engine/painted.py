@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 import numpy as np
-from numpy.typing import NDArray
 
 from streamdiff.config import ModelConfig
 from streamdiff.engine.messages import SWITCHES
 from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.process.main import main
 from streamdiff.errors import ConfigError, RequestError
+from streamdiff.models.interfaces import Reading
+from streamdiff.pipeline.output import Frames, ModelInfo
 
 SIZE = 16
 CHUNK_FRAMES = 6
@@ -32,24 +33,7 @@ def checksum(text: str) -> int:
     return crc32(text.encode()) % 256
 
 
-@dataclass(frozen=True)
-class Reading:
-    text: str
-    notice: str = ""
-
-
-@dataclass(frozen=True)
-class Info:
-    name: str = "painted"
-    device: str = "cpu"
-    width: int = SIZE
-    height: int = SIZE
-    native_fps: float = 20.0
-    chunk_frames: int = CHUNK_FRAMES
-    steps: int = 2
-    kv_context: str = "clean"
-    steps_known: tuple[int, ...] = (2, 4)
-    switch: str = "keep"
+INFO = ModelInfo("painted", "cpu", SIZE, SIZE, 20.0, CHUNK_FRAMES, 2, "clean", (2, 4))
 
 
 class PaintedText:
@@ -67,16 +51,6 @@ class PaintedText:
         return text
 
 
-@dataclass(frozen=True)
-class Piece:
-    session: int
-    chunk: int
-    epoch: int
-    pictures: NDArray[np.uint8]
-    last: bool
-    chunk_s: float | None
-
-
 @dataclass
 class _Stream:
     text: str
@@ -89,7 +63,7 @@ class _Stream:
     paused: bool = False
     in_flight: tuple[int, int, str] | None = None  # chunk, epoch, text
     steps_left: int = 0
-    decoded: deque[Piece] = field(default_factory=deque)
+    decoded: deque[Frames] = field(default_factory=deque)
 
     @property
     def ready(self) -> bool:
@@ -99,7 +73,7 @@ class _Stream:
 
 
 class PaintedPipeline:
-    info = Info()
+    info = INFO
 
     def __init__(self) -> None:
         self.text = PaintedText()
@@ -162,7 +136,7 @@ class PaintedPipeline:
     def busy(self) -> bool:
         return any(stream.ready or stream.decoded for stream in self.streams.values())
 
-    def step(self, wait_s: float = 0.0) -> list[Piece]:
+    def step(self, wait_s: float = 0.0) -> list[Frames]:
         for slot, stream in self.streams.items():
             if not stream.ready:
                 continue
@@ -185,7 +159,7 @@ class PaintedPipeline:
                 pieces.append(piece)
         return pieces
 
-    def _paint(self, slot: int, stream: _Stream) -> list[Piece]:
+    def _paint(self, slot: int, stream: _Stream) -> list[Frames]:
         assert stream.in_flight is not None
         chunk, epoch, text = stream.in_flight
         pieces = []
@@ -196,7 +170,7 @@ class PaintedPipeline:
             pictures[..., 1] = stream.seed % 256
             pictures[..., 2] = checksum(text)
             last = start + PIECE_FRAMES == CHUNK_FRAMES
-            pieces.append(Piece(slot, chunk, epoch, pictures, last, 0.01 if last else None))
+            pieces.append(Frames(slot, chunk, epoch, pictures, last, 0.01 if last else None))
         return pieces
 
     def _fail_if_asked(self, text: str) -> None:

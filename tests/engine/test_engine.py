@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from streamdiff.engine.messages import (
 )
 from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.process.main import _load_runtime
-from tests.engine.painted import CHUNK_FRAMES, Info, PaintedPipeline, checksum
+from tests.engine.painted import CHUNK_FRAMES, INFO, PaintedPipeline, checksum
 
 RED, BLUE, GREEN = "a red circle moving right over a meadow", "a blue star moving left at night", "a green heart"
 CONFIG = ModelConfig()
@@ -321,7 +322,7 @@ def test_a_report_for_a_session_that_is_gone_is_ignored(start: Start) -> None:
 
 def test_the_painter_gets_what_was_asked_and_nothing_twice() -> None:
     pipeline = PaintedPipeline()
-    pipeline.info = Info(steps=2, kv_context="staircase")
+    pipeline.info = replace(INFO, steps=2, kv_context="staircase")
     engine = Engine(pipeline, CHUNK_FRAMES)
     engine.handle(Open("a", "red", 4))
     engine.handle(Open("b", "blue", 4, 4, "matched"))

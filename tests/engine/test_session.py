@@ -2,35 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamdiff.engine.messages import Accepted, Applied, Closed, FrameBatch, Opened
-from streamdiff.engine.session import Allow, End, Hold, Output, Session, StartAfresh, UseSteps, UseText
+from streamdiff.engine.messages import Accepted, Applied, Closed, Event, FrameBatch, Opened
+from streamdiff.engine.session import Session
 
 CHUNK = 4
 
 
+SLOT = 5
+
+
+class Recorder:
+    """Stands where the pipeline is, and writes down what it is asked for; a text's conditioning is the text."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(slot: int, *values: object, **named: object) -> None:
+            assert slot == SLOT
+            self.calls.append((name, *values, *named.values()))
+
+        return call
+
+
+def start(**given: Any) -> Session:
+    more = {"text": "red", "seed": 3, "kv_context": "clean", "epoch": 0, "lead_frames": 12} | given
+    return Session("s", Recorder(), SLOT, str, **more)  # type: ignore[arg-type]
+
+
 def session(lead_frames: int = 12, epoch: int = 0) -> Session:
-    return Session("s", text="red", seed=3, kv_context="clean", epoch=epoch, lead_frames=lead_frames)
+    return start(lead_frames=lead_frames, epoch=epoch)
 
 
-def make(session: Session, *, epoch: int, chunk: int, count: int = CHUNK, chunk_s: float | None = None) -> list[Output]:
+def calls(session: Session) -> list[tuple[object, ...]]:
+    """What the pipeline was asked for since the last look: names, and values after the slot's number."""
+    recorder = session._pipeline
+    assert isinstance(recorder, Recorder)
+    found, recorder.calls = recorder.calls, []
+    return found
+
+
+def pending(session: Session) -> list[tuple[object, ...]]:
+    """What the pipeline is asked for when it gets the changes that wait."""
+    calls(session)
+    session.apply_pending()
+    return calls(session)
+
+
+def make(session: Session, *, epoch: int, chunk: int, count: int = CHUNK, chunk_s: float | None = None) -> list[Event]:
     return session.made(epoch=epoch, chunk=chunk, pictures=np.zeros((count, 2, 2, 3), np.uint8), chunk_s=chunk_s)
 
 
 def test_opening_gives_room_and_tells_how_the_prompt_was_read() -> None:
-    assert session(epoch=5).open("a notice") == [Allow(12), Opened("s", 5, "red", "a notice")]
+    s = session(epoch=5)
+    assert s.open("a notice") == [Opened("s", 5, "red", "a notice")]
+    assert calls(s) == [("set_room", 12)]
 
 
 def test_a_prompt_is_accepted_now_and_applied_with_its_first_frames() -> None:
     s = session()
     make(s, epoch=0, chunk=0)
     assert s.set_prompt("blue", "", "r1") == [Accepted("s", "r1", 1, "blue", "")]
-    assert s.take_changes() == [UseText("blue", 1)]
-    assert s.take_changes() == [], "once"
+    assert pending(s) == [("set_conditioning", "blue", 1, "keep")]
+    assert pending(s) == [], "once"
     old = make(s, epoch=0, chunk=1)
     assert not any(isinstance(output, Applied) for output in old), "chunk 1 was under way already"
     new = make(s, epoch=1, chunk=2)
@@ -46,7 +88,7 @@ def test_of_prompts_that_wait_the_latest_wins() -> None:
     s = session()
     for number, text in enumerate(["blue", "green", "white"]):
         assert s.set_prompt(text, "", str(number)) == [Accepted("s", str(number), number + 1, text, "")]
-    assert s.take_changes() == [UseText("white", 3)]
+    assert pending(s) == [("set_conditioning", "white", 3, "keep")]
     assert make(s, epoch=3, chunk=0)[0] == Applied("s", 3, 0, 0), "the epochs before are skipped"
 
 
@@ -54,7 +96,9 @@ def test_frames_are_numbered_over_chunks_pieces_and_resets() -> None:
     s = session(lead_frames=100)
     batches = [*make(s, epoch=0, chunk=0, count=1), *make(s, epoch=0, chunk=0, count=3, chunk_s=0.5)]
     batches += make(s, epoch=0, chunk=1)
-    assert s.reset(None, "r") == [StartAfresh("red", 3, 1), Hold(False), Allow(100), Accepted("s", "r", 1, "red")]
+    calls(s)
+    assert s.reset(None, "r") == [Accepted("s", "r", 1, "red")]
+    assert calls(s) == [("reset", "red", 3, 1), ("set_paused", False), ("set_room", 100)]
     assert make(s, epoch=0, chunk=2) == [], "frames of before the reset"
     batches += make(s, epoch=1, chunk=0)
     numbers = [(b.epoch, b.chunk, b.first, b.chunk_s) for b in batches if isinstance(b, FrameBatch)]
@@ -65,32 +109,42 @@ def test_a_reset_takes_the_latest_prompt_and_keeps_its_seed_and_pause() -> None:
     s = session()
     s.set_paused(True)
     s.set_prompt("blue", "", "")
-    assert s.reset(9, "")[:2] == [StartAfresh("blue", 9, 2), Hold(True)]
-    assert s.take_changes() == [], "it went with the reset"
-    assert s.reset(None, "")[0] == StartAfresh("blue", 9, 3)
+    calls(s)
+    s.reset(9, "")
+    assert calls(s)[:2] == [("reset", "blue", 9, 2), ("set_paused", True)]
+    assert pending(s) == [], "it went with the reset"
+    s.reset(None, "")
+    assert calls(s)[0] == ("reset", "blue", 9, 3)
 
 
 def test_pausing_twice_does_nothing_more() -> None:
     s = session()
-    assert s.set_paused(False) == []
-    assert s.set_paused(True) == [Hold(True)]
-    assert s.set_paused(True) == []
-    assert s.set_paused(False) == [Hold(False)]
+    for paused in (False, True, True, False):
+        s.set_paused(paused)
+    assert calls(s) == [("set_paused", True), ("set_paused", False)]
 
 
 def test_room_is_what_the_lead_leaves() -> None:
     s = session(lead_frames=10)
-    assert Allow(6) in make(s, epoch=0, chunk=0)
-    assert Allow(2) in make(s, epoch=0, chunk=1)
-    assert s.shown(5) == [Allow(7)]
-    assert s.shown(5) == [], "nothing new"
-    assert s.shown(3) == [], "never back"
-    assert s.shown(1_000_000) == [Allow(10)], "never more than was made"
-    assert s.shown(-1) == []
+
+    def shown(frames: int) -> list[tuple[object, ...]]:
+        s.shown(frames)
+        return calls(s)
+
+    make(s, epoch=0, chunk=0)
+    make(s, epoch=0, chunk=1)
+    assert calls(s) == [("set_room", 6), ("set_room", 2)]
+    assert shown(5) == [("set_room", 7)]
+    assert shown(5) == [], "nothing new"
+    assert shown(3) == [], "never back"
+    assert shown(1_000_000) == [("set_room", 10)], "never more than was made"
+    assert shown(-1) == []
 
 
 def test_closing() -> None:
-    assert session().close() == [End(), Closed("s")]
+    s = session()
+    assert s.close() == [Closed("s")]
+    assert calls(s) == [("close_session",)]
 
 
 @pytest.mark.parametrize(("epoch", "chunk"), [(0, 1), (0, 4), (1, 3), (0, -1)])
@@ -119,7 +173,7 @@ ACTS = st.sampled_from(["chunk", "chunk", "chunk", "show", "prompt", "steps", "t
 def test_whatever_is_asked(acts: list[str]) -> None:
     """Numbers without gaps, epochs that never go back, one `Applied` per epoch seen, room never broken."""
     s = session(lead_frames=3 * CHUNK)
-    outputs: list[Output] = s.open()
+    outputs: list[Event] = s.open()
     pipeline_epoch, chunk, shown = 0, 0, 0
     for act in acts:
         made = sum(len(o.pictures) for o in outputs if isinstance(o, FrameBatch))
@@ -129,20 +183,21 @@ def test_whatever_is_asked(acts: list[str]) -> None:
                 chunk += 1
             case "show":
                 shown = min(shown + 3, made)
-                outputs += s.shown(shown)
+                s.shown(shown)
             case "prompt":
                 outputs += s.set_prompt("other", "", "")
             case "steps":
                 outputs += s.set_steps(2, 0, "")
             case "take":
-                for output in s.take_changes():
-                    assert isinstance(output, UseText | UseSteps) and output.epoch > pipeline_epoch
-                    pipeline_epoch = output.epoch
+                for name, _, epoch, *_ in pending(s):
+                    assert name in ("set_conditioning", "set_steps") and isinstance(epoch, int)
+                    assert epoch > pipeline_epoch
+                    pipeline_epoch = epoch
             case "reset":
                 outputs += s.reset(None, "")
                 pipeline_epoch, chunk = s.epoch, 0
             case "pause" | "resume":
-                outputs += s.set_paused(act == "pause")
+                s.set_paused(act == "pause")
         assert 0 <= s.room_frames <= 3 * CHUNK
     batches = [o for o in outputs if isinstance(o, FrameBatch)]
     assert [b.first for b in batches] == [CHUNK * n for n in range(len(batches))]
@@ -159,62 +214,63 @@ def test_a_prompt_carries_what_becomes_of_the_past() -> None:
     stream = session()
     stream.set_prompt("blue", "", "r1", "flush")
     stream.set_prompt("green", "", "r2", "recache")
-    assert stream.take_changes() == [UseText("green", 2, "recache")], "the latest wins, with its own way"
+    assert pending(stream) == [("set_conditioning", "green", 2, "recache")], "the latest wins, with its own way"
     stream.set_prompt("red", "", "r3")
-    assert stream.take_changes() == [UseText("red", 3, "keep")]
+    assert pending(stream) == [("set_conditioning", "red", 3, "keep")]
 
 
 def test_a_prompt_may_begin_the_stream_afresh() -> None:
     stream = session()
     outputs = stream.set_prompt("blue", "a remark", "r1", "reset")
-    assert outputs[0] == StartAfresh("blue", stream.seed, 1)
-    assert outputs[-1] == Accepted(stream.name, "r1", 1, "blue", "a remark")
-    assert stream.take_changes() == [], "it is in force"
+    assert calls(stream)[0] == ("reset", "blue", stream.seed, 1)
+    assert outputs == [Accepted(stream.name, "r1", 1, "blue", "a remark")]
+    assert pending(stream) == [], "it is in force"
 
 
 def test_the_lead_may_change_but_not_below_what_the_pipeline_needs() -> None:
-    def begun(lead_frames: int) -> Session:
-        given = {"lead_frames": lead_frames, "least_lead_frames": 6}
-        return Session("a", text="red", seed=0, kv_context="clean", epoch=0, **given)
-
-    stream = begun(12)
-    assert stream.set_lead(24) == [Allow(24)]
-    assert stream.set_lead(1) == [Allow(6)]
-    assert begun(1).room_frames == 6
+    stream = start(lead_frames=12, least_lead_frames=6)
+    stream.set_lead(24)
+    stream.set_lead(1)
+    assert calls(stream) == [("set_room", 24), ("set_room", 6)]
+    assert start(lead_frames=1, least_lead_frames=6).room_frames == 6
 
 
 def test_a_session_taken_up_goes_on_counting_and_has_room_for_what_was_not_shown() -> None:
-    begun = {"epoch": 9, "lead_frames": 12, "made_frames": 100, "shown_frames": 95}
-    s = Session("s", text="red", seed=3, kv_context="clean", **begun)
-    assert s.open() == [Allow(7), Opened("s", 9, "red", "")]
-    applied, allow, batch = make(s, epoch=9, chunk=0)
+    s = start(epoch=9, made_frames=100, shown_frames=95)
+    assert s.open() == [Opened("s", 9, "red", "")]
+    applied, batch = make(s, epoch=9, chunk=0)
     assert applied == Applied("s", 9, 0, 100)
     assert isinstance(batch, FrameBatch) and batch.first == 100
-    assert allow == Allow(3)
-    assert s.shown(98) == [Allow(6)]
+    s.shown(98)
+    assert calls(s) == [("set_room", 7), ("set_room", 3), ("set_room", 6)]
 
 
 def test_steps_are_accepted_now_and_applied_with_their_first_frames_beside_a_prompt() -> None:
     s = session()
-    assert s.set_steps(2, 0, "r1") == [Allow(12), Accepted("s", "r1", 1, "")]
+    assert s.set_steps(2, 0, "r1") == [Accepted("s", "r1", 1, "")]
+    assert calls(s) == [("set_room", 12)]
     s.set_prompt("blue", "", "r2")
     s.set_steps(4, 0, "r3")
-    assert s.take_changes() == [UseText("blue", 2), UseSteps(4, 3)], "the latest of each kind, in order"
-    assert s.take_changes() == [], "once"
+    latest = [("set_conditioning", "blue", 2, "keep"), ("set_steps", 4, 3)]
+    assert pending(s) == latest, "the latest of each kind, in order"
+    assert pending(s) == [], "once"
     s.set_steps(2, 0, "r4")
     s.set_prompt("red", "", "r5")
-    assert s.take_changes() == [UseSteps(2, 4), UseText("red", 5)]
+    assert pending(s) == [("set_steps", 2, 4), ("set_conditioning", "red", 5, "keep")]
     assert make(s, epoch=5, chunk=0)[0] == Applied("s", 5, 0, 0)
 
 
 def test_a_reset_takes_the_steps_that_wait_with_it() -> None:
     s = session()
     s.set_steps(2, 0, "r1")
-    assert s.reset(None, "r2")[:2] == [UseSteps(2, 1), StartAfresh("red", 3, 2)]
-    assert s.take_changes() == []
+    calls(s)
+    s.reset(None, "r2")
+    assert calls(s)[:2] == [("set_steps", 2, 1), ("reset", "red", 3, 2)]
+    assert pending(s) == []
 
 
 def test_more_steps_may_need_a_longer_lead_and_fewer_give_it_back() -> None:
     s = session(lead_frames=6)
-    assert s.set_steps(4, 20, "")[0] == Allow(20)
-    assert s.set_steps(2, 4, "")[0] == Allow(6), "what was asked for when it was opened"
+    s.set_steps(4, 20, "")
+    s.set_steps(2, 4, "")
+    assert calls(s) == [("set_room", 20), ("set_room", 6)], "what was asked for when it was opened"

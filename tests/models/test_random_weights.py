@@ -11,8 +11,8 @@ from streamdiff.models import model_loader, random_weights
 from streamdiff.models.catalogue import entries
 from streamdiff.models.catalogue.schema import Architecture
 from streamdiff.models.model_loader import PartOverrides
-from streamdiff.pipeline import rank_loader
 from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.rank_loader import RankLoader
 
 CPU = torch.device("cpu")
 SMALL = Architecture(width=96, ffn_dim=64, heads=2, blocks=3, in_channels=16, out_channels=16, freq_dim=16)
@@ -73,7 +73,8 @@ def test_nothing_is_read_or_fetched() -> None:
     place = model_loader.find("random:wan2.1-14b", PartOverrides(vae="random:taew2_1"))
     assert model_loader.digest(place) == model_loader.digest(model_loader.find("random:wan2.1-1.3b"))
     config = ModelConfig(name="random:wan2.1-14b", size="512x512", steps=2)
-    assert rank_loader.read_spec(config).chunk_shape == (16, 3, 64, 64) and rank_loader.facts_of(config).blocks == 40
+    loader = RankLoader(config, torch.device("cpu"))
+    assert loader.spec.chunk_shape == (16, 3, 64, 64) and loader.sizes.blocks == 40
 
 
 @pytest.mark.parametrize("name", ["random:tiny", "random:wan3", "random:"])

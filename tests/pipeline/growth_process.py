@@ -30,7 +30,7 @@ from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.runner.worker import LinkSource, Worker
+from streamdiff.pipeline.runner.worker import Worker
 from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 from tests.pipeline.processes import run_ranks
 from tests.small import BLUE, CPU, RED, small_model
@@ -80,7 +80,7 @@ class Counter(Worker):
     ring: RingExecutor | None = None
 
     def __init__(self, stage: ModelRunner, outbox: GlooOutbox, inbox: GlooInbox, transfers: Transfers) -> None:
-        super().__init__(LinkSource(inbox), stage, outbox)
+        super().__init__(inbox, stage, outbox)
         self.links, self.transfers, self.process = (outbox, inbox), transfers, psutil.Process()
         self.found: list[Counts] = []
 
@@ -157,7 +157,7 @@ def main(rank: int, stages: int, port: int, chunks: int) -> list[Counts]:
         worker.run()
         return worker.found
     ring = RingExecutor(part, CPU, stage=stage, links=links)
-    worker.source, worker.ring, ring._worker = ring._admission, ring, worker
+    worker.inbox, worker.ring, ring._worker = ring._admission, ring, worker
     show = Show(ring, [model.text.encode(text) for text in (RED, BLUE)], model.spec.chunk_frames)
     for number in range(chunks // LEG):
         show.leg(number)

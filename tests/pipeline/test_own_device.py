@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from streamdiff.config import ModelConfig
-from streamdiff.pipeline import build, rank_loader, worker_main
+from streamdiff.pipeline import build, worker_main
+from streamdiff.pipeline.rank_loader import RankLoader, own_device
 from streamdiff.pipeline.topology import link_of
 
 CUDA = torch.device("cuda")
@@ -49,8 +50,8 @@ def stop(*arguments: object) -> None:
 def test_a_rank_binds_its_device_before_anything_else(
     devices: Devices, monkeypatch: pytest.MonkeyPatch, begin: Any
 ) -> None:
-    for name in ("join", "load_decoder", "read_spec", "place_of"):
-        monkeypatch.setattr(rank_loader, name, stop)
+    for name in ("join", "load_decoder", "spec", "resolved"):
+        monkeypatch.setattr(RankLoader, name, property(stop))
     with pytest.raises(FirstStep):
         begin(ModelConfig(stages=4, decode="own-rank", link="gloo"))
     assert devices.bound == [("MainThread", torch.device("cuda", 3))]
@@ -58,7 +59,7 @@ def test_a_rank_binds_its_device_before_anything_else(
 
 def test_a_process_of_its_own_leaves_the_device_as_it_is(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK")
-    assert rank_loader.own_device("auto") == CUDA and not devices.bound
+    assert own_device("auto") == CUDA and not devices.bound
 
 
 def test_the_thread_that_compiles_the_decoder_is_bound_too(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +69,8 @@ def test_the_thread_that_compiles_the_decoder_is_bound_too(devices: Devices, mon
 
     decoder, zeros = Decoder(), torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda shape, device: zeros(shape))
-    rank_loader.compile_decoder(ModelConfig(compile="on"), decoder, torch.device("cuda", 3), 1)  # type: ignore[arg-type]
+    loader = RankLoader(ModelConfig(compile="on"), torch.device("cuda", 3))
+    loader.compile_decoder(decoder, 1)  # type: ignore[arg-type]
     ((thread, device),) = decoder.bound
     assert thread.startswith("compile") and device == torch.device("cuda", 3)
 

@@ -14,11 +14,11 @@ import pytest
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline import profile_report, profiler
+from streamdiff.pipeline import profiler
 from streamdiff.pipeline.build import load_pipeline
-from streamdiff.pipeline.profile_report import SUMMARY, TRACE, describe, summarise
-from streamdiff.pipeline.profiler import ProfiledRuntime
-from streamdiff.pipeline.streaming_pipeline import Frames, StreamingPipeline
+from streamdiff.pipeline.output import Frames
+from streamdiff.pipeline.profiler import SUMMARY, TRACE, Profiler, describe, summarise
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.small import CPU, RED, small_model
 
 STREAM, DECODE = 7, 8
@@ -74,7 +74,7 @@ def test_on_cuda_launches_and_waits_of_the_streams_thread_count() -> None:
     assert "1.5  kernel launches" in text and "0.5  graph launches" in text and "1.0  host syncs" in text
 
 
-def play(pipeline: StreamingPipeline | ProfiledRuntime, chunks: int) -> list[Frames]:
+def play(pipeline: StreamingPipeline, chunks: int) -> list[Frames]:
     """All frames of so many chunks, two of them ahead of what is taken, as an engine has it."""
     pipeline.open(0, pipeline.text.encode(RED), seed=3, epoch=0, steps=2, kv_context="clean")
     made: list[Frames] = []
@@ -89,8 +89,14 @@ def runtime() -> StreamingPipeline:
     return StreamingPipeline(small_model(), CPU, steps=2)
 
 
+def profiled(folder: Path, chunks: int) -> StreamingPipeline:
+    pipeline = runtime()
+    Profiler(pipeline, folder, chunks)
+    return pipeline
+
+
 def test_a_traced_stream_is_the_same_and_leaves_its_files(tmp_path: Path) -> None:
-    plain, traced = runtime(), ProfiledRuntime(runtime(), tmp_path / "new", chunks=2)
+    plain, traced = runtime(), profiled(tmp_path / "new", 2)
     before = play(plain, 8)
     after = play(traced, 8)
     assert all(np.array_equal(a.pictures, b.pictures) for a, b in zip(before, after, strict=True))
@@ -111,7 +117,7 @@ def test_a_traced_stream_is_the_same_and_leaves_its_files(tmp_path: Path) -> Non
 
 
 def test_a_short_stream_says_that_there_is_no_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    traced = ProfiledRuntime(runtime(), tmp_path, chunks=2)
+    traced = profiled(tmp_path, 2)
     play(traced, 2)
     traced.close()
     assert list(tmp_path.iterdir()) == []
@@ -120,8 +126,8 @@ def test_a_short_stream_says_that_there_is_no_profile(tmp_path: Path, capsys: py
 
 def test_what_cannot_be_finished_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an earlier run left is gone, and what this one cannot finish is not there either."""
-    (tmp_path / f"{profile_report._UNFINISHED}old").mkdir()
-    traced = ProfiledRuntime(runtime(), tmp_path, chunks=1)
+    (tmp_path / f"{profiler._UNFINISHED}old").mkdir()
+    traced = profiled(tmp_path, 1)
     assert list(tmp_path.iterdir()) == []
     seen: list[set[str]] = []
 
@@ -145,7 +151,7 @@ def test_chunks_without_a_folder_are_refused() -> None:
 def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--profile .*file: cannot be made"):
-        ProfiledRuntime(runtime(), tmp_path / "file")
+        profiled(tmp_path / "file", 1)
 
 
 def test_a_configuration_with_a_folder_is_traced(tmp_path: Path) -> None:
@@ -154,8 +160,8 @@ def test_a_configuration_with_a_folder_is_traced(tmp_path: Path) -> None:
         load_pipeline(ModelConfig(trace=str(tmp_path / "new"), trace_chunks=3)),
     )
     try:
-        assert isinstance(plain, StreamingPipeline)
-        assert isinstance(traced, ProfiledRuntime) and traced.folder.is_dir() and traced.chunks == 3
+        assert plain.hook is None
+        assert isinstance(traced.hook, Profiler) and traced.hook.folder.is_dir() and traced.hook.chunks == 3
         assert traced.minimum_lead(steps=4, kv_context="clean") == plain.minimum_lead(steps=4, kv_context="clean")
     finally:
         plain.close()

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from streamdiff.config import ModelConfig
-from streamdiff.pipeline import rank_loader
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
+from streamdiff.pipeline.rank_loader import RankLoader
 from tests.small import CPU
+
+CUDA = torch.device("cuda")
 
 
 @pytest.mark.parametrize(
@@ -19,6 +21,7 @@ def test_caches_wait_for_as_many_sessions_as_keep_a_ring_of_gpus_busy(
     kv_context: str, stages: int, sessions: int
 ) -> None:
     config = ModelConfig(compile="on", kv_context=kv_context, stages=stages)  # type: ignore[arg-type]
-    assert rank_loader.waiting(config, torch.device("cuda")) == PreallocatedCaches(sessions, 4, kv_context)
-    assert rank_loader.waiting(config, CPU) == PreallocatedCaches(1, 4, kv_context), "on a CPU nothing is bound to them"
-    assert rank_loader.waiting(config.model_copy(update={"compile": "off"}), torch.device("cuda")) is None
+    assert RankLoader(config, CUDA).preallocated == PreallocatedCaches(sessions, 4, kv_context)
+    on_cpu = RankLoader(config, CPU).preallocated
+    assert on_cpu == PreallocatedCaches(1, 4, kv_context), "on a CPU nothing is bound to them"
+    assert RankLoader(config.model_copy(update={"compile": "off"}), CUDA).preallocated is None

@@ -16,8 +16,9 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.stepped_decoder import yuv420p
 from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.rank_loader import own_device
-from streamdiff.pipeline.streaming_pipeline import Frames, StreamingPipeline
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.small import (
     AUTOENCODER,
     BLUE,

@@ -51,7 +51,7 @@ PIPELINE = (
     ("runner",),
     ("distributed",),
     ("kv_cache", "planner"),
-    ("device_timer", "profile_report", "scheduler", "throughput"),
+    ("device_timer", "output", "scheduler", "throughput"),
 )
 MODELS = (
     ("model_loader",),

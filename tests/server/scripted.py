@@ -16,6 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,8 @@ from streamdiff.engine.process import private_folder
 from streamdiff.engine.process.engine_process import EngineProcess
 from streamdiff.errors import RequestError
 from streamdiff.models.catalogue import entries
+from streamdiff.models.interfaces import Reading
+from streamdiff.pipeline.output import Frames, ModelInfo
 from streamdiff.server import main as server
 
 COLOURS = {
@@ -42,27 +45,10 @@ SIZE = 128
 CHUNK_FRAMES = 8
 
 
-@dataclass(frozen=True)
-class Info:
-    name: str = "scripted"
-    device: str = "cpu"
-    width: int = SIZE
-    height: int = SIZE
-    native_fps: float = 40.0
-    chunk_frames: int = CHUNK_FRAMES
-    steps: int = 4
-    kv_context: str = "clean"
-    steps_known: tuple[int, ...] = (4, 2)
-    switch: str = "keep"
+INFO = ModelInfo("scripted", "cpu", SIZE, SIZE, 40.0, CHUNK_FRAMES, 4, "clean", (4, 2))
 
 
-@dataclass(frozen=True)
-class Reading:
-    text: str
-    notice: str = ""
-
-
-@dataclass(frozen=True)
+@dataclass
 class Text:
     examples: tuple[str, ...] = ("a red circle moving right", "a blue star on grass", "a yellow square moving up")
     vocabulary: str = "colours: " + ", ".join(COLOURS)
@@ -75,19 +61,9 @@ class Text:
         text = previous or "a red circle"
         return Reading(text, f"None of these words is known here, so the picture stays. Try {', '.join(COLOURS)}.")
 
-    def encode(self, text: str) -> tuple[int, int, int]:
+    def encode(self, text: str) -> Any:
         known = [word for word in text.lower().replace(",", " ").split() if word in COLOURS]
         return COLOURS[known[-1]] if known else COLOURS["red"]
-
-
-@dataclass(frozen=True)
-class Made:
-    session: int
-    chunk: int
-    epoch: int
-    pictures: NDArray[np.uint8]
-    last: bool
-    chunk_s: float | None
 
 
 @dataclass
@@ -100,7 +76,7 @@ class _Stream:
     time: int = 0
     seed: int = 0
     kv_context: str = "clean"
-    steps: int = Info.steps
+    steps: int = INFO.steps
     mark: tuple[int, int, int] | None = None
 
 
@@ -113,8 +89,8 @@ class Painter:
     fits: int | None = None
     shares: tuple[float, ...] = ()
     switches: list[str] = field(default_factory=list)
-    info: Info = Info()
-    text: Text = Text()
+    info: ModelInfo = INFO
+    text: Text = field(default_factory=Text)
     _streams: dict[int, _Stream] = field(default_factory=dict)
     _made: int = 0
 
@@ -166,14 +142,14 @@ class Painter:
             slot for slot, each in self._streams.items() if not each.paused and each.room >= self.info.chunk_frames
         )
 
-    def step(self, wait_s: float = 0.0) -> list[Made]:
+    def step(self, wait_s: float = 0.0) -> list[Frames]:
         made = []
         for slot in self._ready():
             stream = self._streams[slot]
             chunk_s = self.chunk_s * (stream.steps + 1) / (self.info.steps + 1)
             time.sleep(chunk_s)
             pictures = np.stack([self._paint(stream, number) for number in range(self.info.chunk_frames)])
-            made.append(Made(slot, stream.chunk, stream.epoch, pictures, True, chunk_s))
+            made.append(Frames(slot, stream.chunk, stream.epoch, pictures, True, chunk_s))
             stream.chunk += 1
             self._made += 1
             if self._made == self.die_after_chunks:

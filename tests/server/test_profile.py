@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from streamdiff.pipeline.profile_report import SUMMARY, TRACE
+from streamdiff.pipeline.profiler import SUMMARY, TRACE
 from tests.server.test_restart import LIMIT_S, ROOT, watching
 
 pytestmark = pytest.mark.slow

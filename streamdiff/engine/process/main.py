@@ -37,7 +37,7 @@ _ALIVE_S = 0.25
 # A launcher that lost a rank ends the others at once; what happened may be known a moment later.
 _TOLD_WHY_S = 1.0
 # What takes the seconds of a start: torch, and all that loads a pipeline.
-_HEAVY = "streamdiff.pipeline.profiler"
+_HEAVY = "streamdiff.pipeline.build"
 EventHook = Callable[[Engine, Event], None]
 # How long the process may take to end by itself after its parent died.
 _ORPHAN_LIMIT_S = 5.0

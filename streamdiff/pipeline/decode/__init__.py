@@ -1,1 +1,1 @@
-"""Latents to pictures in host memory, beside the transformer."""
+"""Decodes latents to pictures in host memory, concurrently with the transformer."""

@@ -1,5 +1,5 @@
-"""How pictures leave the device: decoded on a stream of their own, copied into pinned memory while the next ones are
-decoded. On a CPU there is one memory and no stream, and all of this does nothing."""
+"""Decodes chunks on a CUDA stream of its own and copies pictures into pinned memory while the next ones are decoded.
+On a CPU there is no stream and no copy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TransferStream:
         return event
 
     def follow(self, point: torch.cuda.Event | None, latents: Tensor) -> None:
-        """What comes next here runs after `point`, and uses `latents`."""
+        """Make this stream wait for `point`, and tell the allocator that it uses `latents`."""
         if self._stream is not None and point is not None:
             self._stream.wait_event(point)
             latents.record_stream(self._stream)

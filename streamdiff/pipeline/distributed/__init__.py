@@ -1,1 +1,1 @@
-"""How works get from rank to rank: one class for each transport, all with the contract of `link.Link`."""
+"""Messages from rank to rank: a sender and a receiver for each transport, as `link` has them; rendezvous and health."""

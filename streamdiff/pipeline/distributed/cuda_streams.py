@@ -116,14 +116,14 @@ class ReceiveLane:
     """Receives message n into slot n modulo `SLOTS`.
 
     A receive is posted as soon as its slot is free and its message is announced, which is while the other rank still
-    computes it. With `ahead` it does not even wait to be announced: the device then always has receives pending, so
-    anything that waits for the whole device (a first call that loads a kernel, memory given back, a graph captured)
-    waits for the next message. See docs/decisions/0010-nccl-link.md.
+    computes it. Not earlier: with receives always pending, anything that waits for the whole device (a first call that
+    loads a kernel, memory given back, a graph captured) would wait for the next message. See
+    docs/decisions/0010-nccl-link.md.
     """
 
-    def __init__(self, streams: Streams, start: Callable[[int], Transfer], ahead: bool = False) -> None:
+    def __init__(self, streams: Streams, start: Callable[[int], Transfer]) -> None:
         """`start` begins to receive into the slot it is given."""
-        self._streams, self._start, self._ahead = streams, start, ahead
+        self._streams, self._start = streams, start
         self._stream = streams.new()
         self._received = [streams.event() for _ in range(SLOTS)]
         self._read = [streams.event() for _ in range(SLOTS)]
@@ -160,8 +160,7 @@ class ReceiveLane:
         self._post()
 
     def _post(self) -> None:
-        free = self._released + SLOTS
-        while self._posted < (free if self._ahead else min(free, self._announced)):
+        while self._posted < min(self._released + SLOTS, self._announced):
             slot = self._posted % SLOTS
             self._posted += 1
             self._read[slot].wait(self._stream)

@@ -34,7 +34,6 @@ class _Slots:
         self.head = 8 * wire.record_length
         self.buffers = [torch.zeros(self.head + wire.nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
         self.error: BaseException | None = None
-        self.aborted = False
 
     def record(self, slot: int) -> Tensor:
         return self.buffers[slot][: self.head].view(torch.int64)
@@ -100,21 +99,15 @@ class GlooOutbox:
     def flush(self, limit_s: float) -> None:
         self._thread.join(limit_s)
 
-    def abort(self) -> None:
-        """End without waiting for anybody; the other end hears of it when this process ends."""
-        self._slots.aborted = True
-        self.close()
-
     def _run(self) -> None:
         slots = self._slots
         try:
             while (slot := self._full.get()) is not None:
                 slots.send(slot)
                 self._free.put(slot)
-            if not slots.aborted:
-                for slot in range(SLOTS):  # nothing is on its way any more
-                    slots.record(slot)[0] = _END
-                    slots.send(slot)
+            for slot in range(SLOTS):  # nothing is on its way any more
+                slots.record(slot)[0] = _END
+                slots.send(slot)
         except RuntimeError as error:  # the peer is gone: whoever sends next is told
             slots.error = error
             self._free.put(None)

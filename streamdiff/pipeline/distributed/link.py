@@ -44,9 +44,6 @@ class Sender(Protocol):
     def flush(self, limit_s: float) -> None:
         """After `close`: wait until all has been sent, at most so long."""
 
-    def abort(self) -> None:
-        """Drop everything; whoever waits on either end gets `LinkClosed`."""
-
 
 class Receiver(Protocol):
     """The receiving end, for one thread."""

@@ -35,9 +35,6 @@ class NoLink:
     def flush(self, limit_s: float) -> None:
         """Nothing travels."""
 
-    def abort(self) -> None:
-        self._works.clear()
-
 
 class LocalLink:
     """Both ends in one process, over real buffers: deterministic in one thread, usable between two."""
@@ -49,7 +46,7 @@ class LocalLink:
         self._free = deque(range(SLOTS))
         self._full: deque[tuple[list[int], int]] = deque()
         self._reading: int | None = None
-        self._closed = self._aborted = False
+        self._closed = False
         self._sent = self._received = 0
         self._changed = threading.Condition()
         self._call: Callable[[], None] | None = None
@@ -75,7 +72,7 @@ class LocalLink:
         with self._changed:
             self._release()
             self._changed.wait_for(lambda: self._full or self._closed, wait_s)
-            if self._aborted or (self._closed and not self._full):
+            if self._closed and not self._full:
                 raise LinkClosed("the link is closed")
             if not self._full:
                 return None
@@ -95,12 +92,6 @@ class LocalLink:
 
     def flush(self, limit_s: float) -> None:
         """What was sent lies in the slots already."""
-
-    def abort(self) -> None:
-        with self._changed:
-            self._closed = self._aborted = True
-            self._full.clear()
-            self._tell()
 
     def _tell(self) -> None:
         """Wake who waits, and who asked to be told. Needs the lock."""

@@ -36,22 +36,29 @@ class MessageKind(IntEnum):
 @dataclass(frozen=True)
 class SessionUpdate:
     """A change to one session. `oldest` is the oldest epoch still in use; chunks of the epoch of TEXT see none before
-    `since` but the sink; `steps` matters to OPEN and STEPS, `kv_context` to OPEN."""
+    `visible_from_chunk` but the sink; `steps` matters to OPEN and STEPS, `kv_context` to OPEN."""
 
     session: int
     epoch: int = 0
     oldest: int = 0
     steps: int = 0
     kv_context: str = "clean"
-    since: int = 0
+    visible_from_chunk: int = 0
 
     def values(self) -> list[int]:
-        return [self.session, self.epoch, self.oldest, self.steps, KV_CONTEXTS.index(self.kv_context), self.since]
+        return [
+            self.session,
+            self.epoch,
+            self.oldest,
+            self.steps,
+            KV_CONTEXTS.index(self.kv_context),
+            self.visible_from_chunk,
+        ]
 
     @classmethod
     def of(cls, values: Sequence[int]) -> SessionUpdate:
-        session, epoch, oldest, steps, context, since = values
-        return cls(session, epoch, oldest, steps, KV_CONTEXTS[context], since)
+        session, epoch, oldest, steps, context, visible_from_chunk = values
+        return cls(session, epoch, oldest, steps, KV_CONTEXTS[context], visible_from_chunk)
 
 
 CONTROL_LENGTH = len(SessionUpdate(0).values())

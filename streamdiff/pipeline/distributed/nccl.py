@@ -8,7 +8,6 @@ touch a slot when is said by events (`lanes.py`).
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -70,11 +69,6 @@ def _slots(wire: MessageLayout, device: torch.device) -> list[torch.Tensor]:
     return [torch.empty(wire.nbytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
 
 
-def _abort(group: dist.ProcessGroup) -> None:
-    """On a thread, for one communicator's end may wait for transfers of another one."""
-    threading.Thread(target=group.abort, name="abort", daemon=True).start()
-
-
 class NcclOutbox:
     """The sending end of an edge to rank `peer`, over the edge's `group`; records go over `records`.
 
@@ -93,7 +87,7 @@ class NcclOutbox:
         streams: Streams | None = None,
     ) -> None:
         """`streams` are the device's."""
-        self.wire, self._group = wire, group
+        self.wire = wire
         self._buffers = _slots(wire, device)
         self._sends = [dist.P2POp(dist.isend, buffer, peer, group) for buffer in self._buffers]
         self._lane = SendLane(streams or CudaStreams(device), self._start)
@@ -129,17 +123,12 @@ class NcclOutbox:
         if not self._records.broken:
             self._lane.drain()
 
-    def abort(self) -> None:
-        """End the edge's communicator without waiting for anybody; the records' group is dropped by the caller."""
-        self._records.abort()
-        _abort(self._group)
-
     def _start(self, slot: int) -> Transfer:
         return _Transfer(self._sends[slot])
 
 
 class NcclInbox:
-    """The receiving end of an edge from rank `peer`; see `NcclOutbox` and, for `ahead`, `ReceiveLane`.
+    """The receiving end of an edge from rank `peer`; see `NcclOutbox`.
 
     What was received is read on the stream that is current when it is received, and again at the next `receive`.
     """
@@ -153,12 +142,11 @@ class NcclInbox:
         group: dist.ProcessGroup,
         records: dist.ProcessGroup | None = None,
         streams: Streams | None = None,
-        ahead: bool = False,
     ) -> None:
-        self.wire, self._group = wire, group
+        self.wire = wire
         self._buffers = _slots(wire, device)
         self._receives = [dist.P2POp(dist.irecv, buffer, peer, group) for buffer in self._buffers]
-        self._lane = ReceiveLane(streams or CudaStreams(device), self._start, ahead)
+        self._lane = ReceiveLane(streams or CudaStreams(device), self._start)
         self._records = GlooInbox(wire.bare, peer, tag, torch.device("cpu"), records)
         self._announced: deque[StageMessage] = deque()
 
@@ -182,11 +170,6 @@ class NcclInbox:
     def close(self, limit_s: float = 0.0) -> None:
         self._announced.clear()
         self._records.close(limit_s)
-
-    def abort(self) -> None:
-        """End the edge's communicator without waiting for anybody."""
-        self.close()
-        _abort(self._group)
 
     def _start(self, slot: int) -> Transfer:
         return _Transfer(self._receives[slot])

@@ -39,19 +39,19 @@ class RankContext:
     ranks: int
     store: Store
 
-    def tell_room(self, room: RankMemory) -> None:
-        """Tell the head what memory this rank has for sessions."""
-        self.store.set(f"room/{self.rank}", json.dumps(room))
+    def send_memory(self, memory: RankMemory) -> None:
+        """Tell rank 0 what memory this rank has for sessions."""
+        self.store.set(f"memory/{self.rank}", json.dumps(memory))
 
-    def hear_rooms(self) -> list[RankMemory]:
-        """What all ranks have told; waits for them."""
-        return [RankMemory(*json.loads(self.store.get(f"room/{rank}"))) for rank in range(self.ranks)]
+    def receive_memories(self) -> list[RankMemory]:
+        """The memory for sessions of all ranks; waits for them."""
+        return [RankMemory(*json.loads(self.store.get(f"memory/{rank}"))) for rank in range(self.ranks)]
 
-    def tell_made(self, made: int) -> None:
+    def send_made(self, made: int) -> None:
         """Tell the head how many of its graphs this rank has made, see `compiling.Progress`."""
         self.store.set(f"made/{self.rank}", str(made))
 
-    def hear_made(self, stages: int) -> list[int]:
+    def receive_made(self, stages: int) -> list[int]:
         """What the ranks of the stages have told last, 0 where one has told nothing yet."""
         keys = [f"made/{rank}" for rank in range(stages)]
         return [int(self.store.get(key)) if self.store.check([key]) else 0 for key in keys]
@@ -117,12 +117,10 @@ def join(facts: Mapping[str, str]) -> RankContext:
 
 
 def _of_this_start(store: Store, rank: int, world: int) -> Store:
-    """The part of `store` that belongs to this start of the ring alone.
+    """`store` under a key prefix of this launch.
 
-    torchrun with `--max-restarts` gives ranks the store of those before them, where addresses of dead processes stand,
-    and its count of restarts need not be the same on all machines. So each rank says hello with a word that nobody else
-    has, and rank 0 answers that word with its own, which names the part. A hello may be that of a process that is gone,
-    and is looked at again until all have come.
+    Restarted ranks (torchrun with `--max-restarts`) share a store with dead ones; each posts a UUID, and rank 0 answers
+    with the prefix. The UUID may be that of a dead process, and is read again until all have come.
 
     Raises:
         EngineFailure: a rank did not come within START_LIMIT.

@@ -1,1 +1,4 @@
-"""What a stream remembers on a stage: key and value rings. Tensors only; knows nothing about scheduling or prompts."""
+"""Rolling KV caches with a sink, and the attention that reads them; knows nothing about prompts.
+
+There is no block table and no paging: a chunk's slot follows from its number alone, on every rank.
+"""

@@ -23,42 +23,47 @@ from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
 
 @dataclass(frozen=True)
 class StaticMetadata:
-    """What of a row's view holds for many chunks: a compiled graph is made for one, see
-    `pipeline.runner.compiled_stage`.
+    """The part of a row's attention metadata that holds for many chunks: a compiled graph is made for one, see
+    `pipeline.runner.compiled_stage`. Counts and positions are in latent frames.
 
-    Counts and places are of latent frames, `chunk` in a slot. The row sees the first `sink` frames of the ring and
-    `rest` others: those of `part` where they lie side by side, else those that an index tensor names. `raw`: how many
-    of its own frames, the first, belong to the sink. `adapt`: the similarity below which it takes a sink chunk's place.
-    `fold`: the share of the sink that stays when the chunk whose slot it takes is folded into it first. `ahead`: how
-    many rows after it in the forward it sees, since they are made together.
+    chunk: frames in a slot.
+    sink_frames: how many of the row's own frames, the first, belong to the sink.
+    sink: frames of the sink that the row sees.
+    window_frames: other cached frames that it sees, its own included.
+    contiguous_range: their first position and the one after the last, where they are adjacent; None: `gather_index`.
+    adapt: cosine below which the row replaces the least similar sink chunk.
+    fold: weight that the sink keeps when the evicted chunk is averaged into it.
+    ahead: later rows of the forward that the row sees, since they are made together.
     """
 
     chunk: int
-    raw: int
+    sink_frames: int
     sink: int
-    rest: int
-    part: tuple[int, int] | None
+    window_frames: int
+    contiguous_range: tuple[int, int] | None
     adapt: float | None = None
     fold: float | None = None
     ahead: int = 0
 
 
 class TensorMetadata(NamedTuple):
-    """What of a row's view is another for every chunk or session, all on the device.
+    """The part of a row's attention metadata that changes with chunk or session, all on the device.
 
-    `keys` and `values`: each layer's slots `[slots, tokens, H, d]`. `at` `[1]` is the slot that the row writes, `rest`
-    `[n]` the latent frames that it sees beyond the sink (None: the shape says so). `own` turns its queries and, but for
-    those of the sink, its keys; `sink_table` turns the sink's keys, which are kept un-rotated; `back` turns the keys of
-    the chunk whose slot it takes as if they had not been rotated.
+    keys, values: slots of each layer `[slots, tokens, H, d]`.
+    slot: the slot that the row writes `[1]`.
+    gather_index: latent frames `[n]` that it sees beyond the sink; None where they are contiguous.
+    query_rope: rotary factors of its queries and, except in the sink, its keys.
+    sink_rope: those of the sink's keys, which are cached un-rotated; None without a sink.
+    inverse_rope: those that undo the rotation of the evicted chunk's keys; None where nothing is folded.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
-    at: Tensor
-    rest: Tensor | None
-    own: Tensor
-    sink_table: Tensor | None
-    back: Tensor | None
+    slot: Tensor
+    gather_index: Tensor | None
+    query_rope: Tensor
+    sink_rope: Tensor | None
+    inverse_rope: Tensor | None
 
 
 class AttentionMetadata(NamedTuple):
@@ -105,29 +110,34 @@ class RollingAttention:
         state: KVCache,
         cache: int,
         chunk: int,
-        since: int = 0,
+        visible_from_chunk: int = 0,
         adapt: float | None = None,
         fold: float | None = None,
         ahead: int = 0,
     ) -> AttentionMetadata:
-        """The view of `chunk` in a ring where chunks before `since` are forgotten, except for the sink. With `adapt` it
-        takes the place of the sink chunk that it is least like, if it is less like it than that. With `fold` the chunk
-        whose slot it takes is folded into the sink first, of which that share stays. It sees what the chunk `ahead` of
-        it sees, of whose row and those between it is to be told in the same forward, after its own."""
-        sink, first = plan.frames(chunk + ahead, since)
+        """Attention metadata of one row, that of `chunk`.
+
+        Args:
+            visible_from_chunk: first visible chunk outside the sink.
+            adapt: replace the least similar sink chunk where its cosine to this one is below this.
+            fold: weight that the sink keeps when the evicted chunk is averaged into it.
+            ahead: number of later rows of this forward that are visible.
+        """
+        sink, first = plan.frames(chunk + ahead, visible_from_chunk)
         begin, end, gone = chunk * plan.chunk, (chunk + ahead + 1) * plan.chunk, plan.evicted(chunk)
         places = tuple(sorted(plan.place(frame) for frame in range(first, end)))
-        part, raw = self._part(plan, places), min(max(plan.sink - begin, 0), plan.chunk)
-        adapt = adapt if plan.sink and not raw else None
-        fold = fold if gone >= max(plan.pinned, since) else None
-        shape = StaticMetadata(plan.chunk, raw, sink, len(places), part, adapt, fold, ahead)
+        contiguous, sink_frames = self._contiguous(plan, places), min(max(plan.sink - begin, 0), plan.chunk)
+        adapt = adapt if plan.sink and not sink_frames else None
+        fold = fold if gone >= max(plan.pinned, visible_from_chunk) else None
+        shape = StaticMetadata(plan.chunk, sink_frames, sink, len(places), contiguous, adapt, fold, ahead)
         keys, values = state.layers(cache)
-        at, rest = self._index((plan.slot(chunk),)), self._index(places) if part is None else None
+        slot, gather_index = self._index((plan.slot(chunk),)), self._index(places) if contiguous is None else None
         # Relative: the sink's last frame is followed by the window's first, so count back from there.
-        sink_table = self._table(0 if plan.absolute else first - sink, sink) if sink else None
-        back = self._table(gone * plan.chunk, plan.chunk, True) if fold is not None else None
-        own = self._table(begin, plan.chunk)
-        return AttentionMetadata(shape, TensorMetadata(keys, values, at, rest, own, sink_table, back))
+        sink_rope = self._table(0 if plan.absolute else first - sink, sink) if sink else None
+        inverse_rope = self._table(gone * plan.chunk, plan.chunk, True) if fold is not None else None
+        query_rope = self._table(begin, plan.chunk)
+        tensors = TensorMetadata(keys, values, slot, gather_index, query_rope, sink_rope, inverse_rope)
+        return AttentionMetadata(shape, tensors)
 
     def on(self, rows: list[AttentionMetadata]) -> RollingAttention:
         """Point at the rows of the next forward. Mutates: self."""
@@ -138,8 +148,8 @@ class RollingAttention:
         """See `models.transformer.wan.SelfAttention`; `layer` counts the stage's blocks. Mutates: the rows' states."""
         return attend_rows(self.rows, layer, query, key, value, self.attend)
 
-    def _part(self, plan: CacheGeometry, places: tuple[int, ...]) -> tuple[int, int] | None:
-        """First place and the one after the last, where `places` are side by side; compiled only where they are all."""
+    def _contiguous(self, plan: CacheGeometry, places: tuple[int, ...]) -> tuple[int, int] | None:
+        """First position and the one after the last, where `places` are adjacent; compiled only where they are all."""
         first = places[0] if places else plan.sink
         whole = len(places) in (0, (plan.slots - plan.pinned) * plan.chunk)
         adjacent = places == tuple(range(first, first + len(places)))
@@ -151,9 +161,9 @@ class RollingAttention:
             index = index.pin_memory().to(self.device, non_blocking=True)
         return index
 
-    def _make_table(self, first: int, count: int, back: bool = False) -> Tensor:
+    def _make_table(self, first: int, count: int, inverse: bool = False) -> Tensor:
         factors = self._grid.factors(range(first, first + count))
-        return torch.view_as_real(factors.conj().resolve_conj() if back else factors).contiguous()
+        return torch.view_as_real(factors.conj().resolve_conj() if inverse else factors).contiguous()
 
 
 def attend_rows(
@@ -167,12 +177,12 @@ def attend_rows(
             _write(rows[written], layer, key[written], value[written])
             written += 1
         keys, values = row.keys[layer], row.values[layer]
-        seen_keys, seen_values = _rest(keys, shape, row), _rest(values, shape, row)
-        if row.sink_table is not None:
-            sink = rope.rotate(_frames(keys, shape)[: shape.sink].flatten(0, 1), row.sink_table)
+        seen_keys, seen_values = _window(keys, shape, row), _window(values, shape, row)
+        if row.sink_rope is not None:
+            sink = rope.rotate(_frames(keys, shape)[: shape.sink].flatten(0, 1), row.sink_rope)
             seen_keys = torch.cat([sink, seen_keys])
             seen_values = torch.cat([_frames(values, shape)[: shape.sink].flatten(0, 1), seen_values])
-        turned = rope.rotate(query[index], row.own)
+        turned = rope.rotate(query[index], row.query_rope)
         mixed.append(attend(turned[None], seen_keys[None], seen_values[None]))
         if shape.adapt is not None:
             count = shape.sink // shape.chunk
@@ -184,20 +194,20 @@ def _write(view: AttentionMetadata, layer: int, key: Tensor, value: Tensor) -> N
     """Put a row's keys and values `[L, H, d]` into its slot. Mutates: the caches."""
     shape, row = view
     keys, values = row.keys[layer], row.values[layer]
-    if shape.fold is not None and row.back is not None:
-        gone = rope.rotate(keys.index_select(0, row.at)[0], row.back), values.index_select(0, row.at)[0]
+    if shape.fold is not None and row.inverse_rope is not None:
+        gone = rope.rotate(keys.index_select(0, row.slot)[0], row.inverse_rope), values.index_select(0, row.slot)[0]
         fold_into_sink((keys[0], values[0]), gone, shape.fold)
-    keys.index_copy_(0, row.at, _own_keys(shape, row, key)[None])
-    values.index_copy_(0, row.at, value[None])
+    keys.index_copy_(0, row.slot, _cached_keys(shape, row, key)[None])
+    values.index_copy_(0, row.slot, value[None])
 
 
-def _own_keys(shape: StaticMetadata, row: TensorMetadata, key: Tensor) -> Tensor:
+def _cached_keys(shape: StaticMetadata, row: TensorMetadata, key: Tensor) -> Tensor:
     """A row's keys `[tokens, H, d]` as they are kept: rotated, but for those of the sink."""
-    if shape.raw == shape.chunk:
+    if shape.sink_frames == shape.chunk:
         return key
-    turned = rope.rotate(key, row.own)
-    raw = shape.raw * len(key) // shape.chunk
-    return torch.cat([key[:raw], turned[raw:]]) if raw else turned
+    turned = rope.rotate(key, row.query_rope)
+    sink = shape.sink_frames * len(key) // shape.chunk
+    return torch.cat([key[:sink], turned[sink:]]) if sink else turned
 
 
 def _frames(slots: Tensor, shape: StaticMetadata) -> Tensor:
@@ -206,13 +216,13 @@ def _frames(slots: Tensor, shape: StaticMetadata) -> Tensor:
     return frames.flatten(0, 1)
 
 
-def _rest(slots: Tensor, shape: StaticMetadata, row: TensorMetadata) -> Tensor:
-    """What a row sees beyond the sink, `[tokens, H, d]` of all those frames."""
+def _window(slots: Tensor, shape: StaticMetadata, row: TensorMetadata) -> Tensor:
+    """Keys or values that a row sees beyond the sink, `[tokens, H, d]`."""
     frames = _frames(slots, shape)
-    if shape.part is not None:
-        return frames[shape.part[0] : shape.part[1]].flatten(0, 1)
-    assert row.rest is not None
-    return frames.index_select(0, row.rest).flatten(0, 1)
+    if shape.contiguous_range is not None:
+        return frames[slice(*shape.contiguous_range)].flatten(0, 1)
+    assert row.gather_index is not None
+    return frames.index_select(0, row.gather_index).flatten(0, 1)
 
 
 def adapt_sink(sink: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], threshold: float) -> None:

@@ -54,18 +54,18 @@ class CacheGeometry:
         """Where latent frame `frame` of the stream is kept: frames of the slots, one after the other."""
         return self.slot(frame // self.chunk) * self.chunk + frame % self.chunk
 
-    def frames(self, chunk: int, since: int = 0) -> tuple[int, int]:
-        """What `chunk` sees of the stream's latent frames: how many of the first, as the sink, and the first of those
-        in the window, which go on to its own last. Chunks before `since` are forgotten, except for the sink."""
+    def frames(self, chunk: int, visible_from_chunk: int = 0) -> tuple[int, int]:
+        """Which latent frames of the stream `chunk` sees: the length of the sink, and the first frame of the window,
+        which ends with the chunk itself. Outside the sink nothing before `visible_from_chunk` is visible."""
         end = (chunk + 1) * self.chunk
         sink = min(self.sink, end)
-        return sink, max(sink, end - (self.window - self.sink), min(since, chunk) * self.chunk)
+        return sink, max(sink, end - (self.window - self.sink), min(visible_from_chunk, chunk) * self.chunk)
 
     def evicted(self, chunk: int) -> int:
         """The chunk whose slot `chunk` takes; below `pinned` if there is none."""
         return chunk - (self.slots - self.pinned) if chunk >= self.pinned else -1
 
-    def visible(self, chunk: int, since: int = 0) -> list[int]:
+    def visible(self, chunk: int, visible_from_chunk: int = 0) -> list[int]:
         """Chunks of which `chunk` sees a frame or more, oldest first, itself last."""
-        sink, first = self.frames(chunk, since)
+        sink, first = self.frames(chunk, visible_from_chunk)
         return sorted({*range(-(-sink // self.chunk)), *range(first // self.chunk, chunk), chunk})

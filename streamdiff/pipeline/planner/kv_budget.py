@@ -33,8 +33,8 @@ class RankMemory(NamedTuple):
 
 
 class PreallocatedCaches(NamedTuple):
-    """On every rank caches are there already, for so many `sessions` of one kind; where there is less room, for as many
-    as it holds, at least one."""
+    """Caches preallocated on every rank for up to `sessions` sessions of one kind, at least one, because CUDA graphs
+    are bound to them."""
 
     sessions: int
     steps: int
@@ -43,8 +43,9 @@ class PreallocatedCaches(NamedTuple):
 
 @dataclass
 class KVCacheBudget:
-    """`room[r]` is what rank r had before anything was allocated, which runs `blocks[r]` blocks; numbers in caches have
-    `value_bytes` bytes. Caches that wait for sessions take memory whether there are such sessions or not."""
+    """Bytes of KV caches on every rank: `room[r]` is what rank r had before anything was allocated, which runs
+    `blocks[r]` blocks; numbers in caches have `value_bytes` bytes. Preallocated caches count whether sessions use them
+    or not."""
 
     facts: ModelSizes
     room: Sequence[RankMemory]

@@ -1,1 +1,1 @@
-"""What a rank computes: a stage's blocks on a micro-step, and the sampler on rank 0."""
+"""Runs micro-steps on one rank: the blocks of its stage, eager or compiled, and on rank 0 the sampler."""

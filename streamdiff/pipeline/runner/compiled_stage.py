@@ -41,21 +41,15 @@ class Key(NamedTuple):
 class RowInputs(NamedTuple):
     """What of a row changes from chunk to chunk, see `TensorMetadata`."""
 
-    at: Tensor
-    rest: Tensor | None
-    own: Tensor
-    sink_table: Tensor | None
-    back: Tensor | None
+    slot: Tensor
+    gather_index: Tensor | None
+    query_rope: Tensor
+    sink_rope: Tensor | None
+    inverse_rope: Tensor | None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> RowInputs:
         """The same with `change` of each tensor."""
-
-        def changed(tensor: Tensor | None) -> Tensor | None:
-            return change(tensor) if tensor is not None else None
-
-        return RowInputs(
-            change(self.at), changed(self.rest), change(self.own), changed(self.sink_table), changed(self.back)
-        )
+        return RowInputs(*(change(each) if each is not None else None for each in self))  # type: ignore[arg-type]
 
 
 class Inputs(NamedTuple):
@@ -132,9 +126,9 @@ def compiled(forward: StageForward, key: Key) -> Run:
         rows: tuple[RowInputs, ...],
     ) -> Tensor:
         views = []
-        for session, shape, own in zip(sessions, shapes, rows, strict=True):
+        for session, shape, row in zip(sessions, shapes, rows, strict=True):
             keys, values = caches[session]
-            tensors = TensorMetadata((keys,), (values,), own.at, own.rest, own.own, own.sink_table, own.back)
+            tensors = TensorMetadata((keys,), (values,), *row)
             views.append(AttentionMetadata(shape, tensors))
         mix = partial(attend_rows, views, 0, attend=attend)
         own_modulation = weights.block.scale_shift_table + modulation
@@ -267,14 +261,12 @@ class Replayed(NamedTuple):
 
 
 class Captured:
-    """Graphs of CUDA: a forward is one launch instead of some thousand.
+    """Caches CUDA graphs by key and KV-cache addresses (`GraphCache`): a replayed forward is one launch, not thousands.
 
-    A graph reads and writes where its tensors lay when it was captured. So there is one for each key and session's
-    caches (`captures`): those that come while learning, and, where it is `live`, those of sessions opened later. These
-    run as they are the first time; the second time they are captured, which carries nothing out, and replayed. So
-    every forward happens once: one that averages or adapts the sink would not be the same twice. Everything else is
-    copied to where graphs look for it: all of them in one place, and a prompt, only when it changes, in one for each
-    session. So a replay allocates nothing.
+    While learning, a forward is captured at once. In `live` sessions the first call runs eagerly; the second captures,
+    which computes nothing, and replays. Each forward runs exactly once, since sink updates are not idempotent. Inputs
+    other than caches are copied to static buffers: shared by all graphs, except the text keys and values, which each
+    session has, and which are copied only when the prompt changes. A replay allocates nothing.
     """
 
     def __init__(self, record: Record, live: bool) -> None:

@@ -1,12 +1,8 @@
-"""Which captured graphs there are, for whose caches, when one is made, and when it is forgotten. Bookkeeping only: what
-is kept may be anything that holds its tensors, and no device is called.
+"""Index of captured graphs: which there are, when one is captured, when it is dropped. Calls no device.
 
-A graph reads and writes the addresses that it was captured with. A *home* is the memory of one session's caches, known
-by its address; a *place* is a key with the addresses of the caches that a forward uses, which may be of several homes.
-An address says nothing about whose memory it is once that was freed. So two things hold: what is kept for a place holds
-the place's caches, thus nobody else can be given their addresses while they stand here; and `forget` drops a home's
-graphs when its caches are given up, so that the memory is free and nothing here names it any more. A graph that is
-found was therefore captured with the very memory of who asks.
+*Home*: address of a session's cache. *Place*: graph key plus the addresses of the caches that a forward uses, which may
+be of several homes. An entry keeps its caches alive, so an address cannot be reused while listed; `forget` drops a
+home's entries before its caches are freed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A stage: a run of transformer blocks with the caches of those blocks, for every open session.
+"""Runs one stage: a contiguous run of transformer blocks, with the KV caches of those blocks for every open session.
 
-Does what works say; never decides anything itself. Knows nothing about latents' noise or about sampling.
+Does what stage messages say; never decides anything itself. Knows nothing about noise or sampling.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _TRIAL = -1
 
 @dataclass
 class RunnerSession:
-    """What the stage keeps of a session: its ring, its steps per chunk (the first one's left aside), and of each epoch
-    still in use the cross-attention keys, and the chunk before which its chunks see nothing but the sink."""
+    """What a stage keeps of a session: its KV cache, its steps per chunk (without the first chunk's extra ones), and by
+    epoch still in use the cross-attention keys and values, and the first chunk that is visible outside the sink."""
 
     plan: CacheGeometry
     state: KVCache
@@ -40,7 +40,7 @@ class RunnerSession:
     cached_steps: int
     """Of `matched`: the steps that the caches are of, until the first row of others."""
     text: dict[int, list[KeyValue]] = field(default_factory=dict)
-    since: dict[int, int] = field(default_factory=dict)
+    visible_from_chunk: dict[int, int] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -72,7 +72,9 @@ class ModelRunner:
             case MessageKind.OPEN:
                 self.open(control.session, steps=control.steps, kv_context=control.kv_context)
             case MessageKind.TEXT:
-                self.set_text(control.session, control.epoch, work.tensors[0], control.oldest, control.since)
+                self.set_text(
+                    control.session, control.epoch, work.tensors[0], control.oldest, control.visible_from_chunk
+                )
             case MessageKind.RESET:
                 self.reset(control.session)
             case MessageKind.STEPS:
@@ -104,8 +106,8 @@ class ModelRunner:
         self.sessions[session] = RunnerSession(plan, state, steps, kv_context == "matched", steps)
 
     def close(self, session: int) -> None:
-        """Free the session. With graphs, caches wait for sessions to come, as CUDA's graphs are bound to them: those
-        with the most graphs, as many as `compile` made; all others are freed, and their graphs. Mutates: self."""
+        """Free the session's KV cache. With CUDA graphs, keep as many caches as `compile` preallocated, those with most
+        graphs first, since graphs are bound to their addresses; free the others and their graphs. Mutates: self."""
         gone, compiled = self.sessions.pop(session, None), self.compiled
         if gone is None or compiled is None:
             return
@@ -120,17 +122,17 @@ class ModelRunner:
         """Empty the session's caches. Mutates: self."""
         self.sessions[session].state.reset()
         self.sessions[session].text.clear()
-        self.sessions[session].since.clear()
+        self.sessions[session].visible_from_chunk.clear()
 
     @torch.inference_mode()
-    def set_text(self, session: int, epoch: int, embeddings: Tensor, oldest: int, since: int = 0) -> None:
-        """Project text embeddings `[T, text_dim]` for `epoch`, whose chunks see none before `since` but the sink;
-        epochs before `oldest` are forgotten. Mutates: self."""
+    def set_text(self, session: int, epoch: int, embeddings: Tensor, oldest: int, visible_from_chunk: int = 0) -> None:
+        """Project text embeddings `[T, text_dim]` for `epoch`, whose chunks see none before `visible_from_chunk` but
+        the sink; epochs before `oldest` are dropped. Mutates: self."""
         kept = self.sessions[session]
         kept.text[epoch] = self.denoiser.text(embeddings[None].to(self.device, self.denoiser.dtype))
-        kept.since[epoch] = since
+        kept.visible_from_chunk[epoch] = visible_from_chunk
         for epoch_gone in [e for e in kept.text if e < oldest]:
-            del kept.text[epoch_gone], kept.since[epoch_gone]
+            del kept.text[epoch_gone], kept.visible_from_chunk[epoch_gone]
 
     @torch.inference_mode()
     def set_steps(self, session: int, epoch: int, steps: int) -> None:
@@ -139,12 +141,12 @@ class ModelRunner:
         kept = self.sessions[session]
         latest = max(kept.text)
         kept.text.setdefault(epoch, kept.text[latest])
-        kept.since.setdefault(epoch, kept.since[latest])
+        kept.visible_from_chunk.setdefault(epoch, kept.visible_from_chunk[latest])
         kept.steps = steps
 
     def _fit_caches(self, session: RunnerSession) -> None:
-        """Where every step has a cache, one of a new number of steps goes on with that of the step whose noise was
-        nearest. Done when a row needs it: of steps that no chunk was made in, nothing stays. Mutates: session."""
+        """KV context `matched` only: after a change of step count, give each step the cache of the old step with the
+        nearest timestep. Runs on the first row that needs it. Mutates: session."""
         if session.matched and session.cached_steps != session.steps:
             before, now = self.spec.schedule(session.cached_steps), self.spec.schedule(session.steps)
             session.state.rearrange(nearest_steps(before, now))
@@ -172,33 +174,33 @@ class ModelRunner:
         kv_context: str,
         clean_with_next: bool = False,
         sessions: int = 1,
-        room: RankMemory | None = None,
-        told: Callable[[int, int], None] = lambda made, of: None,
+        memory: RankMemory | None = None,
+        on_progress: Callable[[int, int], None] = lambda made, of: None,
     ) -> None:
         """Make graphs for the forwards that a session of this kind meets for ever once its window is full: of a chunk
         alone, and, if asked, of one that takes the next chunk's first step with it. Until then, and after a `flush`, it
-        runs the plain path. Takes from seconds to minutes; `told` is called with the number of kinds of forward whose
-        graphs are made, and how many there are.
+        runs the plain path. Takes from seconds to minutes; `on_progress` is called with the number of kinds of forward
+        whose graphs are made, and how many there are.
 
-        The caches of so many `sessions` then wait for them; as many as have `room`, at least one. On CUDA graphs are
-        captured for each of them. Mutates: self.
+        The caches of so many `sessions` stay allocated for them; as many as fit into `memory`, at least one. On CUDA
+        graphs are captured for each of them. Mutates: self.
         """
         steps = most_steps(steps, self.spec.steps)
         # In a ring a receive may stand on the device until another rank has sent (docs/decisions/0010), and a capture
         # waits for the device: there nothing is captured once streams run.
         self.compiled = CompiledStage(self._forward, self.device, live=self.stages == 1)
         self.attention = self._attention(compiled=True)
-        trials = self._try_out(sessions, room, steps=steps, kv_context=kv_context)
+        trials = self._try_out(sessions, memory, steps=steps, kv_context=kv_context)
         # From here on every chunk takes the slot of another.
         chunk = max(self.sessions[_TRIAL].plan.slots, self.spec.first_chunks)
         self.compiled.learning = True
         kinds = (False, True) if clean_with_next else (False,)
-        told(0, len(kinds))
+        on_progress(0, len(kinds))
         for made, with_next in enumerate(kinds, 1):
             for trial in trials:
                 for rows in _met(trial, chunk, steps, kv_context != "matched", with_next):
                     self.forward(rows, self._forward.zeros(len(rows), self.device))
-            told(made, len(kinds))
+            on_progress(made, len(kinds))
         self.compiled.learning = False
         self._most_waiting = len(trials)
         for trial in trials:
@@ -208,7 +210,7 @@ class ModelRunner:
         denoiser = self.denoiser
         return RollingAttention(self.frames, *self.grid, denoiser.head_dim, self.device, compiled, denoiser.attend)
 
-    def _try_out(self, sessions: int, room: RankMemory | None, *, steps: int, kv_context: str) -> list[int]:
+    def _try_out(self, sessions: int, memory: RankMemory | None, *, steps: int, kv_context: str) -> list[int]:
         """Open sessions to make graphs with, see `compile`. Mutates: self."""
         trials: list[int] = []
         most = sessions
@@ -216,8 +218,8 @@ class ModelRunner:
             trials.append(_TRIAL - len(trials))
             self.open(trials[-1], steps=steps, kv_context=kv_context)
             self.set_text(trials[-1], 0, torch.zeros(self.spec.text_shape), 0)
-            if room is not None:
-                most = room.holds(sessions, self.sessions[trials[-1]].state.nbytes)
+            if memory is not None:
+                most = memory.holds(sessions, self.sessions[trials[-1]].state.nbytes)
         return trials
 
     def _ahead(self, rows: Sequence[MicroStep], index: int) -> int:
@@ -249,10 +251,10 @@ class ModelRunner:
         adapt = self.spec.adaptive_sink if session.matched or row.clean else None
         # A chunk leaves when the one that takes its slot first writes there.
         fold = self.spec.averaged_sink if session.matched or row.step == 0 else None
-        since = session.since[row.epoch]
+        visible_from = session.visible_from_chunk[row.epoch]
         if row.clean and self.spec.context_alone:
-            since = max(since, row.chunk)
-        return self.attention.view(session.plan, session.state, cache, row.chunk, since, adapt, fold, ahead)
+            visible_from = max(visible_from, row.chunk)
+        return self.attention.view(session.plan, session.state, cache, row.chunk, visible_from, adapt, fold, ahead)
 
 
 def _met(trial: int, chunk: int, steps: int, clean: bool, with_next: bool) -> Iterator[list[MicroStep]]:

@@ -22,7 +22,7 @@ class Noise(Protocol):
         before a later step, or, for `step` = number of steps, what the clean pass adds where it adds any."""
 
     def exact(self, chunk: int) -> bool:
-        """Whether step 0 of `chunk` receives what is drawn as it is, and a schedule's `noise_scale` is not asked."""
+        """True if step 0's noise of `chunk` was supplied and must not be multiplied by the schedule's `noise_scale`."""
 
 
 @dataclass(frozen=True)

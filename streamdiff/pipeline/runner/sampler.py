@@ -1,6 +1,6 @@
-"""The head: owns the latents. Makes the model's input of a micro-step and turns its flow into the next latents.
+"""The sampler on rank 0: owns the latents, makes a micro-step's model input, turns its flow into the next latents.
 
-Only the head knows noise levels and x_t; stages see hidden states, and what comes back is the flow.
+Only rank 0 knows noise levels and x_t; stages see hidden states, and what comes back is the flow.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ PROMPT_SWITCHES = ("keep", "flush", "recache")
 
 @dataclass
 class HeadSession:
-    """Noise source (`given`, and `noise` as it is drawn from), schedule and the latents `[C, F, h, w]` of chunks in
-    flight (x_t, or x0 for the clean pass), by chunk and epoch: what comes back for a stream that was reset meanwhile
-    is nobody's.
-
-    `levels` are the timesteps that the model is told at each step, the clean pass last, on the device: of the first
-    chunk `[its steps + 1, F]`, and of the others.
-    `kept` holds the finished latents, and the steps, of all chunks that the next one may see, for the clean pass, the
-    first time or again; none where there is no such pass. Chunks admitted see none before `since` but the sink.
-    `source` is the input that first steps start from, None for pure noise. `pictures` is the memory of the model's
-    `past`.
-    """
+    """What rank 0 keeps of one stream."""
 
     given: Noise
+    """Noise as it was supplied."""
     noise: Noise
+    """The same, prefetched to the device where that pays."""
     schedule: Schedule
     kv_context: str
     plan: CacheGeometry
     levels: tuple[Tensor, Tensor]
+    """Timesteps `[steps + 1, F]` on the device, the clean pass last: of the first chunk, and of the others."""
     latents: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """By (chunk, epoch) in flight: x_t, or x0 for the clean pass, `[C, F, h, w]`. A result without an entry belongs to
+    a stream that was reset or closed."""
     kept: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
-    since: int = 0
+    """By chunk that a later one may see: finished latents, and the number of steps. For the clean pass and its reruns;
+    empty in KV contexts without one."""
+    visible_from_chunk: int = 0
+    """The first chunk outside the sink that chunks admitted from now on see."""
     source: InitLatents | None = None
+    """Encoded input that first steps start from; None: noise alone."""
     pictures: Any = None
+    """Memory of the model's `past`."""
 
     @property
     def clean_pass(self) -> bool:
@@ -106,12 +106,12 @@ class LatentSampler:
         """
         self.check_switch(session, policy)
         state = self.sessions[session]
-        seen = state.plan.visible(chunk, state.since)[:-1]
+        seen = state.plan.visible(chunk, state.visible_from_chunk)[:-1]
         if policy == "flush":
-            state.since = chunk
+            state.visible_from_chunk = chunk
         elif policy == "recache":
-            state.since = next((each for each in seen if each >= state.plan.pinned), chunk)
-        return state.since, seen if policy == "recache" else []
+            state.visible_from_chunk = next((each for each in seen if each >= state.plan.pinned), chunk)
+        return state.visible_from_chunk, seen if policy == "recache" else []
 
     def check_switch(self, session: int, policy: str) -> None:
         """Raises what `switch` would."""

@@ -6,7 +6,6 @@ The head's work comes from its scheduler, everybody else's from the link before 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.link import Receiver, Sender
@@ -17,29 +16,6 @@ LEAVE_S = 5.0
 """How long ranks wait for each other when they end."""
 
 
-class Source(Protocol):
-    """Where a rank's work comes from."""
-
-    def take(self, wait_s: float | None = 0.0) -> StageMessage | None:
-        """The next work, or None when there is none within `wait_s` (None: wait for ever)."""
-
-    def close(self, limit_s: float = 0.0) -> None:
-        """No more is taken; see `Receiver.close`."""
-
-
-class LinkSource:
-    """Work from the stage before."""
-
-    def __init__(self, inbox: Receiver) -> None:
-        self.inbox = inbox
-
-    def take(self, wait_s: float | None = 0.0) -> StageMessage | None:
-        return self.inbox.receive(wait_s)
-
-    def close(self, limit_s: float = 0.0) -> None:
-        self.inbox.close(limit_s)
-
-
 class Worker:
     """One rank.
 
@@ -47,9 +23,9 @@ class Worker:
     happened reads them, from any thread. `done` counts works.
     """
 
-    def __init__(self, source: Source, stage: ModelRunner, outbox: Sender, timer: DeviceTimer | None = None) -> None:
+    def __init__(self, inbox: Receiver, stage: ModelRunner, outbox: Sender, timer: DeviceTimer | None = None) -> None:
         """`timer` is that of the device; None: one that is made here."""
-        self.source, self.stage, self.outbox = source, stage, outbox
+        self.inbox, self.stage, self.outbox = inbox, stage, outbox
         self.timer = timer or DeviceTimer.on(stage.device)
         self._timed = self.timer.stream()
         self.now: StageMessage | None = None
@@ -58,7 +34,7 @@ class Worker:
 
     def turn(self, wait_s: float | None = 0.0) -> StageMessage | None:
         """Take one work, carry it out, hand the result on; returns what was taken."""
-        work = self.source.take(wait_s)
+        work = self.inbox.receive(wait_s)
         if work is not None:
             self.now = work
             with self._timed.work(replace(work, tensors=())):
@@ -73,7 +49,7 @@ class Worker:
         while (work := self.turn(None)) is None or work.kind is not MessageKind.STOP:
             pass
         self.outbox.close()
-        self.source.close(LEAVE_S)
+        self.inbox.close(LEAVE_S)
         self.outbox.flush(LEAVE_S)
 
     def where(self) -> str:

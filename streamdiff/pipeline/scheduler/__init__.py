@@ -1,1 +1,1 @@
-"""What enters the ring next: pure logic, no torch, no clock, no I/O."""
+"""Decides which micro-step enters the ring of stages next: pure logic, no torch, no clock, no I/O."""

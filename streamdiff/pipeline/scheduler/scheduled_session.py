@@ -37,8 +37,8 @@ class ScheduledSession:
 
     `rerun` are finished chunks whose clean pass is due once more, oldest first, before a new chunk is admitted. While
     it is `draining` none is, and those in flight wait for no follower.
-    `choice` is the index in `chunks` of the one whose step is due next, `len(chunks)` for a new one, RERUN for a clean
-    pass once more, None for none. It is found anew where it is `stale`. `waiting_since` counts forwards: when there
+    `choice`: what is due next: an index into `chunks`, `len(chunks)` to admit one, RERUN, or None. Cached; `stale`
+    invalidates it. `waiting_since` counts forwards: when there
     first was a choice, or the last row was handed out.
     """
 

@@ -2,20 +2,17 @@
 
 Pure logic: no torch, no clock, no I/O. Events in (`open`, `returned`, `set_room`, ...), decisions out (`next`). The
 rules are in docs/design.md, section 4; what a micro-step attends to follows from them, never from timing. New chunks of
-`matched` sessions are paced, see `timetable`; one session's part is in `scheduled`.
+`matched` sessions are paced, see `timetable_tick`; one session's part is in `scheduled_session`.
 
-**A first chunk with more steps.** Some models take more steps for the first chunk of a stream than for the others. All
-chunks end together then: in here steps are numbered so that the last one, and the clean pass, have the same number in
-every chunk, and the first chunk begins below 0. So what the rules say of step s of two neighbours is said of steps that
-are as far from the end, and nothing else has to know.
+**A first chunk with more steps.** Steps are numbered from the end: the last step and the clean pass have the same
+number in every chunk. A longer first chunk begins at a negative step, so rules compare steps equally far from the end.
 
-**Chunks that are made together.** Where a stream's first chunk is longer than the others, its parts are chunks of their
-own that go side by side, as rows of one forward that see each other. In here they are one chunk, number 0, and what
-comes after waits until its last pass has entered: it is what everybody sees of them.
+**Chunks that are made together.** A longer first chunk is split into chunks that run as rows of one forward and see
+each other. Here they are one chunk, number 0; the next chunk waits until their last pass has entered.
 
-**Another number of steps.** It holds for chunks that are admitted once all those in flight have come back (`drain`,
-`set_steps`): so no chunk overtakes its elders, and no rule has to compare chunks with different numbers. Meanwhile the
-newest chunk in flight has no follower and waits for none, as before a rerun. Other sessions go on.
+**A change of step count.** It applies to chunks admitted after all those in flight have come back (`drain`,
+`set_steps`), so no chunk overtakes an earlier one, and no rule compares chunks with different step counts. Meanwhile
+the newest chunk in flight has no follower and waits for none, as before a rerun. Other sessions go on.
 """
 
 from __future__ import annotations

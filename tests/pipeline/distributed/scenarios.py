@@ -1,7 +1,7 @@
 """What both ends of a link do in a scenario of the contract; played by two threads or by two processes.
 
 As a program (`python -m tests.pipeline.links.scenarios RANK 2 PORT KIND`) it plays one end of links between two
-processes, one per scenario. KIND is `gloo`; or `lanes` or `lanes-ahead`, the NCCL link with gloo in NCCL's place.
+processes, one per scenario. KIND is `gloo`; or `lanes`, the NCCL link with gloo in NCCL's place.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def ends(kind: str, rank: int, tag: int, wire: MessageLayout) -> tuple[Sender, R
     out, into = groups[rank], groups[1 - rank]
     assert out is not None and into is not None and out is not into
     outbox = NcclOutbox(wire, 1 - rank, 2 * tag + rank, CPU, out, streams=streams)
-    inbox = NcclInbox(wire, 1 - rank, 2 * tag + 1 - rank, CPU, into, streams=streams, ahead=kind == "lanes-ahead")
+    inbox = NcclInbox(wire, 1 - rank, 2 * tag + 1 - rank, CPU, into, streams=streams)
     warm_up(outbox, inbox)
     return outbox, inbox
 

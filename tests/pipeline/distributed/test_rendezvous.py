@@ -7,15 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.tiny.model import WEIGHTS
-from streamdiff.pipeline import rank_loader
 from streamdiff.pipeline.distributed.rendezvous import check_world
+from streamdiff.pipeline.rank_loader import RankLoader
 from tests.pipeline.processes import ROOT, free_port
 
 pytestmark = pytest.mark.slow
@@ -55,18 +57,22 @@ def test_a_rank_that_differs_is_named_by_all() -> None:
     assert said == ["rank 1 has model.steps 2, but rank 0 has 4; all ranks of a ring need the same"] * 2
 
 
+def rank_facts(**given: Any) -> dict[str, str]:
+    return RankLoader(ModelConfig(**given), torch.device("cpu")).rank_facts()
+
+
 def test_weights_and_settings_are_among_the_facts(tmp_path: Path) -> None:
-    facts = rank_loader._facts(ModelConfig())
+    facts = rank_facts()
     assert {"streamdiff", "torch", "weights", "model.steps", "model.kv_context"} <= set(facts)
-    assert facts["model.steps"] == "4" and rank_loader._facts(ModelConfig(steps=4)) == facts
+    assert facts["model.steps"] == "4" and rank_facts(steps=4) == facts
     for path in WEIGHTS.rglob("*"):
         if path.is_file():
             copy = tmp_path / path.relative_to(WEIGHTS)
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(path.read_bytes())
-    assert rank_loader._facts(ModelConfig(name=str(tmp_path)))["weights"] == facts["weights"]
+    assert rank_facts(name=str(tmp_path))["weights"] == facts["weights"]
     (tmp_path / "vae" / "config.json").write_text("{}")
-    assert rank_loader._facts(ModelConfig(name=str(tmp_path)))["weights"] != facts["weights"]
+    assert rank_facts(name=str(tmp_path))["weights"] != facts["weights"]
 
 
 @pytest.mark.parametrize(

@@ -234,8 +234,8 @@ def test_what_leaves_the_ring_is_folded_into_the_sink(spare: int, compiled: bool
 def test_what_was_flushed_is_not_folded_in() -> None:
     plan = CacheGeometry(1, 3)
     state, attention = allocate(plan), RollingAttention(1, 2, 2, 12, CPU)
-    assert attention.view(plan, state, 0, 6, since=4, fold=0.9).shape.fold is not None
-    assert attention.view(plan, state, 0, 6, since=5, fold=0.9).shape.fold is None
+    assert attention.view(plan, state, 0, 6, visible_from_chunk=4, fold=0.9).shape.fold is not None
+    assert attention.view(plan, state, 0, 6, visible_from_chunk=5, fold=0.9).shape.fold is None
     assert attention.view(plan, state, 0, 2, fold=0.9).shape.fold is None, "nothing leaves yet"
 
 

@@ -67,7 +67,7 @@ def worst(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
 def test_there_are_graphs_without_breaks_for_a_full_window(ring: LocalRing) -> None:
     for stage in stages(ring):
         assert stage.compiled is not None
-        assert [[(s.sink, s.rest) for s in key.shapes] for key in stage.compiled.keys] == [[(2, 4)]]
+        assert [[(s.sink, s.window_frames) for s in key.shapes] for key in stage.compiled.keys] == [[(2, 4)]]
     assert not counters["graph_break"]
 
 

@@ -274,5 +274,5 @@ def test_caches_wait_for_as_many_sessions_as_have_room(room: RankMemory | None, 
     stage.open(0, steps=4, kv_context="clean")
     unit = stage.sessions[0].state.nbytes / 100
     given = None if room is None else RankMemory(int(room.free * unit), int(room.decoding * unit))
-    stage.compile(steps=4, kv_context="clean", sessions=3, room=given)
+    stage.compile(steps=4, kv_context="clean", sessions=3, memory=given)
     assert len(stage._waiting) == expected

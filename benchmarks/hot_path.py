@@ -22,8 +22,8 @@ from streamdiff import clock
 from streamdiff.config import ModelConfig
 from streamdiff.device import pick_device
 from streamdiff.models.interfaces import Model
-from streamdiff.pipeline import rank_loader
 from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.rank_loader import RankLoader
 
 SUMMARY = "Seconds per chunk of each fast path beside the plain one, taking turns."
 PATHS = {"plain": (False, False), "compiled": (True, False), "with-next": (False, True), "both": (True, True)}
@@ -95,9 +95,10 @@ def main() -> int:
     names = paths.chosen(parser, options.paths, PATHS)
     device = pick_device(options.device)
     config = ModelConfig(name=options.model, steps=options.steps)
-    options.steps = rank_loader.steps_of(config)
+    loader = RankLoader(config, device)
+    options.steps = loader.steps
     head = report.header(warm_up=f"a window of chunks and {WARM_UP} more")
-    model = rank_loader.load_model(config, device)
+    model = loader.load_model()
     with paths.no_compiled_code():
         rows = measure(model, device, names, options.steps, options.rounds, options.chunks)
     paths.tell(rows, head, options)

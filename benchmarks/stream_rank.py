@@ -34,7 +34,7 @@ from streamdiff.pipeline import worker_main
 from streamdiff.pipeline.build import load_runtime
 from streamdiff.pipeline.profile_report import CHUNKS
 from streamdiff.pipeline.profiler import ProfiledRuntime
-from streamdiff.pipeline.rank_loader import at_once, own_device
+from streamdiff.pipeline.rank_loader import RankLoader, own_device
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 CASE, RAW = "case.json", "raw.json"
@@ -115,7 +115,7 @@ def measure(runtime: StreamingPipeline, case: Case, load_s: float) -> Raw:
         prompts = list(_prompts(player, runtime, amount.prompts, bar))
         player.close()
         peak = peak_bytes(device)
-        at_a_time = at_once(case.config, device)
+        at_a_time = RankLoader(case.config, device).decode_at_once
         parts, remarks = stream_parts.measure(runtime, amount.rounds, at_a_time, bar.set_postfix_str)
         if case.profile is not None:
             bar.set_postfix_str("profile")

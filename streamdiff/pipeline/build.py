@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from streamdiff.config import ModelConfig
-from streamdiff.pipeline import rank_loader, topology
+from streamdiff.pipeline import topology
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
 from streamdiff.pipeline.distributed.compile_progress import Progress
 from streamdiff.pipeline.distributed.rendezvous import check_world
@@ -14,6 +14,7 @@ from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
 from streamdiff.pipeline.profile_report import CHUNKS
 from streamdiff.pipeline.profiler import ProfiledRuntime, check_folder, check_traced
+from streamdiff.pipeline.rank_loader import RankLoader, Run, own_device
 from streamdiff.pipeline.scheduler.kv_context import in_flight_limit
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.pipeline.worker_group import WorkerGroup
@@ -27,39 +28,36 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
     Raises:
         ConfigError: unknown model, a device that is not there, or a ring that cannot be built.
     """
-    device = rank_loader.own_device(config.device)
-    decoder = rank_loader.load_decoder(config, device) if config.decode_rank == 0 else None
+    device = own_device(config.device)
+    loader = RankLoader(config, device)
+    decoder = loader.load_decoder() if config.decode_rank == 0 else None
     company: WorkerGroup | None = None
-    runs: tuple[rank_loader.Run, ...]
+    runs: tuple[Run, ...]
     if config.ranks == 1:
         check_world(1, 1)
-        model = rank_loader.load_model(config, device)
-        runs, rooms = ((0, model.blocks),), [rank_loader.own_room(config, device, decoder, model.past, model.text)]
+        model = loader.load_model()
+        runs, rooms = ((0, model.blocks),), [loader.session_memory(decoder, model.past, model.text)]
         ring = RingExecutor(model, device, clean_with_next=config.clean_with_next)
-        rank_loader.compile_stage(config, ring.stage, rooms[0], Progress(None, 1))
-        rank_loader.compile_decoder(config, decoder, device, DECODE_THREADS)
+        loader.compile_stage(ring.stage, rooms[0], Progress(None, 1))
+        loader.compile_decoder(decoder, DECODE_THREADS)
     else:
-        member = rank_loader.join(config)
-        model, runs = rank_loader.load_share(
-            config, member, device, lambda blocks: rank_loader.load_model(config, device, blocks), decoder
-        )
-        member.tell_room(room := rank_loader.own_room(config, device, decoder, model.past, model.text))
+        member = loader.join()
+        model, runs = loader.load_share(member, loader.load_model, decoder)
+        member.tell_room(room := loader.session_memory(decoder, model.past, model.text))
         ring = topology.head_ring(model, topology.StageTopology.of(config, 0, device), device)
         links = None
         if decoder is None:
-            kind = rank_loader.pictures_of(config, device)
-            links = topology.decode_links(model.spec, 0, config.decode_rank, device, kind)
+            links = topology.decode_links(model.spec, 0, config.decode_rank, device, loader.pixel_format)
         progress = Progress(member, config.stages)
-        rank_loader.compile_stage(config, ring.stage, room, progress)
-        rank_loader.compile_decoder(config, decoder, device, DECODE_THREADS)
+        loader.compile_stage(ring.stage, room, progress)
+        loader.compile_decoder(decoder, DECODE_THREADS)
         company = WorkerGroup(member, ring, config.hang_s, links)
         rooms = member.hear_rooms()
         member.meet(progress.made)
     model = replace(model, decoder=decoder)
     counts = [last - first for first, last in runs] + [0] * (config.ranks - config.stages)
-    kept = rank_loader.waiting(config, device)
-    budget = KVCacheBudget(rank_loader.facts_of(config), rooms, counts, model.denoiser.dtype.itemsize, kept)
-    at_once = rank_loader.at_once(config, device)
+    budget = KVCacheBudget(loader.sizes, rooms, counts, model.denoiser.dtype.itemsize, loader.preallocated_caches())
+    at_once = loader.decode_at_once
     runtime = StreamingPipeline(
         model, device, config.steps, config.kv_context, company, budget, ring, at_once, config.hang_s
     )

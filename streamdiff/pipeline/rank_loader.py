@@ -1,4 +1,4 @@
-"""From a configuration to this rank's place, device and weights."""
+"""From a configuration to this rank's part of the model: resolved once, then loaded part by part."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property
 from typing import TypeVar
 
 import torch
 
 from streamdiff.config import ModelConfig, ServedModel
-from streamdiff.device import bind, pick_device
+from streamdiff.device import bind, pick_device, pick_dtype
 from streamdiff.errors import ConfigError
-from streamdiff.models import model_loader, resolve
+from streamdiff.models import resolve
 from streamdiff.models import spec as windows
 from streamdiff.models.autoencoder.stepped_decoder import rgb24, yuv420p
 from streamdiff.models.interfaces import Model, Past, StageModel, StreamDecoder, TextEncoder
-from streamdiff.models.resolve import ResolvedModel
+from streamdiff.models.model_loader import ModelLoader, awaited_bytes
 from streamdiff.models.spec import ModelSpec, choose_steps
-from streamdiff.models.transformer.lora import parse_lora
 from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.pipeline import balance
 from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
@@ -41,22 +39,233 @@ Run = tuple[int, int]
 T = TypeVar("T", bound=StageModel)
 
 
-@lru_cache(maxsize=4)
-def place_of(config: ModelConfig) -> ResolvedModel:
-    """Where the model's parts are; fetches published ones that are not there.
+def own_device(wanted: str) -> torch.device:
+    """`pick_device`; of several CUDA devices a rank takes that of its number on this machine, and is bound to it. To be
+    called before anything else that may touch a device. Mutates: the thread's current device.
 
     Raises:
-        ConfigError: a model or part that is not there, or of which too little is known to run it live.
+        ConfigError: as `pick_device`.
     """
-    loras = () if config.lora is None else (parse_lora(config.lora),)
-    place = model_loader.find(config.name, replace(resolve.parts_of(config), loras=loras))
-    if place.entry is not None and place.entry.stream is None:
+    found = pick_device(wanted, "model.device")
+    if found.type == "cuda" and "LOCAL_RANK" in os.environ:
+        found = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    bind(found)
+    return found
+
+
+class RankLoader:
+    """Loads what one rank runs, on `device`. `spec` are the model's facts with what the configuration changes, `steps`
+    the denoise steps of a session that does not name its own, `dtype` that of the transformer's weights and of
+    everything that travels between stages."""
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        """Fetches published files that are not there.
+
+        Raises:
+            ConfigError: a model or part that is not there, or of which too little is known to run it live; or as
+                `_live_spec`.
+        """
+        self.config, self.device = config, device
+        self.models = ModelLoader(resolve.find(config), device, config.size)
+        self.spec = _live_spec(config, self.models)
+        self.steps = choose_steps(config.steps, self.spec.steps, self.spec.name)
+        self.dtype, self._decoder_dtype = pick_dtype(config.dtype, device), pick_dtype("auto", device)
+
+    @cached_property
+    def sizes(self) -> ModelSizes:
+        """The model's sizes, from configurations and headers."""
+        if self.models.model.embedded:
+            return read_facts(self.config.name)
+        return facts_from(self.models.architecture, self.spec)
+
+    def join(self) -> rendezvous.RankContext:
+        """Meet the other ranks.
+
+        Raises:
+            ConfigError: more stages than blocks, another number of ranks than stages, or ranks that are not alike.
+        """
+        check_stages(self.config.stages, self.sizes.blocks)
+        rendezvous.check_world(self.config.stages, self.config.ranks)
+        return rendezvous.join(self.identity())
+
+    def identity(self) -> dict[str, str]:
+        """What must be the same on all ranks: the program, torch, the configuration, and the weights' shapes and
+        names."""
+        return {
+            "streamdiff": __version__,
+            "torch": torch.__version__,
+            **{f"model.{name}": str(value) for name, value in self.config.model_dump().items()},
+            "model.steps": str(self.steps),
+            "model.pictures": self.config.pictures if isinstance(self.config, ServedModel) else "rgb",
+            "weights": self.models.digest(),
+        }
+
+    # ---- the transformer, and what goes with it --------------------------------------------------------------------
+
+    def load_model(self, blocks: Run | None = None) -> Model:
+        """What the head needs, with `blocks` only; without the decoder. Mutates: torch's number of threads."""
+        if remark := self.models.model.remark(self.config.kv_context):
+            print(f"streamdiff: note: {remark}", file=sys.stderr)
+        config, denoiser = self.config, self._denoiser(blocks)
+        text = self.models.text_encoder(config.keep_text_encoder, config.text_device, config.keep_embeddings)
+        past = self.models.reencoder(self._decoder_dtype) if self.spec.context_pictures else None
+        return Model(self.spec, denoiser, text, None, past)
+
+    def load_trunk(self, blocks: Run) -> StageModel:
+        """What any other stage needs. Mutates: torch's number of threads."""
+        return StageModel(self.spec, self._denoiser(blocks))
+
+    def _denoiser(self, blocks: Run | None) -> WanDenoiser:
+        torch.set_num_threads(self.config.threads)
+        return self.models.transformer(self.dtype, blocks, self.config.attention, self.config.quantize)
+
+    def load_share(
+        self, member: rendezvous.RankContext, load: Callable[[Run], T], decoder: StreamDecoder | None
+    ) -> tuple[T, tuple[Run, ...]]:
+        """This stage's part of the model, and the blocks of all stages. `load` reads a part.
+
+        Without a profile an even share is loaded and measured first; on a rank whose share then turns out to be
+        another, that one is loaded instead.
+        """
+        config, sizes = self.config, self.sizes
+        even = split_evenly(sizes.blocks, config.stages)[member.rank]
+        if config.profile is not None:
+            runs = balance.share_out(config, sizes, member, None)
+            return load(runs[member.rank]), runs
+        trunk = load(even)
+        own = balance.measure(trunk, decoder, self.device, (member.rank, config.stages), config.kv_context)
+        runs = balance.share_out(config, sizes, member, own)
+        return (trunk if runs[member.rank] == even else load(runs[member.rank])), runs
+
+    def session_memory(
+        self, decoder: StreamDecoder | None, past: Past | None = None, text: TextEncoder | None = None
+    ) -> RankMemory:
+        """What this rank has for sessions, once its weights are loaded; `decoder`, `past` and `text` are those that
+        work here, if any. What a text encoder's weights will take of a GPU is theirs."""
+        there = [each for each in (decoder, past) if each is not None]
+        remembered = sum(each.stream_bytes(self.spec.latent_height, self.spec.latent_width) for each in there)
+        free = free_bytes(self.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), self.config.memory_gb)
+        if text is not None and self.device.type == "cuda" and self.config.memory_gb is None:
+            free = max(0, free - awaited_bytes(text, self.device))
+        return RankMemory(free, remembered)
+
+    def compile_stage(self, stage: ModelRunner, memory: RankMemory, progress: Progress) -> None:
+        """Make the stage's graphs, if the configuration wants them, for as many sessions as keep the ring busy and have
+        room. Takes minutes, and talks to no other rank: so all ranks do it at the same time, and `RankContext.meet`
+        afterwards. Mutates: stage, progress."""
+        if (kept := self.preallocated_caches()) is not None:
+            keep_compiled_code()
+            stage.compile(
+                steps=kept.steps,
+                kv_context=kept.kv_context,
+                clean_with_next=self.config.clean_with_next,
+                sessions=kept.sessions,
+                room=memory,
+                told=progress.told,
+            )
+
+    def preallocated_caches(self) -> PreallocatedCaches | None:
+        """Sessions whose caches are there from the start, since graphs of CUDA are bound to them; None without
+        graphs."""
+        if self.config.compile == "off":
+            return None
+        context = self.config.kv_context
+        filling = sessions_to_fill(context, steps=self.steps, stages=self.config.stages)
+        return PreallocatedCaches(filling if self.device.type == "cuda" else 1, self.steps, context)
+
+    # ---- the decoder -----------------------------------------------------------------------------------------------
+
+    def load_decoder(self) -> PictureDecoder:
+        """What the rank needs that decodes.
+
+        Raises:
+            ConfigError: there is none; or as `pixel_format`.
+        """
+        layout = {"rgb": rgb24, "yuv420": yuv420p}[self.pixel_format]
+        decoder = self.models.decoder(self._decoder_dtype)
+        # On one busy core, in turns: TAEHV's decoder 1.06 to 1.17 times as fast with channels last, Wan's 0.9 times.
+        if self.config.decode_layout != "auto" or self.device.type == "cuda":
+            decoder.lay_out(self.config.decode_layout != "contiguous")
+        return PictureDecoder(decoder, layout)
+
+    @property
+    def pixel_format(self) -> PictureKind:
+        """What the decoder hands out: RGB, or what a server's encoders take.
+
+        Raises:
+            ConfigError: the server wants YUV420 of a size that has none.
+        """
+        wanted = self.config.pictures if isinstance(self.config, ServedModel) else "rgb"
+        if wanted == "rgb" or (wanted == "auto" and self.device.type == "cpu"):
+            return "rgb"
+        spec = self.spec
+        if spec.height % 2 == 0 and spec.width % 2 == 0:
+            return "yuv420"
+        if wanted == "auto":
+            return "rgb"
+        raise ConfigError(
+            f"serve.pictures is yuv420, but pictures of {spec.width} x {spec.height} have none, as both sides must be "
+            "even; use rgb, or leave it out"
+        )
+
+    def compile_decoder(self, decoder: PictureDecoder | None, threads: int) -> None:
+        """Make the decoder's graphs, if there is one and the configuration wants them, for a thread that decodes with
+        so many CPU threads. Takes from seconds to minutes. Mutates: decoder."""
+        if decoder is not None and self.config.compile == "on":
+            keep_compiled_code()
+            latents = torch.zeros(self.spec.chunk_shape, device=self.device)
+
+            def enter() -> None:
+                torch.set_num_threads(threads)
+                bind(self.device)
+
+            with ThreadPoolExecutor(1, "compile", enter) as alike:
+                alike.submit(decoder.compile, latents, self.decode_at_once).result()
+
+    @property
+    def decode_at_once(self) -> int:
+        """Latent frames that one call decodes."""
+        chunk = self.spec.chunk_latents
+        return min(chunk, self.config.decode_at_once or (1 if self.device.type == "cpu" else chunk))
+
+
+def _live_spec(config: ModelConfig, models: ModelLoader) -> ModelSpec:
+    """The model's facts, with what the configuration says instead.
+
+    Raises:
+        ConfigError: a model that makes whole clips, or of which too little is said; one that does not have as many
+            steps as are asked for, a window that cannot be, or a clean pass that its KV context does not have.
+    """
+    model = models.model
+    unknown = model.entry is None and not model.embedded
+    if model.entry is not None and model.entry.stream is None:
         raise ConfigError(
             f"{config.name} makes whole clips, so it cannot run live; name a model that `streamdiff models` lists"
         )
-    if not place.embedded and place.entry is None:
+    if unknown:
         _check_told(config)
-    return place
+    spec = models.spec
+    if unknown:
+        assert config.timesteps is not None and config.chunk_latents is not None
+        spec = windows.told(spec, config.timesteps, config.chunk_latents)
+    elif config.timesteps is not None or config.chunk_latents is not None:
+        raise ConfigError(
+            f"the timesteps and the chunk of {config.name} are known; leave lists of --steps, and --chunk-frames, out"
+        )
+    asked = config.window, config.sink, config.rope
+    if asked != (None, None, None):
+        if model.embedded:
+            raise ConfigError(
+                f"{config.name} knows no past but that of the window it was trained with; leave --window, --sink and "
+                "--rope out"
+            )
+        spec = windows.with_window(spec, *asked)
+    if config.clean_with_next and config.kv_context != "clean":
+        raise ConfigError(
+            f"clean_pass is with-next and kv_context is {config.kv_context}, where chunks wait for no clean pass; "
+            "use kv_context clean, or clean_pass alone"
+        )
+    return spec
 
 
 def _check_told(config: ModelConfig) -> None:
@@ -74,245 +283,3 @@ def _check_told(config: ModelConfig) -> None:
             "is of the kind of a model that `streamdiff models` lists, give its files as parts of that one instead: "
             "--model NAME --weights FILE"
         )
-
-
-def dtype_of(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """Of the transformer's weights and of everything that travels between stages."""
-    wanted = {"auto": "float32" if device.type == "cpu" else "bfloat16"}.get(config.dtype, config.dtype)
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[wanted]
-
-
-def own_device(wanted: str) -> torch.device:
-    """`pick_device`; of several CUDA devices a rank takes that of its number on this machine, and is bound to it. To be
-    called before anything else that may touch a device. Mutates: the thread's current device.
-
-    Raises:
-        ConfigError: as `pick_device`.
-    """
-    found = pick_device(wanted, "model.device")
-    if found.type == "cuda" and "LOCAL_RANK" in os.environ:
-        found = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    bind(found)
-    return found
-
-
-def join(config: ModelConfig) -> rendezvous.RankContext:
-    """Meet the other ranks.
-
-    Raises:
-        ConfigError: more stages than blocks, another number of ranks than stages, or ranks that are not alike.
-    """
-    check_stages(config.stages, facts_of(config).blocks)
-    rendezvous.check_world(config.stages, config.ranks)
-    return rendezvous.join(_facts(config))
-
-
-def load_share(
-    config: ModelConfig,
-    member: rendezvous.RankContext,
-    device: torch.device,
-    load: Callable[[Run], T],
-    decoder: StreamDecoder | None,
-) -> tuple[T, tuple[Run, ...]]:
-    """This stage's part of the model, and the blocks of all stages. `load` reads a part.
-
-    Without a profile an even share is loaded and measured first; on a rank whose share then turns out to be another,
-    that one is loaded instead.
-    """
-    facts = facts_of(config)
-    even = split_evenly(facts.blocks, config.stages)[member.rank]
-    if config.profile is not None:
-        runs = balance.share_out(config, facts, member, None)
-        return load(runs[member.rank]), runs
-    trunk = load(even)
-    own = balance.measure(trunk, decoder, device, (member.rank, config.stages), config.kv_context)
-    runs = balance.share_out(config, facts, member, own)
-    return (trunk if runs[member.rank] == even else load(runs[member.rank])), runs
-
-
-def own_room(
-    config: ModelConfig,
-    device: torch.device,
-    decoder: StreamDecoder | None,
-    past: Past | None = None,
-    text: TextEncoder | None = None,
-) -> RankMemory:
-    """What this rank has for sessions, once its weights are loaded; `decoder`, `past` and `text` are those that work
-    here, if any. What a text encoder's weights will take of a GPU is theirs."""
-    spec = read_spec(config)
-    there = [each for each in (decoder, past) if each is not None]
-    remembered = sum(each.stream_bytes(spec.latent_height, spec.latent_width) for each in there)
-    free = free_bytes(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), config.memory_gb)
-    if text is not None and device.type == "cuda" and config.memory_gb is None:
-        free = max(0, free - model_loader.awaited_bytes(text, device))
-    return RankMemory(free, remembered)
-
-
-def load_model(config: ModelConfig, device: torch.device, blocks: Run | None = None) -> Model:
-    """What the head needs, with `blocks` only; without the decoder. Mutates: torch's number of threads."""
-    torch.set_num_threads(config.threads)
-    place, spec = place_of(config), read_spec(config)
-    if remark := model_loader.remark(place, config.kv_context):
-        print(f"streamdiff: note: {remark}", file=sys.stderr)
-    denoiser, text = _denoiser(config, device, blocks), _text(config, place, spec, device)
-    return Model(spec, denoiser, text, None, model_loader.load_past(place, spec, device, _decoder_dtype(device)))
-
-
-def load_trunk(config: ModelConfig, device: torch.device, blocks: Run) -> StageModel:
-    """What any other stage needs. Mutates: torch's number of threads."""
-    torch.set_num_threads(config.threads)
-    return StageModel(read_spec(config), _denoiser(config, device, blocks))
-
-
-def _text(config: ModelConfig, place: ResolvedModel, spec: ModelSpec, device: torch.device) -> TextEncoder:
-    keep, where = config.keep_text_encoder, config.text_device
-    return model_loader.load_text(place, spec, device, keep, where, config.keep_embeddings)
-
-
-def _denoiser(config: ModelConfig, device: torch.device, blocks: Run | None) -> WanDenoiser:
-    dtype = dtype_of(config, device)
-    return model_loader.load_transformer(place_of(config), device, dtype, blocks, config.attention, config.quantize)
-
-
-def compile_stage(config: ModelConfig, stage: ModelRunner, room: RankMemory, progress: Progress) -> None:
-    """Make the stage's graphs, if the configuration wants them, for as many sessions as keep the ring busy and have
-    room. Takes minutes, and talks to no other rank: so all ranks do it at the same time, and `RankContext.meet`
-    afterwards. Mutates: stage, progress."""
-    if (kept := waiting(config, stage.device)) is not None:
-        keep_compiled_code()
-        stage.compile(
-            steps=kept.steps,
-            kv_context=kept.kv_context,
-            clean_with_next=config.clean_with_next,
-            sessions=kept.sessions,
-            room=room,
-            told=progress.told,
-        )
-
-
-def waiting(config: ModelConfig, device: torch.device) -> PreallocatedCaches | None:
-    """Sessions whose caches are there from the start, since graphs of CUDA are bound to them; None without graphs."""
-    if config.compile == "off":
-        return None
-    steps, context = steps_of(config), config.kv_context
-    filling = sessions_to_fill(context, steps=steps, stages=config.stages)
-    return PreallocatedCaches(filling if device.type == "cuda" else 1, steps, context)
-
-
-def load_decoder(config: ModelConfig, device: torch.device) -> PictureDecoder:
-    """What the rank needs that decodes.
-
-    Raises:
-        ConfigError: there is none; or as `pictures_of`.
-    """
-    layout = {"rgb": rgb24, "yuv420": yuv420p}[pictures_of(config, device)]
-    decoder = model_loader.load_decoder(place_of(config), device, _decoder_dtype(device))
-    # On one busy core, in turns: TAEHV's decoder 1.06 to 1.17 times as fast with channels last, Wan's 0.9 times.
-    if config.decode_layout != "auto" or device.type == "cuda":
-        decoder.lay_out(config.decode_layout != "contiguous")
-    return PictureDecoder(decoder, layout)
-
-
-def _decoder_dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
-
-
-def pictures_of(config: ModelConfig, device: torch.device) -> PictureKind:
-    """What the decoder hands out: RGB, or what a server's encoders take.
-
-    Raises:
-        ConfigError: the server wants YUV420 of a size that has none.
-    """
-    wanted = config.pictures if isinstance(config, ServedModel) else "rgb"
-    if wanted == "rgb" or (wanted == "auto" and device.type == "cpu"):
-        return "rgb"
-    spec = read_spec(config)
-    if spec.height % 2 == 0 and spec.width % 2 == 0:
-        return "yuv420"
-    if wanted == "auto":
-        return "rgb"
-    raise ConfigError(
-        f"serve.pictures is yuv420, but pictures of {spec.width} x {spec.height} have none, as both sides must be "
-        "even; use rgb, or leave it out"
-    )
-
-
-def compile_decoder(config: ModelConfig, decoder: PictureDecoder | None, device: torch.device, threads: int) -> None:
-    """Make the decoder's graphs, if there is one and the configuration wants them, for a thread that decodes with so
-    many CPU threads. Takes from seconds to minutes. Mutates: decoder."""
-    if decoder is not None and config.compile == "on":
-        keep_compiled_code()
-        latents = torch.zeros(read_spec(config).chunk_shape, device=device)
-
-        def enter() -> None:
-            torch.set_num_threads(threads)
-            bind(device)
-
-        with ThreadPoolExecutor(1, "compile", enter) as alike:
-            alike.submit(decoder.compile, latents, at_once(config, device)).result()
-
-
-def at_once(config: ModelConfig, device: torch.device) -> int:
-    """Latent frames that one call decodes."""
-    chunk = read_spec(config).chunk_latents
-    return min(chunk, config.decode_at_once or (1 if device.type == "cpu" else chunk))
-
-
-def read_spec(config: ModelConfig) -> ModelSpec:
-    """The model's facts.
-
-    Raises:
-        ConfigError: no such model, one that does not have as many steps as are asked for, a window that cannot be, or
-            a way of the clean pass that its KV context does not have.
-    """
-    size = None if config.size is None else model_loader.parse_size(config.size)
-    place = place_of(config)
-    spec = model_loader.spec_of(place, size)
-    if place.entry is None and not place.embedded:
-        assert config.timesteps is not None and config.chunk_latents is not None
-        spec = windows.told(spec, config.timesteps, config.chunk_latents)
-    elif config.timesteps is not None or config.chunk_latents is not None:
-        raise ConfigError(
-            f"the timesteps and the chunk of {config.name} are known; leave lists of --steps, and --chunk-frames, out"
-        )
-    asked = config.window, config.sink, config.rope
-    if asked != (None, None, None):
-        if place.embedded:
-            raise ConfigError(
-                f"{config.name} knows no past but that of the window it was trained with; leave --window, --sink and "
-                "--rope out"
-            )
-        spec = windows.with_window(spec, *asked)
-    if config.clean_with_next and config.kv_context != "clean":
-        raise ConfigError(
-            f"clean_pass is with-next and kv_context is {config.kv_context}, where chunks wait for no clean pass; "
-            "use kv_context clean, or clean_pass alone"
-        )
-    choose_steps(config.steps, spec.steps, spec.name)
-    return spec
-
-
-def steps_of(config: ModelConfig) -> int:
-    """Denoise steps of a session that does not name its own. Raises ConfigError as `read_spec`."""
-    spec = read_spec(config)
-    return choose_steps(config.steps, spec.steps, spec.name)
-
-
-def facts_of(config: ModelConfig) -> ModelSizes:
-    """The model's sizes, from configurations and headers."""
-    place = place_of(config)
-    return (
-        read_facts(config.name) if place.embedded else facts_from(model_loader.architecture(place), read_spec(config))
-    )
-
-
-def _facts(config: ModelConfig) -> dict[str, str]:
-    """What must be the same on all ranks: the program, torch, the configuration, and the weights' shapes and names."""
-    return {
-        "streamdiff": __version__,
-        "torch": torch.__version__,
-        **{f"model.{name}": str(value) for name, value in config.model_dump().items()},
-        "model.steps": str(steps_of(config)),
-        "model.pictures": config.pictures if isinstance(config, ServedModel) else "rgb",
-        "weights": model_loader.digest(place_of(config)),
-    }

@@ -15,13 +15,14 @@ import torch
 
 from streamdiff.config import ModelConfig
 from streamdiff.device import bind
-from streamdiff.pipeline import rank_loader, topology
+from streamdiff.pipeline import topology
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, DecodeWorker
 from streamdiff.pipeline.distributed.compile_progress import Progress
 from streamdiff.pipeline.distributed.heartbeat import HealthMonitor
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.nccl import edge_groups
 from streamdiff.pipeline.distributed.rendezvous import RankContext
+from streamdiff.pipeline.rank_loader import RankLoader, own_device
 from streamdiff.pipeline.runner.worker import Worker
 
 EXIT_FAULT = 1
@@ -35,32 +36,30 @@ def follow(config: ModelConfig) -> None:
     Raises:
         ConfigError: the ring cannot be built as configured.
     """
-    device = rank_loader.own_device(config.device)
-    member = rank_loader.join(config)
+    device = own_device(config.device)
+    loader = RankLoader(config, device)
+    member = loader.join()
     place = topology.StageTopology.of(config, member.rank, device)
-    decoder = rank_loader.load_decoder(config, device) if member.rank == config.decode_rank else None
+    decoder = loader.load_decoder() if member.rank == config.decode_rank else None
     workers: list[Worker | DecodeWorker] = []
     progress = Progress(member, config.stages)
     if member.rank < config.stages:
-        trunk, _ = rank_loader.load_share(
-            config, member, device, lambda blocks: rank_loader.load_trunk(config, device, blocks), decoder
-        )
-        member.tell_room(room := rank_loader.own_room(config, device, decoder))
+        trunk, _ = loader.load_share(member, loader.load_trunk, decoder)
+        member.tell_room(room := loader.session_memory(decoder))
         worker = topology.follower(trunk, place, device)
-        rank_loader.compile_stage(config, worker.stage, room, progress)
+        loader.compile_stage(worker.stage, room, progress)
         workers.append(worker)
     else:
-        member.tell_room(rank_loader.own_room(config, device, decoder))
+        member.tell_room(loader.session_memory(decoder))
         if place.link == "nccl":
             edge_groups(config.stages, device)  # all ranks make them together, also who has none
     if decoder is not None:
         # Beside a stage it has a thread of its own, alone it is the process.
         threads = DECODE_THREADS if workers else torch.get_num_threads()
-        rank_loader.compile_decoder(config, decoder, device, threads)
-        spec, kind = rank_loader.read_spec(config), rank_loader.pictures_of(config, device)
-        outbox, inbox = topology.decode_links(spec, member.rank, config.decode_rank, device, kind)
+        loader.compile_decoder(decoder, threads)
+        outbox, inbox = topology.decode_links(loader.spec, member.rank, config.decode_rank, device, loader.pixel_format)
         timer = workers[0].timer if workers else None
-        workers.append(DecodeWorker(decoder, inbox, outbox, device, rank_loader.at_once(config, device), timer))
+        workers.append(DecodeWorker(decoder, inbox, outbox, device, loader.decode_at_once, timer))
     member.meet(progress.made)
     _work(workers, member, config.hang_s, device)
 

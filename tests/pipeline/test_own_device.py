@@ -49,8 +49,7 @@ def stop(*arguments: object) -> None:
 def test_a_rank_binds_its_device_before_anything_else(
     devices: Devices, monkeypatch: pytest.MonkeyPatch, begin: Any
 ) -> None:
-    for name in ("join", "load_decoder", "read_spec", "place_of"):
-        monkeypatch.setattr(rank_loader, name, stop)
+    monkeypatch.setattr(rank_loader.RankLoader, "__init__", stop)
     with pytest.raises(FirstStep):
         begin(ModelConfig(stages=4, decode="own-rank", link="gloo"))
     assert devices.bound == [("MainThread", torch.device("cuda", 3))]
@@ -68,7 +67,8 @@ def test_the_thread_that_compiles_the_decoder_is_bound_too(devices: Devices, mon
 
     decoder, zeros = Decoder(), torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda shape, device: zeros(shape))
-    rank_loader.compile_decoder(ModelConfig(compile="on"), decoder, torch.device("cuda", 3), 1)  # type: ignore[arg-type]
+    loader = rank_loader.RankLoader(ModelConfig(compile="on"), torch.device("cuda", 3))
+    loader.compile_decoder(decoder, 1)  # type: ignore[arg-type]
     ((thread, device),) = decoder.bound
     assert thread.startswith("compile") and device == torch.device("cuda", 3)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from streamdiff.config import ModelConfig
-from streamdiff.pipeline import rank_loader
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
+from streamdiff.pipeline.rank_loader import RankLoader
 from tests.small import CPU
 
 
@@ -19,6 +19,8 @@ def test_caches_wait_for_as_many_sessions_as_keep_a_ring_of_gpus_busy(
     kv_context: str, stages: int, sessions: int
 ) -> None:
     config = ModelConfig(compile="on", kv_context=kv_context, stages=stages)  # type: ignore[arg-type]
-    assert rank_loader.waiting(config, torch.device("cuda")) == PreallocatedCaches(sessions, 4, kv_context)
-    assert rank_loader.waiting(config, CPU) == PreallocatedCaches(1, 4, kv_context), "on a CPU nothing is bound to them"
-    assert rank_loader.waiting(config.model_copy(update={"compile": "off"}), torch.device("cuda")) is None
+    plain, cuda = config.model_copy(update={"compile": "off"}), torch.device("cuda")
+    assert RankLoader(config, cuda).preallocated_caches() == PreallocatedCaches(sessions, 4, kv_context)
+    on_cpu = RankLoader(config, CPU).preallocated_caches()
+    assert on_cpu == PreallocatedCaches(1, 4, kv_context), "on a CPU nothing is bound to them"
+    assert RankLoader(plain, cuda).preallocated_caches() is None

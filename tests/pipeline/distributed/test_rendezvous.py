@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.tiny.model import WEIGHTS
-from streamdiff.pipeline import rank_loader
 from streamdiff.pipeline.distributed.rendezvous import check_world
+from streamdiff.pipeline.rank_loader import RankLoader
 from tests.pipeline.processes import ROOT, free_port
 
 pytestmark = pytest.mark.slow
@@ -56,17 +57,18 @@ def test_a_rank_that_differs_is_named_by_all() -> None:
 
 
 def test_weights_and_settings_are_among_the_facts(tmp_path: Path) -> None:
-    facts = rank_loader._facts(ModelConfig())
+    facts = RankLoader(ModelConfig(), torch.device("cpu")).identity()
     assert {"streamdiff", "torch", "weights", "model.steps", "model.kv_context"} <= set(facts)
-    assert facts["model.steps"] == "4" and rank_loader._facts(ModelConfig(steps=4)) == facts
+    assert facts["model.steps"] == "4" and RankLoader(ModelConfig(steps=4), torch.device("cpu")).identity() == facts
     for path in WEIGHTS.rglob("*"):
         if path.is_file():
             copy = tmp_path / path.relative_to(WEIGHTS)
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(path.read_bytes())
-    assert rank_loader._facts(ModelConfig(name=str(tmp_path)))["weights"] == facts["weights"]
+    copied = ModelConfig(name=str(tmp_path))
+    assert RankLoader(copied, torch.device("cpu")).identity()["weights"] == facts["weights"]
     (tmp_path / "vae" / "config.json").write_text("{}")
-    assert rank_loader._facts(ModelConfig(name=str(tmp_path)))["weights"] != facts["weights"]
+    assert RankLoader(copied, torch.device("cpu")).identity()["weights"] != facts["weights"]
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from diffusers import WanTransformer3DModel
 
 from streamdiff.config import ModelConfig
 from streamdiff.models.catalogue import entries
-from streamdiff.pipeline import rank_loader
 from streamdiff.pipeline.planner.memory import stage_memory
 from streamdiff.pipeline.planner.model_sizes import known_facts, read_facts
+from streamdiff.pipeline.rank_loader import RankLoader
 
 
 @pytest.mark.parametrize(("name", "count"), [("wan2.1-t2v-1.3b", 1.419e9), ("wan2.1-t2v-14b", 14.288e9)])
@@ -75,7 +75,7 @@ def test_the_embedded_models_facts_are_its_folders() -> None:
 def test_a_checkpoint_says_what_the_catalogue_says() -> None:
     """Of LongLive's architecture and stream, before anything is there and from the shapes of tensors."""
     told = known_facts(entries.find("longlive-1.3b"))
-    read = rank_loader.facts_of(ModelConfig(name="random:wan2.1-1.3b"))
+    read = RankLoader(ModelConfig(name="random:wan2.1-1.3b"), torch.device("cpu")).sizes
     any_steps = replace(told, name=read.name, steps=(4, 2, 1), first_chunk_steps=None)
     assert read == replace(any_steps, decoder_memory_values=0)
 

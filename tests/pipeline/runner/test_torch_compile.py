@@ -11,10 +11,10 @@ import torch
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline import rank_loader
 from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
 from streamdiff.pipeline.distributed.compile_progress import Progress
 from streamdiff.pipeline.planner.kv_budget import RankMemory
+from streamdiff.pipeline.rank_loader import RankLoader
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.torch_compile import CACHE_VARIABLE, keep_compiled_code
 from tests.small import CPU, small_model
@@ -65,9 +65,9 @@ def test_the_product_compiles_into_it(user_cache: Path, part: str, monkeypatch: 
     met: list[str] = []
     for kind in (ModelRunner, PictureDecoder):
         monkeypatch.setattr(kind, "compile", lambda *given, **options: met.append(os.environ[CACHE_VARIABLE]))
-    config, stage = ModelConfig(compile="on", device="cpu"), ModelRunner(small_model(1), CPU)
+    loader, stage = RankLoader(ModelConfig(compile="on", device="cpu"), CPU), ModelRunner(small_model(1), CPU)
     if part == "stage":
-        rank_loader.compile_stage(config, stage, RankMemory(0), Progress(None, 1))
+        loader.compile_stage(stage, RankMemory(0), Progress(None, 1))
     else:
-        rank_loader.compile_decoder(config, rank_loader.load_decoder(config, CPU), CPU, torch.get_num_threads())
+        loader.compile_decoder(loader.load_decoder(), torch.get_num_threads())
     assert met == [str(user_cache / "streamdiff" / "compiled")]

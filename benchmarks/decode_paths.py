@@ -24,6 +24,7 @@ from streamdiff.device import pick_device
 from streamdiff.models import model_loader, random_weights
 from streamdiff.models.autoencoder import autoencoder
 from streamdiff.models.autoencoder.stepped_decoder import rgb24, yuv420p
+from streamdiff.models.catalogue import entries
 from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
 from streamdiff.pipeline.decode.host_copy import TransferStream, decode_chunk
@@ -61,7 +62,7 @@ class Run:
 def load(vae: str, device: torch.device) -> Any:
     """The decoder half of an autoencoder, or of one with random weights, in the dtype that serving has."""
     dtype = torch.float32 if device.type == "cpu" or vae == "tiny" else torch.bfloat16
-    if random_weights.is_random(vae):
+    if entries.is_random(vae):
         return random_weights.decoder(vae, device, dtype)
     return autoencoder.load_decoder(vae, device, dtype)
 

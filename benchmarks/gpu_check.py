@@ -26,8 +26,9 @@ from torch import Tensor
 
 from benchmarks.stream_case import CONTEXTS, DECODERS
 from streamdiff.config import ModelConfig
-from streamdiff.models import model_loader, random_weights
+from streamdiff.models import random_weights, resolve
 from streamdiff.models.autoencoder.stepped_decoder import yuv420p
+from streamdiff.models.model_loader import ModelLoader
 from streamdiff.models.transformer.wan import Tokens, WanDenoiser, attend
 from streamdiff.models.transformer.weights import kept_dtype
 from streamdiff.pipeline.build import load_runtime
@@ -179,8 +180,8 @@ def _moved(decoder: Any, device: torch.device) -> Any:
 def blocks_as_cpu(dtype_name: str, device: torch.device) -> str:
     """Two blocks of Wan 1.3B and 1,560 tokens, against float32 on the CPU: a wrong kernel gives noise here."""
     dtype = getattr(torch, dtype_name)
-    place = model_loader.find("random:wan2.1-1.3b")
-    plain = model_loader.load_transformer(place, CPU, torch.float32, (0, 2))
+    loader = ModelLoader(resolve.find(ModelConfig(name="random:wan2.1-1.3b")), CPU)
+    plain = loader.transformer(torch.float32, (0, 2))
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 1560, plain.width, generator=generator)
     time = torch.randn(1, 1, plain.width, generator=generator)

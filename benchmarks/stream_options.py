@@ -12,7 +12,7 @@ from benchmarks.stream_case import PRESETS, Amount, Case
 from streamdiff.config import ModelConfig
 from streamdiff.config_file import load
 from streamdiff.errors import ConfigError
-from streamdiff.models.random_weights import is_random
+from streamdiff.models.catalogue.entries import is_random
 
 QUICK = Amount(openings=2, chunks=4, margin=1, prompts=2, rounds=2)
 

@@ -24,8 +24,9 @@ from streamdiff.config import ModelConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Close, FrameBatch, Open
 from streamdiff.errors import ConfigError
-from streamdiff.models import model_loader, sampling
+from streamdiff.models import resolve, sampling
 from streamdiff.models.interfaces import Model
+from streamdiff.models.model_loader import ModelLoader
 from streamdiff.models.tiny.model import WEIGHTS
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline import reference_run
@@ -147,7 +148,7 @@ def test_a_model_is_not_itself_without_its_lora(files: Files, monkeypatch: pytes
 def test_what_a_model_does_with_its_sink_is_known(
     files: Files, name: str, adaptive: float | None, averaged: float | None
 ) -> None:
-    spec = model_loader.spec_of(model_loader.find(name, model_loader.PartOverrides(weights=files.weights)))
+    spec = ModelLoader(resolve.find(ModelConfig(name=name, weights=str(files.weights))), torch.device("cpu")).spec
     assert (spec.adaptive_sink, spec.averaged_sink) == (adaptive, averaged)
 
 
@@ -304,12 +305,10 @@ def shown(files: Files, made: torch.Tensor, chunk: int) -> torch.Tensor:
 @torch.inference_mode()
 def after(files: Files, context: torch.Tensor, chunk: int) -> torch.Tensor:
     """Latents of `chunk` with nothing before it but `context`, which sees itself alone."""
-    place = model_loader.find(
-        KREA, model_loader.PartOverrides(weights=files.weights, vae=str(files.vae), text_encoder=files.text)
-    )
-    spec, cpu = model_loader.spec_of(place, (64, 32)), torch.device("cpu")
-    denoiser = model_loader.load_transformer(place, cpu, torch.float32)
-    encoded = model_loader.load_text(place, spec, cpu).encode(PROMPT)
+    parts = {"weights": str(files.weights), "vae": str(files.vae), "text_encoder": str(files.text)}
+    loader = ModelLoader(resolve.find(ModelConfig(name=KREA, **parts)), torch.device("cpu"), "64x32")  # type: ignore[arg-type]
+    spec, denoiser = loader.spec, loader.transformer(torch.float32)
+    encoded = loader.text_encoder().encode(PROMPT)
     text = [KeyValue(*layer) for layer in denoiser.text(encoded[None].expand(2, -1, -1))]
     schedule = spec.schedule(5)
     assert schedule.timesteps[-1] == 0 and schedule.sigmas[-1] == pytest.approx(0.00498, abs=1e-5)
@@ -500,7 +499,8 @@ TOLD: dict[str, Any] = {
 def in_diffusers_layout(files: Files) -> Path:
     """The same model as a folder, as diffusers' pipelines are saved; it brings its text encoder and autoencoder."""
     folder = files.weights.parent / "pipeline"
-    denoiser = model_loader.load_transformer(model_loader.find(str(files.weights)), torch.device("cpu"), torch.float32)
+    found = resolve.find(ModelConfig(name=str(files.weights)))
+    denoiser = ModelLoader(found, torch.device("cpu")).transformer(torch.float32)
     denoiser.model.save_pretrained(folder / "transformer")
     shutil.copytree(files.vae, folder / "vae")
     for part in ("text_encoder", "tokenizer"):

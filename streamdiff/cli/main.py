@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from streamdiff.cli import options, parser, reference_options
@@ -83,13 +82,13 @@ def _at_native_rate(config: Config) -> Config:
     """With the rate of a published model where none was asked for: faster is fast motion. And a folder's small pictures
     enlarged as the embedded model's, if it is of that kind."""
     from streamdiff.models import resolve
-    from streamdiff.models.catalogue import entries, specs
+    from streamdiff.models.catalogue import entries
 
     if resolve.is_embedded(config.model.name):
         return config.model_copy(update={"serve": config.serve.model_copy(update={"scale": config.serve.scale or 2})})
     known = entries.entries()
-    entry = known.get(config.model.name, known[specs.USUAL])
-    if "fps" in config.playback.model_fields_set or config.model.name.startswith(resolve.RANDOM):
+    entry = known.get(config.model.name, known[entries.USUAL])
+    if "fps" in config.playback.model_fields_set or entries.is_random(config.model.name):
         return config
     playback = config.playback.model_copy(update={"fps": entry.native_fps})
     return config.model_copy(update={"playback": playback})
@@ -104,7 +103,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _generate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if reference_options.asked_for(arguments):
-        return _exact(arguments)
+        return _reference(arguments)
     config = _config(arguments)
     from streamdiff.commands import generate
 
@@ -116,7 +115,7 @@ def _generate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     return generate.run(config, job) if config.model.ranks == 1 else generate.run_as_ranks(config, job, argv)
 
 
-def _exact(arguments: argparse.Namespace) -> int:
+def _reference(arguments: argparse.Namespace) -> int:
     for flag, is_given, instead in (
         ("--seconds", arguments.seconds is not None, "--chunks"),
         ("--prompt-at", bool(arguments.prompt_at), "--prompt-switch"),
@@ -125,8 +124,7 @@ def _exact(arguments: argparse.Namespace) -> int:
     ):
         if is_given:
             raise ConfigError(f"{flag} does not go with the options that say everything by chunks; use {instead}")
-    steps = getattr(arguments, "model.steps")
-    config = _config(arguments, without=("model.steps",))
+    config = _config(arguments)
     for name, value, plain in (
         ("compile", config.model.compile, "off"),
         ("clean_pass", config.model.clean_pass, "alone"),
@@ -136,40 +134,23 @@ def _exact(arguments: argparse.Namespace) -> int:
                 f"model.{name} is {value}, but options that say everything by chunks run the plain path; use {plain}"
             )
     from streamdiff.commands import reference
+    from streamdiff.commands.reference_model import ReferenceJob
 
     given = {name: getattr(arguments, name) for name in reference_options.NAMES}
-    job = reference.ReferenceJob(
-        model=config.model.name,
+    job = ReferenceJob(
+        model=config.model,
         prompt=config.session.prompt,
         seed=config.session.seed,
         output=arguments.output,
-        device=config.model.device,
         fps=config.playback.fps if "fps" in config.playback.model_fields_set else None,
-        kv_context=config.model.kv_context,
-        steps=config.model.steps if steps is None else steps,
-        weights=_path(config.model.weights),
-        lora=config.model.lora,
-        vae=config.model.vae,
-        text_encoder=_path(config.model.text_encoder),
-        text_device=config.model.text_device,
-        keep_text_encoder=config.model.keep_text_encoder,
         window=config.model.window,
         sink=config.model.sink,
         rope=config.model.rope,
-        stages=config.model.stages,
-        dtype=config.model.dtype,
-        size=config.model.size,
-        attention=config.model.attention,
-        quantize=config.model.quantize,
     )
     given = {
         name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if value is not None
     }
     return reference.run(replace(job, **given))
-
-
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -194,10 +175,8 @@ def _convert(arguments: argparse.Namespace) -> int:
     return convert.decode(job) if arguments.command == "decode" else convert.encode(job)
 
 
-def _config(
-    arguments: argparse.Namespace, extra: Mapping[str, object] | None = None, without: Sequence[str] = ()
-) -> Config:
-    """The file given with --config, or the defaults, with the options laid over it, but for keys `without`."""
+def _config(arguments: argparse.Namespace, extra: Mapping[str, object] | None = None) -> Config:
+    """The file given with --config, or the defaults, with the options laid over it."""
     from streamdiff.config_file import load
 
     given = {
@@ -211,9 +190,7 @@ def _config(
             *options.TRACE,
         )
     }
-    overrides = {
-        option.key: value for option, value in given.items() if value is not None and option.key not in without
-    }
+    overrides = {option.key: value for option, value in given.items() if value is not None}
     if isinstance(steps := overrides.get("model.steps"), tuple):
         del overrides["model.steps"]
         overrides["model.timesteps"] = steps

@@ -6,7 +6,6 @@ Knows nothing about sessions or streams; it starts neither the engine nor the se
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.resources
 import importlib.util
 import os
 import platform
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamdiff.commands import models
-from streamdiff.config import Config
+from streamdiff.config import EMBEDDED, Config
 from streamdiff.errors import ConfigError
 from streamdiff.models import resolve
 from streamdiff.models.catalogue import entries
@@ -192,11 +191,10 @@ def _look_at_quantisation(config: Config) -> Iterator[Finding]:
 
 def _computes_in(config: Config) -> tuple[torch.device, torch.dtype]:
     """Where the transformer will run, and in what."""
-    import torch
+    from streamdiff.device import pick_device, pick_dtype
 
-    on_gpu = torch.cuda.is_available() and config.model.device != "cpu"
-    word = {"auto": "bfloat16" if on_gpu else "float32"}.get(config.model.dtype, config.model.dtype)
-    return torch.device("cuda" if on_gpu else "cpu"), {"float32": torch.float32, "bfloat16": torch.bfloat16}[word]
+    device = pick_device("cpu" if config.model.device == "cpu" else "auto")  # not what is missing: that is told above
+    return device, pick_dtype(config.model.dtype, device)
 
 
 def _look_at_weights(config: Config) -> Iterator[Finding]:
@@ -204,10 +202,7 @@ def _look_at_weights(config: Config) -> Iterator[Finding]:
     if entry is not None and entry.weights is not None:
         yield from _look_at_published(entry, config)
         return
-    if config.model.name == "tiny":
-        folder = Path(str(importlib.resources.files("streamdiff") / "models" / "tiny" / "weights"))
-    else:
-        folder = Path(config.model.name)
+    folder = resolve.EMBEDDED_WEIGHTS if config.model.name == EMBEDDED else Path(config.model.name)
     files = sorted(folder.rglob("*.safetensors"))
     if not files and resolve.is_repository(config.model.name):
         yield Finding("model", Grade.NOTE, f"{config.model.name}: what is missing of it will be fetched from the hub")

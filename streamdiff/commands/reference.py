@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from streamdiff.atomic_write import exit_on_sigterm
 from streamdiff.commands import reference_model
+from streamdiff.commands.reference_model import ReferenceJob
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint import tensor_reader, tensor_writer
 from streamdiff.models.interfaces import Model, StreamDecoder
@@ -26,57 +27,6 @@ from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline import reference_run
 from streamdiff.pipeline.reference_run import ReferenceRun, Switch
 from streamdiff.video import writer as files
-
-
-@dataclass(frozen=True)
-class ReferenceJob:
-    """What to make; see `cli_exact` for what the fields mean. None: the model's own, or nothing."""
-
-    model: str = "tiny"
-    prompt: str = ""
-    seed: int = 0
-    output: Path | None = None
-    device: str = "auto"
-    fps: float | None = None
-    kv_context: str = "clean"
-    steps: int | tuple[float, ...] | None = None
-    chunks: int | None = None
-    latents_out: Path | None = None
-    prompt_embeds: Path | None = None
-    noise: Path | None = None
-    video_latents: Path | None = None
-    strength: float | None = None
-    motion_noise: bool = False
-    weights: Path | None = None
-    text_encoder: Path | None = None
-    text_device: str | None = None
-    keep_text_encoder: bool = True
-    container: str | None = None
-    model_config: Path | None = None
-    lora: str | None = None
-    vae: str | None = None
-    dtype: str = "auto"
-    shift: float | None = None
-    warp: bool = False
-    sigmas: tuple[float, ...] | None = None
-    first_chunk_steps: tuple[float, ...] | None = None
-    window: int | None = None
-    sink: int | None = None
-    rope: str | None = None
-    chunk_frames: int | None = None
-    first_chunk_frames: int | None = None
-    context_noise: float | None = None
-    context_alone: bool | None = None
-    context_pictures: bool | None = None
-    adaptive_sink: float | None = None
-    averaged_sink: float | None = None
-    attention: str = "auto"
-    quantize: str = "none"
-    size: str | None = None
-    stages: int = 1
-    prompt_switch: tuple[str, ...] = ()
-    prompt_mix: int | None = None
-    no_decode: bool = False
 
 
 @torch.inference_mode()
@@ -90,17 +40,21 @@ def run(job: ReferenceJob) -> int:
     found = reference_model.load(job)
     model, device = found.model, found.device
     script = _script(job, model, found.schedule)
-    decoder = None if job.no_decode else found.decoder()
+    decoder = None if job.no_decode else found.loader.decoder()
     with ExitStack() as stack:
         stack.enter_context(exit_on_sigterm())
         bar = stack.enter_context(tqdm(total=script.chunks, unit="chunk", dynamic_ncols=True))
         writer = None
         if job.latents_out is not None:
-            made_by = {"model": job.model, "kv_context": job.kv_context, "timesteps": str(script.schedule.timesteps)}
-            about = {**tensor_writer.NORMALISED, **made_by}
+            about = {
+                **tensor_writer.NORMALISED,
+                "model": job.model.name,
+                "kv_context": job.model.kv_context,
+                "timesteps": str(script.schedule.timesteps),
+            }
             writing = tensor_writer.writing(job.latents_out, "latents", model.spec.chunk_shape, about)
             writer = stack.enter_context(writing)
-        making = _Making(model, device, script, job.stages, writer, bar)
+        making = _Making(model, device, script, job.model.stages, writer, bar)
         if decoder is not None and job.output is not None:
             files.write_video(job.output, making.frames(decoder), job.fps or model.spec.native_fps)
         else:
@@ -157,7 +111,7 @@ def _check(job: ReferenceJob) -> None:
     if job.video_latents is None and (job.strength is not None or job.motion_noise):
         raise ConfigError("--strength and --motion-noise say how input is mixed with noise; give it as --video-latents")
     for option, is_given in (("--context-alone", job.context_alone), ("--context-pictures", job.context_pictures)):
-        if is_given and job.kv_context == "matched":
+        if is_given and job.model.kv_context == "matched":
             raise ConfigError(f"{option} is about the clean pass, which KV context matched does not have")
     if job.prompt_mix is not None and not job.prompt_switch:
         raise ConfigError("--prompt-mix says over how many chunks a --prompt-switch comes; there is none")
@@ -165,8 +119,6 @@ def _check(job: ReferenceJob) -> None:
         raise ConfigError(f"--chunks is {job.chunks}; at least 1 is needed")
     if job.no_decode and job.output is not None:
         raise ConfigError("--no-decode makes latents only, so there is nothing to write to --output; leave one out")
-    if job.stages < 1:
-        raise ConfigError(f"--stages is {job.stages}; at least 1 is needed")
     if job.latents_out is not None:
         tensor_writer.check_target(job.latents_out)
     if job.output is not None:
@@ -194,7 +146,7 @@ def _script(job: ReferenceJob, model: Model, schedule: Schedule) -> ReferenceRun
         embeddings,
         job.chunks,
         schedule,
-        kv_context=job.kv_context,
+        kv_context=job.model.kv_context,
         seed=job.seed,
         initial=None if noise is None else noise.initial,
         renoise=None if noise is None else noise.renoise,

@@ -1,42 +1,77 @@
-"""The model of `exact`: found by name or path, loaded from its parts, its facts overridden by what was asked for."""
+"""The model of `commands.reference`: loaded from its parts, its facts overridden by what was asked for."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from streamdiff.config import ModelConfig
 from streamdiff.device import pick_device, pick_dtype
 from streamdiff.errors import ConfigError
-from streamdiff.models import model_loader, sampling
+from streamdiff.models import resolve, sampling
 from streamdiff.models import spec as windows
 from streamdiff.models.checkpoint import tensor_writer
 from streamdiff.models.checkpoint.json_file import read_object
 from streamdiff.models.checkpoint.safetensors_header import parse_header
-from streamdiff.models.interfaces import Model, StreamDecoder, TextEncoder
-from streamdiff.models.resolve import PartOverrides, ResolvedModel
+from streamdiff.models.interfaces import Model, TextEncoder
+from streamdiff.models.model_loader import ModelLoader
+from streamdiff.models.resolve import ResolvedModel
 from streamdiff.models.sampling import Schedule
 from streamdiff.models.spec import ModelSpec, choose_steps
-from streamdiff.models.transformer.lora import parse_lora
 from streamdiff.pipeline.planner.partition import check_stages
 
-if TYPE_CHECKING:
-    from streamdiff.commands.reference import ReferenceJob
+
+@dataclass(frozen=True)
+class ReferenceJob:
+    """What to make: `model` says which model runs and how, the rest is in `cli.reference_options`. None: the model's
+    own, or nothing. `window`, `sink` and `rope` go before those of `model`; a window of 0 is all."""
+
+    model: ModelConfig
+    prompt: str = ""
+    seed: int = 0
+    output: Path | None = None
+    fps: float | None = None
+    chunks: int | None = None
+    latents_out: Path | None = None
+    prompt_embeds: Path | None = None
+    noise: Path | None = None
+    video_latents: Path | None = None
+    strength: float | None = None
+    motion_noise: bool = False
+    container: str | None = None
+    model_config: Path | None = None
+    shift: float | None = None
+    warp: bool = False
+    sigmas: tuple[float, ...] | None = None
+    first_chunk_steps: tuple[float, ...] | None = None
+    window: int | None = None
+    sink: int | None = None
+    rope: str | None = None
+    chunk_frames: int | None = None
+    first_chunk_frames: int | None = None
+    context_noise: float | None = None
+    context_alone: bool | None = None
+    context_pictures: bool | None = None
+    adaptive_sink: float | None = None
+    averaged_sink: float | None = None
+    prompt_switch: tuple[str, ...] = ()
+    prompt_mix: int | None = None
+    no_decode: bool = False
 
 
 @dataclass(frozen=True)
 class Found:
-    """A loaded model. `decoder` loads what decodes, which is not needed for latents."""
+    """A loaded model. `loader` has what decodes, which is not needed for latents."""
 
     model: Model
     schedule: Schedule
     device: torch.device
-    decoder: Callable[[], StreamDecoder]
+    loader: ModelLoader
 
 
 def load(job: ReferenceJob) -> Found:
@@ -45,15 +80,12 @@ def load(job: ReferenceJob) -> Found:
     Raises:
         ConfigError: no such model, parts that are missing or do not fit, sizes that cannot be.
     """
-    config = None if job.model_config is None else read_object(job.model_config)
-    loras = () if job.lora is None else (parse_lora(job.lora),)
-    parts = PartOverrides(job.weights, job.container, config, loras, job.vae, job.text_encoder)
-    place = model_loader.find(job.model, parts)
-    device = pick_device(job.device)
-    dtype = pick_dtype(job.dtype, device)
-    size = None if job.size is None else model_loader.parse_size(job.size)
-    spec = _overridden(model_loader.spec_of(place, size), job)
-    schedule = _schedule(job, place, spec)
+    config = job.model
+    architecture = None if job.model_config is None else read_object(job.model_config)
+    device = pick_device(config.device)
+    loader = ModelLoader(resolve.find(config, job.container, architecture), device, config.size)
+    spec = _overridden(loader.spec, job)
+    schedule = _schedule(job, loader.model, spec)
     if schedule.first is not None and spec.first_chunks > 1:
         raise ConfigError(
             f"the first chunk has {schedule.first.steps} steps, and it is longer than the others; a model with both is "
@@ -61,18 +93,31 @@ def load(job: ReferenceJob) -> Found:
             f"{spec.chunk_latents}"
         )
     if job.video_latents is not None and tensor_writer.is_raw(job.video_latents):
-        _check_raw(place, job.video_latents)
-    if job.video_latents is None and job.noise is None and (remark := model_loader.without_video(place)):
+        _check_raw(loader.model, job.video_latents)
+    if job.video_latents is None and job.noise is None and (remark := loader.model.noise_remark()):
         print(f"streamdiff: note: {remark}", file=sys.stderr)
-    denoiser = model_loader.load_transformer(place, device, dtype, kernel=job.attention, quantize=job.quantize)
-    check_stages(job.stages, len(denoiser.blocks))
-    text: TextEncoder = model_loader.NoText()
+    denoiser = loader.transformer(pick_dtype(config.dtype, device), kernel=config.attention, quantize=config.quantize)
+    check_stages(config.stages, len(denoiser.blocks))
+    text: TextEncoder = NoText()
     if job.prompt_embeds is None:
-        text = model_loader.load_text(place, spec, device, job.keep_text_encoder, job.text_device)
-    past = model_loader.load_past(place, spec, device) if job.kv_context != "matched" else None
-    return Found(
-        Model(spec, denoiser, text, None, past), schedule, device, lambda: model_loader.load_decoder(place, device)
-    )
+        text = loader.text_encoder(config.keep_text_encoder, config.text_device, config.keep_embeddings)
+    seen_again = spec.context_pictures and config.kv_context != "matched"
+    past = loader.reencoder() if seen_again else None
+    return Found(Model(spec, denoiser, text, None, past), schedule, device, loader)
+
+
+class NoText:
+    """Stands where embeddings are given."""
+
+    examples: tuple[str, ...] = ()
+    vocabulary: str = ""
+    slow = False
+
+    def read(self, prompt: str, previous: str | None) -> NoReturn:
+        raise ConfigError("there is no text encoder here; give embeddings")
+
+    def encode(self, text: str) -> NoReturn:
+        raise ConfigError("there is no text encoder here; give embeddings")
 
 
 def encode(model: Model, prompt: str) -> Tensor:
@@ -94,8 +139,8 @@ def _check_raw(place: ResolvedModel, path: Path) -> None:
 
 def _schedule(job: ReferenceJob, place: ResolvedModel, spec: ModelSpec) -> Schedule:
     """The denoise steps: those given, else the model's own."""
-    if isinstance(job.steps, tuple):
-        schedule = _given(job, job.steps, job.sigmas)
+    if job.model.timesteps is not None:
+        schedule = _given(job, job.model.timesteps, job.sigmas)
         if job.first_chunk_steps is None:
             return schedule
         return replace(schedule, first=_given(job, job.first_chunk_steps, None))
@@ -103,7 +148,7 @@ def _schedule(job: ReferenceJob, place: ResolvedModel, spec: ModelSpec) -> Sched
         raise ConfigError("--sigmas, --shift, --warp and --first-chunk-steps go with a list: --steps 1000,750,500,250")
     if not spec.steps:
         raise ConfigError("--steps is missing: the timesteps the model is told, for example 1000,937.5,833.33,625")
-    return spec.schedule(choose_steps(job.steps, spec.steps, place.name))
+    return spec.schedule(choose_steps(job.model.steps, spec.steps, place.name))
 
 
 def _given(job: ReferenceJob, steps: tuple[float, ...], sigmas: tuple[float, ...] | None) -> Schedule:
@@ -126,8 +171,8 @@ def _overridden(spec: ModelSpec, job: ReferenceJob) -> ModelSpec:
             shape = _shape(path, name)
             chunk = shape[2] if len(shape) == 5 else chunk
             sides = shape[-2:] if len(shape) in (4, 5) else (height, width)
-            if job.size is not None and sides != (height, width):
-                raise ConfigError(f"--size is {job.size}, but {path} is for another; leave --size out")
+            if job.model.size is not None and sides != (height, width):
+                raise ConfigError(f"--size is {job.model.size}, but {path} is for another; leave --size out")
             height, width = sides
     chunk = job.chunk_frames or chunk
     first = job.first_chunk_frames or (spec.first_chunks * chunk if chunk == spec.chunk_latents else chunk)

@@ -91,7 +91,7 @@ def main() -> int:
     config = ModelConfig.model_validate_json(sys.stdin.buffer.readline())
     threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
     try:
-        needed = resolve.to_fetch(config.name, resolve.parts_of(config))
+        needed = resolve.to_fetch(config)
         download(needed, lambda progress: write(asdict(progress)))
     except ConfigError as error:
         write({"error": str(error)})

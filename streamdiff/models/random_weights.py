@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
@@ -27,63 +25,27 @@ from streamdiff.models.autoencoder.autoencoder import VideoDecoder
 from streamdiff.models.autoencoder.taehv import TAEHV, Config
 from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder, from_tensors
 from streamdiff.models.autoencoder.wan import WanDecoder
-from streamdiff.models.catalogue import entries, specs
-from streamdiff.models.catalogue.schema import Context, Entry, Positions
+from streamdiff.models.catalogue import entries
+from streamdiff.models.catalogue.entries import RANDOM
 from streamdiff.models.checkpoint.checkpoint import Checkpoint
 from streamdiff.models.checkpoint.tensor_store import Entry as Stored
 from streamdiff.models.interfaces import Reading
-from streamdiff.models.resolve import RANDOM
-from streamdiff.models.spec import ModelSpec
-from streamdiff.models.transformer.weights import TransformerSource
 
 WAN_VAE, SMALL_VAE = f"{RANDOM}wan2.1", f"{RANDOM}taew2_1"
-STEPS = (4, 2, 1)
-_LIKE, _SHIFT = "longlive-1.3b", 5.0
 _CPU = torch.device("cpu")
 
 
-def is_random(name: str | None) -> bool:
-    """Whether this is the name of a model, or an autoencoder, without a file."""
-    return name is not None and name.startswith(RANDOM)
-
-
-def entry(name: str) -> Entry:
-    """What would stand in the catalogue.
+def transformer(name: str, device: torch.device = _CPU, dtype: torch.dtype = torch.float32) -> Checkpoint:
+    """The weights of the transformer called `name`, drawn on `device`, each when it is asked for.
 
     Raises:
         ConfigError: no such architecture; known ones are told.
     """
-    known = [each for each in entries.parts().architectures if each != "tiny"]
-    wanted = name.removeprefix(RANDOM)
-    if wanted not in known:
-        raise ConfigError(f"there is no {name}; it can be {' or '.join(RANDOM + each for each in known)}")
-    changes: dict[str, Any] = {
-        "name": wanted,
-        "title": f"{wanted} with random weights",
-        "architecture": wanted,
-        "lora": None,
-        "context": Context(trained="clean", works=("clean", "staircase", "matched"), noise=0.0),
-        "positions": Positions(published="relative"),
-    }
-    return entries.find(_LIKE).model_copy(update=changes)
-
-
-def any_steps(spec: ModelSpec) -> ModelSpec:
-    """`spec` with 4, 2 and 1 steps, the first ones of those published."""
-    return replace(spec, steps=STEPS, shift=_SHIFT, schedules=())
-
-
-def source(name: str, device: torch.device = _CPU, dtype: torch.dtype = torch.float32) -> TransformerSource:
-    """The transformer called `name`, whose tensors are drawn on `device`, each when it is asked for.
-
-    Raises:
-        ConfigError: as `entry`.
-    """
-    config = specs.architecture_of(entry(name))
+    config = entries.transformer_arguments(entries.find(name))
     with torch.device("meta"):
         shapes = WanTransformer3DModel.from_config(config).state_dict()
     store = Drawn({key: tuple(tensor.shape) for key, tensor in shapes.items()}, device, dtype)
-    return TransformerSource(Checkpoint(Path(name), store, config=config))
+    return Checkpoint(Path(name), store, config=config)
 
 
 def decoder(name: str, device: torch.device, dtype: torch.dtype) -> VideoDecoder:

@@ -1,6 +1,6 @@
 """A model by name, path or hub id: where each of its parts lies, and which have to be fetched first.
 
-Needs no torch, and reads no weights; `models.model_loader` loads the parts of what is found here.
+Needs no torch, and reads no weights; `models.model_loader.ModelLoader` loads the parts of what is found here.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,40 +22,22 @@ from streamdiff.models.checkpoint.json_file import read_object
 if TYPE_CHECKING:
     from streamdiff.models.transformer.lora import Lora
 
-RANDOM = "random:"
-"""What the name of a model, or autoencoder, without a file begins with; see `models.random_weights`."""
 EMBEDDED_WEIGHTS = Path(__file__).parent / "tiny" / "weights"
 _FILES = (".safetensors", ".pt", ".pth", ".bin", ".json")
 _FOLDERS = ("transformer", "vae", "text_encoder")
 
 
 @dataclass(frozen=True)
-class PartOverrides:
-    """Parts in place of a model's own: `weights` is a checkpoint, `vae` an autoencoder (see `autoencoders`),
-    `text_encoder` a folder or file that `wan.text_files` knows, `config` a transformer's configuration where shapes do
-    not tell."""
-
-    weights: Path | None = None
-    container: str | None = None
-    config: Mapping[str, Any] | None = None
-    loras: tuple[Lora, ...] = ()
-    vae: str | None = None
-    text_encoder: Path | None = None
-
-
-NOTHING = PartOverrides()
-
-
-@dataclass(frozen=True)
 class ResolvedModel:
-    """Where a model's parts lie. `weights`, `container`, `config` and `loras` are the transformer's, `weights` None
-    where they are drawn (`RANDOM`); `folder` is one in diffusers' layout; `vae` and `text_encoder` are None where they
-    are those that `entry`, what the catalogue knows, names."""
+    """Where a model's parts lie, those that a configuration names in place of the model's own included. `weights` (None
+    where they are drawn: `models.random_weights`), `container`, `architecture` (what shapes do not tell) and `loras`
+    are the transformer's. `folder` is one in diffusers' layout; `vae` and `text_encoder` are None where they are those
+    that `entry`, what the catalogue knows, names."""
 
     name: str
     weights: Path | None
     container: str | None = None
-    config: Mapping[str, Any] | None = None
+    architecture: Mapping[str, Any] | None = None
     loras: tuple[Lora, ...] = ()
     folder: Path | None = None
     vae: str | None = None
@@ -68,60 +49,90 @@ class ResolvedModel:
         """Whether it is a folder of the embedded model's kind, which says everything about itself."""
         return self.folder is not None and is_embedded(self.folder)
 
+    def fetch_autoencoder(self) -> str | None:
+        """The path or name of the autoencoder, fetched if it is published and not there; None where there is none."""
+        if self.vae is not None or self.entry is None:
+            return self.vae
+        files = entries.parts().autoencoders[self.entry.autoencoder].weights
+        return None if files is None else str(hub.fetch(files)[0])
 
-def find(name: str, parts: PartOverrides = NOTHING) -> ResolvedModel:
-    """The model called `name`: `tiny`, a name of the catalogue, a folder in diffusers' layout or with weights, a file,
-    or a repository of the hub in diffusers' layout; or one without a file (`models.random_weights`). Its transformer is
-    fetched if it is published, not there, and no part takes its place; of a repository everything that is needed is.
+    def fetch_text_encoder(self) -> Path | None:
+        """The folder or file of the text encoder, as `fetch_autoencoder`; random weights have none."""
+        if self.text_encoder is not None or self.entry is None or entries.is_random(self.name):
+            return self.text_encoder
+        files = entries.parts().text_encoders[self.entry.text_encoder].weights
+        return None if files is None else hub.fetch_folder(files)
+
+    def remark(self, kv_context: str) -> str:
+        """What a user should know before the model runs with this KV context; empty where it was made for it."""
+        if self.entry is None and not self.embedded:
+            return f"nobody says in which KV context {self.name} keeps its quality; it runs with {kv_context}"
+        context = self.entry.context if self.entry is not None else None
+        if context is None or kv_context == context.trained or kv_context in context.works:
+            return self.noise_remark()
+        trained = f"was trained for {context.trained}" if context.trained else "was trained for nobody says what"
+        return f"{self.name} {trained}; whether it keeps its quality with KV context {kv_context} is not known"
+
+    def noise_remark(self) -> str:
+        """What a user should know before the model runs on noise alone; empty where it was made for that."""
+        if self.entry is None or self.entry.begins_with == "noise":
+            return ""
+        return (
+            f"{self.name} was made to change a video, and noise alone is nothing that it knows; `streamdiff generate "
+            "--video-latents` gives it one"
+        )
+
+
+def find(
+    config: ModelConfig, container: str | None = None, architecture: Mapping[str, Any] | None = None
+) -> ResolvedModel:
+    """The model that a configuration names, its parts those that it names instead: `tiny`, a name of the catalogue, a
+    folder in diffusers' layout or with weights, a file, or a repository of the hub in diffusers' layout; or one without
+    a file (`models.random_weights`). Its transformer is fetched if it is published, not there, and no part takes its
+    place; of a repository everything that is needed is. `container` and `architecture`: see `ResolvedModel`.
 
     Raises:
         ConfigError: no such model, or a file that can neither be found nor fetched.
     """
-    if name.startswith(RANDOM):
-        return _with(ResolvedModel(name, None), parts)
-    if (folder := _folder(name)) is not None:
-        return _with(_of_folder(name, folder), parts)
-    if Path(name).is_file():
-        return _with(ResolvedModel(name, Path(name)), parts)
-    if is_repository(name):
-        files = _of_repository(name, parts)
-        return _with(_of_folder(name, hub.fetch_patterns(files.repo, files.files)), parts)
-    return _of_entry(_entry(name), parts)
+    name = config.name
+    if entries.is_random(name):
+        found = ResolvedModel(name, None, vae=f"{entries.RANDOM}wan2.1", entry=entries.find(name))
+    elif (folder := _folder(name)) is not None:
+        found = _in_folder(name, folder)
+    elif Path(name).is_file():
+        found = ResolvedModel(name, Path(name))
+    elif is_repository(name):
+        files = _repository_files(config)
+        found = _in_folder(name, hub.fetch_patterns(files.repo, files.files))
+    else:
+        found = _published(_entry(name), config)
+    return _with_parts(found, config, container, architecture)
 
 
-def to_fetch(name: str, parts: PartOverrides = NOTHING) -> list[Files]:
-    """What is published, and is needed to show pictures of a text with the model `name`, whether it is on disk already
-    or not. Asks no network.
+def to_fetch(config: ModelConfig) -> list[Files]:
+    """What is published, and is needed to show pictures of a text with the model of `config`, whether it is on disk
+    already or not. Asks no network.
 
     Raises:
         ConfigError: as `find`.
     """
-    if (small := entries.autoencoders().get(parts.vae or "")) is not None and not Path(str(parts.vae)).exists():
+    name = config.name
+    if (small := entries.autoencoders().get(config.vae or "")) is not None and not Path(str(config.vae)).exists():
         autoencoder = [small]
     else:
         autoencoder = []
-    if name.startswith(RANDOM) or _folder(name) is not None or Path(name).is_file():
+    if entries.is_random(name) or _folder(name) is not None or Path(name).is_file():
         return autoencoder
     if is_repository(name):
-        return [_of_repository(name, parts), *autoencoder]
+        return [_repository_files(config), *autoencoder]
     entry, shared = _entry(name), entries.parts()
     needed = (
-        (entry.weights, parts.weights),
-        (entry.lora, parts.loras or None),
-        (shared.autoencoders[entry.autoencoder].weights, parts.vae),
-        (shared.text_encoders[entry.text_encoder].weights, parts.text_encoder),
+        (entry.weights, config.weights),
+        (entry.lora, config.lora),
+        (shared.autoencoders[entry.autoencoder].weights, config.vae),
+        (shared.text_encoders[entry.text_encoder].weights, config.text_encoder),
     )
     return [files for files, own in needed if files is not None and own is None] + autoencoder
-
-
-def parts_of(config: ModelConfig) -> PartOverrides:
-    """The parts that a configuration names, but for its LoRA."""
-    weights, text = config.weights, config.text_encoder
-    return PartOverrides(
-        weights=None if weights is None else Path(weights),
-        vae=config.vae,
-        text_encoder=None if text is None else Path(text),
-    )
 
 
 def completed(config: ModelConfig) -> ModelConfig:
@@ -144,14 +155,14 @@ def is_embedded(name: str | Path) -> bool:
     return index.is_file() and "stream" in read_object(index)
 
 
-def _folder(name: str) -> Path | None:
-    folder = EMBEDDED_WEIGHTS if name == EMBEDDED else Path(name)
-    return folder if folder.is_dir() else None
-
-
 def is_repository(name: str) -> bool:
     """Whether this can be the name of a repository of the hub."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and Path(name).suffix not in _FILES
+
+
+def _folder(name: str) -> Path | None:
+    folder = EMBEDDED_WEIGHTS if name == EMBEDDED else Path(name)
+    return folder if folder.is_dir() else None
 
 
 def _entry(name: str) -> Entry:
@@ -163,7 +174,7 @@ def _entry(name: str) -> Entry:
     return entries.find(name)
 
 
-def _of_folder(name: str, folder: Path) -> ResolvedModel:
+def _in_folder(name: str, folder: Path) -> ResolvedModel:
     there = {part: folder / part for part in _FOLDERS if (folder / part).is_dir()}
     return ResolvedModel(
         name,
@@ -174,39 +185,45 @@ def _of_folder(name: str, folder: Path) -> ResolvedModel:
     )
 
 
-def _of_repository(repo: str, parts: PartOverrides) -> Files:
+def _repository_files(config: ModelConfig) -> Files:
     """The files of a repository in diffusers' layout that are needed."""
-    own = {"transformer": parts.weights, "vae": parts.vae, "text_encoder": parts.text_encoder}
-    needed = [f"{part}/*" for part in _FOLDERS if own[part] is None]
-    if parts.text_encoder is None:
+    given = {"transformer": config.weights, "vae": config.vae, "text_encoder": config.text_encoder}
+    needed = [f"{part}/*" for part in _FOLDERS if given[part] is None]
+    if config.text_encoder is None:
         needed.append("tokenizer/*")
-    return Files(repo=repo, files=("*.json", *needed), licence=None)
+    return Files(repo=config.name, files=("*.json", *needed), licence=None)
 
 
-def _of_entry(entry: Entry, parts: PartOverrides) -> ResolvedModel:
+def _published(entry: Entry, config: ModelConfig) -> ResolvedModel:
+    """Of the catalogue; its container and its LoRA are those of weights that are given too."""
     assert entry.weights is not None, "the embedded model is a folder"
     loras: tuple[Lora, ...] = ()
-    if entry.lora is not None and not parts.loras:  # a model is not itself without the LoRA that belongs to it
+    if entry.lora is not None and config.lora is None:  # a model is not itself without the LoRA that belongs to it
         from streamdiff.models.transformer.lora import Lora
 
-        loras = tuple(map(partial(Lora, scale=entry.lora.scale), hub.fetch(entry.lora)))
+        loras = tuple(Lora(path, entry.lora.scale) for path in hub.fetch(entry.lora))
+    weights = hub.fetch(entry.weights)[0] if config.weights is None else Path(config.weights)
     container = entry.weights.container if entry.weights.container != "flat" else None
-    weights = parts.weights or hub.fetch(entry.weights)[0]
-    found = ResolvedModel(entry.name, weights, container, loras=loras, entry=entry)
-    return _with(found, replace(parts, weights=None))
+    return ResolvedModel(entry.name, weights, container, loras=loras, entry=entry)
 
 
-def _with(model: ResolvedModel, parts: PartOverrides) -> ResolvedModel:
-    """`model` with what `parts` has instead."""
-    if model.embedded and parts.text_encoder is not None:
+def _with_parts(
+    model: ResolvedModel, config: ModelConfig, container: str | None, architecture: Mapping[str, Any] | None
+) -> ResolvedModel:
+    """`model` with what `config` names instead."""
+    if model.embedded and config.text_encoder is not None:
         raise ConfigError(f"the text encoder of {model.name} is fixed; leave --text-encoder out")
-    if parts.weights is not None:
-        model = replace(model, weights=parts.weights, container=None, loras=())
+    loras = model.loras
+    if config.lora is not None:
+        from streamdiff.models.transformer.lora import parse_lora
+
+        loras = (*loras, parse_lora(config.lora))
     return replace(
         model,
-        container=parts.container or model.container,
-        config=parts.config,
-        loras=(*model.loras, *parts.loras),
-        vae=parts.vae or model.vae,
-        text_encoder=parts.text_encoder or model.text_encoder,
+        weights=model.weights if config.weights is None else Path(config.weights),
+        container=container or model.container,
+        architecture=architecture,
+        loras=loras,
+        vae=config.vae or model.vae,
+        text_encoder=model.text_encoder if config.text_encoder is None else Path(config.text_encoder),
     )

@@ -7,10 +7,10 @@ import torch
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models import model_loader, random_weights
+from streamdiff.models import random_weights, resolve
 from streamdiff.models.catalogue import entries
 from streamdiff.models.catalogue.schema import Architecture
-from streamdiff.models.model_loader import PartOverrides
+from streamdiff.models.model_loader import ModelLoader
 from streamdiff.pipeline.build import load_runtime
 from streamdiff.pipeline.rank_loader import RankLoader
 
@@ -27,8 +27,7 @@ def small_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_real_sizes_are_those_of_the_published_models() -> None:
     for name, billions in (("random:wan2.1-1.3b", 1.419), ("random:wan2.1-14b", 14.288)):
-        checkpoint = random_weights.source(name).weights
-        assert not isinstance(checkpoint, str) and hasattr(checkpoint, "entry")
+        checkpoint = random_weights.transformer(name)
         count = sum(torch.Size(checkpoint.entry(key).shape).numel() for key in checkpoint.names)
         assert count / 1e9 == pytest.approx(billions, abs=0.001)
 
@@ -48,9 +47,9 @@ def test_a_stream_comes_out_in_any_number_of_steps() -> None:
 
 
 def test_parts_of_the_model_are_parts_of_the_same_model() -> None:
-    place = model_loader.find("random:small")
-    whole = model_loader.load_transformer(place, CPU, torch.float32)
-    last = model_loader.load_transformer(place, CPU, torch.float32, (2, 3))
+    loader = ModelLoader(resolve.find(ModelConfig(name="random:small")), CPU)
+    whole = loader.transformer(torch.float32)
+    last = loader.transformer(torch.float32, (2, 3))
     assert torch.equal(whole.blocks[2].attn1.to_q.weight, last.blocks[0].attn1.to_q.weight)
     assert not torch.equal(whole.blocks[1].attn1.to_q.weight, last.blocks[0].attn1.to_q.weight)
     assert 0.5 < whole.blocks[0].attn1.to_q.weight.detach().std().item() * 96**0.5 < 1.5
@@ -70,16 +69,16 @@ def test_texts_have_embeddings_of_their_own() -> None:
 
 
 def test_nothing_is_read_or_fetched() -> None:
-    place = model_loader.find("random:wan2.1-14b", PartOverrides(vae="random:taew2_1"))
-    assert model_loader.digest(place) == model_loader.digest(model_loader.find("random:wan2.1-1.3b"))
-    config = ModelConfig(name="random:wan2.1-14b", size="512x512", steps=2)
-    loader = RankLoader(config, torch.device("cpu"))
+    configs = ModelConfig(name="random:wan2.1-14b", vae="random:taew2_1"), ModelConfig(name="random:wan2.1-1.3b")
+    large, small = (ModelLoader(resolve.find(config), CPU).digest() for config in configs)
+    assert large == small
+    loader = RankLoader(ModelConfig(name="random:wan2.1-14b", size="512x512", steps=2), CPU)
     assert loader.spec.chunk_shape == (16, 3, 64, 64) and loader.sizes.blocks == 40
 
 
 @pytest.mark.parametrize("name", ["random:tiny", "random:wan3", "random:"])
 def test_an_unknown_one_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"random:wan2\.1-1\.3b or random:wan2\.1-14b"):
-        model_loader.find(name)
+        resolve.find(ModelConfig(name=name))
     with pytest.raises(ConfigError, match=r"it can be random:wan2\.1 or random:taew2_1"):
         random_weights.decoder(name, CPU, torch.float32)

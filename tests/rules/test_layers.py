@@ -95,7 +95,6 @@ TORCH_FREE = (
     "streamdiff.engine.session",
     "streamdiff.models.catalogue.entries",
     "streamdiff.models.recognition",
-    "streamdiff.models.catalogue.specs",
     "streamdiff.models.download",
     "streamdiff.models.checkpoint.safetensors_header",
     "streamdiff.models.resolve",

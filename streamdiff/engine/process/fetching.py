@@ -31,7 +31,7 @@ async def fetch(config: ModelConfig, tell: Callable[[Progress], None]) -> None:
         ConfigError: no such model, or something cannot be had.
         EngineFailure: the process ended without a word.
     """
-    if not resolve.to_fetch(config.name, resolve.parts_of(config)):
+    if not resolve.to_fetch(config):
         return
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "streamdiff.models.download"),

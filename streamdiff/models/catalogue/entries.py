@@ -1,4 +1,4 @@
-"""The catalogue: what is known of every published model, so that a name is all a user has to give.
+"""The catalogue: what is known of every published model, so that a name is all a user has to give, and its `ModelSpec`.
 
 One YAML file per model in `catalogue/`, and `parts.yaml` with what models share: architectures, autoencoders, text
 encoders. Every file is validated when it is read; an unknown key is an error. `None` means not known: nobody
@@ -12,6 +12,8 @@ from __future__ import annotations
 import difflib
 import importlib.resources
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -22,7 +24,14 @@ from pydantic import ValidationError
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.catalogue.schema import _PARTS, Entry, Files, SharedParts, _Model
+from streamdiff.models.catalogue.schema import _PARTS, Context, Entry, Files, Positions, SharedParts, Stream, _Model
+from streamdiff.models.spec import ModelSpec
+
+USUAL = "self-forcing"
+"""The model of the catalogue whose picture, rate and chunk a checkpoint has that the catalogue does not know."""
+RANDOM = "random:"
+"""What the name of a model, or autoencoder, without a file begins with; see `models.random_weights`."""
+_RANDOM_LIKE, _RANDOM_STEPS, _RANDOM_SHIFT = "longlive-1.3b", (4, 2, 1), 5.0
 
 
 @cache
@@ -44,11 +53,13 @@ def parts() -> SharedParts:
 
 
 def find(name: str) -> Entry:
-    """The entry called `name`.
+    """The entry called `name`; of random weights (`RANDOM`) what would stand in the catalogue.
 
     Raises:
         ConfigError: there is none; the nearest known name is told.
     """
+    if is_random(name):
+        return _random_entry(name)
     known = entries()
     if name in known:
         return known[name]
@@ -57,10 +68,86 @@ def find(name: str) -> Entry:
     raise ConfigError(f"no model is called {name!r}; {hint}")
 
 
+def is_random(name: str | None) -> bool:
+    """Whether this is the name of a model, or an autoencoder, without a file."""
+    return name is not None and name.startswith(RANDOM)
+
+
+def _random_entry(name: str) -> Entry:
+    known, wanted = [each for each in parts().architectures if each != "tiny"], name.removeprefix(RANDOM)
+    if wanted not in known:
+        raise ConfigError(f"there is no {name}; it can be {' or '.join(RANDOM + each for each in known)}")
+    changes: dict[str, Any] = {
+        "name": wanted,
+        "title": f"{wanted} with random weights",
+        "architecture": wanted,
+        "lora": None,
+        "context": Context(trained="clean", works=("clean", "staircase", "matched"), noise=0.0),
+        "positions": Positions(published="relative"),
+    }
+    return find(_RANDOM_LIKE).model_copy(update=changes)
+
+
 def autoencoders() -> dict[str, Files]:
     """The files of published autoencoders, large and small, by name."""
     large = {name: each.weights for name, each in parts().autoencoders.items() if each.weights is not None}
     return {**large, **{small.name: small for each in parts().autoencoders.values() for small in each.tiny}}
+
+
+def transformer_arguments(entry: Entry) -> dict[str, Any]:
+    """Arguments of diffusers' `WanTransformer3DModel` for the model's own transformer."""
+    shared = parts()
+    return shared.architectures[entry.architecture].arguments(shared.text_encoders[entry.text_encoder].width)
+
+
+def make_spec(
+    name: str, entry: Entry | None, architecture: Mapping[str, Any], size: tuple[int, int] | None = None
+) -> ModelSpec:
+    """The facts of the model `name` with a transformer of this architecture (see `transformer_arguments`), for pictures
+    of `size` (width, height in pixels; the model's own when None). Of a checkpoint without an entry, what is usual.
+
+    A model that makes whole clips has no steps, and a window of 0: who runs it has to say both.
+    """
+    stream = entry.stream if entry is not None else None
+    usual = find(USUAL)
+    assert usual.stream is not None and usual.native_fps is not None
+    known = entry or usual
+    shared = parts()
+    pictures, tokens = shared.autoencoders[known.autoencoder], shared.text_encoders[known.text_encoder].tokens
+    width, height = size or (known.width, known.height)
+    schedules = entry.sampling.schedules() if entry is not None and entry.sampling is not None else ()
+    noise = entry.context.noise if entry is not None and entry.context is not None else None
+    spec = ModelSpec(
+        name=name,
+        latent_channels=architecture["out_channels"],
+        latent_height=height // pictures.spatial,
+        latent_width=width // pictures.spatial,
+        chunk_latents=(stream or usual.stream).chunk_latents,
+        window_latents=stream.window_latents if stream is not None else 0,
+        clean_window_latents=stream.clean_window_latents if stream is not None else None,
+        sink_latents=stream.sink_latents if stream is not None else 0,
+        frames_per_latent=pictures.temporal,
+        width=width,
+        height=height,
+        native_fps=known.native_fps or usual.native_fps,
+        shift=1.0,
+        steps=tuple(schedule.steps for schedule in schedules),
+        schedules=schedules,
+        text_shape=(tokens, architecture["text_dim"]),
+        context_sigma=(noise or 0.0) / 1000,
+        rope=entry.positions.published if entry is not None and entry.positions is not None else "relative",
+        adaptive_sink=_sink_value(stream, "adaptive"),
+        averaged_sink=_sink_value(stream, "average"),
+        context_alone=entry is not None and entry.context is not None and entry.context.alone,
+        context_pictures=entry is not None and entry.context is not None and entry.context.pictures,
+        switch=entry.switches.own if entry is not None and entry.switches is not None else "keep",
+        first_chunks=1 if stream is None else stream.first_chunks,
+    )
+    return replace(spec, steps=_RANDOM_STEPS, shift=_RANDOM_SHIFT, schedules=()) if is_random(name) else spec
+
+
+def _sink_value(stream: Stream | None, policy: str) -> float | None:
+    return stream.sink_value if stream is not None and stream.sink_policy == policy else None
 
 
 def with_own_context(model: ModelConfig) -> ModelConfig:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,6 @@ from streamdiff.models.transformer import quantization
 from streamdiff.models.transformer.architecture import read_architecture
 from streamdiff.models.transformer.lora import Adapter, Lora, open_lora
 from streamdiff.models.transformer.tensor_names import Names, block_count, block_of, recognise, translate
-from streamdiff.models.transformer.wan import WanDenoiser
 
 FILE = "diffusion_pytorch_model.safetensors"
 
@@ -276,45 +274,3 @@ def _renumbered(name: str, shift: int) -> str:
 
 SPATIAL, TEMPORAL = 8, 4
 """Pixels per latent pixel each way and frames per latent frame of Wan2.1's autoencoder, and of its small ones."""
-
-
-@dataclass(frozen=True)
-class TransformerSource:
-    """Where a transformer's weights come from; see `load_transformer`."""
-
-    weights: Path | Checkpoint
-    container: str | None = None
-    config: Mapping[str, Any] | None = None
-    loras: tuple[Lora, ...] = ()
-
-
-def load_denoiser(
-    source: TransformerSource,
-    device: torch.device,
-    dtype: torch.dtype,
-    blocks: tuple[int, int] | None = None,
-    quantize: str = "none",
-) -> WanDenoiser:
-    """The transformer, or blocks `blocks` (first, last exclusive) of it, quantised as `models.transformer.quantization`
-    has it.
-
-    Raises:
-        ConfigError: see `load_transformer`; or one that is told more than latents and text (image to video), which
-            nothing here gives it.
-    """
-    model = load_transformer(
-        source.weights,
-        device=device,
-        dtype=dtype,
-        blocks=blocks,
-        container=source.container,
-        config=source.config,
-        loras=source.loras,
-        quantize=quantize,
-    )
-    told: Any = model.config
-    if told.image_dim is not None or told.added_kv_proj_dim is not None:
-        raise ConfigError(
-            f"{source.weights}: this is an image-to-video model, which is not supported; use text to video"
-        )
-    return WanDenoiser(model)

@@ -14,7 +14,6 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.memory_size import taehv_values, wan_values
 from streamdiff.models.catalogue import entries
 from streamdiff.models.catalogue.schema import Entry
-from streamdiff.models.catalogue.specs import architecture_of, spec_of
 from streamdiff.models.checkpoint.json_file import read_object
 from streamdiff.models.checkpoint.safetensors_header import read_header
 from streamdiff.models.spec import ModelSpec, window, window_chunks
@@ -349,8 +348,8 @@ def known_facts(entry: Entry, *, height: int | None = None, width: int | None = 
     """
     if entry.weights is None:
         return read_facts(entry.name)
-    architecture = architecture_of(entry)
-    spec = spec_of(entry.name, entry, architecture, (width or entry.width, height or entry.height))
+    architecture = entries.transformer_arguments(entry)
+    spec = entries.make_spec(entry.name, entry, architecture, (width or entry.width, height or entry.height))
     if entry.stream is None:
         spec = replace(spec, chunk_latents=1, window_latents=1)
     decoder = entries.parts().autoencoders[entry.autoencoder].config

@@ -11,8 +11,9 @@ import yaml
 
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
-from streamdiff.models.catalogue import entries, specs
+from streamdiff.models.catalogue import entries
 from streamdiff.models.catalogue.schema import Entry
+from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 
 FOLDER = Path(entries.__file__).parent / "data"
 WARPED = (1000, 937.5, 833.3333, 625)
@@ -78,7 +79,7 @@ def test_the_published_timesteps(name: str) -> None:
 def test_what_a_chunk_begins_with(name: str) -> None:
     """Causal-rCM's noise times 1600/1601, the first chunk's too; everybody else's as it is."""
     entry = entries.find(name)
-    made = specs.spec_of(name, entry, specs.architecture_of(entry)).schedules[0]
+    made = entries.make_spec(name, entry, entries.transformer_arguments(entry)).schedules[0]
     scale = SCALE if name.startswith("causal-rcm") else 1
     assert made.noise_scale == made.of(0).noise_scale == pytest.approx(scale, abs=1e-15)
 
@@ -87,7 +88,7 @@ def test_the_step_that_is_told_0_may_be_left_out() -> None:
     """Krea's; of the others all steps are run, or none of that kind."""
     for name in PUBLISHED:
         entry = entries.find(name)
-        spec = specs.spec_of(name, entry, specs.architecture_of(entry))
+        spec = entries.make_spec(name, entry, entries.transformer_arguments(entry))
         five = name == "krea-realtime-14b"
         assert len(spec.steps) == (2 if five else 1), name
         if five:
@@ -144,7 +145,7 @@ def test_what_a_new_prompt_does_to_the_past(name: str, switch: str) -> None:
     """What the model was trained with, else what works, else nothing."""
     entry = entries.find(name)
     assert entry.switches is not None and entry.switches.own == switch
-    assert name == "tiny" or specs.spec_of(name, entry, specs.architecture_of(entry)).switch == switch
+    assert name == "tiny" or entries.make_spec(name, entry, entries.transformer_arguments(entry)).switch == switch
 
 
 def test_each_tiny_decoder_says_which_latents_it_takes() -> None:
@@ -163,7 +164,7 @@ def test_texts_are_padded_to_the_models_length() -> None:
 
 
 def test_the_embedded_entry_says_what_its_weights_say() -> None:
-    weights = FOLDER.parent / "tiny" / "weights"
+    weights = EMBEDDED_WEIGHTS
     entry, shared = entries.find("tiny"), entries.parts()
     stream = json.loads((weights / "model_index.json").read_text())["stream"]
     transformer = json.loads((weights / "transformer" / "config.json").read_text())

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from streamdiff.models import model_loader
-from streamdiff.models.catalogue import entries, specs
+from streamdiff.models.catalogue import entries
+from streamdiff.models.model_loader import ModelLoader
 from streamdiff.models.resolve import ResolvedModel
 from streamdiff.models.text_encoder import wan as wan_text
 from streamdiff.models.text_encoder.embedding_cache import TextKey
@@ -45,11 +46,13 @@ def test_a_restart_asks_the_encoder_nothing(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(wan_text, "_load_encoder", counted)
     entry = entries.find("self-forcing")
-    spec = specs.spec_of(entry.name, entry, {**specs.architecture_of(entry), "text_dim": umt5.WIDTH})
-    place = ResolvedModel(entry.name, tmp_path / "none", text_encoder=tmp_path / "text", entry=entry)
+    architecture = {**entries.transformer_arguments(entry), "text_dim": umt5.WIDTH}
+    model = ResolvedModel(entry.name, tmp_path / "none", text_encoder=tmp_path / "text", entry=entry)
+    loader = ModelLoader(model, torch.device("cpu"))
+    loader.spec = entries.make_spec(entry.name, entry, architecture)
 
     def encode(on_disk: bool = True) -> Tensor:
-        return model_loader.load_text(place, spec, torch.device("cpu"), on_disk=on_disk).encode(PROMPT)
+        return loader.text_encoder(on_disk=on_disk).encode(PROMPT)
 
     umt5.write(tmp_path / "text")
     plain = encode(on_disk=False)
@@ -67,8 +70,8 @@ def test_a_gpu_with_room_for_it_runs_the_text_encoder(
     encoder = umt5.write(tmp_path)
     size = 2 * sum(parameter.numel() for parameter in encoder.parameters())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (round(share * size), 10**12))
-    assert model_loader._text_home(tmp_path, torch.device("cuda")) == torch.device(home)
-    assert model_loader._text_home(tmp_path, torch.device("cpu")) == torch.device("cpu")
+    assert model_loader._text_device(tmp_path, torch.device("cuda")) == torch.device(home)
+    assert model_loader._text_device(tmp_path, torch.device("cpu")) == torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,15 +157,33 @@ def loss_of(model: TAEHV, clips: Clips, generator: torch.Generator) -> tuple[Ten
     return loss + 0.02 * (mean.square() + (std - 1).square()).mean(), error.square().mean()
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """Which autoencoder is trained, and on what: `draw` makes a batch of clips (see `draw_clips`) of `crop` pixels
+    square, at every eighth step of `whole`."""
+
+    config: Config = AUTOENCODER
+    draw: Callable[[int, int, torch.Generator, torch.device], Clips] = draw_clips
+    crop: int = CROP
+    whole: int = world.SIZE
+
+
 def train(
-    out: Path, budget: training.Budget, seed: int, device: torch.device, batch: int = 8, bf16: bool = False
+    out: Path,
+    budget: training.Budget,
+    seed: int,
+    device: torch.device,
+    batch: int = 8,
+    bf16: bool = False,
+    recipe: Recipe | None = None,
 ) -> TAEHV:
     """Train, or go on with, the autoencoder under `out`; returns it. Writes `out/autoencoder.pt` every 100 steps.
 
     With `bf16` convolutions are computed in bfloat16; weights, latents and the loss stay float32.
     """
+    recipe = recipe or Recipe()
     torch.manual_seed(seed)
-    model = TAEHV(AUTOENCODER)
+    model = TAEHV(recipe.config)
     initialise(model)
     model.to(device).lay_out(torch.channels_last)
     optimizer = training.Optimizer(model, MATRIX_LR, OTHER_LR)
@@ -189,9 +208,9 @@ def train(
         generator = training.step_generator(seed, progress.step)
         whole = progress.step % 8 == 7
         clips = (
-            draw_clips(max(1, batch // 4), world.SIZE, generator, device)
+            recipe.draw(max(1, batch // 4), recipe.whole, generator, device)
             if whole
-            else draw_clips(batch, CROP, generator, device)
+            else recipe.draw(batch, recipe.crop, generator, device)
         )
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             loss, mse = loss_of(model, clips, generator)

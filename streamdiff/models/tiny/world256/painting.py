@@ -151,9 +151,7 @@ def _sky_place(y: Tensor, x: Tensor) -> tuple[Layer, Layer]:
         dense = torch.zeros_like(y)
         for cy, cx, scale in places:
             for dy, dx, radius in ((0, 0, 20), (6, -25, 14), (6, 25, 15), (-8, 9, 15)):
-                dense = dense + _blob(
-                    y, x, cy + dy * scale, cx + dx * scale, radius * scale * 0.75, radius * scale
-                )
+                dense = dense + _blob(y, x, cy + dy * scale, cx + dx * scale, radius * scale * 0.75, radius * scale)
         return 1 - torch.exp(-2.0 * dense.square())
 
     far = clouds(((70, 50, 0.7), (120, 180, 0.8), (160, 80, 0.7)))

@@ -132,5 +132,5 @@ def redraw(rows: Tensor, share: float, generator: torch.Generator) -> Tensor:
 def tidy(rows: Tensor) -> Tensor:
     """`rows` with the columns of second things that are not there set to 0. Mutates: rows."""
     first = COLUMN["second"]
-    rows[:, first : first + 1 + len(THING_TABLES)] *= rows[:, first, None]
+    rows[:, first + 1 : first + 1 + len(THING_TABLES)] *= rows[:, first, None]
     return rows

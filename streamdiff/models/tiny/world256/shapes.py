@@ -60,9 +60,7 @@ def stencil(shape: str, size: str, angle: Tensor) -> tuple[Tensor, Tensor, Tenso
     return (field + 0.5).clamp(0, 1), shading, y / r, x / r
 
 
-def sprites(
-    color: Tensor, shape: Tensor, size: int, angle: Tensor, light: Tensor
-) -> tuple[Tensor, Tensor]:
+def sprites(color: Tensor, shape: Tensor, size: int, angle: Tensor, light: Tensor) -> tuple[Tensor, Tensor]:
     """Draw N things of one size (row of `SIZES`).
 
     Args:

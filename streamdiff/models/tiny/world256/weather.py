@@ -16,7 +16,12 @@ from streamdiff.models.tiny.world256.tracks import FALL, SIZE
 
 PERIOD = 64
 """Pixels after which a pattern repeats, downwards, or for wind to the right."""
-TINTS: dict[str, tuple[float, float]] = {"clear": (1.0, 0.0), "rain": (0.78, 0.06), "snow": (0.86, 0.11), "wind": (1.0, 0.0)}
+TINTS: dict[str, tuple[float, float]] = {
+    "clear": (1.0, 0.0),
+    "rain": (0.78, 0.06),
+    "snow": (0.86, 0.11),
+    "wind": (1.0, 0.0),
+}
 """Factor and addend on the scenery's colors."""
 COLOR = {"rain": (0.80, 0.86, 0.95), "snow": (1.0, 1.0, 1.0), "wind": (0.97, 0.98, 0.96)}
 DIMMED = torch.tensor([1.0, 0.9, 0.7, 0.95])

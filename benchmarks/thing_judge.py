@@ -28,7 +28,11 @@ LEAST = 1.2
 LOOKS = 4
 """Frames in which things are looked for from nothing."""
 QUARTER, HALF = 4, 2
-TURNS = {"circle": (0,), "square": range(0, 32, 6), "triangle": range(0, 43, 6), "star": range(0, 26, 5)}
+EXPLAINED = 0.12
+"""A pixel of a thing that is as near as this to how it was drawn may hide another thing."""
+GROUPS = 3
+"""How many kinds of finds are followed up before it is said that there is nothing."""
+TURNS = {"circle": range(0, 64, 8), "square": range(0, 32, 6), "triangle": range(0, 43, 6), "star": range(0, 26, 5)}
 """Angles at which shapes are looked for: a turn is ANGLES, and these shapes look alike long before one."""
 SPREAD = 3
 """How many half-size pixels each way the place of a thing that does not move is refined."""
@@ -91,7 +95,8 @@ def _spectrum(maps: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Templates:
-    """Spectra `[K, h, h / 2 + 1]`, conjugated, of K kinds of things, and the energy `[K]` of their light."""
+    """Spectra `[K, h, h / 2 + 1]`, conjugated, of K kinds of things: cover, its square, light, their product, and the
+    light's square."""
 
     alpha: Tensor
     square: Tensor
@@ -106,7 +111,7 @@ def _templates_of(alpha: Tensor, light: Tensor) -> _Templates:
         _spectrum(alpha.square()),
         _spectrum(light),
         _spectrum(alpha * light),
-        light.square().sum((-2, -1)),
+        _spectrum(light.square()),
     )
 
 
@@ -126,16 +131,26 @@ def _back(spectrum: Tensor) -> Tensor:
     return made
 
 
-def _look(frame: Tensor, ground: Tensor, known: _Templates) -> tuple[Tensor, Tensor]:
+def _look(view: _View, index: int, known: _Templates) -> tuple[Tensor, Tensor]:
     """Squared error `[K, h, h]` less that without it, and the best RGB `[3, K, h, h]`, of every kind everywhere."""
-    left = frame - ground
+    ground, left, counts = view.grounds[index], view.left[index], view.counts[index, 0]
     mixed = torch.fft.rfft2((left * ground).sum(0)) * known.alpha
-    squares = torch.fft.rfft2(ground.square().sum(0)) * known.square
-    pull = _back(torch.fft.rfft2(left)[:, None] * known.light + torch.fft.rfft2(ground)[:, None] * known.both)
-    energy = known.energy.view(-1, 1, 1)
+    squares = torch.fft.rfft2((counts * ground.square()).sum(0)) * known.square
+    pull = _back(torch.fft.rfft2(left)[:, None] * known.light + torch.fft.rfft2(counts * ground)[:, None] * known.both)
+    energy = _back(torch.fft.rfft2(counts) * known.energy).clamp(min=1.0)
     rgb = (pull / energy).clamp_(0, 1.1)
     error = _back(2 * mixed + squares) + (rgb * (rgb * energy - 2 * pull)).sum(0)
     return error, rgb
+
+
+class _View:
+    """Frames and grounds `[T, 3, h, h]` at a scale, what is left between them where it counts, and whether it counts,
+    `[T, 1, h, h]`."""
+
+    def __init__(self, frames: Tensor, grounds: Tensor, counts: Tensor, scale: int) -> None:
+        self.frames, self.grounds = F.avg_pool2d(frames, scale), F.avg_pool2d(grounds, scale)
+        self.counts = F.avg_pool2d(counts, scale)
+        self.left = (self.frames - self.grounds) * self.counts
 
 
 @dataclass(frozen=True)
@@ -147,12 +162,11 @@ class _Find:
     place: tuple[int, int]
 
 
-def _find(frames: Tensor, grounds: Tensor, hours: Tensor) -> list[_Find]:
+def _find(view: _View, hours: Tensor) -> list[_Find]:
     """In a few frames each the kind that explains most."""
-    small, under = F.avg_pool2d(frames, QUARTER), F.avg_pool2d(grounds, QUARTER)
     kinds, found = _kinds(), []
-    for index in torch.linspace(0, len(frames) - 1, LOOKS).round().long().tolist():
-        error, rgb = _look(small[index], under[index], _album(int(hours[index])))
+    for index in torch.linspace(0, len(hours) - 1, LOOKS).round().long().tolist():
+        error, rgb = _look(view, index, _album(int(hours[index])))
         best = int(error.argmin())
         side = error.shape[-1]
         kind, rest = divmod(best, side * side)
@@ -167,11 +181,13 @@ def _agree(one: _Find, other: _Find) -> bool:
     return alike and float((one.rgb - other.rgb).norm()) < 0.35
 
 
-def _choose(found: list[_Find]) -> list[_Find]:
-    """The finds of the thing that explains most over all looks, best find first."""
-    groups = [[other for other in found if _agree(one, other)] for one in found]
-    best = max(groups, key=lambda group: sum(find.gain for find in group))
-    return sorted(best, key=lambda find: -find.gain)
+def _groups(found: list[_Find]) -> list[list[_Find]]:
+    """Finds of the same thing, those that explain most over all looks first, in each the best find first."""
+    groups: list[list[_Find]] = []
+    for find in sorted(found, key=lambda find: -find.gain):
+        if not any(_agree(group[0], find) for group in groups):
+            groups.append([other for other in sorted(found, key=lambda f: -f.gain) if _agree(find, other)])
+    return sorted(groups, key=lambda group: -sum(find.gain for find in group))
 
 
 @dataclass(frozen=True)
@@ -185,26 +201,28 @@ class _Path:
     angles: Tensor
 
 
-class _Chunk:
-    """What is known of one chunk: half-size frames and grounds `[T, 3, h, h]`, and the light `[T, 4]`."""
+class _Chunk(_View):
+    """What is known of one chunk at half size, and its light `[4]`."""
 
-    def __init__(self, frames: Tensor, grounds: Tensor, light: Tensor) -> None:
-        self.frames, self.grounds = F.avg_pool2d(frames, HALF), F.avg_pool2d(grounds, HALF)
+    def __init__(self, frames: Tensor, grounds: Tensor, counts: Tensor, light: Tensor) -> None:
+        super().__init__(frames, grounds, counts, HALF)
         self.light = light.mean(0)
-        self.left = self.frames - self.grounds
         self.side = self.frames.shape[-1]
         self.time = torch.arange(len(frames))
+        self.mixed = (self.left * self.grounds).sum(1)
+        self.squares = (self.counts * self.grounds.square()).sum(1)
 
     def errors(self, find: _Find) -> Tensor:
         """Squared error `[T, h, h]`, less that without it, of the upright thing everywhere."""
         alpha, light = _drawn(find.kind.shape, find.kind.size, torch.tensor([0]), self.light)
         known = _templates_of(_canvas(alpha, HALF), _canvas(light, HALF))
         rgb = find.rgb.view(3, 1, 1)
-        mixed = torch.fft.rfft2((self.left * self.grounds).sum(1)) * known.alpha
-        squares = torch.fft.rfft2(self.grounds.square().sum(1)) * known.square
+        mixed = torch.fft.rfft2(self.mixed) * known.alpha
+        squares = torch.fft.rfft2(self.squares) * known.square
         weighted = torch.fft.rfft2((self.left * rgb).sum(1)) * known.light
-        under = torch.fft.rfft2((self.grounds * rgb).sum(1)) * known.both
-        return _back(2 * mixed + squares - 2 * (weighted + under)) + rgb.square().sum() * known.energy
+        under = torch.fft.rfft2((self.counts * self.grounds * rgb).sum(1)) * known.both
+        energy = torch.fft.rfft2(self.counts[:, 0]) * known.energy
+        return _back(2 * mixed + squares - 2 * (weighted + under) + rgb.square().sum() * energy)
 
     def best_path(self, find: _Find) -> _Path:
         """The way to move that explains most."""
@@ -265,10 +283,10 @@ class _Chunk:
         def match(maps: Tensor, templates: Tensor) -> Tensor:
             return windows(maps) @ templates.flatten(1).T
 
-        error = 2 * match((self.left * self.grounds).sum(1), alpha)
-        error += match(self.grounds.square().sum(1), alpha.square())
-        error -= 2 * match((self.left * rgb).sum(1), light) + 2 * match((self.grounds * rgb).sum(1), alpha * light)
-        error += rgb.square().sum() * light.square().sum((1, 2))
+        under = (self.counts * self.grounds * rgb).sum(1)
+        error = 2 * match(self.mixed, alpha) + match(self.squares, alpha.square())
+        error -= 2 * match((self.left * rgb).sum(1), light) + 2 * match(under, alpha * light)
+        error += rgb.square().sum() * match(self.counts[:, 0], light.square())
         table = error.view(len(self.frames), reach * reach, ANGLES)
         found = []
         for rank in range(-1, len(SPEEDS)):
@@ -322,21 +340,29 @@ def _color(rgb: Tensor, light: Tensor) -> int:
     return int(distance.argmin()) if float(distance.min()) <= COLOR_TOLERANCE else NONE
 
 
-def see_things(frames: Tensor, grounds: Tensor, light: Tensor, most: int = 2) -> list[Seen]:
-    """The things in one chunk `[T, 3, SIZE, SIZE]` over known scenery, of the same shape, under light `[T, 4]`."""
-    hours, seen = light.argmax(1), []
-    for _ in range(most):
-        finds = _choose(_find(frames, grounds, hours))
-        chunk = _Chunk(frames, grounds, light)
-        tries = [(chunk.best_path(find), find) for find in finds[:2]]
-        path, find = min(tries, key=lambda pair: pair[0].error)
-        painted, cover = _paint(grounds, find, path, light)
-        before = ((frames - grounds).square() * cover).sum()
-        fit = 1 - float(((frames - painted).square() * cover).sum() / before.clamp(min=1e-6))
-        if fit < FIT_TOLERANCE or sum(f.gain for f in finds) / LOOKS < LEAST:
-            break
+def see_things(frames: Tensor, grounds: Tensor, counts: Tensor, light: Tensor, most: int = 2) -> list[Seen]:
+    """The things in one chunk `[T, 3, SIZE, SIZE]` over known scenery, of the same shape, under light `[T, 4]`; `counts`
+    `[T, 1, SIZE, SIZE]` says how much every pixel is to be trusted."""
+    seen: list[Seen] = []
+    while len(seen) < most:
+        groups = _groups(_find(_View(frames, grounds, counts, QUARTER), light.argmax(1)))
+        chunk = _Chunk(frames, grounds, counts, light)
+        for group in groups[:GROUPS]:
+            if sum(find.gain for find in group) / LOOKS < LEAST:
+                return seen
+            path, find = min(((chunk.best_path(find), find) for find in group[:2]), key=lambda pair: pair[0].error)
+            painted, cover = _paint(grounds, find, path, light)
+            asked = cover * counts
+            before = ((frames - grounds).square() * asked).sum()
+            fit = 1 - float(((frames - painted).square() * asked).sum() / before.clamp(min=1e-6))
+            if fit >= FIT_TOLERANCE:
+                break
+        else:
+            return seen
         place = (int(path.places[0, 0]) * HALF, int(path.places[0, 1]) * HALF)
-        color = _color(find.rgb, light)
-        seen.append(Seen(color, find.kind.shape, path.motion, find.kind.size, path.speed, place, fit))
+        seen.append(Seen(_color(find.rgb, light), find.kind.shape, path.motion, find.kind.size, path.speed, place, fit))
+        # What looks as this thing does may hide the next one; elsewhere on it, something is in front of it.
+        explained = (frames - painted).abs().amax(1, keepdim=True) < EXPLAINED
+        counts = counts * (1 - (explained & (cover > 0.5)).float())
         grounds = painted
     return seen

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from benchmarks.scenery_judge import NONE, Setting, see_setting
 from benchmarks.thing_judge import Seen, see_things
+from streamdiff.models.tiny.world256 import weather
 from streamdiff.models.tiny.world256.render import render
 from streamdiff.models.tiny.world256.scene import MOTIONS, SETTING_TABLES, THING_TABLES, Scene
 from streamdiff.models.tiny.world256.tracks import SIZE
@@ -69,8 +70,23 @@ def judge(frames: Tensor) -> Verdict:
     setting = see_setting(frames)
     if setting.place == NONE:
         return Verdict(setting, ())
-    grounds = render(setting.track, things=False).frames
-    return Verdict(setting, tuple(see_things(frames, grounds, setting.track.light)))
+    grounds = render(setting.track, things=False, falling=False).frames
+    lifted, counts = _lift(frames, setting)
+    return Verdict(setting, tuple(see_things(lifted, grounds, counts, setting.track.light)))
+
+
+def _lift(frames: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
+    """The frames without the rain, snow or wind in front of them, and how much each pixel then counts `[T, 1, h, w]`."""
+    track, lifted = setting.track, frames.clone()
+    counts = torch.ones_like(frames[:, :1])
+    for index, fall in enumerate(track.fall.tolist()):
+        cover = weather.cover(max(0, setting.weather), fall)
+        if cover is None:
+            continue
+        rgb = weather.color(setting.weather, track.light[index]).view(3, 1, 1)
+        lifted[index] = ((frames[index] - cover * rgb) / (1 - cover).clamp(min=0.3)).clamp(0, 1)
+        counts[index] = torch.where(cover > 0.5, 0.0, 1 - cover)
+    return lifted, counts
 
 
 def describe(verdict: Verdict) -> str:

@@ -160,12 +160,15 @@ def loss_of(model: TAEHV, clips: Clips, generator: torch.Generator) -> tuple[Ten
 @dataclass(frozen=True)
 class Recipe:
     """Which autoencoder is trained, and on what: `draw` makes a batch of clips (see `draw_clips`) of `crop` pixels
-    square, at every eighth step of `whole`."""
+    square, at every eighth step of `whole`; `matrix_lr` is Muon's learning rate, `adam` names the parts that AdamW
+    trains besides what is no matrix."""
 
     config: Config = AUTOENCODER
     draw: Callable[[int, int, torch.Generator, torch.device], Clips] = draw_clips
     crop: int = CROP
     whole: int = world.SIZE
+    matrix_lr: float = MATRIX_LR
+    adam: tuple[str, ...] = ()
 
 
 def train(
@@ -186,7 +189,7 @@ def train(
     model = TAEHV(recipe.config)
     initialise(model)
     model.to(device).lay_out(torch.channels_last)
-    optimizer = training.Optimizer(model, MATRIX_LR, OTHER_LR)
+    optimizer = training.Optimizer(model, recipe.matrix_lr, OTHER_LR, adam=recipe.adam)
     progress = training.Progress()
     checkpoint = training.Checkpoint(out / "autoencoder.pt")
     state = checkpoint.load(device)

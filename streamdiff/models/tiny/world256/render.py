@@ -36,12 +36,19 @@ class Pictures:
     things: Tensor
 
 
-def render(track: Track, windows: list[Window] | None = None, device: str = "cpu", things: bool = True) -> Pictures:
+def render(
+    track: Track,
+    windows: list[Window] | None = None,
+    device: str = "cpu",
+    things: bool = True,
+    falling: bool = True,
+) -> Pictures:
     """Draw every frame of a flat track (`Track.flat`).
 
     Args:
         windows: for each frame the part that is drawn, all of one side; None: whole pictures.
         things: False leaves out things and their shadows.
+        falling: False leaves out rain, snow and wind, but not the tint of the scenery under them.
     """
     count = len(track.scroll)
     windows = windows or [Window()] * count
@@ -67,7 +74,7 @@ def render(track: Track, windows: list[Window] | None = None, device: str = "cpu
         for drawn in reversed(sprites):  # the first thing is in front
             if index in drawn:
                 _paste(frame, covered[index], drawn[index], window)
-        pattern = weather.cover(kind, fall[index], device)
+        pattern = weather.cover(kind, fall[index], device) if falling else None
         if pattern is not None:
             part = pattern[window.top : window.top + side, window.left : window.left + side]
             frame.lerp_(weather.color(kind, light[index]).view(3, 1, 1).expand_as(frame), part.expand_as(frame))

@@ -1,0 +1,199 @@
+"""Stage two for the 256 pixel world: the causal transformer, on latents of the trained autoencoder.
+
+The losses are those of `tiny.train_denoiser` (decisions 0006 and 0017), over this world's windows: *window*, five
+chunks, `staircase` or `clean`; *first*, first chunks of streams; *next*, a chunk after a clean one, several levels of
+it; and *reading*: every word's embedding must tell the whole scene. In part of what is only seen things are worn, or
+missing altogether: then they begin again where streams begin.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from torch import Tensor, nn
+
+from streamdiff.models import sampling
+from streamdiff.models.taehv import TAEHV
+from streamdiff.models.tiny import training, wear
+from streamdiff.models.tiny.rows import ROWS
+from streamdiff.models.tiny.text import WIDTH
+from streamdiff.models.tiny.train_denoiser import ADAM_PARTS, MATRIX_LR, OTHER_LR, Average, TinyNetwork
+from streamdiff.models.tiny.windows import CHUNKS
+from streamdiff.models.tiny.world256 import prompts
+from streamdiff.models.tiny.world256.clips import AUTOENCODER
+from streamdiff.models.tiny.world256.scene import COLUMN, FIELD_SIZES, draw_scenes, from_row
+from streamdiff.models.tiny.world256.text import WorldText, build_text
+from streamdiff.models.tiny.world256.windows import Pool, Windows, latent_statistics
+from streamdiff.models.wan.transformer import WanDenoiser
+
+TRANSFORMER: dict[str, Any] = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 6,
+    "attention_head_dim": 32,
+    "in_channels": AUTOENCODER.latent_channels + 10,
+    "out_channels": AUTOENCODER.latent_channels,
+    "text_dim": WIDTH,
+    "freq_dim": 128,
+    "ffn_dim": 768,
+    "num_layers": 4,
+    "cross_attn_norm": True,
+}
+POOL, FIRSTS = 2500, 2500
+FIRST_WINDOWS, FIRST_FIRSTS = 40, 100
+SHARES = {"staircase": 0.4, "clean": 0.4, "first": 0.3, "next": 0.4, "reading": 0.1}
+
+
+class Network(TinyNetwork):
+    """Text encoder and transformer, trained together."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.text: WorldText = build_text()
+        self.encoder = self.text.encoder
+        self.transformer = WanTransformer3DModel(**TRANSFORMER)
+        self.denoiser = WanDenoiser(self.transformer)
+        self.reader = nn.Linear(WIDTH, sum(FIELD_SIZES))  # used in training only
+
+
+def captions(scenes: Tensor) -> list[str]:
+    """The sentence of every row of `scenes` `[..., fields]`."""
+    return [prompts.canonical(from_row(row)) for row in scenes.flatten(0, -2).tolist()]
+
+
+def reading_loss(network: Network, generator: torch.Generator, batch: int = 64) -> Tensor:
+    """Cross-entropy of all columns of random scenes, read off the embedding of every word of their sentences; what
+    cannot be said (columns of a second thing that is not there, the speed of what stands still) does not count."""
+    scenes = draw_scenes(batch, generator)
+    ids = network.text.tokens(captions(scenes))
+    words = ids != 0
+    scores = network.reader(network.text.embed(ids)).split(list(FIELD_SIZES), -1)
+    losses = []
+    for column, score in enumerate(scores):
+        told = _told(scenes, column).to(ids.device)[:, None] & words
+        truth = scenes[:, column].to(ids.device)[:, None].expand_as(ids)
+        losses.append(nn.functional.cross_entropy(score[told], truth[told]))
+    return torch.stack(losses).mean()
+
+
+def _told(scenes: Tensor, column: int) -> Tensor:
+    """Whether the sentence of each scene says the value of `column`."""
+    told = torch.ones(len(scenes), dtype=torch.bool)
+    if COLUMN["second"] < column < COLUMN["place"]:
+        told = scenes[:, COLUMN["second"]] == 1
+    for prefix in ("", "second_"):
+        if column == COLUMN[prefix + "speed"]:
+            told = told & (scenes[:, COLUMN[prefix + "motion"]] != 4)
+    return told
+
+
+def draw(pool: Pool, firsts: Pool, batch: int, chance: random.Random, generator: torch.Generator) -> dict[str, Windows]:
+    """One step's windows by kind: half of `batch` five chunks long, half as many first chunks again as `batch`, and
+    `batch` of two chunks."""
+    kind = "staircase" if chance.random() < 0.65 else "clean"
+    offset = torch.randint(CHUNKS - 1, (batch,), generator=generator).to(pool.device)
+    return {
+        kind: pool.sample(max(1, batch // 2), generator),
+        "first": firsts.sample(batch + batch // 2, generator),
+        "next": pool.sample(batch, generator).cut(offset, 2),
+    }
+
+
+def loss_of(network: Network, windows: Windows, kind: str, chance: random.Random, generator: torch.Generator) -> Tensor:
+    """Weighted mean squared flow error over the rows that have a target, the others worn; `kind` is a key of `ROWS`."""
+    rows = ROWS[kind](windows, chance, generator)  # type: ignore[arg-type]
+    device = windows.latents.device
+    sigma, target = rows.sigma.to(device), rows.target.to(device)
+    clean = windows.latents[:, rows.chunk]
+    noise = torch.randn(clean.shape, generator=generator).to(device)
+    level = sigma.view(*sigma.shape, 1, 1, 1, 1)
+    seen = torch.where(target.view(level.shape), clean, windows.worn(wear.SHARE, generator)[:, rows.chunk])
+    noisy = sampling.add_noise(seen, noise, level).flatten(0, 1)
+    ids = network.text.tokens(captions(windows.scenes)).unflatten(0, windows.scenes.shape[:2])
+    flow = network.flow(noisy, sigma, ids[:, rows.chunk].flatten(0, 1), rows)
+    weight = windows.weight()[:, rows.chunk]
+    error = weight * (flow.float() - (noise - clean).flatten(0, 1)).square().unflatten(0, sigma.shape)
+    error = error.mean((2, 3, 4, 5)) / weight.mean()
+    loss: Tensor = (error * target).sum() / target.sum().clamp(min=1)
+    return loss
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Samples per process and step, a factor on the learning rates, and whether matrices are multiplied in bfloat16."""
+
+    batch: int = 8
+    rate: float = 1.0
+    bf16: bool = False
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What stage two leaves: the averaged network and the statistics that normalise latents."""
+
+    network: Network
+    mean: Tensor
+    std: Tensor
+
+
+def train(
+    out: Path, autoencoder: TAEHV, budget: training.Budget, seed: int, device: torch.device, plan: Plan
+) -> Trained:
+    """Train, or go on with, the transformer under `out`. Writes `out/denoiser.pt` every 50 steps."""
+    torch.manual_seed(seed)
+    network = Network().to(device)
+    optimizer = training.Optimizer(network, MATRIX_LR * plan.rate, OTHER_LR * plan.rate, adam=ADAM_PARTS)
+    average = Average(network)
+    progress = training.Progress()
+    checkpoint = training.Checkpoint(out / "denoiser.pt")
+    state = checkpoint.load(device)
+    if state is None:
+        mean, std = latent_statistics(autoencoder, torch.Generator().manual_seed(seed), device)
+    else:
+        network.load_state_dict(state["network"])
+        optimizer.load_state_dict(state["optimizer"])
+        average.weights = state["average"]
+        progress = training.Progress(state["step"], state["spent_s"])
+        mean, std = state["mean"], state["std"]
+
+    def snapshot(done_steps: int) -> dict[str, Any]:
+        return {
+            "network": network.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "average": average.weights,
+            "step": done_steps,
+            "spent_s": progress.spent_s,
+            "mean": mean,
+            "std": std,
+        }
+
+    pool, firsts = Pool(autoencoder, mean, std, POOL), Pool(autoencoder, mean, std, FIRSTS, chunks=1, starts=1.0)
+    filling = training.step_generator(seed + 1, progress.step)
+    pool.grow(FIRST_WINDOWS, filling)
+    firsts.grow(FIRST_FIRSTS, filling)
+    smooth: dict[str, float] = {}
+    for done in training.steps(budget, progress, "denoiser"):
+        generator = training.step_generator(seed, progress.step)
+        shared = random.Random(seed * 1_000_003 + progress.step)
+        pool.grow(1, generator)
+        firsts.grow(2, generator)
+        with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
+            drawn = draw(pool, firsts, plan.batch, shared, generator)
+            losses = {kind: loss_of(network, some, kind, shared, generator) for kind, some in drawn.items()}
+            losses["reading"] = reading_loss(network, generator)
+        optimizer.step(torch.stack([SHARES[kind] * loss for kind, loss in losses.items()]).sum(), done, progress.step)
+        average.update(network, progress.step)
+        for kind, loss in losses.items():
+            smooth[kind] = 0.97 * smooth.get(kind, float(loss.detach())) + 0.03 * float(loss.detach())
+        if progress.step % 50 == 49:
+            if training.rank() == 0:
+                told = " ".join(f"{kind} {value:.4f}" for kind, value in sorted(smooth.items()))
+                print(f"denoiser step {progress.step + 1}: {told}", flush=True)
+            checkpoint.save(snapshot(progress.step + 1))
+    checkpoint.save(snapshot(progress.step))
+    network.load_state_dict(average.weights)
+    return Trained(network.eval(), mean, std)

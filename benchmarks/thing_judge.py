@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from streamdiff.models.tiny.world256 import shapes
+from streamdiff.models.tiny.world256.render import cast_shadow
 from streamdiff.models.tiny.world256.scene import COLORS, MOTIONS, SHAPES, SIZES, SPEEDS
 from streamdiff.models.tiny.world256.tracks import ANGLES, BOUNDS, SIZE, VELOCITY
 
@@ -30,6 +31,8 @@ LOOKS = 4
 QUARTER, HALF = 4, 2
 EXPLAINED = 0.12
 """A pixel of a thing that is as near as this to how it was drawn may hide another thing."""
+VISIBLE = 0.25
+"""A thing is there when at least this share of it may be seen."""
 GROUPS = 3
 """How many kinds of finds are followed up before it is said that there is nothing."""
 TURNS = {"circle": range(0, 64, 8), "square": range(0, 32, 6), "triangle": range(0, 43, 6), "star": range(0, 26, 5)}
@@ -318,7 +321,7 @@ def _bounce(start: Tensor, way: int, step: int, bound: tuple[int, int], length: 
 
 
 def _paint(grounds: Tensor, find: _Find, path: _Path, light: Tensor) -> tuple[Tensor, Tensor]:
-    """The grounds `[T, 3, SIZE, SIZE]` with the thing on them, and its alpha `[T, 1, SIZE, SIZE]`."""
+    """The grounds `[T, 3, SIZE, SIZE]` with the thing and its shadow on them, and its alpha `[T, 1, SIZE, SIZE]`."""
     alpha, lit = _drawn(find.kind.shape, find.kind.size, path.angles, light.mean(0))
     half, middle = alpha.shape[-1] // 2, SIZE // 2
     whole = torch.zeros(len(grounds), 2, SIZE, SIZE)
@@ -331,6 +334,9 @@ def _paint(grounds: Tensor, find: _Find, path: _Path, light: Tensor) -> tuple[Te
         ]
     )
     cover, body = moved[:, :1], moved[:, 1:]
+    grounds = grounds.clone()
+    for ground, place, shadow in zip(grounds, path.places.tolist(), (light @ shapes.SHADOW).tolist(), strict=True):
+        cast_shadow(ground, place[1] * HALF, shapes.RADIUS[SIZES[find.kind.size]], shadow)
     return grounds * (1 - cover) + find.rgb.view(1, 3, 1, 1) * body, cover
 
 
@@ -341,8 +347,8 @@ def _color(rgb: Tensor, light: Tensor) -> int:
 
 
 def see_things(frames: Tensor, grounds: Tensor, counts: Tensor, light: Tensor, most: int = 2) -> list[Seen]:
-    """The things in one chunk `[T, 3, SIZE, SIZE]` over known scenery, of the same shape, under light `[T, 4]`; `counts`
-    `[T, 1, SIZE, SIZE]` says how much every pixel is to be trusted."""
+    """The things in one chunk `[T, 3, SIZE, SIZE]` over known scenery `grounds`, of the same shape, under light `[T, 4]`;
+    `counts` `[T, 1, SIZE, SIZE]` says how much every pixel is to be trusted."""
     seen: list[Seen] = []
     while len(seen) < most:
         groups = _groups(_find(_View(frames, grounds, counts, QUARTER), light.argmax(1)))
@@ -355,7 +361,7 @@ def see_things(frames: Tensor, grounds: Tensor, counts: Tensor, light: Tensor, m
             asked = cover * counts
             before = ((frames - grounds).square() * asked).sum()
             fit = 1 - float(((frames - painted).square() * asked).sum() / before.clamp(min=1e-6))
-            if fit >= FIT_TOLERANCE:
+            if fit >= FIT_TOLERANCE and float(asked.sum() / cover.sum()) >= VISIBLE:
                 break
         else:
             return seen

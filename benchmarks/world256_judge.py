@@ -76,7 +76,7 @@ def judge(frames: Tensor) -> Verdict:
 
 
 def _lift(frames: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
-    """The frames without the rain, snow or wind in front of them, and how much each pixel then counts `[T, 1, h, w]`."""
+    """The frames without the rain, snow or wind in front, and how much each pixel then counts `[T, 1, h, w]`."""
     track, lifted = setting.track, frames.clone()
     counts = torch.ones_like(frames[:, :1])
     for index, fall in enumerate(track.fall.tolist()):

@@ -26,7 +26,6 @@ from streamdiff.models.files import read_object
 from streamdiff.models.stepping import SteppedDecoder
 from streamdiff.models.text_cache import CachedText, EmbeddingCache
 from streamdiff.models.tiny import model as tiny
-from streamdiff.models.tiny.text import TinyText
 from streamdiff.models.wan.lora import Lora
 from streamdiff.models.wan.model import SPATIAL, TransformerSource, load_denoiser
 from streamdiff.models.wan.text import WanText
@@ -268,9 +267,7 @@ def load_text(
         if where is not None:
             raise ConfigError(f"the text encoder of {place.name} is small and runs beside it; leave --text-device out")
         assert place.folder is not None
-        text = TinyText.load(place.folder)
-        torch.nn.Module.to(text.encoder, device)
-        return text
+        return tiny.load_text(place.folder, device)
     folder = place.text_encoder
     if folder is None and random_weights.is_random(place.name):
         return random_weights.DrawnText(spec.text_shape, device)

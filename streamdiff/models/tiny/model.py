@@ -19,7 +19,8 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.base import Model, ModelSpec, Trunk
 from streamdiff.models.taehv import TAEHV
 from streamdiff.models.taehv_stream import TaehvDecoder, config_from, load_folder
-from streamdiff.models.tiny.text import TEXT_TOKENS, TinyText
+from streamdiff.models.tiny.text import TinyText
+from streamdiff.models.tiny.world256.text import LANGUAGE, WorldText
 from streamdiff.models.wan.transformer import WanDenoiser
 from streamdiff.models.wan.weights import FILE, load_blocks
 
@@ -50,10 +51,17 @@ def load(
         ConfigError: the folder or one of its parts is missing, or the weights do not fit the configuration.
     """
     trunk = load_trunk(folder, device, name, blocks)
-    text = TinyText.load(folder)
-    torch.nn.Module.to(text.encoder, device)
+    text = load_text(folder, device)
     decoder = load_decoder(folder, device) if decodes else None
     return Model(trunk.spec, trunk.denoiser, text, decoder)
+
+
+def load_text(folder: Path, device: torch.device) -> TinyText:
+    """The text encoder of the model under `folder`, in float32, with the language that its `model_index.json` names."""
+    language = _read(folder / "model_index.json").get("language")
+    text = (WorldText if language == LANGUAGE else TinyText).load(folder)
+    torch.nn.Module.to(text.encoder, device)
+    return text
 
 
 def load_trunk(folder: Path, device: torch.device, name: str = "tiny", blocks: tuple[int, int] | None = None) -> Trunk:
@@ -88,7 +96,7 @@ def read_spec(folder: Path, name: str = "tiny") -> ModelSpec:
         width=index["latent_width"] * autoencoder.spatial,
         height=index["latent_height"] * autoencoder.spatial,
         steps=tuple(index.pop("steps")),
-        text_shape=(TEXT_TOKENS, _read(folder / "transformer" / "config.json")["text_dim"]),
+        text_shape=(_text_tokens(folder), _read(folder / "transformer" / "config.json")["text_dim"]),
         **index,
     )
 
@@ -100,6 +108,12 @@ def load_decoder(folder: Path, device: torch.device) -> TaehvDecoder:
         ConfigError: see `load_folder`.
     """
     return TaehvDecoder(load_folder(folder / "vae", device))
+
+
+def _text_tokens(folder: Path) -> int:
+    """To how many tokens the tokenizer pads."""
+    tokens: int = _read(folder / "tokenizer" / "tokenizer.json")["padding"]["strategy"]["Fixed"]
+    return tokens
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -138,4 +152,6 @@ def save(
         "vae": ["streamdiff", "TAEHV"],
     }
     index = {"_class_name": "StreamdiffTiny", **classes, "stream": stream}
+    if isinstance(text, WorldText):
+        index["language"] = LANGUAGE
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -104,8 +104,8 @@ def known_words() -> list[str]:
     """Every word of the sentences, sorted: the tokenizer's vocabulary."""
     tables = (MOTION_WORDS, SPEED_WORDS, PLACE_WORDS, HOUR_WORDS, WEATHER_WORDS, CAMERA_WORDS)
     phrases = [phrase for table in tables for phrase in table.values()]
-    plain_words = (*COLOR_NAMES, *SHAPES, "a", "an", "and", "small")
-    return sorted({word.strip(",") for phrase in (*phrases, *plain_words) for word in phrase.split()})
+    plain_words = (*COLOR_NAMES, *SHAPES, "a", "an", "and", "small", ",")
+    return sorted({word for phrase in (*phrases, *plain_words) for word in phrase.replace(",", " , ").split()})
 
 
 @dataclass
@@ -131,6 +131,8 @@ class _Request:
     one: bool = False
     both: bool = False
     edit: bool = False
+    target: dict[str, str] = field(default_factory=dict)
+    """What is said of the thing that is to become another: "turn the circle into a heart"."""
 
     @property
     def empty(self) -> bool:
@@ -147,6 +149,9 @@ def parse(prompt: str) -> _Request:
         for piece in pieces[start:end]:
             _take(piece, group, request)
         request.groups.append(group)
+    if len(request.groups) == 2 and any(piece.entry == "into" for piece in pieces):
+        request.target, request.edit = request.groups[0].says, True
+        del request.groups[0]
     return request
 
 
@@ -237,17 +242,12 @@ def _edited(request: _Request, group: _Group, scene: Scene, before: Scene) -> Sc
     """Change the thing that is meant; `before` has two."""
     assert before.second is not None
     said = {**group.implied, **group.says}
-    if request.both or not {"color", "shape"} & said.keys():  # "faster" is for all that is there
+    if request.both or not (request.target or {"color", "shape"} & said.keys()):  # "faster" is for all that is there
         return replace(scene, first=_changed(group, before.first), second=_changed(group, before.second))
-    second_meant = False
-    for name in ("shape", "color"):
-        if name in said and getattr(before.first, name) != getattr(before.second, name):
-            if said[name] == getattr(before.second, name):
-                second_meant = True
-                break
-            if said[name] == getattr(before.first, name):
-                break
-    if second_meant:
+    told = request.target or said
+    distinct = [name for name in ("shape", "color") if getattr(before.first, name) != getattr(before.second, name)]
+    owners = [thing for name in distinct for thing in scene.things if told.get(name) == getattr(thing, name)]
+    if owners and owners[0] is scene.second:
         return replace(scene, second=_changed(group, before.second))
     return replace(scene, first=_changed(group, before.first))
 

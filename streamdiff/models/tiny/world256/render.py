@@ -70,7 +70,8 @@ def render(
             frame.mul_(factor).add_(addend)
         for drawn in sprites:
             if index in drawn:
-                _shadow(frame, drawn[index], shadow[index], window)
+                sprite = drawn[index]
+                cast_shadow(frame, sprite.x, sprite.radius, shadow[index], window)
         for drawn in reversed(sprites):  # the first thing is in front
             if index in drawn:
                 _paste(frame, covered[index], drawn[index], window)
@@ -162,17 +163,18 @@ def _paste(frame: Tensor, covered: Tensor, sprite: _Sprite, window: Window) -> N
             torch.maximum(over, alpha, out=over)
 
 
-def _shadow(frame: Tensor, sprite: _Sprite, kind: list[float], window: Window) -> None:
-    """Darken the ground under a thing. Mutates: frame."""
+def cast_shadow(frame: Tensor, across: int, radius: float, kind: list[float], window: Window | None = None) -> None:
+    """Darken the ground of `frame` `[3, side, side]` under a thing at column `across`; `kind` is a mix of the rows of
+    `shapes.SHADOW`. Mutates: frame."""
+    window = window or Window()
     beside, length, dark = kind
-    scale = sprite.radius / shapes.RADIUS["large"]
+    scale = radius / shapes.RADIUS["large"]
     high, wide = SHADOW_REACH[0] * scale, SHADOW_REACH[1] * scale * length
     half_y, half_x = int(2 * high), int(1.6 * wide)
-    center = (sprite.x + round(beside)) % SIZE
     y = torch.arange(-half_y, half_y + 1, device=frame.device) / high
     x = torch.arange(-half_x, half_x + 1, device=frame.device) / wide
     away = (y.square()[:, None] + x.square()).sqrt()
     bright = 1 - dark * ((1.25 - away) / 0.5).clamp(0, 1)
     for rows, own_rows in _overlaps(GROUND, half_y, window.top, window.side):
-        for cols, own_cols in _overlaps(center, half_x, window.left, window.side):
+        for cols, own_cols in _overlaps((across + round(beside)) % SIZE, half_x, window.left, window.side):
             frame[:, rows, cols] *= bright[own_rows, own_cols]

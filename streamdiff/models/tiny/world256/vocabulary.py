@@ -90,7 +90,7 @@ def words_of(text: str) -> list[str]:
 def singular(word: str) -> str | None:
     """The entry of which `word` is the plural."""
     for ending, instead in (("ies", "y"), ("ves", "f"), ("es", ""), ("s", "")):
-        if word.endswith(ending) and len(word) > len(ending) + 2:
+        if word.endswith(ending) and len(word) >= len(ending) + 2:
             entry = word.removesuffix(ending) + instead
             if entry in table():
                 return entry

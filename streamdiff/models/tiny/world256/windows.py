@@ -71,7 +71,7 @@ class Windows:
         return torch.where(self.reach().amin(3) < 1.5, near, 1.0).unsqueeze(2)
 
     def worn(self, share: float, generator: torch.Generator) -> Tensor:
-        """Latents with the things of a share of the windows faded, cut off on one side, or shrunk, in all their chunks."""
+        """Latents with the things of a share of the windows faded, shrunk, or full of holes, in all their chunks."""
         batch, device = len(self.latents), self.latents.device
 
         def draw(low: float, high: float) -> Tensor:

@@ -347,8 +347,8 @@ def _color(rgb: Tensor, light: Tensor) -> int:
 
 
 def see_things(frames: Tensor, grounds: Tensor, counts: Tensor, light: Tensor, most: int = 2) -> list[Seen]:
-    """The things in one chunk `[T, 3, SIZE, SIZE]` over known scenery `grounds`, of the same shape, under light `[T, 4]`;
-    `counts` `[T, 1, SIZE, SIZE]` says how much every pixel is to be trusted."""
+    """The things in one chunk `[T, 3, SIZE, SIZE]` over known scenery `grounds`, of the same shape, under light
+    `[T, 4]`; `counts` `[T, 1, SIZE, SIZE]` says how much every pixel is to be trusted."""
     seen: list[Seen] = []
     while len(seen) < most:
         groups = _groups(_find(_View(frames, grounds, counts, QUARTER), light.argmax(1)))

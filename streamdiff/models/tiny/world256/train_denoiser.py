@@ -26,7 +26,7 @@ from streamdiff.models.tiny.train_denoiser import ADAM_PARTS, MATRIX_LR, OTHER_L
 from streamdiff.models.tiny.windows import CHUNKS
 from streamdiff.models.tiny.world256 import prompts
 from streamdiff.models.tiny.world256.clips import AUTOENCODER
-from streamdiff.models.tiny.world256.scene import COLUMN, FIELD_SIZES, draw_scenes, from_row
+from streamdiff.models.tiny.world256.scene import COLUMN, FIELD_SIZES, FIELDS, MOTIONS, draw_scenes, from_row
 from streamdiff.models.tiny.world256.text import WorldText, build_text
 from streamdiff.models.tiny.world256.windows import Pool, Windows, latent_statistics
 from streamdiff.models.wan.transformer import WanDenoiser
@@ -74,21 +74,21 @@ def reading_loss(network: Network, generator: torch.Generator, batch: int = 64) 
     scores = network.reader(network.text.embed(ids)).split(list(FIELD_SIZES), -1)
     losses = []
     for column, score in enumerate(scores):
-        told = _told(scenes, column).to(ids.device)[:, None] & words
+        said = told(scenes, column).to(ids.device)[:, None] & words
         truth = scenes[:, column].to(ids.device)[:, None].expand_as(ids)
-        losses.append(nn.functional.cross_entropy(score[told], truth[told]))
+        losses.append(nn.functional.cross_entropy(score[said], truth[said]))
     return torch.stack(losses).mean()
 
 
-def _told(scenes: Tensor, column: int) -> Tensor:
-    """Whether the sentence of each scene says the value of `column`."""
-    told = torch.ones(len(scenes), dtype=torch.bool)
-    if COLUMN["second"] < column < COLUMN["place"]:
-        told = scenes[:, COLUMN["second"]] == 1
-    for prefix in ("", "second_"):
-        if column == COLUMN[prefix + "speed"]:
-            told = told & (scenes[:, COLUMN[prefix + "motion"]] != 4)
-    return told
+def told(scenes: Tensor, column: int) -> Tensor:
+    """Whether the sentence of each scene `[N, fields]` says the value of `column`, bool `[N]`."""
+    name = FIELDS[column]
+    says = torch.ones(len(scenes), dtype=torch.bool)
+    if name.startswith("second_"):
+        says = scenes[:, COLUMN["second"]] == 1
+    if name.endswith("speed"):
+        says = says & (scenes[:, COLUMN[name.replace("speed", "motion")]] != MOTIONS.index("still"))
+    return says
 
 
 def draw(pool: Pool, firsts: Pool, batch: int, chance: random.Random, generator: torch.Generator) -> dict[str, Windows]:

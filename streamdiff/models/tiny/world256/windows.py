@@ -6,7 +6,7 @@ kept twice, with and without its things, so that things can be worn or be missin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -99,11 +99,15 @@ def draw_window_scenes(count: int, chunks: int, generator: torch.Generator) -> T
 
 def play(scenes: Tensor, start: Tensor, generator: torch.Generator) -> Track:
     """Streams over the chunks of `scenes` `[B, n, fields]`; those not in `start` bool `[B]` have begun long ago."""
-    streams, fresh = Streams(scenes[:, 0], generator), Streams(scenes[:, 0])
-    for name in ("place", "way", "angle", "scroll", "phase", "fall"):
-        old, new = getattr(streams, name), getattr(fresh, name)
-        setattr(streams, name, torch.where(start.view(-1, *[1] * (old.ndim - 1)), new, old))
-    return join([streams.play(scenes[:, chunk]) for chunk in range(scenes.shape[1])])
+    tracks = []
+    for streams in (Streams(scenes[:, 0]), Streams(scenes[:, 0], generator)):
+        tracks.append(join([streams.play(scenes[:, chunk]) for chunk in range(scenes.shape[1])]))
+    new, old = tracks
+    merged = {}
+    for field in fields(Track):
+        begun, running = getattr(new, field.name), getattr(old, field.name)
+        merged[field.name] = torch.where(start.view(-1, *[1] * (begun.ndim - 1)), begun, running)
+    return Track(**merged)
 
 
 class Pool:

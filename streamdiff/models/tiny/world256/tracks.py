@@ -74,6 +74,9 @@ def shares_of_light(phase: Tensor) -> Tensor:
     return (1 - torch.minimum(away, 4 - away)).clamp(min=0)
 
 
+STATE = ("place", "way", "angle", "scroll", "phase", "fall")
+
+
 class Streams:
     """The state of N streams between two chunks.
 
@@ -111,6 +114,22 @@ class Streams:
         self.phase = torch.where(passing, pick(4 * QUARTER // 4) / (QUARTER / 4), self.phase)
         self.before = scenes
 
+    def take(self, rows: Tensor) -> Streams:
+        """A copy of the streams of `rows` `[n]`, which have begun."""
+        assert self.before is not None, "streams that have not begun are made anew"
+        some = Streams(self.before[rows])
+        some.before = self.before[rows]
+        for name in STATE:
+            setattr(some, name, getattr(self, name)[rows])
+        return some
+
+    def put(self, rows: Tensor, some: Streams) -> None:
+        """Put `some` in the place of the streams of `rows` `[n]`. Mutates: self."""
+        assert self.before is not None and some.before is not None, "streams that have not begun are made anew"
+        self.before[rows] = some.before
+        for name in STATE:
+            getattr(self, name)[rows] = getattr(some, name)
+
     def play(self, scenes: Tensor, frames: int = CHUNK_FRAMES) -> Track:
         """The next chunk, under `scenes` `[N, fields]`. Mutates: self.
 
@@ -131,7 +150,7 @@ class Streams:
             ):  # fmt: skip
                 made[name].append(value.clone())
         self._settle(scenes, frames)
-        self.before = scenes
+        self.before = scenes.clone()
         every = scenes[:, None].expand(-1, frames, -1)
         return Track(scenes=every, **{name: torch.stack(values, 1) for name, values in made.items()})
 

@@ -2,7 +2,8 @@
 
 The losses are those of `tiny.train_denoiser` (decisions 0006 and 0017), over this world's windows: *window*, five
 chunks, `staircase` or `clean`; *first*, first chunks of streams; *next*, a chunk after a clean one, several levels of
-it; and *reading*: every word's embedding must tell the whole scene. In part of what is only seen things are worn, or
+it; *own*: what should follow chunks that the network made itself, in the last quarter of training; and *reading*:
+every word's embedding must tell the whole scene. In part of what is only seen things are worn, or
 missing altogether: then they begin again where streams begin.
 """
 
@@ -20,12 +21,20 @@ from torch import Tensor, nn
 from streamdiff.models import sampling
 from streamdiff.models.taehv import TAEHV
 from streamdiff.models.tiny import training, wear
-from streamdiff.models.tiny.rows import ROWS
+from streamdiff.models.tiny.rows import CONTEXT_SIGMA, LEVELS, ROWS, Rows
 from streamdiff.models.tiny.text import WIDTH
-from streamdiff.models.tiny.train_denoiser import ADAM_PARTS, MATRIX_LR, OTHER_LR, Average, TinyNetwork
+from streamdiff.models.tiny.train_denoiser import (
+    ADAM_PARTS,
+    MATRIX_LR,
+    OTHER_LR,
+    OWN_FROM,
+    Average,
+    TinyNetwork,
+)
 from streamdiff.models.tiny.windows import CHUNKS
 from streamdiff.models.tiny.world256 import prompts
 from streamdiff.models.tiny.world256.clips import AUTOENCODER
+from streamdiff.models.tiny.world256.own_past import OwnPasts
 from streamdiff.models.tiny.world256.scene import COLUMN, FIELD_SIZES, FIELDS, MOTIONS, draw_scenes, from_row
 from streamdiff.models.tiny.world256.text import WorldText, build_text
 from streamdiff.models.tiny.world256.windows import Pool, Windows, latent_statistics
@@ -45,7 +54,9 @@ TRANSFORMER: dict[str, Any] = {
 }
 POOL, FIRSTS = 2500, 2500
 FIRST_WINDOWS, FIRST_FIRSTS = 40, 100
-SHARES = {"staircase": 0.4, "clean": 0.4, "first": 0.3, "next": 0.4, "reading": 0.1}
+SHARES = {"staircase": 0.4, "clean": 0.4, "first": 0.3, "next": 0.4, "own": 0.6, "reading": 0.1}
+STREAMS = 48
+"""The network's own streams."""
 
 
 class Network(TinyNetwork):
@@ -103,6 +114,24 @@ def draw(pool: Pool, firsts: Pool, batch: int, chance: random.Random, generator:
     }
 
 
+def play_on(network: Network, own: OwnPasts, count: int, chance: random.Random, generator: torch.Generator) -> Windows:
+    """The next `count` of the network's own streams, a chunk further, and what was right. Mutates: own."""
+
+    def flow(past: Tensor, noisy: Tensor, sigma: Tensor, scenes: Tensor) -> Tensor:
+        kept = torch.full((len(past), past.shape[1]), CONTEXT_SIGMA, device=past.device)
+        noise = torch.randn(past.shape, generator=generator).to(past.device)
+        seen = sampling.add_noise(past, noise, kept.view(*kept.shape, 1, 1, 1, 1))
+        chunks = past.shape[1] + 1
+        rows = Rows(list(range(chunks)), [list(range(i + 1)) for i in range(chunks)], sigma, sigma)
+        words = captions(scenes[:, None].expand(-1, chunks, -1))
+        every = torch.cat([seen, noisy[:, None]], 1).flatten(0, 1)
+        made = network.flow(every, torch.cat([kept, sigma[:, None]], 1), network.text.tokens(words), rows)
+        newest: Tensor = made.unflatten(0, (len(past), chunks))[:, -1]
+        return newest
+
+    return own.turn(count, flow, LEVELS[4 if chance.random() < 0.75 else 2], generator)
+
+
 def loss_of(network: Network, windows: Windows, kind: str, chance: random.Random, generator: torch.Generator) -> Tensor:
     """Weighted mean squared flow error over the rows that have a target, the others worn; `kind` is a key of `ROWS`."""
     rows = ROWS[kind](windows, chance, generator)  # type: ignore[arg-type]
@@ -111,7 +140,8 @@ def loss_of(network: Network, windows: Windows, kind: str, chance: random.Random
     clean = windows.latents[:, rows.chunk]
     noise = torch.randn(clean.shape, generator=generator).to(device)
     level = sigma.view(*sigma.shape, 1, 1, 1, 1)
-    seen = torch.where(target.view(level.shape), clean, windows.worn(wear.SHARE, generator)[:, rows.chunk])
+    worn = windows.worn(0.0 if kind == "own" else wear.SHARE, generator)
+    seen = torch.where(target.view(level.shape), clean, worn[:, rows.chunk])
     noisy = sampling.add_noise(seen, noise, level).flatten(0, 1)
     ids = network.text.tokens(captions(windows.scenes)).unflatten(0, windows.scenes.shape[:2])
     flow = network.flow(noisy, sigma, ids[:, rows.chunk].flatten(0, 1), rows)
@@ -173,6 +203,7 @@ def train(
 
     pool, firsts = Pool(autoencoder, mean, std, POOL), Pool(autoencoder, mean, std, FIRSTS, chunks=1, starts=1.0)
     filling = training.step_generator(seed + 1, progress.step)
+    own: OwnPasts | None = None
     pool.grow(FIRST_WINDOWS, filling)
     firsts.grow(FIRST_FIRSTS, filling)
     smooth: dict[str, float] = {}
@@ -183,6 +214,9 @@ def train(
         firsts.grow(2, generator)
         with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
             drawn = draw(pool, firsts, plan.batch, shared, generator)
+            if done >= OWN_FROM:
+                own = own or OwnPasts(autoencoder, mean, std, STREAMS, generator)
+                drawn["own"] = play_on(network, own, plan.batch, shared, generator)
             losses = {kind: loss_of(network, some, kind, shared, generator) for kind, some in drawn.items()}
             losses["reading"] = reading_loss(network, generator)
         optimizer.step(torch.stack([SHARES[kind] * loss for kind, loss in losses.items()]).sum(), done, progress.step)

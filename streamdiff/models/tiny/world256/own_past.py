@@ -123,12 +123,14 @@ class OwnPasts:
             some = Track(**{f.name: getattr(track, f.name)[begin : begin + RENDERED] for f in fields(Track)})
             frames = render(some.flat(), device=str(device)).frames.unflatten(0, some.scroll.shape)
             made.append((encode_groups(self.autoencoder, frames).float() - self.mean) / self.std)
-        return torch.cat(made).unflatten(1, (-1, CHUNK)).transpose(2, 3)
+        latents: Tensor = torch.cat(made).unflatten(1, (-1, CHUNK)).transpose(2, 3)
+        return latents
 
     def _middles(self, track: Track) -> Tensor:
         """Places `[B, chunks, CHUNK, 2, 2]` halfway through each latent frame."""
         middle = track.place[:, FRAMES_PER_LATENT // 2 :: FRAMES_PER_LATENT].float()
-        return middle.unflatten(1, (-1, CHUNK)).to(self.mean.device)
+        places: Tensor = middle.unflatten(1, (-1, CHUNK)).to(self.mean.device)
+        return places
 
     @staticmethod
     def _last(track: Track) -> Track:

@@ -206,7 +206,7 @@ def apply(request: _Request, before: Scene) -> Scene:
         return _removed(request, groups, before)
     fresh = _describes(request, groups)
     base = DEFAULT if fresh else before
-    scene = replace(base, **request.setting)
+    scene = _placed(base, request.setting)
     if not groups:
         return replace(scene, second=None) if request.one and not request.add else _more(request, scene)
     if len(groups) == 2:
@@ -227,6 +227,12 @@ def apply(request: _Request, before: Scene) -> Scene:
     ):
         return plain(replace(scene, first=_changed(group, base.first), second=None))
     return plain(_edited(request, group, scene, base))
+
+
+def _placed(scene: Scene, setting: dict[str, str]) -> Scene:
+    """`scene` with what `setting` says of place, hour, weather and camera."""
+    place, hour, weather, camera = (setting.get(name, getattr(scene, name)) for name in SETTING_TABLES)
+    return replace(scene, place=place, hour=hour, weather=weather, camera=camera)
 
 
 def _describes(request: _Request, groups: list[_Group]) -> bool:
@@ -257,7 +263,7 @@ def _removed(request: _Request, groups: list[_Group], before: Scene) -> Scene:
     setting = {
         name: "still" if name == "camera" else "clear" for name in request.setting if name in ("weather", "camera")
     }
-    scene = replace(before, **setting)
+    scene = _placed(before, setting)
     if setting or scene.second is None:
         return scene
     said = {**groups[0].implied, **groups[0].says} if groups else {}

@@ -139,7 +139,8 @@ def _sprites(track: Track, thing: int, light: Tensor) -> dict[int, _Sprite]:
         alpha, rgb = shapes.sprites(color, shape, size, angle, light[rows.to(light.device)])
         places = track.place[rows, thing].tolist()
         for row, index in enumerate(rows.tolist()):
-            made[index] = _Sprite(alpha[row], rgb[row], *places[row], shapes.RADIUS[name])
+            y, x = places[row]
+            made[index] = _Sprite(alpha[row], rgb[row], y, x, shapes.RADIUS[name])
     return made
 
 

@@ -210,8 +210,9 @@ def train(
     for done in training.steps(budget, progress, "denoiser"):
         generator = training.step_generator(seed, progress.step)
         shared = random.Random(seed * 1_000_003 + progress.step)
-        pool.grow(1, generator)
-        firsts.grow(2, generator)
+        if progress.step % 2 == 0:  # a window costs as much as a quarter of a step
+            pool.grow(1, generator)
+            firsts.grow(2, generator)
         with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
             drawn = draw(pool, firsts, plan.batch, shared, generator)
             if done >= OWN_FROM:

@@ -47,8 +47,10 @@ class Windows:
         """`chunks` chunks of every window from chunk `first` `[B]` on."""
         window = torch.arange(len(first), device=first.device)[:, None]
         chunk = first[:, None] + torch.arange(chunks, device=first.device)
-        parts = (part[window, chunk] for part in (self.latents, self.bare, self.scenes))
-        return Windows(*parts, self.start & (first == 0), self.place[window, chunk])
+        latents, bare, scenes, place = (
+            part[window, chunk] for part in (self.latents, self.bare, self.scenes, self.place)
+        )
+        return Windows(latents, bare, scenes, self.start & (first == 0), place)
 
     def reach(self) -> Tensor:
         """How far each latent pixel is from each thing's centre, in radii of that thing, `[B, n, CHUNK, 2, h, w]`; far

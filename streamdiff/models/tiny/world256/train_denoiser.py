@@ -170,6 +170,12 @@ class Trained:
     std: Tensor
 
 
+def _tell(step: int, losses: dict[str, float]) -> None:
+    if training.rank() == 0:
+        values = " ".join(f"{kind} {value:.4f}" for kind, value in sorted(losses.items()))
+        print(f"denoiser step {step}: {values}", flush=True)
+
+
 def train(
     out: Path, autoencoder: TAEHV, budget: training.Budget, seed: int, device: torch.device, plan: Plan
 ) -> Trained:
@@ -225,9 +231,7 @@ def train(
         for kind, loss in losses.items():
             smooth[kind] = 0.97 * smooth.get(kind, float(loss.detach())) + 0.03 * float(loss.detach())
         if progress.step % 50 == 49:
-            if training.rank() == 0:
-                told = " ".join(f"{kind} {value:.4f}" for kind, value in sorted(smooth.items()))
-                print(f"denoiser step {progress.step + 1}: {told}", flush=True)
+            _tell(progress.step + 1, smooth)
             checkpoint.save(snapshot(progress.step + 1))
     checkpoint.save(snapshot(progress.step))
     network.load_state_dict(average.weights)

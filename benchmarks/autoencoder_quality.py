@@ -21,10 +21,10 @@ from benchmarks import report, world_clips
 from benchmarks.world_judge import Verdict, judge
 from streamdiff import clock
 from streamdiff.errors import ConfigError, StreamdiffError
-from streamdiff.models.taehv import TAEHV, Memory
+from streamdiff.models.autoencoder.taehv import TAEHV, Memory
 from streamdiff.models.tiny import world
 from streamdiff.models.tiny.model import WEIGHTS, load_decoder
-from streamdiff.models.tiny.train_autoencoder import AUTOENCODER, encode_groups
+from streamdiff.models.tiny.training.autoencoder import AUTOENCODER, encode_groups
 
 SUMMARY = "Judge what is left of random clips of the world after encoding and decoding."
 CHUNK_FRAMES = 12

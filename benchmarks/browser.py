@@ -22,7 +22,7 @@ from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 
-from streamdiff.whole import leaving
+from streamdiff.atomic_write import exit_on_sigterm
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVE = (sys.executable, "-m", "streamdiff", "serve", "--port", "0", "--no-browser")
@@ -86,7 +86,7 @@ def running_server(command: Sequence[str] = SERVE) -> Iterator[Server]:
     Raises:
         RuntimeError: it ended before that; with what it wrote.
     """
-    with leaving():
+    with exit_on_sigterm():
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         reader = threading.Thread(target=deque, args=(process.stdout, 0))  # who writes is never held up
         try:

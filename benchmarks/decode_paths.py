@@ -21,11 +21,12 @@ from torch import Tensor
 from benchmarks import paths, report
 from streamdiff import clock
 from streamdiff.device import pick_device
-from streamdiff.models import autoencoders, library, random_weights
-from streamdiff.models.stepping import rgb24, yuv420p
-from streamdiff.pipeline.decoding import DECODE_THREADS
-from streamdiff.pipeline.leaving import Lane, decode_chunk
-from streamdiff.pipeline.picture_decoder import PictureDecoder
+from streamdiff.models import model_loader, random_weights
+from streamdiff.models.autoencoder import autoencoder
+from streamdiff.models.autoencoder.stepped_decoder import rgb24, yuv420p
+from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
+from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
+from streamdiff.pipeline.decode.host_copy import TransferStream, decode_chunk
 
 SUMMARY = "Seconds per chunk of each fast path of the decoder beside the plain one, taking turns."
 PATHS = {"plain": (False, rgb24), "compiled": (True, rgb24), "yuv420": (False, yuv420p), "both": (True, yuv420p)}
@@ -44,7 +45,7 @@ class Run:
         if compiled:
             self.decoder.compile(like, at_once)
         self.compile_s = clock.monotonic_s() - begun_s
-        self.memory, self.lane = self.decoder.new_memory(), Lane(like.device)
+        self.memory, self.lane = self.decoder.new_memory(), TransferStream(like.device)
         self.seconds: list[float] = []
         self.pictures = torch.empty(0)
 
@@ -62,7 +63,7 @@ def load(vae: str, device: torch.device) -> Any:
     dtype = torch.float32 if device.type == "cpu" or vae == "tiny" else torch.bfloat16
     if random_weights.is_random(vae):
         return random_weights.decoder(vae, device, dtype)
-    return autoencoders.load_decoder(vae, device, dtype)
+    return autoencoder.load_decoder(vae, device, dtype)
 
 
 @torch.inference_mode()
@@ -103,16 +104,18 @@ def main() -> int:
     names = paths.chosen(parser, options.paths, PATHS)
     device, head = pick_device(options.device), report.header(warm_up=f"{WARM_UP} chunks")
     torch.set_num_threads(DECODE_THREADS)
-    width, height = library.parse_size(options.size)
+    width, height = model_loader.parse_size(options.size)
     sample = load(options.vae, device)
     shape = (sample.latent_channels, options.chunk, height // sample.spatial, width // sample.spatial)
     like = torch.zeros(shape, device=device)
-    runs = {
-        f"{path}, {layout}": Run(load(options.vae, device), path, layout, like, options.at_once)
-        for layout in (LAYOUTS if options.layouts else ("channels last",))
-        for path in names
-    }
-    paths.tell(measure(runs, shape, device, options.rounds), head, options)
+    with paths.no_compiled_code():
+        runs = {
+            f"{path}, {layout}": Run(load(options.vae, device), path, layout, like, options.at_once)
+            for layout in (LAYOUTS if options.layouts else ("channels last",))
+            for path in names
+        }
+        rows = measure(runs, shape, device, options.rounds)
+    paths.tell(rows, head, options)
     return 0
 
 

@@ -188,8 +188,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if arguments.painted and arguments.device != "auto":
         parser.error("--painted computes nothing, so it has no --device; leave one of them out")
-    served = (*SERVE, "--device", arguments.device, "--max-viewers", str(max(counts)), *arguments.serve)
-    command = (*PAINTED, "--max-viewers", str(max(counts))) if arguments.painted else served
+    places = ("--max-viewers", str(max(counts)))
+    served = (*SERVE, "--device", arguments.device, *places, "--address-share", "1", *arguments.serve)
+    command = (*PAINTED, *places) if arguments.painted else served
     found = measure(counts, arguments.seconds, command)
     print(report.table(found["rows"]))
     print(f"each added viewer: {found['cpu_percent_per_added_viewer']} % of one core in the web process")

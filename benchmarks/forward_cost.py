@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from streamdiff.pipeline.planning.facts import Facts
+from streamdiff.pipeline.planner.model_sizes import ModelSizes
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Ceilings:
     bytes_per_s: float
 
 
-def forward(facts: Facts, kv_context: str) -> list[Part]:
+def forward(facts: ModelSizes, kv_context: str) -> list[Part]:
     """The parts of a forward of one chunk, window full, with all blocks."""
     tokens, width, ffn, blocks = facts.tokens, facts.width, facts.ffn_dim, facts.blocks
     seen, text = tokens * facts.window_chunks(kv_context), facts.text_tokens

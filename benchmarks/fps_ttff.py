@@ -22,12 +22,14 @@ from benchmarks import report, stream_case, stream_options, stream_plot
 from benchmarks.stream_case import Amount, Case
 from benchmarks.stream_figures import Raw, figures
 from benchmarks.stream_rank import CASE, RAW
-from streamdiff.config import Config, load
+from streamdiff.atomic_write import exit_on_sigterm
+from streamdiff.config import Config
+from streamdiff.config_file import load
 from streamdiff.device import pick_device
+from streamdiff.engine.process import private_folder
 from streamdiff.errors import ConfigError
 from streamdiff.models.random_weights import is_random
-from streamdiff.pipeline.profiling import check_traced
-from streamdiff.whole import leaving
+from streamdiff.pipeline.profiler import check_traced
 
 OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM
 _STOP_S = 15.0
@@ -112,12 +114,14 @@ def measure(case: Case, limit_s: float | None = None) -> Raw:
         Failed: they ended without a result; they have said why.
     """
     module = "benchmarks.stream_rank"
-    program = ["-m", module] if case.config.ranks == 1 else ["-m", "streamdiff.engine.launch", "--module", module]
+    program = (
+        ["-m", module] if case.config.ranks == 1 else ["-m", "streamdiff.engine.process.launcher", "--module", module]
+    )
     with tempfile.TemporaryDirectory(prefix="streamdiff-") as name:
         folder = Path(name)
         (folder / CASE).write_text(json.dumps(case.to_json()))
-        told = ("--address", name, "--config-json", Config(model=case.config).model_dump_json())
-        command = [sys.executable, *program, *told]
+        private_folder.write_config(folder, Config(model=case.config))  # for the launcher; the case says it too
+        command = [sys.executable, *program, "--address", name]
         # Rank 0 ends, and its launcher with the other ranks, when nobody holds the other end of its standard input.
         with _ended(subprocess.Popen(command, cwd=report.ROOT, stdin=subprocess.PIPE, start_new_session=True)) as lead:
             try:
@@ -225,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed: list[str] = []
     code: int = OK
     try:
-        with leaving():
+        with exit_on_sigterm():
             for number, case in enumerate(all_cases, start=1):
                 print(f"{number} of {len(all_cases)}: {case.label}", file=sys.stderr, flush=True)
                 try:

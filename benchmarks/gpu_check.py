@@ -26,15 +26,15 @@ from torch import Tensor
 
 from benchmarks.stream_case import CONTEXTS, DECODERS
 from streamdiff.config import ModelConfig
-from streamdiff.models import library, random_weights
-from streamdiff.models.stepping import yuv420p
-from streamdiff.models.wan.transformer import Tokens, WanDenoiser, attend
-from streamdiff.models.wan.weights import kept_dtype
-from streamdiff.pipeline.forward import Tensors
-from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.picture_decoder import PictureDecoder
-from streamdiff.pipeline.runtime import Runtime
-from streamdiff.pipeline.start import load_runtime
+from streamdiff.models import model_loader, random_weights
+from streamdiff.models.autoencoder.stepped_decoder import yuv420p
+from streamdiff.models.transformer.wan import Tokens, WanDenoiser, attend
+from streamdiff.models.transformer.weights import kept_dtype
+from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
+from streamdiff.pipeline.runner.stage_forward import Tensors
+from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 HOLDS, WRONG, NOT_HERE = 0, 1, 3
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def off_by(got: Tensor, expected: Tensor) -> float:
     return off if off == off else float("inf")
 
 
-def latents_of(runtime: Runtime, chunks: int) -> Tensor:
+def latents_of(runtime: StreamingPipeline, chunks: int) -> Tensor:
     """The first chunks of a stream, `[chunks, C, F, h, w]`, from the runtime's ring; noise is drawn on the CPU."""
     ring, info = runtime.ring, runtime.info
     text = runtime.text.encode(runtime.text.read(runtime.text.examples[0], None).text)
@@ -148,7 +148,7 @@ def decoder_as_cpu(name: str, device: torch.device) -> str:
 def decoder_graphs(name: str, device: torch.device) -> str:
     """A stream's pictures in YUV420 by the compiled decoder, channels last, against the plain one's, in float32."""
     if device.type != "cuda":
-        raise NotHere("on a CPU tests/pipeline/test_picture_decoder.py compiles small ones")
+        raise NotHere("on a CPU tests/pipeline/decode/test_compiled_decoder.py compiles small ones")
     plain: Any = random_weights.decoder(DECODERS[name], device, torch.float32)
     plain.lay_out(channels_last=False)
     chunks = torch.randn(3, 1, 16, 3, 8, 12, generator=torch.Generator().manual_seed(0)).to(device)
@@ -179,8 +179,8 @@ def _moved(decoder: Any, device: torch.device) -> Any:
 def blocks_as_cpu(dtype_name: str, device: torch.device) -> str:
     """Two blocks of Wan 1.3B and 1,560 tokens, against float32 on the CPU: a wrong kernel gives noise here."""
     dtype = getattr(torch, dtype_name)
-    place = library.find("random:wan2.1-1.3b")
-    plain = library.load_transformer(place, CPU, torch.float32, (0, 2))
+    place = model_loader.find("random:wan2.1-1.3b")
+    plain = model_loader.load_transformer(place, CPU, torch.float32, (0, 2))
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 1560, plain.width, generator=generator)
     time = torch.randn(1, 1, plain.width, generator=generator)
@@ -221,7 +221,7 @@ def no_memory_taken(context: str, device: torch.device) -> str:
     """Blocks of memory that a stage takes in its forwards once its graphs are made: none, but in a chunk's first step,
     which has a table of rotary factors; and nothing at all is asked of the driver."""
     if device.type != "cuda":
-        raise NotHere("on a CPU tests/pipeline/test_captures.py sees the operations of a replay")
+        raise NotHere("on a CPU tests/pipeline/runner/test_cuda_graph_cache.py sees the operations of a replay")
     runtime = load_runtime(ModelConfig.model_validate({"device": "cuda", "kv_context": context, FAST: "on"}))
     try:
         latents_of(runtime, _CHUNKS)
@@ -247,7 +247,7 @@ def no_memory_taken(context: str, device: torch.device) -> str:
     return told
 
 
-def _turns(runtime: Runtime, chunks: int) -> int:
+def _turns(runtime: StreamingPipeline, chunks: int) -> int:
     """Micro-steps of some chunks of a stream whose first ones were made before."""
     ring, info = runtime.ring, runtime.info
     text = torch.zeros(runtime.model.spec.text_shape, device=ring.stage.device)

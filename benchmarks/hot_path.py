@@ -21,9 +21,9 @@ from benchmarks import paths, report
 from streamdiff import clock
 from streamdiff.config import ModelConfig
 from streamdiff.device import pick_device
-from streamdiff.models.base import Model
-from streamdiff.pipeline import loading
-from streamdiff.pipeline.ring import Ring
+from streamdiff.models.interfaces import Model
+from streamdiff.pipeline import rank_loader
+from streamdiff.pipeline.executor import RingExecutor
 
 SUMMARY = "Seconds per chunk of each fast path beside the plain one, taking turns."
 PATHS = {"plain": (False, False), "compiled": (True, False), "with-next": (False, True), "both": (True, True)}
@@ -38,7 +38,7 @@ class Run:
         self.device = device
         self.latents: list[Tensor] = []
         self.seconds: list[float] = []
-        self.ring = Ring(model, device, clean_with_next=with_next)
+        self.ring = RingExecutor(model, device, clean_with_next=with_next)
         begun_s = clock.monotonic_s()
         if compiled:
             self.ring.stage.compile(steps=steps, kv_context="clean", clean_with_next=with_next)
@@ -95,9 +95,11 @@ def main() -> int:
     names = paths.chosen(parser, options.paths, PATHS)
     device = pick_device(options.device)
     config = ModelConfig(name=options.model, steps=options.steps)
-    options.steps = loading.steps_of(config)
+    options.steps = rank_loader.steps_of(config)
     head = report.header(warm_up=f"a window of chunks and {WARM_UP} more")
-    rows = measure(loading.load_model(config, device), device, names, options.steps, options.rounds, options.chunks)
+    model = rank_loader.load_model(config, device)
+    with paths.no_compiled_code():
+        rows = measure(model, device, names, options.steps, options.rounds, options.chunks)
     paths.tell(rows, head, options)
     return 0
 

@@ -6,10 +6,14 @@ Knows nothing about what a path does.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from benchmarks import report
+from streamdiff.pipeline.runner.torch_compile import CACHE_VARIABLE
 
 
 def add_option(parser: argparse.ArgumentParser, paths: Iterable[str]) -> None:
@@ -23,6 +27,20 @@ def chosen(parser: argparse.ArgumentParser, text: str, paths: Iterable[str]) -> 
     if unknown := [name for name in names if name not in paths]:
         parser.error(f"--paths has {', '.join(unknown)}; there are {', '.join(paths)}")
     return names
+
+
+@contextmanager
+def no_compiled_code() -> Iterator[None]:
+    """Within, torch finds nothing on disk that was compiled before, as at a first start. Mutates: the environment."""
+    before = os.environ.get(CACHE_VARIABLE)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        os.environ[CACHE_VARIABLE] = folder
+        try:
+            yield
+        finally:
+            del os.environ[CACHE_VARIABLE]
+            if before is not None:
+                os.environ[CACHE_VARIABLE] = before
 
 
 def row(path: str, seconds: Sequence[float], plain: Sequence[float], compile_s: float) -> dict[str, report.Value]:

@@ -28,18 +28,18 @@ import torch.distributed as dist
 from benchmarks import report
 from streamdiff import clock
 from streamdiff.errors import ConfigError
-from streamdiff.models.base import Model
+from streamdiff.models.interfaces import Model
 from streamdiff.models.tiny import model as tiny
-from streamdiff.pipeline.contexts import KV_CONTEXTS
-from streamdiff.pipeline.forward import Tensors
-from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.planning.facts import read_facts
-from streamdiff.pipeline.planning.plan import check_stages, split_evenly
-from streamdiff.pipeline.planning.simulate import Figures, Setup, Stream, simulate
-from streamdiff.pipeline.ranks import Place, connect
-from streamdiff.pipeline.ring import Ring
-from streamdiff.pipeline.stage import Stage
-from streamdiff.pipeline.worker import LinkSource, Worker
+from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.planner.model_sizes import read_facts
+from streamdiff.pipeline.planner.partition import check_stages, split_evenly
+from streamdiff.pipeline.planner.simulator import Figures, Setup, Stream, simulate
+from streamdiff.pipeline.runner.model_runner import ModelRunner
+from streamdiff.pipeline.runner.stage_forward import Tensors
+from streamdiff.pipeline.runner.worker import LinkSource, Worker
+from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
+from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.pipeline.topology import StageTopology, connect
 
 SUMMARY = "1 against P stages that sleep for their cost: a measurement of schedule and transport, not of any device."
 CPU = torch.device("cpu")
@@ -68,10 +68,10 @@ class Plan:
         return self.stages if self.kv_context == "clean" else 1
 
 
-class Sleeping(Stage):
+class Sleeping(ModelRunner):
     """A stage that takes its time and changes nothing."""
 
-    def __init__(self, model: Model, place: Place, forward_s: float) -> None:
+    def __init__(self, model: Model, place: StageTopology, forward_s: float) -> None:
         super().__init__(model, CPU, place.rank, place.stages)
         self.seconds = forward_s / place.stages
         self.never = Event()
@@ -90,7 +90,7 @@ class Done(NamedTuple):
     session: int
 
 
-def measure(ring: Ring, plan: Plan) -> dict[str, float]:
+def measure(ring: RingExecutor, plan: Plan) -> dict[str, float]:
     """Figures of the head, as `figures_of` has them; `first_chunk_s` and `second_chunk_s` count from the start."""
     text = torch.zeros(ring.stage.spec.text_shape)
     for session in range(plan.sessions):
@@ -137,13 +137,13 @@ def run_rank(rank: int, stages: int, port: int, plans: Sequence[Plan]) -> list[d
     model = whole.part(*split_evenly(whole.blocks, stages)[rank])
     results = []
     for number, plan in enumerate(plans):
-        place = Place(rank, stages, number)
+        place = StageTopology(rank, stages, number)
         stage = Sleeping(model, place, plan.forward_s)
         links = connect(model, place, CPU) if stages > 1 else None
         if rank > 0 and links is not None:
             Worker(LinkSource(links[1]), stage, links[0]).run()
             continue
-        ring = Ring(model, CPU, stage=stage, links=links)
+        ring = RingExecutor(model, CPU, stage=stage, links=links)
         results.append(measure(ring, plan))
         ring.stop(LIMIT_S)
     return results

@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ["benchmarks.rush", *argv] if argv is not None else None,
         warm_up=f"{WARM_FRAMES} frames at the one who watches before each round",
     )
-    command = (*SERVE, "--max-viewers", str(options.places), *options.serve)
+    command = (*SERVE, "--max-viewers", str(options.places), "--address-share", "1", *options.serve)
     with running_server(command) as server:
         rounds = asyncio.run(_measure(server, options.count, options.repeats))
     right = sum(is_right(each, options.places - 1) for each in rounds)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from benchmarks import report
 from streamdiff import clock
-from streamdiff.pipeline.contexts import KV_CONTEXTS
-from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.scheduler import StreamBatchScheduler
+from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
+from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
+from streamdiff.pipeline.scheduler.step import MicroStep
 
 SUMMARY = "Cost of one scheduling decision, in microseconds."
 MIXED = "mixed"  # sessions of all KV contexts side by side

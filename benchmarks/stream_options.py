@@ -9,7 +9,8 @@ from typing import Any
 
 from benchmarks import stream_case
 from benchmarks.stream_case import PRESETS, Amount, Case
-from streamdiff.config import ModelConfig, load
+from streamdiff.config import ModelConfig
+from streamdiff.config_file import load
 from streamdiff.errors import ConfigError
 from streamdiff.models.random_weights import is_random
 

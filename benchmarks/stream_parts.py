@@ -18,14 +18,14 @@ from torch import Tensor
 
 from streamdiff import clock
 from streamdiff.models.random_weights import DrawnText
-from streamdiff.pictures import size_of
-from streamdiff.pipeline.decoding import DECODE_THREADS
-from streamdiff.pipeline.head import Finished
-from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.ring import Ring
-from streamdiff.pipeline.runtime import Runtime
-from streamdiff.serve.codecs import Format, probe
-from streamdiff.serve.encoder import PictureEncoder
+from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
+from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.runner.sampler import Finished
+from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from streamdiff.server.media.codecs import Format, probe
+from streamdiff.server.media.encoder import PictureEncoder
+from streamdiff.video.pixel_format import size_of
 
 SESSION = 10**6
 """A slot that no stream of the engine has."""
@@ -48,7 +48,9 @@ def timed(device: torch.device, work: Callable[[], Any]) -> tuple[float, Any]:
     return clock.monotonic_s() - begun_s, result
 
 
-def measure(runtime: Runtime, rounds: int, at_once: int, step: Callable[[str], None]) -> tuple[Parts, list[str]]:
+def measure(
+    runtime: StreamingPipeline, rounds: int, at_once: int, step: Callable[[str], None]
+) -> tuple[Parts, list[str]]:
     """Seconds of every part, `rounds` values each (steps: one per chunk and step), and remarks on what is not there.
 
     `at_once` latent frames are decoded by one call; `step` is told what is measured next. Mutates: the runtime's ring,
@@ -82,13 +84,13 @@ def measure(runtime: Runtime, rounds: int, at_once: int, step: Callable[[str], N
     return parts, remarks
 
 
-def _text(runtime: Runtime, rounds: int, device: torch.device) -> list[float]:
+def _text(runtime: StreamingPipeline, rounds: int, device: torch.device) -> list[float]:
     """Texts that no cache knows; the first one loads the weights and does not count."""
     texts = [runtime.text.read(f"{runtime.text.examples[0]} ({n})", None).text for n in range(-1, rounds)]
     return [timed(device, partial(runtime.text.encode, text))[0] for text in texts][1:]
 
 
-def turns(runtime: Runtime, rounds: int, device: torch.device) -> tuple[Parts, list[Tensor]]:
+def turns(runtime: StreamingPipeline, rounds: int, device: torch.device) -> tuple[Parts, list[Tensor]]:
     """Times of single micro-steps around the ring, by what they are, and the measured chunks' latents."""
     ring, spec = runtime.ring, runtime.model.spec
     info = runtime.info
@@ -114,7 +116,7 @@ def turns(runtime: Runtime, rounds: int, device: torch.device) -> tuple[Parts, l
     return {name: values for name, values in times.items() if values}, latents[:rounds]
 
 
-def _around(ring: Ring) -> tuple[list[MicroStep], list[Finished]]:
+def _around(ring: RingExecutor) -> tuple[list[MicroStep], list[Finished]]:
     """The rows that enter next, none or those of one forward, and what is finished when they are back."""
     rows, finished = ring.turn()
     return rows, finished + ring.come_round(_LIMIT_S)

@@ -26,15 +26,16 @@ from benchmarks import stream_parts
 from benchmarks.stream_case import Case
 from benchmarks.stream_figures import Arrival, Prompt, Raw, Run
 from streamdiff import clock
-from streamdiff.engine.bridge import EXIT_CONFIG
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Accepted, Close, Event, FrameBatch, Open, Refused, SetPrompt, Shown
+from streamdiff.engine.process.ipc import EXIT_CONFIG
 from streamdiff.errors import ConfigError, EngineFailure
-from streamdiff.pipeline import follower
-from streamdiff.pipeline.loading import at_once, own_device
-from streamdiff.pipeline.profiling import CHUNKS, ProfiledRuntime
-from streamdiff.pipeline.runtime import Runtime
-from streamdiff.pipeline.start import load_runtime
+from streamdiff.pipeline import worker_main
+from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.profile_report import CHUNKS
+from streamdiff.pipeline.profiler import ProfiledRuntime
+from streamdiff.pipeline.rank_loader import at_once, own_device
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 CASE, RAW = "case.json", "raw.json"
 LEAD_CHUNKS = 2
@@ -96,7 +97,7 @@ class Player:
             self.engine.step(_WAIT_S)
 
 
-def measure(runtime: Runtime, case: Case, load_s: float) -> Raw:
+def measure(runtime: StreamingPipeline, case: Case, load_s: float) -> Raw:
     """Everything of a case, from a warm runtime, which is used up."""
     amount, spec = case.amount, runtime.model.spec
     device = runtime.ring.stage.device
@@ -150,7 +151,7 @@ def _end_of(piece: Arrival, chunk: int, bar: Bar) -> bool:
     return piece.chunk_s is not None and piece.chunk >= chunk
 
 
-def _prompts(player: Player, runtime: Runtime, count: int, bar: Bar) -> Iterator[Prompt]:
+def _prompts(player: Player, runtime: StreamingPipeline, count: int, bar: Bar) -> Iterator[Prompt]:
     """Prompts at times that are spread over a chunk, since one that comes just before a chunk begins waits least."""
     ends = [piece.at_s for piece in player.run.arrivals if piece.chunk_s is not None]
     chunk_s = (ends[-1] - ends[0]) / (len(ends) - 1)
@@ -160,13 +161,13 @@ def _prompts(player: Player, runtime: Runtime, count: int, bar: Bar) -> Iterator
         bar.update()
 
 
-def _text(runtime: Runtime, number: int) -> str:
+def _text(runtime: StreamingPipeline, number: int) -> str:
     """A prompt unlike those before it, which no cache knows."""
     examples = runtime.text.examples
     return examples[number % len(examples)] if runtime.info.name == "tiny" else f"{examples[0]} (take {number})"
 
 
-def _profile(runtime: Runtime, case: Case, folder: Path) -> Engine:
+def _profile(runtime: StreamingPipeline, case: Case, folder: Path) -> Engine:
     """Trace some chunks of another stream, when everything else is measured; the engine that has to be closed."""
     pipeline = ProfiledRuntime(runtime, folder, case.profile_chunks or CHUNKS)
     engine = Engine(pipeline, LEAD_CHUNKS * runtime.info.chunk_frames)
@@ -193,13 +194,13 @@ def _lead(folder: Path, case: Case) -> None:
 
 def _follow(folder: Path, case: Case, rank: int) -> None:
     """Any other rank; its memory counts from its start."""
-    follower.follow(case.config)
+    worker_main.follow(case.config)
     told = {"peak_bytes": peak_bytes(own_device(case.config.device)), "threads": torch.get_num_threads()}
     (folder / f"rank-{rank}.json").write_text(json.dumps(told))
 
 
 def _end_with_parent(folder: Path) -> None:
-    """As `engine.main` does it: the launcher ends the other ranks when this one has ended."""
+    """As `engine.process.main` does it: the launcher ends the other ranks when this one has ended."""
     while os.read(0, 4096):
         pass
     shutil.rmtree(folder, ignore_errors=True)
@@ -209,7 +210,6 @@ def _end_with_parent(folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stream_rank", description="one rank of fps_ttff")
     parser.add_argument("--address", type=Path, required=True, help="folder with case.json")
-    parser.add_argument("--config-json", help="for the launcher of ranks; the case says it too")
     options = parser.parse_args(argv)
     case = Case.from_json(json.loads((options.address / CASE).read_text()))
     rank = int(os.environ.get("RANK", "0"))

@@ -20,9 +20,9 @@ from benchmarks import fps_ttff, report, stream_case, stream_options, stream_par
 from benchmarks.forward_cost import Ceilings, Part, forward
 from benchmarks.stream_case import Case
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline import loading
-from streamdiff.pipeline.runtime import ModelInfo
-from streamdiff.pipeline.start import load_runtime
+from streamdiff.pipeline import rank_loader
+from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.streaming_pipeline import ModelInfo
 
 EPILOG = """examples:
   python -m benchmarks.throughput_model                                  the embedded model
@@ -79,7 +79,7 @@ def measure(case: Case, step: Any) -> dict[str, Any]:
         times, _ = stream_parts.turns(runtime, case.amount.rounds, device)
     finally:
         runtime.close()
-    parts = forward(loading.facts_of(config), config.kv_context)
+    parts = forward(rank_loader.facts_of(config), config.kv_context)
     forward_s = median([value for name, values in times.items() if name.startswith("step ") for value in values])
     return judged(parts, found, dtype.itemsize, forward_s, runtime.info) | {
         "raw": times,
@@ -154,9 +154,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError("--stages must be 1: a forward is measured on one device")
         if options.plot is not None:
             stream_plot.check(options.plot)
-        device = loading.own_device(cases[0].config.device)
+        device = rank_loader.own_device(cases[0].config.device)
         torch.set_num_threads(cases[0].config.threads)
-        dtype = loading.dtype_of(cases[0].config, device)
+        dtype = rank_loader.dtype_of(cases[0].config, device)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return fps_ttff.USAGE

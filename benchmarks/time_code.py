@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from streamdiff import clock
 from streamdiff.config import Config, PlaybackConfig, ServeConfig
-from streamdiff.engine import main as engine_main
-from streamdiff.engine.supervisor import Supervisor
-from streamdiff.serve import server
-from tests.serve import scripted
+from streamdiff.engine.process import main as engine_main
+from streamdiff.engine.process.engine_process import EngineProcess
+from streamdiff.server import main as server
+from tests.server import scripted
 
 COLUMNS, ROWS = 16, 2
 SIDE = 8
@@ -106,8 +106,11 @@ def main() -> int:
     parser.add_argument("--max-viewers", type=int, default=ServeConfig().max_viewers)
     arguments = parser.parse_args()
     playback = PlaybackConfig(lead_s=arguments.lead, fps=arguments.fps)
-    config = Config(serve=ServeConfig(port=0, open_browser=False, max_viewers=arguments.max_viewers), playback=playback)
-    return server.run(config, supervise=partial(Supervisor, module="benchmarks.time_code"))
+    config = Config(
+        serve=ServeConfig(port=0, open_browser=False, max_viewers=arguments.max_viewers, address_share=1.0),
+        playback=playback,
+    )
+    return server.run(config, supervise=partial(EngineProcess, module="benchmarks.time_code"))
 
 
 if __name__ == "__main__":

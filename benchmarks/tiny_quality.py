@@ -352,8 +352,8 @@ def load_subject(folder: Path, device: torch.device, frames: Callable[[Tensor], 
     Raises:
         ConfigError: the folder is no model.
     """
+    from benchmarks.rollout import rollout
     from streamdiff.models.tiny import model as tiny
-    from streamdiff.pipeline.rollout import rollout
 
     loaded = tiny.load(folder, device)
     decoder = loaded.decoder

@@ -19,15 +19,15 @@ from tqdm import tqdm
 from benchmarks import report, world_clips
 from benchmarks.world256_judge import ATTRIBUTES, Verdict, describe, judge
 from streamdiff.errors import ConfigError, StreamdiffError
-from streamdiff.models.taehv import TAEHV, Memory
+from streamdiff.models.autoencoder.taehv import TAEHV, Memory
 from streamdiff.models.tiny.model import load_decoder
-from streamdiff.models.tiny.train_autoencoder import encode_groups
-from streamdiff.models.tiny.world256.clips import AUTOENCODER
+from streamdiff.models.tiny.training.autoencoder import encode_groups
 from streamdiff.models.tiny.world256.prompts import canonical
 from streamdiff.models.tiny.world256.render import render
 from streamdiff.models.tiny.world256.scene import COLUMN, SIZES, Scene, draw_scenes, from_row
 from streamdiff.models.tiny.world256.shapes import RADIUS
 from streamdiff.models.tiny.world256.tracks import SIZE, Streams, Track
+from streamdiff.models.tiny.world256.training.autoencoder import AUTOENCODER
 
 SUMMARY = "Judge random clips of the 256 pixel world, as they are and after encoding and decoding."
 APART = 0.8

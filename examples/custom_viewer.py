@@ -13,6 +13,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 PAGE = Path(__file__).with_name("custom_viewer.html")
+ASKED = ("Content-Type", "Host", "Origin")  # by the last two streamdiff knows its own pages from strangers'
 PASSED_ON = ("Content-Type", "Location", "Retry-After")
 
 
@@ -33,7 +34,7 @@ def make_server(port: int, streamdiff: str) -> ThreadingHTTPServer:
             if not self.path.startswith("/whep"):
                 return self.answer(404, {}, b"")
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            headers = {"Content-Type": self.headers.get("Content-Type", "application/sdp")}
+            headers = {name: self.headers[name] for name in ASKED if name in self.headers}
             request = Request(streamdiff + self.path, body or None, headers, method=self.command)
             try:
                 with urlopen(request, timeout=15) as reply:

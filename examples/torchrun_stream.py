@@ -8,6 +8,12 @@ Two machines, the same command on both; the first one's name or address in --rdz
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
         examples/torchrun_stream.py --output ring.mp4
 
+Only on a private network, that of the GPU machines or a VPN. torchrun's own store listens on all interfaces without a
+password, on one machine too: whoever reaches it reads and changes what ranks tell each other. With --rdzv-backend c10d
+and --standalone torchrun also unpickles what lies there: whoever reaches it runs code as you. For one machine
+`streamdiff serve --stages 4` does the same, on loopback only. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the
+interface that ranks listen on.
+
 Ctrl-C ends the stream; the file then holds what was made so far. At the end: frames per second, time to the first
 frame, and how busy each rank has been.
 """
@@ -26,9 +32,9 @@ import streamdiff
 from streamdiff import clock
 from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig, SessionConfig
 from streamdiff.engine.engine import Engine
-from streamdiff.engine.hosting import host
 from streamdiff.engine.messages import Event, FrameBatch, Opened
-from streamdiff.serve.files import Frame, check_target, write_video
+from streamdiff.engine.process.rank0_server import host
+from streamdiff.video.writer import Frame, check_target, write_video
 
 
 class Tally:

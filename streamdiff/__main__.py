@@ -1,6 +1,6 @@
 """`python -m streamdiff` is the `streamdiff` command."""
 
-from streamdiff.cli import run
+from streamdiff.cli.main import run
 
 if __name__ == "__main__":
     run()

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from streamdiff.config import ModelConfig
-from streamdiff.engine.contract import Pipeline
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import (
     Accepted,
@@ -38,6 +37,7 @@ from streamdiff.engine.messages import (
     SetSteps,
     Shown,
 )
+from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
 
 Frame = NDArray[np.uint8]
@@ -222,17 +222,20 @@ class StreamSession:
 class ModelOptions(TypedDict, total=False):
     """What runs, and where.
 
-    model: `tiny`, the embedded model (default), a name that `streamdiff models` lists, or a folder.
-    weights, lora, vae, text_encoder: paths of parts in place of the model's own.
-    text_device: where a large text encoder runs, `cpu` (default) or `cuda`.
+    model: `tiny`, the embedded model (default), a name that `streamdiff models` lists, a hub id, or a folder.
+    weights, lora, vae, text_encoder: paths of parts in place of the model's own; `vae` may be a name such as `taew2_1`.
+    text_device: where a large text encoder runs, `cpu` or `cuda`; default: on a GPU that has three times its size free.
     dtype: `float32` or `bfloat16`; default: bfloat16 on CUDA.
     attention: kernel, `auto` or one that `streamdiff doctor` lists; tried out when the model is loaded.
     quantize: the blocks' linear layers in 8 bits, `none`, `fp8` (recent NVIDIA GPUs) or `int8`; needs torchao.
-    compile: `on` makes graphs of the transformer first, which takes minutes, and runs these; default `off`.
+    compile: `on` makes graphs of the transformer first, or finds those of an earlier start on disk, and runs these;
+        default `off`.
     clean_pass: `alone` (default), or `with-next`: one forward less for each chunk, KV context `clean` only.
     size: `WIDTHxHEIGHT` in pixels; default: the model's own.
     device: `auto`, `cpu` or `cuda`.
     steps: denoise steps per chunk, of those the model has; default: what it was made for. The embedded one has 4 and 2.
+    timesteps, chunk_latents: of a model that the catalogue does not know, what it is told at each step, and the latent
+        frames of a chunk; window, sink and rope have to be said too then.
     kv_context: what a chunk sees of earlier chunks: `clean`, `staircase` or `matched`; default: what it was made for.
     window, sink: latent frames a chunk can see, the sink and itself included, and those of the beginning that stay in
         sight; `rope`: `absolute` or `relative` positions. Default: the model's own.
@@ -256,6 +259,8 @@ class ModelOptions(TypedDict, total=False):
     size: str
     device: str
     steps: int | None
+    timesteps: tuple[float, ...]
+    chunk_latents: int
     kv_context: str
     window: int
     sink: int
@@ -272,10 +277,10 @@ def _model_config(options: Mapping[str, object]) -> ModelConfig:
             f"there is no option {', '.join(sorted(unknown))}; known are {', '.join(ModelOptions.__annotations__)}"
         )
     values = {"name" if option == "model" else option: value for option, value in options.items()}
-    from streamdiff.models.catalogue import with_own_context
+    from streamdiff.models.resolve import completed
 
     try:
-        return with_own_context(ModelConfig.model_validate(values))
+        return completed(ModelConfig.model_validate(values))
     except ValidationError as error:
         first = error.errors()[0]
         option = ".".join(str(part) for part in first["loc"])
@@ -284,7 +289,7 @@ def _model_config(options: Mapping[str, object]) -> ModelConfig:
 
 def load(config: ModelConfig) -> Pipeline:
     """The model, loaded and warm; what a `StreamSession` takes over."""
-    from streamdiff.pipeline.profiling import load_pipeline  # imports torch
+    from streamdiff.pipeline.build import load_pipeline  # imports torch
 
     return load_pipeline(config)
 
@@ -315,9 +320,9 @@ def follow(**options: Unpack[ModelOptions]) -> None:
         ConfigError: an option that cannot be used, or ranks that are not alike.
     """
     config = _model_config(options)
-    from streamdiff.pipeline import follower  # imports torch
+    from streamdiff.pipeline import worker_main  # imports torch
 
-    follower.follow(config)
+    worker_main.follow(config)
 
 
 def stream(

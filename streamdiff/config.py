@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-import difflib
-import types
-from collections.abc import Hashable, Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from ipaddress import ip_network
+from typing import Annotated, Literal
 
-import annotated_types
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from streamdiff.errors import ConfigError
+EMBEDDED = "tiny"
+"""The model that comes with the package."""
+
 
 KVContext = Literal["clean", "staircase", "matched"]
+
+
 # What a browser sends as Origin, or * for every page there is.
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/?#@]+)$")]
+
+
+# A DNS name, as in a Host header but without the port.
+HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?$", max_length=253)]
+
+
+def _network(value: str) -> str:
+    ip_network(value)  # or its ValueError
+    return value
+
+
+Proxy = Annotated[str, AfterValidator(_network)]
+
+
 # fmt: off
 Attention = Literal[
     "auto", "math", "flash", "efficient", "cudnn",
     "flash_2", "flash_3", "flash_2_hub", "flash_3_hub", "flash_4_hub", "sage", "sage_fp16", "sage_hub", "xformers",
 ]
+
+
 # fmt: on
-
-
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -35,29 +47,40 @@ def _switch(value: object) -> object:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
+def _tuple(value: object) -> object:
+    """YAML has lists; a configuration is hashed."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 class ModelConfig(_Section):
     """Which weights run, where, and how."""
 
-    name: str = Field("tiny", description="`tiny`, a name of `streamdiff models`, or a folder in the embedded layout")
-    weights: str | None = Field(None, description="the transformer's checkpoint, instead of the published one")
+    name: str = Field(EMBEDDED, description="`tiny`, a name of `streamdiff models`, or a folder in the embedded layout")
+    weights: str | None = Field(
+        None, description="the transformer's checkpoint; without `name`, the model is the one whose it is"
+    )
     lora: str | None = Field(
         None, description="FILE or FILE:SCALE, merged into the weights; instead of the published one"
     )
-    vae: str | None = Field(None, description="the autoencoder: a folder or file, instead of the published one")
+    vae: str | None = Field(None, description="the autoencoder: a folder, a file or a name such as taew2_1")
     text_encoder: str | None = Field(
         None, description="a folder in diffusers' or original Wan's layout with encoder and tokenizer, or Wan's .pth"
     )
     text_device: Literal["cpu", "cuda"] | None = Field(
-        None, description="where a large text encoder runs; default cpu, which leaves a GPU's memory to the transformer"
+        None,
+        description="where a large text encoder runs; default: cuda where it takes a third of what is free, or less",
     )
     keep_text_encoder: bool = Field(True, description="keep its weights in memory, or read them again for every text")
+    keep_embeddings: bool = Field(
+        True, description="keep prompts' embeddings of a large text encoder on disk too, in the user's cache folder"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on cuda, float32 on cpu")
     attention: Attention = Field("auto", description="attention kernel, tried out at the start; auto: torch's choice")
     quantize: Literal["none", "fp8", "int8"] = Field(
         "none", description="the blocks' linear layers in 8 bits: fp8 on recent NVIDIA GPUs, int8 anywhere"
     )
     compile: Annotated[Literal["off", "on"], BeforeValidator(_switch)] = Field(
-        "off", description="make graphs of transformer and decoder at the start, which takes minutes, and run these"
+        "off", description="run compiled graphs of transformer and decoder; made at the first start, then kept on disk"
     )
     size: str | None = Field(None, description="WIDTHxHEIGHT of the picture; default: the model's own")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")
@@ -65,7 +88,13 @@ class ModelConfig(_Section):
     steps: int | None = Field(
         None, ge=1, le=50, description="denoise steps per chunk, of those the model has; default: what it was made for"
     )
-    kv_context: KVContext = Field("clean", description="what a chunk sees of earlier chunks (DESIGN: KV context)")
+    timesteps: Annotated[tuple[float, ...] | None, BeforeValidator(_tuple)] = Field(
+        None, description="what a model that the catalogue does not know is told at each of its steps, 1000 to 0"
+    )
+    chunk_latents: int | None = Field(
+        None, ge=1, description="latent frames of a chunk, of a model that the catalogue does not know"
+    )
+    kv_context: KVContext = Field("clean", description="what a chunk sees of earlier chunks (docs/design.md)")
     clean_pass: Literal["alone", "with-next"] = Field(
         "alone", description="with-next: one forward for it and the next chunk's first step, where there is room for it"
     )
@@ -85,7 +114,9 @@ class ModelConfig(_Section):
         "auto", description="how pictures lie in the decoder; auto: channels-last, but for Wan's on a cpu"
     )
     link: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl between GPUs, else gloo")
-    hang_s: float = Field(60.0, ge=1, description="a rank that is silent or busy with one forward for so long hangs")
+    hang_s: float = Field(
+        60.0, ge=1, description="a rank that is silent, or at one forward (or its GPU is), so long hangs"
+    )
     profile: str | None = Field(None, description="measured times to split the blocks by; default: measure at start")
     trace: str | None = Field(None, description="a folder for a profiler's trace of some chunks, which are slower then")
     trace_chunks: int | None = Field(None, ge=1, le=100, description="chunks of that trace; default: 4")
@@ -146,16 +177,34 @@ class ServeConfig(_Section):
 
     host: str = Field("127.0.0.1", description="address to listen on; anything but loopback opens the server to others")
     port: int = Field(8000, ge=0, le=65535, description="0 picks a free one")
+    hosts: list[HostName] = Field(
+        [], description="names, besides localhost and `host`, that users may call it by; addresses need not be named"
+    )
     codec: Literal["auto", "h264", "vp8"] = Field("auto", description="auto: H.264 first, VP8 for who cannot")
     encoder: Literal["auto", "x264", "nvenc"] = Field(
         "auto", description="of H.264, tried out at the start; auto: NVENC where it can be opened, else x264"
     )
-    scale: int = Field(2, ge=1, le=8, description="the picture is enlarged by this before encoding")
+    scale: int | None = Field(
+        None,
+        ge=1,
+        le=8,
+        description="the picture is enlarged by this before encoding; default: 2 for the embedded model, else 1",
+    )
     pictures: Literal["auto", "rgb", "yuv420"] = Field(
         "auto", description="what leaves the decoder's device; auto: yuv420 on cuda where scale is 1, else rgb"
     )
     bitrate: int | None = Field(None, ge=100_000, le=50_000_000, description="bit/s; default fits size and fps")
     max_viewers: int = Field(32, ge=1, le=1000)
+    max_connections: int = Field(1000, ge=8, le=100_000, description="open HTTP connections, at most")
+    address_share: float = Field(
+        0.5, gt=0, le=1, description="of viewers' places, control WebSockets and connections, what one address may hold"
+    )
+    request_s: float = Field(
+        10.0, gt=0, description="a request's head, and then its body, has to arrive within so long"
+    )
+    trusted_proxies: list[Proxy] = Field(
+        [], description="addresses and networks whose X-Forwarded-For is believed; they have to pass on Host as it is"
+    )
     grace_s: float = Field(5.0, ge=0, description="a stream that nobody watches any more plays on for so long")
     idle_s: float | None = Field(300.0, gt=0, description="a session that nobody watches ends after so long")
     lifetime_s: float | None = Field(3600.0, gt=0, description="a session ends after so long at the latest")
@@ -184,175 +233,14 @@ class Config(_Section):
     playback: PlaybackConfig = PlaybackConfig()
     serve: ServeConfig = ServeConfig()
 
+    @property
+    def scale(self) -> int:
+        """What the picture is enlarged by: `serve.scale`, else 2 for the embedded model, whose pictures are small."""
+        return self.serve.scale or (2 if self.model.name == EMBEDDED else 1)
+
     def served_model(self) -> ServedModel:
         """What the engine of a server loads, on every rank. Pictures that are enlarged come as RGB, unless
         `serve.pictures` says otherwise: YUV420 has a colour for 2 x 2 pixels only."""
-        enlarged = self.serve.pictures == "auto" and self.serve.scale > 1
+        enlarged = self.serve.pictures == "auto" and self.scale > 1
         pictures = "rgb" if enlarged else self.serve.pictures
         return ServedModel.model_validate({**self.model.model_dump(), "pictures": pictures})
-
-
-def load(
-    path: Path | None, overrides: Mapping[str, object] | None = None, names: Mapping[str, str] | None = None
-) -> Config:
-    """Read a YAML file, or the defaults when `path` is None, and lay `overrides` over it.
-
-    Args:
-        path: a YAML file whose sections and keys are those of `Config`; an empty one means the defaults.
-        overrides: values by dotted key (`{"playback.fps": 30}`); they win over the file.
-        names: what the user typed for an overridden key (`{"playback.fps": "--fps"}`), for messages.
-
-    Raises:
-        ConfigError: unreadable file, unknown key (the nearest known one is named), or a value out of range. Every
-            problem is listed, one per line, with where it stands, the value, and what is allowed.
-    """
-    overrides = overrides or {}
-    tree = {} if path is None else _read(path)
-    for key, value in overrides.items():
-        section, _, leaf = key.rpartition(".")
-        inner = tree.setdefault(section, {}) if section else tree
-        if isinstance(inner, dict):
-            inner[leaf] = value
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        origin = "the built-in configuration" if path is None else str(path)
-        lines = []
-        for problem in error.errors(include_url=False):
-            key = ".".join(str(part) for part in problem["loc"])
-            where = (names or {}).get(key, key) if key in overrides else f"{origin}: {key}"
-            lines.append(f"{where} {_explain(problem['type'], problem['loc'], problem['input'])}")
-        raise ConfigError("\n".join(lines)) from None
-
-
-def describe(config: Config) -> str:
-    """The whole tree as YAML, so that a run can be repeated from its log."""
-    return yaml.safe_dump(config.model_dump(), sort_keys=False).rstrip()
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice: the first value would be lost without a word."""
-
-
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Hashable, Any]:
-    seen: set[str] = set()
-    for key_node, _ in node.value:
-        key = str(key_node.value)
-        if key in seen:
-            raise yaml.MarkedYAMLError(problem=f"the key {key!r} is given twice", problem_mark=key_node.start_mark)
-        seen.add(key)
-    return loader.construct_mapping(node, deep=True)
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The file's tree; a section left empty ("model:" with every line below it commented out) is an empty mapping."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not a text file in UTF-8 (byte {error.start})") from None
-    try:
-        # _Loader is a SafeLoader: it builds plain values only.
-        tree = yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}{place}: not valid YAML: {error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{path}: must hold sections with keys ({', '.join(Config.model_fields)}), but holds {_show(tree)}"
-        )
-    return {key: {} if value is None and key in Config.model_fields else value for key, value in tree.items()}
-
-
-def _explain(kind: str, location: tuple[int | str, ...], value: object) -> str:
-    """What is wrong with the value at `location`, and what is allowed there."""
-    known = list(Config.model_fields) if len(location) == 1 else list(_section(str(location[0])).model_fields)
-    key = str(location[min(1, len(location) - 1)])  # what follows is a place in a list
-    if kind == "extra_forbidden" and len(location) > 2:
-        return f"is no known key; known here: {', '.join(IceServer.model_fields)}"
-    if kind in ("extra_forbidden", "invalid_key"):
-        return f"is no known key; {_suggest(key, location, known)}"
-    if len(location) == 1:
-        inside = ", ".join(_section(key).model_fields)
-        return f"is {_show(value)}, but must be a section with keys among {inside}"
-    return f"is {_show(value)}, but must be {_allowed(_section(str(location[0])).model_fields[key])}"
-
-
-def _suggest(key: str, location: tuple[int | str, ...], known: list[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    if near:
-        return f"did you mean {'.'.join([*map(str, location[:-1]), near[0]])}?"
-    for name in Config.model_fields:  # the right key in the wrong place
-        if key in _section(name).model_fields:
-            return f"did you mean {name}.{key}?"
-    return f"known here: {', '.join(known)}"
-
-
-def _section(name: str) -> type[BaseModel]:
-    annotation = Config.model_fields[name].annotation
-    assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
-    return annotation
-
-
-_TYPES: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-
-
-def _allowed(field: FieldInfo) -> str:
-    """What a field takes, in words, from its type and limits."""
-    annotation, optional = field.annotation, False
-    if get_origin(annotation) in (Union, types.UnionType):
-        (annotation,) = (part for part in get_args(annotation) if part is not type(None))
-        optional = True
-    if annotation == list[Origin]:
-        words = "a list of origins such as https://example.org, or *"
-    elif annotation == list[str]:
-        words = "a list of files and addresses"
-    elif annotation == list[IceServer]:
-        words = "a list of servers, each with url (stun:HOST:PORT or turn:HOST:PORT), a turn server also with "
-        words += "username and credential"
-    elif get_origin(annotation) is Literal:
-        words = "one of " + ", ".join(str(choice) for choice in get_args(annotation))
-    else:
-        words = _TYPES.get(annotation, "a value")
-    words += _limits(field)
-    return words + (", or null for the default" if optional else "")
-
-
-def _limits(field: FieldInfo) -> str:
-    words = []
-    for limit in field.metadata:
-        match limit:
-            case annotated_types.Ge(ge=low):
-                words.append(f"{low:,} or more")
-            case annotated_types.Gt(gt=low):
-                words.append(f"more than {low:,}")
-            case annotated_types.Le(le=high) | annotated_types.Lt(lt=high):
-                words.append(f"at most {high:,}")
-            case annotated_types.MinLen(min_length=low):
-                words.append(f"at least {low:,} character{'s' if low > 1 else ''}")
-            case annotated_types.MaxLen(max_length=high):
-                words.append(f"at most {high:,} characters")
-    return ": " + " and ".join(words) if words else ""
-
-
-def _show(value: object) -> str:
-    match value:
-        case None:
-            return "empty"
-        case bool():
-            return "true" if value else "false"
-        case list():
-            return "a list"
-        case dict():
-            return "a section"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}... ({len(str(value)):,} characters)"

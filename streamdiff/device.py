@@ -24,6 +24,13 @@ def pick_device(wanted: str, name: str = "--device") -> torch.device:
     return torch.device(found if wanted == AUTO else wanted)
 
 
+def bind(device: torch.device) -> None:
+    """Make a numbered CUDA `device` the calling thread's current one: there go streams, events, graphs and contexts for
+    which none is named. Every thread begins with device 0. Mutates: the thread's current device."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
 def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
     """The dtype `auto` (float32 on a CPU, bfloat16 elsewhere), `float32` or `bfloat16`.
 

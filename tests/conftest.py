@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ MAY_SKIP = ("gpu",)
 # A slow machine is no fault of the code.
 settings.register_profile("streamdiff", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("streamdiff")
+
+# What torch compiles is shared by all tests and the processes they start: where torch itself would keep it.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,6 +61,18 @@ def _fail(report: Any) -> None:
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     report.outcome = "failed"
     report.longrepr = f"skipped, which --no-skips does not allow: {reason}"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Generator[None, None, None]:
+    """What is kept for later, such as embeddings, goes into a folder of the tests', also from their processes. pip and
+    the hub's client keep to the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        usual = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        patch.setenv("PIP_CACHE_DIR", os.environ.get("PIP_CACHE_DIR", f"{usual}/pip"))
+        patch.setenv("HF_HOME", os.environ.get("HF_HOME", f"{usual}/huggingface"))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture

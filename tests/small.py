@@ -11,12 +11,13 @@ from typing import NamedTuple
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
-from streamdiff.models.base import Model, ModelSpec
-from streamdiff.models.latents import Normalisation
-from streamdiff.models.taehv import TAEHV, Config
-from streamdiff.models.taehv_stream import StreamingTaehv, TaehvDecoder
-from streamdiff.models.tiny.text import TEXT_TOKENS, WIDTH, TinyText, build_encoder, build_tokenizer
-from streamdiff.models.wan.transformer import WanDenoiser
+from streamdiff.models.autoencoder.normalisation import Normalisation
+from streamdiff.models.autoencoder.taehv import TAEHV, Config
+from streamdiff.models.autoencoder.taehv_codec import StreamingTaehv, TaehvDecoder
+from streamdiff.models.interfaces import Model
+from streamdiff.models.spec import ModelSpec
+from streamdiff.models.tiny.text_encoder import TEXT_TOKENS, WIDTH, TinyText, build_encoder, build_tokenizer
+from streamdiff.models.transformer.wan import WanDenoiser
 
 CPU = torch.device("cpu")
 LATENT_CHANNELS = 4

@@ -9,7 +9,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamdiff.config import Config, describe, load
+from streamdiff.config import Config
+from streamdiff.config_file import describe, load
 from streamdiff.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))
@@ -49,6 +50,23 @@ def test_there_are_configs() -> None:
 def test_cpu_tiny_spells_out_the_defaults() -> None:
     spelled = load(CONFIGS[[path.name for path in CONFIGS].index("cpu_tiny.yaml")])
     assert spelled == Config(model=Config().model.model_copy(update={"device": "cpu"}))
+
+
+@pytest.mark.parametrize(
+    ("text", "scale", "pictures"),
+    [
+        ("", 2, "rgb"),
+        ("model: {name: self-forcing}", 1, "auto"),
+        ("model: {name: self-forcing}\nserve: {scale: 2}", 2, "rgb"),
+        ("serve: {scale: 1}", 1, "auto"),
+    ],
+)
+def test_only_the_embedded_models_small_pictures_are_enlarged_unasked(
+    write, text: str, scale: int, pictures: str
+) -> None:
+    """And so a GPU hands out YUV420 for every other model."""
+    config = load(write(text))
+    assert (config.scale, config.served_model().pictures) == (scale, pictures)
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "model:\n  # all commented out\n"])
@@ -161,6 +179,10 @@ def test_an_origin_is_what_a_browser_sends(write, text: str) -> None:
         ("ice_servers: [{url: 'http://example.org'}]", "http://example.org.*stun:HOST:PORT"),
         ("ice_servers: [{url: 'turn:example.org:3478'}]", "turn server also with username and credential"),
         ("ice_servers: [{url: 'stun:example.org:3478', nme: ann}]", "nme is no known key.*url, username, credential"),
+        ("hosts: ['https://stream.example.org']", "hosts.0.*such as stream.example.org, without a port"),
+        ("hosts: ['stream.example.org:443']", "hosts.0.*such as stream.example.org, without a port"),
+        ("trusted_proxies: [10.0.0.1/8]", "trusted_proxies.0.*10.0.0.1/8.*addresses and networks such as 10.0.0.5"),
+        ("trusted_proxies: ['*']", "trusted_proxies.0.*addresses and networks such as 10.0.0.5"),
         ("outputs: show.mp4", "'show.mp4', but must be a list of files and addresses"),
         ("encoder: gpu", "'gpu', but must be one of auto, x264, nvenc"),
     ],

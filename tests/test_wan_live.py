@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,18 +19,20 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 import streamdiff
-from streamdiff import cli
+from streamdiff.cli import main, parser
 from streamdiff.config import ModelConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Close, FrameBatch, Open
 from streamdiff.errors import ConfigError
-from streamdiff.models import library, sampling
-from streamdiff.models.base import Model
-from streamdiff.models.wan.transformer import KeyValue
-from streamdiff.pipeline import scripted
-from streamdiff.pipeline.start import load_runtime
-from tests.models.wan import umt5
-from tests.models.wan.layouts import original
+from streamdiff.models import model_loader, sampling
+from streamdiff.models.interfaces import Model
+from streamdiff.models.tiny.model import WEIGHTS
+from streamdiff.models.transformer.wan import KeyValue
+from streamdiff.pipeline import reference_run
+from streamdiff.pipeline.build import load_runtime
+from tests.hub_cache import lay
+from tests.models.layouts import original
+from tests.models.text_encoder import umt5
 from tests.pipeline.processes import ROOT
 from tests.pipeline.reference import Explicit
 from tests.small_vae import small_wan_autoencoder
@@ -94,7 +97,7 @@ def test_it_streams_and_equals_the_way_over_files(files: Files, tmp_path: Path) 
     live = taken(files)
     latents = tmp_path / "latents.safetensors"
     parts = ["--prompt", PROMPT, "--seed", "3", "--chunks", "2", "--no-decode", "--latents-out", str(latents)]
-    assert cli.main(["generate", "--model", "self-forcing", *files.flags, *parts]) == 0
+    assert main.main(["generate", "--model", "self-forcing", *files.flags, *parts]) == 0
     expected = decoded(files, latents)
     assert live.shape == expected.shape == (FRAMES, 32, 64, 3)
     assert live.std() > 5
@@ -104,7 +107,7 @@ def test_it_streams_and_equals_the_way_over_files(files: Files, tmp_path: Path) 
 def decoded(files: Files, latents: Path) -> np.ndarray:
     """Pictures uint8 `[n, H, W, 3]` of a file of latents."""
     video = latents.with_name("video.safetensors")
-    assert cli.main(["decode", "--vae", str(files.vae), "--latents", str(latents), "--out", str(video)]) == 0
+    assert main.main(["decode", "--vae", str(files.vae), "--latents", str(latents), "--out", str(video)]) == 0
     frames = load_file(video)["video"].permute(1, 2, 3, 0)
     pictures: np.ndarray = ((frames + 1) / 2 * 255).round().clamp(0, 255).to(torch.uint8).numpy()
     return pictures
@@ -144,7 +147,7 @@ def test_a_model_is_not_itself_without_its_lora(files: Files, monkeypatch: pytes
 def test_what_a_model_does_with_its_sink_is_known(
     files: Files, name: str, adaptive: float | None, averaged: float | None
 ) -> None:
-    spec = library.spec_of(library.find(name, library.Parts(weights=files.weights)))
+    spec = model_loader.spec_of(model_loader.find(name, model_loader.PartOverrides(weights=files.weights)))
     assert (spec.adaptive_sink, spec.averaged_sink) == (adaptive, averaged)
 
 
@@ -169,9 +172,9 @@ def test_a_model_runs_in_the_steps_it_was_made_for(
     finally:
         runtime.close()
     command = ["generate", "--model", name, *files.flags, "--prompt", PROMPT, "--seconds", "0.3", "--output"]
-    assert cli.main([*command, str(tmp_path / "frames")]) == 0
+    assert main.main([*command, str(tmp_path / "frames")]) == 0
     assert len(list((tmp_path / "frames").iterdir())) == 5
-    assert cli.main([*command, str(tmp_path / "more"), "--steps", "3"]) == cli.USER_ERROR
+    assert main.main([*command, str(tmp_path / "more"), "--steps", "3"]) == main.USER_ERROR
     assert f"--steps is 3; model {name} has {steps} (without --steps: {steps})" in capsys.readouterr().err
 
 
@@ -183,13 +186,13 @@ def test_a_first_chunk_has_its_own_steps_live_and_in_files(files: Files, tmp_pat
     latents = tmp_path / "latents.safetensors"
     command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", "3", "--no-decode", "--latents-out"]
     command += [str(latents), "--model", "causal-forcing-framewise-2step", *files.flags]
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     by_name, pictures = load_file(latents)["latents"], decoded(files, latents)
     assert live.shape == pictures.shape and np.abs(live.astype(int) - pictures.astype(int)).max() <= 1
     lists = ["--steps", "1000,500", "--first-chunk-steps", "1000,750,500,250", "--warp", "--shift", "5"]
-    assert cli.main([*command, *lists]) == 0
+    assert main.main([*command, *lists]) == 0
     torch.testing.assert_close(load_file(latents)["latents"], by_name, rtol=1e-4, atol=1e-4)
-    assert cli.main([*command, *lists[:2], *lists[4:]]) == 0
+    assert main.main([*command, *lists[:2], *lists[4:]]) == 0
     assert not torch.allclose(load_file(latents)["latents"][0], by_name[0], atol=1e-2)
 
 
@@ -202,7 +205,7 @@ def test_scaled_noise_and_rounded_timesteps_live_and_in_files(files: Files, tmp_
     latents, noise = tmp_path / "latents.safetensors", tmp_path / "noise.safetensors"
     command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", str(chunks), "--no-decode", "--latents-out"]
     command += [str(latents), "--model", name, *files.flags]
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     by_name, pictures = load_file(latents)["latents"], decoded(files, latents)
     assert live.shape == pictures.shape and np.abs(live.astype(int) - pictures.astype(int)).max() <= 1
 
@@ -210,11 +213,11 @@ def test_scaled_noise_and_rounded_timesteps_live_and_in_files(files: Files, tmp_
     drawn = [[sampling.noise(shape, seed=3, chunk=chunk, step=step) for step in range(4)] for chunk in range(chunks)]
     initial = torch.stack([chunk[0] for chunk in drawn])
     save_file({"initial": initial * scale, "renoise": torch.stack([torch.stack(c[1:]) for c in drawn])}, noise)
-    assert cli.main([*command, "--noise", str(noise)]) == 0
+    assert main.main([*command, "--noise", str(noise)]) == 0
     assert torch.equal(load_file(latents)["latents"], by_name)
     if name == "causal-rcm-chunkwise":  # the others are the same, or have a first chunk that lists cannot say
         told, sigmas = "1000,936,832,624", f"{scale},0.9375,{5 / 6},0.625"
-        assert cli.main([*command, "--noise", str(noise), "--steps", told, "--sigmas", sigmas]) == 0
+        assert main.main([*command, "--noise", str(noise), "--steps", told, "--sigmas", sigmas]) == 0
         assert torch.equal(load_file(latents)["latents"], by_name)
 
 
@@ -227,13 +230,13 @@ def test_what_a_chunk_sees_may_be_changed_live_and_in_files(files: Files, tmp_pa
     flags = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
     command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", "3", "--no-decode", "--latents-out"]
     command += [str(latents), "--model", "self-forcing", *files.flags]
-    assert cli.main([*command, *flags]) == 0
+    assert main.main([*command, *flags]) == 0
     changed = load_file(latents)["latents"]
     assert np.abs(live.astype(int) - decoded(files, latents).astype(int)).max() <= 1
     (tmp_path / "c.yaml").write_text("model: {window: 4, sink: 1, rope: relative}\n")
-    assert cli.main([*command, "--config", str(tmp_path / "c.yaml")]) == 0
+    assert main.main([*command, "--config", str(tmp_path / "c.yaml")]) == 0
     assert torch.equal(load_file(latents)["latents"], changed)
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     assert not torch.allclose(load_file(latents)["latents"][2], changed[2], atol=1e-3)
 
 
@@ -245,7 +248,7 @@ def test_a_step_that_is_told_0_is_run_and_may_be_left_out(files: Files, tmp_path
     command += [str(latents), "--model", KREA, *files.flags]
 
     def made(*extra: str) -> torch.Tensor:
-        assert cli.main([*command, *extra]) == 0
+        assert main.main([*command, *extra]) == 0
         return load_file(latents)["latents"]
 
     told, low = "1000,937,833,625", "0.00498007968"
@@ -267,7 +270,7 @@ def test_a_past_that_is_seen_again_from_its_pictures_live_and_in_files(files: Fi
     latents = tmp_path / "latents.safetensors"
     command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", "4", "--no-decode", "--latents-out"]
     command += [str(latents), "--model", KREA, *files.flags]
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     made = load_file(latents)["latents"]
     with streamdiff.open(PROMPT, model=KREA, seed=3, **files.options) as session:  # type: ignore[arg-type]
         live = np.stack(list(islice(session, 9 + 3 * 12)))
@@ -275,14 +278,14 @@ def test_a_past_that_is_seen_again_from_its_pictures_live_and_in_files(files: Fi
     context = shown(files, made, 2)
     assert not torch.allclose(context[:, 0], made[2][:, 0], atol=1e-2) and torch.equal(context[:, 1:], made[2][:, 1:])
     torch.testing.assert_close(made[3], after(files, context, 3), rtol=1e-4, atol=1e-4)  # a picture aside: 1e-3
-    assert cli.main([*command, "--no-context-pictures"]) == 0
+    assert main.main([*command, "--no-context-pictures"]) == 0
     without = load_file(latents)["latents"]
     assert torch.equal(without[:2], made[:2]), "chunk 0 begins with one picture anyway"
     assert (without[2] - made[2]).abs().max() > 1e-3
     torch.testing.assert_close(without[3], after(files, without[2], 3), rtol=1e-4, atol=1e-4)
-    assert cli.main([*command, "--no-context-pictures", "--stages", "2"]) == 0
+    assert main.main([*command, "--no-context-pictures", "--stages", "2"]) == 0
     assert torch.equal(load_file(latents)["latents"], without)
-    assert cli.main([*command, "--stages", "2"]) == 0
+    assert main.main([*command, "--stages", "2"]) == 0
     assert torch.equal(load_file(latents)["latents"], made)
 
 
@@ -301,10 +304,12 @@ def shown(files: Files, made: torch.Tensor, chunk: int) -> torch.Tensor:
 @torch.inference_mode()
 def after(files: Files, context: torch.Tensor, chunk: int) -> torch.Tensor:
     """Latents of `chunk` with nothing before it but `context`, which sees itself alone."""
-    place = library.find(KREA, library.Parts(weights=files.weights, vae=str(files.vae), text_encoder=files.text))
-    spec, cpu = library.spec_of(place, (64, 32)), torch.device("cpu")
-    denoiser = library.load_transformer(place, cpu, torch.float32)
-    encoded = library.load_text(place, spec, cpu).encode(PROMPT)
+    place = model_loader.find(
+        KREA, model_loader.PartOverrides(weights=files.weights, vae=str(files.vae), text_encoder=files.text)
+    )
+    spec, cpu = model_loader.spec_of(place, (64, 32)), torch.device("cpu")
+    denoiser = model_loader.load_transformer(place, cpu, torch.float32)
+    encoded = model_loader.load_text(place, spec, cpu).encode(PROMPT)
     text = [KeyValue(*layer) for layer in denoiser.text(encoded[None].expand(2, -1, -1))]
     schedule = spec.schedule(5)
     assert schedule.timesteps[-1] == 0 and schedule.sigmas[-1] == pytest.approx(0.00498, abs=1e-5)
@@ -333,17 +338,17 @@ def test_a_longer_first_chunk_live_and_in_files(
     latents = tmp_path / "latents.safetensors"
     command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", "6", "--no-decode", "--latents-out"]
     command += [str(latents), "--model", VIDEO_TO_VIDEO, *files.flags]
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     assert "was made to change a video" in capsys.readouterr().err
     by_name, pictures = load_file(latents)["latents"], decoded(files, latents)
     assert by_name.shape[2] == 1
     assert live.shape == pictures.shape and np.abs(live.astype(int) - pictures.astype(int)).max() <= 1
-    assert cli.main([*command, "--kv-context", "matched", "--first-chunk-frames", "2"]) == 0
+    assert main.main([*command, "--kv-context", "matched", "--first-chunk-frames", "2"]) == 0
     assert torch.equal(load_file(latents)["latents"], by_name)
     for other in (["--first-chunk-frames", "1"], ["--kv-context", "clean"]):
-        assert cli.main([*command, *other]) == 0
+        assert main.main([*command, *other]) == 0
         assert not torch.allclose(load_file(latents)["latents"][2:], by_name[2:], atol=1e-3)
-    assert cli.main([*command, "--chunks", "1"]) == cli.USER_ERROR
+    assert main.main([*command, "--chunks", "1"]) == main.USER_ERROR
     assert "--chunks is 1, but the first chunk, of 2 latent frames" in capsys.readouterr().err
 
 
@@ -354,7 +359,7 @@ def test_latents_that_are_not_normalised_are_for_who_was_made_with_them(
     video, raw, normalised = (tmp_path / f"{name}.safetensors" for name in ("video", "raw", "normalised"))
     save_file({"video": torch.rand(3, 9, 32, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1}, video)
     for path, flag in ((raw, ["--raw"]), (normalised, [])):
-        assert cli.main(["encode", "--vae", str(files.vae), "--video", str(video), "--out", str(path), *flag]) == 0
+        assert main.main(["encode", "--vae", str(files.vae), "--video", str(video), "--out", str(path), *flag]) == 0
     unmarked, latents = tmp_path / "unmarked.safetensors", tmp_path / "latents.safetensors"
     save_file(load_file(raw), unmarked)
     command = ["generate", "--prompt", PROMPT, "--chunks", "3", "--no-decode", "--latents-out", str(latents)]
@@ -362,13 +367,13 @@ def test_latents_that_are_not_normalised_are_for_who_was_made_with_them(
     made = []
     for path in (raw, unmarked, normalised):
         capsys.readouterr()
-        assert cli.main([*command, str(path), "--model", VIDEO_TO_VIDEO]) == 0
+        assert main.main([*command, str(path), "--model", VIDEO_TO_VIDEO]) == 0
         assert ("not normalised, and are used as they are" in capsys.readouterr().err) == (path == raw)
         made.append(load_file(latents)["latents"])
     assert torch.equal(made[0], made[1]) and (made[0] - made[2]).abs().max() > 1e-2
     before = latents.read_bytes()
     for name in ("self-forcing", KREA):
-        assert cli.main([*command, str(raw), "--model", name, "--chunks", "1"]) == cli.USER_ERROR
+        assert main.main([*command, str(raw), "--model", name, "--chunks", "1"]) == main.USER_ERROR
         assert f"not normalised, and {name} knows normalised ones; encode it without --raw" in capsys.readouterr().err
     assert latents.read_bytes() == before
 
@@ -416,7 +421,8 @@ def test_a_context_that_the_model_was_not_made_for_is_remarked_on(
         ({"model": "tiny", "window": 6}, "knows no past but that of the window it was trained with"),
         ({"window": 3, "sink": 1}, "must leave room for the chunk itself, 3 latent frames"),
         ({"window": 0}, "window is 0"),
-        ({"model": "wan2.1-t2v-1.3b"}, "neither steps nor window are known"),
+        ({"model": "wan2.1-t2v-1.3b"}, "wan2.1-t2v-1.3b makes whole clips, so it cannot run live"),
+        ({"timesteps": (1000, 500)}, "the timesteps and the chunk of self-forcing are known"),
         ({"model": "tiny", "size": "64x64"}, "the size of tiny is fixed"),
         ({"model": "tiny", "text_encoder": "/nowhere"}, "the text encoder of tiny is fixed"),
         ({"weights": "/nowhere.pt"}, "/nowhere.pt: no such file"),
@@ -475,24 +481,82 @@ def test_a_repository_of_the_hub_lends_its_parts(files: Files, monkeypatch: pyte
             at = command.index("--text-encoder")
             del command[at : at + 2]
             command += ["--steps", "1000,750,500,250", "--shift", "5", "--warp", "--rope", "absolute"]
-        assert cli.main([*command, "--latents-out", str(out)]) == 0
+        assert main.main([*command, "--latents-out", str(out)]) == 0
         outs.append(load_file(out)["latents"])
     torch.testing.assert_close(outs[0], outs[1], rtol=1e-4, atol=1e-4)
     assert (
-        cli.main(["generate", "--model", "no/one", "--chunks", "1", "--latents-out", str(tmp_path / "x.safetensors")])
+        main.main(["generate", "--model", "no/one", "--chunks", "1", "--latents-out", str(tmp_path / "x.safetensors")])
         == 2
     )
 
 
-def lay(cache: Path, repo: str, parts: dict[str, Path]) -> None:
-    """A repository in the hub's cache."""
-    folder, commit = cache / f"models--{repo.replace('/', '--')}", "0" * 40
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "main").write_text(commit)
-    for name, path in parts.items():
-        target = folder / "snapshots" / commit / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.symlink_to(path)
+TOLD: dict[str, Any] = {
+    **{"timesteps": (1000.0, 937.5, 833.33, 625.0), "chunk_latents": 3, "window": 12, "sink": 3, "rope": "relative"},
+    "size": "64x32",
+}
+
+
+@pytest.fixture(scope="module")
+def in_diffusers_layout(files: Files) -> Path:
+    """The same model as a folder, as diffusers' pipelines are saved; it brings its text encoder and autoencoder."""
+    folder = files.weights.parent / "pipeline"
+    denoiser = model_loader.load_transformer(model_loader.find(str(files.weights)), torch.device("cpu"), torch.float32)
+    denoiser.model.save_pretrained(folder / "transformer")
+    shutil.copytree(files.vae, folder / "vae")
+    for part in ("text_encoder", "tokenizer"):
+        shutil.copytree(files.text / part, folder / part)
+    (folder / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
+    return folder
+
+
+def test_a_folder_or_a_repository_runs_live_once_everything_is_said_of_it(
+    in_diffusers_layout: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its stream is that of the way over files."""
+    folder = str(in_diffusers_layout)
+    with streamdiff.open(PROMPT, model=folder, seed=3, **TOLD) as session:
+        assert (session.width, session.height, session.chunk_frames, session.fps) == (64, 32, 12, 16.0)
+        live = np.stack(list(islice(session, FRAMES)))
+    assert "nobody says in which KV context" in capsys.readouterr().err
+    latents = tmp_path / "latents.safetensors"
+    command = ["generate", "--model", folder, "--prompt", PROMPT, "--seed", "3", "--chunks", "2", "--no-decode"]
+    command += ["--steps", "1000,937.5,833.33,625", "--chunk-frames", "3", "--window", "12", "--sink", "3"]
+    command += ["--rope", "relative", "--size", "64x32", "--latents-out", str(latents)]
+    assert main.main(command) == 0
+    expected = decoded(Files(Path(), in_diffusers_layout / "vae", Path()), latents)
+    assert live.std() > 5 and np.abs(live.astype(int) - expected.astype(int)).max() <= 1
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    paths = [path for path in in_diffusers_layout.rglob("*") if path.is_file()]
+    lay(tmp_path / "hub", "someone/Wan", {str(path.relative_to(in_diffusers_layout)): path for path in paths})
+    with streamdiff.open(PROMPT, model="someone/Wan", seed=3, **TOLD) as session:
+        assert np.array_equal(np.stack(list(islice(session, FRAMES))), live)
+
+
+def test_what_the_catalogue_does_not_know_is_asked_for_by_name(in_diffusers_layout: Path) -> None:
+    options = {"timesteps": "--steps ", "chunk_latents": "--chunk-frames N", "window": "--window N", "sink": "--sink N"}
+    for left_out in ({"rope"}, {"timesteps", "window"}, set(TOLD) - {"size"}):
+        given = {name: value for name, value in TOLD.items() if name not in left_out}
+        with pytest.raises(ConfigError, match="is not in the catalogue, and not guessed: say --") as caught:
+            streamdiff.open(PROMPT, model=str(in_diffusers_layout), **given)
+        asked = {name for name, flag in {**options, "rope": "--rope "}.items() if flag in str(caught.value)}
+        assert asked == left_out and "--model NAME --weights FILE" in str(caught.value)
+
+
+def test_serve_takes_a_list_of_steps_and_a_chunk(tmp_path: Path, in_diffusers_layout: Path) -> None:
+    command = ["serve", "--model", "someone/Wan", "--steps", "1000,500", "--chunk-frames", "3"]
+    config = main._at_native_rate(main._config(parser.parse(command)))
+    assert (config.model.timesteps, config.model.steps, config.model.chunk_latents) == ((1000.0, 500.0), None, 3)
+    assert (config.playback.fps, config.scale) == (16.0, 1)
+    (tmp_path / "c.yaml").write_text("model: {name: someone/Wan, timesteps: [1000.0, 500.0], chunk_latents: 3}")
+    assert main._config(parser.parse(["serve", "--config", str(tmp_path / "c.yaml")])).model == config.model
+    for folder, scale in ((WEIGHTS, 2), (in_diffusers_layout, 1)):
+        served = main._at_native_rate(main._config(parser.parse(["serve", "--model", str(folder)])))
+        assert served.scale == scale
 
 
 def models_report_of(name: str) -> str:
@@ -501,7 +565,7 @@ def models_report_of(name: str) -> str:
 
     out = StringIO()
     with redirect_stdout(out):
-        assert cli.main(["models", name]) == 0
+        assert main.main(["models", name]) == 0
     return out.getvalue()
 
 
@@ -513,7 +577,7 @@ def test_the_text_encoder_may_be_original_wans_file(files: Files, tmp_path: Path
         out = tmp_path / "latents.safetensors"
         parts = ["--prompt", PROMPT, "--chunks", "1", "--no-decode", "--latents-out", str(out)]
         given = Files(files.weights, files.vae, text)
-        assert cli.main(["generate", "--model", "self-forcing", *given.flags, *parts]) == 0
+        assert main.main(["generate", "--model", "self-forcing", *given.flags, *parts]) == 0
         latents.append(load_file(out)["latents"])
     assert torch.equal(latents[0], latents[1]) and torch.equal(latents[0], latents[2])
 
@@ -524,20 +588,20 @@ def test_a_configuration_file_counts_on_the_exact_way_too(
     """Stages, steps, and whether the text encoder stays in memory once the prompt is encoded."""
     (tmp_path / "config.yaml").write_text("model: {stages: 2, keep_text_encoder: false}\n")
     seen: list[tuple[bool, int]] = []
-    play = scripted.play
+    play = reference_run.play
 
     def watched(model: Model, *given: Any, stages: int, **more: Any) -> Iterator[torch.Tensor]:
         seen.append((cast(Any, model.text).encoder.loaded, stages))
         return play(model, *given, stages=stages, **more)
 
-    monkeypatch.setattr(scripted, "play", watched)
+    monkeypatch.setattr(reference_run, "play", watched)
     parts = ["--chunks", "1", "--no-decode", "--latents-out", str(tmp_path / "latents.safetensors")]
     for more in (["--config", str(tmp_path / "config.yaml")], ["--stages", "1"]):
-        assert cli.main(["generate", "--model", "self-forcing", "--prompt", PROMPT, *files.flags, *parts, *more]) == 0
+        assert main.main(["generate", "--model", "self-forcing", "--prompt", PROMPT, *files.flags, *parts, *more]) == 0
     assert seen == [(False, 2), (True, 1)]
     (tmp_path / "config.yaml").write_text("model: {steps: 2}\n")
     asked = ["generate", "--model", "self-forcing", "--prompt", PROMPT, *files.flags, *parts]
-    assert cli.main([*asked, "--config", str(tmp_path / "config.yaml")]) == cli.USER_ERROR
+    assert main.main([*asked, "--config", str(tmp_path / "config.yaml")]) == main.USER_ERROR
     assert "--steps is 2; model self-forcing has 4" in capsys.readouterr().err
 
 

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from streamdiff.engine.contract import Made, Pipeline, Reading
 from streamdiff.engine.messages import (
     SWITCHES,
     Close,
@@ -31,9 +30,10 @@ from streamdiff.engine.messages import (
     Shown,
     Shutdown,
 )
-from streamdiff.engine.requests import asks, bad_value, check_prompt, check_seed, refused
+from streamdiff.engine.pipeline_api import Made, Pipeline, Reading
+from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue, ReadyRequest
 from streamdiff.engine.session import Allow, End, Hold, Output, Session, StartAfresh, UseSteps, UseText
-from streamdiff.engine.waiting import Answer, Asked, Waiting
+from streamdiff.engine.validation import asks, bad_value, check_prompt, check_seed, refused
 from streamdiff.errors import RequestError, StreamdiffError
 
 # What can go wrong with one text (memory, files, numbers), and ends nothing else. Other errors are faults of a program.
@@ -52,7 +52,7 @@ class Engine:
         self._lead_frames = lead_frames
         self._slots: dict[str, int] = {}
         self._sessions: dict[int, Session] = {}
-        self._waiting = Waiting(pipeline.text.encode)
+        self._waiting = PromptQueue(pipeline.text.encode)
         self._texts: dict[str, tuple[str, Any]] = {}  # by session: the text that was encoded last, and what came of it
         # A slot's next session starts above all epochs of the one before, so frames can never be taken for its own.
         self._next_epoch: dict[int, int] = {}
@@ -159,7 +159,7 @@ class Engine:
         reading = self._read(command.prompt, None)
         if self._pipeline.text.slow:
             self._lead(command)
-            return self._wait(Asked(command, reading.text, reading.notice))
+            return self._wait(PendingRequest(command, reading.text, reading.notice))
         return self._open_now(command, reading)
 
     def _open_now(self, command: Open, reading: Reading) -> list[Event]:
@@ -236,14 +236,14 @@ class Engine:
             previous = self._waiting.latest_text(command.session) or (session.text if session else None)
             reading = self._read(command.prompt, previous)
             if self._pipeline.text.slow:
-                return self._wait(Asked(command, reading.text, reading.notice))
-            return self._do(Asked(command, reading.text, reading.notice))
+                return self._wait(PendingRequest(command, reading.text, reading.notice))
+            return self._do(PendingRequest(command, reading.text, reading.notice))
         # What comes before the session is there waits for it, and a reset begins with the prompt that was asked for.
         if opening or (isinstance(command, Reset) and command.session in self._waiting):
-            return self._wait(Asked(command))
-        return self._do(Asked(command))
+            return self._wait(PendingRequest(command))
+        return self._do(PendingRequest(command))
 
-    def _do(self, asked: Asked) -> list[Event]:
+    def _do(self, asked: PendingRequest) -> list[Event]:
         """Carry out a request whose text, if it has one, need not be waited for."""
         request = asked.request
         if isinstance(request, Open):
@@ -300,11 +300,11 @@ class Engine:
 
     # ---- texts --------------------------------------------------------------------------------------------------
 
-    def _wait(self, asked: Asked) -> list[Event]:
+    def _wait(self, asked: PendingRequest) -> list[Event]:
         self._waiting.ask(asked)
         return self.settle()
 
-    def _answer(self, answer: Answer) -> list[Event]:
+    def _answer(self, answer: ReadyRequest) -> list[Event]:
         """Carry out a request that waited, or say why its text could not be encoded."""
         asked, error = answer.asked, answer.error
         if error is not None and not isinstance(error, _TEXT_ERRORS):

@@ -194,8 +194,8 @@ class Refused:
 class FrameBatch:
     """Consecutive frames of one chunk. `first` numbers frames from 0 over the whole session, across resets.
 
-    `pictures` is uint8 `[count, *P]`, RGB or YUV420 as in `streamdiff.pictures`. `chunk_s` is the time from the
-    chunk's admission until its last frame was decoded, on the last batch of a chunk, else None.
+    `pictures` is uint8 `[count, *P]`, RGB or YUV420 as in `streamdiff.video.pixel_format`. `chunk_s` is the time from
+    the chunk's admission until its last frame was decoded, on the last batch of a chunk, else None.
     """
 
     session: str

@@ -22,20 +22,21 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
-from streamdiff.models import catalogue, specs
-from streamdiff.models.autoencoders import VideoDecoder
-from streamdiff.models.base import ModelSpec, Reading
-from streamdiff.models.catalogue import Context, Entry, Positions
-from streamdiff.models.checkpoint import Checkpoint
-from streamdiff.models.stores import Entry as Stored
-from streamdiff.models.taehv import TAEHV, Config
-from streamdiff.models.taehv_stream import TaehvDecoder, from_tensors
-from streamdiff.models.wan import vae_weights
-from streamdiff.models.wan.model import TransformerSource
-from streamdiff.models.wan.vae import WanDecoder
+from streamdiff.models.autoencoder import wan_weights
+from streamdiff.models.autoencoder.autoencoder import VideoDecoder
+from streamdiff.models.autoencoder.taehv import TAEHV, Config
+from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder, from_tensors
+from streamdiff.models.autoencoder.wan import WanDecoder
+from streamdiff.models.catalogue import entries, specs
+from streamdiff.models.catalogue.schema import Context, Entry, Positions
+from streamdiff.models.checkpoint.checkpoint import Checkpoint
+from streamdiff.models.checkpoint.tensor_store import Entry as Stored
+from streamdiff.models.interfaces import Reading
+from streamdiff.models.resolve import RANDOM
+from streamdiff.models.spec import ModelSpec
+from streamdiff.models.transformer.weights import TransformerSource
 
-PREFIX = "random:"
-WAN_VAE, SMALL_VAE = "random:wan2.1", "random:taew2_1"
+WAN_VAE, SMALL_VAE = f"{RANDOM}wan2.1", f"{RANDOM}taew2_1"
 STEPS = (4, 2, 1)
 _LIKE, _SHIFT = "longlive-1.3b", 5.0
 _CPU = torch.device("cpu")
@@ -43,7 +44,7 @@ _CPU = torch.device("cpu")
 
 def is_random(name: str | None) -> bool:
     """Whether this is the name of a model, or an autoencoder, without a file."""
-    return name is not None and name.startswith(PREFIX)
+    return name is not None and name.startswith(RANDOM)
 
 
 def entry(name: str) -> Entry:
@@ -52,10 +53,10 @@ def entry(name: str) -> Entry:
     Raises:
         ConfigError: no such architecture; known ones are told.
     """
-    known = [each for each in catalogue.parts().architectures if each != "tiny"]
-    wanted = name.removeprefix(PREFIX)
+    known = [each for each in entries.parts().architectures if each != "tiny"]
+    wanted = name.removeprefix(RANDOM)
     if wanted not in known:
-        raise ConfigError(f"there is no {name}; it can be {' or '.join(PREFIX + each for each in known)}")
+        raise ConfigError(f"there is no {name}; it can be {' or '.join(RANDOM + each for each in known)}")
     changes: dict[str, Any] = {
         "name": wanted,
         "title": f"{wanted} with random weights",
@@ -64,7 +65,7 @@ def entry(name: str) -> Entry:
         "context": Context(trained="clean", works=("clean", "staircase", "matched"), noise=0.0),
         "positions": Positions(published="relative"),
     }
-    return catalogue.find(_LIKE).model_copy(update=changes)
+    return entries.find(_LIKE).model_copy(update=changes)
 
 
 def any_steps(spec: ModelSpec) -> ModelSpec:
@@ -103,12 +104,12 @@ def decoder(name: str, device: torch.device, dtype: torch.dtype) -> VideoDecoder
     # Of the encoder nobody reads more than the shapes.
     encoder = {key for key in shapes if key.startswith(("encoder.", "quant_conv."))}
     tensors = {key: torch.empty(shapes[key], device="meta") if key in encoder else drawn.read(key) for key in shapes}
-    return WanDecoder(vae_weights.load(Path(name), "decoder", device, dtype, tensors))
+    return WanDecoder(wan_weights.load(Path(name), "decoder", device, dtype, tensors))
 
 
 class Drawn:
-    """A `Store` (models/stores.py) whose tensors are drawn: matrices and convolutions so that what comes out is as
-    large as what went in, norms are 1, biases 0."""
+    """A `Store` (models/checkpoint/tensor_store.py) whose tensors are drawn: matrices and convolutions so that what
+    comes out is as large as what went in, norms are 1, biases 0."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> None:
         self._shapes, self._device, self._dtype = shapes, device, dtype
@@ -135,7 +136,7 @@ class Drawn:
 
 
 class DrawnText:
-    """A `TextEncoder` (models/base.py) without an encoder: every text has embeddings of its own, drawn."""
+    """A `TextEncoder` (models/interfaces.py) without an encoder: every text has embeddings of its own, drawn."""
 
     examples: tuple[str, ...] = ("anything: weights are random, and the picture is noise",)
     vocabulary: str = "Any words. The weights are random, so the picture is noise; only speed and memory are real."

@@ -93,7 +93,7 @@ def nearest_steps(old: Schedule, new: Schedule) -> tuple[int, ...]:
     )
 
 
-def told(timesteps: Sequence[float], sigmas: Sequence[float] | None = None) -> Schedule:
+def from_timesteps(timesteps: Sequence[float], sigmas: Sequence[float] | None = None) -> Schedule:
     """The schedule from timesteps as the model is told them; sigmas are timestep / 1000 unless they are given.
 
     A 0 at the end of either list is dropped, see `without_end`; but a timestep of 0 that has a sigma above 0 is a step.
@@ -109,7 +109,7 @@ def told(timesteps: Sequence[float], sigmas: Sequence[float] | None = None) -> S
     return Schedule(tuple(map(float, timesteps)) if kept else without_end(timesteps), levels)
 
 
-def own(steps: int, shift: float) -> Schedule:
+def embedded_schedule(steps: int, shift: float) -> Schedule:
     """The schedule of `steps` of the embedded model's steps, see `schedule`."""
     sigmas = schedule(steps, shift)
     return Schedule(tuple(TIMESTEPS * sigma for sigma in sigmas), sigmas)

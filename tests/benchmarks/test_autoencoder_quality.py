@@ -10,9 +10,9 @@ import torch
 from benchmarks import autoencoder_quality as quality
 from benchmarks import world_clips
 from streamdiff.errors import ConfigError
-from streamdiff.models.taehv import TAEHV
+from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny import world
-from streamdiff.models.tiny.train_autoencoder import AUTOENCODER
+from streamdiff.models.tiny.training.autoencoder import AUTOENCODER
 
 pytestmark = pytest.mark.slow
 

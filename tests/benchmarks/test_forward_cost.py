@@ -11,14 +11,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import throughput_model
 from benchmarks.forward_cost import Ceilings, Part, forward
-from streamdiff.models.base import Model
-from streamdiff.pipeline.planning.facts import Facts, facts_from
-from streamdiff.pipeline.ring import Ring
-from streamdiff.pipeline.runtime import ModelInfo
+from streamdiff.models.interfaces import Model
+from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.planner.model_sizes import ModelSizes, facts_from
+from streamdiff.pipeline.streaming_pipeline import ModelInfo
 from tests.small import CPU, small_model
 
 
-def facts_of(model: Model) -> Facts:
+def facts_of(model: Model) -> ModelSizes:
     config: Any = model.denoiser.model.config
     return facts_from(dict(config), model.spec)
 
@@ -27,7 +27,7 @@ def counted(model: Model, kv_context: str) -> int:
     """Operations of one denoise step, window full, as torch counts them. Plain attention: torch counts no other on a
     CPU."""
     model.denoiser.attention = "math"
-    ring = Ring(model, CPU)
+    ring = RingExecutor(model, CPU)
     ring.open(0, torch.zeros(model.spec.text_shape), epoch=0, steps=2, kv_context=kv_context)
     while True:
         ring.scheduler.set_room(0, 10**6)
@@ -59,12 +59,12 @@ def test_weights_are_read_once() -> None:
     assert weights == pytest.approx(stored - text - small + extra(facts), abs=2 * frames * facts.chunk_latents)
 
 
-def extra(facts: Facts) -> int:
+def extra(facts: ModelSizes) -> int:
     """What does not grow with a chunk beside the weights: the text's keys and values."""
     return facts.blocks * 2 * facts.text_tokens * facts.width
 
 
-def small_tokens(facts: Facts) -> Facts:
+def small_tokens(facts: ModelSizes) -> ModelSizes:
     """The same model with half the tokens in a chunk."""
     return replace(facts, latent_height=facts.latent_height // 2)
 

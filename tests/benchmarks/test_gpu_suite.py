@@ -12,9 +12,9 @@ from benchmarks import fps_ttff, gpu_check, gpu_suite
 from benchmarks.gpu_suite import Deadline, Found, allowed, plain, wanted, wrong
 from benchmarks.stream_case import Amount, Case
 from streamdiff.config import ModelConfig
-from streamdiff.pipeline import compiled
-from streamdiff.pipeline.compiled import Captured
-from tests.pipeline.test_captures import record
+from streamdiff.pipeline.runner import compiled_stage
+from streamdiff.pipeline.runner.compiled_stage import Captured
+from tests.pipeline.runner.test_cuda_graph_cache import record
 
 CPU = torch.device("cpu")
 WAN = ModelConfig(name="random:wan2.1-1.3b", vae="random:taew2_1", device="cuda", kv_context="clean")
@@ -78,7 +78,7 @@ def test_the_fast_paths_are_measured_beside_the_plain_one_before_anything_else()
 @pytest.mark.parametrize("live", [True, False])
 def test_two_sessions_at_once_are_checked(monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
     """With stand-ins for CUDA's graphs, nothing compiled; of a second session only where later ones may have any."""
-    monkeypatch.setattr(compiled, "captured_on", lambda device, _: Captured(record, live))
+    monkeypatch.setattr(compiled_stage, "captured_on", lambda device, _: Captured(record, live))
     with torch.compiler.set_stance("force_eager"):
         told = gpu_check.two_sessions("clean", CPU)
     assert told.startswith(f"{2 if live else 1} of 2 sessions captured, off by ")

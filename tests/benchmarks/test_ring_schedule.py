@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import ring_schedule
 from benchmarks.ring_schedule import Done, Plan, figures_of
-from streamdiff.pipeline.contexts import KV_CONTEXTS
+from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 
 
 @pytest.mark.slow

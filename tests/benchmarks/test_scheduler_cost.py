@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks import scheduler_cost
 from benchmarks.scheduler_cost import CONTEXTS, Plan, figures, main, measure
-from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.scheduler import StreamBatchScheduler
+from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
+from streamdiff.pipeline.scheduler.step import MicroStep
 
 
 def test_percentiles_are_those_of_the_samples() -> None:

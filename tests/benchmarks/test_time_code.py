@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import time_code
-from streamdiff.serve.codecs import Codec, Format
-from streamdiff.serve.encoder import PictureEncoder
+from streamdiff.server.media.codecs import Codec, Format
+from streamdiff.server.media.encoder import PictureEncoder
 
 
 @given(st.integers(0, 2**40))

@@ -12,7 +12,7 @@ from selenium.webdriver.common.keys import Keys
 
 from benchmarks.browser import probe
 
-PAINTED = (sys.executable, "-m", "tests.serve.scripted", "serve", "--no-browser")
+PAINTED = (sys.executable, "-m", "tests.server.scripted", "serve", "--no-browser")
 LIMIT_S = 60.0
 
 

@@ -16,11 +16,11 @@ from selenium.webdriver.support.ui import Select
 
 from benchmarks.browser import SERVE, Server, console_errors, running_server
 from tests.browser.looking import PAINTED, ask, coloured, until
-from tests.serve.scripted import MARKS
+from tests.server.scripted import MARKS
 
 pytestmark = pytest.mark.browser
 
-VIEW, CONTROL = "view-token-of-this-test", "control+token/of-this=test"
+VIEW, CONTROL = "view-token-of-this-test", "control+token*of-this~test"
 """The second one with signs that a careless reader of addresses takes for something else."""
 
 

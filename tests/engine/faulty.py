@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from streamdiff.engine import main as engine
-from streamdiff.pipeline.forward import Tensors
-from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.stage import Stage
+from torch import Tensor
+
+from streamdiff.engine.process import main as engine
+from streamdiff.pipeline import device_timer
+from streamdiff.pipeline.decode import host_copy
+from streamdiff.pipeline.distributed.gloo import GlooOutbox
+from streamdiff.pipeline.distributed.message import StageMessage
+from streamdiff.pipeline.runner.model_runner import ModelRunner
+from streamdiff.pipeline.runner.stage_forward import Tensors
+from streamdiff.pipeline.scheduler.step import MicroStep
 
 AT_CHUNK = 6  # behind what is made at the start, to be warm
 
@@ -27,23 +33,56 @@ def _strike() -> None:
             threading.Event().wait()
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "device":
+            Device.stuck = True
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class FaultyStage(Stage):
+class Device:
+    """What the host cannot see: once it is `stuck`, it comes to no event any more, and sends nothing."""
+
+    stuck = False
+
+
+class DeviceEvent(device_timer.HostEvent):
+    _never = False
+
+    def record(self) -> None:
+        super().record()
+        self._never = Device.stuck
+
+    def query(self) -> bool:
+        return not self._never
+
+
+class DeviceOutbox(GlooOutbox):
+    def send(self, work: StageMessage) -> None:
+        if not Device.stuck:
+            super().send(work)
+
+
+class FaultyStage(ModelRunner):
     def forward(self, rows: Sequence[MicroStep], given: Tensors) -> Tensors:
         if rows[0].chunk == AT_CHUNK and rows[0].session == 0:
             _strike()
         return super().forward(rows, given)
 
 
-if __name__ == "__main__":
-    if os.environ.get("RANK") == os.environ["FAULT_RANK"]:
-        from streamdiff.pipeline import ranks
+def decode_chunk(*arguments: Any) -> Iterator[Tensor]:
+    """The host waits for what the decoder makes."""
+    if Device.stuck:
+        threading.Event().wait()
+    return host_copy.decode_chunk(*arguments)
 
-        ranks.Stage = FaultyStage  # type: ignore[misc]
-    code = engine.main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+
+if __name__ == "__main__":
+    if os.environ.get("RANK", "0") == os.environ["FAULT_RANK"]:
+        from streamdiff.pipeline import executor, topology
+        from streamdiff.pipeline.decode import decode_worker
+
+        topology.Stage = executor.Stage = FaultyStage  # type: ignore[misc]
+        topology.GlooOutbox = DeviceOutbox  # type: ignore[misc]
+        decode_worker.decode_chunk = decode_chunk
+        device_timer.HostEvent = DeviceEvent  # type: ignore[misc]
+    engine.main_and_end()

@@ -8,7 +8,7 @@ import pytest
 
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Event, FrameBatch, Open, SetPrompt, Shown
-from streamdiff.pipeline.runtime import Runtime
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.small import BLUE, CPU, RED, small_model
 
 pytestmark = pytest.mark.slow
@@ -21,7 +21,7 @@ def test_micro_steps_prompts_and_decoding_print_nothing(
 ) -> None:
     caplog.set_level(logging.INFO)
     model = small_model(6, layers=1)
-    runtime = Runtime(model, CPU, steps=4)
+    runtime = StreamingPipeline(model, CPU, steps=4)
     engine = Engine(runtime, 3 * model.spec.chunk_frames)
 
     def take(events: list[Event]) -> None:

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from streamdiff.config import ModelConfig
-from streamdiff.engine.contract import Pipeline
 from streamdiff.engine.engine import Engine
-from streamdiff.engine.main import _load_runtime
 from streamdiff.engine.messages import (
     SWITCHES,
     Accepted,
@@ -33,6 +31,8 @@ from streamdiff.engine.messages import (
     Shown,
     Shutdown,
 )
+from streamdiff.engine.pipeline_api import Pipeline
+from streamdiff.engine.process.main import _load_runtime
 from tests.engine.painted import CHUNK_FRAMES, Info, PaintedPipeline, checksum
 
 RED, BLUE, GREEN = "a red circle moving right over a meadow", "a blue star moving left at night", "a green heart"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.pipeline.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_FROM = (2, 30)
+KV_CONTEXTS = ("clean", "staircase", "matched")
 PARTS = {"links": 2, "steady": 2, "ring": None}
 """Programs of `nccl_rank.py` and how many ranks play them; None: as many as there are stages."""
 
@@ -57,6 +59,20 @@ def refusal(stages: int, devices: int, version: tuple[int, int, int] | None) -> 
 def refused(stages: int) -> str | None:
     """Why not here."""
     return refusal(stages, torch.cuda.device_count(), loaded_nccl())
+
+
+def finding(kv_context: str, same: bool, worst: float) -> str:
+    """The line in which a rank says whether the ring made what one stage makes."""
+    return f"{kv_context}: bit for bit {same}, worst difference {worst:.1e}"
+
+
+def check_same(said: str) -> None:
+    """Raises AssertionError unless a ring has said of each KV context, once, that it makes the same bits."""
+    for kv_context in KV_CONTEXTS:
+        found = re.findall(rf"^{kv_context}: bit for bit (\w+), (.*)$", said, re.MULTILINE)
+        assert len(found) == 1, f"{kv_context} was compared {len(found)} times:\n{said}"
+        ((same, more),) = found
+        assert same == "True", f"{kv_context} makes something else over the ring: {more}"
 
 
 def environment(ranks: int, devices: int, ahead: bool) -> dict[str, str]:
@@ -119,7 +135,10 @@ def main() -> int:
         f"NCCL {loaded_nccl()}, torch {torch.__version__}, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     )
     for part, ranks in PARTS.items():
-        print(f"== {part}\n{play(part, ranks or options.stages, options.ahead)}", flush=True)
+        said = play(part, ranks or options.stages, options.ahead)
+        print(f"== {part}\n{said}", flush=True)
+        if part == "ring":
+            check_same(said)
     return 0
 
 

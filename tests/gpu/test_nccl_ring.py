@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu.nccl_ring import play, refusal, refused
-from tests.pipeline.links.scenarios import SCENARIOS
+from tests.gpu.nccl_ring import KV_CONTEXTS, check_same, finding, play, refusal, refused
+from tests.pipeline.distributed.scenarios import SCENARIOS
 
 
 def skip_where_it_cannot_run(ranks: int) -> None:
@@ -33,9 +33,16 @@ def test_the_host_never_waits_for_the_device() -> None:
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_ring_makes_what_one_stage_makes(stages: int) -> None:
     skip_where_it_cannot_run(stages)
-    said = play("ring", stages)
-    for kv_context in ("clean", "staircase", "matched"):
-        assert f"{kv_context}: bit for bit" in said
+    check_same(play("ring", stages))
+
+
+def test_a_ring_that_makes_something_else_is_noticed() -> None:
+    right = {kv_context: finding(kv_context, True, 0.0) for kv_context in KV_CONTEXTS}
+    check_same("\n".join(["rank 0:", *right.values(), "rank 1:"]))
+    for kv_context in KV_CONTEXTS:
+        for line in (finding(kv_context, False, 1e-6), finding(kv_context, False, float("nan")), ""):
+            with pytest.raises(AssertionError, match=kv_context):
+                check_same("\n".join({**right, kv_context: line}.values()))
 
 
 @pytest.mark.parametrize(

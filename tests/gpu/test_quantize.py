@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamdiff.models.quantize import FP8_CAPABILITY
-from streamdiff.models.wan.transformer import WanDenoiser, attend
-from streamdiff.models.wan.weights import load_transformer
+from streamdiff.models.transformer.quantization import FP8_CAPABILITY
+from streamdiff.models.transformer.wan import WanDenoiser, attend
+from streamdiff.models.transformer.weights import load_transformer
 from tests.small import LATENT_CHANNELS, small_transformer
 
 pytestmark = pytest.mark.gpu

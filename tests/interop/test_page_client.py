@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from streamdiff.config import IceServer
-from streamdiff.serve.routes_whep import links
+from streamdiff.server.routes.whep import links
 
 pytestmark = [pytest.mark.interop, pytest.mark.node]
 
-CLIENT = Path(__file__).parents[2] / "streamdiff" / "serve" / "static" / "client.js"
+CLIENT = Path(__file__).parents[2] / "streamdiff" / "server" / "static" / "client.js"
 SCRIPT = """
 import { readFileSync } from "node:fs";
 const source = readFileSync(process.argv[1], "utf8");

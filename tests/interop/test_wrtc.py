@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.conftest import Site, open_site
+from tests.server.conftest import Site, open_site
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop, pytest.mark.node]
 

@@ -7,11 +7,12 @@ import torch
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models import catalogue, library, random_weights
-from streamdiff.models.catalogue import Architecture
-from streamdiff.models.library import Parts
-from streamdiff.pipeline import loading
-from streamdiff.pipeline.start import load_runtime
+from streamdiff.models import model_loader, random_weights
+from streamdiff.models.catalogue import entries
+from streamdiff.models.catalogue.schema import Architecture
+from streamdiff.models.model_loader import PartOverrides
+from streamdiff.pipeline import rank_loader
+from streamdiff.pipeline.build import load_runtime
 
 CPU = torch.device("cpu")
 SMALL = Architecture(width=96, ffn_dim=64, heads=2, blocks=3, in_channels=16, out_channels=16, freq_dim=16)
@@ -19,9 +20,9 @@ SMALL = Architecture(width=96, ffn_dim=64, heads=2, blocks=3, in_channels=16, ou
 
 @pytest.fixture(autouse=True)
 def small_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = catalogue.parts()
+    parts = entries.parts()
     parts = parts.model_copy(update={"architectures": {**parts.architectures, "small": SMALL}})
-    monkeypatch.setattr(catalogue, "parts", lambda: parts)
+    monkeypatch.setattr(entries, "parts", lambda: parts)
 
 
 def test_real_sizes_are_those_of_the_published_models() -> None:
@@ -47,9 +48,9 @@ def test_a_stream_comes_out_in_any_number_of_steps() -> None:
 
 
 def test_parts_of_the_model_are_parts_of_the_same_model() -> None:
-    place = library.find("random:small")
-    whole = library.load_transformer(place, CPU, torch.float32)
-    last = library.load_transformer(place, CPU, torch.float32, (2, 3))
+    place = model_loader.find("random:small")
+    whole = model_loader.load_transformer(place, CPU, torch.float32)
+    last = model_loader.load_transformer(place, CPU, torch.float32, (2, 3))
     assert torch.equal(whole.blocks[2].attn1.to_q.weight, last.blocks[0].attn1.to_q.weight)
     assert not torch.equal(whole.blocks[1].attn1.to_q.weight, last.blocks[0].attn1.to_q.weight)
     assert 0.5 < whole.blocks[0].attn1.to_q.weight.detach().std().item() * 96**0.5 < 1.5
@@ -69,15 +70,15 @@ def test_texts_have_embeddings_of_their_own() -> None:
 
 
 def test_nothing_is_read_or_fetched() -> None:
-    place = library.find("random:wan2.1-14b", Parts(vae="random:taew2_1"))
-    assert library.digest(place) == library.digest(library.find("random:wan2.1-1.3b"))
+    place = model_loader.find("random:wan2.1-14b", PartOverrides(vae="random:taew2_1"))
+    assert model_loader.digest(place) == model_loader.digest(model_loader.find("random:wan2.1-1.3b"))
     config = ModelConfig(name="random:wan2.1-14b", size="512x512", steps=2)
-    assert loading.read_spec(config).chunk_shape == (16, 3, 64, 64) and loading.facts_of(config).blocks == 40
+    assert rank_loader.read_spec(config).chunk_shape == (16, 3, 64, 64) and rank_loader.facts_of(config).blocks == 40
 
 
 @pytest.mark.parametrize("name", ["random:tiny", "random:wan3", "random:"])
 def test_an_unknown_one_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"random:wan2\.1-1\.3b or random:wan2\.1-14b"):
-        library.find(name)
+        model_loader.find(name)
     with pytest.raises(ConfigError, match=r"it can be random:wan2\.1 or random:taew2_1"):
         random_weights.decoder(name, CPU, torch.float32)

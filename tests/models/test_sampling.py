@@ -155,7 +155,7 @@ def test_what_was_warped_from_whole_numbers_lies_on_the_grid() -> None:
 
 def test_without_rounding_a_sigma_is_the_timestep() -> None:
     assert sampling.published((700, 500), shift=8.0) == sampling.Schedule((700.0, 500.0), (0.7, 0.5))
-    assert sampling.told((1000, 937.5)) == sampling.Schedule((1000.0, 937.5), (1.0, 0.9375))
+    assert sampling.from_timesteps((1000, 937.5)) == sampling.Schedule((1000.0, 937.5), (1.0, 0.9375))
 
 
 @given(st.floats(1e-3, 1000.0))
@@ -178,13 +178,13 @@ def test_noise_is_scaled_by_something_up_to_one(scale: float) -> None:
 
 
 def test_a_zero_at_the_end_is_no_step() -> None:
-    assert sampling.told((1000, 500, 0)) == sampling.told((1000, 500))
-    assert sampling.told((1000, 500, 0), (0.9, 0.4, 0)) == sampling.told((1000, 500), (0.9, 0.4))
+    assert sampling.from_timesteps((1000, 500, 0)) == sampling.from_timesteps((1000, 500))
+    assert sampling.from_timesteps((1000, 500, 0), (0.9, 0.4, 0)) == sampling.from_timesteps((1000, 500), (0.9, 0.4))
     assert sampling.published((1000, 500, 0), shift=5.0, warp=True).steps == 2
 
 
 def test_a_zero_at_the_end_that_has_a_noise_level_is_a_step() -> None:
-    made = sampling.told((1000, 500, 0), (1, 0.5, 0.01))
+    made = sampling.from_timesteps((1000, 500, 0), (1, 0.5, 0.01))
     assert (made.timesteps, made.sigmas) == ((1000, 500, 0), (1, 0.5, 0.01))
     kept = sampling.published((1000, 500, 0), shift=5.0, nearest=True, keep_end=True)
     assert kept.timesteps == (1000, 500, 0)
@@ -202,7 +202,7 @@ def test_an_end_that_cannot_be_kept_is_refused(steps: tuple[float, ...], nearest
 
 def test_sigmas_may_differ_from_the_timesteps() -> None:
     """StreamDiffusionV2 tells its model 0.1 less noise than it mixed in."""
-    made = sampling.told((600, 500), (0.7, 0.5))
+    made = sampling.from_timesteps((600, 500), (0.7, 0.5))
     assert (made.timesteps, made.sigmas) == ((600.0, 500.0), (0.7, 0.5))
 
 
@@ -226,7 +226,7 @@ def test_a_list_that_is_no_schedule_is_refused(
     timesteps: tuple[float, ...], sigmas: tuple[float, ...] | None, words: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        sampling.told(timesteps, sigmas)
+        sampling.from_timesteps(timesteps, sigmas)
     assert words in str(caught.value)
     if sigmas is None:
         with pytest.raises(ConfigError):
@@ -240,7 +240,7 @@ def test_a_shift_that_shifts_nothing_sensible_is_refused(shift: float) -> None:
 
 
 def test_a_first_chunk_may_have_steps_of_its_own_but_not_fewer() -> None:
-    two, four = sampling.own(2, 5.0), sampling.own(4, 5.0)
+    two, four = sampling.embedded_schedule(2, 5.0), sampling.embedded_schedule(4, 5.0)
     made = sampling.Schedule(two.timesteps, two.sigmas, four)
     assert (made.of(0), made.of(1), made.of(9), two.of(0)) == (four, made, made, two)
     assert made.steps == 2

@@ -78,11 +78,11 @@ def test_weights_and_page_are_inside(wheel: Path) -> None:
     assert weights == expected
     assert any(name.endswith(".safetensors") for name in weights)
     assert sum(weights.values()) <= 12e6
-    catalogue = {name for name in sizes if name.startswith("streamdiff/models/catalogue/")}
+    catalogue = {name for name in sizes if name.startswith("streamdiff/models/catalogue/data/")}
     entries = ROOT / "streamdiff" / "models" / "catalogue"
     assert catalogue == {str(path.relative_to(ROOT)) for path in entries.glob("*.yaml")} and len(catalogue) > 15
     for page in ("index.html", "app.js", "style.css"):
-        assert sizes[f"streamdiff/serve/static/{page}"] > 0
+        assert sizes[f"streamdiff/server/static/{page}"] > 0
     assert "streamdiff/py.typed" in sizes
     assert not [name for name in sizes if name.startswith(("tests", "benchmarks")) or "__pycache__" in name]
     assert any(name.endswith("licenses/LICENSE") for name in sizes)

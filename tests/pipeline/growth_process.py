@@ -23,15 +23,15 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from streamdiff.pipeline import ranks
-from streamdiff.pipeline.contexts import KV_CONTEXTS
-from streamdiff.pipeline.links import gloo as links_gloo
-from streamdiff.pipeline.links.gloo import GlooInbox, GlooOutbox
-from streamdiff.pipeline.planning.plan import split_evenly
-from streamdiff.pipeline.ring import Ring
-from streamdiff.pipeline.stage import Stage
-from streamdiff.pipeline.work import Work
-from streamdiff.pipeline.worker import LinkSource, Worker
+from streamdiff.pipeline import topology
+from streamdiff.pipeline.distributed import gloo as links_gloo
+from streamdiff.pipeline.distributed.gloo import GlooInbox, GlooOutbox
+from streamdiff.pipeline.distributed.message import StageMessage
+from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.planner.partition import split_evenly
+from streamdiff.pipeline.runner.model_runner import ModelRunner
+from streamdiff.pipeline.runner.worker import LinkSource, Worker
+from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 from tests.pipeline.processes import run_ranks
 from tests.small import BLUE, CPU, RED, small_model
 
@@ -77,14 +77,14 @@ class Transfers:
 class Counter(Worker):
     """A rank that counts what it holds when the mark goes by. `ring` is for the head."""
 
-    ring: Ring | None = None
+    ring: RingExecutor | None = None
 
-    def __init__(self, stage: Stage, outbox: GlooOutbox, inbox: GlooInbox, transfers: Transfers) -> None:
+    def __init__(self, stage: ModelRunner, outbox: GlooOutbox, inbox: GlooInbox, transfers: Transfers) -> None:
         super().__init__(LinkSource(inbox), stage, outbox)
         self.links, self.transfers, self.process = (outbox, inbox), transfers, psutil.Process()
         self.found: list[Counts] = []
 
-    def turn(self, wait_s: float | None = 0.0) -> Work | None:
+    def turn(self, wait_s: float | None = 0.0) -> StageMessage | None:
         work = super().turn(wait_s)
         if work is not None and work.control is not None and work.control.session == MARK:
             self.found.append(self.counts())
@@ -113,7 +113,7 @@ class Counter(Worker):
 class Show:
     """The sessions of a head, by number; `epochs` never repeat."""
 
-    def __init__(self, ring: Ring, texts: Sequence[torch.Tensor], frames: int) -> None:
+    def __init__(self, ring: RingExecutor, texts: Sequence[torch.Tensor], frames: int) -> None:
         self.ring, self.texts, self.frames, self.epochs = ring, texts, frames, count()
         for name in range(len(KV_CONTEXTS)):
             self.open(name)
@@ -148,15 +148,15 @@ def main(rank: int, stages: int, port: int, chunks: int) -> list[Counts]:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=stages, timeout=timedelta(days=3650))
     links_gloo.dist = transfers = Transfers()  # type: ignore[assignment]
     model = small_model(6, layers=stages, heads=1, chunk=1, window=3, planes=0)
-    part, place = model.part(*split_evenly(model.blocks, stages)[rank]), ranks.Place(rank, stages)
-    stage, links = Stage(part, CPU, rank, stages), ranks.connect(part, place, CPU)
+    part, place = model.part(*split_evenly(model.blocks, stages)[rank]), topology.StageTopology(rank, stages)
+    stage, links = ModelRunner(part, CPU, rank, stages), topology.connect(part, place, CPU)
     worker = Counter(stage, *links, transfers)
     gc.collect()
     gc.freeze()  # what was imported is not counted, and is not looked at again and again
     if rank > 0:
         worker.run()
         return worker.found
-    ring = Ring(part, CPU, stage=stage, links=links)
+    ring = RingExecutor(part, CPU, stage=stage, links=links)
     worker.source, worker.ring, ring._worker = ring._admission, ring, worker
     show = Show(ring, [model.text.encode(text) for text in (RED, BLUE)], model.spec.chunk_frames)
     for number in range(chunks // LEG):

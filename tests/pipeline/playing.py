@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from streamdiff.models.base import Model
-from streamdiff.pipeline.ring import Ring
+from streamdiff.models.interfaces import Model
+from streamdiff.pipeline.executor import RingExecutor
 from tests.small import BLUE, RED, WHITE
 
 CHUNKS, CHUNKS_LONG = 8, 30  # with a window of three chunks: evictions
@@ -26,7 +26,9 @@ class Order:
     then_steps: int | None = None
 
 
-def play(ring: Ring, model: Model, orders: dict[int, Order], chunks: int = CHUNKS) -> dict[int, list[torch.Tensor]]:
+def play(
+    ring: RingExecutor, model: Model, orders: dict[int, Order], chunks: int = CHUNKS
+) -> dict[int, list[torch.Tensor]]:
     """Latents of `chunks` chunks of every session, made together."""
     for name, order in orders.items():
         text = model.text.encode(order.text)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from streamdiff.models import sampling
-from streamdiff.models.base import Model
-from streamdiff.models.wan import rotary
-from streamdiff.models.wan.transformer import KeyValue, attend
+from streamdiff.models.interfaces import Model
+from streamdiff.models.transformer import rope
+from streamdiff.models.transformer.wan import KeyValue, attend
 
 Row = tuple[int, int]  # (chunk, step); step == steps is the clean pass
 
@@ -93,10 +93,10 @@ class Explicit:
             values = torch.cat([frame_values[pair] for pair in pairs])
             chunks = self.chunks
             places = [i if chunks is None else chunks[r] * self.frames + f for i, (r, f) in enumerate(pairs)]
-            table = rotary.table(torch.tensor(places), *self.grid, query.shape[-1])
+            table = rope.table(torch.tensor(places), *self.grid, query.shape[-1])
             own = pairs.index((row, 0)) * per  # the last, but among chunks that are made together
-            turned = rotary.rotate(query[row], table[own : own + self.frames * per])
-            mixed.append(attend(turned[None], rotary.rotate(keys, table)[None], values[None]))
+            turned = rope.rotate(query[row], table[own : own + self.frames * per])
+            mixed.append(attend(turned[None], rope.rotate(keys, table)[None], values[None]))
         return torch.cat(mixed)
 
 

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
-from streamdiff.models.base import Model
-from streamdiff.pipeline import ranks
-from streamdiff.pipeline.links import nccl as links_nccl
-from streamdiff.pipeline.planning.plan import split_evenly
-from streamdiff.pipeline.ranks import Place, follower, head_ring
-from tests.pipeline.links.rough import BROKEN, LANES, LINKS
-from tests.pipeline.links.scenarios import HostStreams
+from streamdiff.models.interfaces import Model
+from streamdiff.pipeline import topology
+from streamdiff.pipeline.distributed import nccl as links_nccl
+from streamdiff.pipeline.planner.partition import split_evenly
+from streamdiff.pipeline.topology import StageTopology, follower, head_ring
+from tests.pipeline.distributed.rough import BROKEN, LANES, LINKS
+from tests.pipeline.distributed.scenarios import HostStreams
 from tests.pipeline.playing import CHUNKS, CHUNKS_LONG, OTHER_STEPS, THREE, play
 from tests.small import CPU, small_model
 
@@ -59,16 +59,16 @@ class Case(NamedTuple):
 
 def main(rank: int, stages: int, port: int, out: str, cases: list[str]) -> None:
     torch.set_num_threads(1)
-    ranks.edge_groups = partial(links_nccl.edge_groups, backend="gloo")
+    topology.edge_groups = partial(links_nccl.edge_groups, backend="gloo")
     links_nccl.CudaStreams = lambda device: HostStreams()  # type: ignore[misc, assignment]
     store = dist.TCPStore("127.0.0.1", port, stages, rank == 0, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=stages, timeout=timedelta(days=3650))
     results = {}
     for number, text in enumerate(cases):
         case = Case.of(text)
-        ranks.GlooOutbox, ranks.GlooInbox = LINKS[case.links]  # type: ignore[misc]
+        topology.GlooOutbox, topology.GlooInbox = LINKS[case.links]  # type: ignore[misc]
         model = model_of(case.dtype)
-        place = Place(rank, stages, number, case.max_rows, "nccl" if case.links == LANES else "gloo")
+        place = StageTopology(rank, stages, number, case.max_rows, "nccl" if case.links == LANES else "gloo")
         part = model.part(*split_evenly(model.blocks, stages)[rank])
         if rank:
             follower(part, place, CPU).run()

@@ -10,10 +10,10 @@ import torch
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.base import Model
-from streamdiff.pipeline.loading import read_spec
-from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.ring import LocalRing, Ring
+from streamdiff.models.interfaces import Model
+from streamdiff.pipeline.executor import LocalRing, RingExecutor
+from streamdiff.pipeline.rank_loader import read_spec
+from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.playing import THREE, Order, play, same
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
@@ -23,11 +23,11 @@ TOLERANCE = 1e-5
 """Of latents, in float32: a product over twice the rows may add in another order."""
 
 
-def one(model: Model, with_next: bool) -> Ring:
-    return Ring(model, CPU, clean_with_next=with_next)
+def one(model: Model, with_next: bool) -> RingExecutor:
+    return RingExecutor(model, CPU, clean_with_next=with_next)
 
 
-def three(model: Model, with_next: bool) -> Ring:
+def three(model: Model, with_next: bool) -> RingExecutor:
     return LocalRing(model, CPU, 3, clean_with_next=with_next)
 
 
@@ -37,7 +37,7 @@ def worst(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 
 
 def stream(
-    ring: Ring, text: Callable[[str], torch.Tensor], policy: str, chunks: int
+    ring: RingExecutor, text: Callable[[str], torch.Tensor], policy: str, chunks: int
 ) -> tuple[list[torch.Tensor], list[list[MicroStep]]]:
     """Latents, and the forwards' rows; the prompt changes between a chunk's clean pass and the step that goes with it:
     chunk 6 is admitted under the new one."""
@@ -63,7 +63,7 @@ def stream(
 @pytest.mark.parametrize("policy", ["keep", "flush", "recache"])
 @pytest.mark.parametrize("kind", [one, three])
 def test_the_same_stream_through_evictions_a_sink_and_a_prompt_switch_between_the_two(
-    kind: Callable[..., Ring], policy: str, sink: int
+    kind: Callable[..., RingExecutor], policy: str, sink: int
 ) -> None:
     model = small_model(5, layers=3, sink=sink)
     expected, serial = stream(kind(model, False), model.text.encode, policy, 12)
@@ -92,7 +92,7 @@ def test_without_room_the_clean_pass_goes_alone_and_nothing_waits() -> None:
 def test_in_a_ring_the_next_chunk_follows_a_clean_pass_that_is_on_its_way() -> None:
     """There was no room when it entered; the order on the links is enough."""
     model = small_model(5, layers=3)
-    expected = play(Ring(model, CPU), model, {0: Order(WHITE, 3, 4, "clean")})[0]
+    expected = play(RingExecutor(model, CPU), model, {0: Order(WHITE, 3, 4, "clean")})[0]
     ring = three(model, True)
     got = play(ring, model, {0: Order(WHITE, 3, 4, "clean")})[0]
     assert worst(got, expected) <= TOLERANCE
@@ -102,7 +102,7 @@ def test_an_adaptive_sink_is_adapted_before_the_next_chunk_reads_it() -> None:
     model = small_model(5, layers=3, sink=2)
     model = replace(model, spec=replace(model.spec, adaptive_sink=1.0))
     order = {0: Order(RED, 3, 4, "clean")}
-    plain = play(Ring(replace(model, spec=replace(model.spec, adaptive_sink=None)), CPU), model, order)[0]
+    plain = play(RingExecutor(replace(model, spec=replace(model.spec, adaptive_sink=None)), CPU), model, order)[0]
     expected, got = play(one(model, False), model, order)[0], play(one(model, True), model, order)[0]
     assert worst(got, expected) <= TOLERANCE
     assert worst(plain, expected) > 1e-3, "the sink was adapted"

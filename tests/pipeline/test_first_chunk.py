@@ -10,11 +10,11 @@ from torch import Tensor
 
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
-from streamdiff.models.base import Model
-from streamdiff.pipeline.ring import Ring
-from streamdiff.pipeline.scheduler import StreamBatchScheduler
-from streamdiff.pipeline.scripted import Script, Switch, play
-from streamdiff.pipeline.source import Source
+from streamdiff.models.interfaces import Model
+from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.reference_run import ReferenceRun, Switch, play
+from streamdiff.pipeline.runner.init_latents import InitLatents
+from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from tests.pipeline.reference import Reference
 from tests.small import BLUE, CPU, RED, small_model
 
@@ -27,12 +27,12 @@ def beginning_with(first: int, *, chunk: int = 1, window: int = 5, sink: int = 0
     return replace(model, spec=replace(model.spec, first_chunks=first, rope=rope))
 
 
-def script_of(model: Model, kv_context: str, steps: int = 2) -> Script:
-    schedule = sampling.own(steps, model.spec.shift)
-    return Script(model.text.encode(RED), CHUNKS, schedule, kv_context, SEED)
+def script_of(model: Model, kv_context: str, steps: int = 2) -> ReferenceRun:
+    schedule = sampling.embedded_schedule(steps, model.spec.shift)
+    return ReferenceRun(model.text.encode(RED), CHUNKS, schedule, kv_context, SEED)
 
 
-def played(model: Model, script: Script, stages: int = 1) -> Tensor:
+def played(model: Model, script: ReferenceRun, stages: int = 1) -> Tensor:
     return torch.stack(list(play(model, CPU, script, stages=stages)))
 
 
@@ -77,7 +77,7 @@ def test_any_number_of_stages_gives_the_same(kv_context: str, stages: int) -> No
     other = Switch(4, model.text.encode(BLUE), "reset")
     script = replace(
         script_of(model, kv_context),
-        schedule=sampling.told((700, 500)),
+        schedule=sampling.from_timesteps((700, 500)),
         switches=(other,),
         video=video,
         strength=0.8,
@@ -92,7 +92,7 @@ def test_any_number_of_stages_gives_the_same(kv_context: str, stages: int) -> No
 def test_those_made_together_have_the_level_without_motion() -> None:
     """StreamDiffusionV2 starts at 0.8 and tells 700, whatever moves; then the level follows."""
     video = torch.randn(4, 2, 1, 3, 3, generator=torch.Generator().manual_seed(1))
-    source = Source.following_motion(video, 0.8, together=2)
+    source = InitLatents.following_motion(video, 0.8, together=2)
     assert source.told[:2].tolist() == [700, 700] and source.mixed[:2].tolist() == pytest.approx([0.8, 0.8])
     assert float(source.told[2]) < 700 and float(source.mixed[2]) == pytest.approx(0.9 * 0.7 + 0.1 * 0.8)
 
@@ -145,7 +145,7 @@ def test_sessions_beside_it_are_as_if_alone() -> None:
     model = beginning_with(2, window=6, sink=3)
     alone = {context: played(model, script_of(model, context)) for context in CONTEXTS}
     for max_rows in (1, 2, 3):
-        ring, done = Ring(model, CPU, max_rows=max_rows), dict[tuple[int, int], Tensor]()
+        ring, done = RingExecutor(model, CPU, max_rows=max_rows), dict[tuple[int, int], Tensor]()
         for name, context in enumerate(CONTEXTS):
             ring.open(name, model.text.encode(RED), seed=SEED, epoch=0, steps=2, kv_context=context)
         while any((name, CHUNKS - 1) not in done for name in range(3)):
@@ -166,6 +166,6 @@ def test_what_would_cut_them_is_refused() -> None:
         played(model, replace(script, switches=(Switch(2, text),)))
     with pytest.raises(ConfigError, match=r"from chunk 5 to 7 has 2 chunks"):
         played(model, replace(script, switches=(Switch(5, text, "reset"),)))
-    two, four = sampling.own(2, 5.0), sampling.own(4, 5.0)
+    two, four = sampling.embedded_schedule(2, 5.0), sampling.embedded_schedule(4, 5.0)
     with pytest.raises(ValueError, match="also has more steps is not built"):
         played(model, replace(script, schedule=replace(two, first=four)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from streamdiff.pipeline.ring import Ring
+from streamdiff.pipeline.executor import RingExecutor
 from tests.pipeline.playing import Order, same
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
@@ -21,7 +21,7 @@ ORDERS = {
 }
 
 
-def open_session(ring: Ring, session: int, order: Order, epoch: int = 0) -> None:
+def open_session(ring: RingExecutor, session: int, order: Order, epoch: int = 0) -> None:
     ring.open(
         session,
         MODEL.text.encode(order.text),
@@ -32,7 +32,7 @@ def open_session(ring: Ring, session: int, order: Order, epoch: int = 0) -> None
     )
 
 
-def run(ring: Ring, sessions: list[int], chunks: int) -> dict[int, list[torch.Tensor]]:
+def run(ring: RingExecutor, sessions: list[int], chunks: int) -> dict[int, list[torch.Tensor]]:
     """Run until every session has finished `chunks` chunks; their latents. The session furthest behind goes first."""
     done: dict[int, list[torch.Tensor]] = {session: [] for session in sessions}
     while any(len(latents) < chunks for latents in done.values()):
@@ -48,13 +48,13 @@ def run(ring: Ring, sessions: list[int], chunks: int) -> dict[int, list[torch.Te
 
 
 def alone(order: Order, chunks: int = CHUNKS) -> list[torch.Tensor]:
-    ring = Ring(MODEL, CPU)
+    ring = RingExecutor(MODEL, CPU)
     open_session(ring, 7, order)
     return run(ring, [7], chunks)[7]
 
 
 def test_interleaved_sessions_are_bit_identical_to_each_alone() -> None:
-    ring = Ring(MODEL, CPU, max_rows=1)
+    ring = RingExecutor(MODEL, CPU, max_rows=1)
     for session, order in ORDERS.items():
         open_session(ring, session, order)
     together = run(ring, list(ORDERS), CHUNKS)
@@ -65,7 +65,7 @@ def test_interleaved_sessions_are_bit_identical_to_each_alone() -> None:
 
 @pytest.mark.parametrize("max_rows", [2, 4])
 def test_batched_sessions_equal_each_alone(max_rows: int) -> None:
-    ring = Ring(MODEL, CPU, max_rows=max_rows)
+    ring = RingExecutor(MODEL, CPU, max_rows=max_rows)
     for session, order in ORDERS.items():
         open_session(ring, session, order)
     together = run(ring, list(ORDERS), CHUNKS)
@@ -75,7 +75,7 @@ def test_batched_sessions_equal_each_alone(max_rows: int) -> None:
 
 
 def test_a_session_that_comes_and_one_that_goes_do_not_disturb() -> None:
-    ring = Ring(MODEL, CPU)
+    ring = RingExecutor(MODEL, CPU)
     open_session(ring, 0, ORDERS[0])
     got = run(ring, [0], 2)[0]
     open_session(ring, 1, ORDERS[1])
@@ -98,7 +98,7 @@ def test_a_session_that_comes_and_one_that_goes_do_not_disturb() -> None:
 def test_a_prompt_change_touches_later_chunks_only_and_no_chunk_mixes(kv_context: str) -> None:
     order = Order(RED, 4, 4, kv_context)
     plain = alone(order, 6)
-    ring = Ring(MODEL, CPU)
+    ring = RingExecutor(MODEL, CPU)
     open_session(ring, 0, order)
     changed: list[torch.Tensor] = []
     epochs: dict[int, set[int]] = {}
@@ -122,7 +122,7 @@ def test_a_prompt_change_touches_later_chunks_only_and_no_chunk_mixes(kv_context
 
 
 def test_texts_of_past_epochs_are_forgotten() -> None:
-    ring = Ring(MODEL, CPU)
+    ring = RingExecutor(MODEL, CPU)
     open_session(ring, 0, ORDERS[1])
     texts = [MODEL.text.encode(RED), MODEL.text.encode(BLUE)]
     for epoch in range(1, 30):
@@ -138,7 +138,7 @@ def test_texts_of_past_epochs_are_forgotten() -> None:
 def test_a_reset_stream_is_a_fresh_one_bit_for_bit(kv_context: str, turns: int) -> None:
     """Wherever the reset falls: before the start, inside a chunk, between denoising and the clean pass."""
     order = Order(WHITE, 8, 4, kv_context)
-    ring = Ring(MODEL, CPU)
+    ring = RingExecutor(MODEL, CPU)
     open_session(ring, 0, Order(RED, 1, 4, kv_context))
     for _ in range(turns):
         ring.scheduler.set_room(0, MODEL.spec.chunk_frames)

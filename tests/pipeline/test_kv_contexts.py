@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from streamdiff.models import sampling
-from streamdiff.models.base import Model
-from streamdiff.models.wan.transformer import KeyValue
-from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.ring import Ring
-from streamdiff.pipeline.stage import Stage
+from streamdiff.models.interfaces import Model
+from streamdiff.models.transformer.wan import KeyValue
+from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.runner.model_runner import ModelRunner
+from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.reference import Explicit, Reference, window
 from tests.small import BLUE, CPU, RED, small_model
 
@@ -24,7 +24,7 @@ def streamed(
     model: Model, *, steps: int, kv_context: str, max_rows: int = 1, chunks: int = CHUNKS, seed: int = 11
 ) -> list[torch.Tensor]:
     """Latents of a stream whose prompt changes at chunk `CHANGE_AT`."""
-    ring = Ring(model, CPU, max_rows=max_rows)
+    ring = RingExecutor(model, CPU, max_rows=max_rows)
     ring.open(0, model.text.encode(RED), seed=seed, epoch=0, steps=steps, kv_context=kv_context)
     done: dict[int, torch.Tensor] = {}
     while len(done) < chunks:
@@ -173,7 +173,7 @@ def test_a_causal_forward_over_chunks_equals_one_block_causal_forward(sink: int)
     timestep = 1000 * torch.rand(count, spec.chunk_latents, generator=generator)
     embeddings = model.text.encode(RED)
 
-    stage = Stage(model, CPU)
+    stage = ModelRunner(model, CPU)
     stage.open(0, steps=4, kv_context="clean")
     stage.set_text(0, 0, embeddings, oldest=0)
     parts = []
@@ -193,7 +193,7 @@ def test_a_chunk_far_into_a_stream_is_computed_as_one_of_the_first() -> None:
     model = small_model(2, window=8, sink=2)
 
     def last(first: int) -> torch.Tensor:
-        stage = Stage(model, CPU)
+        stage = ModelRunner(model, CPU)
         stage.open(0, steps=4, kv_context="clean")
         stage.set_text(0, 0, model.text.encode(RED), oldest=0)
         generator = torch.Generator().manual_seed(4)

@@ -8,10 +8,10 @@ import psutil
 import pytest
 import torch
 
-from streamdiff.models.base import Model
-from streamdiff.pipeline.decoding import LocalDecoding
-from streamdiff.pipeline.ring import Ring
-from streamdiff.pipeline.runtime import Runtime
+from streamdiff.models.interfaces import Model
+from streamdiff.pipeline.decode.decode_worker import LocalDecoding
+from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.small import BLUE, CPU, RED, small_model
 
 pytestmark = pytest.mark.slow
@@ -20,7 +20,7 @@ PROCESS = psutil.Process()
 MEBIBYTE = 1 << 20
 
 
-def run(ring: Ring, model: Model, chunks: int, first_epoch: int) -> None:
+def run(ring: RingExecutor, model: Model, chunks: int, first_epoch: int) -> None:
     """Make `chunks` more chunks of session 0, with a prompt change now and then."""
     texts = [model.text.encode(RED), model.text.encode(BLUE)]
     done = 0
@@ -32,7 +32,7 @@ def run(ring: Ring, model: Model, chunks: int, first_epoch: int) -> None:
         done += len(finished)
 
 
-def kept(ring: Ring) -> dict[str, int]:
+def kept(ring: RingExecutor) -> dict[str, int]:
     """Lengths of everything that could grow, and the addresses of what must stay where it is."""
     stage, head = ring.stage.sessions[0], ring.head.sessions[0]
     state = ring.scheduler._sessions[0]
@@ -49,7 +49,7 @@ def kept(ring: Ring) -> dict[str, int]:
 
 def flat(chunks: int, kv_context: str) -> None:
     model = small_model(6, layers=1)
-    ring = Ring(model, CPU)
+    ring = RingExecutor(model, CPU)
     ring.open(0, model.text.encode(RED), seed=1, epoch=0, steps=2, kv_context=kv_context)
     run(ring, model, 120, 1)
     gc.collect()
@@ -79,7 +79,7 @@ def test_memory_files_and_lists_are_flat_over_thousands_of_chunks(
 
 def test_the_decoding_side_is_flat_too() -> None:
     model = small_model(6, layers=1)
-    runtime = Runtime(model, CPU)
+    runtime = StreamingPipeline(model, CPU)
     runtime.open(0, model.text.encode(RED), seed=1, epoch=0, steps=2, kv_context="clean")
 
     def play(chunks: int) -> None:

@@ -10,18 +10,20 @@ import torch
 from torch import Tensor
 
 from streamdiff.models import sampling
-from streamdiff.models.base import Model
-from streamdiff.models.wan.transformer import KeyValue
-from streamdiff.pipeline.head import PROMPT_SWITCHES
-from streamdiff.pipeline.noise import SeededNoise
-from streamdiff.pipeline.ring import LocalRing, Ring
+from streamdiff.models.interfaces import Model
+from streamdiff.models.transformer.wan import KeyValue
+from streamdiff.pipeline.executor import LocalRing, RingExecutor
+from streamdiff.pipeline.runner.noise import SeededNoise
+from streamdiff.pipeline.runner.sampler import PROMPT_SWITCHES
 from tests.pipeline.reference import Explicit
 from tests.small import BLUE, CPU, RED, small_model
 
 SEED, STEPS, CHUNKS = 11, 2, 9
 
 
-def streamed(model: Model, policy: str, at: int, kv_context: str = "clean", make: Callable[..., Ring] = Ring) -> Tensor:
+def streamed(
+    model: Model, policy: str, at: int, kv_context: str = "clean", make: Callable[..., RingExecutor] = RingExecutor
+) -> Tensor:
     """Latents `[CHUNKS, C, F, h, w]` of a stream whose prompt changes at chunk `at`."""
     ring = make(model, CPU)
     ring.open(0, model.text.encode(RED), seed=SEED, epoch=0, steps=STEPS, kv_context=kv_context)
@@ -96,7 +98,7 @@ def test_flush_keeps_the_sink_and_nothing_else() -> None:
 
     def last(change: int) -> Tensor:
         """Chunk 6 after a flush, with the latents of chunk `change` made with another noise."""
-        ring = Ring(model, CPU)
+        ring = RingExecutor(model, CPU)
         ring.open(0, model.text.encode(RED), seed=SEED, epoch=0, steps=STEPS, kv_context="clean")
         while True:
             chunk = ring.scheduler.next_chunk(0)
@@ -131,7 +133,7 @@ def test_any_number_of_stages_gives_the_same(policy: str, kv_context: str) -> No
 def test_only_what_the_next_chunk_may_see_is_kept(kv_context: str, kept: list[int]) -> None:
     """Of `matched`, which has no clean pass, nothing is."""
     model = small_model(1, sink=2)
-    ring = Ring(model, CPU)
+    ring = RingExecutor(model, CPU)
     ring.open(0, model.text.encode(RED), seed=SEED, epoch=0, steps=STEPS, kv_context=kv_context)
     done = 0
     while done < 20:
@@ -142,7 +144,7 @@ def test_only_what_the_next_chunk_may_see_is_kept(kv_context: str, kept: list[in
 
 def test_an_unknown_policy_is_refused_and_changes_nothing() -> None:
     model = small_model(1)
-    ring = Ring(model, CPU)
+    ring = RingExecutor(model, CPU)
     ring.open(0, model.text.encode(RED), seed=SEED, epoch=0, steps=STEPS, kv_context="clean")
     with pytest.raises(ValueError, match="prompt switch is 'forget'; it can be keep, flush, recache"):
         ring.set_text(0, 1, model.text.encode(BLUE), "forget")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from streamdiff.models import sampling
-from streamdiff.models.base import Model
-from streamdiff.models.sampling import nearest_steps, own
-from streamdiff.pipeline.microstep import MicroStep
-from streamdiff.pipeline.ring import LocalRing, Ring
+from streamdiff.models.interfaces import Model
+from streamdiff.models.sampling import embedded_schedule, nearest_steps
+from streamdiff.pipeline.executor import LocalRing, RingExecutor
+from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.playing import OTHER_STEPS, THREE, Order, play, same
 from tests.pipeline.reference import Reference
 from tests.small import BLUE, CPU, RED, WHITE, small_model
@@ -22,14 +22,14 @@ CHUNKS = 9
 
 def plain(model: Model, order: Order) -> list[torch.Tensor]:
     """What the order makes when nothing changes."""
-    return play(Ring(model, CPU), model, {0: replace(order, change_at=10**6, then_steps=None)}, CHUNKS)[0]
+    return play(RingExecutor(model, CPU), model, {0: replace(order, change_at=10**6, then_steps=None)}, CHUNKS)[0]
 
 
 @pytest.mark.parametrize("order", OTHER_STEPS.values(), ids=lambda order: f"{order.kv_context}-{order.steps}")
 def test_chunks_before_the_change_stay_and_those_after_equal_the_reference(order: Order) -> None:
     model = small_model(1, sink=2)
     model = replace(model, spec=replace(model.spec, context_sigma=0.1))
-    got = play(Ring(model, CPU), model, {0: order}, CHUNKS)[0]
+    got = play(RingExecutor(model, CPU), model, {0: order}, CHUNKS)[0]
     before = plain(model, order)
     assert same(got[: order.change_at], before[: order.change_at]), "frames already made stay"
     assert (got[order.change_at] - before[order.change_at]).abs().max() > 1e-2, "the change makes a difference"
@@ -54,7 +54,7 @@ def test_any_number_of_stages_and_any_company_gives_the_same(stages: int, with_n
     orders = THREE | OTHER_STEPS
     together = play(LocalRing(model, CPU, stages, clean_with_next=with_next), model, orders, CHUNKS)
     for name, order in orders.items():
-        alone = play(Ring(model, CPU), model, {name: order}, CHUNKS)[name]
+        alone = play(RingExecutor(model, CPU), model, {name: order}, CHUNKS)[name]
         if with_next and order.kv_context == "clean":  # two rows in a forward may add in another order
             for one, expected in zip(together[name], alone, strict=True):
                 torch.testing.assert_close(one, expected, rtol=1e-5, atol=1e-5)
@@ -62,7 +62,7 @@ def test_any_number_of_stages_and_any_company_gives_the_same(stages: int, with_n
             assert same(together[name], alone), f"session {name}: {order}"
 
 
-def entered(ring: Ring, orders: dict[int, int], turns: int) -> list[MicroStep]:
+def entered(ring: RingExecutor, orders: dict[int, int], turns: int) -> list[MicroStep]:
     """The rows of so many turns; `orders` says for a session with room how many chunks it may have admitted."""
     rows: list[MicroStep] = []
     for _ in range(turns):
@@ -73,8 +73,8 @@ def entered(ring: Ring, orders: dict[int, int], turns: int) -> list[MicroStep]:
     return rows
 
 
-@pytest.mark.parametrize("make", [Ring, lambda model, device: LocalRing(model, device, 3)])
-def test_in_a_staircase_no_chunk_overtakes_and_other_sessions_go_on(make: Callable[..., Ring]) -> None:
+@pytest.mark.parametrize("make", [RingExecutor, lambda model, device: LocalRing(model, device, 3)])
+def test_in_a_staircase_no_chunk_overtakes_and_other_sessions_go_on(make: Callable[..., RingExecutor]) -> None:
     model = small_model(3, layers=3)
     ring = make(model, CPU)
     for name, seed in ((0, 1), (1, 2)):
@@ -97,7 +97,7 @@ def test_in_a_staircase_no_chunk_overtakes_and_other_sessions_go_on(make: Callab
 def test_the_latest_of_several_changes_holds_and_a_prompt_meanwhile_too() -> None:
     """Steps 2, a prompt, then steps 1 and 2 again, all before anything could be admitted."""
     model = small_model(1)
-    ring = Ring(model, CPU)
+    ring = RingExecutor(model, CPU)
     ring.open(0, model.text.encode(RED), seed=5, epoch=0, steps=4, kv_context="staircase")
     entered(ring, {0: 3}, 6)
     ring.set_steps(0, 1, 2)
@@ -120,14 +120,14 @@ def test_the_latest_of_several_changes_holds_and_a_prompt_meanwhile_too() -> Non
 
 def test_the_steps_that_there_are_already_are_no_drain() -> None:
     model = small_model(1)
-    ring = Ring(model, CPU)
+    ring = RingExecutor(model, CPU)
     ring.open(0, model.text.encode(RED), seed=5, epoch=0, steps=2, kv_context="staircase")
     entered(ring, {0: 99}, 20)
     first = ring.scheduler.next_chunk(0)
     ring.set_steps(0, 1, 2)
     rows = entered(ring, {0: 99}, 6)
     assert {row.epoch for row in rows} == {0, 1} and {row.chunk for row in rows if row.epoch} >= {first}
-    again = Ring(model, CPU)
+    again = RingExecutor(model, CPU)
     again.open(0, model.text.encode(RED), seed=5, epoch=0, steps=2, kv_context="staircase")
     others = entered(again, {0: 99}, 26)[-len(rows) :]
     assert [(row.chunk, row.step) for row in rows] == [(row.chunk, row.step) for row in others]
@@ -136,7 +136,7 @@ def test_the_steps_that_there_are_already_are_no_drain() -> None:
 def test_steps_that_no_chunk_was_made_in_leave_nothing() -> None:
     """Where every step has a cache: fewer, carried out, and back again before a chunk could be admitted."""
     model = small_model(1)
-    ring = Ring(model, CPU)
+    ring = RingExecutor(model, CPU)
     ring.open(0, model.text.encode(RED), seed=5, epoch=0, steps=4, kv_context="matched")
     done: dict[int, torch.Tensor] = {}
     for limit, steps in ((3, 2), (3, 4), (CHUNKS, 0)):
@@ -153,7 +153,7 @@ def test_steps_that_no_chunk_was_made_in_leave_nothing() -> None:
 def test_a_reset_begins_in_the_steps_that_were_asked_for_last(waiting: bool) -> None:
     """Whether chunks were in flight, for which the change had to wait, or not."""
     model = small_model(1)
-    ring = Ring(model, CPU)
+    ring = RingExecutor(model, CPU)
     ring.open(0, model.text.encode(RED), seed=5, epoch=0, steps=4, kv_context="staircase")
     entered(ring, {0: 3}, 6 if waiting else 0)
     ring.set_steps(0, 1, 2)
@@ -162,13 +162,13 @@ def test_a_reset_begins_in_the_steps_that_were_asked_for_last(waiting: bool) -> 
     while len(done) < 5:
         ring.scheduler.set_room(0, 3 * model.spec.chunk_frames)
         done |= {row.chunk: latents for row, latents in ring.turn()[1] if row.epoch == 2}
-    fresh = play(Ring(model, CPU), model, {0: Order(RED, 5, 2, "staircase", 10**6)}, 5)[0]
+    fresh = play(RingExecutor(model, CPU), model, {0: Order(RED, 5, 2, "staircase", 10**6)}, 5)[0]
     assert same([done[chunk] for chunk in range(5)], fresh)
 
 
 def test_while_paused_a_change_waits_and_costs_no_work() -> None:
     model = small_model(1)
-    ring = Ring(model, CPU)
+    ring = RingExecutor(model, CPU)
     ring.open(0, model.text.encode(RED), seed=5, epoch=0, steps=4, kv_context="clean")
     entered(ring, {0: 1}, 2)
     ring.scheduler.set_paused(0, True)
@@ -183,9 +183,11 @@ def test_while_paused_a_change_waits_and_costs_no_work() -> None:
 
 def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
     model = small_model(1)
-    ring = Ring(model, CPU)
+    ring = RingExecutor(model, CPU)
     ring.open(0, model.text.encode(RED), seed=5, epoch=0, steps=4, kv_context="clean")
-    ring.open(1, model.text.encode(RED), seed=5, epoch=0, steps=sampling.told([900, 300, 200]), kv_context="clean")
+    ring.open(
+        1, model.text.encode(RED), seed=5, epoch=0, steps=sampling.from_timesteps([900, 300, 200]), kv_context="clean"
+    )
     with pytest.raises(ValueError, match=r"steps is 3; model \S+ has 4, 2"):
         ring.set_steps(0, 1, 3)
     with pytest.raises(ValueError, match="a schedule of its own, and keeps it"):
@@ -194,8 +196,8 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
     assert {row.steps for row in rows if row.session == 0} == {4} and {row.epoch for row in rows} == {0}
 
 
-@pytest.mark.parametrize("make", [Ring, lambda model, device: LocalRing(model, device, 3)])
-def test_a_past_cached_again_is_the_same_before_and_after_the_steps_change(make: Callable[..., Ring]) -> None:
+@pytest.mark.parametrize("make", [RingExecutor, lambda model, device: LocalRing(model, device, 3)])
+def test_a_past_cached_again_is_the_same_before_and_after_the_steps_change(make: Callable[..., RingExecutor]) -> None:
     """A context with noise, which is drawn by the number of the step: by that which the chunk was made in."""
     model = small_model(3, layers=3, sink=2)
     model = replace(model, spec=replace(model.spec, context_sigma=0.1))
@@ -222,6 +224,6 @@ def test_a_past_cached_again_is_the_same_before_and_after_the_steps_change(make:
 
 
 def test_a_cache_goes_on_with_the_step_whose_noise_is_nearest() -> None:
-    four, two = own(4, 5.0), own(2, 5.0)
+    four, two = embedded_schedule(4, 5.0), embedded_schedule(2, 5.0)
     assert nearest_steps(four, two) == (0, 2), "these levels are among the four"
     assert nearest_steps(two, four) == (0, 0, 1, 1)

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "streamdiff"
 
 @dataclass(frozen=True)
 class Module:
-    """`name` is dotted (`streamdiff.serve.app`); `place` is the path from the repository's root, for messages."""
+    """`name` is dotted (`streamdiff.server.app`); `place` is the path from the repository's root, for messages."""
 
     name: str
     place: str

@@ -1,4 +1,5 @@
-"""The hot path never waits for the device: no value of a tensor is read back in a micro-step (DESIGN section 8)."""
+"""The hot path never waits for the device: no value of a tensor is read back in a micro-step (docs/design.md, section
+8)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import pytest
 
 from tests.rules.source import Module, modules, parse
 
-HOT = ("streamdiff.models", "streamdiff.state", "streamdiff.pipeline")
+HOT = ("streamdiff.models", "streamdiff.pipeline.kv_cache", "streamdiff.pipeline")
 SYNC_METHODS = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize"}
 SYNC_FUNCTIONS = {"torch.cuda.synchronize", "torch.nonzero", "torch.masked_select", "torch.equal", "torch.allclose"}
 # Of values that the host holds in pageable memory: the host waits until they are on the device.
@@ -16,29 +17,27 @@ UPLOADS = {"torch.tensor", "torch.as_tensor", "torch.from_numpy"}
 
 # Modules that are not part of a micro-step, by prefix, and functions that are where the device is meant to be left.
 COLD = {
-    "streamdiff.models.tiny.train": "training and its parts",
-    "streamdiff.models.tiny.own_past": "training",
-    "streamdiff.models.tiny.rows": "training",
+    "streamdiff.models.text_encoder.embedding_store": "writes files, on the thread that encodes texts",
+    "streamdiff.models.tiny.training": "training and its parts",
     "streamdiff.models.tiny.world": "draws the training world",
     "streamdiff.models.tiny.weights": "files",
-    "streamdiff.models.conditioning": "files",
-    "streamdiff.models.tensor_files": "files",
-    "streamdiff.pipeline.planning.balance": "measures before the first chunk",
+    "streamdiff.models.checkpoint.tensor_reader": "files",
+    "streamdiff.models.checkpoint.tensor_writer": "files",
+    "streamdiff.pipeline.balance": "measures before the first chunk",
 }
 ALLOWED = {
-    "streamdiff.models.attention:_fault": "tries a kernel out before the first chunk",
-    "streamdiff.models.attention:_formula": "what it is compared with",
-    "streamdiff.models.tiny.text:tokens": "a prompt's, on the CPU",
-    "streamdiff.models.tiny.windows:__init__": "training",
-    "streamdiff.models.wan.text:_beside": "on the thread that encodes text",
-    "streamdiff.pipeline.links.lanes:drain": "for the start and the end",
-    "streamdiff.models.latents:__init__": "a decoder's constants",
-    "streamdiff.pipeline.head:_levels": "a session's noise levels",
+    "streamdiff.models.transformer.attention_backend:_fault": "tries a kernel out before the first chunk",
+    "streamdiff.models.transformer.attention_backend:_formula": "what it is compared with",
+    "streamdiff.models.tiny.text_encoder:tokens": "a prompt's, on the CPU",
+    "streamdiff.models.text_encoder.wan:_beside": "on the thread that encodes text",
+    "streamdiff.pipeline.distributed.cuda_streams:drain": "for the start and the end",
+    "streamdiff.models.autoencoder.normalisation:__init__": "a decoder's constants",
+    "streamdiff.pipeline.runner.sampler:_levels": "a session's noise levels",
     "streamdiff.models.tiny.model:save": "writes files",
-    "streamdiff.pipeline.links.gloo:receive": "a record in host memory, where gloo put it",
-    "streamdiff.pipeline.leaving:fetch": "on a decoding thread: here, and only here, pictures leave the device",
-    "streamdiff.pipeline.decoding:_decode": "pictures in host memory",
-    "streamdiff.pipeline.decoding:_receive": "pictures in host memory, where gloo put them",
+    "streamdiff.pipeline.distributed.gloo:receive": "a record in host memory, where gloo put it",
+    "streamdiff.pipeline.decode.host_copy:fetch": "on a decoding thread: here alone pictures leave the device",
+    "streamdiff.pipeline.decode.decode_worker:_decode": "pictures in host memory",
+    "streamdiff.pipeline.decode.decode_worker:_receive": "pictures in host memory, where gloo put them",
 }
 
 

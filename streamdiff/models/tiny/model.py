@@ -16,15 +16,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.base import Model, ModelSpec, Trunk
-from streamdiff.models.taehv import TAEHV
-from streamdiff.models.taehv_stream import TaehvDecoder, config_from, load_folder
-from streamdiff.models.tiny.text import TinyText
-from streamdiff.models.tiny.world256.text import LANGUAGE, WorldText
-from streamdiff.models.wan.transformer import WanDenoiser
-from streamdiff.models.wan.weights import FILE, load_blocks
+from streamdiff.models.autoencoder.taehv import TAEHV
+from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder, config_from, load_folder
+from streamdiff.models.interfaces import Model, StageModel
+from streamdiff.models.resolve import EMBEDDED_WEIGHTS
+from streamdiff.models.spec import ModelSpec
+from streamdiff.models.tiny.text_encoder import TinyText
+from streamdiff.models.tiny.world256.text_encoder import LANGUAGE, WorldText
+from streamdiff.models.transformer.wan import WanDenoiser
+from streamdiff.models.transformer.weights import FILE, load_blocks
 
-WEIGHTS = Path(__file__).parent / "weights"
+WEIGHTS = EMBEDDED_WEIGHTS
 PARTS = (
     "model_index.json",
     "transformer/config.json",
@@ -64,14 +66,16 @@ def load_text(folder: Path, device: torch.device) -> TinyText:
     return text
 
 
-def load_trunk(folder: Path, device: torch.device, name: str = "tiny", blocks: tuple[int, int] | None = None) -> Trunk:
+def load_trunk(
+    folder: Path, device: torch.device, name: str = "tiny", blocks: tuple[int, int] | None = None
+) -> StageModel:
     """What one stage needs of the model under `folder`, in float32: reads and keeps nothing else.
 
     Raises:
         ConfigError: as `load`.
     """
     spec = read_spec(folder, name)
-    return Trunk(spec, WanDenoiser(load_blocks(folder / "transformer", device, blocks)))
+    return StageModel(spec, WanDenoiser(load_blocks(folder / "transformer", device, blocks)))
 
 
 def read_spec(folder: Path, name: str = "tiny") -> ModelSpec:
@@ -85,7 +89,7 @@ def read_spec(folder: Path, name: str = "tiny") -> ModelSpec:
             raise ConfigError(
                 f"model folder {folder} has no {part}; a model is a folder with model_index.json, transformer, "
                 "text_encoder, tokenizer and vae. Use the embedded model with `--model tiny`, or train one with "
-                "`python -m streamdiff.models.tiny.train`"
+                "`python -m streamdiff.models.tiny.training`"
             )
     autoencoder = config_from(_read(folder / "vae" / "config.json"))
     index = _read(folder / "model_index.json")["stream"]

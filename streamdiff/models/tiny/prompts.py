@@ -9,7 +9,7 @@ import random
 import re
 from dataclasses import dataclass
 
-from streamdiff.models.base import Reading
+from streamdiff.models.interfaces import Reading
 from streamdiff.models.tiny.world import BACKGROUNDS, COLOR_NAMES, MOTION_NAMES, SHAPES, Scene
 
 DEFAULT = Scene("red", "circle", "right", "meadow")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.taehv import Memory
+from streamdiff.models.autoencoder.taehv import Memory
 from streamdiff.models.tiny import model
 from tests.small import AUTOENCODER, CPU, LATENT_CHANNELS, LATENT_SIDE, RED, small_parts
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamdiff.models.tiny import prompts, world
-from streamdiff.models.tiny.text import TEXT_TOKENS, UNKNOWN, build_tokenizer
+from streamdiff.models.tiny.text_encoder import TEXT_TOKENS, UNKNOWN, build_tokenizer
 
 TOKENIZER = build_tokenizer()
 COMPLETE = "a red circle moving right over a meadow"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, fields, replace
 
-from streamdiff.models.base import Reading
+from streamdiff.models.interfaces import Reading
 from streamdiff.models.tiny.world256.scene import (
     COLOR_NAMES,
     SETTING_TABLES,

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamdiff.models.tiny.text import UNKNOWN
+from streamdiff.models.tiny.text_encoder import UNKNOWN
 from streamdiff.models.tiny.world256 import prompts, vocabulary
 from streamdiff.models.tiny.world256.scene import SETTING_TABLES, THING_TABLES, Scene, Thing
-from streamdiff.models.tiny.world256.text import TEXT_TOKENS, build_text
+from streamdiff.models.tiny.world256.text_encoder import TEXT_TOKENS, build_text
 
 TEXT = build_text()
 scenes = st.integers(0, 100_000).map(lambda seed: prompts.draw(random.Random(seed)))

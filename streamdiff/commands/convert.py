@@ -1,0 +1,213 @@
+"""Latents to video and back, from file to file: what `streamdiff decode` and `streamdiff encode` do.
+
+Knows nothing about the command line, codecs or networks: `models/autoencoder/autoencoder.py` has the networks,
+`video/writer.py` and `video/reader.py` the videos, `models/checkpoint/tensor_reader.py` and
+`models/checkpoint/tensor_writer.py` the tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
+
+from streamdiff.atomic_write import exit_on_sigterm
+from streamdiff.device import pick_device, pick_dtype
+from streamdiff.errors import ConfigError
+from streamdiff.models.autoencoder import autoencoder
+from streamdiff.models.autoencoder.autoencoder import VideoDecoder, VideoEncoder
+from streamdiff.models.checkpoint import tensor_reader, tensor_writer
+from streamdiff.models.checkpoint.tensor_reader import FreeDim
+from streamdiff.video import writer
+from streamdiff.video.reader import Clip, open_clip
+
+LATENTS, VIDEO = "latents", "video"
+_ANY_CHUNK = (FreeDim("C"), FreeDim("f"), FreeDim("h"), FreeDim("w"))
+_CHUNK = 4
+_RANGE_SLACK = 1e-3
+
+
+@dataclass(frozen=True)
+class ConvertJob:
+    """What to convert. `chunk_frames`: latent frames per call of the network, which only time and memory depend on;
+    `fps`: of a video file that is written, None for the model's own; `raw`: encoded latents are not normalised."""
+
+    vae: str
+    source: Path
+    out: Path
+    chunk_frames: int | None = None
+    latent_space: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    fps: float | None = None
+    raw: bool = False
+
+
+def decode(job: ConvertJob) -> int:
+    """Latents in a file to a video file, pictures, or a tensor `video`; returns the exit status.
+
+    Raises:
+        ConfigError: what was asked for cannot be done; nothing is written then.
+    """
+    _check(job)
+    if job.out.suffix == tensor_writer.SUFFIX:
+        tensor_writer.check_target(job.out)
+    else:
+        writer.check_target(job.out)
+    latents, length = read_latents(job.source)
+    device = pick_device(job.device)
+    dtype = pick_dtype(job.dtype, device)
+    decoder = autoencoder.load_decoder(job.vae, device, dtype, job.latent_space)
+    if latents.shape[0] != decoder.latent_channels:
+        raise ConfigError(
+            f"{job.source}: `{LATENTS}` has {latents.shape[0]} channels, but {job.vae} takes {decoder.latent_channels}"
+        )
+    if tensor_writer.is_raw(job.source):
+        latents = autoencoder.normalisation(decoder, job.vae).apply(latents[None].to(decoder.device))[0]
+    pieces = latents.split(job.chunk_frames or length, 1)
+    total = decoder.frames_of(latents.shape[1])
+    height, width = (side * decoder.spatial for side in latents.shape[2:])
+    with exit_on_sigterm(), tqdm(total=total, unit="frame", desc=job.out.name, dynamic_ncols=True) as bar:
+        if job.out.suffix == tensor_writer.SUFFIX:
+            tensor_writer.write_tensor(job.out, VIDEO, _decode_video(decoder, pieces, (3, total, height, width), bar))
+        else:
+            fps = autoencoder.native_fps(job.vae) if job.fps is None else job.fps
+            writer.write_video(job.out, _pictures(decoder, pieces, bar), fps)
+    print(f"{job.out}: {total} frames, {width} x {height}, from {latents.shape[1]} latent frames")
+    return 0
+
+
+def encode(job: ConvertJob) -> int:
+    """A video file, pictures or a tensor `video` to a tensor `latents`; returns the exit status.
+
+    Raises:
+        ConfigError: what was asked for cannot be done; nothing is written then.
+    """
+    _check(job)
+    tensor_writer.check_target(job.out)
+    clip = read_clip(job.source)
+    frames, height, width = _size(clip)
+    device = pick_device(job.device)
+    dtype = pick_dtype(job.dtype, device)
+    encoder = autoencoder.load_encoder(job.vae, device, dtype, job.latent_space)
+    raw = autoencoder.normalisation(encoder, job.vae) if job.raw else None
+    if height % encoder.spatial or width % encoder.spatial:
+        raise ConfigError(
+            f"{job.source} is {width} x {height}; {job.vae} takes sides that are multiples of {encoder.spatial}"
+        )
+    if frames is not None:
+        encoder.latents_of(frames)
+    with exit_on_sigterm(), tqdm(total=frames, unit="frame", desc=job.out.name, dynamic_ncols=True) as bar:
+        pieces = _pieces(clip, (job.chunk_frames or _CHUNK) * encoder.temporal)
+        latents = _encode(encoder, pieces, bar)
+        if raw is not None:
+            latents = raw.undo(latents[None].to(encoder.device))[0].cpu()
+        about = tensor_writer.NORMALISED if raw is None else tensor_writer.RAW
+        tensor_writer.write_tensor(job.out, LATENTS, latents, about)
+        read = bar.n
+    space = "" if raw is None else ", not normalised"
+    print(f"{job.out}: `{LATENTS}` {list(latents.shape)}{space}, from {read} frames, {width} x {height}")
+    return 0
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------
+
+
+def read_latents(path: Path) -> tuple[Tensor, int]:
+    """Latents `[C, F, h, w]` of a file, chunks laid end to end, and the latent frames of a piece.
+
+    Raises:
+        ConfigError: no such file or tensor, or another shape, dtype or values than latents have.
+    """
+    latents = tensor_reader.read_latents(path, _ANY_CHUNK, whole=True)
+    if latents.ndim == 5:
+        return latents.transpose(0, 1).flatten(1, 2), latents.shape[2]
+    return latents, _CHUNK
+
+
+def read_clip(path: Path) -> Clip | Tensor:
+    """A tensor `video` `[3, F, H, W]` in [-1, 1], or what `open_clip` finds.
+
+    Raises:
+        ConfigError: nothing there that can be read, or a tensor of another shape, dtype or range.
+    """
+    if path.suffix != tensor_writer.SUFFIX:
+        return open_clip(path)
+    video = tensor_reader.read_video(path)
+    low, high = (float(limit) for limit in video.aminmax())
+    if max(-low, high) > 1 + _RANGE_SLACK:
+        raise ConfigError(f"{path}: `{VIDEO}` has values from {low:g} to {high:g}; expected -1 to 1")
+    return video
+
+
+def _size(clip: Clip | Tensor) -> tuple[int | None, int, int]:
+    """Frames (None: not known before they are read), height, width."""
+    if isinstance(clip, Tensor):
+        return clip.shape[1], clip.shape[2], clip.shape[3]
+    return clip.frames, clip.height, clip.width
+
+
+def _pieces(clip: Clip | Tensor, length: int) -> Iterator[Tensor]:
+    """Frames `[3, n, H, W]` in [-1, 1], n at most `length`."""
+    if isinstance(clip, Tensor):
+        yield from clip.split(length, 1)
+        return
+    frames = iter(clip)
+    while piece := list(islice(frames, length)):
+        yield torch.from_numpy(np.stack(piece)).permute(3, 0, 1, 2).float() / 127.5 - 1
+
+
+# ---- converting -------------------------------------------------------------------------------------------------
+
+
+def _pictures(decoder: VideoDecoder, pieces: tuple[Tensor, ...], bar: tqdm[NoReturn]) -> Iterator[NDArray[np.uint8]]:
+    """Frames uint8 `[H, W, 3]` of pieces `[C, F, h, w]`. Mutates: bar."""
+    memory = decoder.new_memory()
+    for piece in pieces:
+        for picture in decoder.decode(piece[None].to(decoder.device), memory).cpu().numpy():
+            yield picture
+            bar.update()
+
+
+def _decode_video(
+    decoder: VideoDecoder, pieces: tuple[Tensor, ...], shape: tuple[int, ...], bar: tqdm[NoReturn]
+) -> Tensor:
+    """Frames float32 of that `shape` `[3, F, H, W]`. Mutates: bar."""
+    video, memory, done = torch.empty(shape), decoder.new_memory(), 0
+    for piece in pieces:
+        part = decoder.decode_video(piece[None].to(decoder.device), memory)[0]
+        video[:, done : done + part.shape[1]] = part
+        done += part.shape[1]
+        bar.update(part.shape[1])
+    return video
+
+
+def _encode(encoder: VideoEncoder, pieces: Iterator[Tensor], bar: tqdm[NoReturn]) -> Tensor:
+    """Normalised latents float32 `[C, F, h, w]` on the CPU. Mutates: bar."""
+    memory, parts = encoder.new_memory(), []
+    for piece in pieces:
+        parts.append(encoder.encode(piece[None].to(encoder.device), memory)[0].cpu())
+        bar.update(piece.shape[1])
+    last = encoder.finish(memory)
+    return torch.cat([*parts, *(() if last is None else (last[0].cpu(),))], 1)
+
+
+# ---- what was asked for -----------------------------------------------------------------------------------------
+
+
+def _check(job: ConvertJob) -> None:
+    if job.chunk_frames is not None and job.chunk_frames < 1:
+        raise ConfigError(f"--chunk-frames is {job.chunk_frames}, but must be 1 or more")
+    if job.fps is not None and not (math.isfinite(job.fps) and 0 < job.fps <= 1000):
+        raise ConfigError(f"--fps is {job.fps:g}, but must be above 0 and at most 1000")
+    if job.out.exists() and job.source.exists() and job.out.samefile(job.source):
+        raise ConfigError(f"--out is {job.out}, which is what is read; name another file")

@@ -1,0 +1,362 @@
+"""What was found on this machine and what will be used: nothing is assumed, each part is tried.
+
+Knows nothing about sessions or streams; it starts neither the engine nor the server.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.resources
+import importlib.util
+import os
+import platform
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from streamdiff.commands import models
+from streamdiff.config import Config
+from streamdiff.errors import ConfigError
+from streamdiff.models import resolve
+from streamdiff.models.catalogue import entries
+from streamdiff.models.catalogue.schema import Entry, Files
+from streamdiff.models.spec import choose_steps
+from streamdiff.pipeline.planner import model_sizes
+from streamdiff.version import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+    from streamdiff.server.media.codecs import Library
+
+_HEAD_DIM = 128
+
+
+class Grade(Enum):
+    """How a finding bears on what was asked for."""
+
+    GOOD = "ok"
+    NOTE = "note"
+    BAD = "FAIL"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    topic: str
+    grade: Grade
+    text: str
+
+
+def examine(config: Config) -> list[Finding]:
+    """Look at everything `config` needs. A part that cannot be found out is a finding, not an error."""
+    looks: tuple[Callable[[Config], Iterator[Finding]], ...] = (
+        _look_at_machine,
+        _look_at_torch,
+        _look_at_kernels,
+        _look_at_quantisation,
+        _look_at_weights,
+        _look_at_steps,
+        _look_at_codecs,
+        _look_at_webrtc,
+        _look_at_address,
+        _look_at_display,
+    )
+    return [finding for look in looks for finding in look(config)]
+
+
+def report(config: Config) -> int:
+    """Print the findings and what will be used. Returns 1 when something that is needed is missing, else 0."""
+    print(f"streamdiff {__version__}, {sys.executable}\n")
+    print("found")
+    findings = examine(config)
+    uses = list(_uses(config, findings))
+    width = max(len(topic) for topic, _ in [*uses, *((finding.topic, "") for finding in findings)])
+    for finding in findings:
+        print(f"  {finding.grade.value:4}  {finding.topic:{width}}  {finding.text}")
+    print("\nwill be used")
+    for topic, text in uses:
+        print(f"        {topic:{width}}  {text}")
+    bad = [finding.topic for finding in findings if finding.grade is Grade.BAD]
+    print(f"\nMissing: {', '.join(bad)}." if bad else "\nReady: streamdiff serve")
+    return 1 if bad else 0
+
+
+# ---- the machine -----------------------------------------------------------------------------------------------
+
+
+def _look_at_machine(config: Config) -> Iterator[Finding]:
+    yield Finding("python", Grade.GOOD, f"{platform.python_version()} on {platform.platform(terse=True)}")
+    cores, usable = os.cpu_count() or 1, _usable_cores()
+    share = "" if usable == cores else f", {usable} of them for this process"
+    yield Finding("cpu", Grade.GOOD, f"{_cpu_name()}, {cores} cores{share}")
+    memory = _memory_bytes()
+    if memory is not None:
+        grade = Grade.GOOD if memory > 2e9 else Grade.NOTE
+        yield Finding("memory", grade, f"{memory / 2**30:.1f} GiB" + ("" if grade is Grade.GOOD else ", 2 are advised"))
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux: the platform's own word follows
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+# ---- what computes ---------------------------------------------------------------------------------------------
+
+
+def _look_at_torch(config: Config) -> Iterator[Finding]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library of its own is missing
+        yield Finding("torch", Grade.BAD, f"cannot be imported: {error}")
+        return
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    yield Finding("torch", Grade.GOOD, f"{torch.__version__} ({build}), {torch.get_num_threads()} threads by default")
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(index)
+            yield Finding("gpu", Grade.GOOD, f"cuda:{index} {device.name}, {device.total_memory / 2**30:.0f} GiB")
+    elif config.model.device == "cuda":
+        yield Finding("gpu", Grade.BAD, "none, but the device is set to cuda; use --device auto")
+    elif Path("/dev/nvidiactl").exists():
+        yield Finding(
+            "gpu", Grade.NOTE, "there is an NVIDIA device, but this torch cannot use it: make distclean serve"
+        )
+    else:
+        yield Finding("gpu", Grade.NOTE, "none; the embedded model runs on the CPU")
+
+
+def _look_at_kernels(config: Config) -> Iterator[Finding]:
+    """Every attention kernel computes a small case, of the width that Wan's heads have."""
+    try:
+        import torch
+
+        from streamdiff.models.transformer import attention_backend
+    except (ImportError, OSError):
+        return  # torch or diffusers: said elsewhere, or by what needs it
+    device, dtype = _computes_in(config)
+    found = attention_backend.survey(device, dtype, heads=2, head_dim=_HEAD_DIM)
+    right = [name for name, fault in found.items() if fault is None]
+    case = f"{device}, {str(dtype).removeprefix('torch.')}"
+    yield Finding("attention", Grade.GOOD, f"{', '.join(right)}: compared with the formula, right here ({case})")
+    chosen = config.model.attention
+    if found[chosen] is not None:
+        fetched = (
+            attention_backend.missing(chosen, torch.device(device)) is None and chosen in attention_backend.DISPATCHED
+        )
+        grade = Grade.NOTE if fetched and attention_backend.DISPATCHED[chosen].hub else Grade.BAD
+        yield Finding("attention", grade, f"{chosen} {found[chosen]}")
+    others = [name for name, fault in found.items() if fault is not None and name != chosen]
+    absent = [name for name in others if "is not installed" in str(found[name])]
+    for names, what in ((absent, "not installed"), ([n for n in others if n not in absent], "not for this machine")):
+        if names:
+            yield Finding("attention", Grade.NOTE, f"{what}: {', '.join(names)}")
+
+
+def _look_at_quantisation(config: Config) -> Iterator[Finding]:
+    try:
+        from streamdiff.models.transformer import quantization
+    except (ImportError, OSError):
+        return  # as above
+    device, dtype = _computes_in(config)
+    absent = None if importlib.util.find_spec("torchao") else f"takes torchao; {quantization.INSTALL}"
+    faults = {mode: quantization.unsuited(mode, device, dtype) or absent for mode in quantization.MODES[1:]}
+    if right := [mode for mode, fault in faults.items() if fault is None]:
+        version = importlib.metadata.version("torchao")
+        yield Finding("quantize", Grade.GOOD, f"{' and '.join(right)} by torchao {version}")
+    for mode, fault in faults.items():
+        if fault is not None:
+            yield Finding("quantize", Grade.BAD if config.model.quantize == mode else Grade.NOTE, f"{mode} {fault}")
+
+
+def _computes_in(config: Config) -> tuple[torch.device, torch.dtype]:
+    """Where the transformer will run, and in what."""
+    import torch
+
+    on_gpu = torch.cuda.is_available() and config.model.device != "cpu"
+    word = {"auto": "bfloat16" if on_gpu else "float32"}.get(config.model.dtype, config.model.dtype)
+    return torch.device("cuda" if on_gpu else "cpu"), {"float32": torch.float32, "bfloat16": torch.bfloat16}[word]
+
+
+def _look_at_weights(config: Config) -> Iterator[Finding]:
+    entry = entries.entries().get(config.model.name)
+    if entry is not None and entry.weights is not None:
+        yield from _look_at_published(entry, config)
+        return
+    if config.model.name == "tiny":
+        folder = Path(str(importlib.resources.files("streamdiff") / "models" / "tiny" / "weights"))
+    else:
+        folder = Path(config.model.name)
+    files = sorted(folder.rglob("*.safetensors"))
+    if not files and resolve.is_repository(config.model.name):
+        yield Finding("model", Grade.NOTE, f"{config.model.name}: what is missing of it will be fetched from the hub")
+        return
+    if not files:
+        yield Finding("model", Grade.BAD, f"{config.model.name}: no weights (*.safetensors) under {folder}")
+        return
+    megabytes = sum(file.stat().st_size for file in files) / 1e6
+    yield Finding(
+        "model", Grade.GOOD, f"{config.model.name}: {len(files)} weight files, {megabytes:.1f} MB in {folder}"
+    )
+
+
+def _look_at_steps(config: Config) -> Iterator[Finding]:
+    """How many denoise steps a chunk takes, as far as that is known before the model is there."""
+    wanted, own = config.model.steps, "what the model was made for"
+    try:
+        facts = model_sizes.facts_of(config.model.name)
+    except ConfigError:  # neither a known model nor a folder of the embedded kind: its files say it when it is loaded
+        yield Finding("steps", Grade.NOTE, own if wanted is None else f"{wanted} per chunk, if the model has so many")
+        return
+    try:
+        steps = choose_steps(wanted, facts.steps, facts.name)
+    except ConfigError as error:
+        yield Finding("steps", Grade.BAD, str(error))
+    else:
+        yield Finding("steps", Grade.GOOD, f"{steps} per chunk" + (f" ({own})" if steps == facts.steps[0] else ""))
+
+
+def _look_at_published(entry: Entry, config: Config) -> Iterator[Finding]:
+    """Whether the parts are there, or will have to be fetched."""
+    assert entry.weights is not None
+    given = {"weights": config.model.weights, "vae": config.model.vae, "text encoder": config.model.text_encoder}
+    for part, path in given.items():
+        if path is not None:
+            published = entries.autoencoders().get(path) if part == "vae" else None
+            if Path(path).exists():
+                yield Finding("model", Grade.GOOD, f"{part}: {path}")
+            elif published is not None:
+                yield _of_published(f"{part}: {path}", published)
+            else:
+                yield Finding("model", Grade.BAD, f"{part}: {path} is missing")
+    if config.model.weights is None:
+        yield _of_published(entry.name, entry.weights)
+
+
+def _of_published(what: str, files: Files) -> Finding:
+    missing = [name for name, path in models.on_disk(files).items() if path is None]
+    grade, state = (Grade.NOTE, "will be fetched: " + ", ".join(missing)) if missing else (Grade.GOOD, "on disk")
+    return Finding("model", grade, f"{what}, {files.repo}: {state}")
+
+
+# ---- what is sent ----------------------------------------------------------------------------------------------
+
+# Title, library, and the value of serve.codec or serve.encoder that cannot do without it.
+_ENCODERS: tuple[tuple[str, Library, str], ...] = (
+    ("H.264", "h264_nvenc", "nvenc"),
+    ("H.264", "libx264", "x264"),
+    ("VP8", "libvpx", "vp8"),
+)
+
+
+def _look_at_codecs(config: Config) -> Iterator[Finding]:
+    try:
+        import av
+
+        from streamdiff.server.media import codecs
+    except (ImportError, OSError) as error:
+        yield Finding("codecs", Grade.BAD, f"PyAV cannot be imported: {error}")
+        return
+    library = ".".join(str(part) for part in av.library_versions.get("libavcodec", ()))
+    yield Finding("pyav", Grade.GOOD, f"{av.__version__} with libavcodec {library}")
+    faults = {encoder: codecs.fault(encoder) for _, encoder, _ in _ENCODERS}
+    wanted = {config.serve.codec, config.serve.encoder}
+    for title, encoder, value in _ENCODERS:
+        fault = faults[encoder]
+        if fault is None:
+            yield Finding("encoder", Grade.GOOD, f"{title} by {encoder} (one picture encoded)")
+        else:
+            grade = Grade.BAD if value in wanted else Grade.NOTE
+            yield Finding("encoder", grade, f"{title} by {encoder} cannot be opened: {fault}")
+    if config.serve.codec == "h264" and faults["h264_nvenc"] and faults["libx264"]:
+        yield Finding("encoder", Grade.BAD, "H.264 is asked for and cannot be encoded")
+    if all(faults.values()):
+        yield Finding("encoder", Grade.BAD, "neither H.264 nor VP8 can be encoded: no browser can be served")
+
+
+def _look_at_webrtc(config: Config) -> Iterator[Finding]:
+    try:
+        from streamdiff.server.webrtc import aiortc_compat
+
+        version = importlib.metadata.version("aiortc")
+    except (ImportError, OSError) as error:
+        yield Finding("webrtc", Grade.BAD, f"aiortc cannot be imported: {error}")
+        return
+    low, high = (".".join(str(part) for part in version) for version in aiortc_compat.TESTED)
+    yield Finding("webrtc", Grade.GOOD, f"aiortc {version}; tested from {low} to below {high}")
+
+
+def _look_at_address(config: Config) -> Iterator[Finding]:
+    host, port = config.serve.host, config.serve.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        yield Finding("port", Grade.BAD, f"{host}:{port} cannot be listened on: {error.strerror}; choose with --port")
+        return
+    yield Finding("port", Grade.GOOD, f"{host}:{port} is free" if port else f"{host}, any free port")
+
+
+def _look_at_display(config: Config) -> Iterator[Finding]:
+    if has_display():
+        yield Finding("display", Grade.GOOD, "there is one")
+    else:
+        yield Finding("display", Grade.NOTE, "none; open the printed address yourself")
+
+
+def has_display() -> bool:
+    """Whether a browser window could appear."""
+    if sys.platform in ("darwin", "win32"):
+        return True
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+# ---- the verdict -----------------------------------------------------------------------------------------------
+
+
+def _uses(config: Config, findings: list[Finding]) -> Iterator[tuple[str, str]]:
+    gpus = [finding.text for finding in findings if finding.topic == "gpu" and finding.grade is Grade.GOOD]
+    on_gpu = bool(gpus) and config.model.device != "cpu"
+    threads = f"{config.model.threads} thread{'s' if config.model.threads > 1 else ''}"
+    yield "device", gpus[0] if on_gpu else f"cpu, {threads} for the transformer and one for decoding"
+    steps = next(finding.text for finding in findings if finding.topic == "steps")
+    yield "model", f"{config.model.name}, steps: {steps}, KV context {config.model.kv_context}"
+    yield "codec", _codec_in_use(config, findings)
+    yield "playback", f"{config.playback.fps:g} frames per second, at most {config.playback.lead_s:g} s ahead"
+    host = config.serve.host
+    audience = "this machine only" if host in ("127.0.0.1", "::1", "localhost") else "everyone who can reach it"
+    yield "address", f"http://{host}:{config.serve.port or '(any)'} for {audience}"
+    yield "browser", "opened by serve" if config.serve.open_browser and has_display() else "not opened"
+
+
+def _codec_in_use(config: Config, findings: list[Finding]) -> str:
+    good = [each.text for each in findings if each.topic == "encoder" and each.grade is Grade.GOOD]
+    found = [text.split(" (")[0] for text in good]
+    unwanted = {"auto": "", "x264": "h264_nvenc", "nvenc": "libx264"}[config.serve.encoder]
+    h264 = [text for text in found if "H.264" in text and (not unwanted or unwanted not in text)][:1]
+    vp8 = [text for text in found if "VP8" in text]
+    wanted = {"auto": h264 + vp8, "h264": h264, "vp8": vp8}[config.serve.codec]
+    return " first, then ".join(wanted) or "none"

@@ -1,0 +1,295 @@
+"""What `streamdiff models` does: lists the catalogue, says what is on disk and what each model needs. Prints; asks no
+network. Knows nothing about the command line itself."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from streamdiff.models.catalogue import entries as catalogue
+from streamdiff.models.catalogue.schema import Entry, Files
+from streamdiff.models.checkpoint import hub
+from streamdiff.pipeline.planner.memory import stage_memory
+from streamdiff.pipeline.planner.model_sizes import BFLOAT16
+
+STAGES = (1, 2, 4)
+_UNKNOWN = "unknown"
+_EMBEDDED_LICENCE = "Apache-2.0"
+_WIDTH = 118
+
+
+def run(name: str | None, *, as_json: bool) -> int:
+    """Print the list, or all of one model; returns the exit status.
+
+    Raises:
+        ConfigError: no model is called `name`.
+    """
+    chosen = [catalogue.find(name)] if name is not None else catalogue.listed()
+    if as_json:
+        trees = [as_tree(entry) for entry in chosen]
+        print(json.dumps(trees if name is None else trees[0], indent=2))
+    else:
+        print("\n".join(_list(chosen) if name is None else _one(chosen[0])))
+    return 0
+
+
+# ---- on disk -----------------------------------------------------------------------------------------------------
+
+
+def on_disk(files: Files) -> dict[str, Path | None]:
+    """Where each file lies in the hub's cache (`HF_HOME`), None where it does not. Looks at folders only; what is no
+    hub repository is not looked for."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if any("*" in name for name in files.files):
+        return dict.fromkeys(files.files, hub.folder_on_disk(files))
+    found: dict[str, Path | None] = dict.fromkeys(files.files)
+    for file in files.files if files.on_hub else ():
+        path = try_to_load_from_cache(files.repo, file)
+        # Anything else says that the file is not there, or is known not to exist.
+        found[file] = Path(path) if isinstance(path, str) else None
+    return found
+
+
+def _needed(entry: Entry) -> list[tuple[str, Files]]:
+    """What has to be there to run it, by use."""
+    shared = catalogue.parts()
+    files = {
+        "weights": entry.weights,
+        "LoRA": entry.lora,
+        "autoencoder": shared.autoencoders[entry.autoencoder].weights,
+        "text encoder": shared.text_encoders[entry.text_encoder].weights,
+    }
+    return [(use, found) for use, found in files.items() if found is not None]
+
+
+def _presence(entry: Entry) -> str:
+    """Of weights and LoRA: yes, no, or how many files."""
+    if entry.weights is None:
+        return "yes, embedded"
+    found = [path for use, files in _needed(entry) if use in ("weights", "LoRA") for path in on_disk(files).values()]
+    there = sum(path is not None for path in found)
+    return {0: "no", len(found): "yes"}.get(there, f"{there} of {len(found)} files")
+
+
+# ---- as JSON -----------------------------------------------------------------------------------------------------
+
+
+def as_tree(entry: Entry) -> dict[str, Any]:
+    """All that is known of a model, with the schedule it comes to, files on disk, and bytes per stage."""
+    shared = catalogue.parts()
+    schedules = {}
+    if entry.sampling is not None:
+        for key, chunk in (("schedule", 1), ("first_chunk_schedule", 0)):
+            made = entry.sampling.schedule().of(chunk)
+            schedules[key] = {
+                "timesteps": list(made.timesteps),
+                "sigmas": list(made.sigmas),
+                "noise_scale": made.noise_scale,
+            }
+    return {
+        **entry.model_dump(mode="json"),
+        **schedules,
+        "parts": {
+            "architecture": shared.architectures[entry.architecture].model_dump(mode="json"),
+            "autoencoder": shared.autoencoders[entry.autoencoder].model_dump(mode="json"),
+            "text_encoder": shared.text_encoders[entry.text_encoder].model_dump(mode="json"),
+        },
+        "embedded": entry.weights is None,
+        "on_disk": {
+            use: {file: str(path) if path else None for file, path in on_disk(files).items()}
+            for use, files in _needed(entry)
+        },
+        "memory": {
+            "note": _memory_note(entry),
+            "bytes_per_stage": _stage_trees(entry, "none"),
+            "bytes_per_stage_quantized": _stage_trees(entry, "int8"),
+        },
+    }
+
+
+def _stage_trees(entry: Entry, quantize: str) -> dict[str, list[dict[str, int]]]:
+    return {
+        str(stages): [
+            {
+                "weights": stage.weights,
+                "caches": stage.caches,
+                "activations": stage.activations,
+                "decoding": stage.decoding,
+                "total": stage.total,
+            }
+            for stage in stage_memory(entry, stages, quantize)
+        ]
+        for stages in STAGES
+    }
+
+
+def _memory_note(entry: Entry) -> str:
+    seen = "no session"
+    if entry.stream is not None and entry.context is not None:
+        kv_context = entry.context.default
+        seen = f"one session (window {entry.stream.window(kv_context)}, KV context {kv_context})"
+    return f"an estimate: the transformer in bfloat16 and {seen} at {entry.height}x{entry.width}"
+
+
+# ---- for people --------------------------------------------------------------------------------------------------
+
+
+def _list(entries: Sequence[Entry]) -> list[str]:
+    rows: list[tuple[str, ...]] = [
+        ("name", "base", "steps", "chunk", "window", "sink", "KV context", "GB at 1/2/4 stages", "on disk", "licence")
+    ]
+    for entry in entries:
+        memory = " / ".join(_gigabytes(max(stage.total for stage in stage_memory(entry, n))) for n in STAGES)
+        licence = entry.weights.licence if entry.weights else _EMBEDDED_LICENCE
+        rows.append((entry.name, entry.architecture, *_cells(entry), memory, _presence(entry), licence or _UNKNOWN))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        *("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
+        "",
+        "Chunk, window and sink in latent frames. GB is an estimate for the largest stage: the transformer in",
+        "bfloat16, the caches and decoder's memory of one session at the model's own picture and window, and what a",
+        "forward needs; without the weights of text encoder and autoencoder. A licence is that of the weights. All of",
+        "one model: streamdiff models NAME",
+    ]
+
+
+def _cells(entry: Entry) -> tuple[str, str, str, str, str]:
+    """Steps, chunk, window, sink, KV context."""
+    assert entry.sampling is not None and entry.stream is not None and entry.context is not None, "it streams"
+    steps, stream = entry.sampling.schedule().steps, entry.stream
+    return (
+        str(steps),
+        str(stream.chunk_latents),
+        str(stream.window(entry.context.default)),
+        str(stream.sink_latents),
+        entry.context.default,
+    )
+
+
+def _one(entry: Entry) -> list[str]:
+    lines = [f"{entry.name}: {entry.title}", *_wrapped(entry.use, "  ")]
+    for title, section in (
+        ("files", _file_lines(entry)),
+        ("how it runs", _run_lines(entry)),
+        (f"memory per stage, {_memory_note(entry)}", _memory_lines(entry)),
+    ):
+        pairs = list(section)
+        width = max(len(key) for key, _ in pairs)
+        lines += ["", title, *(f"  {key:{width}}  {text}" for key, text in pairs)]
+    if entry.notes:
+        lines += ["", "worth knowing", *(line for note in entry.notes for line in _wrapped(note, "  - "))]
+    return [*lines, "", "source", *(f"  {source}" for source in entry.sources)]
+
+
+def _file_lines(entry: Entry) -> Iterator[tuple[str, str]]:
+    if entry.weights is None:
+        yield "weights", f"embedded, always there; licence {_EMBEDDED_LICENCE}"
+        return
+    for use, files in _needed(entry):
+        found = on_disk(files)
+        here = sum(path is not None for path in found.values())
+        state = {0: "not on disk", len(found): "on disk"}.get(here, f"{here} of {len(found)} files on disk")
+        yield use, f"{files.repo}  {_short(files.files)}: {state}"
+        yield "", hub.download_command(files.repo, files.files)
+        note = f" ({files.licence_note})" if files.licence_note else ""
+        yield "", f"licence {files.licence or _UNKNOWN}{note}"
+    yield "container", entry.weights.container or f"{_UNKNOWN}: found out when it is loaded"
+    if entry.lora is not None:
+        lora = entry.lora
+        yield "LoRA", f"container {lora.container or _UNKNOWN}, rank {lora.rank}, scale {lora.scale:g}"
+    for tiny in catalogue.parts().autoencoders[entry.autoencoder].tiny:
+        space = {"model": "as the transformer makes them", "vae": "with mean and deviation put back"}[tiny.latents]
+        licence = tiny.licence or _UNKNOWN
+        yield "small one", f"--vae {tiny.name}: {tiny.repo}  {_short(tiny.files)}"
+        yield "", f"takes latents {space}; licence {licence}"
+    for file, text in entry.weights.others.items():
+        yield "also there", f"{file}: {text}"
+
+
+def _run_lines(entry: Entry) -> Iterator[tuple[str, str]]:
+    shared = catalogue.parts()
+    text, pictures = shared.text_encoders[entry.text_encoder], shared.autoencoders[entry.autoencoder]
+    yield "picture", f"{entry.height}x{entry.width}, {_number(entry.native_fps)} frames per second"
+    yield "text", f"{text.title}: {text.tokens} tokens of width {text.width}"
+    left_out = "not by the authors' code, see below (as theirs: encode --raw)"
+    encode = {True: "yes", False: left_out, None: _UNKNOWN}[entry.encode_normalised]
+    yield "latents", f"{pictures.channels} channels, 1:{pictures.temporal} in time, normalised when encoded: {encode}"
+    sampling, stream, context = entry.sampling, entry.stream, entry.context
+    if sampling is None or stream is None or context is None or entry.switches is None or entry.positions is None:
+        yield "streams", "no: it makes whole clips"
+        return
+    warp = ", warped" if sampling.warp else ", as they stand"
+    yield "steps", f"{_numbers(sampling.steps)}; shift {sampling.shift:g}{warp}"
+    for key, chunk in (("", 1), ("first chunk", 0)):
+        if chunk or sampling.first_chunk_steps:
+            made = sampling.schedule().of(chunk)
+            scale = f"; begins with noise times {made.noise_scale:.6g}" if made.noise_scale != 1 else ""
+            yield key, f"told {_numbers(made.timesteps)}; sigmas {_numbers(made.sigmas)}{scale}"
+    if sampling.keep_end:
+        fewer = sampling.schedules()[-1].steps
+        yield "", f"the step that is told 0 may be left out: --steps {fewer}"
+    first_chunk = f", the first {stream.first_chunk_latents}" if stream.first_chunk_latents else ""
+    yield "chunk", f"{_latents(stream.chunk_latents)}{first_chunk}"
+    sink = f", a sink of {stream.sink_latents} in it" if stream.sink_latents else ""
+    value = f" {stream.sink_value:g}" if stream.sink_value is not None else ""
+    policy = f" ({stream.sink_policy}{value})" if stream.sink_policy else ""
+    clean = f" ({stream.clean_window_latents} with KV context clean)" if stream.clean_window_latents else ""
+    yield "window", f"{_latents(stream.window_latents)}{clean}{sink}{policy}"
+    yield "trained on", f"streams of {_latents(stream.trained_latents)}" if stream.trained_latents else _UNKNOWN
+    yield "KV context", f"trained for {context.trained or _UNKNOWN}; also known to work: {_names(context.works)}"
+    alone = " and sees its chunk alone" if context.alone else ""
+    again = ", its first latent frame encoded again from its picture" if context.pictures else ""
+    told = f"the clean pass is told {_number(context.noise)}{alone}{again}"
+    yield "", told if context.noise is not None else "no clean pass"
+    trained, works = entry.switches.trained or _UNKNOWN, _names(entry.switches.works)
+    yield "prompt change", f"trained for {trained}; known to work: {works}; reset always does"
+    yield "positions", f"{entry.positions.published}; also: {_names(entry.positions.works)}"
+
+
+def _memory_lines(entry: Entry) -> Iterator[tuple[str, str]]:
+    for stages in STAGES:
+        largest = max(stage_memory(entry, stages), key=lambda stage: stage.total)
+        remembered = ("of the decoder's memory", largest.decoding)
+        needed = (("weights", largest.weights), ("caches", largest.caches), ("a forward", largest.activations))
+        sizes = " + ".join(f"{_gigabytes(size)} {word}" for word, size in (*needed, remembered) if size)
+        name = f"{stages} stage{'s' if stages > 1 else ''}"
+        small = max(stage.total for stage in stage_memory(entry, stages, "int8"))
+        yield name, f"{_gigabytes(largest.total)} GB for the largest = {sizes}; quantised {_gigabytes(small)} GB"
+    shared = catalogue.parts()
+    text, pictures = shared.text_encoders[entry.text_encoder], shared.autoencoders[entry.autoencoder]
+    if text.gigabytes is not None:
+        yield "beside it", f"{text.gigabytes:g} GB text encoder, where it is kept on the device"
+    if pictures.values is not None:
+        yield "", f"{_gigabytes(pictures.values * BFLOAT16)} GB autoencoder"
+
+
+def _wrapped(text: str, start: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=start, subsequent_indent=" " * len(start))
+
+
+def _latents(count: int) -> str:
+    return f"{count} latent frame{'' if count == 1 else 's'}"
+
+
+def _short(files: Sequence[str]) -> str:
+    return files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
+
+
+def _names(words: Sequence[str]) -> str:
+    return ", ".join(words) or "none known"
+
+
+def _number(value: float | None) -> str:
+    return _UNKNOWN if value is None else f"{value:g}"
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.6g}" for value in values)
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.3g}"

@@ -1,0 +1,308 @@
+"""What `streamdiff plan` does: checks, plans, simulates, prints. Knows nothing about the command line itself."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from streamdiff.config import ModelConfig
+from streamdiff.errors import ConfigError
+from streamdiff.models.spec import choose_steps
+from streamdiff.pipeline.planner import costs as cost
+from streamdiff.pipeline.planner import trace
+from streamdiff.pipeline.planner.memory import Memory, memory
+from streamdiff.pipeline.planner.model_sizes import ModelSizes, facts_of
+from streamdiff.pipeline.planner.partition import check_stages, split_evenly
+from streamdiff.pipeline.planner.simulator import Run, Setup, Stream, simulate
+from streamdiff.pipeline.planner.stage_layout import PLACES, Layout, Workload, lay_out
+
+DTYPES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class PlanJob:
+    """What was asked for. Stage times come from `stage_times` (seconds, comma-separated), else from `profile`, else
+    from an estimate at the ceilings; `link_time` and `decode_time` (seconds) win over either."""
+
+    stages: int = 4
+    sessions: int = 1
+    max_rows: int = 1
+    chunks: int = 100
+    stage_times: str | None = None
+    profile: Path | None = None
+    tflops: float | None = None
+    gbps: float | None = None
+    link_gbps: float | None = None
+    link_time: float | None = None
+    decode_time: float | None = None
+    decode: str = "auto"
+    dtype: str = "float32"
+    trace: Path | None = None
+    plot: Path | None = None
+    as_json: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A plan and what it comes to."""
+
+    source: str
+    facts: ModelSizes
+    load: Workload
+    layout: Layout
+    setup: Setup
+    memory: tuple[Memory, ...]
+    run: Run
+
+
+def _as_asked(facts: ModelSizes, model: ModelConfig) -> ModelSizes:
+    """`facts` with the window and sink that the configuration asks for."""
+    if model.window is not None:
+        facts = replace(facts, window_latents=model.window, clean_window_latents=None)
+    if model.sink is not None:
+        facts = replace(facts, sink_latents=model.sink)
+    least = facts.sink_latents + facts.chunk_latents
+    window = facts.window(model.kv_context)
+    if (model.window, model.sink) != (None, None) and window < least:
+        raise ConfigError(f"--window is {window} latent frames; it holds the sink and a chunk, so at least {least}")
+    return facts
+
+
+def run(model: ModelConfig, job: PlanJob) -> int:
+    """Plan, print, and write what else was asked for; returns the exit status.
+
+    Raises:
+        ConfigError: something cannot be planned; nothing is computed or written then.
+    """
+    outcome = make(model, job)
+    if job.trace is not None:
+        trace.write_trace(job.trace, outcome.run.spans, job.stages)
+    if job.plot is not None:
+        trace.write_plot(job.plot, outcome.run.spans, job.stages)
+    print(json.dumps(as_tree(outcome), indent=2) if job.as_json else "\n".join(as_text(outcome)))
+    return 0
+
+
+def make(model: ModelConfig, job: PlanJob) -> Outcome:
+    """The plan for `model` (its name, steps, KV context, window, sink and way to quantise count).
+
+    Raises:
+        ConfigError: something cannot be planned.
+    """
+    _check(job)
+    facts = _as_asked(facts_of(model.name), model)
+    steps = choose_steps(model.steps, facts.steps, facts.name)
+    check_stages(job.stages, facts.blocks)
+    load = Workload(job.stages, job.sessions, steps, model.kv_context, job.max_rows)
+    if job.stage_times is not None:
+        source, layout, decode_s, links = _by_hand(job.stage_times, job, facts, load)
+    else:
+        found = _costs(job, facts, load)
+        source, layout, decode_s = found.source, lay_out(found, load, job.decode), found.decode_s
+        links = (*[found.link_s] * (job.stages - 1), found.flow_s)
+    setup = Setup(
+        stage_s=layout.stage_s,
+        streams=(Stream(steps, model.kv_context, first_steps=facts.first_chunk_steps),) * job.sessions,
+        link_s=links if job.stages > 1 else (),
+        decode_s=decode_s,
+        decode_stage=layout.decode_stage,
+        max_rows=job.max_rows,
+        chunks=job.chunks,
+    )
+    sizes = memory(facts, layout, load, DTYPES[job.dtype], model.quantize)
+    return Outcome(source, facts, load, layout, setup, sizes, simulate(setup))
+
+
+def _check(job: PlanJob) -> None:
+    """What can be told without reading anything. Raises ConfigError."""
+    for name, value in (("--stages", job.stages), ("--sessions", job.sessions), ("--max-rows", job.max_rows)):
+        if not 1 <= value <= 1024:
+            raise ConfigError(f"{name} is {value}, but must be 1 to 1,024")
+    if not 8 <= job.chunks <= 10_000:
+        raise ConfigError(f"--chunks is {job.chunks}, but must be 8 to 10,000")
+    for name, time_s in (("--link-time", job.link_time), ("--decode-time", job.decode_time)):
+        if time_s is not None and not 0 <= time_s < math.inf:
+            raise ConfigError(f"{name} is {time_s:g}, but must be seconds of 0 or more")
+    if job.decode not in ("auto", *PLACES):
+        raise ConfigError(f"--decode is {job.decode!r}, but must be one of auto, {', '.join(PLACES)}")
+    if job.dtype not in DTYPES:
+        raise ConfigError(f"--dtype is {job.dtype!r}, but must be one of {', '.join(DTYPES)}")
+    if job.stage_times is not None and job.profile is not None:
+        raise ConfigError("--stage-times and --profile are both given; times can come from one of them only")
+    if job.stage_times is not None or job.profile is not None:
+        for name, ceiling in (("--tflops", job.tflops), ("--gbps", job.gbps), ("--link-gbps", job.link_gbps)):
+            if ceiling is not None:
+                raise ConfigError(f"{name} is for the estimate; leave it out where times are given")
+    for name, path in (("--trace", job.trace), ("--plot", job.plot)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            problem = "is a folder" if path.is_dir() else f"lies in {path.parent}, which is no folder"
+            raise ConfigError(f"{name} is {str(path)!r}, which {problem}; give a file's name in a folder that exists")
+    if job.plot is not None:
+        trace.check_plot(job.plot)
+
+
+def _costs(job: PlanJob, facts: ModelSizes, load: Workload) -> cost.Costs:
+    if job.profile is not None:
+        found = cost.read_profile(job.profile, facts, max_rows=load.max_rows)
+    else:
+        given = {"tflops": job.tflops, "gbps": job.gbps, "link_gbps": job.link_gbps}
+        ceilings = cost.Ceilings(**{name: value for name, value in given.items() if value is not None})
+        found = cost.estimate(
+            facts, ceilings, kv_context=load.kv_context, max_rows=load.max_rows, value_bytes=DTYPES[job.dtype]
+        )
+    if job.decode_time is not None:
+        found = replace(found, decode_s=job.decode_time)
+    return found if job.link_time is None else replace(found, link_s=job.link_time, flow_s=job.link_time)
+
+
+def _by_hand(
+    text: str, job: PlanJob, facts: ModelSizes, load: Workload
+) -> tuple[str, Layout, float, tuple[float, ...]]:
+    """Source, layout, decode time and link times where stage times are typed; blocks are then spread evenly."""
+    try:
+        times = [float(word) for word in text.split(",")]
+    except ValueError:
+        times = []
+    if len(times) != load.stages or not all(0 < time_s < math.inf for time_s in times):
+        raise ConfigError(
+            f"--stage-times is {text!r}, but must be {load.stages} times in seconds, each above 0, separated by commas "
+            f"(--stages is {load.stages})"
+        )
+    decode_s = job.decode_time or 0.0
+    share = decode_s * load.max_rows / load.passes
+    heads = {"head": 0, "last": load.stages - 1}
+    options = list(heads) if job.decode == "auto" else [job.decode]
+    full = [time_s * load.max_rows for time_s in times]
+
+    def slowest(place: str) -> float:
+        return max(time_s + (share if heads.get(place) == rank else 0.0) for rank, time_s in enumerate(full))
+
+    place = min(options, key=slowest)
+    blocks = split_evenly(facts.blocks, load.stages)
+    stage_s = tuple(cost.in_proportion(time_s, load.max_rows) for time_s in times)
+    layout = Layout(blocks, stage_s, place, slowest(place))
+    return "stage times given by hand; blocks spread evenly", layout, decode_s, (job.link_time or 0.0,) * load.stages
+
+
+# ---- what is printed -------------------------------------------------------------------------------------------
+
+
+def as_tree(outcome: Outcome) -> dict[str, object]:
+    """The plan as JSON: seconds, bytes, shares of time."""
+    facts, load, layout, figures = outcome.facts, outcome.load, outcome.layout, outcome.run.figures
+    busy = [*figures.occupancy, figures.decode_occupancy]
+    ranks: list[dict[str, object]] = []
+    for row in outcome.memory:
+        stage = row.rank < load.stages
+        ranks.append(
+            {
+                "rank": row.rank,
+                "role": row.role.split(),
+                "blocks": list(layout.blocks[row.rank]) if stage else [],
+                "forward_s": list(layout.stage_s[row.rank]) if stage else [],
+                "occupancy": busy[row.rank],
+                "bytes": {**_bytes(row), "total": row.total},
+            }
+        )
+    return {
+        "model": facts.name,
+        "workload": asdict(load),
+        "times": outcome.source,
+        "ranks": ranks,
+        "decode": {"place": layout.decode, "seconds": outcome.setup.decode_s},
+        "link_s": list(outcome.setup.link_s),
+        "figures": {
+            **asdict(figures),
+            "frames_per_s": figures.chunks_per_s * facts.chunk_frames,
+            "whole_forward_s": _whole(layout),
+        },
+    }
+
+
+def _bytes(row: Memory) -> dict[str, int]:
+    return {"weights": row.weights, "caches": row.caches, "activations": row.activations, "decoding": row.decoding}
+
+
+def as_text(outcome: Outcome) -> list[str]:
+    """The plan for people."""
+    facts, load, layout, figures = outcome.facts, outcome.load, outcome.layout, outcome.run.figures
+    whole_s = _whole(layout)
+    worst = max(figures.gaps, key=lambda gap: gap.longest_s / gap.mean_s)
+    rate = figures.chunks_per_s * facts.chunk_frames
+    lines = [
+        f"{facts.name}: {_count(load.stages, 'stage')}, {_count(load.sessions, 'session')}, KV context "
+        f"{load.kv_context}, {_count(load.steps, 'step')}, up to {_count(load.max_rows, 'row')} per forward",
+        f"times: {outcome.source}",
+        "",
+        *_table(outcome),
+        "",
+        f"decode: {_decode_time(outcome)} per chunk, {_PLACE_TEXT[layout.decode]}",
+        "",
+        f"simulated, {_count(outcome.setup.chunks, 'chunk')} per session, steady state; a whole forward takes "
+        f"{_time(whole_s)}",
+        f"  throughput   {figures.chunks_per_s:.4g} chunks/s = {rate:.4g} frames/s, all sessions together "
+        f"({figures.chunks_per_s * whole_s:.2f} chunks per whole forward)",
+        f"  latency      {_time(figures.latency_s)} from admission to decoded, longest "
+        f"{_time(figures.longest_latency_s)} ({figures.latency_s / whole_s:.2f} whole forwards)",
+        f"  first chunk  after {_time(figures.first_chunk_s)}, the second after {_time(figures.second_chunk_s)}",
+        f"  gaps         {_time(worst.mean_s)} between a session's finished chunks, longest {_time(worst.longest_s)} "
+        f"({worst.longest_s / worst.mean_s:.2f} times the mean)",
+    ]
+    if load.max_rows > 1:
+        lines.append(f"  rows         {figures.rows_per_forward:.2f} per forward")
+    return lines
+
+
+_PLACE_TEXT = {
+    "head": "on the head, rank 0",
+    "last": "on the last rank",
+    "own-rank": "on a rank of its own",
+    "own-stream": "beside the head's stage on a stream of its own, taken to cost that stage nothing",
+}
+
+
+def _decode_time(outcome: Outcome) -> str:
+    unknown = "not known, counted as 0 (--decode-time says it)"
+    return _time(outcome.setup.decode_s) if outcome.setup.decode_s > 0 else unknown
+
+
+def _table(outcome: Outcome) -> list[str]:
+    """One line per rank."""
+    layout, figures = outcome.layout, outcome.run.figures
+    rows: list[tuple[str, ...]] = [
+        ("rank", "blocks", "forward", "busy", "weights", "caches", "activations", "decoding", "total", "")
+    ]
+    for row in outcome.memory:
+        sizes = *map(_size, _bytes(row).values()), _size(row.total)
+        if row.rank < len(layout.blocks):
+            first, end = layout.blocks[row.rank]
+            forward, busy = _time(layout.stage_s[row.rank][0]), figures.occupancy[row.rank]
+            rows.append((str(row.rank), f"{first}-{end - 1}", forward, f"{busy:.0%}", *sizes, row.role))
+        else:
+            rows.append((str(row.rank), "none", "", f"{figures.decode_occupancy:.0%}", *sizes, row.role))
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _whole(layout: Layout) -> float:
+    """Seconds of one row through all stages."""
+    return math.fsum(times[0] for times in layout.stage_s)
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

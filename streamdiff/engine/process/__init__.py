@@ -1,0 +1,1 @@
+"""The engine as a process: starting, watching and restarting it, and the IPC between it and the server."""

@@ -1,0 +1,321 @@
+"""Starts the engine process, waits until it is warm, notices its end and says why. Torch-free, asyncio.
+
+Knows nothing about sessions or viewers. Restarting is up to the caller: one `EngineProcess` is one engine process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import contextlib
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+from asyncio.subprocess import PIPE, STDOUT, Process
+from collections import deque
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Protocol
+
+from streamdiff import child_process
+from streamdiff.config import Config
+from streamdiff.engine.messages import Event, Failed, Ready, Shutdown
+from streamdiff.engine.process import private_folder, standby
+from streamdiff.engine.process.ipc import EXIT_CONFIG, EngineClient
+from streamdiff.errors import ConfigError, EngineFailure
+
+output_log = logging.getLogger("streamdiff.engine.output")
+"""What the engine writes, where the log is JSON; else it goes on to our own standard error as it is."""
+
+_LAST_LINES = 20
+_LINE_END = re.compile(r"[\r\n]")  # bars of progress end with the one, lines with the other
+_LINE_CHARACTERS = 2000
+_START_LIMIT_S, _COMPILE_LIMIT_S = 300.0, 3600.0  # of silence
+_STOP_LIMIT_S = 1.5
+_STOP_RANKS_LIMIT_S = 10.0
+# A trace that was begun is written at the end: seconds with the embedded model, more with larger ones.
+_STOP_TRACED_LIMIT_S = 60.0
+_LOOKS = 10  # before an engine hangs
+# Ranks find out themselves which of them hangs, and say so; only if they do not is their launcher ended from here.
+_RANKS_HANG_S = 15.0
+
+
+def name_exit(code: int) -> str:
+    """How a process ended, after the word "ended": an exit code, or (negative) a signal."""
+    if code >= 0:
+        return f"with exit code {code}"
+    known = {number.value: number.name for number in signal.Signals}
+    hint = " (often: out of memory)" if code == -signal.SIGKILL else ""
+    return f"by signal {known.get(-code, str(-code))}{hint}"
+
+
+def loading_limit_s(config: Config) -> float:
+    """How long an engine may be silent while it loads: much longer where it makes graphs."""
+    return _START_LIMIT_S if config.model.compile == "off" else _COMPILE_LIMIT_S
+
+
+def ending_limit_s(config: Config) -> float:
+    """How long an engine may take to end: more for ranks, and much more where it may have a trace to write."""
+    if config.model.trace is not None:
+        return _STOP_TRACED_LIMIT_S
+    return _STOP_LIMIT_S if config.model.ranks == 1 else _STOP_RANKS_LIMIT_S
+
+
+class EngineHandle(Protocol):
+    """The engine, as the web process sees it: `EngineProcess` starts one, `attached.Attached` belongs to one."""
+
+    @property
+    def ready(self) -> Ready:
+        """What the engine said of itself; after `start`."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is a process; after `prepare`."""
+
+    async def prepare(self) -> None:
+        """Do, before `start`, what takes time and needs no model; may be left out."""
+
+    async def ended(self) -> str:
+        """Wait until the process has ended; returns how, after the word "ended". After `prepare` or `start`."""
+
+    async def start(self) -> EngineClient:
+        """Wait until the engine is warm. Raises ConfigError, EngineFailure."""
+
+    async def stop(self) -> None:
+        """End the engine. May be called at any time, and again."""
+
+
+class EngineProcess:
+    """One engine process, from start to end."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        start_limit_s: float | None = None,
+        stop_limit_s: float | None = None,
+        module: str = "streamdiff.engine.process.main",
+    ) -> None:
+        """Args:
+        start_limit_s: how long the process may be silent while it loads and warms up, which may take any time; by
+            default `loading_limit_s`.
+        stop_limit_s: how long the process may take to end by itself before it is killed; by default
+            `ending_limit_s`.
+        module: what runs with `python -m`; takes `--address`.
+        """
+        self._config = config
+        self._start_limit_s = start_limit_s or loading_limit_s(config)
+        self._stop_limit_s = stop_limit_s or ending_limit_s(config)
+        self._module = module
+        self._folder: Path | None = None
+        self._process: Process | None = None
+        self._client: EngineClient | None = None
+        self._ready: Ready | None = None
+        self._watching: asyncio.Task[int] | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._hang_s = config.model.hang_s + (0.0 if config.model.ranks == 1 else _RANKS_HANG_S)
+        self._hung = False
+        self._stopping = False
+        self._begin: int | None = None
+        self._written = 0  # bytes, by the process
+        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+
+    @property
+    def ready(self) -> Ready:
+        """What the engine said of itself; after `start`."""
+        assert self._ready is not None, "start the supervisor first"
+        return self._ready
+
+    @property
+    def pid(self) -> int:
+        """The engine's process id; after `start`."""
+        assert self._process is not None, "start the supervisor first"
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.returncode is None
+
+    async def prepare(self) -> None:
+        """Start a process that only imports what it needs, and begins with `start`."""
+        self._folder = private_folder.make()
+        try:
+            self._begin = standby.open_pipe(self._folder)
+            await self._launch("--spare")
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def start(self) -> EngineClient:
+        """Start the engine and wait until it is warm. The client's `events` begin after `Ready`.
+
+        Raises:
+            ConfigError: the engine refuses the configuration (an unknown model, for example).
+            EngineFailure: it ended, or was silent for too long; the message carries the last lines it wrote.
+        """
+        assert self._listening is None, "one supervisor starts one engine; make another"
+        try:
+            if self._begin is not None:
+                standby.tell(self._begin)
+            else:
+                self._folder = private_folder.make()
+                await self._launch()
+            assert self._process is not None and self._client is not None
+            await self._wait_until_ready(self._client)
+            self._listening = asyncio.create_task(self._listen(self._process, self._client), name="engine-listen")
+        except BaseException:
+            await self.stop()
+            raise
+        return self._client
+
+    async def _launch(self, *more: str) -> None:
+        assert self._folder is not None
+        private_folder.write_config(self._folder, self._config)
+        self._client = EngineClient(self._folder)
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *self._program(),
+            *("--address", str(self._folder), *more),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=STDOUT,
+            env=child_process.environment(),
+            # Ctrl-C in a terminal reaches the web process alone, which then ends the engine in order.
+            start_new_session=True,
+        )
+        self._watching = asyncio.create_task(self._watch(self._process), name="engine-watch")
+
+    def _program(self) -> tuple[str, ...]:
+        """What to run: the engine's module, or the launcher of as many of them as there are stages."""
+        if self._config.model.ranks == 1:
+            return "-m", self._module
+        return "-m", "streamdiff.engine.process.launcher", "--module", self._module
+
+    async def _wait_until_ready(self, client: EngineClient) -> None:
+        waiting = asyncio.create_task(self._first_word(client), name="engine-first-word")
+        silent = asyncio.create_task(_until_silent(self._start_limit_s, lambda: (client.heard, self._written)))
+        try:
+            done, _ = await asyncio.wait({waiting, silent}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+            silent.cancel()
+        if waiting not in done:
+            message = f"the engine said nothing for {self._start_limit_s:g} s while it was loading{self._lines()}"
+            raise EngineFailure(message)
+        event, code = waiting.result()
+        if isinstance(event, Ready):
+            self._ready = event
+            return
+        if isinstance(event, Failed) and code == EXIT_CONFIG:
+            raise ConfigError(event.reason)
+        reason = event.reason if isinstance(event, Failed) else f"the engine sent {event!r:.80} before Ready"
+        raise EngineFailure(f"the engine did not start: {reason}")
+
+    async def _first_word(self, client: EngineClient) -> tuple[Event | None, int]:
+        """The engine's first event, and how the process ended where that is not `Ready`."""
+        async with aclosing(client.events()) as events:
+            event = await anext(events, None)
+        return event, 0 if isinstance(event, Ready) else await self.wait()
+
+    async def _watch(self, process: Process) -> int:
+        """Pass on what the engine writes, then say why it ended."""
+        assert process.stdout is not None
+        assert self._client is not None
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        rest = ""
+        while data := await process.stdout.read(8192):
+            self._written += len(data)
+            text = decoder.decode(data)
+            self._pass_on(text)
+            *lines, rest = _LINE_END.split(rest + text)
+            self._keep(lines)
+            rest = rest[-_LINE_CHARACTERS:]
+        self._keep([rest])
+        code = await process.wait()
+        self._client.end(None if self._stopping else Failed(self._why(code)))
+        return code
+
+    def _why(self, code: int) -> str:
+        if self._hung:
+            more = "a machine so slow needs a larger model.hang_s"
+            return f"the engine hung: it said nothing for {self._hang_s:g} s, and was ended ({more}){self._lines()}"
+        return f"the engine ended {name_exit(code)}{self._lines()}"
+
+    async def _listen(self, process: Process, client: EngineClient) -> None:
+        """End an engine that says nothing any more."""
+        await _until_silent(self._hang_s, lambda: client.heard)
+        self._hung = True
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            process.kill()
+
+    def _pass_on(self, text: str) -> None:
+        if self._config.serve.log_format == "text":
+            with contextlib.suppress(OSError):  # nobody reads our own standard error: go on keeping the last lines
+                sys.stderr.write(text)
+                sys.stderr.flush()
+
+    def _keep(self, lines: list[str]) -> None:
+        """Keep whole lines for a last word, and put them into a log of JSON. Mutates: self."""
+        for line in filter(str.strip, lines):
+            self._last_lines.append(line)
+            if self._config.serve.log_format == "json":
+                output_log.info("%s", line)
+
+    def _lines(self) -> str:
+        if not self._last_lines:
+            return "; it wrote nothing"
+        return "; the last it wrote:\n" + "\n".join(f"  {line[:_LINE_CHARACTERS]}" for line in self._last_lines)
+
+    async def ended(self) -> str:
+        """Wait until the process has ended; returns how, after the word "ended"."""
+        return name_exit(await self.wait())
+
+    async def wait(self) -> int:
+        """Wait until the engine process has ended, for whatever reason; returns its exit code (negative: a signal)."""
+        assert self._watching is not None, "start the supervisor first"
+        return await asyncio.shield(self._watching)
+
+    async def stop(self) -> None:
+        """End the engine, gently and then by force; removes what `start` made. May be called at any time, and again."""
+        self._stopping = True
+        if self._listening is not None:
+            self._listening.cancel()
+        if self._begin is not None:
+            # Ends a spare that nobody told, which may have outlived its launcher and then holds our pipes open.
+            os.close(self._begin)
+            self._begin = None
+        process, client = self._process, self._client
+        if process is not None and self._watching is not None:
+            try:
+                async with asyncio.timeout(self._stop_limit_s):
+                    if self._ready is not None and client is not None and process.returncode is None:
+                        await client.send(Shutdown())
+                    elif process.returncode is None:
+                        process.terminate()
+                    await self.wait()
+            except (TimeoutError, EngineFailure, ProcessLookupError):
+                if process.returncode is None:
+                    process.kill()
+                await self.wait()
+        if client is not None:
+            client.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def _until_silent(limit_s: float, heard: Callable[[], object]) -> None:
+    """Wait until `heard` has been the same for `limit_s`. Counts looks, not time: nobody may have let us look."""
+    last, silent = heard(), 0
+    while silent < _LOOKS:
+        await _pause(limit_s / _LOOKS)
+        silent = silent + 1 if heard() == last else 0
+        last = heard()
+
+
+async def _pause(seconds: float) -> None:
+    await asyncio.sleep(seconds)

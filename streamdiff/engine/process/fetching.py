@@ -1,0 +1,57 @@
+"""Fetches what a model needs and is not on disk, before an engine starts, in a process of its own
+(`models.download`).
+
+Not in the engine, which is given up when it is silent for too long while it loads. Torch-free, asyncio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import Callable
+
+from streamdiff.child_process import environment
+from streamdiff.config import ModelConfig
+from streamdiff.engine.process.engine_process import name_exit
+from streamdiff.errors import ConfigError, EngineFailure
+from streamdiff.models import resolve
+from streamdiff.models.download import Progress
+
+__all__ = ["Progress", "fetch"]
+
+
+async def fetch(config: ModelConfig, tell: Callable[[Progress], None]) -> None:
+    """Fetch what is missing; `tell` hears how far it is, several times a second. Nothing is started for a model that
+    needs nothing published. Ends the process when it is cancelled.
+
+    Raises:
+        ConfigError: no such model, or something cannot be had.
+        EngineFailure: the process ended without a word.
+    """
+    if not resolve.to_fetch(config.name, resolve.parts_of(config)):
+        return
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "streamdiff.models.download"),
+        stdin=PIPE,
+        stdout=PIPE,
+        env=environment(),
+        start_new_session=True,  # Ctrl-C is for the web process, which then ends this one
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(config.model_dump_json().encode() + b"\n")
+        await process.stdin.drain()
+        while line := await process.stdout.readline():
+            told = json.loads(line)
+            if "error" in told:
+                raise ConfigError(told["error"])
+            tell(Progress(**told))
+        if code := await process.wait():
+            raise EngineFailure(f"the process that fetches the model's files ended {name_exit(code)}")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

@@ -1,0 +1,196 @@
+"""The bridge between the web process and the engine process: one pyzmq PAIR over ipc in a private folder.
+
+Knows nothing about sessions or pictures' meaning; `wire` turns messages into bytes.
+
+Nothing here can pile up without limit. Both directions hold at most `HIGH_WATER` messages per side; then the web
+side's `send` waits (its callers are held back), and the engine's `send` waits up to `stall_s` and then gives up,
+because a web process that reads nothing for so long is broken. Pictures, the only large messages, are held to fewer
+than that by the engine's lead: a session makes at most `lead_frames` frames beyond those reported in `Shown`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Awaitable
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from streamdiff.engine.messages import Alive, Command, Event, Failed
+from streamdiff.engine.process import serializer
+from streamdiff.errors import EngineFailure
+
+HIGH_WATER = 256
+EXIT_CONFIG = 2
+"""Exit code of an engine process that refuses its configuration; it has sent `Failed` with the reason."""
+# The kernel's limit on the path of a local socket, the closing zero included, is 108 bytes on Linux, 104 elsewhere.
+_MAX_PATH_BYTES = 103
+_DRAIN_MS = 200
+
+
+def _endpoint(folder: Path) -> str:
+    path = folder / "engine"
+    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+        raise EngineFailure(
+            f"the local socket {path} has a path of {len(os.fsencode(path))} bytes; the system allows "
+            f"{_MAX_PATH_BYTES}. Point the environment variable TMPDIR at a folder with a shorter path."
+        )
+    return f"ipc://{path}"
+
+
+def _limit(socket: zmq.Socket[bytes] | zmq.asyncio.Socket) -> None:
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
+
+
+class EngineServer:
+    """The engine's end, synchronous. For one thread."""
+
+    def __init__(self, folder: Path, *, wake_fd: int | None = None, stall_s: float = 30.0) -> None:
+        """Connect to the web process's end in `folder`.
+
+        Args:
+            wake_fd: a file descriptor that ends a waiting `poll` when it becomes readable. Never read here.
+            stall_s: how long `send` may wait for a web process that does not read.
+        """
+        endpoint = _endpoint(folder)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        _limit(self._socket)
+        self._socket.setsockopt(zmq.SNDTIMEO, round(stall_s * 1000))
+        self._stall_s = stall_s
+        self._socket.connect(endpoint)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        if wake_fd is not None:
+            self._poller.register(wake_fd, zmq.POLLIN)
+
+    def poll(self, timeout_s: float | None) -> list[Command]:
+        """Every command that has arrived, in order; waits for the first one up to `timeout_s` (None: until one is
+        there or `wake_fd` says so).
+
+        Raises:
+            WireError: something that is not a command.
+        """
+        commands: list[Command] = []
+        ready = dict(self._poller.poll(None if timeout_s is None else max(0, round(timeout_s * 1000))))
+        if self._socket not in ready:
+            return commands
+        while len(commands) < HIGH_WATER:
+            try:
+                commands.append(serializer.decode_command(self._socket.recv_multipart(zmq.NOBLOCK)))
+            except zmq.Again:
+                break
+        return commands
+
+    def send(self, event: Event) -> None:
+        """Hand `event` to the web process; its pictures may be written again afterwards.
+
+        Raises:
+            EngineFailure: the web process has not read anything for `stall_s`.
+        """
+        try:
+            self._socket.send_multipart(serializer.encode(event))
+        except zmq.Again as error:
+            message = f"the web process has read nothing for {self._stall_s:g} s; {HIGH_WATER} messages wait for it"
+            raise EngineFailure(message) from error
+
+    def close(self, *, linger_s: float = 1.0) -> None:
+        """Close, giving what was sent `linger_s` to arrive."""
+        self._socket.close(linger=round(linger_s * 1000))
+        self._context.term()
+
+
+class EngineClient:
+    """The web process's end, asyncio. Created before the engine starts; ends with it and never before."""
+
+    def __init__(self, folder: Path) -> None:
+        """Listen in `folder`, which should be private to the user (mode 0700)."""
+        endpoint = _endpoint(folder)
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        _limit(self._socket)
+        self._socket.bind(endpoint)
+        self._sending = asyncio.Lock()
+        self._told_failure = False
+        self.heard = 0
+        """How many messages have come: while it goes up, the engine lives."""
+        self._end: asyncio.Future[Failed | None] = asyncio.get_running_loop().create_future()
+
+    async def send(self, command: Command) -> None:
+        """Send `command`; waits while the engine has `HIGH_WATER` commands to read.
+
+        Raises:
+            EngineFailure: the engine has ended.
+        """
+        parts = serializer.encode(command)
+        # The lock keeps waiting senders out of pyzmq's own queue, which has no limit.
+        async with self._sending:
+            if self._end.done() or not await self._before_end(self._socket.send_multipart(parts)):
+                failure = self._end.result()
+                raise EngineFailure(failure.reason if failure else "the engine has ended; start it again")
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """Every event in order, until the engine has ended, but `Alive`, which only counts. For one reader at a time.
+
+        If the engine ended without being asked to, the last event is `Failed`, also when the engine could not send it.
+
+        Raises:
+            WireError: something that is not an event.
+        """
+        while not self._end.done():
+            receiving = asyncio.ensure_future(self._socket.recv_multipart(copy=False))
+            if await self._before_end(receiving):
+                event = self._received(receiving.result())
+                if not isinstance(event, Alive):
+                    yield event
+        # What the engine sent just before it ended may still be on its way through the socket.
+        while await self._more_to_come():
+            event = self._received(await self._socket.recv_multipart(copy=False))
+            if not isinstance(event, Alive):
+                yield event
+        failure = self._end.result()
+        if failure is not None and not self._told_failure:
+            self._told_failure = True
+            yield failure
+
+    def _received(self, parts: list[zmq.Frame]) -> Event:
+        event = serializer.decode_event([frame.buffer for frame in parts])
+        self.heard += 1
+        self._told_failure = self._told_failure or isinstance(event, Failed)
+        return event
+
+    async def _before_end(self, work: Awaitable[object]) -> bool:
+        """Wait for `work`; False when the engine ended first, and `work` is then cancelled."""
+        task = asyncio.ensure_future(work)
+        both: set[asyncio.Future[Any]] = {task, self._end}
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+        if task.done() and not task.cancelled():
+            task.result()
+            return True
+        return False
+
+    async def _more_to_come(self) -> bool:
+        if self._socket.closed:
+            return False
+        polling = asyncio.ensure_future(self._socket.poll(_DRAIN_MS))
+        await asyncio.wait({polling})
+        return not polling.cancelled() and bool(polling.result())  # cancelled: `close` came in between
+
+    def end(self, failure: Failed | None) -> None:
+        """Say that the engine has ended (the supervisor does); `failure` is None when it was asked to."""
+        if not self._end.done():
+            self._end.set_result(failure)
+
+    def close(self) -> None:
+        """Close the socket; what was not delivered is dropped. `events` ends."""
+        self.end(None)
+        self._socket.close(linger=0)
+        self._context.term()

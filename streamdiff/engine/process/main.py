@@ -1,0 +1,220 @@
+"""The engine process: loads the pipeline, says `Ready`, then serves the bridge until it is told to end.
+
+It ends on `Shutdown`, on SIGTERM, and when its parent is gone: the parent holds the other end of its standard input,
+so end of file there means the parent died, however it died. Knows nothing about viewers or HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+from streamdiff import clock
+from streamdiff.config import Config, ModelConfig
+from streamdiff.engine.engine import Engine
+from streamdiff.engine.messages import Alive, Event, Failed, Shutdown
+from streamdiff.engine.pipeline_api import Pipeline
+from streamdiff.engine.process import private_folder, standby
+from streamdiff.engine.process.ipc import EXIT_CONFIG, EngineServer
+from streamdiff.errors import ConfigError, EngineFailure
+
+# How long `step` may wait for a decode with nothing else to do: the most by which a command can be late then.
+_DECODE_WAIT_S = 0.01
+# How often an idle engine looks whether its pipeline is well.
+_IDLE_WAIT_S = 0.5
+# How often a busy engine says that it lives; an idle one does whenever it looks.
+_ALIVE_S = 0.25
+# A launcher that lost a rank ends the others at once; what happened may be known a moment later.
+_TOLD_WHY_S = 1.0
+# What takes the seconds of a start: torch, and all that loads a pipeline.
+_HEAVY = "streamdiff.pipeline.profiler"
+EventHook = Callable[[Engine, Event], None]
+# How long the process may take to end by itself after its parent died.
+_ORPHAN_LIMIT_S = 5.0
+
+
+class Stop:
+    """Whether the process was told to end, from a signal or by its parent's death; and a descriptor that says so."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is the bridge's, removed here once the parent, whose it is, is gone."""
+        self._folder = folder
+        self.requested = False
+        self.orphaned = False
+        self.loading = True
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+
+    @property
+    def fd(self) -> int:
+        """Readable as soon as the process was told to end."""
+        return self._reader.fileno()
+
+    def listen(self) -> None:
+        """Take SIGTERM and SIGINT."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+
+    def watch_parent(self) -> None:
+        """Take the end of standard input for the parent's end."""
+        threading.Thread(target=self._watch_parent, name="parent-watch", daemon=True).start()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        if self.loading:
+            raise SystemExit(0)
+
+    def _watch_parent(self) -> None:
+        # os.read, not sys.stdin: a thread blocked inside a buffered reader holds its lock and aborts the interpreter.
+        while os.read(0, 4096):
+            pass
+        self.orphaned = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(_ORPHAN_LIMIT_S)  # the process ends meanwhile, and this thread with it
+        self.clean_up()
+        os._exit(1)  # something hangs, and nobody is left to end it
+
+    def clean_up(self) -> None:
+        """Remove the bridge's folder if the parent is gone."""
+        if self.orphaned:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _load_runtime(config: ModelConfig) -> Pipeline:
+    from streamdiff.pipeline.build import load_pipeline  # torch takes seconds to import
+
+    return load_pipeline(config)
+
+
+def _follow(config: ModelConfig) -> None:
+    from streamdiff.pipeline.worker_main import follow
+
+    follow(config)
+
+
+def lead_frames(config: Config) -> int:
+    """How many frames the engine may make ahead of what is shown."""
+    return math.ceil(config.playback.lead_s * config.playback.fps)
+
+
+def _serve(server: EngineServer, engine: Engine, stop: Stop, tap: EventHook) -> None:
+    """The loop: take commands, work, tell. Waits in `poll` when there is nothing to do."""
+    alive_s = clock.monotonic_s()
+    while not stop.requested:
+        if clock.monotonic_s() >= alive_s:
+            alive_s = clock.monotonic_s() + _ALIVE_S
+            server.send(Alive())
+        for command in server.poll(0.0 if engine.busy else _IDLE_WAIT_S):
+            for event in engine.handle(command):
+                server.send(event)
+                tap(engine, event)
+            if isinstance(command, Shutdown):
+                return
+        for event in engine.step(_DECODE_WAIT_S):
+            server.send(event)
+            tap(engine, event)
+    engine.check(_TOLD_WHY_S)
+
+
+def main(argv: Sequence[str] | None = None, *, load: Callable[[ModelConfig], Pipeline] = _load_runtime) -> int:
+    """Run the process; returns its exit code. `load` makes the pipeline."""
+    parser = argparse.ArgumentParser(prog="python -m streamdiff.engine.process.main", description="the engine process")
+    parser.add_argument("--address", type=Path, required=True, help="private folder: bridge's socket, configuration")
+    parser.add_argument("--spare", action="store_true", help="import everything, and wait to be needed")
+    arguments = parser.parse_args(argv)
+    if arguments.spare:
+        standby.wait(arguments.address, _HEAVY)
+    if int(os.environ.get("RANK", "0")) > 0:
+        return be_follower(private_folder.read_config(arguments.address).served_model())
+    stop = Stop(arguments.address)
+    stop.listen()
+    stop.watch_parent()
+    return run(arguments.address, stop, load=load)
+
+
+def run(
+    address: Path,
+    stop: Stop,
+    *,
+    load: Callable[[ModelConfig], Pipeline] = _load_runtime,
+    tap: EventHook = lambda engine, event: None,
+) -> int:
+    """Be the engine of the web process whose bridge and configuration are in the folder `address`, until `stop` or the
+    web process says so; returns the exit code. `tap` sees all that the stream brings, after the web process was sent
+    it."""
+    server = EngineServer(address, wake_fd=stop.fd)
+    engine: Engine | None = None
+    try:
+        config = private_folder.read_config(address)
+        engine = Engine(load(config.served_model()), lead_frames(config))
+        stop.loading = False
+        server.send(engine.ready())
+        _serve(server, engine, stop, tap)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        server.send(Failed(str(error)))
+        return EXIT_CONFIG
+    except Exception as error:
+        # The one outer frame of this process: it says where the sessions were, and lets the error go on.
+        error.add_note(f"in the engine process, {engine.describe() if engine else 'while loading the model'}")
+        server.send(Failed(_reason(error)))
+        raise
+    finally:
+        if engine is not None:
+            engine.close()
+        server.close()
+        stop.clean_up()
+    return 0
+
+
+def be_follower(config: ModelConfig) -> int:
+    """Work for rank 0, which says what is wrong with the configuration; returns the exit code."""
+    try:
+        _follow(config)
+    except ConfigError:
+        threading.Event().wait(_ORPHAN_LIMIT_S)
+        return EXIT_CONFIG
+    return 0
+
+
+def _reason(error: Exception) -> str:
+    """One line for the page and the log."""
+    what = str(error) if isinstance(error, EngineFailure) else f"{type(error).__name__}: {error}"
+    return "; ".join([what, *getattr(error, "__notes__", [])])
+
+
+def main_and_end(argv: Sequence[str] | None = None) -> NoReturn:
+    """Be the engine process, to its end, whatever raises: `main`, and then no waiting for anything.
+
+    Taking the interpreter down with torch in it takes seconds, and Ctrl-C waits for it; and it waits for threads, of
+    which one that waits for a device that is stuck never ends.
+    """
+    sys.excepthook = _end
+    _leave(main(argv))
+
+
+def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Tell of what nobody caught, as Python does, and end."""
+    sys.__excepthook__(kind, error, trace)
+    _leave(1)
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main_and_end()

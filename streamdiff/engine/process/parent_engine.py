@@ -1,0 +1,88 @@
+"""The web process of an engine that has started it, instead of the other way round: what `hosting.host` runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+from streamdiff.engine.messages import Failed, Ready, Shutdown
+from streamdiff.engine.process.ipc import EngineClient
+from streamdiff.errors import EngineFailure
+
+BYE = b"bye"
+"""What the engine writes to standard input when it ends in order."""
+
+
+class ParentEngine:
+    """The engine that is this process's parent: it waits at the bridge, and is gone when standard input ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._client: EngineClient | None = None
+        self._ready: Ready | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def ready(self) -> Ready:
+        """What the engine said of itself; after `start`."""
+        assert self._ready is not None, "start first"
+        return self._ready
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine is there: it has started this process."""
+        return self._watching is None or not self._watching.done()
+
+    async def prepare(self) -> None:
+        """Nothing: it loads already."""
+
+    async def ended(self) -> str:
+        """Wait until the engine has ended; after `start`."""
+        assert self._watching is not None, "start first"
+        await asyncio.shield(self._watching)
+        return "without a word"
+
+    async def start(self) -> EngineClient:
+        """Wait until the engine is warm, however long it loads: what it says meanwhile is seen where it was started.
+
+        Raises:
+            EngineFailure: it ended.
+        """
+        client = self._client = EngineClient(self._folder)
+        self._watching = asyncio.create_task(self._watch(client))
+        events = client.events()
+        try:
+            event = await anext(events, None)
+        finally:
+            await events.aclose()
+        if not isinstance(event, Ready):
+            raise EngineFailure(event.reason if isinstance(event, Failed) else "the engine ended before it was ready")
+        self._ready = event
+        return client
+
+    async def stop(self) -> None:
+        """Tell the engine to end, if it has not."""
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._client is not None:
+            if self._ready is not None:
+                with contextlib.suppress(EngineFailure):  # it has ended
+                    await self._client.send(Shutdown())
+            self._client.close()
+
+    async def _watch(self, client: EngineClient) -> None:
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+        )
+        try:
+            said = await reader.read()
+        finally:
+            transport.close()
+        if said == BYE:
+            os.kill(os.getpid(), signal.SIGTERM)  # the server then ends in order
+        client.end(None if said == BYE else Failed("the engine ended without a word"))

@@ -1,0 +1,150 @@
+"""Commands and events as bytes: a JSON header, and the pictures of a `FrameBatch` raw beside it.
+
+The codec is generated from the dataclass fields of `messages`, so a new message or field travels without a line
+here; anything unknown, missing or of the wrong type is an error. Knows nothing about sockets.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from streamdiff.engine import messages
+from streamdiff.engine.messages import Command, Event, Pictures
+from streamdiff.errors import StreamdiffError
+from streamdiff.video.pixel_format import kind_of
+
+Part = bytes | memoryview
+COMMANDS: tuple[type, ...] = get_args(Command)
+EVENTS: tuple[type, ...] = get_args(Event)
+_KIND = "kind"
+
+
+class WireError(StreamdiffError):
+    """Bytes that are not one of our messages: the two processes run different versions, or one has a fault."""
+
+
+@cache
+def _schema(kind: type) -> dict[str, object]:
+    """Field name to type hint; `Pictures` stands for the raw part."""
+    hints = get_type_hints(kind, vars(messages))
+    return {item.name: hints[item.name] for item in fields(kind)}
+
+
+def _fits(value: object, hint: object) -> bool:
+    """Whether a JSON value may stand for `hint`: str, int, float, None, unions of them, tuple of one of them."""
+    if isinstance(hint, UnionType):
+        return any(_fits(value, option) for option in get_args(hint))
+    if get_origin(hint) is tuple:
+        return isinstance(value, list | tuple) and all(_fits(item, get_args(hint)[0]) for item in value)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint is str or hint is NoneType:
+        return isinstance(value, hint)
+    raise TypeError(f"messages may hold str, int, float, None, tuples of these and Pictures, not {hint!r}")
+
+
+def _check(kind: type, name: str, value: object, hint: object) -> object:
+    if not _fits(value, hint):
+        raise WireError(f"{kind.__name__}.{name} is {value!r:.80}, expected {hint}")
+    return tuple(value) if isinstance(value, list) else value
+
+
+def encode(message: Command | Event) -> list[Part]:
+    """Bytes of a message: one part, or two for one with pictures. The second is a view of the array, not a copy.
+
+    Raises:
+        WireError: a field that has not the declared type.
+    """
+    kind: type = type(message)
+    header: dict[str, object] = {_KIND: kind.__name__}
+    parts: list[Part] = []
+    for name, hint in _schema(kind).items():
+        value = getattr(message, name)
+        if hint == Pictures:
+            pictures = _checked_pictures(kind, name, value)
+            header[name] = list(pictures.shape)
+            parts.append(np.ascontiguousarray(pictures).data.cast("B"))
+        else:
+            header[name] = _check(kind, name, value, hint)
+    return [json.dumps(header, separators=(",", ":"), allow_nan=False).encode("ascii"), *parts]
+
+
+def _checked_pictures(kind: type, name: str, value: object) -> Pictures:
+    if not isinstance(value, np.ndarray) or value.dtype != np.uint8:
+        what = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
+        raise WireError(f"{kind.__name__}.{name} is {what}, expected uint8 [count, ...]")
+    if value.size == 0:
+        raise WireError(f"{kind.__name__}.{name} has no pictures: its shape is {list(value.shape)}")
+    try:
+        kind_of(value.shape[1:])
+    except ValueError as error:
+        raise WireError(f"{kind.__name__}.{name} is uint8 {list(value.shape)}: {error}") from error
+    return value
+
+
+def _header(data: Part) -> dict[str, Any]:
+    try:
+        header = json.loads(bytes(data))
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"a header of {len(data)} bytes is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise WireError(f"a header is {type(header).__name__}, expected an object")
+    return header
+
+
+def _decode(parts: Sequence[Part], kinds: tuple[type, ...]) -> Any:
+    if not parts:
+        raise WireError("a message without parts")
+    header = _header(parts[0])
+    name = header.pop(_KIND, None)
+    kind = next((kind for kind in kinds if kind.__name__ == name), None)
+    if kind is None:
+        raise WireError(f"unknown kind {name!r:.80}; expected {', '.join(kind.__name__ for kind in kinds)}")
+    schema = _schema(kind)
+    if header.keys() != schema.keys():
+        unknown, missing = sorted(header.keys() - schema.keys()), sorted(schema.keys() - header.keys())
+        raise WireError(f"{name}: unknown fields {unknown}, missing fields {missing}")
+    raw = list(parts[1:])
+    values = {
+        field: _pictures(kind, value, raw) if hint == Pictures else _check(kind, field, value, hint)
+        for (field, hint), value in ((item, header[item[0]]) for item in schema.items())
+    }
+    if raw:
+        raise WireError(f"{name}: {len(raw)} raw parts too many")
+    return kind(**values)
+
+
+def _pictures(kind: type, shape: object, raw: list[Part]) -> Pictures:
+    valid = isinstance(shape, list) and len(shape) in (3, 4) and all(_fits(n, int) and n > 0 for n in shape)
+    if not isinstance(shape, list) or not valid or not raw:
+        raise WireError(f"{kind.__name__}: pictures of shape {shape!r:.80} with {len(raw)} raw parts")
+    data = raw.pop(0)
+    try:
+        kind_of(shape[1:])
+    except ValueError as error:
+        raise WireError(f"{kind.__name__}: pictures of shape {shape}: {error}") from error
+    if len(data) != math.prod(shape):
+        raise WireError(f"{kind.__name__}: {len(data)} bytes for pictures of shape {shape}")
+    return np.frombuffer(memoryview(data).toreadonly(), dtype=np.uint8).reshape(shape)
+
+
+def decode_command(parts: Sequence[Part]) -> Command:
+    """The command in `parts`. Raises WireError for anything else."""
+    command: Command = _decode(parts, COMMANDS)
+    return command
+
+
+def decode_event(parts: Sequence[Part]) -> Event:
+    """The event in `parts`; its pictures are a read-only view of the last part. Raises WireError for anything else."""
+    event: Event = _decode(parts, EVENTS)
+    return event

@@ -1,0 +1,230 @@
+"""Keeps an engine running: starts it, and starts another when it fails, within bounds. Torch-free, asyncio.
+
+Knows nothing about sessions: who reads `events` opens them again on the new engine when it hears `Ready`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from streamdiff import clock
+from streamdiff.engine.messages import Command, Event, Failed, Ready
+from streamdiff.engine.process.engine_process import EngineHandle
+from streamdiff.engine.process.ipc import EngineClient
+from streamdiff.errors import ConfigError, EngineFailure
+
+logger = logging.getLogger(__name__)
+
+
+SPARE_AGAIN_S = 30.0
+"""After the spare has died, before another is started."""
+
+
+@dataclass(frozen=True)
+class Restarting:
+    """The engine has failed and is started again; `Ready` follows, or `Failed` for good.
+
+    `reason` is one line; `retry_after_s`: in how many seconds it may be back, as far as is known.
+    """
+
+    reason: str
+    retry_after_s: int
+
+
+class EngineSupervisor:
+    """An engine that comes back. `make` gives a new engine process, not started; `restarts` says how often."""
+
+    def __init__(self, make: Callable[[], EngineHandle], restarts: RestartPolicy, *, spare: bool = False) -> None:
+        """`spare`: beside every engine that runs, another one waits, prepared."""
+        self._make, self._restarts = make, restarts
+        self._engine = make()
+        self._with_spare = spare and restarts.most > 0
+        self._spare: EngineHandle | None = None
+        self._minding: asyncio.Task[None] | None = None
+        self._client: EngineClient | None = None
+        self._down = "it has not been started"
+        self._took_s: dict[bool, float] = {}
+        """How long the last start took, by whether it was a spare's."""
+        self.gave_up = False
+        """Whether it failed once more than it is started again."""
+
+    @property
+    def ready(self) -> Ready:
+        """What the engine said of itself; after `start`."""
+        return self._engine.ready
+
+    async def start(self) -> None:
+        """Start the engine for the first time; a fault here is told, and nothing is tried again.
+
+        Raises:
+            ConfigError, EngineFailure: see `EngineHandle.start`.
+        """
+        begun_s = clock.monotonic_s()
+        self._client = await self._engine.start()
+        self._took_s[False] = clock.monotonic_s() - begun_s
+        await self._renew_spare()
+
+    async def stop(self) -> None:
+        """End the engine, and the spare at the same time. May be called at any time, and again, but not while
+        `events` is read."""
+        await self._leave_spare()
+        await asyncio.gather(*(each.stop() for each in (self._engine, self._spare) if each is not None))
+
+    async def send(self, command: Command) -> None:
+        """Send `command` to the engine that runs.
+
+        Raises:
+            EngineFailure: none does.
+        """
+        if self._client is None:
+            raise EngineFailure(self._down)
+        await self._client.send(command)
+
+    async def events(self) -> AsyncGenerator[Event | Restarting, None]:
+        """Every event of every engine in order: after a failure `Restarting`, once or several times, then the new
+        engine's `Ready`, or `Failed` as the last. Ends when the engine is asked to end. For one reader."""
+        while self._client is not None:
+            reason: str | None = None
+            async with aclosing(self._client.events()) as events:
+                async for event in events:
+                    if isinstance(event, Failed):
+                        reason = event.reason
+                        break
+                    yield event
+            self._client = None
+            if reason is not None:
+                async for word in self._again(reason):
+                    yield word
+
+    async def _again(self, reason: str) -> AsyncGenerator[Ready | Failed | Restarting, None]:
+        """Start engines until one runs or there were too many."""
+        failed_s, known = clock.monotonic_s(), self._engine.ready
+        while self._client is None:
+            self._down = reason
+            wait_s = self._restarts.fault(clock.monotonic_s())
+            if wait_s is None:
+                self.gave_up = self._restarts.most > 0
+                yield Failed(self._enough(reason))
+                await self.stop()  # the spare too: nothing is started any more
+                return
+            logger.warning("%s\nThe engine is started again in %g s (%s).", reason, wait_s, self._which())
+            yield Restarting(_line(reason), max(1, math.ceil(wait_s + self._expected_s())))
+            await self._engine.stop()
+            await asyncio.sleep(wait_s)
+            self._engine, was_spare = await self._next()
+            begun_s = clock.monotonic_s()
+            try:
+                client = await self._engine.start()
+                _check_same(known, self._engine.ready)
+            except (EngineFailure, ConfigError) as error:
+                reason = str(error)
+            else:
+                self._client = client
+                self._took_s[was_spare] = clock.monotonic_s() - begun_s
+        logger.warning("The engine runs again after %.1f s.", clock.monotonic_s() - failed_s)
+        await self._renew_spare()
+        yield self._engine.ready
+
+    def _expected_s(self) -> float:
+        """How long the next start may take: as long as the last of its kind, where there was one."""
+        spare = self._spare is not None and self._spare.alive
+        return self._took_s.get(spare, self._took_s[False])
+
+    async def _next(self) -> tuple[EngineHandle, bool]:
+        """The spare, if it is well, else a new one; and whether it is the spare."""
+        await self._leave_spare()
+        if self._spare is not None and not self._spare.alive:
+            await self._spare.stop()
+            self._spare = None
+        waiting, self._spare = self._spare, None
+        return waiting or self._make(), waiting is not None
+
+    async def _renew_spare(self) -> None:
+        """Have another spare wait. That there is none, for want of processes or files, is no fault of the engine."""
+        if not self._with_spare:
+            return
+        self._spare = self._make()
+        try:
+            await self._spare.prepare()
+        except OSError as error:
+            self._spare = None
+            logger.warning("No spare engine waits, the next restart takes longer: %s", error)
+        else:
+            self._minding = asyncio.create_task(self._mind(self._spare), name="spare-mind")
+
+    async def _mind(self, spare: EngineHandle) -> None:
+        """Where the spare dies, have another; not at once, for often there is no memory left."""
+        how = await spare.ended()
+        logger.warning("The spare engine ended %s; another starts in %g s.", how, SPARE_AGAIN_S)
+        await spare.stop()
+        await asyncio.sleep(SPARE_AGAIN_S)
+        await self._renew_spare()
+
+    async def _leave_spare(self) -> None:
+        """Nobody looks after the spare any more: it is needed, or all ends. Mutates: self."""
+        if self._minding is not None:
+            self._minding.cancel()
+            await asyncio.wait({self._minding})
+            self._minding = None
+
+    def _which(self) -> str:
+        most, window_s = self._restarts.most, self._restarts.window_s
+        return f"restart {self._restarts.count} of at most {most} within {window_s:g} s"
+
+    def _enough(self, reason: str) -> str:
+        most, window_s = self._restarts.most, self._restarts.window_s
+        if most == 0:
+            return reason
+        return (
+            f"the engine failed again after {most} restarts within {window_s:g} s, and is not started any more "
+            f"(serve.restarts, serve.restart_window_s); start the server again when this is mended: {reason}"
+        )
+
+
+def _line(reason: str) -> str:
+    """The first line of a reason, without a word on what the engine wrote."""
+    return reason.split("\n", 1)[0].removesuffix("; the last it wrote:").removesuffix("; it wrote nothing")
+
+
+def _check_same(before: Ready, after: Ready) -> None:
+    """Raises EngineFailure for pictures of another kind: encoders and viewers are set up for those before."""
+    fields = ("model", "width", "height", "native_fps", "chunk_frames")
+    differs = [f"{name} {getattr(before, name)} before, {getattr(after, name)} now" for name in fields
+               if getattr(before, name) != getattr(after, name)]  # fmt: skip
+    if differs:
+        raise EngineFailure(f"the engine came back as another one: {', '.join(differs)}")
+
+
+LONGEST_WAIT_S = 30.0
+
+
+@dataclass
+class RestartPolicy:
+    """At most `most` restarts within `window_s` seconds. The first comes at once, the second after `wait_s`, each
+    further one after twice as long, up to LONGEST_WAIT_S; what is older than the window is forgotten."""
+
+    most: int
+    window_s: float
+    wait_s: float
+    _at_s: deque[float] = field(default_factory=deque)
+
+    @property
+    def count(self) -> int:
+        """Restarts within the window, as of the last fault."""
+        return len(self._at_s)
+
+    def fault(self, now_s: float) -> float | None:
+        """The engine has failed: how long to wait before it is started again; None: not any more. Mutates: self."""
+        while self._at_s and now_s - self._at_s[0] >= self.window_s:
+            self._at_s.popleft()
+        if len(self._at_s) >= self.most:
+            return None
+        self._at_s.append(now_s)
+        doublings = len(self._at_s) - 2
+        return 0.0 if doublings < 0 else min(self.wait_s * 2.0**doublings, LONGEST_WAIT_S)

@@ -1,0 +1,142 @@
+"""Requests that wait until their text is encoded, so that no stream waits with them.
+
+Texts are encoded on a thread of their own, one at a time. The requests of one session stay in order, and of several
+prompts in a row only the latest is encoded: those before it are carried out with it. Knows nothing about pipelines.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from streamdiff.engine.messages import Open, Pause, Reset, Resume, SetLead, SetPrompt, SetSteps, Shown
+
+Request = Open | SetPrompt | SetSteps | Reset | Pause | Resume | SetLead | Shown
+
+
+@dataclass(frozen=True)
+class PendingRequest:
+    """A request; `text` and `notice` are how its prompt was understood, where it has one."""
+
+    request: Request
+    text: str = ""
+    notice: str = ""
+
+
+@dataclass(frozen=True)
+class ReadyRequest:
+    """A request whose turn it is. `conditioning` is that of its text, where it was encoded: a prompt without is one
+    that a later one replaces at once. `error` is why the text could not be encoded."""
+
+    asked: PendingRequest
+    conditioning: Any = None
+    error: BaseException | None = None
+
+
+@dataclass
+class _Line:
+    """One session's requests, in order; `target` among them is the one whose text is being encoded."""
+
+    asked: deque[PendingRequest] = field(default_factory=deque)
+    target: PendingRequest | None = None
+    encoding: Future[Any] | None = None
+
+    def turn(self, submit: Callable[[str], Future[Any]]) -> list[ReadyRequest]:
+        """What may be carried out by now. Mutates: self."""
+        answers: list[ReadyRequest] = []
+        while self.asked:
+            if self.encoding is not None and not self.encoding.done():
+                break
+            if self.encoding is not None:
+                answers += self._encoded(self.encoding)
+            elif isinstance(self.asked[0].request, Open | SetPrompt):
+                self.target = self._latest()
+                self.encoding = submit(self.target.text)
+            else:
+                answers.append(ReadyRequest(self.asked.popleft()))
+        return answers
+
+    def _latest(self) -> PendingRequest:
+        """What stands first, or of several prompts there the last one."""
+        found = self.asked[0]
+        for asked in self.asked:
+            if not isinstance(asked.request, SetPrompt):
+                break
+            found = asked
+        return found
+
+    def _encoded(self, encoding: Future[Any]) -> list[ReadyRequest]:
+        target, error = self.target, encoding.exception()
+        assert target is not None
+        self.target = self.encoding = None
+        if error is None:
+            before = []
+            while self.asked[0] is not target:
+                before.append(ReadyRequest(self.asked.popleft()))
+            return [*before, ReadyRequest(self.asked.popleft(), encoding.result())]
+        if isinstance(target.request, Open):
+            gone, self.asked = self.asked, deque()
+            return [ReadyRequest(asked, error=error) for asked in gone]
+        self.asked = deque(asked for asked in self.asked if asked is not target)
+        return [ReadyRequest(target, error=error)]
+
+
+class PromptQueue:
+    """The requests of all sessions that wait. For one thread; `encode` is called on another."""
+
+    def __init__(self, encode: Callable[[str], Any]) -> None:
+        self._encode = encode
+        self._lines: dict[str, _Line] = {}
+        self._thread: ThreadPoolExecutor | None = None
+
+    def __contains__(self, session: str) -> bool:
+        return session in self._lines
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
+    def opening(self) -> list[str]:
+        """The sessions that wait to be opened."""
+        return [name for name, line in self._lines.items() if isinstance(line.asked[0].request, Open)]
+
+    def latest_text(self, session: str) -> str | None:
+        """The text of the latest prompt that waits."""
+        asked = self._lines[session].asked if session in self._lines else ()
+        return next((each.text for each in reversed(asked) if isinstance(each.request, Open | SetPrompt)), None)
+
+    def ask(self, asked: PendingRequest) -> None:
+        """Put a request at the end of its session's line. Mutates: self."""
+        self._lines.setdefault(asked.request.session, _Line()).asked.append(asked)
+
+    def drop(self, session: str) -> list[PendingRequest]:
+        """Forget a session's requests; returns them. Mutates: self."""
+        line = self._lines.pop(session, None)
+        if line is None:
+            return []
+        if line.encoding is not None:
+            line.encoding.cancel()
+        return list(line.asked)
+
+    def turn(self) -> list[ReadyRequest]:
+        """What may be carried out by now, each session's in order; has texts encoded that are next. Mutates: self."""
+        answers = [answer for line in self._lines.values() for answer in line.turn(self._submit)]
+        self._lines = {name: line for name, line in self._lines.items() if line.asked}
+        return answers
+
+    def encodings(self) -> list[Future[Any]]:
+        """What is under way: `turn` has something new when one of them is done."""
+        return [line.encoding for line in self._lines.values() if line.encoding is not None]
+
+    def close(self) -> None:
+        """Forget everything; a text that is being encoded is not waited for. Mutates: self."""
+        self._lines.clear()
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, text: str) -> Future[Any]:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
+        return self._thread.submit(self._encode, text)

@@ -1,0 +1,41 @@
+"""What every request is checked for, and how it is refused."""
+
+from __future__ import annotations
+
+from streamdiff.engine.messages import Command, Open, Refused, Reset, SetPrompt, SetSteps, Shutdown
+from streamdiff.engine.prompt_queue import PendingRequest
+from streamdiff.errors import RequestError
+
+MAX_PROMPT_CHARACTERS = 2000
+MAX_SEED = 2**31 - 1
+
+
+def check_prompt(prompt: str) -> None:
+    if not prompt.strip():
+        raise RequestError("prompt", "the prompt is empty; describe what to show")
+    if len(prompt) > MAX_PROMPT_CHARACTERS:
+        raise RequestError(
+            "prompt",
+            f"the prompt has {len(prompt):,} characters; at most {MAX_PROMPT_CHARACTERS:,} are read. Shorten it.",
+        )
+
+
+def check_seed(seed: int | None) -> None:
+    if seed is not None and not 0 <= seed <= MAX_SEED:
+        raise RequestError("seed", f"the seed is {seed}; it must be a whole number from 0 to {MAX_SEED}")
+
+
+def asks(asked: PendingRequest) -> bool:
+    """Whether somebody waits for an answer to it."""
+    return isinstance(asked.request, Open | SetPrompt | SetSteps | Reset)
+
+
+def refused(command: Command, error: RequestError) -> Refused:
+    session = "" if isinstance(command, Shutdown) else command.session
+    request = command.request if isinstance(command, SetPrompt | SetSteps | Reset) else ""
+    return Refused(session, request, error.field, str(error), error.code)
+
+
+def bad_value(error: ValueError, field: str) -> RequestError:
+    """What the pipeline cannot run, as what was wrong with the request: `field`, unless the error knows better."""
+    return error if isinstance(error, RequestError) else RequestError(field, str(error))

@@ -1,0 +1,255 @@
+"""The Wan autoencoder, piece by piece: diffusers' modules, with the frames that causal convolutions look back on kept
+in a memory that belongs to the stream. Decoding or encoding in any pieces gives what `AutoencoderKLWan` gives for the
+whole clip.
+
+Weights are held and never changed; a stream's memory is an argument. The first latent frame is one picture, each later
+one is `temporal` (4) pictures. All methods run without gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import (
+    AutoencoderKLWan,
+    WanCausalConv3d,
+    patchify,
+    unpatchify,
+)
+from torch import Tensor, nn
+
+from streamdiff.errors import ConfigError
+from streamdiff.models.autoencoder.memory_size import wan_values
+from streamdiff.models.autoencoder.normalisation import Normalisation, split_whole
+from streamdiff.models.autoencoder.stepped_decoder import DecoderState, decode_by, rgb24
+
+
+@dataclass
+class Memory:
+    """What a stream remembers between calls.
+
+    `features`: one entry per causal convolution, in the order they run: None before its first call, then its last one
+    or two input frames (diffusers writes "Rep" into one that has seen a single frame). `size`: (batch, height, width)
+    of the stream's pieces. `pending`: frames to encode that do not make a whole group yet. Its size does not depend on
+    the stream's length; `decoder_memory` counts it: to decode Wan2.1 at 480x832, 3.8 GB in
+    float32, half that in bfloat16.
+    """
+
+    features: list[Tensor | str | None] = field(default_factory=list)
+    size: tuple[int, int, int] | None = None
+    pending: Tensor | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything has been computed yet."""
+        return bool(self.features)
+
+    @property
+    def nbytes(self) -> int:
+        held = [*self.features, self.pending]
+        return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
+
+    def reset(self) -> None:
+        """Forget the stream: the next call starts a new one."""
+        self.features, self.size, self.pending = [], None, None
+
+
+class _Half:
+    """What decoder and encoder share."""
+
+    def __init__(self, autoencoder: AutoencoderKLWan, half: nn.Module) -> None:
+        config: dict[str, Any] = autoencoder.config
+        self.autoencoder = autoencoder
+        weight = next(half.parameters())
+        self.device, self.dtype = weight.device, weight.dtype
+        self.latent_channels: int = config["z_dim"]
+        self.patch_size: int = config["patch_size"] or 1
+        self.spatial: int = 2 ** (len(config["dim_mult"]) - 1) * self.patch_size
+        self.temporal: int = 2 ** sum(config["temperal_downsample"])
+        self.normalisation = Normalisation(config["latents_mean"], config["latents_std"], self.device)
+        self._slots = sum(isinstance(module, WanCausalConv3d) for module in half.modules())
+
+    def new_memory(self) -> Memory:
+        return Memory()
+
+    def _features(self, memory: Memory) -> list[Tensor | str | None]:
+        """A copy to work on: a call that fails half-way leaves the stream as it was."""
+        return list(memory.features) or [None] * self._slots
+
+
+def _check(what: str, piece: Tensor, channels: int, memory: Memory) -> tuple[int, int, int]:
+    """Size (batch, height, width) of a piece `[B, channels, n, height, width]`; ValueError where it cannot be used."""
+    if piece.ndim != 5 or piece.shape[1] != channels or 0 in piece.shape:
+        raise ValueError(f"{what} are {list(piece.shape)}; expected [B, {channels}, n, height, width], n at least 1")
+    batch, _, _, height, width = piece.shape
+    if memory.size not in (None, (batch, height, width)):
+        given = (batch, height, width)
+        raise ValueError(f"{what} have (batch, height, width) {given}, but the stream began with {memory.size}")
+    return batch, height, width
+
+
+def _begins(past: DecoderState) -> bool:
+    return all(feature is None for feature in past.values())
+
+
+class WanDecoder(_Half):
+    """Latents to frames, behind the `StreamDecoder` protocol."""
+
+    def __init__(self, autoencoder: AutoencoderKLWan) -> None:
+        super().__init__(autoencoder, autoencoder.decoder)
+        self._layout = torch.contiguous_format
+
+    def lay_out(self, channels_last: bool) -> None:
+        """See `SteppedDecoder`; as the weights were stored, unless told otherwise."""
+        self._layout = torch.channels_last_3d if channels_last else torch.contiguous_format
+        for module in self.autoencoder.decoder.modules():
+            if isinstance(module, nn.Conv2d | nn.Conv3d):
+                flat = torch.channels_last if channels_last else torch.contiguous_format
+                layout = self._layout if isinstance(module, nn.Conv3d) else flat
+                module.weight.data = module.weight.data.contiguous(memory_format=layout)
+
+    def frames_of(self, latents: int) -> int:
+        """Frames that a stream's first `latents` latent frames give."""
+        return max(0, 1 + (latents - 1) * self.temporal)
+
+    def stream_bytes(self, height: int, width: int) -> int:
+        """Bytes of a running stream's memory, for latents of `height` x `width`."""
+        return self.dtype.itemsize * wan_values(self.autoencoder.config, height, width)
+
+    def decode(self, latents: Tensor, memory: Memory) -> Tensor:
+        """Normalised latents `[1, C, F, h, w]` to frames uint8 `[n, H, W, 3]`. Mutates: memory.
+
+        Raises:
+            ValueError: latents of another shape than that, or than the stream began with.
+        """
+        return decode_by(self.step, rgb24, self, latents, memory)
+
+    @torch.inference_mode()
+    def decode_video(self, latents: Tensor, memory: Memory) -> Tensor:
+        """Normalised latents `[B, C, F, h, w]` to frames float32 `[B, 3, n, H, W]` in [-1, 1]. Mutates: memory.
+
+        Raises:
+            ValueError: as `decode`.
+        """
+        _check("latents", latents, self.latent_channels, memory)
+        return self.decode_raw(self.normalisation.undo(latents), memory).float()
+
+    @torch.inference_mode()
+    def decode_raw(self, raw: Tensor, memory: Memory) -> Tensor:
+        """As `decode_video`, for raw latents, in the weights' dtype: `AutoencoderKLWan.decode`, piece by piece.
+
+        Raises:
+            ValueError: as `decode`.
+        """
+        past, parts = self.past(raw, memory), []
+        for piece in self.pieces(raw, past):
+            part, past = self._step(piece, past)
+            parts.append(part)
+        self.remember(raw, memory, past)
+        return torch.cat(parts, 2)
+
+    def past(self, latents: Tensor, memory: Memory) -> DecoderState:
+        """See `SteppedDecoder`. A stream's first two latent frames meet three kinds: nothing, then one frame of each
+        layer and a word where time is stretched, then two frames, from there on always."""
+        _check("latents", latents, self.latent_channels, memory)
+        return dict(enumerate(self._features(memory)))
+
+    def pieces(self, latents: Tensor, past: DecoderState) -> tuple[Tensor, ...]:
+        """A stream's first latent frame, which makes one picture, then all others together."""
+        if latents.shape[2] == 1 or not _begins(past):
+            return (latents,)
+        return latents[:, :, :1], latents[:, :, 1:]
+
+    def step(self, piece: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
+        video, after = self._step(self.normalisation.undo(piece), past)
+        return (video[0].float().transpose(0, 1) + 1) * 127.5, after
+
+    def remember(self, latents: Tensor, memory: Memory, past: DecoderState) -> int:
+        memory.features, memory.size = list(past.values()), _check("latents", latents, self.latent_channels, memory)
+        return 0
+
+    def _step(self, raw: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
+        """Raw latents `[B, C, F, h, w]` to frames `[B, 3, n, H, W]` in [-1, 1], in the weights' dtype."""
+        features, first = list(past.values()), _begins(past)
+        x = self.autoencoder.post_quant_conv(raw.to(self.dtype))
+        x = self.autoencoder.decoder(x, feat_cache=features, feat_idx=[0], first_chunk=first)
+        video: Tensor = unpatchify(x, self.patch_size)  # type: ignore[no-untyped-call]
+        # In a layout that is always the same, as a graph is made for it.
+        after = {
+            index: each.contiguous(memory_format=self._layout) if isinstance(each, Tensor) else each
+            for index, each in enumerate(features)
+        }
+        return video.clamp(-1, 1), after
+
+
+class WanEncoder(_Half):
+    """Frames to latents: the mean of the autoencoder's distribution, nothing is drawn.
+
+    Frames may come in any numbers. One frame makes the first latent frame, `temporal` each later one; what does not
+    make a whole group waits in the memory for the next call.
+    """
+
+    def __init__(self, autoencoder: AutoencoderKLWan) -> None:
+        super().__init__(autoencoder, autoencoder.encoder)
+
+    def latents_of(self, frames: int) -> int:
+        """Latent frames that a clip of `frames` frames becomes.
+
+        Raises:
+            ConfigError: frames would be left over.
+        """
+        groups, left = divmod(frames - 1, self.temporal)
+        if frames < 1 or left:
+            step = self.temporal
+            near = ", ".join(str(1 + n * step) for n in (groups, groups + 1) if n >= 0)
+            raise ConfigError(
+                f"{frames} frames cannot be encoded: the Wan autoencoder takes one frame, then groups of {step}; "
+                f"the nearest lengths are {near}"
+            )
+        return 1 + groups
+
+    def encode(self, video: Tensor, memory: Memory) -> Tensor:
+        """Frames `[B, 3, n, H, W]` in [-1, 1], n at least 1, to normalised latents float32 `[B, C, F, h, w]`; F may be
+        0. Mutates: memory.
+
+        Raises:
+            ValueError: frames of another shape than that, or than the stream began with; sides that are no multiple of
+                `spatial`.
+        """
+        with torch.inference_mode():
+            return self.normalisation.apply(self.encode_raw(video, memory))
+
+    @torch.inference_mode()
+    def encode_raw(self, video: Tensor, memory: Memory) -> Tensor:
+        """As `encode`, but raw latents in the weights' dtype: the mean of `AutoencoderKLWan.encode`, piece by piece."""
+        size = batch, height, width = _check("frames", video, 3, memory)
+        if height % self.spatial or width % self.spatial:
+            raise ValueError(f"frames are {width} x {height}; both sides must be multiples of {self.spatial}")
+        features, first = self._features(memory), 0 if memory.begun else 1
+        whole, pending = split_whole(memory.pending, video.to(self.dtype), first, self.temporal)
+        whole = patchify(whole, self.patch_size)  # type: ignore[no-untyped-call]
+        parts = [
+            self.autoencoder.encoder(group, feat_cache=features, feat_idx=[0])
+            for group in (*whole[:, :, :first].split(1, 2), *whole[:, :, first:].split(self.temporal, 2))
+            if group.shape[2]
+        ]
+        shape = (batch, self.latent_channels, 0, height // self.spatial, width // self.spatial)
+        raw: Tensor = video.new_empty(shape, dtype=self.dtype)
+        if parts:
+            raw = self.autoencoder.quant_conv(torch.cat(parts, 2))[:, : self.latent_channels]
+            memory.features = features
+        memory.size, memory.pending = size, pending
+        return raw
+
+    def finish(self, memory: Memory) -> Tensor | None:
+        """What is left to give at a stream's end: nothing.
+
+        Raises:
+            ConfigError: frames are left over that make no whole group; diffusers would drop them without a word.
+        """
+        if memory.pending is not None:
+            left = memory.pending.shape[2]
+            raise ConfigError(f"{left} frames are left over at the end, but {self.temporal} make a latent frame")
+        return None

@@ -1,0 +1,1 @@
+"""Published models: what each is, where its files lie, and how it is run."""

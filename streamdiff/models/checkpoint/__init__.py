@@ -1,0 +1,1 @@
+"""Weight files: finding, opening and checking them, whatever their layout."""

@@ -1,0 +1,206 @@
+"""Checkpoint files: what is in them, and single tensors of them. Nothing is read that is not asked for.
+
+Files are memory-mapped. A tensor that is handed out lies in the file's pages until somebody copies or casts it, so it
+must not be written to, and the file must not be changed in place while it is in use (replacing it by another is fine).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from streamdiff.errors import ConfigError
+from streamdiff.models.checkpoint.json_file import read_object
+from streamdiff.models.checkpoint.tensor_store import Entry, Loaded, SafetensorsFile, Shards, Store, unpickle
+
+CONTAINERS = ("generator_ema", "generator", "model", "state_dict", "module")
+"""Names of what holds the tensors in a file, the preferred first. Which one is right is a fact of the file that its
+catalogue entry states; this order is for files without one."""
+LORA_CONTAINERS = ("generator_lora", *CONTAINERS)
+SAFETENSORS, INDEX, PICKLES = ".safetensors", ".safetensors.index.json", (".pt", ".pth", ".bin")
+_ALSO_PREFIXES = ("model", "module")
+_USUAL = "diffusion_pytorch_model"
+
+
+class Checkpoint:
+    """The tensors of one container, under the names they are stored by.
+
+    Args:
+        path: for messages.
+        store: where they are.
+        names: those of `store` that count; all if None.
+        container: where they were found, for messages; empty if the file has none.
+        config: the configuration that lies beside the weights, if there is one.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        store: Store,
+        names: Sequence[str] | None = None,
+        container: str = "",
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.path, self.container, self.config = path, container, config
+        self.names = tuple(store.names() if names is None else names)
+        self._store = store
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.container})" if self.container else str(self.path)
+
+    def entry(self, name: str) -> Entry:
+        """Shape and dtype of a tensor; reads no weights.
+
+        Raises:
+            ConfigError: the file that should hold it is missing or damaged.
+        """
+        return self._store.entry(name)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor on the CPU, memory-mapped. Not to be written to.
+
+        Raises:
+            ConfigError: as `entry`.
+        """
+        return self._store.read(name)
+
+    def metadata(self) -> Mapping[str, str]:
+        """What the file says about itself: the header of a safetensors file, otherwise nothing."""
+        return self._store.metadata()
+
+
+def open_checkpoint(
+    path: Path,
+    container: str | None = None,
+    *,
+    order: Sequence[str] = CONTAINERS,
+    names: Sequence[str] = (_USUAL,),
+    old: bool = False,
+) -> Checkpoint:
+    """Open a checkpoint: a file (`.safetensors`, `.pt`, `.pth`, `.bin`), the index of several
+    (`.safetensors.index.json`), or a folder with one of these, possibly in `transformer`. A folder's `config.json`
+    comes along.
+
+    Args:
+        container: the one to take from a file with containers. A file without any holds one set of tensors, and is
+            taken as it is.
+        order: which container to take when `container` is None.
+        names: stems of the usual file in a folder, which is taken before others.
+        old: take a torch file from before torch 1.6 too, which cannot be mapped: all of it is read.
+
+    Raises:
+        ConfigError: nothing there, several files that could be meant, a damaged file, a pickle that `weights_only`
+            refuses, no such container, or several and none of them known.
+    """
+    if path.is_dir():
+        folder, path = _weights_folder(path, names)
+        config = folder / "config.json"
+        own = read_object(config) if config.is_file() else None
+    else:
+        own = None
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file or folder")
+    way: list[str] = []
+    if path.name.endswith(INDEX):
+        store: Store = Shards(path)
+    elif path.suffix == SAFETENSORS:
+        store = SafetensorsFile(path)
+    elif path.suffix in PICKLES:
+        way, store, found = _choose(path, unpickle(path, old=old), container, order)
+        container = None if found else container
+    else:
+        raise ConfigError(f"{path}: a checkpoint ends in {SAFETENSORS}, {INDEX} or {', '.join(PICKLES)}")
+    prefix, counting = _narrow(path, store, container, order)
+    return Checkpoint(path, store, counting, ".".join(way + prefix), own)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file, by name: for modules so small that all of it is wanted. As `open_checkpoint`, with `old`.
+
+    Raises:
+        ConfigError: as `open_checkpoint`.
+    """
+    checkpoint = open_checkpoint(path, old=True)
+    return {name: checkpoint.read(name) for name in checkpoint.names}
+
+
+# ---- folders -------------------------------------------------------------------------------------------------------
+
+
+def _weights_folder(folder: Path, stems: Sequence[str]) -> tuple[Path, Path]:
+    """The folder that holds the weights, and the file in it to open."""
+    if not _weight_files(folder) and (folder / "transformer").is_dir():
+        folder = folder / "transformer"
+    files = _weight_files(folder)
+    for stem in stems:
+        for ending in (INDEX, SAFETENSORS, *PICKLES):
+            if folder / (stem + ending) in files:
+                return folder, folder / (stem + ending)
+    for endings in ((INDEX,), (SAFETENSORS,), PICKLES):
+        if found := [path for path in files if path.name.endswith(endings)]:
+            if len(found) == 1:
+                return folder, found[0]
+            some = ", ".join(path.name for path in found[:4])
+            raise ConfigError(f"{folder}: has {len(found)} files that could be meant ({some}); name one of them")
+    raise ConfigError(f"{folder}: has no weights ({SAFETENSORS}, {INDEX} or {', '.join(PICKLES)})")
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.name.endswith((SAFETENSORS, INDEX, *PICKLES)))
+
+
+# ---- containers ----------------------------------------------------------------------------------------------------
+
+
+def _choose(path: Path, tree: object, container: str | None, order: Sequence[str]) -> tuple[list[str], Loaded, bool]:
+    """Go down to the tensors. Returns the way there, the tensors, and whether `container` is on the way."""
+    way: list[str] = []
+    while True:
+        if not isinstance(tree, Mapping):
+            raise ConfigError(f"{path}: holds a {type(tree).__name__} instead of tensors by name")
+        tensors = {str(key): value for key, value in tree.items() if isinstance(value, Tensor)}
+        inner = {str(key): value for key, value in tree.items() if _has_tensors(value)}
+        wanted = container if container not in way else None
+        if tensors and wanted not in inner:
+            return way, Loaded(tensors), container in way
+        if wanted is not None and wanted not in inner and inner:
+            raise _no_container(path, wanted, sorted(inner))
+        key = next((key for key in (wanted, *order) if key in inner), None)
+        if key is None:
+            told = f" in any of {', '.join(order)}; there is {', '.join(sorted(inner))}" if inner else ""
+            raise ConfigError(f"{path}: no tensors by name{told}")
+        way.append(key)
+        tree = inner[key]
+
+
+def _narrow(path: Path, store: Store, container: str | None, order: Sequence[str]) -> tuple[list[str], Sequence[str]]:
+    """In a flat file a container is the first part of names, as in `generator_ema.blocks.0...`. Returns what it is
+    called, as a list of one or none, and the names that count. `model.` before all names is only a prefix."""
+    everything = store.names()
+    inside = {key: [name for name in everything if name.startswith(f"{key}.")] for key in (container, *order) if key}
+    full = [key for key, names in inside.items() if any("blocks." in name for name in names)]
+    whole = bool(full) and len(inside[full[0]]) == len(everything)
+    if not full or (whole and full[0] in _ALSO_PREFIXES):
+        return [], everything
+    if container is not None and container not in full:
+        raise _no_container(path, container, full)
+    return [full[0]], inside[full[0]]
+
+
+def _has_tensors(tree: object) -> bool:
+    return isinstance(tree, Mapping) and any(isinstance(leaf, Tensor) for leaf in _leaves(tree))
+
+
+def _leaves(tree: Mapping[Any, object]) -> Iterator[object]:
+    for value in tree.values():
+        if isinstance(value, Mapping):
+            yield from _leaves(value)
+        else:
+            yield value
+
+
+def _no_container(path: Path, wanted: str, found: Sequence[str]) -> ConfigError:
+    return ConfigError(f"{path}: has no container {wanted!r}; there is {', '.join(found)}")

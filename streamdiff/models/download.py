@@ -1,0 +1,109 @@
+"""`python -m streamdiff.models.download`: fetches what a model needs and is not on disk, and says how far it
+is.
+
+Reads the model's configuration as JSON, one line, from standard input, whose end ends the process. Writes JSON lines:
+an object with the fields of `Progress` now and then, and `{"error": ...}` where something cannot be had. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from io import StringIO
+from typing import Any
+
+from tqdm import tqdm
+
+from streamdiff.config import ModelConfig
+from streamdiff.errors import ConfigError
+from streamdiff.models import resolve
+from streamdiff.models.catalogue.schema import Files
+from streamdiff.models.checkpoint import hub
+from streamdiff.models.checkpoint.hub import Remote
+
+EXIT_CONFIG = 2
+_TOLD_S = 0.5
+
+
+@dataclass(frozen=True)
+class Progress:
+    """`done` of `total` bytes of `file` in the repository `repo` are here, `rate` bytes per second come; `files` are
+    missing, this one included, which have `missing` bytes in all. None: not known."""
+
+    repo: str
+    file: str
+    done: int
+    total: int | None
+    rate: float | None
+    files: int
+    missing: int
+
+    def __str__(self) -> str:
+        size = f" of {_bytes(self.total)}" if self.total else ""
+        rate = f" at {_bytes(self.rate)}/s" if self.rate else ""
+        left = f"{self.files} file{'s' if self.files > 1 else ''}, {_bytes(self.missing)}, still missing"
+        return f"fetching {self.file} of {self.repo}: {_bytes(self.done)}{size}{rate}; {left}"
+
+
+def download(needed: Sequence[Files], tell: Callable[[Progress], None]) -> None:
+    """Fetch into the hub's cache what of `needed` is not there, file by file. A transfer that is cut goes on where it
+    was, as often as something comes in between.
+
+    Raises:
+        ConfigError: something cannot be had; what is whole stays.
+    """
+    missing = [each for files in needed for each in hub.remote(files) if each.missing]
+    for number, file in enumerate(missing):
+        left = sum(each.size or 0 for each in missing[number:])
+        hub.fetch_file(file, _bar(file, len(missing) - number, left, tell))
+
+
+def _bar(file: Remote, files: int, left: int, tell: Callable[[Progress], None]) -> type[tqdm[Any]]:
+    """A bar that is not shown but told."""
+
+    class Told(tqdm):  # type: ignore[type-arg]
+        monitor_interval = 0
+
+        def __init__(self, *given: Any, **options: Any) -> None:
+            quiet = {"file": StringIO(), "disable": False, "mininterval": _TOLD_S, "leave": False}
+            super().__init__(*given, **{**options, **quiet})
+
+        def display(self, *given: Any, **options: Any) -> None:
+            done = int(self.n)
+            rate = self.format_dict["rate"]
+            tell(Progress(file.repo, file.name, done, file.size, rate, files, max(0, left - done)))
+
+    return Told
+
+
+def _bytes(count: float) -> str:
+    return str(tqdm.format_sizeof(count, "B", 1000))
+
+
+def main() -> int:
+    def write(tree: dict[str, Any]) -> None:
+        print(json.dumps(tree), flush=True)
+
+    config = ModelConfig.model_validate_json(sys.stdin.buffer.readline())
+    threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
+    try:
+        needed = resolve.to_fetch(config.name, resolve.parts_of(config))
+        download(needed, lambda progress: write(asdict(progress)))
+    except ConfigError as error:
+        write({"error": str(error)})
+        return EXIT_CONFIG
+    return 0
+
+
+def _watch_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,98 @@
+"""What the pipeline and the engine need of a model. Pure: weights are held, a stream's state is an argument.
+
+Imports no torch, so that whoever only plans can ask for a model's sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from streamdiff.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from streamdiff.models.transformer.wan import WanDenoiser
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a model understood a prompt: `text` is what it is given, `notice` a remark for the user (or empty)."""
+
+    text: str
+    notice: str = ""
+
+
+class TextEncoder(Protocol):
+    """Prompt to conditioning. `slow` says that `encode` may take longer than a frame is shown: it is then called on a
+    thread of its own, while streams go on and `read` is called on theirs."""
+
+    examples: tuple[str, ...]
+    vocabulary: str
+    slow: bool
+
+    def read(self, prompt: str, previous: str | None) -> Reading:
+        """Understand a prompt; `previous` is the text in force, which fills what the new prompt leaves open."""
+
+    def encode(self, text: str) -> Tensor:
+        """Embeddings `[T, text_dim]` of a text that `read` returned; T is the model's fixed text length."""
+
+
+class StreamDecoder(Protocol):
+    """Latents to frames, in any pieces: decoding a stream in pieces gives the frames of decoding it whole.
+
+    What a stream remembers is the decoder's own type; everyone else only carries it. `temporal`: frames of each latent
+    frame but a stream's first, which may have fewer.
+    """
+
+    temporal: int
+
+    def new_memory(self) -> Any:
+        """The memory of a stream that has not begun."""
+
+    def stream_bytes(self, height: int, width: int) -> int:
+        """Bytes that the memory of a running stream has, for latents of `height` x `width`."""
+
+    def decode(self, latents: Tensor, memory: Any) -> Tensor:
+        """Normalised latents `[1, C, F, h, w]` to frames uint8 `[n, H, W, 3]`. Mutates: memory."""
+
+
+class Past(Protocol):
+    """What the clean pass is shown of a finished chunk, where that is not its latents as they are."""
+
+    def new_memory(self) -> Any:
+        """The memory of a stream that has not begun."""
+
+    def stream_bytes(self, height: int, width: int) -> int:
+        """Bytes that the memory of a running stream has, for latents of `height` x `width`."""
+
+    def again(self, chunk: int, latents: Tensor, memory: Any) -> Tensor:
+        """What is shown of the next chunk's finished latents `[C, F, h, w]`, of that shape. Mutates: memory."""
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """What a stage needs of a model: facts, and a run of transformer blocks on one device."""
+
+    spec: ModelSpec
+    denoiser: WanDenoiser
+
+
+@dataclass(frozen=True)
+class Model(StageModel):
+    """What the head needs of a model: a trunk, and what stands before and behind it. With one stage that is all.
+    `decoder` is None where another rank decodes, `past` where the clean pass is shown latents as they are."""
+
+    text: TextEncoder
+    decoder: StreamDecoder | None
+    past: Past | None = None
+
+    @property
+    def blocks(self) -> int:
+        """Transformer blocks of `denoiser`."""
+        return len(self.denoiser.blocks)
+
+    def part(self, first: int, last: int) -> Model:
+        """The same model with blocks `first` to `last` (exclusive) only."""
+        return replace(self, denoiser=self.denoiser.part(first, last))

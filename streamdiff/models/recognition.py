@@ -1,0 +1,108 @@
+"""Which model of the catalogue a checkpoint is, from its file's name and the names of its tensors.
+
+Needs no torch, reads no weights, and opens no pickle: of a torch file only the texts in it are looked at.
+"""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from streamdiff.errors import ConfigError
+from streamdiff.models.catalogue import entries as catalogue
+from streamdiff.models.catalogue.schema import Entry
+from streamdiff.models.checkpoint.json_file import read_object
+from streamdiff.models.checkpoint.safetensors_header import parse_header
+from streamdiff.models.transformer.tensor_names import block_count, recognise, translate
+
+_INDEX, _SAFETENSORS = ".safetensors.index.json", ".safetensors"
+_CONTAINERS = ("generator_ema", "generator")  # that entries of the catalogue name
+_MOST_BYTES = 64 * 2**20  # of the pickle in a torch file, which holds names and shapes alone
+
+
+def entry_of(weights: Path) -> Entry:
+    """The model whose transformer this file holds; `weights` may be a folder with one.
+
+    Raises:
+        ConfigError: it is no Wan transformer, or could be that of several models, which are named, or of none.
+    """
+    names = _names(_file(weights))
+    layout = recognise(names)
+    if layout is None:
+        raise ConfigError(f"{weights}: holds no transformer of a kind that is known; say whose it is with --model NAME")
+    blocks = block_count(translate(names, layout).sources)
+    fitting = [entry for entry in catalogue.listed() if _fits(entry, names, blocks)]
+    named = _by_file_name(fitting, weights)
+    if len(named) == 1:
+        return named[0]
+    could = ", ".join(entry.name for entry in named) or "none of the catalogue's"
+    raise ConfigError(
+        f"{weights}: a transformer of {blocks} blocks, whose name does not tell which model it is: it could be "
+        f"{could}. Say which with --model NAME"
+    )
+
+
+def _fits(entry: Entry, names: Sequence[str], blocks: int) -> bool:
+    """As far as blocks and containers tell; sizes that no architecture of the catalogue has tell nothing."""
+    sizes = catalogue.parts().architectures
+    if any(each.blocks == blocks for each in sizes.values()) and sizes[entry.architecture].blocks != blocks:
+        return False
+    container = None if entry.weights is None else entry.weights.container
+    held = {each for each in _CONTAINERS if any(name == each or name.startswith(f"{each}.") for name in names)}
+    return container is None or not held or container in held
+
+
+def _by_file_name(entries: Sequence[Entry], weights: Path) -> list[Entry]:
+    """Those of `entries` whose published file, with as many of its folders as tell, `weights` is called like; all of
+    them where no file is."""
+    best: dict[int, list[Entry]] = {0: list(entries)}
+    for entry in entries:
+        published = (*entry.weights.files, *entry.weights.others) if entry.weights is not None else ()
+        alike = max((_alike(Path(file), weights) for file in published), default=0)
+        if alike:
+            best.setdefault(alike, []).append(entry)
+    return best[max(best)]
+
+
+def _alike(one: Path, other: Path) -> int:
+    """How many parts at the end of two paths are the same, but for the file's ending."""
+    count = 0
+    for mine, theirs in zip(reversed(one.with_suffix("").parts), reversed(other.with_suffix("").parts), strict=False):
+        if mine != theirs:
+            break
+        count += 1
+    return count
+
+
+# ---- names of tensors ----------------------------------------------------------------------------------------------
+
+
+def _file(path: Path) -> Path:
+    """The file of a folder with one checkpoint, possibly in `transformer`."""
+    if not path.is_dir():
+        return path
+    for folder in (path, path / "transformer"):
+        for ending in (_INDEX, _SAFETENSORS, ".pt", ".pth", ".bin"):
+            if len(found := sorted(folder.glob(f"*{ending}"))) == 1:
+                return found[0]
+    raise ConfigError(f"{path}: which checkpoint in it is meant cannot be told; name the file, or say --model NAME")
+
+
+def _names(path: Path) -> list[str]:
+    """Names of tensors, and of a torch file every other text in it too."""
+    if path.name.endswith(_INDEX):
+        return list(read_object(path).get("weight_map", {}))
+    if path.suffix == _SAFETENSORS:
+        return list(parse_header(path).entries)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            found = next(each for each in archive.infolist() if each.filename.endswith("data.pkl"))
+            data = archive.read(found) if found.file_size <= _MOST_BYTES else b""
+        return [given for _, given, _ in pickletools.genops(data) if isinstance(given, str)]
+    except (OSError, zipfile.BadZipFile, StopIteration, ValueError, pickle.UnpicklingError) as error:
+        raise ConfigError(
+            f"{path}: what it holds cannot be told ({error}); say whose it is with --model NAME"
+        ) from None

@@ -1,0 +1,182 @@
+"""`ModelSpec`: the facts about a model that everything plans with, and its attention windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from streamdiff.errors import ConfigError
+from streamdiff.models import sampling
+from streamdiff.models.sampling import Schedule, embedded_schedule
+
+
+def window(kv_context: str, window_latents: int, clean_window_latents: int | None) -> int:
+    """Latent frames that a chunk sees, sink and itself included.
+
+    `clean_window_latents` is the window of KV context `clean` where that may be shorter: its past is finished, and one
+    finished chunk says more than several noisy ones.
+    """
+    return (clean_window_latents if kv_context == "clean" else None) or window_latents
+
+
+def window_chunks(window: int, sink: int, chunk: int) -> int:
+    """Chunks that have to be kept for a window of that many latent frames, the sink's and the chunk itself included."""
+    return -(-sink // chunk) - (sink - window) // chunk
+
+
+def choose_steps(wanted: int | None, known: tuple[int, ...], model: str) -> int:
+    """Denoise steps per chunk: `wanted`, or (None) what `model` was made for, the first of those `known`.
+
+    Raises:
+        ConfigError: a number that the model does not have, or it has none at all.
+    """
+    if not known:
+        raise ConfigError(
+            f"model {model} has no denoise steps of its own, so it cannot stream; `streamdiff models` lists others"
+        )
+    if wanted is None:
+        return known[0]
+    if wanted not in known:
+        raise ConfigError(
+            f"--steps is {wanted}; model {model} has {' or '.join(map(str, known))} (without --steps: {known[0]})"
+        )
+    return wanted
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Facts about a model that everyone plans with. Sizes of chunk, windows and sink are in latent frames; `text_shape`
+    is (text tokens, text width) of a prompt's embeddings; `steps` are the numbers of denoise steps per chunk that
+    it has, the one that it was made for first; `context_sigma`, 0 to 1, is the noise level at which the
+    clean pass writes a finished chunk into the cache (0: as it is); `rope` says whether the sink keeps its rotary
+    positions (`absolute`) or stands right before the window (`relative`); `adaptive_sink` is the likeness, -1 to 1,
+    below which a new chunk takes a sink chunk's place (None: the sink stays as it is); `averaged_sink`, 0 to 1, is the
+    share of the sink that stays when a chunk that leaves the window is folded into it (None: none is); the
+    `first_chunks` of a stream are made together, as one longer chunk; with `context_alone` the clean pass of a chunk
+    sees nothing before it but the sink, and with `context_pictures` it is shown a first latent frame that was encoded
+    again from its picture; `switch` is what a new prompt does to the past unless it says."""
+
+    name: str
+    latent_channels: int
+    latent_height: int
+    latent_width: int
+    chunk_latents: int
+    window_latents: int
+    sink_latents: int
+    frames_per_latent: int
+    width: int
+    height: int
+    native_fps: float
+    shift: float
+    steps: tuple[int, ...]
+    text_shape: tuple[int, int]
+    clean_window_latents: int | None = None
+    context_sigma: float = 0.0
+    rope: str = "relative"
+    adaptive_sink: float | None = None
+    averaged_sink: float | None = None
+    schedules: tuple[Schedule, ...] = ()
+    first_chunks: int = 1
+    context_alone: bool = False
+    context_pictures: bool = False
+    switch: str = "keep"
+
+    def schedule(self, steps: int) -> Schedule:
+        """The denoise steps of a chunk in `steps` steps: those published, else the embedded model's."""
+        return next((each for each in self.schedules if each.steps == steps), None) or embedded_schedule(
+            steps, self.shift
+        )
+
+    def window(self, kv_context: str) -> int:
+        """Latent frames that a chunk sees, sink and itself included."""
+        return window(kv_context, self.window_latents, self.clean_window_latents)
+
+    def window_chunks(self, kv_context: str) -> int:
+        """Chunks that are kept for a window, the sink's and the chunk itself included."""
+        return window_chunks(self.window(kv_context), self.sink_latents, self.chunk_latents)
+
+    @property
+    def chunk_frames(self) -> int:
+        """Frames that one chunk decodes to."""
+        return self.chunk_latents * self.frames_per_latent
+
+    def room(self, chunk: int) -> int:
+        """Frames for which there must be room to begin with `chunk`, and what is made together with it."""
+        return self.chunk_frames * (self.first_chunks if chunk == 0 else 1)
+
+    @property
+    def chunk_shape(self) -> tuple[int, int, int, int]:
+        """Shape `[C, F, h, w]` of a chunk's latents."""
+        return self.latent_channels, self.chunk_latents, self.latent_height, self.latent_width
+
+
+def with_window(spec: ModelSpec, window: int | None, sink: int | None, rope: str | None) -> ModelSpec:
+    """`spec` with this window and sink, in latent frames, and these positions; None leaves what it has. Without a sink
+    nothing is done with one.
+
+    Raises:
+        ConfigError: they do not go together.
+    """
+    if sink == 0:
+        spec = replace(spec, adaptive_sink=None, averaged_sink=None)
+    spec = replace(
+        spec,
+        window_latents=spec.window_latents if window is None else window,
+        clean_window_latents=spec.clean_window_latents if window is None else None,
+        sink_latents=spec.sink_latents if sink is None else sink,
+        rope=rope or spec.rope,
+    )
+    check(spec)
+    return spec
+
+
+def told(spec: ModelSpec, timesteps: Sequence[float], chunk_latents: int) -> ModelSpec:
+    """`spec` of a model of which nothing is known, with the one schedule and the chunk that a user says.
+
+    Raises:
+        ConfigError: a list that is no schedule.
+    """
+    schedule = sampling.published(timesteps, shift=1.0, warp=False)
+    return replace(spec, steps=(schedule.steps,), schedules=(schedule,), chunk_latents=chunk_latents)
+
+
+def check(spec: ModelSpec) -> None:
+    """Raises ConfigError unless window, sink, what is done with the sink, positions and the noise of the clean pass go
+    together."""
+    chunk = spec.chunk_latents
+    if spec.first_chunks * chunk > min(map(spec.window, ("clean", "matched"))):
+        raise ConfigError(
+            f"--window is {spec.window_latents} latent frames; it must hold the first chunk, which has "
+            f"{spec.first_chunks * chunk}"
+        )
+    if not 0 <= spec.sink_latents <= min(map(spec.window, ("clean", "matched"))) - chunk:
+        raise ConfigError(
+            f"--sink is {spec.sink_latents} and --window {spec.window_latents} latent frames; the window counts the "
+            f"sink, which is at least 0, and must leave room for the chunk itself, {chunk} latent frames"
+        )
+    if spec.rope not in ("absolute", "relative"):
+        raise ConfigError(f"--rope is {spec.rope}, but must be absolute or relative")
+    _check_sink(spec)
+    if not 0 <= spec.context_sigma <= 1:
+        raise ConfigError(f"--context-noise is {spec.context_sigma * sampling.TIMESTEPS:g}, but must be from 0 to 1000")
+
+
+def _check_sink(spec: ModelSpec) -> None:
+    sink, chunk, adaptive, averaged = spec.sink_latents, spec.chunk_latents, spec.adaptive_sink, spec.averaged_sink
+    if adaptive is not None and averaged is not None:
+        raise ConfigError("--adaptive-sink and --averaged-sink are two ways to change the sink; give one of them")
+    if adaptive is not None and not (-1 <= adaptive <= 1 and sink):
+        raise ConfigError(
+            f"--adaptive-sink is {adaptive:g} with a sink of {sink} latent frames; it must be from -1 to 1, and goes "
+            "with a --sink"
+        )
+    if adaptive is not None and sink % chunk:
+        raise ConfigError(
+            f"--adaptive-sink puts chunks in the place of others, so --sink, which is {sink}, must be a multiple of "
+            f"the chunk's {chunk} latent frames"
+        )
+    if averaged is not None and not (0 <= averaged <= 1 and sink == chunk):
+        raise ConfigError(
+            f"--averaged-sink is {averaged:g} with a sink of {sink} latent frames; it must be from 0 to 1, and the "
+            f"sink one chunk, {chunk} latent frames, as chunks are folded into it"
+        )

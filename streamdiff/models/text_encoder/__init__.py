@@ -1,0 +1,1 @@
+"""Prompts to embeddings: UMT5, and embeddings kept for later."""

@@ -1,0 +1,158 @@
+"""Keeps prompts' embeddings, so that a text is encoded once. Bounded in bytes; for any `TextEncoder` and any thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from streamdiff.models.interfaces import Reading, TextEncoder
+
+
+class TextKey(NamedTuple):
+    """What embeddings depend on: which encoder (its number format included), which revision of it, the text length in
+    tokens, and the text."""
+
+    encoder: str
+    revision: str
+    length: int
+    text: str
+
+
+@dataclass(frozen=True)
+class CacheCounts:
+    """`hits` were answered without encoding, also by waiting for somebody else's encoding; `misses` were encoded.
+    `evictions` were dropped for room. `entries` and `bytes` are kept now."""
+
+    hits: int
+    misses: int
+    evictions: int
+    entries: int
+    bytes: int
+
+
+class EmbeddingCache:
+    """Embeddings by key; the least recently used go first. One cache may serve several encoders."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes` of embeddings are kept at most; larger ones, and with 0 all, are handed out and not kept."""
+        if max_bytes < 0:
+            raise ValueError(f"max_bytes is {max_bytes}; it must be at least 0")
+        self.max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[TextKey, Tensor] = OrderedDict()
+        self._under_way: dict[TextKey, Future[Tensor]] = {}
+        self._bytes = 0
+        self._hits = self._misses = self._evictions = 0
+
+    def get(self, key: TextKey, encode: Callable[[], Tensor]) -> Tensor:
+        """The embeddings of `key`, encoded now if they are not kept; if another thread is encoding them, its result.
+
+        What is handed out is shared: it must not be written to. What `encode` raises goes to everybody who waits for
+        it, and nothing is kept. Mutates: self.
+        """
+        with self._lock:
+            if (kept := self._entries.get(key)) is not None:
+                self._entries.move_to_end(key)
+                self._hits += 1
+                return kept
+            if (theirs := self._under_way.get(key)) is None:
+                ours = self._under_way[key] = Future()
+                self._misses += 1
+            else:
+                self._hits += 1
+        return self._encode(key, encode, ours) if theirs is None else theirs.result()
+
+    def counts(self) -> CacheCounts:
+        """How the cache has done so far."""
+        with self._lock:
+            return CacheCounts(self._hits, self._misses, self._evictions, len(self._entries), self._bytes)
+
+    def clear(self) -> None:
+        """Keep nothing; counts stay. Mutates: self."""
+        with self._lock:
+            self._entries.clear()
+            self._bytes = 0
+
+    def _encode(self, key: TextKey, encode: Callable[[], Tensor], ours: Future[Tensor]) -> Tensor:
+        try:
+            embeddings = encode()
+        except BaseException as error:
+            with self._lock:
+                del self._under_way[key]
+            ours.set_exception(error)
+            raise
+        with self._lock:
+            del self._under_way[key]
+            self._keep(key, embeddings)
+        ours.set_result(embeddings)
+        return embeddings
+
+    def _keep(self, key: TextKey, embeddings: Tensor) -> None:
+        size = _held_bytes(embeddings)
+        if size > self.max_bytes:
+            return
+        while self._bytes + size > self.max_bytes:
+            _, oldest = self._entries.popitem(last=False)
+            self._bytes -= _held_bytes(oldest)
+            self._evictions += 1
+        self._entries[key] = embeddings
+        self._bytes += size
+
+
+class Kept(Protocol):
+    """Embeddings that outlive the process, on the CPU (`EmbeddingFolder`)."""
+
+    def get(self, key: TextKey) -> Tensor | None: ...
+
+    def put(self, key: TextKey, embeddings: Tensor) -> None: ...
+
+
+class CachedText:
+    """A `TextEncoder` (models/interfaces.py) that asks `encoder` only for texts that neither `cache` nor `kept`
+    holds."""
+
+    def __init__(
+        self,
+        encoder: TextEncoder,
+        cache: EmbeddingCache,
+        *,
+        identity: str,
+        revision: str,
+        length: int,
+        kept: Kept | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """`identity`, `revision` and `length` tell this encoder's entries from others' in the same cache: `TextKey`.
+        `device` is where the encoder puts embeddings, and so where those of `kept` go."""
+        self.examples, self.vocabulary, self.slow = encoder.examples, encoder.vocabulary, encoder.slow
+        self.encoder, self.cache = encoder, cache
+        self._identity, self._revision, self._length = identity, revision, length
+        self._kept, self._device = kept, torch.device(device)
+
+    def read(self, prompt: str, previous: str | None) -> Reading:
+        return self.encoder.read(prompt, previous)
+
+    def encode(self, text: str) -> Tensor:
+        """Embeddings `[T, text_dim]`, shared: not to be written to."""
+        key = TextKey(self._identity, self._revision, self._length, text)
+        return self.cache.get(key, lambda: self._find(key))
+
+    def _find(self, key: TextKey) -> Tensor:
+        if self._kept is not None and (found := self._kept.get(key)) is not None:
+            return found.to(self._device)
+        embeddings = self.encoder.encode(key.text)
+        if self._kept is not None:
+            self._kept.put(key, embeddings)
+        return embeddings
+
+
+def _held_bytes(embeddings: Tensor) -> int:
+    """Of the whole memory behind it, which a view keeps alive."""
+    return embeddings.untyped_storage().nbytes()

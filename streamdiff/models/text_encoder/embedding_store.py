@@ -1,0 +1,93 @@
+"""Prompts' embeddings in files of the user's cache folder, so that they outlive the process: a restart, and a spare
+engine, ask the text encoder nothing that was asked before. Knows nothing about encoders."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from streamdiff.models.checkpoint.json_file import cache_folder
+from streamdiff.models.text_encoder.embedding_cache import TextKey
+
+MAX_BYTES = 512 * 2**20
+_TENSOR, _ROWS, _SUFFIX = "embeddings", "rows", ".safetensors"
+
+
+class EmbeddingFolder:
+    """Embeddings `[T, text_dim]` by key, one file each; those used longest ago go first. Several processes may use a
+    folder at the same time. What cannot be read counts as not there, and what cannot be written is not kept.
+
+    Only the user can read it: the folder has mode 0700, its files 0600. They hold no text, but who can read them and
+    has the encoder can tell whether a text that he thinks of was asked for.
+    """
+
+    def __init__(self, folder: Path | None = None, max_bytes: int = MAX_BYTES) -> None:
+        """`folder` is made with the first file; by default `embeddings` in the user's cache folder for streamdiff."""
+        self.folder = folder or cache_folder("embeddings")
+        self.max_bytes = max_bytes
+        self._writable = True
+
+    def get(self, key: TextKey) -> Tensor | None:
+        """The embeddings on the CPU, as they were put; None if they are not here. A damaged file is removed."""
+        path = self._path(key)
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                kept, rows = file.get_tensor(_TENSOR), int((file.metadata() or {})[_ROWS])
+            os.utime(path)
+        except FileNotFoundError:
+            return None
+        except (OSError, SafetensorError, KeyError, ValueError):
+            path.unlink(missing_ok=True)
+            return None
+        embeddings = torch.zeros(rows, *kept.shape[1:], dtype=kept.dtype)
+        embeddings[: len(kept)] = kept
+        return embeddings
+
+    def put(self, key: TextKey, embeddings: Tensor) -> None:
+        """Keep embeddings `[T, text_dim]`, without the zero rows at their end; drops others for room. Never raises for
+        a disk that is full or cannot be written: says so once on standard error."""
+        used = embeddings.any(1).nonzero()
+        count = int(used[-1]) + 1 if len(used) else 0
+        data = save({_TENSOR: embeddings[:count].contiguous().cpu()}, {_ROWS: str(len(embeddings))})
+        if len(data) > self.max_bytes or not self._writable:
+            return
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor, part = tempfile.mkstemp(".part", dir=self.folder)  # mode 0600
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(data)
+                os.replace(part, self._path(key))
+            finally:
+                Path(part).unlink(missing_ok=True)
+            self._drop()
+        except OSError as error:
+            self._writable = False
+            print(f"streamdiff: note: prompts' embeddings are not kept on disk: {error}", file=sys.stderr)
+
+    def _drop(self) -> None:
+        """Remove what was used longest ago, until the rest fits."""
+        found = []
+        for path in self.folder.iterdir():
+            try:
+                state = path.stat()
+            except FileNotFoundError:  # another process was quicker
+                continue
+            found.append((state.st_mtime_ns, state.st_size, path))
+        total = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if total <= self.max_bytes:
+                return
+            path.unlink(missing_ok=True)
+            total -= size
+
+    def _path(self, key: TextKey) -> Path:
+        return self.folder / (hashlib.sha256(repr(tuple(key)).encode()).hexdigest() + _SUFFIX)

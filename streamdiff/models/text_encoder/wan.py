@@ -1,0 +1,286 @@
+"""Wan's text encoder: UMT5 and its tokenizer, from a diffusers folder or the original file (`text_files`), with
+embeddings as diffusers' WanPipeline has them: a fixed number of rows, zero beyond the text. Knows nothing about
+caches, files given by a user, or sessions."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import html
+import json
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ftfy
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoTokenizer
+from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
+
+from streamdiff.errors import ConfigError
+from streamdiff.models.interfaces import Reading
+from streamdiff.models.text_encoder import wan_files
+from streamdiff.models.text_encoder.wan_files import TOKENIZER_FILES, TextFiles
+
+TEXT_TOKENS = 512
+EXAMPLES = (
+    "A red fox trots through fresh snow at dawn, its breath visible, low sun between the pines. The camera follows it "
+    "from the side at eye level.",
+    "Waves break on black rocks under a stormy sky, spray in slow motion, a lighthouse in the distance, wide shot.",
+    "A potter shapes a bowl on a turning wheel in a warm workshop, close-up of wet hands and clay, soft window light.",
+)
+VOCABULARY = (
+    "Any words, in English or Chinese. One to three sentences that name the subject, what it does, the place, the "
+    "light and the camera work best."
+)
+_WORDS = ("shared.weight", "encoder.embed_tokens.weight")
+_LAST_WORDS = 8  # tokens of a cut prompt's end that a notice shows
+
+
+class WanText:
+    """Wan's `TextEncoder` (models/interfaces.py). For several threads; they encode one after the other."""
+
+    examples: tuple[str, ...] = EXAMPLES
+    vocabulary: str = VOCABULARY
+    slow: bool = True
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        length: int = TEXT_TOKENS,
+        width: int | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        output: torch.device | str | None = None,
+        keep: bool = True,
+        revision: str = "",
+    ) -> None:
+        """Reads the tokenizer and the encoder's sizes; the weights come with the first text.
+
+        Args:
+            path: a model in diffusers' layout, or original Wan's: the folder, or the encoder's file.
+            length: text tokens T that the model was trained with.
+            width: text width that the transformer asks for; None: whatever the encoder has.
+            device: where the encoder runs; the CPU leaves a GPU's memory to the transformer.
+            dtype: of weights and embeddings; None: bfloat16 on a GPU, float32 on the CPU.
+            output: where embeddings are put; None: `device`.
+            keep: keep the weights after a text, or free them and read them again for the next one.
+            revision: of the checkpoint, where it is known; else one is made of the files' names, sizes and times.
+
+        Raises:
+            ConfigError: a part that is missing or cannot be read, or an encoder of another kind or width.
+        """
+        self.path, self.length, self.keep = path, length, keep
+        self._files = wan_files.find(path)
+        self.device = torch.device(device)
+        self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else torch.bfloat16)
+        self.output = self.device if output is None else torch.device(output)
+        self.width, words = _sizes(self._files, width)
+        self.identity = f"{path.resolve()} {self.dtype}"
+        """With `revision`, what tells its embeddings from other encoders'."""
+        self.revision = revision or _revision(self._files)
+        self._tokenizer = _load_tokenizer(self._files.tokenizer, words)
+        # Padding and truncation are settings of the tokenizer's own, so two threads must not use it at once.
+        self._tokenizing, self._encoding = threading.Lock(), threading.Lock()
+        self._encoder: UMT5EncoderModel | None = None
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the weights are in memory."""
+        return self._encoder is not None
+
+    def read(self, prompt: str, previous: str | None) -> Reading:
+        """The prompt as it is; the notice says where it is cut if it is too long."""
+        with self._tokenizing:
+            ids = self._tokenizer(_clean(prompt), truncation=False, padding=False, verbose=False).input_ids
+            if len(ids) <= self.length:
+                return Reading(prompt)
+            kept = ids[: self.length - 1]  # the last one ends the text
+            end = self._tokenizer.decode(kept[-_LAST_WORDS:]).strip()
+        return Reading(
+            prompt,
+            f"The prompt has {len(ids):,} tokens, and the model reads {self.length:,}: it ends for it after “…{end}”.",
+        )
+
+    def encode(self, text: str) -> Tensor:
+        """Embeddings `[T, D]` of one text, `dtype`, on `output`; rows beyond the text are zero. Loads the weights if
+        they are not there. On the CPU all cores take part.
+
+        Only the text's own tokens are encoded: attention is masked and positions are relative, so their rows are those
+        of a text padded to T tokens, which takes ten times as long.
+
+        Raises:
+            ConfigError: weights that are not those of the encoder.
+            ValueError: the encoder gives values that are not finite.
+        """
+        tokens = self.tokens(text)
+        with self._encoding:
+            encoder = self._encoder or _load_encoder(self._files, self.device, self.dtype)
+            self._encoder = encoder if self.keep else None
+            with torch.inference_mode(), _beside(self.device), _all_cores(self.device):
+                ids = tokens.to(self.device)
+                hidden = encoder(ids, torch.ones_like(ids)).last_hidden_state[0]
+            del encoder
+        if not bool(hidden.isfinite().all()):
+            raise ValueError(f"the text encoder in {self.path} gave values that are not finite in {self.dtype}")
+        embeddings = torch.zeros(self.length, self.width, dtype=self.dtype, device=self.output)
+        embeddings[: len(hidden)] = hidden.to(self.output)
+        return embeddings
+
+    def tokens(self, text: str) -> Tensor:
+        """The ids of the text cleaned and cut to T tokens, int64 `[1, n]`."""
+        with self._tokenizing:
+            found = self._tokenizer(_clean(text), max_length=self.length, truncation=True, padding=False, verbose=False)
+        return torch.tensor([found.input_ids])
+
+    def awaited_bytes(self, device: torch.device) -> int:
+        """What the weights will take on `device` once they are loaded; 0 when they are, or go elsewhere."""
+        return 0 if self.loaded or self.device.type != device.type else self._files.values() * self.dtype.itemsize
+
+    def release(self) -> None:
+        """Free the weights; the next text reads them again. Mutates: self."""
+        with self._encoding:
+            self._encoder = None
+
+
+def _clean(text: str) -> str:
+    """As diffusers and original Wan clean a prompt: broken encodings mended, entities resolved, white space simple."""
+    text = html.unescape(html.unescape(ftfy.fix_text(text)))
+    return re.sub(r"\s+", " ", text).strip()
+
+
+@contextlib.contextmanager
+def _beside(device: torch.device) -> Iterator[None]:
+    """On a GPU, run on a stream of its own and wait for it on this thread, so that the transformer's work goes on."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+@contextlib.contextmanager
+def _all_cores(device: torch.device) -> Iterator[None]:
+    """On the CPU, let torch use every core that this process may; afterwards as many threads as before. Other threads
+    of the process that use torch already keep their own number."""
+    if device.type != "cpu":
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before, _cores()))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _sizes(files: TextFiles, width: int | None) -> tuple[int, int]:
+    """Width and number of words of the encoder; the width must be `width` if that is given."""
+    if files.original:
+        path, sizes = files.weights, wan_files.original_sizes(files.weights)
+        found, words = sizes.d_model, sizes.vocab_size
+    else:
+        path = files.weights / "config.json"
+        found, words = _read_config(path)
+    if width is not None and found != width:
+        raise ConfigError(
+            f"{path}: the text encoder is {found} wide (d_model), but the transformer asks for {width} (text_dim)"
+        )
+    return found, words
+
+
+def _read_config(path: Path) -> tuple[int, int]:
+    """Width and number of words of the encoder in a folder."""
+    try:
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read: {error.strerror or error}; diffusers' layout has the text encoder there"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from None
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind != "umt5" or not all(isinstance(config.get(key), int) for key in ("d_model", "vocab_size")):
+        raise ConfigError(
+            f"{path}: expected a UMT5 encoder (model_type umt5, with d_model and vocab_size), got model_type {kind!r}"
+        )
+    return config["d_model"], config["vocab_size"]
+
+
+def _load_tokenizer(path: Path, words: int) -> Any:
+    """The tokenizer of an encoder that knows `words` words."""
+    if not path.is_dir():
+        raise ConfigError(f"{path}: there is no such folder; diffusers' layout has the tokenizer there")
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):  # transformers would make one without words
+        raise ConfigError(f"{path}: no tokenizer that can be read: expected {' or '.join(TOKENIZER_FILES)}")
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, padding_side="right")
+    except Exception as error:  # a damaged file makes the tokenizers library raise just that
+        raise ConfigError(f"{path}: no tokenizer that can be read: {error}") from error
+    if len(tokenizer) > words:
+        raise ConfigError(
+            f"{path}: the tokenizer has {len(tokenizer):,} words, but the text encoder beside it knows {words:,}; they "
+            "do not belong together"
+        )
+    return tokenizer
+
+
+def _load_encoder(files: TextFiles, device: torch.device, dtype: torch.dtype) -> UMT5EncoderModel:
+    path = files.weights
+    if files.original:
+        return wan_files.load_original(path, device, dtype)
+    try:
+        loaded: Any = UMT5EncoderModel.from_pretrained(
+            path, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"{path}: the text encoder cannot be loaded: {error}") from error
+    encoder: UMT5EncoderModel = loaded[0]
+    found: dict[str, Any] = loaded[1]
+    _tie(encoder, found["missing_keys"])
+    for what in ("missing", "unexpected"):
+        if names := sorted(found[f"{what}_keys"]):
+            raise ConfigError(f"{path}: {len(names)} {what} tensors, for example {', '.join(names[:3])}")
+    if wrong := sorted(found["mismatched_keys"]):
+        listed = ", ".join(f"{name}: expected {list(want)}, got {list(got)}" for name, got, want in wrong[:3])
+        raise ConfigError(f"{path}: {len(wrong)} tensors of another shape than config.json asks for: {listed}")
+    encoder.train(False)
+    torch.nn.Module.to(encoder, device)
+    return encoder
+
+
+def _tie(encoder: UMT5EncoderModel, missing: set[str]) -> None:
+    """Use one table of words for both of its names. Mutates: encoder, missing.
+
+    Checkpoints hold it under one name only, and Wan's say in config.json that the two are not tied, which some
+    versions of transformers believe: the table in use would stay empty.
+    """
+    if missing.issuperset(_WORDS):
+        return
+    if _WORDS[1] in missing:
+        encoder.set_input_embeddings(encoder.shared)
+    elif _WORDS[0] in missing:
+        encoder.set_input_embeddings(encoder.encoder.embed_tokens)
+    missing.difference_update(_WORDS)
+
+
+def _revision(files: TextFiles) -> str:
+    """Of the files as they are now; weights are not read."""
+    digest = hashlib.sha256()
+    for path in sorted(files.paths()):
+        state = path.stat()
+        digest.update(f"{path.name} {state.st_size} {state.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,94 @@
+"""Tokenizer and text encoder of the embedded model: a word-level tokenizer and a small UMT5, as in Wan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from torch import Tensor
+from transformers import UMT5Config
+from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
+from transformers.utils import logging as transformers_logging
+
+from streamdiff.models.interfaces import Reading
+from streamdiff.models.tiny import prompts
+
+TEXT_TOKENS = 16
+WIDTH = 64
+PAD, UNKNOWN = "<pad>", "<unk>"
+
+
+def build_tokenizer(words: Sequence[str] | None = None, length: int = TEXT_TOKENS) -> Tokenizer:
+    """A tokenizer of whole words, by default those of the captions; texts are padded or cut to `length`."""
+    known = prompts.known_words() if words is None else words
+    vocabulary = {word: index for index, word in enumerate([PAD, UNKNOWN, *known])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(length)
+    tokenizer.enable_padding(length=length, pad_id=0, pad_token=PAD)
+    return tokenizer
+
+
+def build_encoder(vocabulary_size: int) -> UMT5EncoderModel:
+    """An untrained encoder."""
+    config = UMT5Config(
+        vocab_size=vocabulary_size,
+        d_model=WIDTH,
+        d_kv=16,
+        d_ff=128,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        pad_token_id=0,
+        relative_attention_num_buckets=16,
+        relative_attention_max_distance=32,
+    )
+    return UMT5EncoderModel(config)
+
+
+class TinyText:
+    """The embedded model's `TextEncoder` (models/interfaces.py)."""
+
+    examples: tuple[str, ...] = prompts.EXAMPLES
+    vocabulary: str = prompts.VOCABULARY
+    slow: bool = False
+
+    def __init__(self, tokenizer: Tokenizer, encoder: UMT5EncoderModel) -> None:
+        self.tokenizer = tokenizer
+        self.encoder = encoder
+
+    @classmethod
+    def load(cls, folder: Path) -> TinyText:
+        """Read `tokenizer/tokenizer.json` and `text_encoder/` of a model folder."""
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+        transformers_logging.disable_progress_bar()  # a bar for 0.1 MB only clutters the start
+        encoder = UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype=torch.float32)
+        encoder.train(False)
+        return cls(tokenizer, encoder)
+
+    def save(self, folder: Path) -> None:
+        (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
+        self.tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+        self.encoder.save_pretrained(folder / "text_encoder")
+
+    def read(self, prompt: str, previous: str | None) -> Reading:
+        return prompts.read(prompt, previous)
+
+    def encode(self, text: str) -> Tensor:
+        """Embeddings `[tokens, WIDTH]` of one text, as many tokens as the tokenizer pads to."""
+        with torch.inference_mode():
+            return self.embed(self.tokens([text]))[0]
+
+    def tokens(self, texts: Sequence[str]) -> Tensor:
+        """Token ids `[N, tokens]`, zero where padded."""
+        rows = [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts))]
+        return torch.tensor(rows, device=self.encoder.device)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings `[N, tokens, WIDTH]`; padding is zero, as in Wan."""
+        mask = (ids != 0).long()
+        hidden: Tensor = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        return hidden * mask.unsqueeze(-1).to(hidden.dtype)

@@ -1,0 +1,62 @@
+"""Worn pasts for training the transformer: shapes that have faded, lost a piece, shrunk or gone.
+
+A stream sees what the model itself has made. A small loss in one chunk is the past of the next, and a model that only
+ever saw perfect pasts copies it, until after minutes a star is a dot. Shown worn pasts beside whole futures, it learns
+to draw the shape anew from the prompt.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from streamdiff.models.autoencoder.taehv import TAEHV
+from streamdiff.models.tiny import world
+from streamdiff.models.tiny.training.autoencoder import encode_groups
+from streamdiff.models.tiny.training.batches import CHUNK, Windows
+
+SHARE = 0.3
+"""Share of the windows whose past is worn."""
+
+
+@torch.inference_mode()
+def empty_latents(autoencoder: TAEHV, mean: Tensor, std: Tensor, device: torch.device) -> Tensor:
+    """Normalised latents `[backgrounds, C, h, w]` of the backgrounds without any shape."""
+    pictures = world.empty(torch.arange(len(world.BACKGROUNDS), device=device))
+    frames = pictures[:, None].expand(-1, world.FRAMES_PER_LATENT, -1, -1, -1)
+    latents = encode_groups(autoencoder, frames)[:, 0]
+    return ((latents - mean.view(1, -1, 1, 1)) / std.view(1, -1, 1, 1)).clone()
+
+
+def worn(windows: Windows, empty: Tensor, generator: torch.Generator) -> Tensor:
+    """Latents like those of `windows`, with the shapes of a share of the windows worn, alike in all their chunks.
+
+    A worn shape is faded as a whole, cut off on one side, or left only around its centre; `empty` (`empty_latents`)
+    shows where it was.
+    """
+    batch, device = len(windows.latents), windows.latents.device
+
+    def draw(low: float, high: float) -> Tensor:
+        return (low + (high - low) * torch.rand(batch, generator=generator)).to(device).view(-1, 1, 1, 1, 1)
+
+    dy, dx = windows.from_shape()
+    angle, edge, radius, fade = draw(0, 2 * torch.pi), draw(-8, 14), draw(4, 20), draw(0.2, 0.9)
+    cut = (dy[..., None] * angle.sin() + dx[..., None, :] * angle.cos() > edge).float()
+    shrunk = (dy[..., None].square() + dx[..., None, :].square() > radius**2).float()
+    kind = torch.randint(3, (batch,), generator=generator).to(device).view(-1, 1, 1, 1, 1)
+    share = torch.where(kind == 0, fade, torch.where(kind == 1, cut, shrunk))
+    share = share * (draw(0, 1) < SHARE)
+    background = empty[windows.scenes[..., 3]].unsqueeze(3)
+    return torch.lerp(windows.latents, background.expand_as(windows.latents), share.unsqueeze(2))
+
+
+def after_nothing(starts: Windows, empty: Tensor, past: int) -> Windows:
+    """Windows of `past` + 1 chunks from windows of one: the bare background, then the stream's first chunk. Where a
+    shape has gone altogether nothing tells its place, so it begins again where streams begin."""
+    bare = empty[starts.scenes[:, :, 3]].unsqueeze(3).expand(-1, past, -1, CHUNK, -1, -1)
+    return Windows(
+        torch.cat([bare, starts.latents], 1),
+        starts.scenes.repeat(1, past + 1, 1),
+        torch.zeros_like(starts.start),
+        starts.place.repeat(1, past + 1, 1, 1),
+    )

@@ -1,0 +1,350 @@
+"""Stage two of training the embedded model: the causal transformer, on latents of the trained autoencoder.
+
+Diffusion forcing: every chunk has its own noise level and sees the chunks before it, at theirs. A step adds up three
+losses, each the flow's mean squared error:
+
+- *window*, five chunks: either `staircase`, whose levels fall with age as in a full ring, or `clean`, where noisy
+  copies of the chunks each see the clean copies of their past;
+- *first*: first chunks of streams, alone;
+- *next*: a chunk after one clean chunk, at several levels;
+- *again*: a stream's first chunk after a bare background, which is what is left of a shape that was lost;
+- *own*: what should follow chunks that the network made itself (`own_past`), where it begins with a finished model.
+
+Only where a stream starts or its prompt changes must a chunk be drawn from words; everywhere else it can be copied
+from the past. The short kinds hold many such places at a fraction of a window's cost. What is only seen, and has no
+target, is worn in a share of the windows (`wear`). One more loss teaches the text encoder to read: every word's
+embedding must tell the whole scene, so that cross-attention need not search for it.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from torch import Tensor, nn
+
+from streamdiff.models import sampling
+from streamdiff.models.autoencoder.taehv import TAEHV
+from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder
+from streamdiff.models.interfaces import Model
+from streamdiff.models.tiny import prompts, world
+from streamdiff.models.tiny.text_encoder import WIDTH, TinyText, build_encoder, build_tokenizer
+from streamdiff.models.tiny.training import corruption, loop
+from streamdiff.models.tiny.training.batches import (
+    CHUNK,
+    CHUNKS,
+    CONTEXT_SIGMA,
+    LEVELS,
+    ROWS,
+    Pool,
+    Rows,
+    Starts,
+    Windows,
+    latent_statistics,
+)
+from streamdiff.models.tiny.training.on_policy import OwnPasts
+from streamdiff.models.transformer import rope
+from streamdiff.models.transformer.wan import KeyValue, WanDenoiser, attend
+
+TRANSFORMER: dict[str, Any] = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 6,
+    "attention_head_dim": 32,
+    "in_channels": 8 + 10,
+    "out_channels": 8,
+    "text_dim": WIDTH,
+    "freq_dim": 128,
+    "ffn_dim": 768,
+    "num_layers": 4,
+    "cross_attn_norm": True,
+}
+MATRIX_LR = 1e-2
+OTHER_LR = 2e-3
+POOL = 6000
+SHARES = {"staircase": 0.4, "clean": 0.4, "first": 0.2, "next": 0.4, "again": 0.2, "own": 0.6, "reading": 0.1}
+# Matrices that AdamW trains: tables, embeddings and the two ends, for which orthogonal updates make no sense.
+ADAM_PARTS: tuple[str, ...] = (
+    "encoder",
+    "reader",
+    "transformer.patch_embedding",
+    "transformer.proj_out",
+    "transformer.scale_shift_table",
+    "transformer.condition_embedder",
+    *(f"transformer.blocks.{i}.scale_shift_table" for i in range(TRANSFORMER["num_layers"])),
+)
+FIRST_WINDOWS = 80
+GONE = (1, 2, 2, 4)
+"""For how many chunks a shape has been gone when it is drawn again: one of these."""
+STREAMS = 64
+"""The network's own streams."""
+OWN_FROM = 0.75
+"""Training that begins with nothing plays them from here on, 0 to 1: before, they show nothing to be corrected."""
+ATTRIBUTES: tuple[tuple[str, ...], ...] = (world.COLOR_NAMES, world.SHAPES, world.MOTION_NAMES, world.BACKGROUNDS)
+
+
+class BlockCausal:
+    """Self-attention over a whole window at once: rows are chunks, `visible[i]` lists the rows that row i sees.
+
+    Stands in for the cache that a stream uses, so that training and streaming run the same transformer code.
+    """
+
+    def __init__(self, windows: int, positions: list[int], visible: list[list[int]], tokens: tuple[int, int]) -> None:
+        self.windows, self.visible = windows, visible
+        frames = torch.tensor([[p * CHUNK + f for f in range(CHUNK)] for p in positions])
+        self.frames, self.tokens = frames, tokens
+        self.table: Tensor | None = None
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = rope.table(self.frames.to(query.device), *self.tokens, query.shape[-1])
+        rows = (self.windows, len(self.visible))
+        query = rope.rotate(query.unflatten(0, rows), self.table)
+        key, value = rope.rotate(key.unflatten(0, rows), self.table), value.unflatten(0, rows)
+        mixed = []
+        for row, seen in enumerate(self.visible):
+            mixed.append(_attend(query[:, row], key[:, seen].flatten(1, 2), value[:, seen].flatten(1, 2)))
+        return torch.stack(mixed, 1).flatten(0, 1)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """`attend`, in float32 on a CPU, whose bfloat16 attention takes twice as long backwards."""
+    if query.device.type != "cpu":
+        return attend(query, key, value)
+    with torch.autocast("cpu", enabled=False):
+        return attend(query.float(), key.float(), value.float())
+
+
+class TinyNetwork(nn.Module):
+    """Text encoder and transformer, trained together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = TinyText(build_tokenizer(), build_encoder(len(build_tokenizer().get_vocab())))
+        self.encoder = self.text.encoder
+        self.transformer = WanTransformer3DModel(**TRANSFORMER)
+        self.denoiser = WanDenoiser(self.transformer)
+        self.reader = nn.Linear(WIDTH, sum(map(len, ATTRIBUTES)))  # used in training only
+
+    def flow(self, latents: Tensor, sigma: Tensor, ids: Tensor, rows: Rows) -> Tensor:
+        """Predicted flow `[B * rows, C, F, h, w]` for noisy latents of the same shape."""
+        batch = sigma.shape[0]
+        _, _, frames, height, width = latents.shape
+        patch = self.denoiser.patch
+        tokens = (height // patch[1], width // patch[2])
+        timestep = (sigma * sampling.TIMESTEPS).flatten()[:, None].expand(-1, frames)
+        text: list[KeyValue] = self.denoiser.text(self.text.embed(ids))
+        state = self.denoiser.embed(latents, timestep)
+        attention = BlockCausal(batch, rows.chunk, rows.visible, tokens)
+        state = self.denoiser.run_blocks(state, text, attention)
+        return self.denoiser.head(state, (frames, height, width))
+
+
+def reading_loss(network: TinyNetwork, chance: random.Random, generator: torch.Generator, batch: int = 64) -> Tensor:
+    """Cross-entropy of all four attributes, read off the embedding of every word of random captions."""
+    fields = [torch.randint(len(names), (batch,), generator=generator) for names in ATTRIBUTES]
+    ids = network.text.tokens(captions(torch.stack(fields, -1)[:, None], chance))
+    words = ids != 0
+    scores = network.reader(network.text.embed(ids)).split([len(names) for names in ATTRIBUTES], -1)
+    losses = []
+    for score, field in zip(scores, fields, strict=True):
+        truth = field.to(ids.device)[:, None].expand_as(ids)
+        losses.append(nn.functional.cross_entropy(score[words], truth[words]))
+    return torch.stack(losses).mean()
+
+
+def captions(scenes: Tensor, chance: random.Random) -> list[str]:
+    """One caption per row of `scenes` `[..., 4]`; a chunk keeps its predecessor's words while the scene stays."""
+    result = []
+    for window in scenes.tolist():
+        last: tuple[list[int], str] | None = None
+        for row in window:
+            if last is None or last[0] != row:
+                scene = world.Scene(*(table[i] for table, i in zip(ATTRIBUTES, row, strict=True)))
+                last = (row, prompts.caption(scene, chance))
+            result.append(last[1])
+    return result
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a step draws from. `empty` `[backgrounds, C, h, w]`: latents of the bare backgrounds."""
+
+    pool: Pool
+    starts: Starts
+    empty: Tensor
+
+
+def play_on(
+    network: TinyNetwork, own: OwnPasts, count: int, chance: random.Random, generator: torch.Generator
+) -> Windows:
+    """The next `count` of the network's own streams, a chunk further, and what was right. Mutates: own."""
+
+    def flow(past: Tensor, noisy: Tensor, sigma: Tensor, scenes: Tensor) -> Tensor:
+        kept = torch.full((len(past), past.shape[1]), CONTEXT_SIGMA, device=past.device)
+        noise = torch.randn(past.shape, generator=generator).to(past.device)
+        seen = sampling.add_noise(past, noise, kept.view(*kept.shape, 1, 1, 1, 1))
+        chunks = past.shape[1] + 1
+        rows = Rows(list(range(chunks)), [list(range(i + 1)) for i in range(chunks)], sigma, sigma)
+        words = captions(scenes[:, None].expand(-1, chunks, -1), chance)
+        every = torch.cat([seen, noisy[:, None]], 1).flatten(0, 1)
+        made = network.flow(every, torch.cat([kept, sigma[:, None]], 1), network.text.tokens(words), rows)
+        newest: Tensor = made.unflatten(0, (len(past), chunks))[:, -1]
+        return newest
+
+    return own.turn(count, flow, LEVELS[4 if chance.random() < 0.75 else 2], generator)
+
+
+def draw(data: Data, batch: int, chance: random.Random, generator: torch.Generator) -> dict[str, Windows]:
+    """One step's windows by kind: half of `batch` five chunks long, half as many first chunks again as `batch`, `batch`
+    of two chunks, and a quarter of `batch` that begin again."""
+    kind = "staircase" if chance.random() < 0.65 else "clean"
+    offset = torch.randint(CHUNKS - 1, (batch,), generator=generator).to(data.pool.device)
+    return {
+        kind: data.pool.sample(max(1, batch // 2), generator),
+        "first": data.starts.sample(batch + batch // 2, generator),
+        "next": data.pool.sample(batch, generator).cut(offset, 2),
+        "again": corruption.after_nothing(
+            data.starts.sample(max(1, batch // 2), generator), data.empty, chance.choice(GONE)
+        ),
+    }
+
+
+def loss_of(
+    network: TinyNetwork,
+    windows: Windows,
+    empty: Tensor,
+    kind: str,
+    chance: random.Random,
+    generator: torch.Generator,
+) -> Tensor:
+    """Weighted mean squared flow error over the rows that have a target, the others worn; `kind` is a key of `ROWS`."""
+    rows = ROWS[kind](windows, chance, generator)
+    device = windows.latents.device
+    sigma, target = rows.sigma.to(device), rows.target.to(device)
+    clean = windows.latents[:, rows.chunk]
+    noise = torch.randn(clean.shape, generator=generator).to(device)
+    level = sigma.view(*sigma.shape, 1, 1, 1, 1)
+    seen = torch.where(target.view(level.shape), clean, corruption.worn(windows, empty, generator)[:, rows.chunk])
+    noisy = sampling.add_noise(seen, noise, level).flatten(0, 1)
+    ids = network.text.tokens(captions(windows.scenes, chance)).unflatten(0, windows.scenes.shape[:2])
+    flow = network.flow(noisy, sigma, ids[:, rows.chunk].flatten(0, 1), rows)
+    weight = windows.weight()[:, rows.chunk]
+    error = weight * (flow.float() - (noise - clean).flatten(0, 1)).square().unflatten(0, sigma.shape)
+    error = error.mean((2, 3, 4, 5)) / weight.mean()
+    loss: Tensor = (error * target).sum() / target.sum().clamp(min=1)
+    return loss
+
+
+class Average:
+    """Exponential moving average of the weights; what is saved and used."""
+
+    def __init__(self, module: nn.Module, decay: float = 0.995) -> None:
+        self.decay = decay
+        self.weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+    @torch.no_grad()
+    def update(self, module: nn.Module, step: int) -> None:
+        decay = min(self.decay, (1 + step) / (10 + step))
+        for name, value in module.state_dict().items():
+            self.weights[name].lerp_(value, 1 - decay) if value.is_floating_point() else self.weights[name].copy_(value)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What stage two leaves: the averaged network and the statistics that normalise latents."""
+
+    network: TinyNetwork
+    mean: Tensor
+    std: Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to train: samples per process and step, a factor on the learning rates, what to begin with: a finished model,
+    whose text encoder then stays as it is, or nothing; and whether matrices are multiplied in bfloat16."""
+
+    batch: int = 8
+    rate: float = 1.0
+    begin: Model | None = None
+    bf16: bool = False
+
+
+def _begin(
+    plan: Plan, autoencoder: TAEHV, seed: int, device: torch.device
+) -> tuple[TinyNetwork, tuple[Tensor, Tensor]]:
+    """The network to train, and mean and standard deviation of the latents."""
+    network = TinyNetwork().to(device)
+    if plan.begin is None:
+        return network, latent_statistics(autoencoder, torch.Generator().manual_seed(seed), device)
+    assert isinstance(plan.begin.text, TinyText)
+    assert isinstance(plan.begin.decoder, TaehvDecoder)
+    normalisation = plan.begin.decoder.model.normalisation
+    assert normalisation is not None, "a folder always says it"
+    network.transformer.load_state_dict(plan.begin.denoiser.model.state_dict())
+    network.encoder.load_state_dict(plan.begin.text.encoder.state_dict())
+    network.encoder.requires_grad_(False)
+    return network, (normalisation.mean.flatten(), normalisation.std.flatten())
+
+
+def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device: torch.device, plan: Plan) -> Trained:
+    """Train, or go on with, the transformer under `out`. Writes `out/denoiser.pt` every 100 steps."""
+    torch.manual_seed(seed)
+    network, (mean, std) = _begin(plan, autoencoder, seed, device)
+    optimizer = loop.Optimizer(network, MATRIX_LR * plan.rate, OTHER_LR * plan.rate, adam=ADAM_PARTS)
+    average = Average(network)
+    progress = loop.Progress()
+    checkpoint = loop.Checkpoint(out / "denoiser.pt")
+    state = checkpoint.load(device)
+    if state is not None:
+        network.load_state_dict(state["network"])
+        optimizer.load_state_dict(state["optimizer"])
+        average.weights = state["average"]
+        progress = loop.Progress(state["step"], state["spent_s"])
+        mean, std = state["mean"], state["std"]
+
+    def snapshot(done_steps: int) -> dict[str, Any]:
+        return {
+            "network": network.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "average": average.weights,
+            "step": done_steps,
+            "spent_s": progress.spent_s,
+            "mean": mean,
+            "std": std,
+        }
+
+    pool = Pool(autoencoder, mean, std, POOL, device)
+    pool.grow(FIRST_WINDOWS, loop.step_generator(seed + 1, progress.step))
+    empty = corruption.empty_latents(autoencoder, mean, std, device)
+    starts = Starts(autoencoder, mean, std, device)
+    chance = loop.step_generator(seed + 2, progress.step)
+    own = OwnPasts(autoencoder, mean, std, starts, STREAMS, chance)
+    data = Data(pool, starts, empty)
+    smooth: dict[str, float] = {}
+    for done in loop.steps(budget, progress, "denoiser"):
+        generator = loop.step_generator(seed, progress.step)
+        shared = random.Random(seed * 1_000_003 + progress.step)
+        if progress.step % 2 == 0:
+            pool.grow(max(1, plan.batch // 4), generator)
+        drawn = draw(data, plan.batch, shared, generator)
+        with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
+            if plan.begin is not None or done >= OWN_FROM:
+                drawn["own"] = play_on(network, own, plan.batch, shared, generator)
+            losses = {kind: loss_of(network, some, empty, kind, shared, generator) for kind, some in drawn.items()}
+            if plan.begin is None:
+                losses["reading"] = reading_loss(network, shared, generator)
+        optimizer.step(torch.stack([SHARES[kind] * loss for kind, loss in losses.items()]).sum(), done, progress.step)
+        average.update(network, progress.step)
+        for kind, loss in losses.items():
+            smooth[kind] = 0.97 * smooth.get(kind, float(loss.detach())) + 0.03 * float(loss.detach())
+        if progress.step % 100 == 99:
+            if loop.rank() == 0:
+                print(f"denoiser step {progress.step + 1}: {smooth}", flush=True)
+            checkpoint.save(snapshot(progress.step + 1))
+    checkpoint.save(snapshot(progress.step))
+    network.load_state_dict(average.weights)
+    return Trained(network.eval(), mean, std)

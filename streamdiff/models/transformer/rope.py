@@ -1,0 +1,83 @@
+"""3-D rotary positions as in Wan2.1, computed for any positions instead of read from a table of 1,024 rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+THETA = 10000.0
+
+
+def axis_dims(head_dim: int) -> tuple[int, int, int]:
+    """How Wan splits a head's channels over (time, height, width)."""
+    side = 2 * (head_dim // 6)
+    return head_dim - 2 * side, side, side
+
+
+def table(frames: Tensor, height: int, width: int, head_dim: int) -> Tensor:
+    """Rotary factors of all tokens of frames at the given temporal positions.
+
+    Args:
+        frames: positions of latent frames, `[..., F]`, any integers.
+        height, width: tokens per latent frame.
+
+    Returns:
+        complex64 `[..., F * height * width, 1, head_dim / 2]` of modulus 1, time outermost as in Wan's token order.
+    """
+    time = _factors(frames, axis_dims(head_dim)[0])
+    return _join(time, _plane(height, width, head_dim, frames.device))
+
+
+class Grid:
+    """The same as `table`, on `device`, with everything computed once that does not depend on the frames."""
+
+    def __init__(self, height: int, width: int, head_dim: int, device: torch.device) -> None:
+        self.device, self._time_dim = device, axis_dims(head_dim)[0]
+        self._plane = _plane(height, width, head_dim, device)
+
+    def factors(self, frames: Sequence[int]) -> Tensor:
+        """See `table`; `frames` are F positions. Never waits for the device."""
+        time = _factors(torch.tensor(frames), self._time_dim)
+        if self.device.type == "cuda":  # from pageable memory the host would wait for the copy
+            time = time.pin_memory().to(self.device, non_blocking=True)
+        return _join(time, self._plane)
+
+
+def rotate(x: Tensor, factors: Tensor) -> Tensor:
+    """Turn each interleaved pair of channels of `x` `[..., tokens, heads, head_dim]` by its token's factor.
+
+    `factors` are complex, or the same as pairs of real numbers `[..., head_dim / 2, 2]`. As it stands this is one
+    complex product, on a CPU seven times faster than four real ones. A compiler is given real ones, as it fuses four
+    real products and cannot read complex numbers.
+    """
+    pairs = x.float().unflatten(-1, (-1, 2))
+    if not torch.compiler.is_compiling():
+        factors = factors if factors.is_complex() else torch.view_as_complex(factors)
+        return torch.view_as_real(torch.view_as_complex(pairs) * factors).flatten(-2).type_as(x)
+    (a, b), (c, d) = pairs.unbind(-1), factors.unbind(-1)
+    return torch.stack((a * c - b * d, a * d + b * c), -1).flatten(-2).type_as(x)
+
+
+def _factors(positions: Tensor, dim: int) -> Tensor:
+    """complex64 `[..., n, dim / 2]` of one axis at positions `[..., n]`."""
+    steps = torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim
+    angle = positions.double()[..., None] * THETA**-steps
+    return torch.complex(angle.cos().float(), angle.sin().float())
+
+
+def _plane(height: int, width: int, head_dim: int, device: torch.device) -> Tensor:
+    """Factors of height and width `[height, width, ...]`, those of any frame."""
+    _, height_dim, width_dim = axis_dims(head_dim)
+    h = _factors(torch.arange(height, device=device), height_dim)[:, None].expand(-1, width, -1)
+    w = _factors(torch.arange(width, device=device), width_dim).expand(height, -1, -1)
+    return torch.cat([h, w], -1)
+
+
+def _join(time: Tensor, plane: Tensor) -> Tensor:
+    """Factors of time `[..., F, t]` and of the plane `[height, width, p]` for all tokens."""
+    height, width, _ = plane.shape
+    grid = (*time.shape[:-1], height, width)
+    joined = torch.cat([time[..., None, None, :].expand(*grid, -1), plane.expand(*grid, -1)], -1)
+    return joined.flatten(-4, -2).unsqueeze(-2)

@@ -1,0 +1,268 @@
+"""Forward pass of a causal Wan transformer, cut into pieces that a pipeline stage can own.
+
+The weights are a diffusers `WanTransformer3DModel`; its modules are used, its `forward` is not. A *row* is one chunk at
+one noise level: rows of different sessions, chunks and steps share a forward, and only the self-attention callback
+knows which keys each row may see. Nothing here holds the state of a stream.
+
+Shapes: R rows, F latent frames per chunk, C channels, h x w latent pixels, L = F * tokens-per-frame, D model width,
+H heads, d head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from functools import lru_cache, partial
+from math import pi, prod
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
+from torch import Tensor, nn
+
+from streamdiff.models.transformer import attention_backend
+from streamdiff.models.transformer.attention_backend import Attend
+from streamdiff.models.transformer.attention_backend import attend as attend
+
+
+class KeyValue(NamedTuple):
+    """Keys and values `[R, tokens, H, d]` of one layer."""
+
+    key: Tensor
+    value: Tensor
+
+
+class SelfAttention(Protocol):
+    """What decides which keys a row sees, and remembers them where a stream goes on."""
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """All `[R, L, H, d]`, normalised but not rotated; returns the attention output of the same shape."""
+
+
+class Tokens(NamedTuple):
+    """What travels from stage to stage: hidden states `[R, L, D]` and the time embedding `[R, F, D]`."""
+
+    hidden: Tensor
+    time: Tensor
+
+
+class Fused(NamedTuple):
+    """Weights `[3D, D]` and biases `[3D]` of a block's query, key and value as one layer."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+class BlockWeights(NamedTuple):
+    """A block's modules, and its `fused` weights where there are any."""
+
+    block: WanTransformerBlock
+    fused: Fused | None
+
+
+# In a graph they are the very numbers that the plain path has.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def position_planes(count: int, height: int, width: int, device: torch.device | None = None) -> Tensor:
+    """`count` fixed planes `[count, h, w]` that tell where a latent pixel lies; fed beside the latents.
+
+    Rotary positions are relative, so a small model cannot know the picture's borders without them. They use the same
+    door as the condition channels of Wan's image-to-video models: more input than output channels. Not to be written.
+    """
+    return _position_planes(count, height, width, device)
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)
+def _position_planes(count: int, height: int, width: int, device: torch.device | None) -> Tensor:
+    planes: list[Tensor] = []
+    y = (torch.arange(height) + 0.5) / height
+    x = (torch.arange(width) + 0.5) / width
+    for order in range(1, count // 4 + 2):
+        for wave in (torch.cos, torch.sin):
+            planes.append(wave(torch.pi * order * y)[:, None].expand(height, width))
+            planes.append(wave(torch.pi * order * x)[None, :].expand(height, width))
+    return (torch.stack(planes[:count]) if count else torch.zeros(0, height, width)).to(device)
+
+
+class WanDenoiser:
+    """A `WanTransformer3DModel` taken apart: text, embed, blocks, head. Holds weights and constants only."""
+
+    def __init__(self, model: WanTransformer3DModel) -> None:
+        self.model = model
+        config: Any = model.config
+        self.patch: tuple[int, int, int] = tuple(config.patch_size)
+        self.heads: int = config.num_attention_heads
+        self.head_dim: int = config.attention_head_dim
+        self.latent_channels: int = config.out_channels
+        self.text_width: int = config.text_dim
+        self.extra_channels: int = config.in_channels - config.out_channels
+        self.blocks = cast("list[WanTransformerBlock]", list(model.blocks))
+        self.attention = "auto"
+        """The kernel that attention runs with, see `models.transformer.attention_backend`."""
+        self.fused: list[Fused] = []
+        """One per block after `fuse`, else empty."""
+        self.tables: Tensor | None = None
+        """The blocks' modulation tables `[blocks, 1, 1, 6, D]` after `fuse`."""
+
+    def part(self, first: int, last: int) -> WanDenoiser:
+        """The same weights with blocks `first` to `last` (exclusive) only: what a stage runs."""
+        part = copy(self)
+        part.blocks, part.fused = self.blocks[first:last], self.fused[first:last]
+        part.tables = self.tables[first:last] if self.tables is not None else None
+        return part
+
+    def fuse(self) -> WanDenoiser:
+        """Let query, key and value be one product, and all blocks' modulation one sum. Nothing is held twice: the
+        modules' own weights become views of the fused ones, so both ways of running go on. Not to be moved afterwards.
+        Weights in 8 bits (`models.transformer.quantization`) stay three products. Mutates: self, the memory of the
+        model's weights.
+        Returns self."""
+        self.fused, self.tables = [], None
+        for block in self.blocks:
+            layers = block.attn1.to_q, block.attn1.to_k, block.attn1.to_v
+            if any(type(layer.weight) is not nn.Parameter for layer in layers):
+                break
+            weight = torch.cat([layer.weight.detach() for layer in layers])
+            bias = torch.cat([layer.bias.detach() for layer in layers])
+            for layer, own, own_bias in zip(layers, weight.chunk(3), bias.chunk(3), strict=True):
+                layer.weight.data, layer.bias.data = own, own_bias
+            self.fused.append(Fused(weight, bias))
+        self.tables = torch.stack([block.scale_shift_table.detach() for block in self.blocks])[:, None]
+        for block, table in zip(self.blocks, self.tables, strict=True):
+            block.scale_shift_table.data = table[0]
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states, and of everything that travels between stages."""
+        return self.blocks[0].attn1.to_q.weight.dtype
+
+    @property
+    def width(self) -> int:
+        """Model width D."""
+        return self.heads * self.head_dim
+
+    def tokens(self, grid: tuple[int, int, int]) -> int:
+        """Tokens of a chunk of (F, h, w) latent pixels."""
+        return prod(size // patch for size, patch in zip(grid, self.patch, strict=True))
+
+    def text(self, embeddings: Tensor) -> list[KeyValue]:
+        """Cross-attention keys and values of each of the blocks for text embeddings `[R, T, text_dim]`."""
+        context: Tensor = self.model.condition_embedder.text_embedder(embeddings)
+        result = []
+        for block in self.blocks:
+            cross = block.attn2
+            key, value = cross.norm_k(cross.to_k(context)), cross.to_v(context)
+            result.append(KeyValue(self._split(key), self._split(value)))
+        return result
+
+    def embed(self, latents: Tensor, timestep: Tensor) -> Tokens:
+        """Latents `[R, C, F, h, w]` and timesteps in [0, 1000] `[R, F]` to tokens."""
+        if self.extra_channels:
+            planes = position_planes(self.extra_channels, *latents.shape[-2:], latents.device).to(latents)
+            planes = planes[None, :, None].expand(latents.shape[0], -1, latents.shape[2], -1, -1)
+            latents = torch.cat([latents, planes], 1)
+        hidden = self.model.patch_embedding(latents).flatten(2).transpose(1, 2).contiguous()
+        embedder = self.model.condition_embedder
+        waves = embedder.timesteps_proj(timestep.flatten()).unflatten(0, timestep.shape)
+        time = embedder.time_embedder(waves.to(embedder.time_embedder.linear_1.weight.dtype))
+        return Tokens(hidden, time.type_as(hidden))
+
+    def modulation(self, time: Tensor) -> Tensor:
+        """Shift, scale and gate of both halves of a block, before the block's own table: `[R, F, 6, D]`."""
+        embedder = self.model.condition_embedder
+        return cast(Tensor, embedder.time_proj(embedder.act_fn(time)).unflatten(-1, (6, -1)))
+
+    def run_blocks(self, tokens: Tokens, text: Sequence[KeyValue], self_attention: SelfAttention) -> Tokens:
+        """Run the blocks. `text` holds one entry per block."""
+        modulation = self._modulation_of_blocks(self.modulation(tokens.time).float())
+        hidden, attend = tokens.hidden, self.attend
+        for layer in range(len(self.blocks)):
+            mix = partial(self_attention, layer)
+            hidden = self.run_block(self.weights(layer), hidden, modulation[layer], text[layer], mix, attend)
+        return Tokens(hidden, tokens.time)
+
+    @property
+    def attend(self) -> Attend:
+        """The kernel that attention runs with."""
+        return attention_backend.kernel(self.attention)
+
+    def weights(self, layer: int) -> BlockWeights:
+        """What `run_block` needs of a block."""
+        return BlockWeights(self.blocks[layer], self.fused[layer] if self.fused else None)
+
+    def head(self, tokens: Tokens, grid: tuple[int, int, int]) -> Tensor:
+        """Tokens to the predicted flow `[R, C, F, h, w]`; `grid` is (F, h, w) in latent units."""
+        shift, scale = (self.model.scale_shift_table.unsqueeze(0) + tokens.time.unsqueeze(2)).unbind(2)
+        normal = _modulate(self.model.norm_out(tokens.hidden.float()), shift, scale).type_as(tokens.hidden)
+        flow: Tensor = self.model.proj_out(normal)
+        (frames, height, width), (pt, ph, pw) = grid, self.patch
+        flow = flow.reshape(-1, frames // pt, height // ph, width // pw, pt, ph, pw, self.latent_channels)
+        return flow.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(-1, self.latent_channels, frames, height, width)
+
+    def _split(self, x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (self.heads, self.head_dim))
+        return heads
+
+    def _modulation_of_blocks(self, modulation: Tensor) -> Sequence[Tensor]:
+        """The modulation `[R, F, 6, D]` of each block, once per forward."""
+        if self.tables is not None:
+            return (self.tables + modulation).unbind()
+        return [block.scale_shift_table + modulation for block in self.blocks]
+
+    def run_block(
+        self, weights: BlockWeights, hidden: Tensor, modulation: Tensor, text: KeyValue, mix: Attend, attend: Attend
+    ) -> Tensor:
+        """Run one block. It reads nothing of a block's own but from its arguments, so that one compiled graph does for
+        all blocks.
+
+        Args:
+            hidden: `[R, L, D]`.
+            modulation: the block's own, `[R, F, 6, D]`.
+            mix: self-attention, as `SelfAttention` is of this block.
+            attend: the kernel of cross-attention.
+        """
+        block, fused = weights
+        shift, scale, gate, ff_shift, ff_scale, ff_gate = modulation.unbind(2)
+
+        own = block.attn1
+        normal = _modulate(block.norm1(hidden.float()), shift, scale).type_as(hidden)
+        query, key, value = _query_key_value(own, fused, normal)
+        mixed = mix(self._split(query), self._split(key), self._split(value))
+        hidden = _gated(hidden, own.to_out[0](mixed.flatten(2)), gate)
+
+        cross = block.attn2
+        query = self._split(cross.norm_q(cross.to_q(block.norm2(hidden.float()).type_as(hidden))))
+        hidden = hidden + cross.to_out[0](attend(query, text.key, text.value).flatten(2))
+
+        normal = _modulate(block.norm3(hidden.float()), ff_shift, ff_scale).type_as(hidden)
+        widen, _, narrow = cast(Any, block.ffn.net)
+        return _gated(hidden, narrow(gelu(widen.proj(normal))), ff_gate)
+
+
+def _query_key_value(own: Any, fused: Fused | None, normal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, normalised, and values of self-attention `own`, all `[R, L, D]`."""
+    if fused is None:
+        return own.norm_q(own.to_q(normal)), own.norm_k(own.to_k(normal)), own.to_v(normal)
+    query, key, value = F.linear(normal, *fused).chunk(3, -1)
+    return own.norm_q(query), own.norm_k(key), value
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU in its tanh form, x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)): torch's kernel for it is slow on CPUs."""
+    if x.device.type != "cpu" or torch.is_grad_enabled():
+        return F.gelu(x, approximate="tanh")
+    twice = 2 * (2 / pi) ** 0.5
+    return torch.square(x).mul_(0.044715 * twice).add_(twice).mul_(x).sigmoid_().mul_(x)
+
+
+def _modulate(normal: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """`normal * (1 + scale) + shift` with one shift and scale `[R, F, D]` per latent frame."""
+    frames: Tensor = normal.unflatten(1, (shift.shape[1], -1))
+    return (frames * (1 + scale.unsqueeze(2)) + shift.unsqueeze(2)).flatten(1, 2)
+
+
+def _gated(hidden: Tensor, update: Tensor, gate: Tensor) -> Tensor:
+    frames: Tensor = update.float().unflatten(1, (gate.shape[1], -1)) * gate.unsqueeze(2)
+    return (hidden.float() + frames.flatten(1, 2)).type_as(hidden)

@@ -1,0 +1,320 @@
+"""Reads a Wan transformer's weights: the blocks that are wanted, and what goes with them. Nothing else is read.
+
+The file is memory-mapped, and the module is built without memory (on the meta device), so a stage of a large model
+never holds more than its own part, and never twice. On a CPU, weights that are stored as they are needed stay in the
+file's pages: the file must not be changed in place while the model is used.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from torch import Tensor
+from tqdm import tqdm
+
+from streamdiff.errors import ConfigError
+from streamdiff.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamdiff.models.checkpoint.json_file import some
+from streamdiff.models.transformer import quantization
+from streamdiff.models.transformer.architecture import read_architecture
+from streamdiff.models.transformer.lora import Adapter, Lora, open_lora
+from streamdiff.models.transformer.tensor_names import Names, block_count, block_of, recognise, translate
+from streamdiff.models.transformer.wan import WanDenoiser
+
+FILE = "diffusion_pytorch_model.safetensors"
+
+
+LARGE = 256 * 2**20
+"""Bytes from which on reading is worth a progress bar."""
+
+
+_SELDOM_S = 10.0  # in a log; a supervisor takes it for a sign of life
+
+
+_FIRST_ONLY = ("patch_embedding.", "condition_embedder.time_embedder.")
+
+
+_LAST_ONLY = ("proj_out.", "scale_shift_table")
+
+
+_BLOCK = "blocks."
+
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+class Target(NamedTuple):
+    """Where weights go, and in what form."""
+
+    device: torch.device
+    dtype: torch.dtype
+    quantize: str
+
+
+Blocks = tuple[int, int]
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def load_blocks(folder: Path, device: torch.device, blocks: Blocks | None = None) -> WanTransformer3DModel:
+    """`load_transformer` in float32, as the embedded model is used."""
+    return load_transformer(folder, device=device, dtype=torch.float32, blocks=blocks)
+
+
+def load_transformer(
+    source: Path | Checkpoint,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    blocks: Blocks | None = None,
+    container: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    loras: Sequence[Lora] = (),
+    quantize: str = "none",
+    progress: bool | None = None,
+) -> WanTransformer3DModel:
+    """The transformer in a checkpoint, with blocks `blocks` (first, last exclusive; all when None).
+
+    With the first block come patch and time embedding, with the last one the output layer; the projections of text and
+    modulation come always. What does not come stays on the meta device, and using it is an error.
+
+    Args:
+        source: a file or folder (see `open_checkpoint`), in original Wan's or diffusers' names.
+        dtype: of the weights; with bfloat16 or float16, those that diffusers keeps in float32 are float32 here too.
+        container: which set of tensors to take from a file with several; None for the usual one.
+        config: of diffusers or original Wan; goes before the folder's own `config.json`. What neither says is read from
+            the tensors' shapes.
+        loras: merged into the weights, in float32, block by block.
+        quantize: of the blocks' linear layers, see `models.transformer.quantization`; each weight as it is read.
+        progress: show a bar on standard error; None for large files. What is no terminal gets a line now and then.
+
+    Raises:
+        ConfigError: no such file, or one that cannot be used; tensors that are missing, unexpected (also those of other
+            blocks), misshapen, not floating point or not finite; a LoRA that does not fit; a way to quantise that
+            cannot be had here. Nothing is loaded then.
+    """
+    quantization.check(quantize, device, dtype)
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, container)
+    names = _names(checkpoint)
+    architecture = _architecture(checkpoint, names, config)
+    count = architecture["num_layers"]
+    first, last = blocks or (0, count)
+    if not 0 <= first < last <= count:
+        raise ConfigError(f"{checkpoint}: blocks {first} to {last} are asked for, but there are {count}")
+    with torch.device("meta"):
+        model: WanTransformer3DModel = WanTransformer3DModel.from_config({**architecture, "num_layers": last - first})
+    shapes = {_renumbered(name, first): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    left_out = (*(() if first == 0 else _FIRST_ONLY), *(() if last == count else _LAST_ONLY))
+    wanted = {name: shape for name, shape in shapes.items() if not name.startswith(left_out)}
+    whole = _whole(shapes, first, count)
+    _check(checkpoint, names, wanted, whole, architecture)
+    adapters = [open_lora(lora, whole) for lora in loras]
+    found = _read(checkpoint, names, wanted, adapters, Target(device, dtype, quantize), progress)
+    model.load_state_dict({_renumbered(name, -first): found.pop(name) for name in wanted}, strict=False, assign=True)
+    model.eval()
+    return model
+
+
+def read_config(
+    source: Path | Checkpoint, container: str | None = None, config: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Arguments of diffusers' `WanTransformer3DModel` for a checkpoint; arguments and errors as for `load_transformer`.
+    Reads headers, no weights."""
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, container)
+    return _architecture(checkpoint, _names(checkpoint), config)
+
+
+def _names(checkpoint: Checkpoint) -> Names:
+    layout = recognise(checkpoint.names)
+    if layout is None:
+        raise ConfigError(
+            f"{checkpoint}: not a Wan transformer; expected names such as blocks.0.self_attn.q.weight (original Wan) "
+            f"or blocks.0.attn1.to_q.weight (diffusers), found {some(checkpoint.names) or 'no tensors'}"
+        )
+    return translate(checkpoint.names, layout)
+
+
+def _architecture(checkpoint: Checkpoint, names: Names, config: Mapping[str, Any] | None) -> dict[str, Any]:
+    def shape(name: str) -> tuple[int, ...] | None:
+        if (source := names.sources.get(name)) is None:
+            return None
+        rows, *rest = checkpoint.entry(source.name).shape or (1,)
+        return (rows // source.parts, *rest)
+
+    try:
+        return read_architecture(shape, block_count(names.sources), config, checkpoint.config)
+    except ConfigError as error:
+        raise ConfigError(f"{checkpoint}: {error}") from None
+
+
+def _whole(shapes: Shapes, first: int, count: int) -> Shapes:
+    """From the shapes of some blocks, `first` the first of them, those of the whole model."""
+    own = f"{_BLOCK}{first}."
+    block = {name.removeprefix(own): shape for name, shape in shapes.items() if name.startswith(own)}
+    outside = {name: shape for name, shape in shapes.items() if block_of(name) is None}
+    return outside | {f"{_BLOCK}{i}.{rest}": shape for i in range(count) for rest, shape in block.items()}
+
+
+# ---- what is wrong with a file -------------------------------------------------------------------------------------
+def _check(
+    checkpoint: Checkpoint, names: Names, wanted: Shapes, whole: Shapes, architecture: Mapping[str, Any]
+) -> None:
+    """Everything that can be known without reading weights. Shapes are looked at only where they are wanted."""
+    problems = []
+    if missing := [names.spell(name) for name in wanted if name not in names.sources]:
+        problems.append(f"{_count(missing, 'is', 'are')} missing, for example {some(missing)}")
+    strange = names.unmatched + [source.name for name, source in names.sources.items() if name not in whole]
+    if strange:
+        problems.append(f"{_count(strange, 'is', 'are')} unexpected, for example {some(strange)}")
+    if names.clashes:
+        told = [f"{one} and {other} are both {name}" for name, one, other in names.clashes]
+        problems.append(f"{_count(told, 'is', 'are')} there twice, for example {some(told, 1)}")
+    shapes, kinds = [], []
+    for name, expected in wanted.items():
+        if (source := names.sources.get(name)) is None:
+            continue
+        shape, dtype = checkpoint.entry(source.name)
+        if not dtype.is_floating_point:
+            kinds.append(f"{source.name} is {str(dtype).removeprefix('torch.')}")
+        if not _fits(name, shape, source.parts, expected):
+            rows = [expected[0] * source.parts, *expected[1:]]
+            shapes.append(f"{source.name} has shape {list(shape)}, but {rows} is expected")
+    if shapes:
+        problems.append(f"{_count(shapes, 'has', 'have')} another shape: {some(shapes)}")
+    if kinds:
+        problems.append(f"{_count(kinds, 'is', 'are')} not floating point: {some(kinds)}")
+    if problems:
+        raise ConfigError(f"{checkpoint}: {'; '.join(problems)}. Expected is {_expected(names, whole, architecture)}")
+
+
+def _fits(name: str, shape: tuple[int, ...], parts: int, expected: tuple[int, ...]) -> bool:
+    """Whether a stored shape is the one expected, times `parts` rows; rCM stores the patch embedding as a matrix."""
+    if name == "patch_embedding.weight" and len(shape) == 2:
+        return shape == (expected[0], prod(expected[1:]))
+    return shape == (expected[0] * parts, *expected[1:])
+
+
+def _expected(names: Names, whole: Shapes, architecture: Mapping[str, Any]) -> str:
+    width = architecture["num_attention_heads"] * architecture["attention_head_dim"]
+    return (
+        f"a Wan transformer of {architecture['num_layers']} blocks, {width} wide, feed-forward "
+        f"{architecture['ffn_dim']}: {len(whole)} tensors in {names.layout.value} names. Nothing was loaded"
+    )
+
+
+def _count(things: Sequence[str], one: str, many: str) -> str:
+    return f"{len(things)} tensor {one}" if len(things) == 1 else f"{len(things)} tensors {many}"
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+def _read(
+    checkpoint: Checkpoint,
+    names: Names,
+    wanted: Shapes,
+    adapters: Sequence[Adapter],
+    target: Target,
+    progress: bool | None,
+) -> dict[str, Tensor]:
+    """The wanted tensors, each brought to its place and form before the next is read."""
+    sizes = {name: checkpoint.entry(names.sources[name].name).nbytes // names.sources[name].parts for name in wanted}
+    total = sum(sizes.values())
+    silent = total < LARGE if progress is None else not progress
+    often_s = 0.1 if sys.stderr.isatty() else _SELDOM_S
+    found, broken = {}, []
+    with tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc=checkpoint.path.name,
+        disable=silent,
+        mininterval=often_s,
+        leave=False,
+    ) as bar:
+        for name, shape in wanted.items():
+            source = names.sources[name]
+            tensor = checkpoint.read(source.name).chunk(source.parts)[source.part].reshape(shape)
+            for adapter in adapters:
+                if (change := adapter.change(name, target.device)) is not None:
+                    # Never in place: the tensor is the file.
+                    tensor = tensor.to(target.device, torch.float32) + change.reshape(shape)
+            tensor = tensor.to(target.device, kept_dtype(name, target.dtype))
+            if not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
+                broken.append(source.name)
+            elif target.quantize != "none" and quantization.is_quantized(name, shape):
+                tensor = quantization.quantize(tensor, target.quantize, source.name)
+            found[name] = tensor
+            bar.update(sizes[name])
+    if broken:
+        raise ConfigError(
+            f"{checkpoint}: {_count(broken, 'holds', 'hold')} values that are not finite in "
+            f"{str(target.dtype).removeprefix('torch.')}, for example {some(broken)}. Nothing was loaded"
+        )
+    return found
+
+
+def kept_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the tensor `name` of a model in `dtype`: diffusers keeps some in float32."""
+    kept = dtype in _LOW and not set(WanTransformer3DModel._keep_in_fp32_modules).isdisjoint(name.split("."))
+    return torch.float32 if kept else dtype
+
+
+def _renumbered(name: str, shift: int) -> str:
+    """The name of a tensor whose block has number `shift` more."""
+    if not name.startswith(_BLOCK):
+        return name
+    number, rest = name.removeprefix(_BLOCK).split(".", 1)
+    return f"{_BLOCK}{int(number) + shift}.{rest}"
+
+
+SPATIAL, TEMPORAL = 8, 4
+"""Pixels per latent pixel each way and frames per latent frame of Wan2.1's autoencoder, and of its small ones."""
+
+
+@dataclass(frozen=True)
+class TransformerSource:
+    """Where a transformer's weights come from; see `load_transformer`."""
+
+    weights: Path | Checkpoint
+    container: str | None = None
+    config: Mapping[str, Any] | None = None
+    loras: tuple[Lora, ...] = ()
+
+
+def load_denoiser(
+    source: TransformerSource,
+    device: torch.device,
+    dtype: torch.dtype,
+    blocks: tuple[int, int] | None = None,
+    quantize: str = "none",
+) -> WanDenoiser:
+    """The transformer, or blocks `blocks` (first, last exclusive) of it, quantised as `models.transformer.quantization`
+    has it.
+
+    Raises:
+        ConfigError: see `load_transformer`; or one that is told more than latents and text (image to video), which
+            nothing here gives it.
+    """
+    model = load_transformer(
+        source.weights,
+        device=device,
+        dtype=dtype,
+        blocks=blocks,
+        container=source.container,
+        config=source.config,
+        loras=source.loras,
+        quantize=quantize,
+    )
+    told: Any = model.config
+    if told.image_dim is not None or told.added_kv_proj_dim is not None:
+        raise ConfigError(
+            f"{source.weights}: this is an image-to-video model, which is not supported; use text to video"
+        )
+    return WanDenoiser(model)

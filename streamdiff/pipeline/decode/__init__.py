@@ -1,0 +1,1 @@
+"""Latents to pictures in host memory, beside the transformer."""

@@ -1,0 +1,252 @@
+"""Latents become pictures: on a thread of the head, or on another rank of the ring.
+
+A chunk comes out latent frame by latent frame. On a CPU it is decoded so too, and its first picture is out early; on a
+GPU, which is through before it pays, the whole chunk by one call. Chunks are decoded one at a time, in the order in
+which they were finished. A *stream* here is a session from its start or reset to the next.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from streamdiff.models.interfaces import StreamDecoder
+from streamdiff.models.spec import ModelSpec
+from streamdiff.pipeline.decode.host_copy import TransferStream, decode_chunk
+from streamdiff.pipeline.device_timer import DeviceTimer
+from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
+from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, SessionUpdate, StageMessage
+from streamdiff.pipeline.runner.worker import LEAVE_S
+from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.video.pixel_format import PictureKind, shape_of
+
+CPU = torch.device("cpu")
+DECODE_THREADS = 1
+"""CPU threads of decoding beside a stage's work."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Pictures uint8 `[n, *P]` of one latent frame, P as in `streamdiff.video.pixel_format`; `last` of its chunk."""
+
+    stream: int
+    chunk: int
+    pictures: NDArray[np.uint8]
+    last: bool
+
+
+Deliver = Callable[[Piece], None]
+
+
+class Decoding(Protocol):
+    """Where latents become pictures; what comes out is delivered on a thread of its own."""
+
+    def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
+        """Decode latents `[C, F, h, w]`, the next chunk of a stream. Does not wait."""
+
+    def forget(self, stream: int) -> None:
+        """The stream has ended; what was submitted may still come out."""
+
+    def check(self) -> None:
+        """Raises what has gone wrong on the way."""
+
+    def close(self, abandon: bool = False) -> None:
+        """End the threads; what is not decoded is dropped. With `abandon` they are not waited for: the device that they
+        wait for is stuck."""
+
+
+class _Memories:
+    """What the decoder remembers of each stream."""
+
+    def __init__(self, decoder: StreamDecoder, lane: TransferStream, at_once: int, timer: DeviceTimer) -> None:
+        self._decoder, self._lane, self._at_once = decoder, lane, at_once
+        self._timed = timer.stream()
+        self._memories: dict[int, Any] = {}
+
+    def decode(self, stream: int, chunk: int, latents: Tensor) -> Iterator[Tensor]:
+        if stream not in self._memories:
+            self._memories[stream] = self._decoder.new_memory()
+        timed = partial(self._timed.work, f"decoding chunk {chunk}")
+        return decode_chunk(self._decoder, latents, self._memories[stream], self._lane, self._at_once, timed)
+
+    def forget(self, stream: int) -> None:
+        self._memories.pop(stream, None)
+
+
+class LocalDecoding:
+    """Decodes on a thread of this process, with one CPU thread, on a GPU with a stream of its own."""
+
+    def __init__(
+        self,
+        decoder: StreamDecoder,
+        deliver: Deliver,
+        wake: Callable[[], None],
+        device: torch.device = CPU,
+        at_once: int = 1,
+        timer: DeviceTimer | None = None,
+    ) -> None:
+        """`wake` is called, from that thread, when something has gone wrong; `device` is the decoder's, `timer` that
+        device's; `at_once` latent frames are decoded by one call."""
+        self._lane = TransferStream(device)
+        self._memories = _Memories(decoder, self._lane, at_once, timer or DeviceTimer.on(device))
+        self._deliver, self._wake = deliver, wake
+        self._error: BaseException | None = None
+        self._pool = ThreadPoolExecutor(1, "decode", initializer=self._enter)
+
+    def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
+        self._pool.submit(self._decode, stream, chunk, latents, self._lane.mark()).add_done_callback(self._ended)
+
+    def forget(self, stream: int) -> None:
+        self._pool.submit(self._memories.forget, stream)
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def close(self, abandon: bool = False) -> None:
+        self._pool.shutdown(wait=not abandon, cancel_futures=True)
+
+    def _ended(self, job: Future[None]) -> None:
+        if not job.cancelled() and (error := job.exception()) is not None:
+            self._error = error
+            self._wake()
+
+    def _enter(self) -> None:
+        torch.set_num_threads(DECODE_THREADS)
+        self._lane.enter()
+
+    def _decode(self, stream: int, chunk: int, latents: Tensor, ready: torch.cuda.Event | None) -> None:
+        self._lane.follow(ready, latents)
+        for index, pictures in enumerate(self._memories.decode(stream, chunk, latents)):
+            self._deliver(Piece(stream, chunk, pictures.numpy().copy(), index == latents.shape[1] - 1))
+
+
+def latents_wire(spec: ModelSpec) -> MessageLayout:
+    """From the head to a decoding rank: one chunk's latents."""
+    return MessageLayout(1, ((spec.chunk_shape, torch.float32),), None)
+
+
+def pictures_wire(spec: ModelSpec, kind: PictureKind = "rgb") -> MessageLayout:
+    """Back to the head: the pictures of one latent frame, a row each."""
+    return MessageLayout(spec.frames_per_latent, ((shape_of(kind, spec.height, spec.width), torch.uint8),), None)
+
+
+class RemoteDecoding:
+    """Sends latents to a rank that runs a `DecodeWorker`, and delivers what comes back."""
+
+    def __init__(
+        self, outbox: Sender, inbox: Receiver, spec: ModelSpec, deliver: Deliver, wake: Callable[[], None]
+    ) -> None:
+        """`wake` is called, from a thread, when the other rank is gone."""
+        self._outbox, self._inbox, self._pieces = outbox, inbox, spec.chunk_latents
+        self._deliver, self._wake = deliver, wake
+        self._works: queue.SimpleQueue[StageMessage] = queue.SimpleQueue()
+        self._error: LinkClosed | None = None
+        self._threads = [
+            threading.Thread(target=run, name=name, daemon=True)
+            for run, name in ((self._send, "latents"), (self._receive, "pictures"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
+        row = MicroStep(stream, chunk, 0, self._pieces, 0)
+        self._works.put(StageMessage(MessageKind.ROWS, (row,), None, (latents[None],)))
+
+    def forget(self, stream: int) -> None:
+        self._works.put(StageMessage(MessageKind.CLOSE, (), SessionUpdate(stream)))
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def close(self, abandon: bool = False) -> None:
+        self._works.put(StageMessage(MessageKind.STOP, (), SessionUpdate(0)))
+        for thread in self._threads:
+            thread.join(0.0 if abandon else LEAVE_S)
+
+    def _send(self) -> None:
+        try:
+            self._outbox.send(work := self._works.get())
+            while work.kind is not MessageKind.STOP:
+                self._outbox.send(work := self._works.get())
+            self._outbox.close()
+            self._outbox.flush(LEAVE_S)
+        except LinkClosed as error:
+            self._fail(error)
+
+    def _receive(self) -> None:
+        try:
+            while (work := self._inbox.receive(None)) is None or work.kind is MessageKind.ROWS:
+                if work is not None:
+                    row, pictures = work.rows[0], work.tensors[0].numpy().copy()
+                    self._deliver(Piece(row.session, row.chunk, pictures, row.step == self._pieces - 1))
+            self._inbox.close(LEAVE_S)
+        except LinkClosed as error:
+            self._fail(error)
+
+    def _fail(self, error: LinkClosed) -> None:
+        self._error = error
+        self._wake()
+
+
+class DecodeWorker:
+    """The other end: decodes for the head until it is told to stop. The fields are those of a `Worker`."""
+
+    def __init__(
+        self,
+        decoder: StreamDecoder,
+        inbox: Receiver,
+        outbox: Sender,
+        device: torch.device = CPU,
+        at_once: int = 1,
+        timer: DeviceTimer | None = None,
+    ) -> None:
+        """`device` is the decoder's, `timer` that device's; `at_once` latent frames are decoded by one call."""
+        self._lane, self.timer = TransferStream(device), timer or DeviceTimer.on(device)
+        self._memories = _Memories(decoder, self._lane, at_once, self.timer)
+        self._inbox, self._outbox = inbox, outbox
+        self.now: StageMessage | None = None
+        self.last: StageMessage | None = None
+        self.done = 0
+
+    def run(self) -> None:
+        """Mutates: everything.
+
+        Raises:
+            LinkClosed: the head is gone.
+        """
+        self._lane.enter()  # also what the inbox uploads
+        while (work := self._inbox.receive(None)) is None or work.kind is not MessageKind.STOP:
+            if work is not None and work.kind is MessageKind.CLOSE and work.control is not None:
+                self._memories.forget(work.control.session)
+            elif work is not None:
+                self._decode(work)
+        self._outbox.send(work)
+        self._outbox.close()
+        self._inbox.close(LEAVE_S)
+        self._outbox.flush(LEAVE_S)
+
+    def _decode(self, work: StageMessage) -> None:
+        (row,) = work.rows
+        self.now = work
+        for index, pictures in enumerate(self._memories.decode(row.session, row.chunk, work.tensors[0][0])):
+            rows = (MicroStep(row.session, row.chunk, index, row.steps, 0),) * len(pictures)
+            self._outbox.send(StageMessage(MessageKind.ROWS, rows, None, (pictures,)))
+        self.done += 1
+        self.now, self.last = None, work
+
+    def where(self) -> str:
+        """What it is at, for messages."""
+        at = self.now or self.last
+        return f"decoding chunk {at.rows[0].chunk}" if at is not None else "before its first chunk"

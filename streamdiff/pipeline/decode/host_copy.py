@@ -1,0 +1,93 @@
+"""How pictures leave the device: decoded on a stream of their own, copied into pinned memory while the next ones are
+decoded. On a CPU there is one memory and no stream, and all of this does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamdiff.models.interfaces import StreamDecoder
+
+
+class TransferStream:
+    """Where a decoding thread's work goes: on a CUDA device a stream of its own, so that it waits for no transformer
+    but its latents', and no transformer waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._buffers: list[Tensor] = []
+        self._copied = [torch.cuda.Event() for _ in range(2)] if self._stream is not None else []
+
+    def enter(self) -> None:
+        """The calling thread's work goes here from now on."""
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """A point of the caller's own stream, for `follow`."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def follow(self, point: torch.cuda.Event | None, latents: Tensor) -> None:
+        """What comes next here runs after `point`, and uses `latents`."""
+        if self._stream is not None and point is not None:
+            self._stream.wait_event(point)
+            latents.record_stream(self._stream)
+
+    def fetch(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Each piece `[n, ...]` on the host, valid until the next is asked for. The next one is already being
+        decoded when the host waits for a copy; two pinned buffers take turns."""
+        if self._stream is None:
+            yield from pieces
+            return
+        waiting: tuple[Tensor, torch.cuda.Event] | None = None
+        for index, piece in enumerate(pieces):
+            buffer, copied = self._buffer(index % 2, piece), self._copied[index % 2]
+            buffer.copy_(piece, non_blocking=True)
+            copied.record()
+            if waiting is not None:
+                waiting[1].synchronize()
+                yield waiting[0]
+            waiting = buffer, copied
+        if waiting is not None:
+            waiting[1].synchronize()
+            yield waiting[0]
+
+    def _buffer(self, index: int, piece: Tensor) -> Tensor:
+        """Pinned memory of the shape of `piece`; made for the largest so far. Mutates: self."""
+        while len(self._buffers) <= index:
+            self._buffers.append(torch.empty(0, dtype=torch.uint8, pin_memory=True))
+        if self._buffers[index].numel() < piece.numel():
+            self._buffers[index] = torch.empty(piece.numel(), dtype=torch.uint8, pin_memory=True)
+        return self._buffers[index][: piece.numel()].view(piece.shape)
+
+
+def decode_chunk(
+    decoder: StreamDecoder,
+    latents: Tensor,
+    memory: Any,
+    lane: TransferStream,
+    at_once: int,
+    timed: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Iterator[Tensor]:
+    """Pictures uint8 `[n, ...]` of each latent frame of `[C, F, h, w]`, on the host, valid until the next is asked
+    for; `at_once` latent frames are decoded by one call, each within `timed()`. Mutates: memory."""
+    groups = latents.split(at_once, 1)
+
+    def decode(group: Tensor) -> Tensor:
+        with timed():
+            return decoder.decode(group[None], memory)
+
+    decoded = map(decode, groups)
+    for group, pictures in zip(groups, lane.fetch(decoded), strict=True):
+        count = group.shape[1]
+        # A stream's first latent frame may show fewer frames than the others.
+        first = len(pictures) - (count - 1) * decoder.temporal if count > 1 else len(pictures)
+        yield from pictures.split([first] + [decoder.temporal] * (count - 1))

@@ -1,0 +1,213 @@
+"""When a rank's device is at work, and whether it gets on: a pair of events around every piece of work.
+
+A GPU carries out later what it is handed now, so the host's clock says nothing about it. Events are recorded on the
+stream that computes and read when they have come to pass; the host never waits for one. On a CPU the host is the
+device, and the same is done with the host's clock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from streamdiff import clock
+
+_KEPT = 16
+
+
+class TimedEvent(Protocol):
+    """A point in the order of a stream, and when the device came to it; as `torch.cuda.Event` with timing."""
+
+    def record(self) -> None:
+        """Stand behind everything that the calling thread has given its current stream until now."""
+
+    def query(self) -> bool:
+        """Whether the device has come to it. Does not wait."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from this event to `end_event`, below 0 if that came first; both have come to pass."""
+
+
+class HostEvent:
+    """For a device whose work is done when the call returns."""
+
+    def __init__(self) -> None:
+        self._at_s = 0.0
+
+    def record(self) -> None:
+        self._at_s = clock.monotonic_s()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: HostEvent) -> float:
+        return (end_event._at_s - self._at_s) * 1000
+
+
+class CudaEvent:
+    """On the calling thread's current stream of one CUDA device, whichever device is the thread's current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event, self._device = torch.cuda.Event(enable_timing=True), device
+
+    def record(self) -> None:
+        self._event.record(torch.cuda.current_stream(self._device))
+
+    def query(self) -> bool:
+        passed: bool = self._event.query()
+        return passed
+
+    def elapsed_time(self, end_event: CudaEvent) -> float:
+        milliseconds: float = self._event.elapsed_time(end_event._event)
+        return milliseconds
+
+
+class BusyTime:
+    """How much time was covered by intervals, of which several may cover the same. Sans-IO."""
+
+    def __init__(self) -> None:
+        self._before_s = 0.0  # covered by intervals that are not kept
+        self._until_s = float("-inf")  # where these end
+        self._latest: list[tuple[float, float]] = []  # apart from each other, in order
+
+    def add(self, begin_s: float, end_s: float) -> None:
+        """One more; they come about in the order of their ends. Mutates: self."""
+        begin_s, end_s = max(begin_s, self._until_s), max(end_s, self._until_s)
+        touched = [(a, b) for a, b in self._latest if b >= begin_s and a <= end_s]
+        whole = min([begin_s, *(a for a, _ in touched)]), max([end_s, *(b for _, b in touched)])
+        self._latest = sorted([*(each for each in self._latest if each not in touched), whole])
+        if len(self._latest) > _KEPT:
+            first, self._until_s = self._latest.pop(0)
+            self._before_s += self._until_s - first
+
+    @property
+    def total_s(self) -> float:
+        """Seconds that were covered; never less than before."""
+        return self._before_s + sum(end - begin for begin, end in self._latest)
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A piece of work between two events; `what` says what it is, for messages."""
+
+    what: object
+    begin: TimedEvent
+    end: TimedEvent
+
+
+class DeviceTimer:
+    """Of one rank: all its streams. Works are given from the threads that compute, one for each stream; everything else
+    may be called from any thread."""
+
+    def __init__(self, new_event: Callable[[], TimedEvent] = HostEvent) -> None:
+        self.new_event = new_event
+        self.hung = False
+        """Whether `stuck` has found that the device does not get on."""
+        self._lock = threading.Lock()
+        self._busy = BusyTime()
+        self._origin: TimedEvent | None = None
+        self._origin_s = 0.0
+        self._streams: list[StreamTimer] = []
+
+    @classmethod
+    def on(cls, device: torch.device) -> DeviceTimer:
+        """For work on `device`."""
+        return cls((lambda: CudaEvent(device)) if device.type == "cuda" else HostEvent)
+
+    def stream(self) -> StreamTimer:
+        """For one more stream. Mutates: self."""
+        self._streams.append(StreamTimer(self))
+        return self._streams[-1]
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the device was at work, on any stream, on what it has finished until now."""
+        with self._lock:
+            self._read()
+            return self._busy.total_s
+
+    def read(self) -> None:
+        """Take in what is finished, unless another thread is about it. Mutates: self."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._read()
+            finally:
+                self._lock.release()
+
+    def stuck(self, now_s: float, limit_s: float) -> str | None:
+        """At what the device has been for `limit_s` without finishing it, as of `now_s`; None if it gets on.
+
+        What has not begun waits for something else, such as another rank's message, of which that rank has to say what
+        keeps it; that is told only after twice as long. Call it now and then: time counts from the call that first saw
+        a work at the head of its stream. Mutates: self.
+        """
+        with self._lock:
+            self._read()
+            for stream in self._streams:
+                if (why := stream.stuck(now_s, limit_s)) is not None:
+                    self.hung = True
+                    return why
+        return None
+
+    def _read(self) -> None:
+        for stream in self._streams:
+            for timed in stream.take_finished():
+                self._count(timed)
+
+    def _count(self, timed: _Timed) -> None:
+        """Add a finished work to the busy time. Mutates: self."""
+        if self._origin is None:
+            self._origin = timed.begin
+        # Events measure in float32: from one to the next, so that it stays exact however long the rank runs.
+        begin_s = self._origin_s + self._origin.elapsed_time(timed.begin) / 1000
+        end_s = begin_s + timed.begin.elapsed_time(timed.end) / 1000
+        self._busy.add(begin_s, end_s)
+        self._origin, self._origin_s = timed.end, end_s
+
+
+class StreamTimer:
+    """The works of one stream, which the device carries out one after the other."""
+
+    def __init__(self, timer: DeviceTimer) -> None:
+        self._timer = timer
+        self._pending: deque[_Timed] = deque()
+        self._finished = 0
+        self._seen: tuple[int, bool] | None = None
+        self._since_s = 0.0
+
+    @contextmanager
+    def work(self, what: object) -> Iterator[None]:
+        """What the calling thread hands to its current stream within is one work; `what` is kept until the device is
+        through, so it should hold no tensors. Mutates: self."""
+        self._timer.read()
+        begin, end = self._timer.new_event(), self._timer.new_event()
+        begin.record()
+        yield
+        end.record()
+        self._pending.append(_Timed(what, begin, end))
+
+    def take_finished(self) -> Iterator[_Timed]:
+        """Works that are done and were not returned yet. With the timer's lock. Mutates: self."""
+        while self._pending and self._pending[0].end.query():
+            self._finished += 1
+            yield self._pending.popleft()
+
+    def stuck(self, now_s: float, limit_s: float) -> str | None:
+        """See `DeviceTimer.stuck`. With the timer's lock. Mutates: self."""
+        if not self._pending:
+            self._seen = None
+            return None
+        oldest = self._pending[0]
+        begun = oldest.begin.query()
+        if self._seen != (self._finished, begun):
+            self._seen, self._since_s = (self._finished, begun), now_s
+        limit_s = limit_s if begun else 2 * limit_s
+        if now_s - self._since_s < limit_s:
+            return None
+        return f"its device {'is at' if begun else 'waits to begin'} {oldest.what} for {limit_s:g} s"

@@ -1,0 +1,169 @@
+"""Lanes: the order of computing and transfers over the two slots of one end of a link, on the device.
+
+The host only enqueues. Computing runs on the caller's current stream, transfers on a stream of the lane; what runs when
+is said by events, both ways: nobody sends or reads what is still being written, and nobody writes what is still being
+sent or read. Streams, events and transfers are given, so that tests can play an adversary
+(`tests/pipeline/distributed/test_cuda_streams.py`), and so that the same code runs over gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from streamdiff.pipeline.distributed.link import SLOTS
+
+
+class Event(Protocol):
+    """A point in the order of a stream. To wait for one that was never recorded is to wait for nothing."""
+
+    def record(self, stream: Any) -> None:
+        """Stand behind everything that `stream` was given until now."""
+
+    def wait(self, stream: Any) -> None:
+        """What `stream` is given from now on runs after this event as it was recorded last. The host goes on."""
+
+    def synchronize(self) -> None:
+        """The host waits."""
+
+
+class Streams(Protocol):
+    """Where streams and events come from."""
+
+    def current(self) -> Any:
+        """The stream the caller computes on."""
+
+    def new(self) -> Any:
+        """A stream of its own."""
+
+    def event(self) -> Event: ...
+
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make `stream` the current one within."""
+
+
+class CudaStreams:
+    """Those of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def new(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)
+
+    def event(self) -> Event:
+        event: Event = torch.cuda.Event()
+        return event
+
+    def use(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+
+class Transfer(Protocol):
+    """A send or a receive under way. Started and waited for with the lane's stream as the current one."""
+
+    def wait(self) -> object:
+        """What the current stream is given from now on runs after the transfer."""
+
+
+class SendLane:
+    """Sends message n from slot n modulo `SLOTS`. A transfer is held until the stream was told to wait for it."""
+
+    def __init__(self, streams: Streams, start: Callable[[int], Transfer]) -> None:
+        """`start` begins to send the slot it is given."""
+        self._streams, self._start = streams, start
+        self._stream = streams.new()
+        self._written = [streams.event() for _ in range(SLOTS)]
+        self._sent = [streams.event() for _ in range(SLOTS)]
+        self._under_way: list[Transfer | None] = [None] * SLOTS
+        self._count = 0
+
+    def send(self, write: Callable[[int], None]) -> None:
+        """Have the current stream `write` the next slot, then send it. Mutates: self."""
+        slot = self._count % SLOTS
+        self._count += 1
+        compute = self._streams.current()
+        self._settle(slot)
+        self._sent[slot].wait(compute)
+        write(slot)
+        self._written[slot].record(compute)
+        self._written[slot].wait(self._stream)
+        with self._streams.use(self._stream):
+            self._under_way[slot] = self._start(slot)
+
+    def drain(self) -> None:
+        """Wait on the host until everything has been sent. For the start and the end, never in a micro-step."""
+        for slot in range(SLOTS):
+            self._settle(slot)
+            self._sent[slot].synchronize()
+
+    def _settle(self, slot: int) -> None:
+        """Put `sent` behind the slot's transfer. Mutates: self."""
+        transfer, self._under_way[slot] = self._under_way[slot], None
+        if transfer is not None:
+            with self._streams.use(self._stream):
+                transfer.wait()
+            self._sent[slot].record(self._stream)
+
+
+class ReceiveLane:
+    """Receives message n into slot n modulo `SLOTS`.
+
+    A receive is posted as soon as its slot is free and its message is announced, which is while the other rank still
+    computes it. With `ahead` it does not even wait to be announced: the device then always has receives pending, so
+    anything that waits for the whole device (a first call that loads a kernel, memory given back, a graph captured)
+    waits for the next message. See docs/decisions/0010-nccl-link.md.
+    """
+
+    def __init__(self, streams: Streams, start: Callable[[int], Transfer], ahead: bool = False) -> None:
+        """`start` begins to receive into the slot it is given."""
+        self._streams, self._start, self._ahead = streams, start, ahead
+        self._stream = streams.new()
+        self._received = [streams.event() for _ in range(SLOTS)]
+        self._read = [streams.event() for _ in range(SLOTS)]
+        for event in self._read:  # the slots' memory may have been something else, which the caller's stream still uses
+            event.record(streams.current())
+        self._under_way: list[Transfer | None] = [None] * SLOTS
+        self._announced = self._posted = self._taken = self._released = 0
+
+    def announce(self) -> None:
+        """One more message is on its way. Mutates: self."""
+        self._announced += 1
+        self._post()
+
+    def take(self) -> int:
+        """The slot of the next message; the current stream may read it. Mutates: self.
+
+        Only what was announced may be taken, and only after what was taken before was released.
+        """
+        slot = self._taken % SLOTS
+        self._taken += 1
+        transfer, self._under_way[slot] = self._under_way[slot], None
+        assert transfer is not None
+        with self._streams.use(self._stream):
+            transfer.wait()
+        self._received[slot].record(self._stream)
+        self._received[slot].wait(self._streams.current())
+        return slot
+
+    def release(self) -> None:
+        """The current stream has been given everything that reads what was taken. Mutates: self."""
+        if self._released < self._taken:
+            self._read[self._released % SLOTS].record(self._streams.current())
+            self._released += 1
+        self._post()
+
+    def _post(self) -> None:
+        free = self._released + SLOTS
+        while self._posted < (free if self._ahead else min(free, self._announced)):
+            slot = self._posted % SLOTS
+            self._posted += 1
+            self._read[slot].wait(self._stream)
+            with self._streams.use(self._stream):
+                self._under_way[slot] = self._start(slot)

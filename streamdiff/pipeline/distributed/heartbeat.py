@@ -1,0 +1,165 @@
+"""Watch: the thread of a rank that says how the rank does, notices who died or hangs, and names it.
+
+It writes a *beat* into the ring's store twice a second and reads that of the next rank. The first fault that anybody
+notices is kept in the store; everybody reads it there and ends. So a ring ends as a whole, within a bounded time, with
+one message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from streamdiff import clock
+from streamdiff.pipeline.device_timer import DeviceTimer
+from streamdiff.pipeline.distributed.message import StageMessage
+from streamdiff.pipeline.distributed.rendezvous import RankContext
+
+BEAT_S = 0.5
+_FAULT = "fault"
+_HOST = socket.gethostname()
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """How a rank does: `number` counts beats, `done` works; `where` is what it works on, `at_s` its own clock.
+    `busy_s` is how long its device was at work; `host` and `pid` tell which process it is."""
+
+    number: int
+    host: str
+    pid: int
+    at_s: float
+    done: int
+    busy_s: float
+    where: str
+    ended: bool = False
+
+
+class Busy(Protocol):
+    """A loop of a rank: `pipeline.runner.worker.Worker`, or `pipeline.decode.decode_worker.DecodeWorker`."""
+
+    now: StageMessage | None
+    done: int
+    timer: DeviceTimer
+
+    def where(self) -> str: ...
+
+
+class HealthMonitor:
+    """One rank's. `on_fault` is called from its thread, once, with the fault; `hang_s` is how long a forward may take,
+    on the host and on the device, and how long a rank may be silent."""
+
+    def __init__(
+        self, member: RankContext, workers: Sequence[Busy], on_fault: Callable[[str], None], hang_s: float
+    ) -> None:
+        """`workers` are the loops of this rank, at least one; they have one timer, that of the rank's device."""
+        self._member, self._workers, self._on_fault, self._hang_s = member, workers, on_fault, hang_s
+        self._timer = workers[0].timer
+        self._ended = threading.Event()
+        self._number = 0
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin. The next rank must begin within `hang_s` too."""
+        self._beat()
+        self._thread.start()
+
+    def finish(self) -> None:
+        """The rank ends in order. Mutates: the store, with a last beat."""
+        self._ended.set()
+        self._thread.join()
+        self._beat(ended=True)
+
+    def report(self, fault: str) -> str:
+        """Tell everybody of a fault; returns the first that anybody has told."""
+        first: bytes = self._member.store.compare_set(_FAULT, "", fault)
+        return first.decode()
+
+    def fault(self, wait_s: float = 0.0) -> str | None:
+        """The fault that ends the ring, if there is one; waits up to `wait_s` for it."""
+        end_s = clock.monotonic_s() + wait_s
+        while not self._member.store.check([_FAULT]):
+            if clock.monotonic_s() >= end_s:
+                return None
+            threading.Event().wait(BEAT_S / 10)
+        first: bytes = self._member.store.get(_FAULT)
+        return first.decode()
+
+    def where(self) -> str:
+        """What this rank is at, for messages."""
+        return ", ".join(worker.where() for worker in self._workers)
+
+    def beat_of(self, rank: int) -> Heartbeat | None:
+        """The last beat of a rank, or None before its first."""
+        key = f"beat/{rank}"
+        if not self._member.store.check([key]):
+            return None
+        return Heartbeat(**json.loads(self._member.store.get(key)))
+
+    def await_ends(self, limit_s: float) -> None:
+        """Wait until all ranks have said that they ended, at most so long: they need the store until then."""
+        end_s = clock.monotonic_s() + limit_s
+        for rank in range(self._member.ranks):
+            while ((beat := self.beat_of(rank)) is None or not beat.ended) and clock.monotonic_s() < end_s:
+                threading.Event().wait(BEAT_S / 10)
+
+    def _beat(self, ended: bool = False) -> None:
+        self._number += 1
+        done, now_s = sum(worker.done for worker in self._workers), clock.monotonic_s()
+        beat = Heartbeat(self._number, _HOST, os.getpid(), now_s, done, self._timer.busy_s, self.where(), ended)
+        self._member.store.set(f"beat/{self._member.rank}", json.dumps(asdict(beat)))
+
+    def _run(self) -> None:
+        own = [(worker, _Stillness(self._hang_s)) for worker in self._workers]
+        other = _Stillness(self._hang_s)
+        parent = os.getppid()
+        after = (self._member.rank + 1) % self._member.ranks
+        try:
+            while not self._ended.wait(BEAT_S):
+                self._beat()
+                for worker, still in own:
+                    if still.lasts((worker.done, worker.now is None), worker.now is not None):
+                        self.report(f"rank {self._member.rank} hangs: {self._hang_s:g} s {worker.where()}")
+                if (stuck := self._timer.stuck(clock.monotonic_s(), self._hang_s)) is not None:
+                    self.report(f"rank {self._member.rank} hangs: {stuck}")
+                beat = self.beat_of(after)
+                if beat is not None and other.lasts(beat.number, not beat.ended):
+                    self.report(f"rank {after} hangs: silent for {self._hang_s:g} s {beat.where}")
+                    _kill(beat)
+                if os.getppid() != parent:
+                    self._on_fault("the launcher of the ranks is gone")
+                    return
+                if (fault := self.fault()) is not None:
+                    self._on_fault(fault)
+                    return
+        except RuntimeError as error:  # the store's server is gone, and the launcher with it
+            self._on_fault(f"the launcher of the ranks is gone: {error}")
+
+
+def _kill(beat: Heartbeat) -> None:
+    """End a rank that cannot end by itself, where it can be reached."""
+    if beat.host == _HOST:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(beat.pid, signal.SIGKILL)
+
+
+class _Stillness:
+    """Whether a value has stayed the same for too long while it should change."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._value: object = None
+        self._since_s = clock.monotonic_s()
+
+    def lasts(self, value: object, should_change: bool) -> bool:
+        now_s = clock.monotonic_s()
+        if value != self._value or not should_change:
+            self._value, self._since_s = value, now_s
+        return now_s - self._since_s >= self._limit_s

@@ -1,0 +1,73 @@
+"""Links: one-way channels from a stage to the next one in the ring, behind one protocol.
+
+A link has two slots. `send` copies a work into a free slot and returns while it travels; with both slots on their way
+it waits, which is the back-pressure. What `receive` returns lies in a slot of the receiving side and stays untouched
+until the next `receive`. Buffers being sent are never written: `tests/pipeline/distributed/test_link.py` has links that
+delay and links that scribble over every slot that is declared free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from streamdiff.pipeline.distributed.message import StageMessage
+
+SLOTS = 2
+
+
+class LinkClosed(Exception):
+    """The other side (rank `peer`, where there are ranks) closed the link or is gone; nothing more comes."""
+
+    def __init__(self, message: str, peer: int | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class Sender(Protocol):
+    """The sending end, for one thread."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether `send` would return at once."""
+
+    def send(self, work: StageMessage) -> None:
+        """Copy `work` and start to send it; its tensors may be written again afterwards.
+
+        Raises:
+            LinkClosed: the link was closed or its other end is gone.
+        """
+
+    def close(self) -> None:
+        """Nothing more will be sent. What was sent still arrives. Does not wait."""
+
+    def flush(self, limit_s: float) -> None:
+        """After `close`: wait until all has been sent, at most so long."""
+
+    def abort(self) -> None:
+        """Drop everything; whoever waits on either end gets `LinkClosed`."""
+
+
+class Receiver(Protocol):
+    """The receiving end, for one thread."""
+
+    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
+        """The next work in order, or None when none came within `wait_s` (None: wait for ever).
+
+        Its tensors are views that stay as they are until the next call.
+
+        Raises:
+            LinkClosed: the link was closed and everything sent before has been received.
+        """
+
+    def notify(self, call: Callable[[], None]) -> None:
+        """Have `call` called, from any thread, whenever something comes or the link ends."""
+
+    def close(self, limit_s: float = 0.0) -> None:
+        """Nothing more is wanted; waits up to `limit_s` for the other end to close too."""
+
+
+def check_order(sequence: int, expected: int) -> None:
+    """A link that loses, repeats or reorders messages is broken beyond repair."""
+    if sequence != expected:
+        raise RuntimeError(f"a link brought message {sequence} where {expected} was next")

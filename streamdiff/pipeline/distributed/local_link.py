@@ -1,0 +1,115 @@
+"""Links within a process: from a stage to itself, or between threads in tests."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed, check_order
+from streamdiff.pipeline.distributed.message import MessageLayout, StageMessage
+
+
+class NoLink:
+    """The ring of one stage: what is sent is what is received, the same tensors."""
+
+    ready = True
+
+    def __init__(self) -> None:
+        self._works: deque[StageMessage] = deque()
+
+    def send(self, work: StageMessage) -> None:
+        self._works.append(work)
+
+    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
+        return self._works.popleft() if self._works else None
+
+    def notify(self, call: Callable[[], None]) -> None:
+        """What comes has been sent by the caller itself."""
+
+    def close(self, limit_s: float = 0.0) -> None:
+        self._works.clear()
+
+    def flush(self, limit_s: float) -> None:
+        """Nothing travels."""
+
+    def abort(self) -> None:
+        self._works.clear()
+
+
+class LocalLink:
+    """Both ends in one process, over real buffers: deterministic in one thread, usable between two."""
+
+    def __init__(self, wire: MessageLayout, *, patience_s: float = 60.0) -> None:
+        """`patience_s`: how long `send` waits for a free slot before it says that nobody receives."""
+        self.wire, self.patience_s = wire, patience_s
+        self._buffers = [torch.empty(wire.nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
+        self._free = deque(range(SLOTS))
+        self._full: deque[tuple[list[int], int]] = deque()
+        self._reading: int | None = None
+        self._closed = self._aborted = False
+        self._sent = self._received = 0
+        self._changed = threading.Condition()
+        self._call: Callable[[], None] | None = None
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._free) or self._closed
+
+    def send(self, work: StageMessage) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._free or self._closed, self.patience_s):
+                raise RuntimeError(f"a local link waited {self.patience_s:g} s for a free slot; nobody receives")
+            if self._closed:
+                raise LinkClosed("the link is closed")
+            slot = self._free.popleft()
+        self.wire.write(work, self._buffers[slot])
+        with self._changed:
+            self._full.append((self.wire.record(work, self._sent), slot))
+            self._sent += 1
+            self._tell()
+
+    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
+        with self._changed:
+            self._release()
+            self._changed.wait_for(lambda: self._full or self._closed, wait_s)
+            if self._aborted or (self._closed and not self._full):
+                raise LinkClosed("the link is closed")
+            if not self._full:
+                return None
+            record, self._reading = self._full.popleft()
+        sequence, work = self.wire.read(record, self._buffers[self._reading])
+        check_order(sequence, self._received)
+        self._received += 1
+        return work
+
+    def notify(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def close(self, limit_s: float = 0.0) -> None:
+        with self._changed:
+            self._closed = True
+            self._tell()
+
+    def flush(self, limit_s: float) -> None:
+        """What was sent lies in the slots already."""
+
+    def abort(self) -> None:
+        with self._changed:
+            self._closed = self._aborted = True
+            self._full.clear()
+            self._tell()
+
+    def _tell(self) -> None:
+        """Wake who waits, and who asked to be told. Needs the lock."""
+        self._changed.notify_all()
+        if self._call is not None:
+            self._call()
+
+    def _release(self) -> None:
+        if self._reading is not None:
+            self._free.append(self._reading)
+            self._reading = None
+            self._changed.notify_all()

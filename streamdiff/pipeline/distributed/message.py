@@ -1,0 +1,160 @@
+"""What travels from rank to rank: rows to compute, or a change that all stages make at the same point of the order.
+
+A `StageMessage` is a fixed-size record of integers that goes ahead over a CPU channel, and tensors of known shapes.
+Ranks do what the record says, in the order it comes; they never decide from a clock of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from math import prod
+
+import torch
+from torch import Tensor
+
+from streamdiff.models.interfaces import StageModel
+from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
+from streamdiff.pipeline.scheduler.step import MicroStep, pack, record_length, unpack
+
+_ALIGN = 64
+
+
+class MessageKind(IntEnum):
+    """What a work asks for."""
+
+    ROWS = 0
+    OPEN = 1
+    TEXT = 2
+    RESET = 3
+    CLOSE = 4
+    STOP = 5
+    STEPS = 6
+
+
+@dataclass(frozen=True)
+class SessionUpdate:
+    """A change to one session. `oldest` is the oldest epoch still in use; chunks of the epoch of TEXT see none before
+    `since` but the sink; `steps` matters to OPEN and STEPS, `kv_context` to OPEN."""
+
+    session: int
+    epoch: int = 0
+    oldest: int = 0
+    steps: int = 0
+    kv_context: str = "clean"
+    since: int = 0
+
+    def values(self) -> list[int]:
+        return [self.session, self.epoch, self.oldest, self.steps, KV_CONTEXTS.index(self.kv_context), self.since]
+
+    @classmethod
+    def of(cls, values: Sequence[int]) -> SessionUpdate:
+        session, epoch, oldest, steps, context, since = values
+        return cls(session, epoch, oldest, steps, KV_CONTEXTS[context], since)
+
+
+CONTROL_LENGTH = len(SessionUpdate(0).values())
+"""Integers of a control."""
+
+
+@dataclass(frozen=True)
+class StageMessage:
+    """`rows` with the tensors of a forward (latents and timesteps into the first stage, then hidden states and time
+    embeddings, after the last stage the flow), or a `control` with the text embeddings of TEXT."""
+
+    kind: MessageKind
+    rows: tuple[MicroStep, ...] = ()
+    control: SessionUpdate | None = None
+    tensors: tuple[Tensor, ...] = ()
+
+    def __str__(self) -> str:
+        """What it is about, for messages: `session 0, chunk 17, step 2`."""
+        if self.control is not None:
+            return f"session {self.control.session}, {self.kind.name.lower()}"
+        return "; ".join(f"session {row.session}, chunk {row.chunk}, step {row.step}" for row in self.rows)
+
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MessageLayout:
+    """What an edge of the ring can carry. Shapes of `rows` leave out the leading number of rows.
+
+    Every message of an edge has the same size, so that receives can be posted before anything is sent.
+    """
+
+    max_rows: int
+    rows: tuple[tuple[Shape, torch.dtype], ...]
+    text: tuple[Shape, torch.dtype] | None
+
+    @classmethod
+    def between_stages(cls, model: StageModel, max_rows: int) -> MessageLayout:
+        """Hidden states and time embeddings forward, and text embeddings."""
+        denoiser, spec = model.denoiser, model.spec
+        dtype = denoiser.dtype
+        frames, tokens = spec.chunk_latents // denoiser.patch[0], denoiser.tokens(spec.chunk_shape[1:])
+        shapes = ((tokens, denoiser.width), (frames, denoiser.width))
+        return cls(max_rows, tuple((shape, dtype) for shape in shapes), (spec.text_shape, dtype))
+
+    @classmethod
+    def back_to_head(cls, model: StageModel, max_rows: int) -> MessageLayout:
+        """The predicted flow."""
+        return cls(max_rows, ((model.spec.chunk_shape, model.denoiser.dtype),), None)
+
+    @property
+    def bare(self) -> MessageLayout:
+        """The same records without tensors."""
+        return MessageLayout(self.max_rows, (), None)
+
+    @property
+    def record_length(self) -> int:
+        """Integers of a record: the kind, then the rows or the control."""
+        return 1 + max(record_length(self.max_rows), 1 + CONTROL_LENGTH)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed tensors, the largest kind of work."""
+        of_rows = sum(_padded(prod(shape) * self.max_rows * dtype.itemsize) for shape, dtype in self.rows)
+        of_text = _padded(prod(self.text[0]) * self.text[1].itemsize) if self.text else 0
+        return max(of_rows, of_text)
+
+    def record(self, work: StageMessage, sequence: int) -> list[int]:
+        """The record of `work`, number `sequence` of its edge."""
+        body = pack(work.rows, self.max_rows, sequence) if work.kind is MessageKind.ROWS else [sequence]
+        if work.control is not None:
+            body += work.control.values()
+        return [int(work.kind), *body, *[0] * (self.record_length - 1 - len(body))]
+
+    def read(self, record: Sequence[int], buffer: Tensor) -> tuple[int, StageMessage]:
+        """Sequence number and work of a message; its tensors are views of `buffer`."""
+        kind = MessageKind(record[0])
+        if kind is MessageKind.ROWS:
+            sequence, rows = unpack(record[1 : 1 + record_length(self.max_rows)], self.max_rows)
+            return sequence, self.attach(StageMessage(kind, tuple(rows)), buffer)
+        return record[1], self.attach(StageMessage(kind, (), SessionUpdate.of(record[2 : 2 + CONTROL_LENGTH])), buffer)
+
+    def attach(self, work: StageMessage, buffer: Tensor) -> StageMessage:
+        """`work` with tensors that are views of `buffer` `[nbytes]` uint8."""
+        return replace(work, tensors=tuple(self._views(buffer, work.kind, len(work.rows))))
+
+    def write(self, work: StageMessage, buffer: Tensor) -> None:
+        """Copy the tensors of `work` into `buffer` `[nbytes]` uint8. Mutates: buffer."""
+        for view, tensor in zip(self._views(buffer, work.kind, len(work.rows)), work.tensors, strict=False):
+            view.copy_(tensor, non_blocking=True)
+
+    def _views(self, buffer: Tensor, kind: MessageKind, count: int) -> list[Tensor]:
+        if kind is MessageKind.TEXT and self.text is not None:
+            shape, dtype = self.text
+            return [buffer[: prod(shape) * dtype.itemsize].view(dtype).view(shape)]
+        views, offset = [], 0
+        for shape, dtype in self.rows if kind is MessageKind.ROWS else ():
+            size = prod(shape) * count * dtype.itemsize
+            views.append(buffer[offset : offset + size].view(dtype).view(count, *shape))
+            offset += _padded(prod(shape) * self.max_rows * dtype.itemsize)
+        return views
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN

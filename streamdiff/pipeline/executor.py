@@ -1,0 +1,371 @@
+"""The ring, seen from its head: sessions go in, finished chunks come out.
+
+The head's own part of the loop is to decide what enters next (`StreamBatchScheduler`), to bring its latents and noise,
+and to take back what has been around (`LatentSampler`). With one stage there are no links, and the same loop runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from streamdiff import clock
+from streamdiff.models.interfaces import Model
+from streamdiff.models.sampling import Schedule
+from streamdiff.models.spec import ModelSpec
+from streamdiff.pipeline.device_timer import DeviceTimer
+from streamdiff.pipeline.distributed.link import Receiver, Sender
+from streamdiff.pipeline.distributed.local_link import LocalLink, NoLink
+from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, SessionUpdate, StageMessage
+from streamdiff.pipeline.planner.partition import split_evenly
+from streamdiff.pipeline.runner.init_latents import InitLatents
+from streamdiff.pipeline.runner.model_runner import ModelRunner
+from streamdiff.pipeline.runner.noise import Noise, SeededNoise
+from streamdiff.pipeline.runner.sampler import Finished, LatentSampler
+from streamdiff.pipeline.runner.worker import LEAVE_S, LinkSource, Worker
+from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
+from streamdiff.pipeline.scheduler.step import MicroStep
+
+
+class InFlightQueue:
+    """The head's source of work: controls first, in the order they were given, then what the scheduler hands out.
+
+    At most `limit` works are in the ring at once, controls included. Every link has two slots, so the ring can never
+    fill up and stand still.
+    """
+
+    def __init__(self, scheduler: StreamBatchScheduler, head: LatentSampler, limit: int, timer: DeviceTimer) -> None:
+        self.scheduler, self.head, self.limit = scheduler, head, limit
+        self._timed = timer.stream()
+        self.controls: deque[StageMessage] = deque()
+        self.works: deque[StageMessage] = deque()  # in the ring, in order, without their tensors
+        self.stopping = False
+
+    def take(self, wait_s: float | None = 0.0) -> StageMessage | None:
+        """The next work that may enter, or None; never waits. Mutates: self, scheduler, head."""
+        if len(self.works) >= self.limit:
+            return None
+        if self.controls:
+            work = self.controls.popleft()
+        elif not self.stopping and (rows := self.scheduler.next()):
+            work = StageMessage(MessageKind.ROWS, tuple(rows))
+            with self._timed.work(work):
+                work = replace(work, tensors=self.head.inputs(rows))
+        else:
+            return None
+        self.works.append(replace(work, tensors=()))
+        return work
+
+    def close(self, limit_s: float = 0.0) -> None:
+        """Nothing enters any more. Mutates: self."""
+        self.stopping = True
+
+    def back(self, work: StageMessage) -> list[Finished]:
+        """Take in what has been around. Mutates: self, scheduler, head."""
+        entered = self.works.popleft()
+        if work.kind is not MessageKind.ROWS:
+            return []
+        with self._timed.work(entered):
+            finished = self.head.advance(work.rows, work.tensors[0])
+        for row in work.rows:
+            self.scheduler.returned(row)
+        return finished
+
+
+class PendingSteps(NamedTuple):
+    """Steps that hold as soon as nothing of the session is in flight any more."""
+
+    epoch: int
+    schedule: Schedule
+
+
+class RingExecutor:
+    """Scheduler, head and stage 0 of `stages`, with the links to stage 1 and from the last stage."""
+
+    def __init__(
+        self,
+        model: Model,
+        device: torch.device,
+        max_rows: int = 1,
+        *,
+        stage: ModelRunner | None = None,
+        links: tuple[Sender, Receiver] | None = None,
+        clean_with_next: bool = False,
+        timer: DeviceTimer | None = None,
+    ) -> None:
+        """`stage` is this rank's part (all blocks of `model` by default), `links` lead to stage 1 and back; they have
+        to carry the rows that `rows_carried` says. `timer` is that of this rank's device; None: one that is made
+        here."""
+        self.stage = stage or ModelRunner(model, device)
+        if links is None:
+            loop = NoLink()
+            links = (loop, loop)
+        stages = self.stage.stages
+        self.scheduler = StreamBatchScheduler(
+            stages=stages,
+            chunk_frames=model.spec.chunk_frames,
+            max_rows=max_rows,
+            clean_with_next=clean_with_next,
+            first_chunks=model.spec.first_chunks,
+        )
+        self.head = LatentSampler(model, device)
+        timer = timer or DeviceTimer.on(device)
+        self._admission = InFlightQueue(self.scheduler, self.head, stages + 1 if stages > 1 else 1, timer)
+        self._worker = Worker(self._admission, self.stage, links[0], timer)
+        self._outbox, self._inbox = links
+        self._changes: dict[int, PendingSteps] = {}  # by session
+
+    def turn(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:
+        """One micro-step through this rank: the rows that entered the ring (none when nothing may), the chunks that
+        came back finished. Waits up to `wait_s` for something to come back when nothing may enter."""
+        finished = self._take_back(0.0)
+        work = self._enter()
+        while work is not None and work.kind is not MessageKind.ROWS:  # controls go on at once
+            finished += self._take_back(0.0)
+            work = self._enter()
+        finished += self._take_back(wait_s if work is None and not finished else 0.0)
+        return list(work.rows) if work else [], finished
+
+    def come_round(self, wait_s: float) -> list[Finished]:
+        """The chunks that came back finished until nothing is in the ring any more; nothing enters meanwhile.
+
+        Raises:
+            LinkClosed: the last stage is gone.
+            RuntimeError: nothing came back within `wait_s`.
+        """
+        finished: list[Finished] = []
+        while before := len(self._admission.works):
+            finished += self._take_back(wait_s)
+            if len(self._admission.works) == before:
+                raise RuntimeError(f"nothing came back within {wait_s:g} s; in the ring: {self.contents}")
+        return finished
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something can enter the ring now, or is in it."""
+        may_change = any(map(self.scheduler.drained, self._changes))
+        return self.scheduler.has_work or bool(self._admission.controls) or may_change or self.waiting
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is in the ring that will come back."""
+        return bool(self._admission.works)
+
+    @property
+    def contents(self) -> str:
+        """What is in the ring, oldest first, for messages."""
+        return ", ".join(str(work) for work in self._admission.works) or "nothing"
+
+    @property
+    def worker(self) -> Worker:
+        """This rank's loop."""
+        return self._worker
+
+    def notify(self, call: Callable[[], None]) -> None:
+        """Have `call` called, from any thread, when something comes back."""
+        self._inbox.notify(call)
+
+    def open(
+        self,
+        session: int,
+        embeddings: Tensor,
+        *,
+        seed: int = 0,
+        epoch: int,
+        steps: int | Schedule,
+        kv_context: str,
+        noise: Noise | None = None,
+        source: InitLatents | None = None,
+    ) -> None:
+        """Open a session on scheduler, head and all stages; ValueError on bad values. Where it raises, nothing of the
+        session is open. Mutates: self.
+
+        `steps` is a schedule or a number of the model's own steps; `noise` takes the place of the seed's, and with a
+        `source` chunks start from input instead of from noise alone.
+        """
+        schedule = self.head.spec.schedule(steps) if isinstance(steps, int) else steps
+        steps = schedule.steps
+        first = schedule.of(0).steps
+        if first > steps and self.head.spec.first_chunks > 1:
+            raise ValueError("a first chunk of another length that also has more steps is not built")
+        # All that can fail comes before anybody knows of the session: a slot that is half open could never be used.
+        noise = noise or self._seeded(seed)
+        state = self.head.prepare(noise=noise, schedule=schedule, kv_context=kv_context, source=source)
+        self.scheduler.open(session, steps=steps, first_steps=first, kv_context=kv_context, epoch=epoch)
+        self.head.sessions[session] = state
+        self._tell(MessageKind.OPEN, SessionUpdate(session, epoch, epoch, steps, kv_context))
+        self._tell(MessageKind.TEXT, SessionUpdate(session, epoch, epoch), embeddings)
+
+    def set_text(self, session: int, epoch: int, embeddings: Tensor, policy: str = "keep") -> None:
+        """Chunks admitted from now on use these embeddings; `policy`, one of PROMPT_SWITCHES, says what they see of
+        earlier chunks. Mutates: self.
+
+        `keep`: all that is cached. `flush`: the sink only. `recache`: the chunks of the window, their clean latents run
+        through the clean pass afresh under the new text (LongLive, arXiv 2509.22622).
+
+        Raises:
+            ValueError: unknown policy, or one that the session's KV context cannot have.
+        """
+        since, again = self.head.switch(session, self.scheduler.next_chunk(session), policy)
+        if again:
+            self.scheduler.rerun(session, again)
+        control = SessionUpdate(session, epoch, self.scheduler.oldest_epoch(session), since=since)
+        self._tell(MessageKind.TEXT, control, embeddings)
+        self.scheduler.set_epoch(session, epoch)
+
+    def check_steps(self, session: int, steps: int) -> None:
+        """Raises what `set_steps` would."""
+        spec = self.head.spec
+        known = ", ".join(map(str, spec.steps)) or "none of its own"
+        if steps not in spec.steps:
+            raise ValueError(f"steps is {steps}; model {spec.name} has {known}")
+        now = self.head.sessions[session].schedule
+        if now.steps not in spec.steps or now != spec.schedule(now.steps):
+            raise ValueError(f"the session has a schedule of its own, and keeps it; model {spec.name} has {known}")
+
+    def set_steps(self, session: int, epoch: int, steps: int) -> None:
+        """Chunks admitted from now on have `steps` of the model's steps; none is admitted before those in flight have
+        come back. Of several changes that wait so, the latest holds. Mutates: self.
+
+        Raises:
+            ValueError: the model has no such number of steps, or the session a schedule of its own.
+        """
+        self.check_steps(session, steps)
+        schedule = self.head.spec.schedule(steps)
+        if session not in self._changes and schedule == self.head.sessions[session].schedule:
+            self._new_epoch(session, epoch, steps)  # nothing else changes, so nothing needs to wait
+            return
+        self._changes[session] = PendingSteps(epoch, schedule)
+        self.scheduler.drain(session)
+
+    def _change_steps(self) -> None:
+        """Carry out the changes that nothing in flight stands against: here at once, and on the other ranks at the same
+        place of the order, for what has been before is back and what follows is not there yet. Mutates: self."""
+        for session in [session for session in self._changes if self.scheduler.drained(session)]:
+            epoch, schedule = self._changes.pop(session)
+            self.scheduler.set_steps(session, steps=schedule.steps, first_steps=schedule.of(0).steps)
+            self.head.set_steps(session, schedule)
+            # A prompt that came meanwhile has the later epoch.
+            self._new_epoch(session, max(epoch, self.scheduler.oldest_epoch(session)), schedule.steps)
+
+    def _new_epoch(self, session: int, epoch: int, steps: int) -> None:
+        """Chunks admitted from now on belong to `epoch`, with the steps and the text that hold. Mutates: self."""
+        self._tell(MessageKind.STEPS, SessionUpdate(session, epoch, steps=steps))
+        self.scheduler.set_epoch(session, epoch)
+
+    def reset(
+        self,
+        session: int,
+        embeddings: Tensor,
+        *,
+        seed: int = 0,
+        epoch: int,
+        noise: Noise | None = None,
+        source: InitLatents | None = None,
+    ) -> None:
+        """Drop what is in flight and start afresh at chunk 0. `epoch` is one the slot never had. Mutates: self."""
+        old, change = self.head.sessions[session], self._changes.get(session)
+        schedule, noise = change.schedule if change else old.schedule, noise or self._seeded(seed)
+        # What can fail comes first, as in `open`: else the scheduler would begin a stream that nobody else has.
+        state = self.head.prepare(noise=noise, schedule=schedule, kv_context=old.kv_context, source=source)
+        self.scheduler.reset(session, epoch)
+        self._change_steps()
+        self.head.sessions[session] = state
+        self._tell(MessageKind.RESET, SessionUpdate(session, epoch))
+        self._tell(MessageKind.TEXT, SessionUpdate(session, epoch, epoch), embeddings)
+
+    def close(self, session: int) -> None:
+        """Free a session everywhere. Mutates: self."""
+        self._changes.pop(session, None)
+        self.scheduler.close(session)
+        self.head.close(session)
+        self._tell(MessageKind.CLOSE, SessionUpdate(session))
+
+    def stop(self, limit_s: float = LEAVE_S) -> None:
+        """End the loops of all ranks, after what is in the ring has come back. Nothing enters afterwards.
+
+        Raises:
+            LinkClosed: a rank is gone.
+            RuntimeError: it took longer than `limit_s`.
+        """
+        self._admission.close()
+        self._tell(MessageKind.STOP, SessionUpdate(0))
+        end_s = clock.monotonic_s() + limit_s
+        while self._admission.controls or self._admission.works:
+            if clock.monotonic_s() > end_s:
+                raise RuntimeError(f"the ring did not come to rest within {limit_s:g} s")
+            self._enter()
+            self._take_back(limit_s / 10 if self._admission.works else 0.0)
+        self._outbox.close()
+        self._inbox.close(limit_s)
+        self._outbox.flush(limit_s)
+
+    def listen(self, wait_s: float) -> None:
+        """Let nothing enter and drop what comes back for `wait_s`: for somebody who ends anyway. Mutates: self.
+
+        Raises:
+            LinkClosed: the last stage is gone.
+        """
+        end_s = clock.monotonic_s() + wait_s
+        while (left_s := end_s - clock.monotonic_s()) > 0:
+            if (work := self._inbox.receive(left_s)) is not None:
+                self._admission.back(work)
+
+    def _enter(self) -> StageMessage | None:
+        """One work through this rank, if the link takes it: the head never waits to send, it must take back."""
+        self._change_steps()
+        return self._worker.turn() if self._outbox.ready else None
+
+    def _seeded(self, seed: int) -> Noise:
+        return SeededNoise(self.head.spec.chunk_shape, seed)
+
+    def _tell(self, kind: MessageKind, control: SessionUpdate, *tensors: Tensor) -> None:
+        self._admission.controls.append(StageMessage(kind, (), control, tensors))
+
+    def _take_back(self, wait_s: float | None) -> list[Finished]:
+        finished: list[Finished] = []
+        while self._admission.works and (work := self._inbox.receive(wait_s)) is not None:
+            finished += self._admission.back(work)
+            wait_s = 0.0
+        return finished
+
+
+def rows_carried(spec: ModelSpec, max_rows: int, clean_with_next: bool) -> int:
+    """Rows that a ring's links have to carry."""
+    return max(max_rows, 2 if clean_with_next else 1, spec.first_chunks)
+
+
+class LocalRing(RingExecutor):
+    """All stages in this process, one after the other in one thread: deterministic, for tests and for looking at."""
+
+    def __init__(
+        self,
+        model: Model,
+        device: torch.device,
+        stages: int,
+        max_rows: int = 1,
+        link: Callable[[MessageLayout], LocalLink] = LocalLink,
+        clean_with_next: bool = False,
+    ) -> None:
+        """`link` makes each edge's link."""
+        carried = rows_carried(model.spec, max_rows, clean_with_next)
+        forward = MessageLayout.between_stages(model, carried)
+        links = [link(forward) for _ in range(stages - 1)] + [link(MessageLayout.back_to_head(model, carried))]
+        parts = [
+            ModelRunner(model.part(*run), device, i, stages) for i, run in enumerate(split_evenly(model.blocks, stages))
+        ]
+        ends = (links[0], links[-1])
+        super().__init__(model, device, max_rows, stage=parts[0], links=ends, clean_with_next=clean_with_next)
+        self.others = [Worker(LinkSource(links[i - 1]), part, links[i]) for i, part in enumerate(parts) if i > 0]
+
+    def turn(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:
+        """One turn of every rank, the last one first: a work moves on by one stage per turn, as in processes."""
+        for worker in reversed(self.others):
+            if worker.outbox.ready:
+                worker.turn()
+        return super().turn(0.0)

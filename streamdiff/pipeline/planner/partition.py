@@ -1,0 +1,73 @@
+"""Splits transformer blocks over stages so that the slowest stage is as fast as possible. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from streamdiff.errors import ConfigError
+
+
+def split_blocks(block_s: Sequence[float], extra_s: Sequence[float]) -> tuple[tuple[int, int], ...]:
+    """Give each rank a contiguous run of blocks, at least one, so that the slowest rank is as fast as possible.
+
+    Exact, by dynamic programming over (rank, blocks given out), O(ranks * blocks^2). Among the splits that are equally
+    good by that, the most even one (least sum of squares); among those, the one whose first ranks have the most blocks.
+
+    Args:
+        block_s: seconds of each block.
+        extra_s: what each rank spends on other things per forward: one entry per rank.
+
+    Returns:
+        (first, last) of each rank, last exclusive.
+
+    Raises:
+        ConfigError: no rank, more ranks than blocks, or a time that is negative or not finite.
+    """
+    ranks, blocks = len(extra_s), len(block_s)
+    check_stages(ranks, blocks)
+    for time_s in (*block_s, *extra_s):
+        if not 0 <= time_s < math.inf:
+            raise ConfigError(f"a time to split by is {time_s:g} s; it must be 0 or more")
+    before = [0.0, *accumulate(block_s)]
+    cost_of = [
+        [[before[j] - before[i] + extra for j in range(blocks + 1)] for i in range(blocks + 1)] for extra in extra_s
+    ]
+    slowest = [0.0] + [math.inf] * blocks  # of the ranks so far, by blocks given out
+    for cost in cost_of:
+        slowest = [min((max(slowest[i], cost[i][j]) for i in range(j)), default=math.inf) for j in range(blocks + 1)]
+    bound = slowest[blocks]
+    # (Sum of squares, where the runs end); ends are negative, so that among equal sums long first runs are the least.
+    best: list[tuple[float, tuple[int, ...]]] = [(0.0, (0,))] + [(math.inf, ())] * blocks
+    for cost in cost_of:
+        best = [
+            min(
+                (
+                    (best[i][0] + cost[i][j] ** 2, (*best[i][1], -j))
+                    for i in range(j)
+                    if cost[i][j] <= bound and best[i][1]
+                ),
+                default=(math.inf, ()),
+            )
+            for j in range(blocks + 1)
+        ]
+    return tuple(pairwise(-end for end in best[blocks][1]))
+
+
+def split_evenly(blocks: int, stages: int) -> tuple[tuple[int, int], ...]:
+    """Runs (first, last exclusive) of equal blocks, the longer ones first.
+
+    Raises:
+        ConfigError: a stage would have no block.
+    """
+    check_stages(stages, blocks)
+    return split_blocks([1.0] * blocks, [0.0] * stages)
+
+
+def check_stages(stages: int, blocks: int) -> None:
+    """Raises ConfigError unless every stage can have a block."""
+    if not 1 <= stages <= blocks:
+        raise ConfigError(
+            f"stages is {stages}, but must be 1 to {blocks}: every stage needs a block, and the model has {blocks}"
+        )

@@ -1,0 +1,363 @@
+"""The ring under virtual time: the real scheduler, with stages, links and a decoder that only take time.
+
+Reads no clock and computes no tensor, so a run is exact and repeats itself. Not modelled: the two slots of a link (a
+stage never waits for room behind it; that would not change which stage is the slowest), and the way of finished latents
+to a decoder on another rank.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+from streamdiff.errors import ConfigError
+from streamdiff.pipeline.scheduler.kv_context import in_flight_limit, minimum_lead
+from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
+from streamdiff.pipeline.scheduler.step import MicroStep
+
+# Time inside is whole picoseconds: what happens together in exact arithmetic happens together here, whatever floats do.
+_PER_SECOND = 10**12
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A session to simulate.
+
+    `lead_chunks`: chunks admitted and not yet shown, at most; None is the least with which the ring can run, and one
+    more that is being decoded (without that one, a decode of half a forward costs `matched` 6 % of its throughput).
+    `first_steps`: steps of the first chunk, where it has more.
+    `show_s`: seconds for which viewers look at a chunk; 0 takes each chunk away as soon as it is finished.
+    """
+
+    steps: int
+    kv_context: str
+    lead_chunks: int | None = None
+    show_s: float = 0.0
+    first_steps: int | None = None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is simulated; times in seconds.
+
+    `stage_s[p][r - 1]`: stage p on a forward of r rows, above 0, for every r up to `max_rows`.
+    `link_s[p]`: a message from stage p to the next; the last one is the flow's way back to the head. Empty: links cost
+    nothing. One stage has no links, and its entry must be 0 or missing.
+    `decode_s`: a chunk's decode, on stage `decode_stage`, or beside the stages when that is None (its own rank or
+    stream). Decodes run one at a time, in the order in which the chunks were finished.
+    `forwards`: forwards in the ring at once, at most; None is one more than there are stages, so that one waits.
+    `chunks`: how many chunks to finish per session, on average.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    stage_s: tuple[tuple[float, ...], ...]
+    streams: tuple[Stream, ...]
+    link_s: tuple[float, ...] = ()
+    decode_s: float = 0.0
+    decode_stage: int | None = None
+    max_rows: int = 1
+    forwards: int | None = None
+    chunks: int = 100
+
+    def __post_init__(self) -> None:
+        stages = len(self.stage_s)
+        _check(stages >= 1, "stage times are empty; at least one stage is needed")
+        _check(len(self.streams) >= 1, "there is no session; at least one is needed")
+        _check(self.max_rows >= 1, f"max_rows is {self.max_rows}; at least 1 is needed")
+        for number, times in enumerate(self.stage_s):
+            _check(
+                len(times) >= self.max_rows, f"stage {number} has no time for {self.max_rows} rows; give one per row"
+            )
+            for time_s in times:
+                _check(0 < time_s < math.inf, f"the time of stage {number} is {time_s:g} s; it must be above 0")
+        _check(len(self.link_s) in (0, stages), f"there are {len(self.link_s)} link times; give {stages} or none")
+        for time_s in (*self.link_s, self.decode_s, *(stream.show_s for stream in self.streams)):
+            _check(0 <= time_s < math.inf, f"a link, decode or show time is {time_s:g} s; it must be 0 or more")
+        _check(stages > 1 or not any(self.link_s), "one stage has no links; leave link times out")
+        place = self.decode_stage
+        _check(place is None or 0 <= place < stages, f"decode is on stage {place}; stages are 0 to {stages - 1}")
+        _check(self.forwards is None or self.forwards >= 1, f"forwards is {self.forwards}; at least 1 is needed")
+        _check(self.chunks >= 8, f"chunks is {self.chunks}; at least 8 are needed to see a steady state")
+        for stream in self.streams:
+            in_flight_limit(stream.kv_context, steps=stream.steps, stages=stages)  # refuses unknown KV contexts
+            lead, first = stream.lead_chunks, stream.first_steps
+            _check(
+                first is None or first >= stream.steps, f"first_steps is {first}; at least {stream.steps} are needed"
+            )
+            _check(lead is None or lead >= 1, f"lead_chunks is {lead}; at least 1 is needed")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Who worked on what, and when. `step` is None for a decode, `stage` is None where that runs beside the stages.
+
+    The rows of one forward have the same `forward`, begin and end; a decode has -1.
+    """
+
+    stage: int | None
+    begin_s: float
+    end_s: float
+    session: int
+    chunk: int
+    step: int | None
+    forward: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """A chunk's life: admitted (its first step entered the ring), finished (decoded)."""
+
+    session: int
+    chunk: int
+    admitted_s: float
+    finished_s: float
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Seconds between a session's finished chunks."""
+
+    mean_s: float
+    longest_s: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a run comes to. Rates, latency, gaps and occupancy are of the steady state: the first quarter of the
+    chunks is left out.
+
+    `first_chunk_s` and `second_chunk_s` are from the start, of the session that waits longest. `occupancy` is the share
+    of time in which a stage works, decodes on it included; `decode_occupancy` that of a decoder beside the stages.
+    """
+
+    chunks_per_s: float
+    latency_s: float
+    longest_latency_s: float
+    first_chunk_s: float
+    second_chunk_s: float
+    gaps: tuple[Gaps, ...]
+    occupancy: tuple[float, ...]
+    decode_occupancy: float
+    rows_per_forward: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished simulation: spans in order of their begin, chunks in order of their end."""
+
+    spans: tuple[Span, ...]
+    chunks: tuple[Done, ...]
+    figures: Figures
+
+
+def simulate(setup: Setup) -> Run:
+    """Run the scheduler over a ring of `setup`'s times.
+
+    Raises:
+        ConfigError: the ring stands still before the horizon: a session's lead is too small.
+    """
+    ring = _Ring(setup)
+    ring.run()
+    spans = sorted(ring.spans, key=lambda span: (span.begin_s, -1 if span.stage is None else span.stage))
+    return Run(tuple(spans), tuple(ring.done), _figures(setup, spans, ring.done))
+
+
+class _Agenda:
+    """What happens when; at the same instant, in the order in which it was noted down."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._heap: list[tuple[int, int, Callable[[], None]]] = []
+        self._noted = 0
+
+    def at(self, time: int, call: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (time, self._noted, call))
+        self._noted += 1
+
+    def instant(self) -> bool:
+        """Carry out all of the next instant; False when nothing is left. Mutates: self."""
+        if not self._heap:
+            return False
+        self.now = self._heap[0][0]
+        while self._heap and self._heap[0][0] == self.now:
+            heapq.heappop(self._heap)[2]()
+        return True
+
+
+class _Server:
+    """Does one job at a time, in the order in which they came: a stage, a link, a decoder."""
+
+    def __init__(self, agenda: _Agenda) -> None:
+        self._agenda, self._busy = agenda, False
+        self._queue: deque[tuple[int, Callable[[int, int], None], Callable[[], None]]] = deque()
+
+    def put(self, ticks: int, begun: Callable[[int, int], None], ended: Callable[[], None]) -> None:
+        """`begun(begin, end)` is called when the job's turn comes, `ended()` at its end."""
+        self._queue.append((ticks, begun, ended))
+        if not self._busy:
+            self._start()
+
+    def _start(self) -> None:
+        ticks, begun, ended = self._queue.popleft()
+        self._busy = True
+        begun(self._agenda.now, self._agenda.now + ticks)
+        self._agenda.at(self._agenda.now + ticks, partial(self._end, ended))
+
+    def _end(self, ended: Callable[[], None]) -> None:
+        self._busy = False
+        if self._queue:  # who waits goes before whatever `ended` brings
+            self._start()
+        ended()
+
+
+class _Ring:
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.stages = setup, len(setup.stage_s)
+        self.limit = setup.forwards or self.stages + 1
+        # A chunk counts as one frame: room and lead are then in chunks.
+        self.scheduler = StreamBatchScheduler(stages=self.stages, chunk_frames=1, max_rows=setup.max_rows)
+        self.lead = []
+        for number, stream in enumerate(setup.streams):
+            steps, first, context = stream.steps, stream.first_steps, stream.kv_context
+            self.scheduler.open(number, steps=steps, first_steps=first, kv_context=context, epoch=0)
+            least = minimum_lead(stream.kv_context, steps=stream.steps, stages=self.stages, chunk_frames=1)
+            self.lead.append(least + 1 if stream.lead_chunks is None else stream.lead_chunks)
+        self.agenda = _Agenda()
+        self.stage = [_Server(self.agenda) for _ in range(self.stages)]
+        self.link = [_Server(self.agenda) for _ in range(self.stages)]
+        self.decoder = _Server(self.agenda) if setup.decode_stage is None else self.stage[setup.decode_stage]
+        self.in_ring = self.forwards = 0
+        self.admitted: dict[tuple[int, int], int] = {}
+        self.unshown = [0] * len(setup.streams)
+        self.shown_until = [0] * len(setup.streams)
+        self.spans: list[Span] = []
+        self.done: list[Done] = []
+
+    def run(self) -> None:
+        """Until the horizon. Mutates: self."""
+        horizon = self.setup.chunks * len(self.setup.streams)
+        self._feed()
+        while len(self.done) < horizon:
+            if not self.agenda.instant():
+                raise ConfigError(
+                    f"the ring stands still after {len(self.done)} chunks: a lead of {min(self.lead)} chunks is too "
+                    "small for the chunks that wait for each other; leave lead_chunks out for the least that works"
+                )
+            self._feed()
+
+    def _feed(self) -> None:
+        """Hand out forwards while the ring has place for one."""
+        for number, lead in enumerate(self.lead):
+            self.scheduler.set_room(number, lead - self.unshown[number])
+        while self.in_ring < self.limit and (rows := self.scheduler.next()):
+            for row in rows:
+                if row.step == 0:
+                    self.admitted[row.session, row.chunk] = self.agenda.now
+                    self.unshown[row.session] += 1
+            self.in_ring += 1
+            self._arrive(0, rows, self.forwards)
+            self.forwards += 1
+
+    def _arrive(self, stage: int, rows: Sequence[MicroStep], forward: int) -> None:
+        def begun(begin: int, end: int) -> None:
+            for row in rows:
+                self._note(stage, begin, end, row, row.step, forward)
+
+        ticks = _ticks(self.setup.stage_s[stage][len(rows) - 1])
+        self.stage[stage].put(ticks, begun, partial(self._send, stage, rows, forward))
+
+    def _send(self, stage: int, rows: Sequence[MicroStep], forward: int) -> None:
+        last = stage == self.stages - 1
+        received = partial(self._back, rows) if last else partial(self._arrive, stage + 1, rows, forward)
+        ticks = _ticks(self.setup.link_s[stage]) if self.setup.link_s else 0
+        self.link[stage].put(ticks, lambda begin, end: None, received)
+
+    def _back(self, rows: Sequence[MicroStep]) -> None:
+        """A forward has come back to the head."""
+        self.in_ring -= 1
+        for row in rows:
+            self.scheduler.returned(row)
+            if row.last:
+                self._decode(row)
+
+    def _decode(self, row: MicroStep) -> None:
+        def begun(begin: int, end: int) -> None:
+            if end > begin:
+                self._note(self.setup.decode_stage, begin, end, row, None, -1)
+
+        ticks = _ticks(self.setup.decode_s)
+        if ticks:
+            self.decoder.put(ticks, begun, partial(self._finish, row))
+        else:  # nothing to wait for, not even for a busy stage
+            self._finish(row)
+
+    def _finish(self, row: MicroStep) -> None:
+        now, session = self.agenda.now, row.session
+        admitted = self.admitted.pop((session, row.chunk))
+        self.done.append(Done(session, row.chunk, admitted / _PER_SECOND, now / _PER_SECOND))
+        self.shown_until[session] = max(self.shown_until[session], now) + _ticks(self.setup.streams[session].show_s)
+        self.agenda.at(self.shown_until[session], partial(self._show, session))
+
+    def _show(self, session: int) -> None:
+        self.unshown[session] -= 1
+
+    def _note(self, stage: int | None, begin: int, end: int, row: MicroStep, step: int | None, forward: int) -> None:
+        times = begin / _PER_SECOND, end / _PER_SECOND
+        self.spans.append(Span(stage, *times, row.session, row.chunk, step, forward))
+
+
+def _figures(setup: Setup, spans: Sequence[Span], done: Sequence[Done]) -> Figures:
+    begin_s, end_s = done[len(done) // 4].finished_s, done[-1].finished_s
+    window_s = end_s - begin_s
+    steady = [chunk for chunk in done if begin_s < chunk.finished_s]
+    latencies = [chunk.finished_s - chunk.admitted_s for chunk in steady]
+    finished = [[chunk.finished_s for chunk in done if chunk.session == n] for n in range(len(setup.streams))]
+    stages: list[int | None] = [*range(len(setup.stage_s)), None]
+    jobs = {(span.stage, span.begin_s, span.end_s) for span in spans}  # the rows of a forward are one job
+    busy = {
+        stage: sum(max(0.0, min(end, end_s) - max(begin, begin_s)) for s, begin, end in jobs if s == stage)
+        for stage in stages
+    }
+    forwards = {span.forward for span in spans if span.stage == 0 and span.step is not None}
+    rows = sum(span.stage == 0 and span.step is not None for span in spans)
+    return Figures(
+        chunks_per_s=_rate([chunk.finished_s for chunk in steady]),
+        latency_s=sum(latencies) / len(latencies),
+        longest_latency_s=max(latencies),
+        first_chunk_s=max((times[0] if times else end_s) for times in finished),
+        second_chunk_s=max((times[1] if len(times) > 1 else end_s) for times in finished),
+        gaps=tuple(_gaps([time for time in times if time >= begin_s], window_s) for times in finished),
+        occupancy=tuple(busy[stage] / window_s for stage in range(len(setup.stage_s))),
+        decode_occupancy=busy[None] / window_s,
+        rows_per_forward=rows / len(forwards),
+    )
+
+
+def _rate(times: Sequence[float]) -> float:
+    """Chunks per second: the least-squares slope of the count over time. A plain count over a window would depend on
+    where its edges fall among chunks that finish in bursts."""
+    count = len(times)
+    time, number = sum(times) / count, (count - 1) / 2
+    return sum((at - time) * (n - number) for n, at in enumerate(times)) / sum((at - time) ** 2 for at in times)
+
+
+def _gaps(times: Sequence[float], window_s: float) -> Gaps:
+    """A session that finished less than two chunks in the window has one gap: all of it."""
+    gaps = [later - earlier for earlier, later in pairwise(times)] or [window_s]
+    return Gaps(sum(gaps) / len(gaps), max(gaps))
+
+
+def _ticks(seconds: float) -> int:
+    return round(seconds * _PER_SECOND)
+
+
+def _check(good: bool, message: str) -> None:
+    if not good:
+        raise ConfigError(message)

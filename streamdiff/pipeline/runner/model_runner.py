@@ -1,0 +1,265 @@
+"""A stage: a run of transformer blocks with the caches of those blocks, for every open session.
+
+Does what works say; never decides anything itself. Knows nothing about latents' noise or about sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from streamdiff.models.interfaces import StageModel
+from streamdiff.models.sampling import nearest_steps
+from streamdiff.models.transformer.wan import KeyValue
+from streamdiff.pipeline.distributed.message import MessageKind, StageMessage
+from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, RollingAttention
+from streamdiff.pipeline.kv_cache.cache import KVCache
+from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
+from streamdiff.pipeline.planner.kv_budget import RankMemory
+from streamdiff.pipeline.runner.compiled_stage import CompiledStage, side_by_side
+from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
+from streamdiff.pipeline.scheduler.kv_context import cache_count, most_steps
+from streamdiff.pipeline.scheduler.step import MicroStep
+
+_TRIAL = -1
+"""The first session that graphs are made with; others have smaller numbers."""
+
+
+@dataclass
+class RunnerSession:
+    """What the stage keeps of a session: its ring, its steps per chunk (the first one's left aside), and of each epoch
+    still in use the cross-attention keys, and the chunk before which its chunks see nothing but the sink."""
+
+    plan: CacheGeometry
+    state: KVCache
+    steps: int
+    matched: bool
+    cached_steps: int
+    """Of `matched`: the steps that the caches are of, until the first row of others."""
+    text: dict[int, list[KeyValue]] = field(default_factory=dict)
+    since: dict[int, int] = field(default_factory=dict)
+
+
+class ModelRunner:
+    """Stage `index` of `stages`: the blocks of `model.denoiser`, which are its own only. The first one embeds too, the
+    last one has the output layer."""
+
+    def __init__(self, model: StageModel, device: torch.device, index: int = 0, stages: int = 1) -> None:
+        self.denoiser, self.spec, self.device = model.denoiser, model.spec, device
+        self.index, self.stages = index, stages
+        spec, patch = model.spec, model.denoiser.patch
+        if patch[0] != 1:
+            raise ValueError(f"a patch has {patch[0]} latent frames; it must have 1, as windows count latent frames")
+        self.frames = spec.chunk_latents
+        self.grid = (spec.latent_height // patch[1], spec.latent_width // patch[2])
+        self.attention = self._attention(compiled=False)
+        self._forward = StageForward(self.denoiser, spec.chunk_shape[1:], index == 0, index == stages - 1)
+        self.compiled: CompiledStage | None = None
+        self.sessions: dict[int, RunnerSession] = {}
+        self._waiting: list[KVCache] = []  # caches with graphs, for sessions to come
+        self._most_waiting = 0
+
+    @torch.inference_mode()
+    def carry_out(self, work: StageMessage) -> StageMessage:
+        """Do what `work` says; returns what the next rank gets. Mutates: self."""
+        control = work.control
+        if control is None:
+            return StageMessage(work.kind, work.rows, None, self.forward(work.rows, work.tensors))
+        match work.kind:
+            case MessageKind.OPEN:
+                self.open(control.session, steps=control.steps, kv_context=control.kv_context)
+            case MessageKind.TEXT:
+                self.set_text(control.session, control.epoch, work.tensors[0], control.oldest, control.since)
+            case MessageKind.RESET:
+                self.reset(control.session)
+            case MessageKind.STEPS:
+                self.set_steps(control.session, control.epoch, control.steps)
+            case MessageKind.CLOSE:
+                self.close(control.session)
+        return work
+
+    @torch.inference_mode()
+    def open(self, session: int, *, steps: int, kv_context: str) -> None:
+        """Allocate the session's caches. Mutates: self."""
+        plan = cache_geometry(self.spec, kv_context, steps=steps)
+        caches = cache_count(kv_context, steps=most_steps(steps, self.spec.steps))
+        sizes = [tuple(state.key.shape[::2][:2]) for state in self._waiting]
+        if (caches, plan.slots) in sizes:
+            state = self._waiting.pop(sizes.index((caches, plan.slots)))
+            state.reset()
+            self.sessions[session] = RunnerSession(plan, state, steps, kv_context == "matched", steps)
+            return
+        state = KVCache.allocate(
+            plan,
+            caches=caches,
+            layers=len(self.denoiser.blocks),
+            tokens=self.frames * self.grid[0] * self.grid[1],
+            heads=self.denoiser.heads,
+            head_dim=self.denoiser.head_dim,
+            like=torch.empty(0, dtype=self.denoiser.dtype, device=self.device),  # weights may be quantised
+        )
+        self.sessions[session] = RunnerSession(plan, state, steps, kv_context == "matched", steps)
+
+    def close(self, session: int) -> None:
+        """Free the session. With graphs, caches wait for sessions to come, as CUDA's graphs are bound to them: those
+        with the most graphs, as many as `compile` made; all others are freed, and their graphs. Mutates: self."""
+        gone, compiled = self.sessions.pop(session, None), self.compiled
+        if gone is None or compiled is None:
+            return
+        waiting = [*self._waiting, gone.state]
+        waiting.sort(key=lambda state: -compiled.captured_of(state.key))  # of equals the older stays before
+        self._waiting, given_up = waiting[: self._most_waiting], waiting[self._most_waiting :]
+        for state in given_up:
+            compiled.forget(state.key)
+
+    @torch.inference_mode()
+    def reset(self, session: int) -> None:
+        """Empty the session's caches. Mutates: self."""
+        self.sessions[session].state.reset()
+        self.sessions[session].text.clear()
+        self.sessions[session].since.clear()
+
+    @torch.inference_mode()
+    def set_text(self, session: int, epoch: int, embeddings: Tensor, oldest: int, since: int = 0) -> None:
+        """Project text embeddings `[T, text_dim]` for `epoch`, whose chunks see none before `since` but the sink;
+        epochs before `oldest` are forgotten. Mutates: self."""
+        kept = self.sessions[session]
+        kept.text[epoch] = self.denoiser.text(embeddings[None].to(self.device, self.denoiser.dtype))
+        kept.since[epoch] = since
+        for epoch_gone in [e for e in kept.text if e < oldest]:
+            del kept.text[epoch_gone], kept.since[epoch_gone]
+
+    @torch.inference_mode()
+    def set_steps(self, session: int, epoch: int, steps: int) -> None:
+        """Chunks from now on have `steps` of the model's own steps, and belong to `epoch`, which begins with the text
+        of the one before if it has none. Mutates: self."""
+        kept = self.sessions[session]
+        latest = max(kept.text)
+        kept.text.setdefault(epoch, kept.text[latest])
+        kept.since.setdefault(epoch, kept.since[latest])
+        kept.steps = steps
+
+    def _fit_caches(self, session: RunnerSession) -> None:
+        """Where every step has a cache, one of a new number of steps goes on with that of the step whose noise was
+        nearest. Done when a row needs it: of steps that no chunk was made in, nothing stays. Mutates: session."""
+        if session.matched and session.cached_steps != session.steps:
+            before, now = self.spec.schedule(session.cached_steps), self.spec.schedule(session.steps)
+            session.state.rearrange(nearest_steps(before, now))
+            session.cached_steps = session.steps
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[MicroStep], given: Tensors) -> Tensors:
+        """Run this stage for `rows`, see `StageForward`. With graphs of CUDA what it returns is overwritten by the next
+        forward: whoever keeps it copies it. Mutates: the rows' caches."""
+        views = [self._view(row, self._ahead(rows, index)) for index, row in enumerate(rows)]
+        texts = [self.sessions[row.session].text[row.epoch] for row in rows]
+        done = self.compiled.run(given, texts, views) if self.compiled is not None else None
+        if done is None:
+            done = self._forward(given, side_by_side(texts), self.attention.on(views))
+        for row in rows:
+            if row.chunk < self.spec.first_chunks > 1:
+                self._share(row)
+        return done
+
+    @torch.inference_mode()
+    def compile(
+        self,
+        *,
+        steps: int,
+        kv_context: str,
+        clean_with_next: bool = False,
+        sessions: int = 1,
+        room: RankMemory | None = None,
+        told: Callable[[int, int], None] = lambda made, of: None,
+    ) -> None:
+        """Make graphs for the forwards that a session of this kind meets for ever once its window is full: of a chunk
+        alone, and, if asked, of one that takes the next chunk's first step with it. Until then, and after a `flush`, it
+        runs the plain path. Takes from seconds to minutes; `told` is called with the number of kinds of forward whose
+        graphs are made, and how many there are.
+
+        The caches of so many `sessions` then wait for them; as many as have `room`, at least one. On CUDA graphs are
+        captured for each of them. Mutates: self.
+        """
+        steps = most_steps(steps, self.spec.steps)
+        # In a ring a receive may stand on the device until another rank has sent (docs/decisions/0010), and a capture
+        # waits for the device: there nothing is captured once streams run.
+        self.compiled = CompiledStage(self._forward, self.device, live=self.stages == 1)
+        self.attention = self._attention(compiled=True)
+        trials = self._try_out(sessions, room, steps=steps, kv_context=kv_context)
+        # From here on every chunk takes the slot of another.
+        chunk = max(self.sessions[_TRIAL].plan.slots, self.spec.first_chunks)
+        self.compiled.learning = True
+        kinds = (False, True) if clean_with_next else (False,)
+        told(0, len(kinds))
+        for made, with_next in enumerate(kinds, 1):
+            for trial in trials:
+                for rows in _met(trial, chunk, steps, kv_context != "matched", with_next):
+                    self.forward(rows, self._forward.zeros(len(rows), self.device))
+            told(made, len(kinds))
+        self.compiled.learning = False
+        self._most_waiting = len(trials)
+        for trial in trials:
+            self.close(trial)
+
+    def _attention(self, compiled: bool) -> RollingAttention:
+        denoiser = self.denoiser
+        return RollingAttention(self.frames, *self.grid, denoiser.head_dim, self.device, compiled, denoiser.attend)
+
+    def _try_out(self, sessions: int, room: RankMemory | None, *, steps: int, kv_context: str) -> list[int]:
+        """Open sessions to make graphs with, see `compile`. Mutates: self."""
+        trials: list[int] = []
+        most = sessions
+        while len(trials) < max(most, 1):
+            trials.append(_TRIAL - len(trials))
+            self.open(trials[-1], steps=steps, kv_context=kv_context)
+            self.set_text(trials[-1], 0, torch.zeros(self.spec.text_shape), 0)
+            if room is not None:
+                most = room.holds(sessions, self.sessions[trials[-1]].state.nbytes)
+        return trials
+
+    def _ahead(self, rows: Sequence[MicroStep], index: int) -> int:
+        """Rows after this one that are made together with it."""
+        row, count = rows[index], self.spec.first_chunks
+        if row.chunk + 1 >= count:  # as good as always
+            return 0
+        return sum(
+            row.chunk < other.chunk < count and (row.session, row.step) == (other.session, other.step)
+            for other in rows[index + 1 :]
+        )
+
+    def _share(self, row: MicroStep) -> None:
+        """What was made together is seen by every step as its last one left it (StreamDiffusionV2's start: it runs
+        through all steps on one cache, which is copied then). Mutates: the row's caches."""
+        session = self.sessions[row.session]
+        if session.matched and row.last:
+            session.state.share(self._cache(session, row), session.plan.slot(row.chunk))
+
+    def _cache(self, session: RunnerSession, row: MicroStep) -> int:
+        """A first chunk may have more steps: those before the others' first write where that one will."""
+        return max(0, row.step - (row.steps - session.steps)) if session.matched else 0
+
+    def _view(self, row: MicroStep, ahead: int) -> AttentionMetadata:
+        session = self.sessions[row.session]
+        self._fit_caches(session)
+        cache = self._cache(session, row)
+        # Where there is a clean pass, only what that writes stays.
+        adapt = self.spec.adaptive_sink if session.matched or row.clean else None
+        # A chunk leaves when the one that takes its slot first writes there.
+        fold = self.spec.averaged_sink if session.matched or row.step == 0 else None
+        since = session.since[row.epoch]
+        if row.clean and self.spec.context_alone:
+            since = max(since, row.chunk)
+        return self.attention.view(session.plan, session.state, cache, row.chunk, since, adapt, fold, ahead)
+
+
+def _met(trial: int, chunk: int, steps: int, clean: bool, with_next: bool) -> Iterator[list[MicroStep]]:
+    """Rows of the forwards of one of the session's chunks: the first step, and the clean pass; where there is none,
+    every step, as each has a cache of its own. Or of that which takes the next chunk's first step with it."""
+    if with_next:
+        yield [MicroStep(trial, chunk, steps, steps, 0), MicroStep(trial, chunk + 1, 0, steps, 0)]
+        return
+    for step in (0, steps) if clean else range(steps):
+        yield [MicroStep(trial, chunk, step, steps, 0)]

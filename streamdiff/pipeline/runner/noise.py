@@ -1,0 +1,90 @@
+"""Where a session's noise comes from: its seed, or tensors that somebody gives; and how it gets to the device."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from streamdiff.models import sampling
+from streamdiff.models.sampling import Schedule
+
+
+class Noise(Protocol):
+    """Standard normal noise of one session, on the CPU, so that it is the same for every device; `PrefetchedNoise`
+    alone has it on the device."""
+
+    def draw(self, chunk: int, step: int) -> Tensor:
+        """Float32 `[C, F, h, w]`, a pure function of (chunk, step): what step 0 receives, what is added
+        before a later step, or, for `step` = number of steps, what the clean pass adds where it adds any."""
+
+    def exact(self, chunk: int) -> bool:
+        """Whether step 0 of `chunk` receives what is drawn as it is, and a schedule's `noise_scale` is not asked."""
+
+
+@dataclass(frozen=True)
+class SeededNoise:
+    """Noise that follows from `seed`; `shape` is that of a chunk."""
+
+    shape: tuple[int, int, int, int]
+    seed: int
+
+    def draw(self, chunk: int, step: int) -> Tensor:
+        return sampling.noise(self.shape, seed=self.seed, chunk=chunk, step=step)
+
+    def exact(self, chunk: int) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class TensorNoise:
+    """Noise of the first chunks as tensors: `initial` `[n, C, F, h, w]` for step 0, `renoise` `[n, steps - 1, C, F, h,
+    w]` for the later ones, of which chunk c has `schedule.of(c).steps - 1`; what neither has comes from `rest`."""
+
+    initial: Tensor
+    renoise: Tensor | None
+    schedule: Schedule
+    rest: Noise
+
+    def draw(self, chunk: int, step: int) -> Tensor:
+        if step == 0 and chunk < len(self.initial):
+            return self.initial[chunk]
+        if self.renoise is not None and chunk < len(self.renoise) and 0 < step < self.schedule.of(chunk).steps:
+            return self.renoise[chunk, step - 1]
+        return self.rest.draw(chunk, step)
+
+    def exact(self, chunk: int) -> bool:
+        return chunk < len(self.initial) or self.rest.exact(chunk)
+
+
+class PrefetchedNoise:
+    """Noise on the device, without a host that waits: while the device computes, a thread draws what is wanted next,
+    into pinned memory, from where the copy needs nobody.
+
+    torch lends pinned memory again once the copy out of it is through, so there are no buffers here to take turns.
+    """
+
+    def __init__(self, noise: Noise, device: torch.device, draws: int, thread: ThreadPoolExecutor) -> None:
+        """`draws` per chunk, of steps 0, 1, 2, ...; `thread` is lent."""
+        self._noise, self._device, self._draws, self._thread = noise, device, draws, thread
+        self._drawn: dict[tuple[int, int], Future[Tensor]] = {}
+
+    def draw(self, chunk: int, step: int) -> Tensor:
+        """As `Noise`, on the device. Mutates: self."""
+        drawn = self._drawn.pop((chunk, step), None)
+        # What is wanted next: this chunk's next step, and the chunk after it, which may begin before this one ends.
+        for following in ((chunk, step + 1), (chunk + 1, 0)) if step == 0 else ((chunk, step + 1),):
+            if following[1] < self._draws and following not in self._drawn:
+                self._drawn[following] = self._thread.submit(self._pinned, *following)
+        noise = drawn.result() if drawn is not None else self._pinned(chunk, step)
+        return noise.to(self._device, non_blocking=True)
+
+    def exact(self, chunk: int) -> bool:
+        return self._noise.exact(chunk)
+
+    def _pinned(self, chunk: int, step: int) -> Tensor:
+        noise = self._noise.draw(chunk, step)
+        return noise.pin_memory() if self._device.type == "cuda" else noise

@@ -1,0 +1,1 @@
+"""What enters the ring next: pure logic, no torch, no clock, no I/O."""

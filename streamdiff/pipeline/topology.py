@@ -1,0 +1,168 @@
+"""Ranks over real processes: who is linked to whom.
+
+Edge i leads from stage i to stage i + 1, the last one back to the head. All ranks of a ring build the same edges.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from streamdiff.config import ModelConfig
+from streamdiff.errors import ConfigError
+from streamdiff.models.interfaces import Model, StageModel
+from streamdiff.models.spec import ModelSpec
+from streamdiff.pipeline.decode.decode_worker import latents_wire, pictures_wire
+from streamdiff.pipeline.distributed.gloo import GlooInbox, GlooOutbox
+from streamdiff.pipeline.distributed.link import Receiver, Sender
+from streamdiff.pipeline.distributed.message import MessageLayout
+from streamdiff.pipeline.distributed.nccl import NcclInbox, NcclOutbox, edge_groups, warm_up
+from streamdiff.pipeline.executor import RingExecutor, rows_carried
+from streamdiff.pipeline.runner.model_runner import ModelRunner
+from streamdiff.pipeline.runner.worker import LinkSource, Worker
+from streamdiff.video.pixel_format import PictureKind
+
+Link = Literal["gloo", "nccl"]
+_LATENTS_TAG, _PICTURES_TAG = 1_000_001, 1_000_002  # beyond those of any ring's edges
+
+
+@dataclass(frozen=True)
+class StageTopology:
+    """Rank `rank` of a ring of `stages`, and what all of its ranks have to agree on: `rows` in a forward, `link`, and
+    whether a clean pass takes the next chunk's first step with it. `ring` tells rings over the same processes apart."""
+
+    rank: int
+    stages: int
+    ring: int = 0
+    rows: int = 1
+    link: Link = "gloo"
+    clean_with_next: bool = False
+
+    @classmethod
+    def of(cls, config: ModelConfig, rank: int, device: torch.device) -> StageTopology:
+        """The place of a configuration. Raises ConfigError as `pick_link`."""
+        return cls(rank, config.stages, link=link_of(config, device), clean_with_next=config.clean_with_next)
+
+    def carried(self, spec: ModelSpec) -> int:
+        """Rows that the edges have to carry."""
+        return rows_carried(spec, self.rows, self.clean_with_next)
+
+    @property
+    def edge_in(self) -> int:
+        return (self.rank - 1) % self.stages
+
+    @property
+    def edge_out(self) -> int:
+        return self.rank
+
+    def tag(self, edge: int) -> int:
+        return self.ring * self.stages + edge
+
+
+def connect(
+    trunk: StageModel, place: StageTopology, device: torch.device, group: dist.ProcessGroup | None = None
+) -> tuple[Sender, Receiver]:
+    """This rank's ends of its two edges. `group` is one of gloo, the default one when it is None. With `nccl` all ranks
+    of the default group have to call this, and it returns when the neighbours have."""
+
+    def wire(edge: int) -> MessageLayout:
+        carried = place.carried(trunk.spec)
+        back = edge == place.stages - 1
+        return MessageLayout.back_to_head(trunk, carried) if back else MessageLayout.between_stages(trunk, carried)
+
+    if place.link == "nccl":
+        return _connect_nccl(place, device, wire(place.edge_out), wire(place.edge_in), group)
+    after, before = (place.rank + 1) % place.stages, (place.rank - 1) % place.stages
+    outbox = GlooOutbox(wire(place.edge_out), after, place.tag(place.edge_out), group)
+    inbox = GlooInbox(wire(place.edge_in), before, place.tag(place.edge_in), device, group)
+    return outbox, inbox
+
+
+def _connect_nccl(
+    place: StageTopology,
+    device: torch.device,
+    wire_out: MessageLayout,
+    wire_in: MessageLayout,
+    records: dist.ProcessGroup | None,
+) -> tuple[NcclOutbox, NcclInbox]:
+    """Communicators of all edges, this rank's ends, and a message each way before anything depends on one."""
+    groups = edge_groups(place.stages, device)
+    out, into = groups[place.edge_out], groups[place.edge_in]
+    assert out is not None and into is not None
+    after, before = (place.rank + 1) % place.stages, (place.rank - 1) % place.stages
+    outbox = NcclOutbox(wire_out, after, place.tag(place.edge_out), device, out, records)
+    inbox = NcclInbox(wire_in, before, place.tag(place.edge_in), device, into, records)
+    warm_up(outbox, inbox)
+    return outbox, inbox
+
+
+def link_of(config: ModelConfig, device: torch.device) -> Link:
+    """The link of a configuration; the same on all ranks of machines that are alike.
+
+    Raises:
+        ConfigError: as `pick_link`.
+    """
+    # A rank that only decodes is at no edge, and may share a stage's device.
+    stages_here = min(config.stages, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    shared = device.type == "cuda" and stages_here > torch.cuda.device_count()
+    return pick_link(config.link, device, shared)
+
+
+def pick_link(wanted: str, device: torch.device, shared_device: bool = False) -> Link:
+    """The kind of link for `wanted` (`auto`, `gloo` or `nccl`) between ranks on devices like `device`.
+
+    `auto` is NCCL between CUDA devices where torch has it, unless ranks share a device (`shared_device`), which NCCL
+    refuses before 2.30; else gloo.
+
+    Raises:
+        ConfigError: NCCL is asked for and cannot be, or `wanted` is something else.
+    """
+    if wanted not in ("auto", "gloo", "nccl"):
+        raise ConfigError(f"the link is {wanted!r}; it can be `auto`, `gloo` or `nccl`")
+    if wanted == "nccl" and device.type != "cuda":
+        raise ConfigError(
+            f"the link is nccl, but the device is {device.type}: NCCL moves data between CUDA devices only; "
+            "use `auto` or `gloo`, or a CUDA device"
+        )
+    if wanted == "nccl" and not dist.is_nccl_available():
+        raise ConfigError(
+            "the link is nccl, but this build of torch has no NCCL; use `auto` or `gloo`, or install torch for CUDA on "
+            "Linux"
+        )
+    if wanted == "auto":
+        return "nccl" if device.type == "cuda" and dist.is_nccl_available() and not shared_device else "gloo"
+    return "nccl" if wanted == "nccl" else "gloo"
+
+
+def head_ring(model: Model, place: StageTopology, device: torch.device) -> RingExecutor:
+    """The ring, for rank 0. `model` has the blocks of rank 0 only."""
+    links = connect(model, place, device) if place.stages > 1 else None
+    stage = ModelRunner(model, device, place.rank, place.stages)
+    return RingExecutor(model, device, place.rows, stage=stage, links=links, clean_with_next=place.clean_with_next)
+
+
+def follower(trunk: StageModel, place: StageTopology, device: torch.device) -> Worker:
+    """The loop of any other rank. `trunk` has this rank's blocks only."""
+    outbox, inbox = connect(trunk, place, device)
+    return Worker(LinkSource(inbox), ModelRunner(trunk, device, place.rank, place.stages), outbox)
+
+
+def decode_links(
+    spec: ModelSpec,
+    rank: int,
+    decode_rank: int,
+    device: torch.device,
+    kind: PictureKind = "rgb",
+    group: dist.ProcessGroup | None = None,
+) -> tuple[GlooOutbox, GlooInbox]:
+    """The ends, on the head or on the rank that decodes, of the edges between the two: latents there, pictures of
+    `kind` back."""
+    there, back = latents_wire(spec), pictures_wire(spec, kind)
+    if rank == 0:
+        outbox = GlooOutbox(there, decode_rank, _LATENTS_TAG, group)
+        return outbox, GlooInbox(back, decode_rank, _PICTURES_TAG, torch.device("cpu"), group)
+    return GlooOutbox(back, 0, _PICTURES_TAG, group), GlooInbox(there, 0, _LATENTS_TAG, device, group)

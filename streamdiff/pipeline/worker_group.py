@@ -1,0 +1,117 @@
+"""The other ranks, as the head sees them: how busy they are, whether they are well, how to end together."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+from collections.abc import Callable
+
+from streamdiff import clock
+from streamdiff.errors import EngineFailure
+from streamdiff.models.spec import ModelSpec
+from streamdiff.pipeline.decode.decode_worker import Deliver, RemoteDecoding
+from streamdiff.pipeline.distributed.heartbeat import BEAT_S, HealthMonitor, Heartbeat
+from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
+from streamdiff.pipeline.distributed.rendezvous import RankContext
+from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.runner.worker import LEAVE_S
+from streamdiff.pipeline.worker_main import gone, leave
+
+_NOTICE_S = 2.0
+"""How long ranks may take to tell why a link is closed."""
+_STUCK_S = 5.0
+
+
+class WorkerGroup:
+    """The head's side of a ring over several processes."""
+
+    def __init__(
+        self,
+        member: RankContext,
+        ring: RingExecutor,
+        hang_s: float,
+        decode_links: tuple[Sender, Receiver] | None = None,
+    ) -> None:
+        """`decode_links` lead to the rank that decodes and back; None: this one does."""
+        self.member, self.ring, self._decode_links = member, ring, decode_links
+        self._watch = HealthMonitor(member, [ring.worker], self._on_fault, hang_s)
+        self._wake: Callable[[], None] = lambda: None
+        self._fault: str | None = None
+        self._since: list[Heartbeat] = []
+
+    def start(self, wake: Callable[[], None]) -> None:
+        """Begin to watch; `wake` is called, from another thread, when there is a fault."""
+        self._wake = wake
+        atexit.register(leave)
+        self._watch.start()
+
+    def decoding(self, spec: ModelSpec, deliver: Deliver, wake: Callable[[], None]) -> RemoteDecoding | None:
+        """The way to the rank that decodes, if that is another one."""
+        return RemoteDecoding(*self._decode_links, spec, deliver, wake) if self._decode_links else None
+
+    def check(self, wait_s: float = 0.0) -> None:
+        """Raises EngineFailure when the ring has a fault, or one shows within `wait_s`; chunks that come back in that
+        time are dropped."""
+        if self._fault is None and wait_s > 0:
+            try:
+                self.ring.listen(wait_s)
+            except LinkClosed as error:
+                raise self.broken(error) from error
+            self._fault = self._watch.fault()
+        if self._fault is not None:
+            raise self._failure(self._fault)
+
+    def broken(self, error: LinkClosed) -> EngineFailure:
+        """What a closed link means: the fault that was told first, else that the neighbour is gone."""
+        own = gone(error, self.member.rank, self._watch)
+        self._fault = self._watch.fault(_NOTICE_S) or self._watch.report(own)
+        return self._failure(self._fault)
+
+    def _failure(self, fault: str) -> EngineFailure:
+        return EngineFailure(f"{fault}; in the ring: {self.ring.contents}")
+
+    def occupancy(self) -> list[float]:
+        """Share of the time since the ring was warm that each rank has spent at work. The first call, when it is
+        warm, begins to count."""
+        now = [beat for rank in range(self.member.ranks) if (beat := self._watch.beat_of(rank)) is not None]
+        if not self._since:
+            self._since = now
+        pairs = zip(self._since, now, strict=True)
+        return [(b.busy_s - a.busy_s) / (b.at_s - a.at_s) if b.at_s > a.at_s else 0.0 for a, b in pairs]
+
+    def busy_s(self) -> list[float]:
+        """Seconds that each rank's device was at work since its process began, as it said last."""
+        beats = [self._watch.beat_of(rank) for rank in range(self.member.ranks)]
+        return [beat.busy_s if beat is not None else 0.0 for beat in beats]
+
+    def hear(self) -> None:
+        """Wait until every rank has told anew how it does, or the ring has a fault; at most `LEAVE_S`."""
+        known = {rank: beat.number for rank in range(self.member.ranks) if (beat := self._watch.beat_of(rank))}
+        end_s = clock.monotonic_s() + LEAVE_S
+        for rank in range(self.member.ranks):
+            while (beat := self._watch.beat_of(rank)) is None or beat.number <= known.get(rank, 0):
+                if self._fault is not None or clock.monotonic_s() >= end_s:
+                    return
+                threading.Event().wait(BEAT_S / 10)
+
+    def leave(self) -> None:
+        """End the ring: in order where it is whole, else at once."""
+        if self._fault is not None or self._watch.fault() is not None:
+            return
+        try:
+            self.ring.stop()
+        except LinkClosed as error:
+            raise self.broken(error) from error
+        self._watch.finish()
+        self._watch.await_ends(LEAVE_S)
+        atexit.unregister(leave)
+
+    def _on_fault(self, fault: str) -> None:
+        self._fault = fault
+        self._wake()
+        if self.ring.worker.now is not None:  # the main thread may be what hangs, and nobody else can end this process
+            threading.Event().wait(_STUCK_S)
+            if self.ring.worker.now is not None:
+                print(f"streamdiff: rank {self.member.rank} ends: {fault}", file=sys.stderr)
+                leave()

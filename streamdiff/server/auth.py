@@ -1,0 +1,112 @@
+"""Who may do what: watch, or steer. Tokens in, a role out. Knows nothing about HTTP.
+
+The server may have a token for each role, read from files so that none stands in a configuration, a command line or a
+log. A session that was opened over the API has two of its own, told once to who opened it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+
+from streamdiff.config import ServeConfig
+from streamdiff.errors import ConfigError
+
+MIN_TOKEN_CHARACTERS, MAX_TOKEN_CHARACTERS = 16, 512
+_NO_TOKEN_CHARACTER = re.compile(r"[^!#$%&'*+.^_`|~0-9A-Za-z-]")
+"""What RFC 7230 lets no `token` have. A page can show a token only as a WebSocket subprotocol, which is one: neither
+`=` nor `/` of base64 may be in it."""
+_MAKE_ONE = 'Make one with: python -c "import secrets; print(secrets.token_urlsafe(32))", or: openssl rand -hex 32'
+
+
+class Role(IntEnum):
+    """What a caller may do; each may do what those before it may."""
+
+    NOBODY = 0
+    VIEWER = 1
+    CONTROLLER = 2
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A token for each role; None: there is none for it."""
+
+    view: str | None = field(default=None, repr=False)
+    control: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def fresh(cls) -> Tokens:
+        """Two that nobody can guess."""
+        return cls(secrets.token_urlsafe(24), secrets.token_urlsafe(24))
+
+    def role_of(self, token: str) -> Role:
+        """What a token is good for. Takes the same time whatever the token is."""
+        given = token.encode("utf-8", "replace")
+        control = hmac.compare_digest(given, (self.control or "").encode()) and self.control is not None
+        view = hmac.compare_digest(given, (self.view or "").encode()) and self.view is not None
+        return Role.CONTROLLER if control else Role.VIEWER if view else Role.NOBODY
+
+
+def read_tokens(config: ServeConfig) -> Tokens:
+    """The server's tokens.
+
+    Raises:
+        ConfigError: a file that cannot be read, a token of another length or with other characters than tokens have,
+            or one to watch without one to steer.
+    """
+    if config.view_token_file is not None and config.control_token_file is None:
+        raise ConfigError(
+            "serve.view_token_file is set, but serve.control_token_file is not: who may watch could steer. Set both."
+        )
+    return Tokens(
+        _read(config.view_token_file, "serve.view_token_file"),
+        _read(config.control_token_file, "serve.control_token_file"),
+    )
+
+
+def _read(path: str | None, key: str) -> str | None:
+    if path is None:
+        return None
+    try:
+        token = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
+        raise ConfigError(f"{key}: {path} cannot be read: {why}") from error
+    if not MIN_TOKEN_CHARACTERS <= len(token) <= MAX_TOKEN_CHARACTERS:
+        raise ConfigError(
+            f"{key}: the token in {path} has {len(token)} characters; it must have {MIN_TOKEN_CHARACTERS} to "
+            f"{MAX_TOKEN_CHARACTERS}. {_MAKE_ONE}"
+        )
+    if wrong := sorted(set(_NO_TOKEN_CHARACTER.findall(token))):
+        raise ConfigError(
+            f"{key}: the token in {path} has {' '.join(map(repr, wrong[:5]))} in it, which browsers cannot send as a "
+            "WebSocket subprotocol; it must be one line of letters, digits and !#$%&'*+-.^_`|~ (of base64: no / and no "
+            f"=). {_MAKE_ONE}"
+        )
+    return token
+
+
+@dataclass(frozen=True)
+class Access:
+    """The rules. `server` are the server's own tokens."""
+
+    server: Tokens
+
+    def role(self, token: str | None, session: Tokens | None = None) -> Role:
+        """What a caller may do with a session that has tokens `session` (None: the default session, or the server).
+
+        The server's tokens open every session. Without a token everybody may steer the default session where the
+        server has no token, and watch it where it has none to watch. A session with tokens of its own may be watched
+        by everybody where the server has no token at all; else that takes one.
+        """
+        if token is not None:
+            return max(self.server.role_of(token), session.role_of(token) if session else Role.NOBODY)
+        if self.server.view is not None:
+            return Role.NOBODY
+        if self.server.control is not None:
+            return Role.VIEWER if session is None else Role.NOBODY
+        return Role.CONTROLLER if session is None else Role.VIEWER

@@ -1,0 +1,172 @@
+"""uvicorn as the server runs it: connections are bounded in number and in time. Knows nothing about routes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from ipaddress import ip_address, ip_network
+from typing import Any, Literal, cast
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from streamdiff.config import ServeConfig
+from streamdiff.server.peers import group_of, share_of
+from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
+
+SPARE = 16
+"""Connections above the limits, in which health is answered and nothing else."""
+Admission = Literal["served", "crowded", "refused"]
+
+
+class Connections:
+    """Open HTTP connections by address. WebSockets are counted where they are accepted.
+
+    A newcomer above a limit takes the place of the oldest connection that waits for a request: an address's own where
+    the address holds its share, else one of the address that holds most. Trusted proxies hold as many as there are.
+    """
+
+    def __init__(self, limit: int, share: float, proxies: Sequence[str]) -> None:
+        self._limit, self._per_address = limit, share_of(limit, share)
+        self._proxies = [ip_network(each) for each in proxies]
+        self._open: dict[str, dict[BoundedProtocol, None]] = {}  # of each address, the oldest first
+        self._count = 0
+
+    def add(self, connection: BoundedProtocol, host: str) -> Admission:
+        """Count a connection; crowded: it may ask for health only; refused: it is not counted. Mutates: self."""
+        own = self._open.get(group_of(host), {})
+        over = 0 if self._is_proxy(host) else len(own) + 1 - self._per_address
+        waits: BoundedProtocol | None = None
+        if over > 0:
+            waits = next((each for each in own if each.waits), None)
+        elif (over := self._count + 1 - self._limit) > 0:
+            crowds = sorted(self._open.values(), key=len, reverse=True)
+            waits = next((each for crowd in crowds for each in crowd if each.waits), None)
+        if waits is not None:
+            waits.end()
+        elif over > SPARE:
+            return "refused"
+        self._open.setdefault(group_of(host), {})[connection] = None
+        self._count += 1
+        return "crowded" if over > 0 and waits is None else "served"
+
+    def remove(self, connection: BoundedProtocol, host: str) -> None:
+        """Forget a connection; one that is not counted is none. Mutates: self."""
+        own = self._open.get(group_of(host), {})
+        if connection in own:
+            del own[connection]
+            self._count -= 1
+        if not own:
+            self._open.pop(group_of(host), None)
+
+    def _is_proxy(self, host: str) -> bool:
+        try:
+            return any(ip_address(host) in network for network in self._proxies)
+        except ValueError:
+            return False
+
+
+class BoundedProtocol(H11Protocol):
+    """One HTTP connection: the head of a request, and then its body, has to be here within `limit_s`.
+
+    uvicorn itself waits for ever. `waits`: whether it waits for (the rest of) a request.
+    """
+
+    def __init__(self, *given: Any, everybody: Connections, limit_s: float, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._everybody, self._limit_s = everybody, limit_s
+        self._waits_for: object = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._counted = False
+
+    @property
+    def waits(self) -> bool:
+        return self._waits_for is not None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        admission = self._everybody.add(self, self._host)
+        if admission == "refused":
+            transport.abort()
+            return
+        self._counted = True
+        if admission == "crowded":
+            self.app_state = {**self.app_state, "crowded": True}
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        self._leave()  # it has limits of its own from here on
+        super().handle_websocket_upgrade(event)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leave()
+        super().connection_lost(exc)
+
+    def end(self) -> None:
+        """Close it at once."""
+        self._leave()
+        self.transport.abort()
+
+    @property
+    def _host(self) -> str:
+        return self.client[0] if self.client else ""
+
+    def _watch(self) -> None:
+        """See what the connection waits for now, and for how long it may. More bytes of the same buy no time."""
+        state = self.conn.their_state
+        waits_for = state if self._counted and state in (h11.IDLE, h11.SEND_BODY) else None
+        if waits_for is self._waits_for:
+            return
+        self._waits_for = waits_for
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(self._limit_s, self.end) if waits_for is not None else None
+
+    def _leave(self) -> None:
+        self._counted = False
+        self._watch()
+        self._everybody.remove(self, self._host)
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an application on sockets that listen already, until `should_exit`.
+
+    It leaves signals alone: ours also cover the time before and after it runs.
+    """
+
+    def __init__(self, app: ASGIApp, serve: ServeConfig) -> None:
+        everybody = Connections(serve.max_connections, serve.address_share, serve.trusted_proxies)
+        protocol = partial(BoundedProtocol, everybody=everybody, limit_s=serve.request_s)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=cast(type[H11Protocol], protocol),  # uvicorn calls it, no more
+                log_config=None,  # it writes as we do
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=1,
+                # By itself uvicorn believes what this machine's own programs say about who they speak for.
+                proxy_headers=bool(serve.trusted_proxies),
+                forwarded_allow_ips=list(serve.trusted_proxies),
+                ws="wsproto",
+                ws_max_size=2 * MAX_MESSAGE_BYTES,  # the answer to a message a little too long can still be given
+                ws_per_message_deflate=False,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

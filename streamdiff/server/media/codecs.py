@@ -1,0 +1,192 @@
+"""Which encoder libraries make which codec, how each is opened for low delay, and what can be opened here.
+
+Knows nothing about threads, viewers or pacing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+import av
+import numpy as np
+from av.video.frame import VideoFrame
+
+from streamdiff.errors import ConfigError
+
+Codec = Literal["h264", "vp8"]
+Library = Literal["libx264", "h264_nvenc", "libvpx"]
+
+TIME_BASE = Fraction(1, 90_000)
+PERIODIC_KEY_S = 10.0
+BITS_PER_PIXEL = 0.35
+H264_CHOICES: dict[str, tuple[Library, ...]] = {
+    "auto": ("h264_nvenc", "libx264"),
+    "x264": ("libx264",),
+    "nvenc": ("h264_nvenc",),
+}
+"""Values of `server.media.encoder`, and the libraries that are tried for H.264, best first."""
+
+H264_LIBRARY: dict[str, Library] = {"x264": "libx264", "nvenc": "h264_nvenc"}
+
+_MIN_BITRATE, _MAX_BITRATE = 1_000_000, 12_000_000
+_PROBE_SIDE = 256
+"""Pixels; NVENC refuses pictures below about 145."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """What is encoded: the size of the model's picture in pixels, the enlargement, the pace, the bit rate, by what."""
+
+    width: int
+    height: int
+    fps: float
+    scale: int = 1
+    bitrate: int | None = None
+    h264: Library = "libx264"
+
+    @property
+    def bitrate_bps(self) -> int:
+        """The bit rate as configured, or one that fits size and pace."""
+        if self.bitrate is not None:
+            return self.bitrate
+        wanted = BITS_PER_PIXEL * self.width * self.height * self.scale**2 * self.fps
+        return int(min(max(wanted, _MIN_BITRATE), _MAX_BITRATE))
+
+    def __post_init__(self) -> None:
+        if (self.width * self.scale) % 2 or (self.height * self.scale) % 2:
+            raise ConfigError(
+                f"A picture of {self.width * self.scale}x{self.height * self.scale} cannot be encoded: "
+                "both sides must be even. Choose an even serve.scale."
+            )
+
+
+def library(codec: Codec, fmt: Format) -> Library:
+    """What encodes `codec`."""
+    return fmt.h264 if codec == "h264" else "libvpx"
+
+
+def open_context(codec: Codec, fmt: Format) -> av.VideoCodecContext:
+    """A codec context for low delay: a packet out for each picture in.
+
+    Raises:
+        av.FFmpegError, ValueError: it cannot be opened here.
+    """
+    name = library(codec, fmt)
+    context = av.CodecContext.create(name, "w")
+    assert isinstance(context, av.VideoCodecContext)
+    context.width, context.height = fmt.width * fmt.scale, fmt.height * fmt.scale
+    context.pix_fmt = "yuv420p"
+    context.time_base = TIME_BASE
+    context.framerate = Fraction(fmt.fps).limit_denominator(1001)
+    context.bit_rate = fmt.bitrate_bps
+    context.gop_size = max(1, round(fmt.fps * PERIODIC_KEY_S * 2))
+    context.thread_count = 1
+    if codec == "h264":
+        context.colorspace, context.color_primaries, context.color_trc, context.color_range = 1, 1, 1, 1  # BT.709
+    if name == "libx264":
+        context.profile = "Baseline"
+    context.options = _options(name, fmt.bitrate_bps)
+    context.open()
+    return context
+
+
+def _options(name: Library, bitrate_bps: int) -> dict[str, str]:
+    rate = str(bitrate_bps)
+    match name:
+        case "libx264":
+            return {
+                "preset": "ultrafast",
+                "tune": "zerolatency",
+                "forced-idr": "1",
+                "bf": "0",
+                "maxrate": rate,
+                "bufsize": str(bitrate_bps // 4),
+                "x264-params": "repeat-headers=1:scenecut=0",
+            }
+        case "h264_nvenc":
+            return {
+                "preset": "p2",
+                "tune": "ull",
+                "profile": "baseline",
+                "zerolatency": "1",
+                "delay": "0",
+                "forced-idr": "1",
+                "no-scenecut": "1",
+                "bf": "0",
+                "rc": "cbr",
+                "maxrate": rate,
+                "bufsize": str(bitrate_bps // 4),
+            }
+        case "libvpx":
+            return {
+                "deadline": "realtime",
+                "cpu-used": "-12",
+                "lag-in-frames": "0",
+                "static-thresh": "1",
+                "minrate": rate,
+                "maxrate": rate,
+                "qmin": "2",
+                "qmax": "56",
+            }
+
+
+def fault(name: Library) -> str | None:
+    """Why `name` cannot be used here, found by encoding one grey picture with it; None when it can.
+
+    NVENC is part of every PyAV wheel and of few machines: data-centre GPUs may have no encoder at all. Only opening
+    it tells.
+    """
+    codec: Codec = "vp8" if name == "libvpx" else "h264"
+    fmt = Format(_PROBE_SIDE, _PROBE_SIDE, 30.0, h264="libx264" if codec == "vp8" else name)
+    try:
+        context = open_context(codec, fmt)
+        grey = np.full((_PROBE_SIDE, _PROBE_SIDE, 3), 128, np.uint8)
+        frame = VideoFrame.from_ndarray(grey, format="rgb24").reformat(format="yuv420p")
+        frame.pts = 0
+        packets = [*context.encode(frame), *context.encode(None)]
+    except av.FFmpegError as error:
+        return error.strerror or str(error)
+    except ValueError as error:
+        return str(error)
+    return None if packets else "it made no packet"
+
+
+def choose_h264(wanted: str) -> Library | None:
+    """The library that makes H.264 for a value of `server.media.encoder`; None when none of those can be opened
+    here."""
+    return next((name for name in H264_CHOICES[wanted] if fault(name) is None), None)
+
+
+def usable(wanted: str, encoder: str) -> tuple[tuple[Codec, ...], str]:
+    """The codecs to offer, best first, for values of `serve.codec` and `server.media.encoder`, and the latter decided.
+
+    Raises:
+        ConfigError: what was asked for cannot be encoded here; says what can.
+    """
+    if encoder == "nvenc" and wanted == "vp8":
+        raise ConfigError("serve.encoder is 'nvenc', which does not make vp8. Choose another of the two.")
+    h264 = choose_h264(encoder) if wanted != "vp8" else None
+    if encoder == "nvenc" and h264 is None:
+        raise ConfigError(
+            f"serve.encoder is 'nvenc', which cannot be opened here: {fault('h264_nvenc')}. "
+            "Use auto or x264; data-centre GPUs such as the H100 have no video encoder."
+        )
+    found: list[Codec] = ["h264"] if h264 is not None else []
+    if wanted != "h264" and fault("libvpx") is None:
+        found.append("vp8")
+    if not found:
+        known = ", ".join(probe()) or "none of h264 and vp8: install another build of PyAV (pip install av)"
+        raise ConfigError(f"serve.codec is {wanted!r}, which cannot be encoded here; what can: {known}.")
+    return tuple(found), "nvenc" if h264 == "h264_nvenc" else "x264"
+
+
+def probe() -> tuple[Codec, ...]:
+    """The codecs that can be encoded here, best first; found by opening them."""
+    found: list[Codec] = []
+    if choose_h264("auto") is not None:
+        found.append("h264")
+    if fault("libvpx") is None:
+        found.append("vp8")
+    return tuple(found)

@@ -1,0 +1,208 @@
+"""Encodes a stream once per codec, on a thread of its own, and hands the packets to whoever watches.
+
+Knows nothing about peer connections, sessions or pacing: pictures with time stamps go in, packets come out.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import av
+import numpy as np
+from av.video.frame import PictureType, VideoFrame
+from numpy.typing import NDArray
+
+from streamdiff import clock
+from streamdiff.server.media.codecs import PERIODIC_KEY_S, TIME_BASE, Codec, Format, open_context
+from streamdiff.server.media.packets import EncodedFrame
+from streamdiff.video.pixel_format import kind_of, size_of
+
+Picture = NDArray[np.uint8]
+
+logger = logging.getLogger(__name__)
+
+KEY_INTERVAL_S = 0.3
+"""Wishes for a key frame that come closer together than this share one."""
+YUV_COLOURS = "ITU709"
+"""The colours of a YUV420 picture."""
+QUEUE_PICTURES = 4
+"""Pictures that may wait for the encoder, 0.1 s at 40 FPS; the oldest goes first."""
+
+
+class KeyframeLimiter:
+    """Decides when a key frame is made: wishes at once, but never two within `KEY_INTERVAL_S`. Sans-IO."""
+
+    def __init__(self) -> None:
+        self._wanted = True
+        self._last_s = float("-inf")
+
+    def request(self) -> None:
+        """A viewer joined, or lost a frame. Mutates: self."""
+        self._wanted = True
+
+    def due_s(self) -> float | None:
+        """When the waiting wish may be fulfilled; None when there is none."""
+        return self._last_s + KEY_INTERVAL_S if self._wanted else None
+
+    def take(self, now_s: float) -> bool:
+        """Whether the frame of `now_s` becomes a key frame. Mutates: self."""
+        since_s = now_s - self._last_s
+        if (self._wanted and since_s >= KEY_INTERVAL_S) or since_s >= PERIODIC_KEY_S:
+            self._wanted = False
+            self._last_s = now_s
+            return True
+        return False
+
+
+def frame_of(picture: Picture) -> VideoFrame:
+    """A picture, uint8 as in `streamdiff.video.pixel_format`, as PyAV has it. Raises ValueError for what is none."""
+    return VideoFrame.from_ndarray(picture, format={"rgb": "rgb24", "yuv420": "yuv420p"}[kind_of(picture.shape)])
+
+
+def as_rgb(picture: Picture) -> Picture:
+    """The same picture as uint8 `[H, W, 3]`. Raises ValueError for what is none."""
+    if kind_of(picture.shape) == "rgb":
+        return picture
+    rgb = frame_of(picture).to_ndarray(format="rgb24", src_colorspace=YUV_COLOURS)
+    return rgb.astype(np.uint8, copy=False)
+
+
+class PictureEncoder:
+    """One codec, one size. Not thread-safe."""
+
+    def __init__(self, codec: Codec, fmt: Format) -> None:
+        self._width, self._height = fmt.width * fmt.scale, fmt.height * fmt.scale
+        self._size = (fmt.height, fmt.width)
+        # VP8 knows BT.601 only; H.264 says what it is, and players trust it.
+        self._colours = "ITU709" if codec == "h264" else "ITU601"
+        # Of the same size only colours are brought together, where bicubic would blur and shift them.
+        self._interpolation = "BICUBIC" if fmt.scale > 1 else "AREA"
+        self._context = open_context(codec, fmt)
+
+    def encode(self, picture: Picture, pts: int, key: bool) -> list[EncodedFrame]:
+        """Encode a picture, uint8 as in `streamdiff.video.pixel_format`, shown at `pts` (90 kHz ticks, strictly
+        increasing).
+
+        YUV420 goes to the encoder as it is, unless it is to be enlarged, or the codec knows other colours only.
+
+        Raises:
+            ValueError: no picture, or one of another size.
+        """
+        begun_s = clock.monotonic_s()
+        if size_of(picture.shape) != self._size:
+            raise ValueError(f"The encoder was opened for pictures of {self._size}, not {size_of(picture.shape)}.")
+        frame, rgb = frame_of(picture), kind_of(picture.shape) == "rgb"
+        if rgb or self._colours != YUV_COLOURS or frame.width != self._width:
+            frame = frame.reformat(
+                self._width,
+                self._height,
+                "yuv420p",
+                src_colorspace=None if rgb else YUV_COLOURS,
+                dst_colorspace=self._colours,
+                interpolation=self._interpolation,
+            )
+        frame.pts, frame.time_base = pts, TIME_BASE
+        frame.pict_type = PictureType.I if key else PictureType.NONE
+        packets = self._context.encode(frame)
+        took_s = clock.monotonic_s() - begun_s
+        return [EncodedFrame(packet, int(packet.pts or pts), packet.is_keyframe, took_s) for packet in packets]
+
+
+@dataclass
+class EncoderCounters:
+    """What one encoder has done so far."""
+
+    pictures: int = 0
+    dropped: int = 0
+    key_frames: int = 0
+    failures: int = 0
+    bitrate_bps: int = 0
+
+
+class EncoderThread:
+    """One codec's encoder on its own thread. `deliver` is called there with each packet.
+
+    Pictures never wait long: at most `QUEUE_PICTURES` do, then the oldest is dropped and counted.
+    """
+
+    def __init__(self, codec: Codec, fmt: Format, deliver: Callable[[EncodedFrame], None]) -> None:
+        self.codec: Codec = codec
+        self.counters = EncoderCounters(bitrate_bps=fmt.bitrate_bps)
+        self._format = fmt
+        self._deliver = deliver
+        self._encoder = PictureEncoder(codec, fmt)
+        self._gate = KeyframeLimiter()
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Picture, int]] = deque()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=f"encoder-{codec}", daemon=True)
+        self._thread.start()
+
+    def submit(self, picture: Picture, pts: int) -> None:
+        """Queue one picture. Never waits."""
+        with self._changed:
+            if len(self._waiting) >= QUEUE_PICTURES:
+                self._waiting.popleft()
+                self.counters.dropped += 1
+            self._waiting.append((picture, pts))
+            self._changed.notify()
+
+    @property
+    def waiting(self) -> int:
+        """Pictures that wait."""
+        return len(self._waiting)
+
+    def request_key(self) -> None:
+        """Make one of the next pictures a key frame."""
+        with self._changed:
+            self._gate.request()
+
+    def set_bitrate(self, bitrate_bps: int) -> None:
+        """Encode at this rate from the next picture on, which becomes a key frame."""
+        with self._changed:
+            self._format = replace(self._format, bitrate=bitrate_bps)
+
+    def key_due_s(self) -> float | None:
+        """When a wished-for key frame may be made; None when nobody waits for one."""
+        with self._changed:
+            return self._gate.due_s()
+
+    def stop(self) -> None:
+        """End the thread; what waits is dropped."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._stopping)
+                if self._stopping:
+                    return
+                picture, pts = self._waiting.popleft()
+                key = self._gate.take(clock.monotonic_s())
+                fmt = self._format
+            if fmt.bitrate_bps != self.counters.bitrate_bps:
+                # Libraries differ in what they take while open; a new one begins with a key frame anyway.
+                self._encoder = PictureEncoder(self.codec, fmt)
+                self.counters.bitrate_bps, key = fmt.bitrate_bps, True
+            packets = self._encode(picture, pts, key)
+            self.counters.pictures += 1
+            for packet in packets:
+                self.counters.key_frames += packet.key
+                self._deliver(packet)
+
+    def _encode(self, picture: Picture, pts: int, key: bool) -> list[EncodedFrame]:
+        """One picture; when the codec library fails, the stream goes on with a fresh encoder and a key frame."""
+        try:
+            return self._encoder.encode(picture, pts, key)
+        except av.FFmpegError:
+            logger.exception("The %s encoder failed and is opened again.", self.codec)
+            self.counters.failures += 1
+            self._encoder = PictureEncoder(self.codec, self._format)
+            return []

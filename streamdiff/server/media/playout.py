@@ -1,0 +1,311 @@
+"""Which frame is due at which moment: chunks arrive in bursts, frames leave at an even rate.
+
+Pure: the caller gives the time. Knows nothing about sessions, encoders or viewers. Time is cut into slots of `1 /
+fps` seconds, numbered from 0; slot `k` has presentation time `k * 90000 / fps` ticks, computed from `k` alone, so the
+rate is exact for as long as one likes. A slot shows the next frame, or the last one again when there is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+MEDIA_CLOCK_HZ = 90_000
+RESTART_S = 3.0
+# After a dry buffer a little under the rate seen, so that frames gather again. Then, while enough are left over when
+# the next ones come, by so much more; by the second factor when half of `start_frames` are.
+FOLLOW, LEFT_OVER, RISE, RISE_FAST = 0.98, 2, 1.03, 1.25
+# One stall must not make video crawl: the least share, and how much of `start_frames` waiting for a second doubles it.
+SLOWEST, PLENTY = 0.1, 0.75
+
+
+@dataclass(frozen=True)
+class PlayoutSlot:
+    """One slot: `picture` uint8 as in `streamdiff.video.pixel_format`, its session frame number and epoch, `pts` in
+    ticks of 90 kHz."""
+
+    picture: NDArray[np.uint8] = field(repr=False)
+    frame: int
+    epoch: int
+    pts: int
+    repeated: bool
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    picture: NDArray[np.uint8]
+    frame: int
+    epoch: int
+
+
+def _check_time(now_s: float) -> None:
+    if not math.isfinite(now_s):
+        raise ValueError(f"now_s is {now_s}; it must be a finite number of seconds")
+
+
+def _check_fps(fps: float) -> None:
+    if not (math.isfinite(fps) and 0 < fps <= 1000):
+        raise ValueError(f"fps is {fps}; it must be above 0 and at most 1000")
+
+
+class PlayoutBuffer:
+    """The buffer between an engine that makes frames in bursts and viewers who want them evenly.
+
+    Frames are shown in order and none is left out, except by `clear_before` and when more than `capacity_frames`
+    wait (an engine that keeps to its lead never gets there); both are counted in `dropped`.
+
+    At the start, and after nothing came for `RESTART_S`, frames wait until `start_frames` are there, or until the
+    first has waited `start_wait_s` (the engine may have stopped short of that number).
+
+    An engine that makes fewer frames than there are slots is followed: when the buffer has run dry, the share of slots
+    that show a new frame is lowered to that seen since it last did, so that slow video moves evenly instead of in
+    leaps. Only a dry buffer says how fast the engine can be (with a full one it waits for us). The share rises again
+    while frames are left over when the next ones come.
+
+    A caller who asks late by up to `catch_up_s` gets the slots it missed one by one, at once, with their regular
+    presentation times. Later than that, the missed slots pass without a picture (counted in `slots_missed`): the
+    media clock goes on with real time and the next frame is the next one. A clock that goes back shifts the slots.
+    """
+
+    def __init__(
+        self,
+        fps: float,
+        *,
+        start_frames: int = 1,
+        start_wait_s: float = 0.5,
+        capacity_frames: int = 256,
+        catch_up_s: float = 0.1,
+    ) -> None:
+        _check_fps(fps)
+        if not 1 <= start_frames <= capacity_frames:
+            raise ValueError(f"start_frames is {start_frames}; it must be from 1 to capacity_frames {capacity_frames}")
+        if not (start_wait_s >= 0 and catch_up_s >= 0):
+            raise ValueError(f"start_wait_s {start_wait_s} and catch_up_s {catch_up_s} must not be negative")
+        self.shown = 0
+        """New frames handed out."""
+        self.repeated = 0
+        """Slots that showed the last frame again, because the next was not there."""
+        self.dropped = 0
+        """Frames that came and were never shown."""
+        self.slots_missed = 0
+        """Slots that passed unseen because the caller asked too late."""
+        self.passed_frames = 0
+        """Session frames that are shown or dropped: what `Shown.frames` reports to the engine."""
+        self.latest: PlayoutSlot | None = None
+        """The last slot handed out, to show to who joins."""
+        self._catch_up_s = catch_up_s
+        self._set_rate(fps)
+        self._pts_base = 0  # presentation time of slot 0, since the rate was set
+        self._start_frames, self._start_wait_s = start_frames, start_wait_s
+        self._capacity_frames = capacity_frames
+        self._queue: deque[_Waiting] = deque()
+        self._oldest_epoch = 0
+        self._slot = 0  # the next slot to hand out
+        self._zero_s: float | None = None  # time of slot 0; None before the first frame is shown
+        self._filling = True
+        self._filling_since_s: float | None = None
+        self._credit = 0.0  # of the next new frame, which takes 1
+        self._begin_cycle(1.0)
+        self._paused_at_s: float | None = None
+
+    # ---- frames in ----------------------------------------------------------------------------------------------
+
+    @property
+    def buffered(self) -> int:
+        """Frames that wait."""
+        return len(self._queue)
+
+    def push(self, first: int, pictures: NDArray[np.uint8], *, epoch: int = 0) -> None:
+        """Take consecutive frames, numbered from `first`; `pictures` uint8 `[n, ...]` is kept, not copied.
+
+        Frames of an epoch that was cleared are dropped.
+
+        Raises:
+            ValueError: a frame number that came before.
+        """
+        expected = self._queue[-1].frame + 1 if self._queue else self.passed_frames
+        if first < expected:
+            raise ValueError(f"frames from {first} were pushed, but frames up to {expected - 1} came already")
+        for offset, picture in enumerate(pictures):
+            self._queue.append(_Waiting(picture, first + offset, epoch))
+            if epoch < self._oldest_epoch or len(self._queue) > self._capacity_frames:
+                self._drop(self._queue.pop() if epoch < self._oldest_epoch else self._queue.popleft())
+
+    def clear_before(self, epoch: int) -> int:
+        """Drop every frame of an epoch older than `epoch`, those still to come as well; returns how many waited."""
+        self._oldest_epoch = max(self._oldest_epoch, epoch)
+        before = len(self._queue)
+        while self._queue and self._queue[0].epoch < self._oldest_epoch:
+            self._drop(self._queue.popleft())
+        self._begin_cycle(1.0)
+        return before - len(self._queue)
+
+    def _drop(self, waiting: _Waiting) -> None:
+        self.dropped += 1
+        self.passed_frames = max(self.passed_frames, waiting.frame + 1)
+
+    # ---- slots out ----------------------------------------------------------------------------------------------
+
+    def pts(self, slot: int) -> int:
+        """Presentation time of a slot in 90 kHz ticks; strictly increasing."""
+        return self._pts_base + MEDIA_CLOCK_HZ * slot * self._per_s // self._slots
+
+    def set_fps(self, fps: float) -> None:
+        """Show frames at another rate from the next slot on, which keeps its time; slots are counted from it afresh.
+
+        Raises:
+            ValueError: a rate that cannot be.
+        """
+        _check_fps(fps)
+        self._pts_base = self.pts(self._slot)
+        if self._zero_s is not None:
+            self._zero_s = self._slot_s(self._slot)
+        self._slot = 0
+        self._set_rate(fps)
+        self._begin_cycle(1.0)
+
+    def _set_rate(self, fps: float) -> None:
+        rate = Fraction(fps).limit_denominator(1001)
+        self._slots, self._per_s = rate.numerator, rate.denominator  # so many slots in so many seconds, exactly
+        self._catch_up_slots = max(1, math.ceil(self._catch_up_s * fps))
+
+    def _slot_s(self, slot: int) -> float:
+        assert self._zero_s is not None
+        return self._zero_s + slot * self._per_s / self._slots
+
+    @property
+    def next_due_s(self) -> float | None:
+        """When to call `due` next, `-inf` for at once; None: nothing will be due before a `push` or a `resume`.
+
+        Ask again after every `push`.
+        """
+        if self._paused_at_s is not None:
+            return None
+        if self._zero_s is not None:
+            return self._slot_s(self._slot)
+        if not self._queue:
+            return None
+        if self._filling_since_s is None or len(self._queue) >= self._start_frames:
+            return -math.inf
+        return self._filling_since_s + self._start_wait_s
+
+    def due(self, now_s: float) -> PlayoutSlot | None:
+        """The slot that is due at `now_s`, or None. Call again at once: more may be due; then wait for `next_due_s`.
+
+        Raises:
+            ValueError: `now_s` is not a finite number.
+        """
+        _check_time(now_s)
+        if self._paused_at_s is not None:
+            return None
+        self._end_filling(now_s)
+        if self._zero_s is None:
+            if self._filling:
+                return None
+            self._zero_s = now_s
+        self._follow_clock(now_s)
+        if now_s < self._slot_s(self._slot):
+            return None
+        self._follow_engine()
+        return self._hand_out()
+
+    def _end_filling(self, now_s: float) -> None:
+        """Leave the filling state when enough frames wait, or when the first has waited long enough."""
+        if not self._filling or not self._queue:
+            self._filling_since_s = None
+            return
+        if self._filling_since_s is None or now_s < self._filling_since_s:
+            self._filling_since_s = now_s
+        waited_s = now_s - self._filling_since_s
+        if len(self._queue) >= self._start_frames or waited_s >= self._start_wait_s:
+            self._filling = False
+            self._filling_since_s = None
+
+    def _follow_clock(self, now_s: float) -> None:
+        """Let slots pass that are too late to catch up, and follow a clock that was set back."""
+        early_s = self._slot_s(self._slot) - now_s
+        slot_s = self._per_s / self._slots
+        if early_s > 2 * slot_s:
+            assert self._zero_s is not None
+            self._zero_s -= early_s - slot_s
+            return
+        late_slots = math.floor(-early_s / slot_s)
+        if late_slots > self._catch_up_slots:
+            self.slots_missed += late_slots
+            self._slot += late_slots
+
+    def _begin_cycle(self, speed: float) -> None:
+        """Count afresh, showing a new frame in a share of `speed` of the slots."""
+        self._speed = min(1.0, speed)
+        self._cycle_slots = self._cycle_shown = self._dry_slots = 0
+        self._watched, self._lowest, self._plenty_slots = 0, self._capacity_frames, 0
+
+    def _follow_engine(self) -> None:
+        """Before every slot: adapt the share of slots with a new frame to what the engine makes."""
+        self._cycle_slots += 1
+        if self._filling:
+            return
+        if not self._queue:
+            self._dry_slots += 1
+            if self._dry_slots * self._per_s > RESTART_S * self._slots:
+                self._filling = True
+                self._begin_cycle(1.0)
+        elif self._dry_slots:
+            self._begin_cycle(max(SLOWEST, min(self._speed, FOLLOW * self._cycle_shown / self._cycle_slots)))
+        self._plenty_slots = self._plenty_slots + 1 if len(self._queue) >= PLENTY * self._start_frames else 0
+        if self._plenty_slots * self._per_s >= self._slots:  # for a second
+            self._begin_cycle(2 * self._speed)
+        elif self._watched >= 2 * self._start_frames:  # two bursts: the lowest was among them
+            if self._lowest >= LEFT_OVER:
+                self._speed = min(1.0, self._speed * (RISE_FAST if 2 * self._lowest >= self._start_frames else RISE))
+            self._watched, self._lowest = 0, self._capacity_frames
+
+    def _hand_out(self) -> PlayoutSlot:
+        self._credit = min(2.0, self._credit + self._speed)
+        repeated = self._filling or not self._queue or self._credit < 1.0
+        if not repeated:
+            self._credit -= 1.0
+            self._lowest = min(self._lowest, len(self._queue) - 1)
+            self._watched += 1
+            self._cycle_shown += 1
+            waiting = self._queue.popleft()
+            self.shown += 1
+            self.passed_frames = waiting.frame + 1
+            due = PlayoutSlot(waiting.picture, waiting.frame, waiting.epoch, self.pts(self._slot), repeated)
+        else:
+            last = self.latest
+            assert last is not None, "slots begin with a frame"
+            self.repeated += 1
+            due = PlayoutSlot(last.picture, last.frame, last.epoch, self.pts(self._slot), repeated)
+        self._slot += 1
+        self.latest = due
+        return due
+
+    # ---- pause --------------------------------------------------------------------------------------------------
+
+    @property
+    def paused(self) -> bool:
+        return self._paused_at_s is not None
+
+    def pause(self, now_s: float) -> None:
+        """Hold the media clock. Frames may still be pushed."""
+        _check_time(now_s)
+        if self._paused_at_s is None:
+            self._paused_at_s = now_s
+
+    def resume(self, now_s: float) -> None:
+        """Go on where `pause` held the media clock."""
+        _check_time(now_s)
+        if self._paused_at_s is None:
+            return
+        held_s = max(0.0, now_s - self._paused_at_s)
+        self._paused_at_s = None
+        if self._zero_s is not None:
+            self._zero_s += held_s
+        if self._filling_since_s is not None:
+            self._filling_since_s += held_s

@@ -1,0 +1,1 @@
+"""Where a stream goes beside viewers: files, RTMP, SRT and WHIP."""

@@ -1,0 +1,81 @@
+"""`python -m streamdiff.server.outputs.muxer`: writes encoded packets from standard input to a file or a network
+address.
+
+A process of its own per output, since FFmpeg may wait for the other side for as long as it likes, and PyAV holds the
+interpreter's lock while it connects. Standard input: one JSON line (`Header`), then records of `RECORD` and a payload,
+until it ends. Exit: 0 everything written, 1 with a line on standard error that says why not.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import struct
+import sys
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import BinaryIO
+
+import av
+from av.error import FFmpegError
+
+RECORD = struct.Struct("<qqI")
+"""Presentation time in 90 kHz ticks, 1 for a key frame, length of the payload in bytes."""
+TIME_BASE = Fraction(1, 90_000)
+
+
+@dataclass(frozen=True)
+class Header:
+    """Where packets go, in which container, and what they are; `options` are FFmpeg's, of the container."""
+
+    url: str
+    container: str
+    codec: str
+    width: int
+    height: int
+    fps: float
+    options: dict[str, str]
+
+    def line(self) -> bytes:
+        """As the first line of standard input."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+def write(source: BinaryIO) -> int:
+    """Write until `source` ends; returns how many packets were written. The first one is a key frame.
+
+    Raises:
+        FFmpegError: the target cannot be opened or written any more.
+    """
+    header = Header(**json.loads(source.readline()))
+    count, zero = 0, None
+    with av.open(header.url, "w", format=header.container, container_options=header.options) as container:
+        rate = Fraction(header.fps).limit_denominator(1001)
+        stream = container.add_mux_stream(header.codec, rate=rate, width=header.width, height=header.height)
+        stream.time_base = TIME_BASE
+        while len(head := source.read(RECORD.size)) == RECORD.size:
+            pts, key, length = RECORD.unpack(head)
+            packet = av.Packet(source.read(length))
+            zero = pts if zero is None else zero
+            packet.pts = packet.dts = pts - zero
+            packet.duration = round(90_000 / header.fps)
+            packet.time_base, packet.stream, packet.is_keyframe = TIME_BASE, stream, bool(key)
+            container.mux(packet)
+            count += 1
+    return count
+
+
+def main() -> int:
+    """Write standard input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the end of the input is the end
+    try:
+        write(sys.stdin.buffer)
+    except (FFmpegError, ValueError) as error:
+        # Without the address: a stream key is often part of it.
+        print(getattr(error, "strerror", None) or error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

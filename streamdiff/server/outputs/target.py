@@ -1,0 +1,107 @@
+"""Where a live session can be sent or recorded, from what a user wrote. Knows nothing about sessions or processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import av
+from av.error import FFmpegError, ProtocolNotFoundError
+
+from streamdiff import atomic_write
+from streamdiff.errors import ConfigError
+from streamdiff.server.media.codecs import Codec
+
+# Short pieces, written at once: they can be played although the recording was cut off.
+_MP4 = {"movflags": "empty_moov+default_base_moof", "frag_duration": "1000000", "flush_packets": "1"}
+_WEBM = {"live": "1", "cluster_time_limit": "1000", "flush_packets": "1"}
+_FILES: dict[str, tuple[str, Codec, dict[str, str]]] = {
+    ".mp4": ("mp4", "h264", _MP4),
+    ".webm": ("webm", "vp8", _WEBM),
+}
+_STREAMS = {
+    **{"rtmp": "flv", "rtmps": "flv", "srt": "mpegts", "udp": "mpegts", "tcp": "mpegts"},
+    **{"whip+https": "whip", "whip+http": "whip"},
+}
+_KNOWN = "a file that ends in .mp4 or .webm, or an address that begins with " + ", ".join(
+    f"{scheme}://" for scheme in _STREAMS
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One place. `name` is what may be shown: of an address, only scheme and host, for its path may be a secret."""
+
+    url: str
+    name: str
+    container: str
+    codec: Codec
+    options: dict[str, str]
+    is_file: bool
+
+    def attempt(self, number: int) -> str:
+        """Where the attempt `number`, from 0, writes: a recording that broke off is kept, and the next has its own."""
+        path = Path(self.url)
+        return str(path.with_stem(f"{path.stem}-{number + 1}")) if self.is_file and number else self.url
+
+
+def parse(text: str) -> Target:
+    """What `text` names.
+
+    Raises:
+        ConfigError: it names nothing that can be written here; says what can.
+    """
+    parts = urlsplit(text)
+    if "://" in text:
+        if parts.scheme not in _STREAMS:
+            raise ConfigError(f"the output {text[:60]!r} is of no known kind; use {_KNOWN}")
+        if not parts.hostname:
+            raise ConfigError(f"the output {text[:60]!r} names no host")
+        if _STREAMS[parts.scheme] == "whip" and parts.password is not None:
+            raise ConfigError(
+                f"an output at {parts.hostname} has a name and a password; WHIP takes a token: TOKEN@host"
+            )
+        _check_protocol(parts.scheme)
+        host = f"{parts.hostname}:{parts.port}" if parts.port else parts.hostname
+        return Target(text, f"{parts.scheme}://{host}", _STREAMS[parts.scheme], "h264", {}, False)
+    path = Path(text).absolute()
+    if path.suffix.lower() not in _FILES:
+        raise ConfigError(f"the output {text[:60]!r} is of no known kind; use {_KNOWN}")
+    atomic_write.check_parent(path)
+    if path.exists():
+        raise ConfigError(f"the output {text[:60]!r} exists, and a recording never replaces one; choose another name")
+    container, codec, options = _FILES[path.suffix.lower()]
+    return Target(str(path), path.name, container, codec, options, True)
+
+
+def parse_all(texts: Sequence[str]) -> list[Target]:
+    """What the texts name, each under a name of its own.
+
+    Raises:
+        ConfigError: see `parse`; or the same file twice.
+    """
+    found: list[Target] = []
+    for text in texts:
+        target = parse(text)
+        if target.is_file and target.url in {each.url for each in found}:
+            raise ConfigError(f"the output {text[:60]!r} is named twice")
+        alike = sum(each.name.split(" #")[0] == target.name for each in found)
+        found.append(replace(target, name=f"{target.name} #{alike + 1}") if alike else target)
+    return found
+
+
+def _check_protocol(scheme: str) -> None:
+    """SRT is a library that FFmpeg may be built without; a port of 0 tells, for nothing is connected."""
+    if scheme != "srt":
+        return
+    try:
+        av.open("srt://127.0.0.1:0", format="mpegts", timeout=1).close()
+    except ProtocolNotFoundError:
+        raise ConfigError(
+            "srt:// cannot be written: the installed PyAV was built without it. "
+            "Use rtmp:// or udp://, or a PyAV that was built with SRT (pip install --no-binary av av)."
+        ) from None
+    except (FFmpegError, OSError):
+        return

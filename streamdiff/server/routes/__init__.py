@@ -1,0 +1,1 @@
+"""HTTP and WebSocket endpoints, one module per resource, and the schemas of their bodies."""

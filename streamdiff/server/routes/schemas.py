@@ -1,0 +1,190 @@
+"""What the sessions' addresses take and give, as models that the API's description is made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from streamdiff.config import KVContext
+from streamdiff.engine.messages import Ready
+from streamdiff.server.problem import Problem
+from streamdiff.server.sessions.control import ControlMessage, steps_refusal
+from streamdiff.server.sessions.control_schema import Body, Fps, Prompt, Revision, Seed, Steps, Switch
+
+Size = Annotated[str, Field(pattern=r"^[0-9]{1,5}[x*][0-9]{1,5}$")]
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+class NewSession(Body):
+    """A session to open; what is left out is the server's default."""
+
+    prompt: Prompt | None = Field(None, description="what to show")
+    seed: Seed = 0
+    size: Size | None = Field(None, description="WIDTHxHEIGHT; an engine has one, GET /api/sessions tells it")
+    steps: Steps | None = None
+    kv_context: KVContext | None = Field(None, description="what a chunk sees of earlier chunks")
+    fps: Fps | None = None
+
+
+class SessionChange(Body):
+    """What to change while it plays; what is left out, or null, stays. Carried out in the order of the fields here."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+                for name in ("fps", "steps", "prompt", "seed")
+            ],
+            "dependentSchemas": {"switch": {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}}},
+        }
+    )
+
+    if_rev: Revision | None = Field(None, description="only while the state has this revision, else 409")
+    fps: Fps | None = None
+    steps: Steps | None = Field(None, description="from the next chunk on")
+    prompt: Prompt | None = Field(None, description="from the next chunk on")
+    switch: Switch | None = Field(None, description="what the new prompt does to the past; null: what suits the model")
+    seed: Seed | None = Field(None, description="begins the stream afresh with it")
+
+    @model_validator(mode="after")
+    def _check(self) -> SessionChange:
+        if "switch" in self.model_fields_set and self.prompt is None:
+            raise PydanticCustomError("switch", "`switch` says how a new `prompt` comes in; give both")
+        if self.fps is None and self.steps is None and self.prompt is None and self.seed is None:
+            raise PydanticCustomError("empty", "The change is empty; give fps, steps, prompt or seed")
+        return self
+
+
+class SessionInfo(BaseModel):
+    """An open session."""
+
+    id: str
+    prompt: str
+    text: str = Field(description="the prompt as the model was given it")
+    notice: str = Field(description="the model's remark on the prompt, or empty")
+    seed: int
+    steps: int = Field(description="denoise steps of a chunk")
+    steps_known: list[int] = Field(description="those that `steps` may be changed to; empty: not told")
+    kv_context: str
+    fps: float = Field(description="frames shown per second")
+    native_fps: float = Field(description="frames per second at which motion looks as the model was trained")
+    width: int
+    height: int
+    paused: bool
+    watched: bool
+    rev: int = Field(description="goes up with every change")
+    age_s: float
+    ends_in_s: float | None = Field(description="when it ends by itself as things are; null: never")
+    share: float = Field(description="of the engine's time, as measured; taken while somebody watches")
+    whep: str = Field(description="where to POST an offer to watch it")
+    control: str = Field(description="where its control WebSocket is")
+    stats: dict[str, Any]
+
+
+class OpenedSession(SessionInfo):
+    """A session that was opened just now. Its tokens are told this once."""
+
+    view_token: str = Field(description="lets who shows it watch, where the server has a token")
+    control_token: str = Field(description="lets who shows it steer and end the session")
+
+
+class CapacityInfo(BaseModel):
+    """What the engine can take."""
+
+    room: int | None = Field(description="further sessions of the default kind; null: nothing was measured yet")
+    work_s: float | None = Field(description="seconds of work in a chunk, measured")
+    chunk_frames: int
+    share: float = Field(description="of the engine's time that the sessions take that somebody watches")
+    share_limit: float
+    occupancy: list[float] = Field(description="share of the time that each stage of a ring was at work")
+    sessions_fit: int | None = Field(description="sessions of the default kind that the memory holds; null: unknown")
+    size: str
+    steps: list[int]
+    native_fps: float
+    draining: bool
+
+
+class SessionList(BaseModel):
+    """The open sessions that the caller may watch, oldest first."""
+
+    sessions: list[SessionInfo]
+    capacity: CapacityInfo
+
+
+class EndedSession(BaseModel):
+    """A session that is no more."""
+
+    id: str
+    ended: str = Field(description="why, in a word")
+
+
+class Receipts(BaseModel):
+    """What became of a change: one receipt for each request it was made of."""
+
+    receipts: list[dict[str, Any]]
+    session: SessionInfo
+
+
+def read(model: type[BodyT], body: bytes) -> BodyT:
+    """The body as a `model`; an empty one means all defaults.
+
+    Raises:
+        Problem: 400 for what is no JSON, 422 with the first field at fault and all of them in `errors`.
+    """
+    try:
+        return model.model_validate_json(body or b"{}")
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False, include_context=False)
+    if any(each["type"] == "json_invalid" for each in problems):
+        raise Problem(400, f"The body is not JSON: {problems[0]['msg'][:120]}.", code="bad_json")
+    # What is wrong with the fields together has no place, but a type that is a field's name.
+    errors = [
+        {"field": ".".join(map(str, each["loc"])) or _together(each["type"], model), "message": each["msg"]}
+        for each in problems
+    ]
+    first = errors[0]
+    known = ", ".join(model.model_fields)
+    detail = f"`{first['field'][:40]}`: {first['message']}." if problems[0]["loc"] else f"{first['message']}."
+    if problems[0]["type"] == "extra_forbidden":
+        detail = f"There is no field {first['field'][:40]!r}; known: {known}."
+    raise Problem(422, detail, code="invalid", field=first["field"][:40], errors=errors[:20])
+
+
+def _together(kind: str, model: type[Body]) -> str:
+    return kind if kind in model.model_fields else ""
+
+
+def check_new(wanted: NewSession, ready: Ready) -> None:
+    """Raises Problem 422 for a size or steps that the engine does not have."""
+    size = f"{ready.width}x{ready.height}"
+    if wanted.size is not None and wanted.size.replace("*", "x") != size:
+        raise Problem(422, f"`size` is {wanted.size[:20]!r}; this engine makes {size}.", code="invalid", field="size")
+    _check_steps(wanted.steps, ready)
+
+
+def _check_steps(steps: int | None, ready: Ready) -> None:
+    if steps is not None and (why := steps_refusal(steps, ready.steps_known, ready.model)):
+        raise Problem(422, why, code="invalid", field="steps")
+
+
+def controls_of(change: SessionChange, ready: Ready) -> list[ControlMessage]:
+    """The control messages that a change is made of, in their order.
+
+    Raises:
+        Problem: 422 for steps that the engine does not have.
+    """
+    _check_steps(change.steps, ready)
+    controls = []
+    if change.fps is not None:
+        controls.append(ControlMessage("fps", fps=change.fps))
+    if change.steps is not None:
+        controls.append(ControlMessage("steps", steps=change.steps))
+    if change.prompt is not None:
+        controls.append(ControlMessage("prompt", prompt=change.prompt, switch=change.switch or ""))
+    if change.seed is not None:
+        controls.append(ControlMessage("reset", seed=change.seed))
+    # The revision goes up with the first of them, so only that one can ask for it.
+    return [replace(controls[0], if_rev=change.if_rev), *controls[1:]]

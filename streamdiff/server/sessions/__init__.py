@@ -1,0 +1,1 @@
+"""Live sessions on the web side: opening, limits, control messages, subscribers, statistics."""

@@ -1,0 +1,90 @@
+"""What one session has to tell in figures: to Prometheus, and to the page. Knows nothing about viewers or pictures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from streamdiff.server.media.pacer import Progress
+from streamdiff.server.metrics import CounterDelta, Metrics
+from streamdiff.server.rate_limit import Rate
+
+
+class SessionMeter:
+    """One session's figures. After `end` they are told no more, and what still comes is not counted."""
+
+    def __init__(self, metrics: Metrics, session: str) -> None:
+        self._metrics, self._session = metrics, session
+        self._repeated, self._dropped = CounterDelta(), CounterDelta()
+        self._made, self._shown = Rate(), Rate()
+        self._asked_s: float | None = None
+        self._chunk_s: float | None = None
+        self._lag_s: float | None = None
+        self._ended = False
+
+    def asked(self, now_s: float) -> None:
+        """The engine is asked to open it. Mutates: self."""
+        self._asked_s = now_s
+
+    def made(self, frames: int, chunk_s: float | None, now_s: float) -> None:
+        """The engine made so many frames; `chunk_s` is what their chunk took, with its last ones. Mutates: self."""
+        self._made.add(frames, now_s)
+        if self._ended:
+            return
+        self._metrics.made.labels(self._session).inc(frames)
+        if self._asked_s is not None:
+            self._metrics.session_first_s.observe(now_s - self._asked_s)
+            self._asked_s = None
+        if chunk_s is not None:
+            self._chunk_s = chunk_s
+            self._metrics.chunk_s.labels(self._session).observe(chunk_s)
+
+    def shown(self, now_s: float) -> None:
+        """A new frame is on show. Mutates: self."""
+        self._shown.add(1, now_s)
+        if not self._ended:
+            self._metrics.shown.labels(self._session).inc()
+
+    def receipt(self, kind: str, stage: str, lag_s: float) -> None:
+        """A request of `kind` has come as far as `stage` (see `control.Receipt`), `lag_s` after its arrival.
+        Mutates: self."""
+        if stage in ("accepted", "refused", "superseded"):
+            self._metrics.controls.labels(kind, stage).inc()
+        if stage in ("accepted", "applied", "shown") and kind in ("prompt", "reset"):
+            self._metrics.request_lag_s.labels(kind, stage).observe(lag_s)
+        self._lag_s = lag_s if stage == "shown" else self._lag_s
+
+    def figures(self, progress: Progress, encoder_dropped: int, now_s: float) -> dict[str, Any]:
+        """For the page, JSON-able: among others frames per second shown and made, a chunk's and a request's time;
+        None before the first."""
+        return {
+            "type": "stats",
+            "frame": progress.frame,
+            "shown_fps": round(self._shown.per_s(now_s), 1),
+            "made_fps": round(self._made.per_s(now_s), 1),
+            "chunk_ms": None if self._chunk_s is None else round(self._chunk_s * 1000),
+            "prompt_lag_ms": None if self._lag_s is None else round(self._lag_s * 1000),
+            "buffered": progress.buffered,
+            "repeated": progress.repeated,
+            "dropped": progress.dropped,
+            "missed": progress.missed,
+            "encoder_dropped": encoder_dropped,
+        }
+
+    def look(self, progress: Progress, *, unanswered: int, encoding: int) -> None:
+        """How it stands: how far the frames are; requests and pictures that wait. Mutates: self."""
+        if self._ended:
+            return
+        name, metrics = self._session, self._metrics
+        metrics.repeated.labels(name).inc(self._repeated.more(progress.repeated))
+        metrics.dropped.labels(name).inc(self._dropped.more(progress.dropped))
+        metrics.buffered.labels(name).set(progress.buffered)
+        metrics.unanswered.labels(name).set(unanswered)
+        metrics.encoder_waiting.labels(name).set(encoding)
+
+    def end(self) -> None:
+        """The session has ended. Mutates: self."""
+        self._ended, metrics = True, self._metrics
+        counted = (metrics.made, metrics.shown, metrics.repeated, metrics.dropped, metrics.chunk_s)
+        for figure in (*counted, metrics.buffered, metrics.unanswered, metrics.encoder_waiting):
+            figure.labels(self._session)  # `remove` wants it to be there
+            figure.remove(self._session)

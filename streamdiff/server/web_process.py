@@ -1,0 +1,34 @@
+"""`python -m streamdiff.server.web_process`: the web server of an engine that started it
+(`engine.process.rank0_server`)."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from streamdiff.config import ModelConfig
+from streamdiff.engine.process import private_folder
+from streamdiff.engine.process.fetching import Progress
+from streamdiff.engine.process.parent_engine import ParentEngine
+from streamdiff.server import main as server
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m streamdiff.server.web_process", description="a running engine's web side"
+    )
+    parser.add_argument("--address", type=Path, required=True, help="private folder: bridge's socket, configuration")
+    options = parser.parse_args()
+    config = private_folder.read_config(options.address)
+    # The engine is this process's parent, and takes it along: whoever started the engine starts both again.
+    config = config.model_copy(update={"serve": config.serve.model_copy(update={"restarts": 0})})
+    return server.run(config, supervise=lambda _: ParentEngine(options.address), fetch=_nothing)
+
+
+async def _nothing(config: ModelConfig, tell: Callable[[Progress], None]) -> None:
+    """The engine fetches what it needs by itself."""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""WHEP viewers: SDP, peer connections, tracks and data channels, on aiortc."""

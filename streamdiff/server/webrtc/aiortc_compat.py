@@ -1,0 +1,321 @@
+"""Every private name of aiortc and aioice that streamdiff leans on, checked at import.
+
+aiortc sends packets that are encoded already (`recv()` may return an `av.Packet`), but on that path it drops what a
+viewer asks for: the wish for a key frame and the bandwidth estimate. Two hooks repair it. Others bound what a peer's
+data channels may take, and how long closing a connection takes; aiortc bounds neither. Knows nothing about sessions,
+sources of frames or HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import inspect
+import logging
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import aioice.ice
+import aioice.turn
+import aiortc
+import aiortc.rtcrtpsender
+import av
+from aiortc import RTCIceTransport, RTCPeerConnection, RTCRtpSender, RTCRtpTransceiver, RTCSctpTransport
+from aiortc.codecs import get_encoder
+from aiortc.exceptions import InternalError, InvalidAccessError, InvalidStateError, OperationError
+from aiortc.rtcsctptransport import WEBRTC_BINARY, WEBRTC_STRING, RTCSctpCapabilities, SackChunk
+
+from streamdiff import clock
+from streamdiff.errors import StreamdiffError
+from streamdiff.server.rate_limit import TokenBucket
+
+logger = logging.getLogger(__name__)
+
+TESTED = ((1, 16), (1, 17))
+"""Oldest aiortc that works and the first that is untested."""
+
+RETRANSMIT_PACKETS = 1024
+"""RTP packets kept per viewer for retransmission: two seconds at 4 Mbit/s. aiortc keeps 128."""
+
+OFFER_ERRORS: tuple[type[Exception], ...] = (
+    ValueError,
+    AssertionError,
+    AttributeError,
+    KeyError,
+    IndexError,
+    TypeError,
+    StopIteration,
+    InternalError,
+    InvalidAccessError,
+    InvalidStateError,
+    OperationError,
+)
+"""What aiortc raises for an offer it cannot digest: it has no error type of its own for that."""
+
+RECEIVE_WINDOW_BYTES = 128 * 1024
+"""What a peer is told (SCTP's a_rwnd) that it may have under way on all its data channels together."""
+HELD_CHUNKS = 256
+"""SCTP data chunks that may wait for missing ones, or the rest of their message: 300 KB. aiortc has no bound, and its
+reassembly takes time with the square of their number."""
+STREAMS = 64
+CHUNKS_PER_S, CHUNK_BURST = 1000.0, 2000.0
+"""SCTP chunks that a peer may send. 50 messages of 16 KiB in a second are 700; what it is sent it acknowledges."""
+ACKNOWLEDGED_CHUNKS = 4096
+"""Chunks that one acknowledgement may list beyond the first gap; aiortc walks through every one."""
+
+CANCEL_ROUNDS = 50
+"""Turns of the event loop that the tasks of a closed connection get to end in. Some catch a cancellation to send a
+good-bye and want a second one; those that wait for others take a few turns."""
+
+_ENCODER_ATTRIBUTE, _TRANSPORTS_ATTRIBUTE = "_RTCRtpSender__encoder", "_RTCPeerConnection__dtlsTransports"
+
+__all__ = [
+    "OFFER_ERRORS",
+    "Packetizer",
+    "bound_data",
+    "check",
+    "close",
+    "extend_history",
+    "hook_sender",
+    "host_addresses",
+    "negotiated_codec",
+]
+
+
+class Packetizer:
+    """Splits encoded packets into RTP payloads and passes a viewer's bandwidth estimate on."""
+
+    def __init__(self, codec: Any, on_estimate: Callable[[int], None]) -> None:
+        self._packer: Any = get_encoder(codec)
+        self._on_estimate = on_estimate
+        self._estimate_bps = 0
+
+    def pack(self, packet: av.Packet[Any]) -> tuple[list[bytes], int]:
+        """RTP payloads of one encoded frame, and its timestamp on the 90 kHz clock."""
+        payloads, timestamp = self._packer.pack(packet)
+        return list(payloads), int(timestamp)
+
+    @property
+    def target_bitrate(self) -> int:
+        """The viewer's latest estimate in bit/s, 0 before the first one."""
+        return self._estimate_bps
+
+    @target_bitrate.setter
+    def target_bitrate(self, bitrate: int) -> None:
+        self._estimate_bps = bitrate
+        self._on_estimate(bitrate)
+
+
+def negotiated_codec(transceiver: RTCRtpTransceiver) -> Any | None:
+    """The codec both sides agreed on, after `setRemoteDescription`; None if there is none."""
+    codecs = transceiver._codecs
+    return codecs[0] if codecs else None
+
+
+def hook_sender(
+    sender: RTCRtpSender,
+    codec: Any,
+    on_key_request: Callable[[], None],
+    on_estimate: Callable[[int], None],
+    on_report: Callable[[float | None], None],
+) -> None:
+    """Make `sender` pack what its track hands out, and report PLI / FIR, REMB, and what its peer received.
+
+    `on_report` is called for everything the peer says about the video: with the share of packets lost since its last
+    report (0 to 1), or None where it says nothing on that. Mutates: sender.
+    """
+    setattr(sender, _ENCODER_ATTRIBUTE, Packetizer(codec, on_estimate))
+    setattr(sender, "_send_keyframe", on_key_request)  # noqa: B010
+    handle = sender._handle_rtcp_packet
+
+    async def listen(packet: Any) -> None:
+        lost = [each.fraction_lost for each in getattr(packet, "reports", ()) if each.ssrc == sender._ssrc]
+        on_report(lost[0] / 256 if lost else None)
+        await handle(packet)
+
+    setattr(sender, "_handle_rtcp_packet", listen)  # noqa: B010
+
+
+class _TooMuchData(Exception):
+    """A peer has sent more than its data channels may take."""
+
+
+DATA_ERRORS: tuple[type[Exception], ...] = (_TooMuchData, *OFFER_ERRORS, struct.error, UnboundLocalError)
+"""What is raised for data-channel packets that aiortc cannot digest, or shall not."""
+
+
+def bound_data(sctp: RTCSctpTransport, max_message_bytes: int, on_misuse: Callable[[str], None]) -> None:
+    """Bound what the peer's data channels take in memory and time, and tell it how long a message may be.
+
+    To be called between the offer and the answer. `on_misuse` is called once, with `data_limit` for a peer that sends
+    more than the bounds above or `data_malformed` for packets that cannot be read; nothing that the peer sends
+    afterwards is looked at. A message longer than `max_message_bytes` that keeps the bounds is delivered; text that is
+    not UTF-8 is delivered as bytes. Mutates: sctp.
+    """
+    handle, receive_chunk, deliver = sctp._handle_data, sctp._receive_chunk, sctp._receive
+    chunks = TokenBucket(CHUNKS_PER_S, CHUNK_BURST)
+    misused = False
+
+    async def handle_data(data: bytes) -> None:
+        nonlocal misused
+        if misused:
+            return
+        try:
+            await handle(data)
+        except DATA_ERRORS as error:
+            misused = True
+            end = "data_limit" if isinstance(error, _TooMuchData) else "data_malformed"
+            logger.info("A peer misuses its data channels (%s): %s: %s", end, type(error).__name__, error)
+            on_misuse(end)
+
+    async def receive_bounded(chunk: Any) -> None:
+        if not chunks.take(clock.monotonic_s()):
+            raise _TooMuchData(f"more than {CHUNKS_PER_S:g} SCTP chunks in a second")
+        if isinstance(chunk, SackChunk) and sum(last - first for first, last in chunk.gaps) > ACKNOWLEDGED_CHUNKS:
+            raise _TooMuchData("an acknowledgement of more than was ever sent")
+        await receive_chunk(chunk)
+        streams = sctp._inbound_streams.values()
+        if len(streams) > STREAMS:
+            raise _TooMuchData(f"more than {STREAMS} streams")
+        if max(sum(len(stream.reassembly) for stream in streams), len(sctp._sack_misordered)) > HELD_CHUNKS:
+            raise _TooMuchData(f"more than {HELD_CHUNKS} SCTP chunks of messages that are not complete")
+
+    async def deliver_text(stream_id: int, protocol: int, data: bytes) -> None:
+        broken = protocol == WEBRTC_STRING and not _is_utf8(data)
+        await deliver(stream_id, WEBRTC_BINARY if broken else protocol, data)
+
+    sctp._advertised_rwnd = RECEIVE_WINDOW_BYTES
+    hooks: dict[str, Any] = {
+        "_handle_data": handle_data,
+        "_receive_chunk": receive_bounded,
+        "_receive": deliver_text,
+        "getCapabilities": lambda: RTCSctpCapabilities(maxMessageSize=max_message_bytes),
+    }
+    for name, hook in hooks.items():
+        setattr(sctp, name, hook)
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+async def close(pc: RTCPeerConnection, limit_s: float) -> bool:
+    """Close a connection: with a good-bye within `limit_s`, else by force. Nothing of it is left either way.
+
+    `RTCPeerConnection.close` alone waits for the good-bye to get away, whatever that takes; cancelled, or when a
+    handshake completes meanwhile, it leaves tasks and sockets behind that nothing ends any more.
+
+    Returns: whether force was not needed.
+    """
+    closing = asyncio.create_task(pc.close(), name="close-connection")
+    closed = False
+    try:
+        await asyncio.wait({closing}, timeout=limit_s)
+        closed = closing.done() and not closing.cancelled() and closing.exception() is None
+    finally:
+        if not closed:
+            _drop_sockets(pc)
+        _cancel_tasks(pc)
+    for _ in range(CANCEL_ROUNDS):
+        if not _cancel_tasks(pc):
+            return closed
+        await asyncio.sleep(0)
+    logger.error("Tasks of a closed connection do not end: %s.", ", ".join(map(repr, _tasks_of(pc))))
+    return False
+
+
+def _drop_sockets(pc: RTCPeerConnection) -> None:
+    """Close the connection's sockets, with what waits to be sent; tell nobody. Mutates: pc."""
+    pc.remove_all_listeners()
+    for dtls in getattr(pc, _TRANSPORTS_ATTRIBUTE):
+        for protocol in dtls.transport._connection._protocols:
+            _under_relay(protocol).transport.abort()
+
+
+def _under_relay(protocol: Any) -> Any:
+    """The protocol that holds the socket: for a candidate at a TURN server the one that speaks to that."""
+    return getattr(protocol.transport, "_TurnTransport__inner_protocol", protocol)
+
+
+def _cancel_tasks(pc: RTCPeerConnection) -> bool:
+    """Cancel what the connection still does; whether it does anything. Mutates: pc."""
+    tasks = list(_tasks_of(pc))
+    for task in tasks:
+        task.cancel()
+    return bool(tasks)
+
+
+def _tasks_of(pc: RTCPeerConnection) -> Iterator[asyncio.Task[Any]]:
+    """The tasks that run methods of the connection or its parts; aiortc keeps no reference to most of them."""
+    parts: list[Any] = [pc, *([] if pc.sctp is None else [pc.sctp])]
+    for transceiver in pc.getTransceivers():
+        parts += (transceiver.sender, transceiver.receiver)
+    for dtls in getattr(pc, _TRANSPORTS_ATTRIBUTE):
+        parts += (dtls, dtls.transport, dtls.transport._connection)
+        for protocol in dtls.transport._connection._protocols:
+            parts += (protocol, protocol.transport, _under_relay(protocol))
+    known = {id(part) for part in parts}
+    for task in asyncio.all_tasks():
+        coroutine = task.get_coro()
+        if inspect.iscoroutine(coroutine) and id(inspect.getcoroutinelocals(coroutine).get("self")) in known:
+            yield task
+
+
+def extend_history() -> None:
+    """Keep more packets for retransmission. Mutates: a constant of aiortc, for the whole process."""
+    setattr(aiortc.rtcrtpsender, "RTP_HISTORY_SIZE", RETRANSMIT_PACKETS)  # noqa: B010
+
+
+_all_host_addresses = aioice.ice.get_host_addresses
+
+
+def host_addresses(use_ipv4: bool, use_ipv6: bool) -> list[str]:
+    """This host's addresses, and loopback where there is nothing else: a laptop without a network still plays."""
+    found = list(_all_host_addresses(use_ipv4, use_ipv6))
+    return found or (["127.0.0.1"] if use_ipv4 else [])
+
+
+def check() -> None:
+    """Make sure that this aiortc has what we lean on.
+
+    Raises:
+        StreamdiffError: another version, or a private name is gone; names the tested range.
+    """
+    installed = importlib.metadata.version("aiortc")
+    oldest, untested = (".".join(map(str, version)) for version in TESTED)
+    wanted = f"streamdiff works with aiortc >= {oldest}, < {untested}: pip install 'aiortc>={oldest},<{untested}'"
+    major_minor = tuple(int(part) for part in installed.split(".")[:2])
+    if not TESTED[0] <= major_minor < TESTED[1]:
+        raise StreamdiffError(f"aiortc {installed} is installed. {wanted}")
+    probes = (
+        hasattr(RTCRtpSender, "_send_keyframe"),
+        hasattr(RTCRtpSender, "_next_encoded_frame"),
+        inspect.iscoroutinefunction(getattr(RTCRtpSender, "_handle_rtcp_packet", None)),
+        "_codecs" in RTCRtpTransceiver.__init__.__code__.co_names,
+        "_ssrc" in RTCRtpSender.__init__.__code__.co_names,
+        hasattr(aiortc.rtcrtpsender, "RTP_HISTORY_SIZE"),
+        hasattr(aioice.ice, "get_host_addresses"),
+        _ENCODER_ATTRIBUTE in RTCRtpSender._next_encoded_frame.__code__.co_names,
+        hasattr(RTCPeerConnection, "addIceCandidate"),
+        _TRANSPORTS_ATTRIBUTE in RTCPeerConnection.__init__.__code__.co_names,
+        "_TurnTransport__inner_protocol" in aioice.turn.TurnTransport.__init__.__code__.co_names,
+        "_connection" in RTCIceTransport.__init__.__code__.co_names,
+        "_protocols" in aioice.Connection.__init__.__code__.co_names,
+        inspect.iscoroutinefunction(getattr(RTCSctpTransport, "_handle_data", None)),
+        inspect.iscoroutinefunction(getattr(RTCSctpTransport, "_receive_chunk", None)),
+        inspect.iscoroutinefunction(getattr(RTCSctpTransport, "_receive", None)),
+        {"_advertised_rwnd", "_inbound_streams", "_sack_misordered"}
+        <= set(RTCSctpTransport.__init__.__code__.co_names),
+    )
+    if not all(probes):
+        raise StreamdiffError(f"aiortc {installed} lacks a name that streamdiff uses. {wanted}")
+
+
+check()
+extend_history()
+aioice.ice.get_host_addresses = host_addresses

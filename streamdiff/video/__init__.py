@@ -1,0 +1,1 @@
+"""Pixel formats and video files: what a picture is, reading and writing clips."""

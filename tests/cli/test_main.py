@@ -1,0 +1,311 @@
+"""The command line as a user meets it: real processes where a process is the point, `main` elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import av
+import pytest
+
+from streamdiff.cli import convert_options, main, options, parser
+from streamdiff.commands import doctor
+from streamdiff.errors import ConfigError
+from streamdiff.version import __version__
+
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What is printed for a command line that cannot be carried out: one line, status 2, nothing on stdout."""
+    assert main.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("srve", "unknown command 'srve'; did you mean serve?"),
+        ("serve --prompts x", "unknown option --prompts; did you mean --prompt"),
+        ("serve --prot 1", "did you mean --prompt or --port?"),
+        ("serve --fps=30 --fsp=30", "unknown option --fsp; did you mean --fps"),
+        ("--verison", "unknown option --verison; did you mean --version?"),
+        ("serve --port abc", "--port"),
+        ("serve --port 70000", "--port is 70000, but must be a whole number: 0 or more and at most 65,535"),
+        ("serve --port", "expected one argument"),
+        ("serve --codec av1", "--codec is 'av1', but must be one of auto, h264, vp8"),
+        ("serve --seed -1", "--seed is -1"),
+        ("serve --fps nan", "--fps is nan"),
+        ("serve --device gpu", "--device is 'gpu', but must be one of auto, cpu, cuda"),
+        ("serve --config none.yaml", "none.yaml: cannot be read"),
+        ("generate a circle", "unexpected argument 'a'; a text with spaces needs quotes"),
+        ("generate --prompt=", "--prompt is ''"),
+        ("generate", "--output is missing"),
+        ("generate --output x.avi", ".avi"),
+        ("generate --output none/x.mp4", "none"),
+        ("generate --output x.mp4 --seconds 0", "--seconds is 0"),
+        ("generate --output x.mp4 --seconds nan", "--seconds is nan"),
+        ("generate --output x.mp4 --prompt-at 3", "must be SECONDS:TEXT"),
+        ("generate --output x.mp4 --seconds 2 --prompt-at 3:x", "--prompt-at 3 lies after the end"),
+        ("plan --stage 4", "unknown option --stage; did you mean --stages"),
+        ("plan --stages four", "--stages"),
+        ("plan --stages 5", "stages is 5, but must be 1 to 4: every stage needs a block"),
+        ("plan --stage-times 0.1,0.2", "--stage-times is '0.1,0.2', but must be 4 times in seconds"),
+        ("plan --stage-times 0.1,0.1,0.1,-0.1", "each above 0"),
+        ("plan --decode-time -1", "--decode-time is -1"),
+        ("plan --kv-context foggy", "--kv-context is 'foggy', but must be one of clean, staircase, matched"),
+        ("plan --steps 3", "--steps is 3; model tiny has 4 or 2"),
+        ("plan --model nowhere", "--model is 'nowhere'; it can be `tiny`"),
+        ("plan --profile none.json", "none.json: cannot be read"),
+        ("plan --trace none/t.json", "--trace is 'none/t.json', which lies in none, which is no folder"),
+        ("models longlive", "no model is called 'longlive'; did you mean longlive-1.3b?"),
+        ("models --jsn", "unknown option --jsn; did you mean --json"),
+        ("models tiny krea", "unexpected argument 'krea'"),
+        ("plan --plot t.gif", "--plot is 't.gif', but must end in .png"),
+    ],
+)
+def test_a_mistake_gets_one_line_and_status_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert words in complaint(capsys, *line.split(" "))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("text", "change"), [("4:a blue star", (4.0, "a blue star")), ("0.5: b:c ", (0.5, "b:c"))])
+def test_a_change_of_prompt_is_read(text: str, change: tuple[float, str]) -> None:
+    assert main.parse_change(text) == change
+
+
+@pytest.mark.parametrize("text", ["", ":", "4", "4:", "4: ", "x:a", "-1:a", "nan:a", "inf:a"])
+def test_a_change_that_says_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="SECONDS:TEXT"):
+        main.parse_change(text)
+
+
+@pytest.mark.parametrize("command", ["", "serve", "generate", "plan", "decode", "encode", "doctor", "models"])
+def test_help_teaches_with_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main.main([*command.split(), "--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert f"\nexamples:\n  streamdiff {command}".rstrip() in text
+
+
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([]) == 0
+    assert "commands:" in capsys.readouterr().out
+
+
+def test_every_example_in_the_help_parses() -> None:
+    texts = (
+        options.EXAMPLES,
+        options.SERVE_EXAMPLES,
+        options.GENERATE_EXAMPLES,
+        options.PLAN_EXAMPLES,
+        convert_options.DECODE_EXAMPLES,
+        convert_options.ENCODE_EXAMPLES,
+        options.DOCTOR_EXAMPLES,
+        options.MODELS_EXAMPLES,
+    )
+    for text in texts:
+        for line in text.replace("\\\n", " ").splitlines():
+            if line.startswith("  streamdiff ") and "COMMAND" not in line:
+                words = shlex.split(line[2:].split("   ")[0])
+                assert parser.parse(words[1:]).command in parser.parsers()
+
+
+def test_help_and_version_import_nothing_heavy() -> None:
+    script = (
+        "import sys; from streamdiff import cli\n"
+        "try: cli.main(['--version'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'numpy', 'pydantic', 'av', 'fastapi'} & set(sys.modules)))"
+    )
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines() == [f"streamdiff {__version__}", "[]"]
+
+
+def test_plan_answers_without_torch(tmp_path: Path) -> None:
+    """The whole command in a fresh interpreter: JSON on stdout, a trace in its file, and nothing heavy imported."""
+    path = tmp_path / "trace.json"
+    words = ["plan", "--stages", "2", "--kv-context", "matched", "--chunks", "8", "--json", "--trace", str(path)]
+    script = (
+        "import sys; from streamdiff import cli\n"
+        f"status = cli.main({words!r})\n"
+        "print(status, sorted({'torch', 'diffusers', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
+    )
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert process.stderr.strip() == "0 []"
+    tree = json.loads(process.stdout)
+    assert (tree["model"], tree["workload"]["stages"], tree["workload"]["kv_context"]) == ("tiny", 2, "matched")
+    assert len(tree["ranks"]) == 2
+    assert json.loads(path.read_text())["traceEvents"]
+
+
+def test_doctor_finds_this_machine_ready(streamdiff_command: Command) -> None:
+    process = streamdiff_command("doctor", "--port", "0")
+    assert process.returncode == 0, process.stdout + process.stderr
+    for words in (
+        "python",
+        "torch",
+        "H.264 by libx264 (one picture encoded)",
+        "aiortc",
+        "weight files",
+        "will be used",
+        "tiny, steps: 4 per chunk",
+    ):
+        assert words in process.stdout
+
+
+@pytest.mark.slow
+def test_doctor_tries_the_attention_kernels_and_says_what_can_be_quantised(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["doctor", "--port", "0", "--device", "cpu", "--attention", "xformers", "--quantize", "fp8"]
+    find = importlib.util.find_spec
+    absent = ("xformers", "sageattention")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in absent else find(name, *more))
+    assert main.main(asked) == main.FAILED
+    text = capsys.readouterr().out
+    assert re.search(r"ok +attention +auto, math, flash.*right here \(cpu, float32\)", text)
+    assert re.search(r"FAIL +attention +xformers is not installed \(no module xformers; pip install xformers\)", text)
+    assert re.search(r"note +attention +not installed: .*sage", text)
+    assert re.search(r"FAIL +quantize +fp8 takes an NVIDIA GPU of compute capability 8\.9", text)
+    assert "Missing: attention, quantize." in text
+
+
+def test_doctor_says_what_is_missing(streamdiff_command: Command) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        process = streamdiff_command("doctor", "--port", port, "--model", "/nowhere")
+    assert process.returncode == 1
+    assert re.search(rf"FAIL +port +127\.0\.0\.1:{port} cannot be listened on", process.stdout)
+    assert "no weights (*.safetensors) under /nowhere" in process.stdout
+    assert "Missing: model, port." in process.stdout
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("", r"ok +steps +4 per chunk \(what the model was made for\)"),
+        ("--steps 2", r"ok +steps +2 per chunk\n"),
+        ("--steps 3", r"FAIL +steps +--steps is 3; model tiny has 4 or 2 \(without --steps: 4\)"),
+        ("--model causal-forcing-framewise-1step", r"ok +steps +1 per chunk \(what"),
+        ("--model wan2.1-t2v-1.3b", r"FAIL +steps +model wan2.1-t2v-1.3b has no denoise steps of its own"),
+        ("--model some/repository", r"note +steps +what the model was made for"),
+    ],
+)
+def test_doctor_says_in_how_many_steps(asked: str, words: str) -> None:
+    arguments = parser.parse(["doctor", *asked.split()])
+    (found,) = doctor._look_at_steps(main._config(arguments))
+    assert re.search(words, f"{found.grade.value} {found.topic} {found.text}\n")
+
+
+def test_a_port_in_use_is_told_in_one_line(streamdiff_command: Command) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        process = streamdiff_command("serve", "--no-browser", "--port", port)
+    assert process.returncode == 2
+    assert f"port {port} is in use" in process.stderr
+    assert process.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_generate_makes_the_video_that_was_asked_for(streamdiff_command: Command, tmp_path: Path) -> None:
+    """Length, rate, and the change of prompt: the picture's mean colour goes from red to blue."""
+    process = streamdiff_command(
+        *("generate", "--output", "out.mp4", "--seconds", "3", "--fps", "24", "--seed", "3"),
+        *("--prompt", "a red circle at night", "--prompt-at", "1:a blue circle in the desert"),
+    )
+    assert process.returncode == 0, process.stderr
+    assert "out.mp4: 72 frames, 3 s at 24 per second" in process.stdout
+    assert "72/72" in process.stderr, "a progress bar"
+    with av.open(str(tmp_path / "out.mp4")) as video:
+        means = [frame.to_ndarray(format="rgb24").mean(axis=(0, 1)) for frame in video.decode(video=0)]
+    assert len(means) == 72
+    assert means[-1].sum() > 1.5 * means[0].sum(), "the desert is brighter than night"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.mp4"]
+
+
+@pytest.mark.slow
+def test_generate_over_several_ranks_makes_the_same_frames(streamdiff_command: Command, tmp_path: Path) -> None:
+    """It starts a process per rank, here of two stages and one that decodes; the picture changes on the way."""
+    (tmp_path / "ring.yaml").write_text("model: {decode: own-rank}")
+    for folder, more in (("one", ()), ("three", ("--stages", "2", "--config", "ring.yaml"))):
+        process = streamdiff_command(
+            *("generate", "--output", folder, "--seconds", "1", "--seed", "3", "--device", "cpu", *more),
+            *("--prompt", "a red circle at night", "--prompt-at", "0.2:a blue circle in the desert"),
+        )
+        assert process.returncode == 0, process.stderr
+        assert f"{folder}: 40 frames, 1 s at 40 per second" in process.stdout
+    one, three = (sorted((tmp_path / folder).iterdir()) for folder in ("one", "three"))
+    assert [path.name for path in one] == [path.name for path in three] and len(one) == 40
+    assert all(mine.read_bytes() == theirs.read_bytes() for mine, theirs in zip(one, three, strict=True))
+    assert one[0].read_bytes() != one[-1].read_bytes()
+
+
+@pytest.mark.slow
+def test_what_is_wrong_with_a_ring_is_told_once(streamdiff_command: Command, tmp_path: Path) -> None:
+    process = streamdiff_command("generate", "--output", "out.mp4", "--stages", "5", "--device", "cpu")
+    assert process.returncode == 2
+    assert process.stderr.count("streamdiff: error: stages is 5, but must be 1 to 4: every stage needs a block") == 1
+    assert process.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_an_unknown_model_is_told_in_one_line(streamdiff_command: Command) -> None:
+    process = streamdiff_command("generate", "--output", "out.mp4", "--model", "tinny")
+    assert process.returncode == 2
+    assert "tinny" in process.stderr
+    assert "Traceback" not in process.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status", "stages"), [(signal.SIGINT, 130, "2"), (signal.SIGTERM, 143, "1")])
+def test_an_interrupted_video_leaves_nothing(tmp_path: Path, number: signal.Signals, status: int, stages: str) -> None:
+    root = Path(main.__file__).parents[2]
+    command = [sys.executable, "-m", "streamdiff", "generate", "--output", str(tmp_path / "o.mp4"), "--seconds", "999"]
+    command += ["--stages", stages]
+    # A shell's background job ignores SIGINT, and so would what these tests start when they run in one.
+    defaults = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True, preexec_fn=defaults) as process:
+        assert process.stderr is not None
+        seen = ""
+        while not re.search(r" [1-9]\d*/", seen):  # the bar has begun to move
+            part = process.stderr.read(1)
+            assert part, f"ended before the first frame: {seen}"
+            seen += part
+        process.send_signal(number)
+        rest = process.stderr.read()
+    assert process.returncode == status
+    assert "Traceback" not in rest and "elastic" not in rest
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "fps"),
+    [
+        ("serve", 40.0),
+        ("serve --model self-forcing", 16.0),
+        ("serve --model self-forcing --fps 24", 24.0),
+        ("serve --model tiny --fps 30", 30.0),
+    ],
+)
+def test_a_model_is_served_at_its_own_rate(words: str, fps: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr("streamdiff.server.main.run", lambda config: seen.append(config) or 0)
+    assert main.main(words.split()) == 0
+    assert seen[0].playback.fps == fps

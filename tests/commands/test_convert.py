@@ -1,0 +1,331 @@
+"""`streamdiff decode` and `streamdiff encode` through the command line's own `main`: tensors in, tensors out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from streamdiff.cli import main
+from streamdiff.models.autoencoder.normalisation import WAN_MEAN, WAN_STD
+from streamdiff.models.autoencoder.taehv import TAEHV, Config
+from streamdiff.models.checkpoint.tensor_writer import RAW, write_tensor
+from streamdiff.models.tiny import world
+from tests.small_vae import original_layout, relative_error, small_wan_autoencoder
+
+MEAN, STD = (torch.tensor(values).view(-1, 1, 1, 1) for values in (WAN_MEAN, WAN_STD))
+
+
+@pytest.fixture(scope="module")
+def autoencoder() -> AutoencoderKLWan:
+    return small_wan_autoencoder()
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autoencoder: AutoencoderKLWan) -> Path:
+    """A folder to work in, with an autoencoder file, and latents and a video for it."""
+    monkeypatch.chdir(tmp_path)
+    torch.save(original_layout(autoencoder), "vae.pth")
+    generator = torch.Generator().manual_seed(0)
+    save_file({"latents": torch.randn(2, 16, 3, 2, 3, generator=generator)}, "latents.safetensors")
+    save_file({"video": torch.rand(3, 9, 16, 24, generator=generator) * 2 - 1}, "video.safetensors")
+    return tmp_path
+
+
+def tensor(path: str, name: str) -> Tensor:
+    """The only tensor of a file."""
+    stored = load_file(path)
+    assert list(stored) == [name]
+    return stored[name]
+
+
+def run(capsys: pytest.CaptureFixture[str], line: str) -> str:
+    """Carry out a command line that is right; what it says."""
+    assert main.main(line.split()) == 0, capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "frame/s" in err, "a progress bar"
+    return out
+
+
+def expected_video(autoencoder: AutoencoderKLWan) -> Tensor:
+    """What diffusers decodes the latents file to: chunks laid end to end."""
+    chunks = tensor("latents.safetensors", "latents")
+    with torch.no_grad():
+        video: Tensor = autoencoder.decode((torch.cat(list(chunks), 1) * STD + MEAN)[None]).sample[0]
+    return video
+
+
+@pytest.mark.parametrize("chunk", ["", "--chunk-frames 1", "--chunk-frames 4", "--chunk-frames 99"])
+def test_decode_gives_diffusers_tensor(
+    place: Path, capsys: pytest.CaptureFixture[str], autoencoder: AutoencoderKLWan, chunk: str
+) -> None:
+    said = run(capsys, f"decode --vae vae.pth --latents latents.safetensors --out out.safetensors {chunk}")
+    assert said == "out.safetensors: 21 frames, 24 x 16, from 6 latent frames\n"
+    video = tensor("out.safetensors", "video")
+    assert (video.dtype, tuple(video.shape)) == (torch.float32, (3, 21, 16, 24))
+    assert relative_error(video, expected_video(autoencoder)) <= 1e-5
+
+
+def test_decode_takes_latents_without_chunks(
+    place: Path, capsys: pytest.CaptureFixture[str], autoencoder: AutoencoderKLWan
+) -> None:
+    save_file({"latents": torch.cat(list(tensor("latents.safetensors", "latents")), 1)}, "flat.safetensors")
+    run(capsys, "decode --vae vae.pth --latents flat.safetensors --out out.safetensors")
+    assert relative_error(tensor("out.safetensors", "video"), expected_video(autoencoder)) <= 1e-5
+
+
+def test_decode_writes_pictures_and_videos(
+    place: Path, capsys: pytest.CaptureFixture[str], autoencoder: AutoencoderKLWan
+) -> None:
+    run(capsys, "decode --vae vae.pth --latents latents.safetensors --out frames")
+    wanted = ((expected_video(autoencoder) + 1) * 127.5).permute(1, 2, 3, 0)
+    names = sorted(path.name for path in (place / "frames").iterdir())
+    assert names == [f"{number:05d}.png" for number in range(21)]
+    pictures = np.stack([np.asarray(Image.open(place / "frames" / name)) for name in names])
+    assert np.abs(pictures - wanted.numpy()).max() <= 0.51
+    for line, rate in (("--out out.mp4", 16), ("--out out.webm --fps 25", 25)):
+        run(capsys, f"decode --vae vae.pth --latents latents.safetensors {line}")
+        with av.open(line.split()[1]) as video:
+            assert video.streams.video[0].average_rate == rate
+            assert len(list(video.decode(video=0))) == 21
+
+
+@pytest.mark.parametrize("chunk", ["", "--chunk-frames 1"])
+def test_encode_gives_diffusers_means(
+    place: Path, capsys: pytest.CaptureFixture[str], autoencoder: AutoencoderKLWan, chunk: str
+) -> None:
+    said = run(capsys, f"encode --vae vae.pth --video video.safetensors --out out.safetensors {chunk}")
+    assert said == "out.safetensors: `latents` [16, 3, 2, 3], from 9 frames, 24 x 16\n"
+    with torch.no_grad():
+        raw = autoencoder.encode(tensor("video.safetensors", "video")[None]).latent_dist.mode()[0]
+    latents = tensor("out.safetensors", "latents")
+    assert latents.dtype == torch.float32
+    assert relative_error(latents, (raw - MEAN) / STD) <= 1e-5
+
+
+def test_raw_latents_are_the_networks_own_and_decode_as_the_others_do(
+    place: Path, capsys: pytest.CaptureFixture[str], autoencoder: AutoencoderKLWan
+) -> None:
+    encode = "encode --vae vae.pth --video video.safetensors --out"
+    run(capsys, f"{encode} plain.safetensors")
+    said = run(capsys, f"{encode} raw.safetensors --raw")
+    assert said == "raw.safetensors: `latents` [16, 3, 2, 3], not normalised, from 9 frames, 24 x 16\n"
+    with torch.no_grad():
+        raw = autoencoder.encode(tensor("video.safetensors", "video")[None]).latent_dist.mode()[0]
+    assert relative_error(tensor("raw.safetensors", "latents"), raw) <= 1e-5
+    for name, space in (("plain", "model"), ("raw", "no")):
+        with safe_open(place / f"{name}.safetensors", "pt") as file:
+            assert file.metadata() == {"normalised": space}
+        run(capsys, f"decode --vae vae.pth --latents {name}.safetensors --out {name}-video.safetensors")
+    plain, seen = (tensor(f"{name}-video.safetensors", "video") for name in ("plain", "raw"))
+    assert relative_error(seen, plain) <= 1e-5
+
+
+def test_an_autoencoder_that_knows_no_raw_latents_says_so(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(TAEHV(Config()).state_dict(), "taew2_1.pth")
+    write_tensor(Path("raw.safetensors"), "latents", zeros(16, 2, 2, 3), RAW)
+    before = sorted(path.name for path in place.iterdir())
+    for line in (
+        "encode --vae taew2_1.pth --video video.safetensors --out out.safetensors --raw",
+        "decode --vae taew2_1.pth --latents raw.safetensors --out out.safetensors",
+    ):
+        assert main.main(line.split()) == 2
+        assert "taew2_1.pth knows normalised latents alone" in capsys.readouterr().err
+        assert sorted(path.name for path in place.iterdir()) == before
+
+
+@pytest.mark.parametrize("source", ["frames", "clip.mp4", "clip.webm"])
+def test_encode_reads_pictures_and_videos(place: Path, capsys: pytest.CaptureFixture[str], source: str) -> None:
+    """The frames of a lossy video are what a reader sees, so it is compared with them as a tensor."""
+    pieces = "decode --vae vae.pth --latents latents.safetensors --out"
+    run(capsys, f"{pieces} {source}")
+    if source == "frames":
+        frames = [np.asarray(Image.open(path)) for path in sorted((place / source).iterdir())]
+    else:
+        with av.open(source) as video:
+            frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
+    seen = torch.from_numpy(np.stack(frames)).permute(3, 0, 1, 2).contiguous() / 127.5 - 1
+    save_file({"video": seen}, "seen.safetensors")
+    run(capsys, f"encode --vae vae.pth --video {source} --out a.safetensors")
+    run(capsys, "encode --vae vae.pth --video seen.safetensors --out b.safetensors")
+    assert relative_error(tensor("a.safetensors", "latents"), tensor("b.safetensors", "latents")) <= 1e-5
+
+
+def test_the_embedded_model_there_and_back(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A picture of its own world comes back, as near as a small autoencoder comes."""
+    video = world.empty(torch.tensor([1]))[0, :, None].repeat(1, 8, 1, 1) * 2 - 1
+    save_file({"video": video}, "world.safetensors")
+    said = run(capsys, "encode --vae tiny --video world.safetensors --out latents.safetensors")
+    assert "`latents` [8, 2, 16, 16], from 8 frames" in said
+    said = run(capsys, "decode --vae tiny --latents latents.safetensors --out again.safetensors")
+    assert "8 frames, 128 x 128, from 2 latent frames" in said
+    assert (tensor("again.safetensors", "video") - video).abs().mean() < 0.05
+    run(capsys, "decode --vae tiny --latents latents.safetensors --out again.mp4")
+    with av.open("again.mp4") as made:
+        assert made.streams.video[0].average_rate == 40, "the embedded model's own"
+
+
+# ---- what is refused --------------------------------------------------------------------------------------------
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def write_bad_files() -> None:
+    nan = zeros(16, 2, 2, 2)
+    nan[3, 1] = float("nan")
+    torch.manual_seed(0)
+    for name, tensors in {
+        "other": {"video": zeros(3, 5, 16, 16)},
+        "rank": {"latents": zeros(16, 2, 2)},
+        "none": {"latents": zeros(16, 0, 2, 2)},
+        "whole": {"latents": zeros(16, 2, 2, 2, dtype=torch.int32)},
+        "nan": {"latents": nan},
+        "four": {"latents": zeros(3, 4, 2, 2, 2)},
+        "bytes": {"video": zeros(3, 5, 16, 16) + 255},
+        "grey": {"video": zeros(1, 5, 16, 16)},
+        "even": {"video": zeros(3, 8, 16, 16)},
+        "odd": {"video": zeros(3, 5, 16, 20)},
+    }.items():
+        save_file(tensors, f"{name}.safetensors")
+    Path("text.safetensors").write_text("no tensors")
+    Path("text.mp4").write_text("no video")
+
+
+DECODE = "decode --vae vae.pth --out out.mp4 --latents "
+ENCODE = "encode --vae vae.pth --out out.safetensors --video "
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("decode", "the following arguments are required: --vae, --latents, --out"),
+        (
+            f"{DECODE}nothing.safetensors",
+            "nothing.safetensors does not exist; expected clean latents, a safetensors file: latents [C, F, h, w] or "
+            "[chunks, C, f, h, w] (C, F, chunks, f, h, w at least 1)",
+        ),
+        (f"{DECODE}text.safetensors", "text.safetensors: not a safetensors file, or cut off"),
+        (f"{DECODE}other.safetensors", "latents is missing, video is unknown; expected latents [C, F, h, w] or"),
+        (f"{DECODE}rank.safetensors", "got [16, 2, 2], which has 3 dimensions"),
+        (f"{DECODE}none.safetensors", "latents: expected shape [C, F, h, w] or"),
+        (f"{DECODE}whole.safetensors", "latents: expected dtype F32 or BF16 or F16 or F64, got I32"),
+        (f"{DECODE}nan.safetensors", "got nan at [3, 1, 0, 0] (4 of 128 are not finite)"),
+        (f"{DECODE}four.safetensors", "`latents` has 4 channels, but vae.pth takes 16"),
+        (f"{DECODE}latents.safetensors --chunk-frames 0", "--chunk-frames is 0, but must be 1 or more"),
+        (f"{DECODE}latents.safetensors --fps 0", "--fps is 0, but must be above 0"),
+        (
+            f"{DECODE}latents.safetensors --dtype float8",
+            "--dtype is float8, but must be auto, float32 or bfloat16",
+        ),
+        (f"{DECODE}latents.safetensors --device gpu", "--device is gpu, but must be auto, cpu or cuda"),
+        (f"{DECODE}latents.safetensors --latent-space raw", "--latent-space is for TAEHV files"),
+        (f"{DECODE}latents.safetensors --seed 1", "unknown option --seed"),
+        ("decode --vae vae.pth --latents latents.safetensors --out out.avi", "unknown ending '.avi'"),
+        ("decode --vae vae.pth --latents latents.safetensors --out no/out.safetensors", "does not exist; create it"),
+        ("decode --vae vae.pth --latents latents.safetensors --out latents.safetensors", "which is what is read"),
+        ("decode --vae no.pth --latents latents.safetensors --out out.mp4", "there is no autoencoder at no.pth"),
+        (
+            "decode --vae text.mp4 --latents latents.safetensors --out out.mp4",
+            "text.mp4: a checkpoint ends in",
+        ),
+        (f"{ENCODE}nothing.mp4", "nothing.mp4 does not exist; expected a video file or a folder"),
+        (f"{ENCODE}text.mp4", "text.mp4 cannot be read as a video"),
+        (f"{ENCODE}latents.safetensors", "video is missing, latents is unknown; expected video [3, F, H, W]"),
+        (f"{ENCODE}bytes.safetensors", "`video` has values from 255 to 255; expected -1 to 1"),
+        (f"{ENCODE}grey.safetensors", "expected shape [3, F, H, W] (F, H, W at least 1), got [1, 5, 16, 16]"),
+        (
+            f"{ENCODE}even.safetensors",
+            "8 frames cannot be encoded: the Wan autoencoder takes one frame, then",
+        ),
+        (f"{ENCODE}odd.safetensors", "odd.safetensors is 20 x 16; vae.pth takes sides that are multiples of 8"),
+        (
+            "encode --vae vae.pth --video video.safetensors --out out.pt",
+            "out.pt: expected a file's name that ends in .safetensors, but this ends in '.pt'",
+        ),
+    ],
+)
+def test_a_mistake_gets_one_line_and_nothing_is_written(
+    place: Path, capsys: pytest.CaptureFixture[str], line: str, words: str
+) -> None:
+    write_bad_files()
+    before = sorted(path.name for path in place.iterdir())
+    assert main.main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+    assert err.count("\n") == 1
+    assert sorted(path.name for path in place.iterdir()) == before
+
+
+def test_a_length_that_shows_only_at_the_end_leaves_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A webm file does not say how many frames it has."""
+    save_file({"latents": torch.zeros(8, 1, 2, 2)}, "small.safetensors")
+    run(capsys, "decode --vae tiny --latents small.safetensors --out four.webm")
+    before = sorted(path.name for path in place.iterdir())
+    assert main.main(["encode", "--vae", "vae.pth", "--video", "four.webm", "--out", "out.safetensors"]) == 2
+    assert "3 frames are left over at the end, but 4 make a latent frame" in capsys.readouterr().err
+    assert sorted(path.name for path in place.iterdir()) == before
+
+
+@pytest.mark.parametrize("out", ["out.mp4", "out.safetensors", "frames"])
+@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, 130), (OSError, 1)])
+def test_an_end_on_the_way_keeps_what_was_there(
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    out: str,
+    error: type[BaseException],
+    status: int,
+) -> None:
+    """In the middle of the clip, the network fails or the user has had enough."""
+    from streamdiff.models.autoencoder.stepped_decoder import DecoderState
+    from streamdiff.models.autoencoder.wan import WanDecoder
+
+    if out != "frames":
+        Path(out).write_text("old")
+    plain, calls = WanDecoder._step, iter(range(100))
+
+    def failing(self: WanDecoder, raw: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
+        if next(calls) == 2:
+            raise error("on the way")
+        return plain(self, raw, past)
+
+    monkeypatch.setattr(WanDecoder, "_step", failing)
+    before = sorted(path.name for path in place.iterdir())
+    line = f"decode --vae vae.pth --latents latents.safetensors --out {out} --chunk-frames 1"
+    assert main.main(line.split()) == status
+    assert sorted(path.name for path in place.iterdir()) == before
+    assert out == "frames" or Path(out).read_text() == "old"
+    monkeypatch.undo()
+
+
+def test_the_file_can_be_read_by_others(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "decode --vae vae.pth --latents latents.safetensors --out out.safetensors --dtype bfloat16")
+    with safe_open(place / "out.safetensors", "np") as file:
+        assert file.get_tensor("video").dtype == np.float32, "whatever the network computes in"
+    (place / "plain").write_text("")
+    assert (place / "out.safetensors").stat().st_mode == (place / "plain").stat().st_mode
+
+
+def test_a_network_that_gives_no_numbers_writes_nothing(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from streamdiff.models.autoencoder.wan import WanDecoder
+
+    plain = WanDecoder.decode_raw
+    monkeypatch.setattr(WanDecoder, "decode_raw", lambda *args: plain(*args) * float("nan"))
+    assert (
+        main.main(["decode", "--vae", "vae.pth", "--latents", "latents.safetensors", "--out", "out.safetensors"]) == 1
+    )
+    assert "video[0]: expected finite values, got nan at [0, 0, 0]" in capsys.readouterr().err
+    assert not (place / "out.safetensors").exists()

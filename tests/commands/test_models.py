@@ -1,0 +1,151 @@
+"""`streamdiff models` as a user meets it: the list, one model, JSON, what is on disk, a name that is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from streamdiff.cli import main
+from streamdiff.models.catalogue import entries
+
+ROOT = Path(__file__).resolve().parents[2]
+BASES = {"wan2.1-t2v-1.3b", "wan2.1-t2v-14b"}
+# A whole command in a fresh interpreter that cannot reach a network; says afterwards what was imported on its way.
+ALONE = """
+import socket, sys
+def refuse(*given): raise AssertionError("the network was asked")
+socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
+from streamdiff import cli
+status = cli.main(sys.argv[1:])
+print(status, sorted({"torch", "diffusers", "transformers"} & set(sys.modules)), file=sys.stderr)
+"""
+
+
+def alone(home: Path, *arguments: str) -> str:
+    """What the command prints where `HF_HOME` is `home`; it succeeds, without torch and without a network."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE"))}
+    environment |= {"HF_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", ALONE, "models", *arguments]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert process.stderr == "0 []\n"
+    return process.stdout
+
+
+def download(home: Path, repo: str, *files: str) -> Path:
+    """Put files where the hub's client would, and return their folder."""
+    folder = home / "hub" / f"models--{repo.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True, exist_ok=True)
+    (folder / "refs" / "main").write_text("0123abcd")
+    snapshot = folder / "snapshots" / "0123abcd"
+    for file in files:
+        (snapshot / file).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / file).write_bytes(b"")
+    return snapshot
+
+
+def rows(text: str) -> dict[str, dict[str, str]]:
+    """The list's cells by model."""
+    lines = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in text.split("\n\n")[0].splitlines()]
+    assert lines[0][:3] == ["name", "base", "steps"]
+    assert {len(line) for line in lines} == {len(lines[0])}
+    return {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines[1:]}
+
+
+def test_the_list_has_every_model_that_streams_and_what_is_on_disk(tmp_path: Path) -> None:
+    download(tmp_path, "krea/krea-realtime-video", "krea-realtime-video-14b.safetensors")
+    download(tmp_path, "Efficient-Large-Model/LongLive-1.3B", "models/longlive_base.pt")
+    found = rows(alone(tmp_path))
+    assert set(found) == set(entries.entries()) - BASES
+    states = {name: row["on disk"] for name, row in found.items()}
+    assert states.pop("tiny") == "yes, embedded"
+    assert states.pop("krea-realtime-14b") == "yes"
+    assert states.pop("longlive-1.3b") == "1 of 2 files"
+    assert set(states.values()) == {"no"}
+
+
+def test_what_the_authors_do_not_normalise_is_told_with_the_way_to_do_so_too(tmp_path: Path) -> None:
+    text = alone(tmp_path, "streamdiffusionv2-1.3b")
+    assert "normalised when encoded: not by the authors' code, see below (as theirs: encode --raw)" in text
+    assert "They called that a bug" in text
+    assert "normalised when encoded: yes" in alone(tmp_path, "self-forcing")
+
+
+def test_one_model_says_what_to_download_and_under_which_licence(tmp_path: Path) -> None:
+    download(tmp_path, "Efficient-Large-Model/LongLive-1.3B", "models/longlive_base.pt")
+    text = alone(tmp_path, "longlive-1.3b")
+    for words in (
+        "models/longlive_base.pt: on disk",
+        "models/lora.pt: not on disk",
+        "hf download Efficient-Large-Model/LongLive-1.3B models/lora.pt",
+        "licence Apache-2.0",
+        "https://arxiv.org/abs/2509.22622",
+        "told 1000, 937.5, 833.333, 625",
+        "window         12 latent frames, a sink of 3 in it",
+        "trained for recache",
+        "an estimate",
+    ):
+        assert words in text
+    for stages in ("1 stage ", "2 stages", "4 stages"):
+        assert f"  {stages}" in text
+
+
+def test_json_has_the_same_for_programs(tmp_path: Path) -> None:
+    snapshot = download(tmp_path, "gdhe17/Self-Forcing", "checkpoints/self_forcing_dmd.pt")
+    tree = json.loads(alone(tmp_path, "self-forcing", "--json"))
+    path = snapshot / "checkpoints" / "self_forcing_dmd.pt"
+    assert tree["on_disk"]["weights"] == {"checkpoints/self_forcing_dmd.pt": str(path)}
+    assert tree["on_disk"]["autoencoder"] == {"Wan2.1_VAE.pth": None}
+    assert tree["schedule"]["timesteps"] == pytest.approx([1000, 937.5, 833.3333, 625], abs=1e-4)
+    assert tree["weights"]["container"] == "generator_ema"
+    sizes = tree["memory"]["bytes_per_stage"]
+    assert [len(sizes[stages]) for stages in ("1", "2", "4")] == [1, 2, 4]
+    whole = sizes["1"][0]
+    assert whole["weights"] == pytest.approx(2 * 1.419e9, rel=1e-3)
+    assert whole["caches"] == pytest.approx(21 * 0.288e9, rel=0.02)
+    assert whole["decoding"] == pytest.approx(3.777e9 / 2, rel=1e-3)
+    (small,) = tree["memory"]["bytes_per_stage_quantized"]["1"]
+    assert whole["weights"] / 2 < small["weights"] < whole["weights"] * 0.53, "the blocks, not what stands around them"
+    assert {**small, "weights": 0, "total": 0} == {**whole, "weights": 0, "total": 0}
+    assert "an estimate" in tree["memory"]["note"]
+
+
+def test_the_json_list_holds_every_model_that_streams(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["models", "--json"]) == 0
+    trees = {tree["name"]: tree for tree in json.loads(capsys.readouterr().out)}
+    assert all("schedule" in tree for tree in trees.values())
+    assert set(trees) == set(entries.entries()) - BASES
+    assert trees["tiny"]["embedded"] and not trees["self-forcing"]["embedded"]
+
+
+def test_bases_without_pictures_are_not_offered_but_shown_to_who_asks(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["models"], ["models", "--json"]):
+        assert main.main(arguments) == 0
+        assert "wan2.1-t2v" not in capsys.readouterr().out
+    assert main.main(["models", "wan2.1-t2v-14b", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out).get("schedule") is None
+
+
+@pytest.mark.parametrize("name", entries.entries())
+def test_every_model_can_be_shown(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """What is not known is said to be unknown, never None."""
+    assert main.main(["models", name]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{name}: ")
+    assert "None" not in text
+    entry = entries.find(name)
+    assert all(source in text for source in entry.sources)
+    assert ("licence unknown" in text.split("how it runs")[0]) == (entry.weights is not None)  # the tiny decoder's
+    if entry.weights and entry.weights.container is None:
+        assert "container     unknown" in text
+
+
+def test_a_mistyped_name_gets_the_nearest_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["models", "longlve-1.3b"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "streamdiff: error: no model is called 'longlve-1.3b'; did you mean longlive-1.3b?\n"

@@ -1,0 +1,284 @@
+"""`streamdiff generate` to the letter: another implementation's tensors in, latents out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from streamdiff.cli import main
+from streamdiff.models import sampling
+from streamdiff.models.interfaces import Model
+from streamdiff.models.spec import ModelSpec
+from streamdiff.models.transformer.wan import WanDenoiser
+from tests.models.layouts import original
+from tests.pipeline.reference import Reference
+from tests.small import LATENT_CHANNELS, RED, small_transformer
+
+STEPS = (1000.0, 833.0, 500.0)
+CHUNKS, CHUNK, SIDE, TOKENS = 6, 3, 4, 5
+
+
+@dataclass
+class Given:
+    """A small checkpoint in original Wan's layout, and the files that go with it."""
+
+    folder: Path
+    model: WanTransformer3DModel
+
+    @property
+    def text(self) -> Tensor:
+        return load_file(self.folder / "text.safetensors")["prompt_embeds"]
+
+    def command(self, *extra: str, steps: str = "1000,833,500", chunks: int = CHUNKS) -> list[str]:
+        parts = [
+            "generate",
+            "--model",
+            "wan.pt",
+            "--model-config",
+            "config.json",
+            "--prompt-embeds",
+            "text.safetensors",
+        ]
+        parts += ["--noise", "noise.safetensors", "--steps", steps, "--chunks", str(chunks), "--no-decode"]
+        return [str(self.folder / part) if "." in part and "," not in part else part for part in parts] + [
+            "--latents-out",
+            str(self.folder / "out.safetensors"),
+            *extra,
+        ]
+
+    def latents(self, *extra: str, steps: str = "1000,833,500", chunks: int = CHUNKS) -> Tensor:
+        assert main.main(self.command(*extra, steps=steps, chunks=chunks)) == 0
+        return load_file(self.folder / "out.safetensors")["latents"]
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> Given:
+    model = small_transformer(5, layers=3, planes=0)
+    torch.save({"generator": original(model.state_dict()), "step": 7}, tmp_path / "wan.pt")
+    config = {"num_attention_heads": model.config.num_attention_heads}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attention_head_dim": model.config.attention_head_dim}))
+    shape = (LATENT_CHANNELS, CHUNK, SIDE, SIDE)
+    draw = lambda chunk, step: sampling.noise(shape, seed=3, chunk=chunk, step=step)  # noqa: E731
+    initial = torch.stack([draw(chunk, 0) for chunk in range(CHUNKS)])
+    renoise = torch.stack([torch.stack([draw(chunk, step) for step in (1, 2)]) for chunk in range(CHUNKS)])
+    save_file({"initial": initial, "renoise": renoise}, tmp_path / "noise.safetensors")
+    generator = torch.Generator().manual_seed(2)
+    for name in ("text", "other"):
+        rows = torch.randn(1, TOKENS, model.config.text_dim, generator=generator)
+        save_file({"prompt_embeds": rows}, tmp_path / f"{name}.safetensors")
+    return Given(tmp_path, model)
+
+
+@torch.inference_mode()
+def test_one_chunk_over_a_whole_clip_equals_diffusers(given: Given) -> None:
+    """x0 of one step is what diffusers' own transformer says, at the clip's own length."""
+    shape = (1, LATENT_CHANNELS, 7, 6, 4)
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(8))
+    save_file({"initial": noise}, given.folder / "noise.safetensors")
+    got = given.latents("--sigmas", "0.9", steps="900,0", chunks=1)
+    flow = given.model(noise, torch.tensor([900.0]), given.text, return_dict=False)[0]
+    torch.testing.assert_close(got, noise - 0.9 * flow, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+@pytest.mark.parametrize(("window", "sink"), [(0, 0), (9, 0), (9, 3), (8, 2)])
+def test_a_stream_equals_the_uncached_reference(given: Given, window: int, sink: int, kv_context: str) -> None:
+    extra = ["--window", str(window), "--sink", str(sink), "--kv-context", kv_context]
+    got = given.latents(*extra)
+    spec = ModelSpec(
+        **{"name": "", "latent_channels": LATENT_CHANNELS, "latent_height": SIDE, "latent_width": SIDE},
+        **{"chunk_latents": CHUNK, "window_latents": window or CHUNKS * CHUNK, "sink_latents": sink},
+        **{"frames_per_latent": 4, "width": 32, "height": 32, "native_fps": 16.0, "shift": 1.0, "steps": ()},
+        text_shape=(TOKENS, given.model.config.text_dim),
+    )
+    model = Model(spec, WanDenoiser(given.model), Embeddings(given.text[0]), None)
+    reference = Reference(model, lambda chunk: "", seed=3, steps=4, kv_context=kv_context)
+    reference.steps, reference.sigmas = 3, [step / 1000 for step in STEPS] + [0.0]
+    reference.first_sigmas = reference.sigmas
+    expected = torch.stack(reference.chunks(CHUNKS))
+    assert expected.std() > 0.1
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@dataclass
+class Embeddings:
+    """A text encoder that knows one text."""
+
+    rows: Tensor
+    examples: tuple[str, ...] = ()
+    vocabulary: str = ""
+
+    def read(self, prompt: str, previous: str | None) -> object:
+        raise NotImplementedError
+
+    def encode(self, text: str) -> Tensor:
+        return self.rows
+
+
+def test_stages_do_not_matter(given: Given) -> None:
+    switch = ["--prompt-switch", f"2:{given.folder / 'other.safetensors'}:recache", "--window", "9", "--sink", "3"]
+    one = given.latents(*switch)
+    for stages in ("2", "3"):
+        assert torch.equal(one, given.latents(*switch, "--stages", stages))
+
+
+def test_a_prompt_switch_changes_what_comes_after_it(given: Given) -> None:
+    plain, other = given.latents(), str(given.folder / "other.safetensors")
+    results = {}
+    for policy in ("", ":keep", ":flush", ":recache", ":reset"):
+        results[policy] = given.latents("--prompt-switch", f"2:{other}{policy}")
+        assert torch.equal(results[policy][:2], plain[:2]) and not torch.equal(results[policy][2], plain[2])
+    assert torch.equal(results[""], results[":keep"])
+    distinct = [results[policy][2] for policy in (":keep", ":flush", ":recache")]
+    assert all(not torch.equal(a, b) for i, a in enumerate(distinct) for b in distinct[:i])
+    flushed, fresh = results[":flush"], results[":reset"]
+    torch.testing.assert_close(flushed, fresh, rtol=1e-4, atol=1e-5, msg="without a sink both see nothing")
+
+
+def test_a_prompt_may_come_over_chunks(given: Given) -> None:
+    plain, text, other = given.latents(), given.text, load_file(given.folder / "other.safetensors")["prompt_embeds"]
+    switch = ["--prompt-switch", f"2:{given.folder / 'other.safetensors'}:keep"]
+    at_once, mixed = given.latents(*switch), given.latents(*switch, "--prompt-mix", "2")
+    save_file({"prompt_embeds": (text + other) / 2}, given.folder / "half.safetensors")
+    half = ["--prompt-switch", f"2:{given.folder / 'half.safetensors'}"]
+    by_hand = given.latents(*half, "--prompt-switch", f"3:{given.folder / 'other.safetensors'}")
+    torch.testing.assert_close(mixed, by_hand, rtol=1e-4, atol=1e-5)
+    assert torch.equal(mixed[:2], plain[:2]) and not torch.allclose(mixed[2], at_once[2], atol=1e-4)
+    assert torch.equal(given.latents(*switch, "--prompt-mix", "1"), at_once)
+
+
+def test_context_noise_and_positions_are_used(given: Given) -> None:
+    plain = given.latents("--window", "9", "--sink", "3")
+    noisy = given.latents("--window", "9", "--sink", "3", "--context-noise", "200")
+    assert torch.equal(noisy[0], plain[0]) and not torch.equal(noisy[1], plain[1])
+    absolute = given.latents("--window", "9", "--sink", "3", "--rope", "absolute")
+    torch.testing.assert_close(absolute[:3], plain[:3], rtol=1e-5, atol=1e-5)
+    assert (absolute[3] - plain[3]).abs().max() > 1e-5
+
+
+def test_chunks_start_from_encoded_video(given: Given) -> None:
+    """In chunks or as a clip, as `streamdiff encode` writes it; with motion noise the still part keeps the level."""
+    draw = torch.randn(CHUNKS, LATENT_CHANNELS, CHUNK, SIDE, SIDE, generator=torch.Generator().manual_seed(2))
+    path = given.folder / "video.safetensors"
+    options = ["--video-latents", str(path), "--strength", "0.9"]
+    save_file({"latents": draw}, path)
+    moving, in_chunks = (given.latents(*options, *flag, steps="700,500,400") for flag in (["--motion-noise"], []))
+    assert (moving - in_chunks).abs().max() > 1e-2
+    save_file({"latents": draw.transpose(0, 1).flatten(1, 2).contiguous()}, path)
+    assert torch.equal(given.latents(*options, "--chunk-frames", str(CHUNK), steps="700,500,400"), in_chunks)
+    assert (given.latents(steps="700,500,400") - in_chunks).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+def test_an_averaged_sink_takes_in_what_leaves(given: Given, kv_context: str) -> None:
+    parts = ["--window", "6", "--sink", "3", "--kv-context", kv_context]
+    plain, whole = given.latents(*parts), given.latents(*parts, "--averaged-sink", "1")
+    torch.testing.assert_close(whole, plain, rtol=1e-5, atol=1e-5)
+    mixed = given.latents(*parts, "--averaged-sink", "0.5")
+    if kv_context == "clean":  # a slot for the sink and one for the rest: chunk 2 is the first to push one out
+        assert torch.equal(mixed[:2], plain[:2]) and (mixed[2] - plain[2]).abs().max() > 1e-3
+    assert torch.equal(mixed, given.latents(*parts, "--averaged-sink", "0.5", "--stages", "3"))
+
+
+def test_an_adaptive_sink_takes_in_what_is_unlike_it(given: Given) -> None:
+    parts = ["--window", "9", "--sink", "3"]
+    plain, never = given.latents(*parts), given.latents(*parts, "--adaptive-sink", "-1")
+    assert torch.equal(plain, never)
+    always = given.latents(*parts, "--adaptive-sink", "1")
+    assert torch.equal(always[:2], plain[:2]), "chunk 1 changes what chunk 2 sees as the sink"
+    assert not torch.equal(always[2], plain[2])
+    assert torch.equal(always, given.latents(*parts, "--adaptive-sink", "1", "--stages", "3"))
+
+
+def test_a_warped_list_is_what_it_becomes(given: Given) -> None:
+    told = given.latents(steps="1000,937.5,833.3333333333334")
+    assert torch.equal(told, given.latents("--shift", "5", "--warp", steps="1000,750,500"))
+
+
+def test_bfloat16_runs_and_is_near(given: Given) -> None:
+    plain, low = given.latents(chunks=2), given.latents("--dtype", "bfloat16", chunks=2)
+    assert not torch.equal(plain, low)
+    assert (plain - low).norm() < 0.05 * plain.norm()
+
+
+def test_the_embedded_model_writes_latents_and_video(tmp_path: Path) -> None:
+    latents, video = tmp_path / "l.safetensors", tmp_path / "video.mp4"
+    command = ["generate", "--chunks", "2", "--latents-out", str(latents), "--output", str(video), "--seed", "4"]
+    assert main.main([*command, "--prompt", RED]) == 0
+    assert load_file(latents)["latents"].shape == (2, 8, 3, 16, 16)
+    assert video.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["--window", "4", "--sink", "2"], "must leave room for the chunk itself, 3 latent frames"),
+        (["--first-chunk-frames", "4"], "--first-chunk-frames is 4; a first chunk is made of chunks"),
+        (["--first-chunk-frames", "6", "--window", "5"], "must hold the first chunk, which has 6"),
+        (["--first-chunk-frames", "6", "--first-chunk-steps", "1000,900,833,500"], "a model with both is not built"),
+        (["--window", "3", "--sink", "3"], "must leave room for the chunk itself"),
+        (["--context-alone", "--kv-context", "matched"], "--context-alone is about the clean pass"),
+        (["--rope", "learned"], "--rope is learned, but must be absolute or relative"),
+        (["--context-noise", "1001"], "--context-noise is 1001, but must be from 0 to 1000"),
+        (["--stages", "4"], "3"),
+        (["--shift", "5"], "--shift is for lists that are meant before it: add --warp"),
+        (["--sigmas", "0.9,0.8"], "steps are 3 and sigmas 2"),
+        (["--size", "64x64"], "--size is 64x64, but"),
+        (["--seconds", "3"], "--seconds does not go with"),
+        (["--profile", "costs"], "--profile does not go with"),
+        (["--profile-chunks", "2"], "--profile-chunks does not go with"),
+        (["--prompt-at", "3:a blue star"], "use --prompt-switch"),
+        (["--adaptive-sink", "0.2"], "goes with a --sink"),
+        (["--adaptive-sink", "2", "--window", "9", "--sink", "3"], "--adaptive-sink is 2"),
+        (["--adaptive-sink", "0.2", "--window", "9", "--sink", "2"], "--sink, which is 2, must be a multiple of"),
+        (["--strength", "0.8"], "give it as --video-latents"),
+        (["--prompt-mix", "2"], "--prompt-mix says over how many chunks a --prompt-switch comes; there is none"),
+        (["--first-chunk-steps", "1000,500"], "the first chunk has 2 steps and the others 3"),
+        (["--averaged-sink", "1.5", "--window", "9", "--sink", "3"], "--averaged-sink is 1.5"),
+        (["--averaged-sink", "0.9", "--window", "9", "--sink", "2"], "sink one chunk, 3 latent frames"),
+        (["--averaged-sink", "0.9", "--adaptive-sink", "0", "--window", "9", "--sink", "3"], "two ways to change"),
+        (["--dtype", "int8"], "--dtype is 'int8', but must be one of auto, float32, bfloat16"),
+        (["--prompt-switch", "soon"], "--prompt-switch is 'soon'; it must be CHUNK:FILE"),
+        (["--prompt-switch", "2:/nowhere:forget"], "POLICY can be keep, flush, recache, reset"),
+        (["--chunks", "7"], "initial"),
+        (["--chunks", "0"], "--chunks is 0; at least 1"),
+        (["--chunk-frames", "2"], "initial"),
+        (["--model", "/nowhere/wan.pt"], "there is no such file or folder"),
+        (["--model", "self-forcin"], "self-forcing"),
+        (["--container", "critic"], "critic"),
+        (["--kv-context", "murky"], "murky"),
+        (["--lora", "/nowhere.safetensors"], "/nowhere.safetensors"),
+        (["--output", "x.mp4"], "--no-decode makes latents only"),
+        (["--latents-out", "/nowhere/l.safetensors"], "the folder /nowhere of l.safetensors does not exist"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_is_written(
+    given: Given, extra: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(given.folder.iterdir())
+    assert main.main(given.command(*extra)) == 2
+    assert words in capsys.readouterr().err
+    assert sorted(given.folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("missing", ["--chunks", "--steps", "--prompt-embeds"])
+def test_what_is_missing_is_named(given: Given, missing: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = given.command()
+    at = command.index(missing)
+    assert main.main(command[:at] + command[at + 2 :]) == 2
+    assert missing in capsys.readouterr().err
+
+
+def test_in_8_bits_too_the_bits_do_not_depend_on_the_stages(given: Given) -> None:
+    plain, whole, split = (
+        given.latents(*extra) for extra in ((), ("--quantize", "int8"), ("--quantize", "int8", "--stages", "3"))
+    )
+    assert torch.equal(whole, split)
+    assert 1e-4 < float((whole - plain).norm() / plain.norm()) < 0.1

@@ -1,0 +1,274 @@
+"""A real engine process, started, used, killed; and what its parent's death does to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streamdiff.config import Config, ModelConfig
+from streamdiff.engine.messages import Applied, Closed, Event, Failed, FrameBatch, Open, Opened, Reset, SetPrompt, Shown
+from streamdiff.engine.process import engine_process as supervisor_module
+from streamdiff.engine.process.engine_process import EngineProcess
+from streamdiff.engine.process.ipc import EngineClient
+from streamdiff.errors import ConfigError, EngineFailure
+from tests.engine.painted import checksum
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 60.0
+MODULE = "tests.engine.painted"
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def supervisor(model: str = "tiny", start_limit_s: float = LIMIT_S, stop_limit_s: float = LIMIT_S) -> EngineProcess:
+    config = Config(model=ModelConfig(name=model))
+    return EngineProcess(config, start_limit_s=start_limit_s, stop_limit_s=stop_limit_s, module=MODULE)
+
+
+@asynccontextmanager
+async def engine() -> AsyncIterator[tuple[EngineProcess, EngineClient]]:
+    running = supervisor()
+    client = await running.start()
+    try:
+        yield running, client
+    finally:
+        await running.stop()
+    assert not psutil.pid_exists(running.pid)
+
+
+async def until(client: EngineClient, kind: type[Event]) -> list[Event]:
+    """Events up to the first of `kind`."""
+    events: list[Event] = []
+    async with asyncio.timeout(LIMIT_S):
+        async for event in client.events():
+            events.append(event)
+            if isinstance(event, kind):
+                return events
+    raise AssertionError(f"the events ended without {kind.__name__}: {events}")
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """Whatever happens, the private folder is gone afterwards."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    yield  # type: ignore[misc]
+    assert list(tmp_path.glob("streamdiff-*")) == []
+
+
+async def test_a_stream_over_the_bridge() -> None:
+    async with engine() as (running, client):
+        assert (running.ready.model, running.ready.width) == ("painted", 16)
+        await client.send(Open("a", "red", 3))
+        events = await until(client, FrameBatch)
+        assert events[:2] == [Opened("a", 0, "red"), Applied("a", 0, 0, 0)]
+        await client.send(SetPrompt("a", "blue", "r"))
+        await client.send(Shown("a", 6))
+        applied = (await until(client, Applied))[-1]
+        assert isinstance(applied, Applied) and applied.epoch == 1
+        batch = (await until(client, FrameBatch))[-1]
+        assert isinstance(batch, FrameBatch)
+        assert batch.first == applied.first_frame
+        assert tuple(batch.pictures[0, 0, 0]) == (batch.first, 3, checksum("blue"))
+        await client.send(Reset("a"))
+        await until(client, Applied)
+
+
+async def test_the_folder_of_the_socket_is_private(tmp_path: Path) -> None:
+    async with engine():
+        (folder,) = tmp_path.glob("streamdiff-*")
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
+async def test_an_idle_engine_sleeps_and_a_command_wakes_it() -> None:
+    async with engine() as (running, client):
+        await client.send(Open("a", "red"))
+        async with asyncio.timeout(LIMIT_S):  # to the end of the lead: 24 frames
+            async for event in client.events():
+                if isinstance(event, FrameBatch) and event.first + len(event.pictures) == 24:
+                    break
+        process = psutil.Process(running.pid)
+        before = process.num_ctx_switches().voluntary
+        await asyncio.sleep(0.5)
+        assert process.num_ctx_switches().voluntary - before < 10, "it waits, it does not poll"
+        await client.send(Shown("a", 6))
+        assert isinstance((await until(client, FrameBatch))[-1], FrameBatch)
+
+
+async def test_stopping_closes_everything_in_order() -> None:
+    running = supervisor()
+    client = await running.start()
+    await client.send(Open("a", "red"))
+    await until(client, Opened)
+    reading = asyncio.create_task(until(client, Closed))
+    await running.stop()
+    await reading
+    assert await running.wait() == 0
+    await running.stop()  # again: nothing
+    with pytest.raises(EngineFailure):
+        await client.send(Shown("a", 1))
+
+
+async def test_an_engine_that_hangs_is_killed_when_stopped() -> None:
+    running = supervisor(stop_limit_s=0.3)
+    client = await running.start()
+    await client.send(Open("a", "fail hang"))
+    async with asyncio.timeout(LIMIT_S):
+        while "hanging" not in running._last_lines:  # before that a Shutdown would still be read
+            await asyncio.sleep(0.01)
+    async with asyncio.timeout(LIMIT_S):
+        await running.stop()
+    assert await running.wait() == -signal.SIGKILL
+
+
+async def test_an_error_is_named_with_session_and_chunk() -> None:
+    async with engine() as (running, client):
+        await client.send(Open("a", "fail raise"))
+        failed = (await until(client, Failed))[-1]
+        assert isinstance(failed, Failed)
+        assert "ArithmeticError: the paint ran out" in failed.reason
+        assert "session 'a' at chunk 0" in failed.reason
+        assert await asyncio.wait_for(running.wait(), LIMIT_S) == 1
+        assert [event async for event in client.events()] == [], "nothing after it"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "named"),
+    [("fail exit", ["with exit code 7", "about to leave without a word"]), ("red", ["by signal SIGKILL", "memory"])],
+)
+async def test_an_end_without_a_word_is_noticed_and_named(prompt: str, named: list[str]) -> None:
+    async with engine() as (running, client):
+        await client.send(Open("a", prompt))
+        if prompt == "red":  # the other leaves at once: whether what it sent before arrives is up to the system
+            await until(client, Opened)
+            os.kill(running.pid, signal.SIGKILL)
+        failed = (await until(client, Failed))[-1]
+        assert isinstance(failed, Failed)
+        for words in named:
+            assert words in failed.reason
+        with pytest.raises(EngineFailure, match="the engine ended"):
+            await client.send(Shown("a", 1))
+
+
+async def test_a_configuration_the_engine_refuses() -> None:
+    with pytest.raises(ConfigError, match="there is no model 'unknown'"):
+        await supervisor("unknown").start()
+
+
+async def test_a_model_that_cannot_be_loaded() -> None:
+    with pytest.raises(EngineFailure, match="did not start: ArithmeticError: the weights are sour"):
+        await supervisor("broken").start()
+
+
+async def test_a_start_may_take_any_time_as_long_as_something_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many times the limit: a look lasts until the engine has written something more."""
+    looks = 0
+
+    async def look(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        written = running._written
+        if looks == 40:
+            (tmp_path / "loaded").touch()
+        async with asyncio.timeout(LIMIT_S):
+            while running._written == written:
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(supervisor_module, "_pause", look)
+    running = supervisor(f"patient {tmp_path / 'loaded'}", start_limit_s=0.01)
+    await running.start()
+    await running.stop()
+    assert looks >= 40
+
+
+async def test_a_start_in_silence_is_given_up() -> None:
+    running = supervisor("slow", start_limit_s=8)
+    bars_and_lines = "  compiling: 0/2\n  compiling: 1/2\n  still loading"
+    with pytest.raises(
+        EngineFailure, match=f"said nothing for 8 s while it was loading; the last it wrote:\n{bars_and_lines}"
+    ):
+        await running.start()
+    assert not psutil.pid_exists(running.pid)
+
+
+async def test_a_module_that_is_not_there() -> None:
+    running = EngineProcess(Config(), module="streamdiff.engine.nowhere", start_limit_s=LIMIT_S)
+    with pytest.raises(EngineFailure, match=r"exit code 1; the last it wrote:\n.*No module named"):
+        await running.start()
+
+
+async def test_a_cancelled_start_leaves_nothing() -> None:
+    running = supervisor("slow")
+    starting = asyncio.create_task(running.start())
+    while running._process is None:
+        await asyncio.sleep(0.01)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not psutil.pid_exists(running.pid)
+
+
+@pytest.mark.parametrize(("model", "prompt"), [("tiny", "red"), ("tiny", "fail hang"), ("slow", ""), ("spare", "")])
+def test_no_orphan_when_the_parent_is_killed(model: str, prompt: str, tmp_path: Path) -> None:
+    """The parent dies by SIGKILL: the engine ends too, while it serves, hangs, loads or waits, and cleans up."""
+    script = f"""
+import asyncio, tempfile
+from streamdiff.config import Config, ModelConfig
+from streamdiff.engine.messages import Open
+from streamdiff.engine.process.engine_process import Supervisor
+
+async def main():
+    tempfile.tempdir = {str(tmp_path)!r}
+    running = Supervisor(Config(model=ModelConfig(name={model!r})), module={MODULE!r})
+    if {model!r} == "spare":
+        await running.prepare()
+    else:
+        starting = asyncio.create_task(running.start())
+    if {model!r} == "tiny":
+        client = await starting
+        await client.send(Open("a", {prompt!r}))
+        await anext(client.events())
+        while {prompt!r} == "fail hang" and "hanging" not in running._last_lines:
+            await asyncio.sleep(0.01)
+    while {model!r} == "slow" and not running._last_lines:
+        await asyncio.sleep(0.05)
+    print(running.pid, flush=True)
+    await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    assert child.is_running()
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    gone, alive = psutil.wait_procs([child], timeout=LIMIT_S)
+    assert gone and not alive
+
+
+async def test_sigterm_ends_the_engine_in_order() -> None:
+    async with engine() as (running, _):
+        os.kill(running.pid, signal.SIGTERM)
+        assert await asyncio.wait_for(running.wait(), LIMIT_S) == 0
+
+
+def test_the_web_side_never_imports_torch() -> None:
+    code = (
+        "import sys, streamdiff.engine.process.ipc, streamdiff.server.media.playout, "
+        "streamdiff.engine.process.engine_process, "
+        "streamdiff.engine.messages, streamdiff.engine.process.main, streamdiff.engine.engine, streamdiff.api; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -1,0 +1,179 @@
+"""Real ranks behind a supervisor: they stream, and when one of them fails it is named and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from streamdiff.config import Config, ModelConfig, ServeConfig
+from streamdiff.engine.messages import Failed, FrameBatch, Measured, Open, Shown
+from streamdiff.engine.process.engine_process import EngineProcess
+from streamdiff.engine.process.ipc import EngineClient
+from streamdiff.errors import ConfigError
+from streamdiff.server.media.encoder import as_rgb
+
+LIMIT_S = 120.0
+pytestmark = pytest.mark.slow
+STAGES = 4
+
+
+@asynccontextmanager
+async def ring(
+    folder: Path,
+    module: str = "streamdiff.engine.process.main",
+    stages: int = STAGES,
+    hang_s: float = 60.0,
+    spare: bool = False,
+) -> AsyncIterator[tuple[EngineClient, list[psutil.Process]]]:
+    """A ring with a session; its processes too: the launcher first. Afterwards none of them and no file is left."""
+    model = ModelConfig(stages=stages, kv_context="staircase", hang_s=hang_s)
+    shared = set(Path("/dev/shm").iterdir())
+    supervisor = EngineProcess(Config(model=model), start_limit_s=LIMIT_S, module=module)
+    if spare:
+        await supervisor.prepare()
+    client = await supervisor.start()
+    launcher = psutil.Process(supervisor.pid)
+    processes = [launcher, *sorted(launcher.children(), key=lambda process: int(process.environ()["RANK"]))]
+    try:
+        await client.send(Open("one", "a red circle moving left"))
+        yield client, processes
+    finally:
+        await supervisor.stop()
+        _, alive = psutil.wait_procs(processes, timeout=LIMIT_S)
+        for process in alive:
+            process.kill()
+    assert not alive
+    assert not left(folder)
+    assert set(Path("/dev/shm").iterdir()) <= shared
+
+
+def left(folder: Path) -> list[Path]:
+    """Files in `folder`, but for the cache that torch's compiler keeps for the next time."""
+    return [path for path in folder.iterdir() if not path.name.startswith("torchinductor_")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files of this process and of the ranks go."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path
+
+
+async def watch(client: EngineClient, chunks: int) -> str:
+    """Look at a stream until it has brought so many chunks, or ends; returns why it ended, or an empty text."""
+    async with asyncio.timeout(LIMIT_S):
+        async for event in client.events():
+            if isinstance(event, Failed):
+                return event.reason
+            if isinstance(event, FrameBatch):
+                await client.send(Shown("one", event.first + len(event.pictures)))
+                if event.chunk == chunks:
+                    return ""
+    return "ended"
+
+
+@pytest.mark.parametrize("spare", [False, True], ids=["new", "spare"])
+async def test_ranks_stream_and_end_together(folder: Path, spare: bool) -> None:
+    async with ring(folder, stages=2 if spare else STAGES, spare=spare) as (client, processes):
+        stages = len(processes) - 1
+        assert stages == (2 if spare else STAGES)
+        assert await watch(client, 4) == ""
+        async with asyncio.timeout(LIMIT_S):
+            told = await anext(event async for event in client.events() if isinstance(event, Measured))
+        assert len(told.busy_s) == stages and min(told.busy_s) > 0
+
+
+async def test_a_rank_that_only_decodes_sends_yuv420(folder: Path) -> None:
+    """Latents go to it and planes come back, in the colours of the prompt."""
+    model = ModelConfig(kv_context="clean", decode="own-rank")
+    config = Config(model=model, serve=ServeConfig(pictures="yuv420"))
+    supervisor = EngineProcess(config, start_limit_s=LIMIT_S)
+    client = await supervisor.start()
+    try:
+        await client.send(Open("one", "a red circle at night"))
+        async with asyncio.timeout(LIMIT_S):
+            batch = await anext(event async for event in client.events() if isinstance(event, FrameBatch))
+    finally:
+        await supervisor.stop()
+    ready = supervisor.ready
+    assert batch.pictures.shape[1:] == (ready.height * 3 // 2, ready.width)
+    rgb = np.stack([as_rgb(picture) for picture in batch.pictures]).astype(int)
+    assert (rgb[..., 0] - rgb[..., 2]).max() > 100 and rgb.mean() < 100, "something red in the dark"
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "words"),
+    [
+        ("raise", 1, r"rank 1 failed at session 0, chunk 6, step \d: ArithmeticError: the test's own fault"),
+        ("kill", 3, r"rank 3 is gone .*rank \d noticed it after session 0, chunk \d, step \d"),
+        ("hang", 2, r"rank 2 hangs: 6 s at session 0, chunk 6, step \d"),
+        ("device", 1, r"rank 1 hangs: its device is at session 0, chunk 6, step \d for 6 s"),
+        ("stop", 3, r"rank 3 hangs: silent for 6 s .*in the ring: session 0, chunk \d, step \d"),
+    ],
+    ids=["raise", "kill", "hang", "device", "stop"],
+)
+async def test_a_rank_that_fails_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str, rank: int, words: str
+) -> None:
+    monkeypatch.setenv("FAULT", fault)
+    monkeypatch.setenv("FAULT_RANK", str(rank))
+    async with ring(folder, "tests.engine.faulty", hang_s=6.0 if fault in ("hang", "device", "stop") else 60.0) as (
+        client,
+        _,
+    ):
+        reason = await watch(client, 1000)
+    assert re.search(words, reason), reason
+    assert "in the ring: session 0, chunk" in reason
+    assert "session 'one' at chunk" in reason, "the session's own name too"
+
+
+async def test_an_engine_of_one_rank_whose_device_is_stuck_says_so_and_ends(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself, although its decoder waits for the device for ever: else the supervisor would have to kill it."""
+    monkeypatch.setenv("FAULT", "device")
+    monkeypatch.setenv("FAULT_RANK", "0")
+    supervisor = EngineProcess(
+        Config(model=ModelConfig(hang_s=6.0)), start_limit_s=LIMIT_S, module="tests.engine.faulty"
+    )
+    client = await supervisor.start()
+    try:
+        await client.send(Open("one", "a red circle moving left"))
+        reason = await watch(client, 1000)
+        assert await supervisor.wait() == 1
+    finally:
+        await supervisor.stop()
+    assert re.search(r"rank 0 hangs: its device is at session 0, chunk 6, step \d for 6 s", reason), reason
+    assert "session 'one' at chunk" in reason
+
+
+async def test_the_head_dies(folder: Path) -> None:
+    """The others end too: `ring` looks."""
+    async with ring(folder) as (client, processes):
+        assert await watch(client, 2) == ""
+        os.kill(processes[1].pid, signal.SIGKILL)
+        assert "the engine ended with exit code 1" in await watch(client, 1000)
+
+
+async def test_the_launcher_dies(folder: Path) -> None:
+    async with ring(folder) as (client, processes):
+        assert await watch(client, 2) == ""
+        os.kill(processes[0].pid, signal.SIGKILL)
+        assert await watch(client, 1000)
+
+
+async def test_more_stages_than_blocks(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"stages is 5.* 1 to 4"):
+        async with ring(folder, stages=5):
+            pass
+    assert not left(folder)

@@ -1,0 +1,103 @@
+"""Which autoencoder a path means."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from streamdiff.errors import ConfigError
+from streamdiff.models.autoencoder.autoencoder import load_decoder, load_encoder, native_fps
+from streamdiff.models.autoencoder.taehv import TAEHV, Config
+from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder, TaehvEncoder
+from streamdiff.models.autoencoder.wan import WanDecoder, WanEncoder
+from streamdiff.models.catalogue import entries
+from streamdiff.models.tiny import world
+from streamdiff.models.tiny.model import WEIGHTS, load
+from tests.hub_cache import lay
+from tests.small import CPU
+from tests.small_vae import original_layout, relative_error, small_wan_autoencoder
+
+
+@pytest.mark.parametrize("path", ["tiny", WEIGHTS, WEIGHTS / "vae"], ids=["name", "model", "folder"])
+def test_the_embedded_models_decoder_is_the_one_that_streams(path: str | Path) -> None:
+    half, tiny = load_decoder(path, CPU), load(WEIGHTS, CPU).decoder
+    assert isinstance(half, TaehvDecoder)
+    latents = torch.randn(1, 8, 2, 16, 16, generator=torch.Generator().manual_seed(0))
+    pictures, expected = half.decode(latents, half.new_memory()), tiny.decode(latents, tiny.new_memory())
+    assert pictures.shape == expected.shape == (2 * half.temporal, 128, 128, 3)
+    assert torch.equal(pictures, expected)
+
+
+def test_the_embedded_models_encoder_gives_latents_that_decode_to_the_frames() -> None:
+    encoder, decoder = load_encoder("tiny", CPU), load_decoder("tiny", CPU)
+    assert isinstance(encoder, TaehvEncoder)
+    pictures = world.empty(torch.tensor([1]))
+    video = pictures[:, :, None].expand(-1, -1, 8, -1, -1) * 2 - 1
+    memory = encoder.new_memory()
+    latents = torch.cat([encoder.encode(video[:, :, :3], memory), encoder.encode(video[:, :, 3:], memory)], 2)
+    assert latents.shape == (1, 8, 2, 16, 16)
+    assert (decoder.decode_video(latents, decoder.new_memory()) - video).abs().mean() < 0.05
+
+
+def test_a_diffusers_folder_and_a_pipelines_folder_and_an_original_file(tmp_path: Path) -> None:
+    stored = small_wan_autoencoder()
+    stored.save_pretrained(tmp_path / "pipeline" / "vae")
+    torch.save(original_layout(stored), tmp_path / "Wan2.1_VAE.pth")
+    latents = torch.randn(1, 16, 2, 2, 2, generator=torch.Generator().manual_seed(0))
+    direct = WanDecoder(stored).decode_video(latents, WanDecoder(stored).new_memory())
+    for path in (tmp_path / "pipeline", tmp_path / "pipeline" / "vae", tmp_path / "Wan2.1_VAE.pth"):
+        half = load_decoder(path, CPU)
+        assert isinstance(half, WanDecoder)
+        assert relative_error(half.decode_video(latents, half.new_memory()), direct) == 0
+        assert isinstance(load_encoder(path, CPU), WanEncoder)
+        assert native_fps(path) == 16
+    assert native_fps("tiny") == 40
+
+
+@pytest.mark.parametrize(("name", "normalised"), [("taew2_1", False), ("lighttaew2_1", True)])
+def test_a_small_autoencoder_by_name_is_the_published_file(
+    name: str, normalised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From where the catalogue says, and with the latents that it says."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    files = entries.autoencoders()[name]
+    with pytest.raises(ConfigError, match=rf"{name}.safetensors of {files.repo} is not in the hub's cache"):
+        load_decoder(name, CPU)
+    torch.manual_seed(0)
+    save_file({key: tensor.half() for key, tensor in TAEHV(Config()).state_dict().items()}, tmp_path / "weights")
+    lay(tmp_path / "hub", files.repo, {files.files[0]: tmp_path / "weights"})
+    half = load_decoder(name, CPU)
+    assert isinstance(half, TaehvDecoder) and (half.normalisation is not None) == normalised
+    assert isinstance(load_encoder(name, CPU), TaehvEncoder)
+    assert native_fps(name) == 16
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match="says nothing"):
+        load_decoder(name, CPU)  # what lies there goes before a name
+
+
+def test_what_is_no_autoencoder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no autoencoder at .*nothing; it can be tiny, wan2.1, taew2_1, lighttae"):
+        load_decoder(tmp_path / "nothing", CPU)
+    with pytest.raises(
+        ConfigError, match=r"config\.json says nothing; an autoencoder's says AutoencoderKLWan or TAEHV"
+    ):
+        load_decoder(tmp_path, CPU)
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL"}))
+    with pytest.raises(ConfigError, match=r"says _class_name 'AutoencoderKL'; an autoencoder's says"):
+        load_decoder(tmp_path, CPU)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json: not valid JSON"):
+        load_decoder(tmp_path, CPU)
+
+
+def test_a_latent_space_is_for_files_that_do_not_say(tmp_path: Path) -> None:
+    torch.save(original_layout(small_wan_autoencoder()), tmp_path / "a.pth")
+    for path in ("tiny", tmp_path / "a.pth"):
+        with pytest.raises(ConfigError, match="--latent-space is for TAEHV files"):
+            load_decoder(path, CPU, latent_space="raw")

@@ -1,0 +1,160 @@
+"""The streaming autoencoder: any chunks give what the whole gives, and the published key layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamdiff.models.autoencoder.taehv import TAEHV, Config, Memory, TGrow
+from tests.small import AUTOENCODER, small_autoencoder
+
+LATENTS = 6
+TRIMMED = Config(
+    latent_channels=3,
+    decoder_widths=(6, 6, 4, 4),
+    decoder_blocks=(1, 2, 1),
+    decoder_space=(2, 1, 2),
+    decoder_time=(1, 2, 2),
+    encoder_widths=(4, 4, 4, 4),
+    encoder_blocks=(1, 1, 1),
+)
+configs = st.sampled_from([AUTOENCODER, TRIMMED])
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> list[int]:
+    """Lengths of pieces that make up `LATENTS`."""
+    cuts = sorted(draw(st.sets(st.integers(1, LATENTS - 1))))
+    return [end - begin for begin, end in zip([0, *cuts], [*cuts, LATENTS], strict=True)]
+
+
+def latents_of(config: Config, batch: int) -> torch.Tensor:
+    return torch.randn(batch, LATENTS, config.latent_channels, 3, 4, generator=torch.Generator().manual_seed(1))
+
+
+def frames_of(config: Config, batch: int) -> torch.Tensor:
+    shape = (batch, LATENTS * config.temporal, 3, 2 * config.spatial, 3 * config.spatial)
+    return torch.rand(shape, generator=torch.Generator().manual_seed(2))
+
+
+@settings(max_examples=25)
+@given(configs, splits(), st.integers(1, 2))
+def test_decoding_in_any_pieces_equals_decoding_whole(config: Config, pieces: list[int], batch: int) -> None:
+    model, latents = small_autoencoder(0, config), latents_of(config, batch)
+    whole = model.decode(latents, Memory())
+    memory = Memory()
+    parts = [model.decode(piece, memory) for piece in latents.split(pieces, 1)]
+    assert whole.std() > 1e-3
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("stride", "scale"), [(1, 1), (2, 1), (1, 2), (2, 3)])
+def test_growing_equals_enlarging_first(stride: int, scale: int) -> None:
+    grow = TGrow(5, stride, scale)
+    x = torch.randn(3, 5, 4, 6, generator=torch.Generator().manual_seed(4))
+    plain = grow.conv(torch.nn.functional.interpolate(x, scale_factor=scale))
+    torch.testing.assert_close(grow(x), plain.unflatten(1, (stride, 5)).flatten(0, 1))
+
+
+@settings(max_examples=25)
+@given(configs, splits(), st.integers(1, 2))
+def test_encoding_in_any_pieces_equals_encoding_whole(config: Config, pieces: list[int], batch: int) -> None:
+    model, frames = small_autoencoder(0, config), frames_of(config, batch)
+    whole = model.encode(frames, Memory())
+    memory = Memory()
+    parts = [model.encode(piece, memory) for piece in frames.split([n * config.temporal for n in pieces], 1)]
+    assert whole.shape == (batch, LATENTS, config.latent_channels, 2, 3)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_pieces_equal_the_whole_with_and_without_gradients(grad: bool) -> None:
+    model, latents = small_autoencoder(0), latents_of(AUTOENCODER, 1)
+    memory = Memory()
+    with torch.set_grad_enabled(grad):
+        parts = [model.decode(piece, memory) for piece in latents.split(1, 1)]
+        whole = model.decode(latents, Memory())
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_stream_is_causal_and_remembers() -> None:
+    model, latents = small_autoencoder(0), latents_of(AUTOENCODER, 1)
+    other = latents.clone()
+    other[:, 3] += 1.0
+    before, after = model.decode(latents, Memory()), model.decode(other, Memory())
+    edge = 3 * AUTOENCODER.temporal
+    assert torch.equal(before[:, :edge], after[:, :edge])
+    assert not torch.equal(before[:, edge + AUTOENCODER.temporal :], after[:, edge + AUTOENCODER.temporal :])
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_only_the_first_piece_of_a_stream_is_trimmed(first: int) -> None:
+    model, latents, memory = small_autoencoder(0, TRIMMED), latents_of(TRIMMED, 1), Memory()
+    assert TRIMMED.frames_to_trim == 3 and TRIMMED.temporal == 4
+    assert model.decode(latents[:, :first], memory).shape[1] == 1 + 4 * (first - 1)
+    assert model.decode(latents[:, first : first + 2], memory).shape[1] == 8
+
+
+@pytest.mark.parametrize("config", [AUTOENCODER, TRIMMED], ids=["no-trim", "trim"])
+def test_a_reset_memory_is_a_fresh_one(config: Config) -> None:
+    model, latents, memory = small_autoencoder(0, config), latents_of(config, 1), Memory()
+    model.decode(latents.flip(1), memory)
+    assert memory.nbytes > 0
+    memory.reset()
+    assert memory.nbytes == 0
+    assert torch.equal(model.decode(latents, memory), model.decode(latents, Memory()))
+
+
+def test_memory_does_not_grow_and_is_not_tied_to_the_frames_it_came_from() -> None:
+    model, latents, memory = small_autoencoder(0), latents_of(AUTOENCODER, 1), Memory()
+    with torch.inference_mode():
+        model.decode(latents, memory)
+        size = memory.nbytes
+        model.decode(latents[:, :1], memory)
+        assert memory.nbytes == size
+        assert all(past.untyped_storage().nbytes() == past.nbytes for past in memory.past.values())
+
+
+def test_two_streams_share_weights_and_nothing_else() -> None:
+    model, latents = small_autoencoder(0), latents_of(AUTOENCODER, 1)
+    one, two = Memory(), Memory()
+    mixed = []
+    for piece in latents.split(2, 1):
+        mixed.append(model.decode(piece, one))
+        model.decode(-piece, two)
+    torch.testing.assert_close(torch.cat(mixed, 1), model.decode(latents, Memory()), rtol=1e-5, atol=1e-6)
+
+
+def mem_block(prefix: str, width: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for index, inputs in ((0, 2 * width), (2, width), (4, width)):
+        shapes[f"{prefix}.conv.{index}.weight"] = (width, inputs, 3, 3)
+        shapes[f"{prefix}.conv.{index}.bias"] = (width,)
+    return shapes
+
+
+def published_layout() -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors in the published weights taew2_1."""
+    shapes: dict[str, tuple[int, ...]] = {"encoder.0.weight": (64, 3, 3, 3), "encoder.0.bias": (64,)}
+    for pool, stride in ((2, 2), (7, 2), (12, 1)):
+        shapes[f"encoder.{pool}.conv.weight"] = (64, 64 * stride, 1, 1)
+        shapes[f"encoder.{pool + 1}.weight"] = (64, 64, 3, 3)
+        for block in range(pool + 2, pool + 5):
+            shapes |= mem_block(f"encoder.{block}", 64)
+    shapes |= {"encoder.17.weight": (16, 64, 3, 3), "encoder.17.bias": (16,)}
+    shapes |= {"decoder.1.weight": (256, 16, 3, 3), "decoder.1.bias": (256,)}
+    for first, width, stride, after in ((3, 256, 1, 128), (9, 128, 2, 64), (15, 64, 2, 64)):
+        for block in range(first, first + 3):
+            shapes |= mem_block(f"decoder.{block}", width)
+        shapes[f"decoder.{first + 4}.conv.weight"] = (width * stride, width, 1, 1)
+        shapes[f"decoder.{first + 5}.weight"] = (after, width, 3, 3)
+    return shapes | {"decoder.22.weight": (3, 64, 3, 3), "decoder.22.bias": (3,)}
+
+
+def test_the_default_layout_is_that_of_the_published_weights() -> None:
+    with torch.device("meta"):
+        model = TAEHV(Config())
+    assert {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} == published_layout()
+    assert (model.config.spatial, model.config.temporal) == (8, 4)

@@ -1,0 +1,260 @@
+"""TAEHV files in the published layout: against that layout written down plainly, in pieces, with both latent spaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from streamdiff.errors import ConfigError
+from streamdiff.models.autoencoder.autoencoder import load_decoder, load_encoder
+from streamdiff.models.autoencoder.normalisation import WAN_MEAN, WAN_STD
+from streamdiff.models.autoencoder.taehv import TAEHV, Config
+from streamdiff.models.autoencoder.taehv_codec import LatentSpace, TaehvDecoder, TaehvEncoder, from_tensors, space_of
+from tests.small import CPU
+
+pytestmark = pytest.mark.slow
+
+LATENTS = 5
+
+
+@cache
+def random_weights() -> dict[str, Tensor]:
+    """As large and named as those of taew2_1, and so strong that what goes in is seen in what comes out."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(name: str, shape: torch.Size) -> Tensor:
+        if len(shape) == 1:
+            return torch.rand(shape, generator=generator) * 0.1 + (0.4 if name == "decoder.22.bias" else 0.0)
+        return torch.randn(shape, generator=generator) * (0.8 / shape[1:].numel()) ** 0.5
+
+    with torch.device("meta"):
+        wanted = TAEHV(Config()).state_dict()
+    return {name: draw(name, tensor.shape) for name, tensor in wanted.items()}
+
+
+@pytest.fixture
+def weights() -> dict[str, Tensor]:
+    return dict(random_weights())
+
+
+@pytest.fixture(scope="module", params=["normalised", "raw"])
+def space(request: pytest.FixtureRequest) -> LatentSpace:
+    given: LatentSpace = request.param
+    return given
+
+
+def decoder(weights: dict[str, Tensor], space: LatentSpace = "normalised") -> TaehvDecoder:
+    return TaehvDecoder(from_tensors(Path("x.pth"), weights, space, CPU, torch.float32))
+
+
+def encoder(weights: dict[str, Tensor], space: LatentSpace = "normalised") -> TaehvEncoder:
+    return TaehvEncoder(from_tensors(Path("x.pth"), weights, space, CPU, torch.float32))
+
+
+def latents_of() -> Tensor:
+    return torch.randn(1, 16, LATENTS, 2, 3, generator=torch.Generator().manual_seed(1))
+
+
+def video_of(frames: int) -> Tensor:
+    return torch.rand(1, 3, frames, 16, 8, generator=torch.Generator().manual_seed(2)) * 2 - 1
+
+
+# ---- the layout, written down plainly ---------------------------------------------------------------------------
+
+
+def conv(weights: dict[str, Tensor], name: str, x: Tensor, **options: int) -> Tensor:
+    return F.conv2d(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"), **options)
+
+
+def with_past(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """A residual block over frames `[T, C, h, w]` that also sees the frame before; zeros before the first."""
+    past = torch.cat([torch.zeros_like(x[:1]), x[:-1]])
+    y = conv(weights, f"{name}.conv.0", torch.cat([x, past], 1), padding=1).relu()
+    y = conv(weights, f"{name}.conv.2", y, padding=1).relu()
+    return (conv(weights, f"{name}.conv.4", y, padding=1) + x).relu()
+
+
+def plain_decode(weights: dict[str, Tensor], latents: Tensor) -> Tensor:
+    """Latents `[T, C, h, w]`, as the network takes them, to frames in [0, 1]; three leading frames are not shown."""
+    x = conv(weights, "decoder.1", (latents / 3).tanh() * 3, padding=1).relu()
+    for first in (3, 9, 15):
+        for index in range(first, first + 3):
+            x = with_past(weights, f"decoder.{index}", x)
+        x = F.interpolate(x, scale_factor=2)
+        channels = x.shape[1]
+        x = conv(weights, f"decoder.{first + 4}.conv", x)
+        x = x.reshape(-1, channels, *x.shape[2:])
+        x = conv(weights, f"decoder.{first + 5}", x, padding=1)
+    return conv(weights, "decoder.22", x.relu(), padding=1).clamp(0, 1)[3:]
+
+
+def plain_encode(weights: dict[str, Tensor], frames: Tensor) -> Tensor:
+    """Frames `[T, 3, H, W]` in [0, 1] to latents as the network gives them; the last frame fills the last four up."""
+    frames = torch.cat([frames, frames[-1:].repeat(-len(frames) % 4, 1, 1, 1)])
+    x = conv(weights, "encoder.0", frames, padding=1).relu()
+    for first, together in ((2, 2), (7, 2), (12, 1)):
+        x = conv(weights, f"encoder.{first}.conv", x.reshape(-1, together * x.shape[1], *x.shape[2:]))
+        x = conv(weights, f"encoder.{first + 1}", x, padding=1, stride=2)
+        for index in range(first + 2, first + 5):
+            x = with_past(weights, f"encoder.{index}", x)
+    return conv(weights, "encoder.17", x, padding=1)
+
+
+def undo(latents: Tensor, space: LatentSpace) -> Tensor:
+    """What the network takes, given normalised latents `[C, T, h, w]`."""
+    mean, std = (torch.tensor(values).view(-1, 1, 1, 1) for values in (WAN_MEAN, WAN_STD))
+    return latents * std + mean if space == "raw" else latents
+
+
+def test_decoding_is_the_published_networks(weights: dict[str, Tensor], space: LatentSpace) -> None:
+    latents = latents_of()
+    expected = plain_decode(weights, undo(latents[0], space).transpose(0, 1)).transpose(0, 1)[None] * 2 - 1
+    half = decoder(weights, space)
+    assert half.model.latent_space == space
+    video = half.decode_video(latents, half.new_memory())
+    assert video.shape == (1, 3, 1 + 4 * (LATENTS - 1), 16, 24)
+    assert expected.std() > 0.1 and (expected.abs() < 1).float().mean() > 0.5, "not all at the limits"
+    torch.testing.assert_close(video, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("frames", [1, 4, 9])
+def test_encoding_is_the_published_networks(weights: dict[str, Tensor], space: LatentSpace, frames: int) -> None:
+    video, half = video_of(frames), encoder(weights, space)
+    memory = half.new_memory()
+    parts = [half.encode(video, memory), half.finish(memory)]
+    latents = torch.cat([part for part in parts if part is not None], 2)
+    expected = plain_encode(weights, (video[0].transpose(0, 1) + 1) / 2).transpose(0, 1)
+    assert latents.shape[2] == half.latents_of(frames) == len(expected[0])
+    torch.testing.assert_close(undo(latents[0], space), expected, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=10)
+@given(st.sets(st.integers(1, LATENTS - 1)))
+def test_decoding_in_any_pieces_equals_the_whole(cuts: set[int]) -> None:
+    half = decoder(random_weights(), "raw")
+    latents = latents_of()
+    memory = half.new_memory()
+    bounds = [0, *sorted(cuts), LATENTS]
+    pieces = [latents[:, :, begin:end] for begin, end in pairwise(bounds)]
+    parts = [half.decode_video(piece, memory) for piece in pieces]
+    assert [part.shape[2] for part in parts] == [
+        half.frames_of(end) - half.frames_of(begin) for begin, end in pairwise(bounds)
+    ]
+    whole = half.decode_video(latents, half.new_memory())
+    torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-5, atol=1e-5)
+    pictures = half.decode(latents, half.new_memory())
+    assert (pictures.float() / 127.5 - 1 - whole[0].permute(1, 2, 3, 0)).abs().max() <= 0.5 / 127.5 + 1e-5
+
+
+@settings(max_examples=10)
+@given(st.sets(st.integers(1, 8)))
+def test_encoding_in_any_pieces_equals_the_whole(cuts: set[int]) -> None:
+    half, video = encoder(random_weights(), "raw"), video_of(9)
+    bounds = [0, *sorted(cuts), 9]
+    results = []
+    for edges in (bounds, [0, 9]):
+        memory = half.new_memory()
+        parts: list[Tensor | None] = [half.encode(video[:, :, begin:end], memory) for begin, end in pairwise(edges)]
+        parts.append(half.finish(memory))
+        results.append(torch.cat([part for part in parts if part is not None], 2))
+    assert results[0].shape == (1, 16, 3, 2, 1)
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
+
+
+# ---- files ------------------------------------------------------------------------------------------------------
+
+
+def in_half_precision(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.half() for name, tensor in weights.items()}
+
+
+@pytest.mark.parametrize("name", ["taew2_1.pth", "taew2_1.safetensors", "lighttaew2_1.pth", "lighttaew2_1.safetensors"])
+def test_published_names_say_which_latents_they_take(tmp_path: Path, weights: dict[str, Tensor], name: str) -> None:
+    stored = in_half_precision(weights)
+    path = tmp_path / name
+    if path.suffix == ".pth":
+        torch.save(stored, path)
+    else:
+        save_file(stored, path)
+    half = load_decoder(path, CPU)
+    assert isinstance(half, TaehvDecoder)
+    assert half.model.latent_space == ("raw" if name.startswith("light") else "normalised")
+    assert (half.latent_channels, half.spatial, half.temporal) == (16, 8, 4)
+    for key, tensor in half.model.autoencoder.state_dict().items():
+        assert torch.equal(tensor, stored[key].float()), key
+    assert isinstance(load_encoder(path, CPU), TaehvEncoder)
+
+
+def test_another_name_has_to_be_told(tmp_path: Path, weights: dict[str, Tensor]) -> None:
+    path = tmp_path / "mine.pth"
+    torch.save(weights, path)
+    with pytest.raises(
+        ConfigError, match=r"mine\.pth does not tell which latents it takes.*--latent-space normalised or"
+    ):
+        load_decoder(path, CPU)
+    with pytest.raises(ConfigError, match="the latent space is 'other', but must be normalised or raw"):
+        load_decoder(path, CPU, latent_space="other")
+    half = load_decoder(path, CPU, latent_space="raw")
+    assert isinstance(half, TaehvDecoder) and half.model.latent_space == "raw"
+    assert space_of(Path("lighttaew2_1.pth"), "normalised") == "normalised", "what is said wins over the name"
+
+
+def test_other_channels_patches_and_strides_come_from_the_shapes(tmp_path: Path) -> None:
+    """That of Wan2.2's 5B model: 48 channels, 2 x 2 pixels in a patch."""
+    stored = TAEHV(Config(latent_channels=48, patch_size=2)).state_dict()
+    torch.save(stored, tmp_path / "taew2_2.pth")
+    half = load_decoder(tmp_path / "taew2_2.pth", CPU)
+    assert (half.latent_channels, half.spatial, half.temporal) == (48, 16, 4)
+    stored = TAEHV(Config(latent_channels=128, patch_size=4, decoder_time=(2, 2, 2))).state_dict()
+    torch.save(stored, tmp_path / "taeltx.pth")
+    eight = load_decoder(tmp_path / "taeltx.pth", CPU)
+    assert (eight.spatial, eight.temporal, eight.frames_of(1), eight.frames_of(3)) == (32, 8, 1, 17)
+    with pytest.raises(ConfigError, match="has 48 latent channels; mean and standard deviation are known for 16 only"):
+        load_decoder(tmp_path / "taew2_2.pth", CPU, latent_space="raw")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("decoder.3.conv.0.bias"), r"1 missing \(decoder\.3\.conv\.0\.bias\)"),
+        (lambda w: w.update(more=torch.zeros(1)), r"1 unexpected \(more\)"),
+        (lambda w: w.update({"decoder.22.bias": torch.zeros(4)}), r"decoder\.22\.bias \[4\] instead of \[3\]"),
+        (lambda w: w["decoder.22.bias"].fill_(float("inf")), r"1 tensors hold NaN, infinity .*: decoder\.22\.bias"),
+        (lambda w: w.pop("decoder.7.conv.weight"), r"no tensor decoder\.7\.conv\.weight"),
+    ],
+)
+def test_what_is_wrong_with_the_tensors_is_listed(
+    tmp_path: Path, weights: dict[str, Tensor], change: Callable[[dict[str, Tensor]], object], message: str
+) -> None:
+    stored = {name: tensor.clone() for name, tensor in weights.items()}
+    change(stored)
+    torch.save(stored, tmp_path / "taew2_1.pth")
+    with pytest.raises(ConfigError, match=message):
+        load_decoder(tmp_path / "taew2_1.pth", CPU)
+
+
+@pytest.mark.parametrize("shape", [(1, 15, 1, 2, 3), (1, 16, 0, 2, 3), (16, 1, 2, 3)])
+def test_latents_of_another_shape_are_refused(weights: dict[str, Tensor], shape: tuple[int, ...]) -> None:
+    half = decoder(weights)
+    with pytest.raises(ValueError, match=r"expected \[B, 16, F, h, w\]"):
+        half.decode(torch.zeros(shape), half.new_memory())
+
+
+def test_frames_of_another_shape_are_refused(weights: dict[str, Tensor]) -> None:
+    half = encoder(weights)
+    with pytest.raises(ValueError, match=r"expected \[B, 3, n, H, W\]"):
+        half.encode(torch.zeros(1, 4, 1, 8, 8), half.new_memory())
+    with pytest.raises(ValueError, match="frames are 12 x 8; both sides must be multiples of 8"):
+        half.encode(torch.zeros(1, 3, 1, 8, 12), half.new_memory())
+    with pytest.raises(ConfigError, match="no frames"):
+        half.latents_of(0)

@@ -1,0 +1,255 @@
+"""The streaming Wan autoencoder against diffusers' whole-clip one: any pieces, several streams, all entry points."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from streamdiff.errors import ConfigError
+from streamdiff.models.autoencoder.normalisation import WAN_MEAN, WAN_STD
+from streamdiff.models.autoencoder.wan import Memory, WanDecoder, WanEncoder
+from tests.small_vae import relative_error, small_wan_autoencoder
+
+pytestmark = pytest.mark.slow
+
+LATENTS = 6
+FRAMES = 1 + 4 * (LATENTS - 1)
+TOLERANCE = 1e-5
+# Wan2.1 as it is, wide enough to tell its parts apart; and Wan2.2's kind: pixels in patches, shortcuts around blocks.
+WAN = small_wan_autoencoder()
+WAN22 = small_wan_autoencoder(
+    1,
+    base_dim=4,
+    decoder_base_dim=8,
+    z_dim=4,
+    is_residual=True,
+    patch_size=2,
+    in_channels=12,
+    out_channels=12,
+    latents_mean=[0.1, -0.2, 0.3, 0.4],
+    latents_std=[1.1, 0.9, 1.2, 0.8],
+    scale_factor_spatial=16,
+)
+KINDS = {"wan2.1": WAN, "wan2.2": WAN22}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+@st.composite
+def splits(draw: st.DrawFn, total: int) -> list[int]:
+    """Lengths of pieces that make up `total`."""
+    cuts = sorted(draw(st.sets(st.integers(1, total - 1))))
+    return [end - begin for begin, end in zip([0, *cuts], [*cuts, total], strict=True)]
+
+
+def raw_of(autoencoder: AutoencoderKLWan, batch: int = 1, seed: int = 1) -> Tensor:
+    shape = (batch, autoencoder.config["z_dim"], LATENTS, 2, 3)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def video_of(autoencoder: AutoencoderKLWan, batch: int = 1, seed: int = 2) -> Tensor:
+    side = 8 * (autoencoder.config["patch_size"] or 1)
+    shape = (batch, 3, FRAMES, 2 * side, side)
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+def whole_decode(autoencoder: AutoencoderKLWan, raw: Tensor) -> Tensor:
+    with torch.no_grad():
+        video: Tensor = autoencoder.decode(raw).sample
+    # A picture that is all limit would agree with anything.
+    assert video.std() > 0.05 and (video.abs() < 1).float().mean() > 0.7
+    return video
+
+
+def whole_encode(autoencoder: AutoencoderKLWan, video: Tensor) -> Tensor:
+    with torch.no_grad():
+        raw: Tensor = autoencoder.encode(video).latent_dist.mode()
+    assert raw.std() > 0.01
+    return raw
+
+
+@kinds
+@pytest.mark.parametrize("pieces", [[1] * 6, [2, 2, 2], [3, 3], [4, 2], [6], [1, 3, 2], [2, 1, 1, 2]], ids=str)
+def test_decoding_in_pieces_equals_diffusers_whole(kind: str, pieces: list[int]) -> None:
+    autoencoder = KINDS[kind]
+    raw, decoder, memory = raw_of(autoencoder), WanDecoder(autoencoder), Memory()
+    parts = [decoder.decode_raw(piece, memory) for piece in raw.split(pieces, 2)]
+    assert [part.shape[2] for part in parts] == [4 * pieces[0] - 3, *(4 * count for count in pieces[1:])]
+    assert relative_error(torch.cat(parts, 2), whole_decode(autoencoder, raw)) <= TOLERANCE
+
+
+def test_a_call_is_one_step_but_for_a_streams_first_latent_frame() -> None:
+    decoder, memory, raw = WanDecoder(WAN), Memory(), raw_of(WAN)
+    assert [piece.shape[2] for piece in decoder.pieces(raw, decoder.past(raw, memory))] == [1, LATENTS - 1]
+    decoder.decode_raw(raw[:, :, :1], memory)
+    assert [piece.shape[2] for piece in decoder.pieces(raw, decoder.past(raw, memory))] == [LATENTS]
+
+
+@settings(max_examples=12)
+@given(splits(LATENTS), st.integers(1, 2))
+def test_decoding_in_any_pieces(pieces: list[int], batch: int) -> None:
+    raw, decoder, memory = raw_of(WAN, batch), WanDecoder(WAN), Memory()
+    parts = [decoder.decode_raw(piece, memory) for piece in raw.split(pieces, 2)]
+    assert relative_error(torch.cat(parts, 2), whole_decode(WAN, raw)) <= TOLERANCE
+
+
+@kinds
+@pytest.mark.parametrize("pieces", [[1, 4, 4, 4, 4, 4], [1] * 21, [5, 16], [21], [2, 3, 7, 9], [9, 8, 4]], ids=str)
+def test_encoding_in_pieces_equals_diffusers_whole(kind: str, pieces: list[int]) -> None:
+    autoencoder = KINDS[kind]
+    video, encoder, memory = video_of(autoencoder), WanEncoder(autoencoder), Memory()
+    parts = [encoder.encode_raw(piece, memory) for piece in video.split(pieces, 2)]
+    assert encoder.finish(memory) is None
+    assert relative_error(torch.cat(parts, 2), whole_encode(autoencoder, video)) <= TOLERANCE
+
+
+@settings(max_examples=12)
+@given(splits(FRAMES), st.integers(1, 2))
+def test_encoding_in_any_pieces(pieces: list[int], batch: int) -> None:
+    video, encoder, memory = video_of(WAN, batch), WanEncoder(WAN), Memory()
+    parts = [encoder.encode_raw(piece, memory) for piece in video.split(pieces, 2)]
+    assert relative_error(torch.cat(parts, 2), whole_encode(WAN, video)) <= TOLERANCE
+
+
+def test_streams_and_whole_clips_in_turn_do_not_disturb_each_other() -> None:
+    """One set of weights; three streams, two of them decoding, and diffusers' own calls between."""
+    decoder, encoder = WanDecoder(WAN), WanEncoder(WAN)
+    one, two, video = raw_of(WAN, seed=3), raw_of(WAN, seed=4), video_of(WAN)
+    wanted = whole_decode(WAN, one), whole_decode(WAN, two), whole_encode(WAN, video)
+    memories, parts = (Memory(), Memory(), Memory()), ([], [], [])  # type: ignore[var-annotated]
+    frames = video.split([1, 4, 4, 4, 4, 4], 2)
+    for index in range(LATENTS):
+        parts[0].append(decoder.decode_raw(one[:, :, index : index + 1], memories[0]))
+        parts[1].append(decoder.decode_raw(two[:, :, index : index + 1], memories[1]))
+        whole_decode(WAN, two)
+        parts[2].append(encoder.encode_raw(frames[index], memories[2]))
+    for got, expected in zip(parts, wanted, strict=True):
+        assert relative_error(torch.cat(got, 2), expected) <= TOLERANCE
+
+
+def test_normalised_latents_are_those_that_the_transformer_makes() -> None:
+    decoder, encoder = WanDecoder(WAN), WanEncoder(WAN)
+    mean, std = (torch.tensor(WAN.config[key]).view(1, -1, 1, 1, 1) for key in ("latents_mean", "latents_std"))
+    raw, video = raw_of(WAN), video_of(WAN)
+    decoded = decoder.decode_video((raw - mean) / std, Memory())
+    assert decoded.dtype == torch.float32
+    assert relative_error(decoded, whole_decode(WAN, raw)) <= TOLERANCE
+    assert relative_error(encoder.encode(video, Memory()), (whole_encode(WAN, video) - mean) / std) <= TOLERANCE
+
+
+def test_the_numbers_of_wan21_are_those_of_diffusers() -> None:
+    assert list(WAN_MEAN) == WAN.config["latents_mean"]
+    assert list(WAN_STD) == WAN.config["latents_std"]
+
+
+def test_pictures_are_the_video_in_bytes() -> None:
+    decoder, latents, memory = WanDecoder(WAN), raw_of(WAN), Memory()
+    pictures = torch.cat([decoder.decode(piece, memory) for piece in latents.split(1, 2)])
+    assert (pictures.dtype, tuple(pictures.shape)) == (torch.uint8, (FRAMES, 16, 24, 3))
+    video = decoder.decode_video(latents, Memory())[0].permute(1, 2, 3, 0)
+    assert (pictures.float() / 127.5 - 1 - video).abs().max() <= 0.5 / 127.5 + 1e-5
+
+
+def test_sizes() -> None:
+    assert (WanDecoder(WAN).spatial, WanDecoder(WAN).temporal) == (8, 4)
+    assert WanDecoder(WAN22).spatial == 16
+    assert [WanDecoder(WAN).frames_of(count) for count in (0, 1, 2, 21)] == [0, 1, 5, 81]
+    assert [WanEncoder(WAN).latents_of(frames) for frames in (1, 5, 81)] == [1, 2, 21]
+
+
+def test_half_precision_is_near() -> None:
+    half = small_wan_autoencoder().to(torch.bfloat16)
+    video = WanDecoder(half).decode_video(raw_of(WAN), Memory())
+    assert video.dtype == torch.float32
+    assert (video - WanDecoder(WAN).decode_video(raw_of(WAN), Memory())).abs().mean() < 0.02
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------
+
+
+def test_a_reset_memory_is_a_fresh_one() -> None:
+    decoder, raw, memory = WanDecoder(WAN), raw_of(WAN), Memory()
+    decoder.decode_raw(raw.flip(2), memory)
+    assert memory.nbytes > 0
+    memory.reset()
+    assert (memory.nbytes, memory.begun) == (0, False)
+    assert torch.equal(decoder.decode_raw(raw, memory), decoder.decode_raw(raw, Memory()))
+
+
+def test_memory_does_not_grow_with_the_stream() -> None:
+    decoder, encoder, memories = WanDecoder(WAN), WanEncoder(WAN), (Memory(), Memory())
+    raw, video = raw_of(WAN), video_of(WAN)
+    sizes = set()
+    for piece, frames in zip(raw.split(2, 2), (video[:, :, :5], video[:, :, 5:13], video[:, :, 13:]), strict=True):
+        decoder.decode_raw(piece, memories[0])
+        encoder.encode_raw(frames, memories[1])
+        sizes.add(tuple(memory.nbytes for memory in memories))
+    assert len(sizes) == 1
+    held = [f for memory in memories for f in memory.features if isinstance(f, Tensor)]
+    assert held and all(f.untyped_storage().nbytes() == f.nbytes for f in held)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 16, 1, 2, 4), (2, 16, 1, 2, 3), (1, 15, 1, 2, 3), (1, 16, 0, 2, 3), (16, 1, 2, 3)]
+)
+def test_a_piece_that_does_not_fit_is_refused_and_changes_nothing(shape: tuple[int, ...]) -> None:
+    decoder, raw, memory = WanDecoder(WAN), raw_of(WAN), Memory()
+    first = decoder.decode_raw(raw[:, :, :2], memory)
+    with pytest.raises(ValueError, match=r"latents (are \[.*\]; expected \[B, 16|have \(batch, height, width\))"):
+        decoder.decode_raw(torch.zeros(shape), memory)
+    rest = decoder.decode_raw(raw[:, :, 2:], memory)
+    assert relative_error(torch.cat([first, rest], 2), whole_decode(WAN, raw)) <= TOLERANCE
+
+
+def test_a_call_that_fails_half_way_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    autoencoder = small_wan_autoencoder()
+    decoder, raw, memory = WanDecoder(autoencoder), raw_of(autoencoder), Memory()
+    first = decoder.decode_raw(raw[:, :, :2], memory)
+    with monkeypatch.context() as patch:
+
+        def full(*_: object, **__: object) -> Tensor:
+            raise torch.OutOfMemoryError("no room")
+
+        patch.setattr(autoencoder.decoder.up_blocks[2], "forward", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            decoder.decode_raw(raw[:, :, 2:], memory)
+    rest = decoder.decode_raw(raw[:, :, 2:], memory)
+    assert relative_error(torch.cat([first, rest], 2), whole_decode(autoencoder, raw)) <= TOLERANCE
+
+
+# ---- lengths ----------------------------------------------------------------------------------------------------
+
+
+def test_frames_that_make_no_group_wait_and_are_told_at_the_end() -> None:
+    encoder, video, memory = WanEncoder(WAN), video_of(WAN), Memory()
+    assert encoder.encode_raw(video[:, :, :1], memory).shape == (1, 16, 1, 2, 1)
+    assert encoder.encode_raw(video[:, :, 1:4], memory).shape == (1, 16, 0, 2, 1)
+    with pytest.raises(ConfigError, match="3 frames are left over at the end, but 4 make a latent frame"):
+        encoder.finish(memory)
+    assert encoder.encode_raw(video[:, :, 4:5], memory).shape == (1, 16, 1, 2, 1)
+    assert encoder.finish(memory) is None
+
+
+def test_frames_that_wait_are_the_streams_own() -> None:
+    """The caller's buffer, here the same for every frame, may be used again at once, and is not kept alive."""
+    encoder, video, memory = WanEncoder(WAN), video_of(WAN), Memory()
+    buffer, parts = torch.empty(1, 3, 2, 16, 8), []
+    for number in range(FRAMES):
+        buffer[:, :, :1] = video[:, :, number : number + 1]
+        parts.append(encoder.encode_raw(buffer[:, :, :1], memory))
+        assert memory.pending is None or memory.pending.untyped_storage().nbytes() == memory.pending.nbytes
+    assert relative_error(torch.cat(parts, 2), whole_encode(WAN, video)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("frames", "near"), [(0, "1"), (2, "1, 5"), (80, "77, 81")])
+def test_a_length_that_cannot_be_encoded_names_the_nearest(frames: int, near: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{frames} frames cannot be encoded.* nearest lengths are {near}$"):
+        WanEncoder(WAN).latents_of(frames)
+
+
+def test_sides_that_are_no_multiple_are_refused() -> None:
+    with pytest.raises(ValueError, match="frames are 12 x 16; both sides must be multiples of 8"):
+        WanEncoder(WAN).encode_raw(torch.zeros(1, 3, 1, 16, 12), Memory())

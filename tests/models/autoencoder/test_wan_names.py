@@ -1,0 +1,70 @@
+"""Original names to diffusers' names: against an inverse written apart, and against diffusers' own conversion."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+
+from streamdiff.errors import ConfigError
+from streamdiff.models.autoencoder.wan_names import is_original, to_diffusers
+from tests.small_vae import original_layout
+
+
+@pytest.fixture(scope="module")
+def published() -> AutoencoderKLWan:
+    with torch.device("meta"):
+        return AutoencoderKLWan()
+
+
+def test_all_194_tensors_of_the_published_model_find_their_place(published: AutoencoderKLWan) -> None:
+    original, wanted = original_layout(published), published.state_dict()
+    names = to_diffusers(original)
+    assert len(original) == len(names) == 194
+    assert set(names.values()) == set(wanted)
+    assert all(original[name].shape == wanted[target].shape for name, target in names.items())
+
+
+def test_the_names_are_those_of_diffusers_own_conversion(published: AutoencoderKLWan) -> None:
+    original = original_layout(published)
+    by_diffusers = convert_wan_vae_to_diffusers(dict(zip(original, original, strict=True)))
+    assert {name: target for target, name in by_diffusers.items()} == to_diffusers(original)
+
+
+@pytest.mark.parametrize(
+    ("original", "target"),
+    [
+        ("decoder.upsamples.4.shortcut.weight", "decoder.up_blocks.1.resnets.0.conv_shortcut.weight"),
+        ("decoder.upsamples.11.resample.1.bias", "decoder.up_blocks.2.upsamplers.0.resample.1.bias"),
+        ("decoder.upsamples.14.residual.6.bias", "decoder.up_blocks.3.resnets.2.conv2.bias"),
+        ("encoder.downsamples.8.time_conv.weight", "encoder.down_blocks.8.time_conv.weight"),
+        ("conv1.bias", "quant_conv.bias"),
+    ],
+)
+def test_single_names(original: str, target: str) -> None:
+    assert to_diffusers([original]) == {original: target}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decoder.upsamples.0.upsamples.0.residual.0.gamma",  # Wan2.2
+        "decoder.upsamples.3.residual.0.gamma",  # a block where enlarging stands
+        "decoder.upsamples.2.resample.1.weight",  # and the other way round
+        "decoder.middle.3.residual.0.gamma",
+        "xdecoder.conv1.weight",
+        "decoder.conv1.weight.x",
+        "model.conv1.weight",
+        "quant_conv.weight",
+    ],
+)
+def test_other_names_are_refused_and_listed(name: str) -> None:
+    with pytest.raises(ConfigError, match="1 of 2 tensor names are not those of") as caught:
+        to_diffusers(["conv1.weight", name])
+    assert name in str(caught.value)
+
+
+def test_the_layout_is_seen_from_the_names(published: AutoencoderKLWan) -> None:
+    assert is_original(original_layout(published))
+    assert not is_original(published.state_dict())

@@ -1,0 +1,272 @@
+"""The catalogue: every packaged entry holds, says what its authors published, and nothing unknown gets in."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import yaml
+
+from streamdiff.errors import ConfigError
+from streamdiff.models import sampling
+from streamdiff.models.catalogue import entries, specs
+from streamdiff.models.catalogue.schema import Entry
+
+FOLDER = Path(entries.__file__).parent / "data"
+WARPED = (1000, 937.5, 833.3333, 625)
+# Causal-rCM tells 1600/1601, 15/16, 5/6 and 5/8 of 1000 in bfloat16, whose neighbours there are 4 apart.
+RCM, SCALE = (1000, 936, 832, 624), float(Fraction(1600, 1601))
+
+# What each model is told and mixed with, and what its first chunk is told where that differs: from the authors' lists
+# and configurations, worked out by hand (5t / (1 + 4t); nearest grid points), not from the entries.
+PUBLISHED: dict[str, tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...] | None]] = {
+    "tiny": (WARPED, (1, 0.9375, 0.833333, 0.625), None),
+    "self-forcing": (WARPED, (1, 0.9375, 0.833333, 0.625), None),
+    "causal-forcing-chunkwise": (WARPED, (1, 0.9375, 0.833333, 0.625), None),
+    "causal-forcing-framewise": (WARPED, (1, 0.9375, 0.833333, 0.625), None),
+    "causal-forcing-framewise-2step": ((1000, 833.3333), (1, 0.833333), WARPED),
+    "causal-forcing-framewise-1step": ((1000,), (1,), WARPED),
+    "longlive-1.3b": (WARPED, (1, 0.9375, 0.833333, 0.625), None),
+    "reward-forcing-1.3b": (WARPED, (1, 0.9375, 0.833333, 0.625), None),
+    "streamdiffusionv2-1.3b": ((700, 500, 400, 200), (0.700232, 0.499719, 0.400260, 0.198347), None),
+    "streamdiffusionv2-14b": ((700, 500, 400, 200), (0.700232, 0.499719, 0.400260, 0.198347), None),
+    # Told 0 at its end, at the lowest point of the grid: 5 * 0.001 / 1.004.
+    "krea-realtime-14b": ((1000, 937, 833, 625, 0), (1, 0.936874, 0.832777, 0.625, 0.004980), None),
+    "causal-rcm-framewise": (RCM, (SCALE, 0.9375, 0.833333, 0.625), None),
+    "causal-rcm-chunkwise": (RCM, (SCALE, 0.9375, 0.833333, 0.625), None),
+    "causal-rcm-framewise-2step": ((1000, 832), (SCALE, 0.833333), RCM),
+}
+# (container, chunk, window with sink and chunk in it, sink, KV context, timestep of the clean pass)
+RUNS: dict[str, tuple[str | None, int, int, int, str, float | None]] = {
+    "self-forcing": ("generator_ema", 3, 21, 0, "clean", 0),
+    "causal-forcing-chunkwise": ("generator", 3, 21, 0, "clean", 0),
+    "causal-forcing-framewise": ("generator_ema", 1, 21, 0, "clean", 0),
+    "causal-forcing-framewise-2step": ("generator_ema", 1, 21, 0, "clean", 0),
+    "causal-forcing-framewise-1step": ("generator_ema", 1, 21, 0, "clean", 0),
+    "longlive-1.3b": ("generator", 3, 12, 3, "clean", 0),
+    "reward-forcing-1.3b": ("flat", 3, 9, 3, "clean", 0),
+    "streamdiffusionv2-1.3b": (None, 1, 6, 3, "matched", None),
+    "streamdiffusionv2-14b": (None, 1, 6, 3, "matched", None),
+    "krea-realtime-14b": ("flat", 3, 6, 0, "clean", 0),
+    "causal-rcm-framewise": (None, 1, 21, 0, "clean", 0),
+    "causal-rcm-framewise-2step": (None, 1, 21, 0, "clean", 0),
+    "causal-rcm-chunkwise": (None, 3, 21, 0, "clean", 0),
+}
+BASES = {"wan2.1-t2v-1.3b": "wan2.1-1.3b", "wan2.1-t2v-14b": "wan2.1-14b"}
+
+
+def test_every_packaged_file_is_an_entry_and_stands_in_the_tables() -> None:
+    names = {path.stem for path in FOLDER.glob("*.yaml")} - {"parts"}
+    assert set(entries.entries()) == names == set(PUBLISHED) | set(BASES)
+    assert set(RUNS) == set(PUBLISHED) - {"tiny"}
+    assert list(entries.entries())[:3] == ["tiny", *BASES], "the embedded model first, then the bases"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_timesteps(name: str) -> None:
+    timesteps, sigmas, first_chunk = PUBLISHED[name]
+    found = entries.find(name).sampling
+    assert found is not None
+    assert found.schedule().timesteps == pytest.approx(timesteps, abs=1e-4)
+    assert found.schedule().sigmas == pytest.approx(sigmas, abs=1e-6)
+    assert found.schedule().of(0).timesteps == pytest.approx(first_chunk or timesteps, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_a_chunk_begins_with(name: str) -> None:
+    """Causal-rCM's noise times 1600/1601, the first chunk's too; everybody else's as it is."""
+    entry = entries.find(name)
+    made = specs.spec_of(name, entry, specs.architecture_of(entry)).schedules[0]
+    scale = SCALE if name.startswith("causal-rcm") else 1
+    assert made.noise_scale == made.of(0).noise_scale == pytest.approx(scale, abs=1e-15)
+
+
+def test_the_step_that_is_told_0_may_be_left_out() -> None:
+    """Krea's; of the others all steps are run, or none of that kind."""
+    for name in PUBLISHED:
+        entry = entries.find(name)
+        spec = specs.spec_of(name, entry, specs.architecture_of(entry))
+        five = name == "krea-realtime-14b"
+        assert len(spec.steps) == (2 if five else 1), name
+        if five:
+            with_end, without = spec.schedules
+            assert spec.steps == (5, 4)
+            assert (with_end.timesteps[:-1], with_end.sigmas[:-1]) == (without.timesteps, without.sigmas)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_how_the_authors_run_it(name: str) -> None:
+    entry = entries.find(name)
+    assert entry.weights and entry.stream and entry.context
+    assert RUNS[name] == (
+        entry.weights.container,
+        entry.stream.chunk_latents,
+        entry.stream.window(entry.context.default),
+        entry.stream.sink_latents,
+        entry.context.default,
+        entry.context.noise,
+    )
+    assert (entry.native_fps, entry.height, entry.width) == (16, 480, 832)
+    assert entry.architecture == ("wan2.1-14b" if "14b" in name else "wan2.1-1.3b")
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_bases_make_whole_clips(name: str) -> None:
+    entry = entries.find(name)
+    assert (entry.kind, entry.sampling, entry.stream) == ("bidirectional", None, None)
+    assert entry.architecture == BASES[name]
+
+
+def test_architectures_are_wans() -> None:
+    known = entries.parts().architectures
+    sizes = {name: (a.width, a.ffn_dim, a.heads, a.blocks, a.in_channels) for name, a in known.items()}
+    assert sizes["wan2.1-1.3b"] == (1536, 8960, 12, 30, 16)
+    assert sizes["wan2.1-14b"] == (5120, 13824, 40, 40, 16)
+    assert {known[name].head_dim for name in BASES.values()} == {128}
+
+
+def test_longlive_is_a_base_and_a_lora() -> None:
+    entry = entries.find("longlive-1.3b")
+    assert entry.weights and entry.lora and entry.switches
+    assert entry.weights.files == ("models/longlive_base.pt",)
+    assert (entry.lora.files, entry.lora.container) == (("models/lora.pt",), "generator_lora")
+    assert (entry.lora.rank, entry.lora.scale) == (256, 1.0)
+    assert entry.switches.trained == "recache"
+
+
+@pytest.mark.parametrize(
+    ("name", "switch"),
+    [("longlive-1.3b", "recache"), ("self-forcing", "flush"), ("tiny", "keep"), ("reward-forcing-1.3b", "keep")],
+)
+def test_what_a_new_prompt_does_to_the_past(name: str, switch: str) -> None:
+    """What the model was trained with, else what works, else nothing."""
+    entry = entries.find(name)
+    assert entry.switches is not None and entry.switches.own == switch
+    assert name == "tiny" or specs.spec_of(name, entry, specs.architecture_of(entry)).switch == switch
+
+
+def test_each_tiny_decoder_says_which_latents_it_takes() -> None:
+    small = entries.parts().autoencoders["wan2.1"].tiny
+    assert {each.files: each.latents for each in small} == {
+        ("taew2_1.safetensors",): "model",
+        ("lighttaew2_1.safetensors",): "vae",
+    }
+    assert all(each.on_hub and each.files == (f"{each.name}.safetensors",) for each in small)
+
+
+def test_texts_are_padded_to_the_models_length() -> None:
+    text = entries.parts().text_encoders["umt5-xxl"]
+    assert (text.tokens, text.width) == (512, 4096)
+    assert {entry.text_encoder for entry in entries.entries().values() if entry.weights} == {"umt5-xxl"}
+
+
+def test_the_embedded_entry_says_what_its_weights_say() -> None:
+    weights = FOLDER.parent / "tiny" / "weights"
+    entry, shared = entries.find("tiny"), entries.parts()
+    stream = json.loads((weights / "model_index.json").read_text())["stream"]
+    transformer = json.loads((weights / "transformer" / "config.json").read_text())
+    vae = json.loads((weights / "vae" / "config.json").read_text())
+    sizes, pictures = shared.architectures["tiny"], shared.autoencoders["tiny"]
+    assert entry.stream and entry.context and entry.sampling
+    for key in ("chunk_latents", "window_latents", "clean_window_latents", "sink_latents"):
+        assert getattr(entry.stream, key) == stream[key]
+    assert entry.native_fps == stream["native_fps"]
+    assert entry.context.noise == 1000 * stream["context_sigma"]
+    assert entry.sampling.schedule().sigmas == sampling.schedule(stream["steps"][0], stream["shift"])
+    assert (entry.height, entry.width) == (
+        pictures.spatial * stream["latent_height"],
+        pictures.spatial * stream["latent_width"],
+    )
+    assert (sizes.blocks, sizes.heads, sizes.head_dim, sizes.ffn_dim) == (
+        transformer["num_layers"],
+        transformer["num_attention_heads"],
+        transformer["attention_head_dim"],
+        transformer["ffn_dim"],
+    )
+    assert (sizes.in_channels, sizes.out_channels) == (transformer["in_channels"], transformer["out_channels"])
+    assert (pictures.channels, shared.text_encoders["tiny"].width) == (vae["latent_channels"], transformer["text_dim"])
+
+
+# ---- what is refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [("longlive", "longlive-1.3b"), ("Self-Forcing", "self-forcing"), ("krea-realtime", "krea-realtime-14b")],
+)
+def test_a_mistyped_name_gets_the_nearest(word: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"no model is called '{word}'; did you mean {near}?"):
+        entries.find(word)
+
+
+def test_a_name_like_none_gets_them_all() -> None:
+    with pytest.raises(ConfigError) as caught:
+        entries.find("xyz")
+    assert all(name in str(caught.value) for name in PUBLISHED) and not any(name in str(caught.value) for name in BASES)
+
+
+def changed(folder: Path, old: str, new: str) -> Path:
+    """LongLive's entry with `old` replaced."""
+    text = (FOLDER / "longlive-1.3b.yaml").read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    path = folder / "longlive-1.3b.yaml"
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("family: longlive\n", "family: longlive\nfamly: x\n", ("famly", "Extra inputs are not permitted")),
+        ("  warp: true\n", "  warp: true\n  wrap: true\n", ("sampling.wrap", "Extra inputs")),
+        ("  warp: true\n", "", ("sampling.warp", "required")),
+        ("  warp: true\n", "  warp: 'yes'\n", ("sampling.warp", "boolean")),
+        ("[1000, 750, 500, 250]", "[1000, 750, 800]", ("below the one before it",)),
+        ("[1000, 750, 500, 250]", "[]", ("sampling.steps",)),
+        ("  warp: true\n", "  warp: true\n  first_noise_scale: 0\n", ("sampling.first_noise_scale", "greater than 0")),
+        ("  warp: true\n", "  warp: true\n  first_noise_scale: 1.1\n", ("sampling.first_noise_scale", "equal to 1")),
+        ("  warp: true\n", "  warp: true\n  keep_end: true\n", ("keep_end is for a list that ends with 0", "with 250")),
+        ("  warp: true\n", "  warp: true\n  told: float8\n", ("sampling.told", "bfloat16")),
+        ("[1000, 750, 500, 250]", "[1000, 999]\n  told: bfloat16", ("steps is 1000, 1000", "below the one before it")),
+        ("  sink_latents: 3", "  sink_latents: 10", ("a window holds at least the sink and one chunk",)),
+        ("kind: causal", "kind: bidirectional", ("another has none",)),
+        ("  trained: clean", "  trained: foggy", ("context.trained", "clean")),
+        ("architecture: wan2.1-1.3b", "architecture: wan2.1-2b", ("architecture is 'wan2.1-2b'", "wan2.1-14b")),
+        ("name: longlive-1.3b", "name: longlive", ("name is 'longlive'", "longlive-1.3b.yaml")),
+        ("kind: causal", "kind: [causal", ("not valid YAML",)),
+    ],
+)
+def test_an_entry_that_does_not_hold_is_refused(tmp_path: Path, old: str, new: str, words: tuple[str, ...]) -> None:
+    path = changed(tmp_path, old, new)
+    with pytest.raises(ConfigError) as caught:
+        entries.read_entry(path)
+    assert all(word in str(caught.value) for word in (str(path), *words)), str(caught.value)
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        entries.read_entry(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+def test_no_key_is_given_twice(path: Path) -> None:
+    """YAML would keep the last one without a word."""
+
+    def check(node: yaml.Node) -> None:
+        if isinstance(node, yaml.MappingNode):
+            keys = [key.value for key, _ in node.value]
+            assert len(keys) == len(set(keys)), f"{path}: {keys}"
+        for child in node.value if isinstance(node, yaml.MappingNode | yaml.SequenceNode) else ():
+            for part in child if isinstance(child, tuple) else (child,):
+                check(part)
+
+    check(yaml.compose(path.read_text(encoding="utf-8")))
+
+
+def test_entries_cannot_be_changed() -> None:
+    entry = entries.find("self-forcing")
+    with pytest.raises(ValueError, match="frozen"):
+        entry.name = "other"  # type: ignore[misc]
+    assert isinstance(entries.find("self-forcing"), Entry)

@@ -1,0 +1,291 @@
+"""Checkpoint files: which one, which container of it, and nothing read that is not asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from streamdiff.errors import ConfigError
+from streamdiff.models.checkpoint.checkpoint import LORA_CONTAINERS, open_checkpoint
+
+NAME = "blocks.0.self_attn.q.weight"
+
+
+def marked(value: float) -> dict[str, torch.Tensor]:
+    """A set of tensors that tells by its values which one it is."""
+    return {NAME: torch.full((2, 3), float(value)), "head.head.bias": torch.full((4,), value, dtype=torch.bfloat16)}
+
+
+def which(path: Path, container: str | None = None, **options: tuple[str, ...]) -> tuple[float, str]:
+    """The mark of the set that is taken, and the container's name."""
+    checkpoint = open_checkpoint(path, container, **options)
+    name = next(name for name in checkpoint.names if name.endswith(NAME))
+    return checkpoint.read(name)[0, 0].item(), checkpoint.container
+
+
+TREES = {
+    "ema first": ({"generator": marked(1), "generator_ema": marked(2), "critic": marked(3)}, (2, "generator_ema")),
+    "generator": ({"critic": marked(3), "generator": marked(1), "step": 7}, (1, "generator")),
+    "model": ({"state_dict": marked(3), "model": marked(1)}, (1, "model")),
+    "state_dict": ({"state_dict": marked(1), "optimizer": {"state": {}}, "epoch": 3}, (1, "state_dict")),
+    "module": ({"module": marked(1)}, (1, "module")),
+    "one in another": (
+        {"state_dict": {"generator": marked(1), "generator_ema": marked(2)}},
+        (2, "state_dict.generator_ema"),
+    ),
+    "flat": (marked(1), (1, "")),
+    "flat with other things": (marked(1) | {"epoch": 3, "betas": [0.1], "freqs": torch.zeros(1)}, (1, "")),
+}
+
+
+@pytest.mark.parametrize("case", TREES)
+def test_the_usual_container_of_a_torch_file(case: str, tmp_path: Path) -> None:
+    tree, expected = TREES[case]
+    torch.save(tree, tmp_path / "model.pt")
+    assert which(tmp_path / "model.pt") == expected
+
+
+@pytest.mark.parametrize("ending", [".pt", ".pth", ".bin"])
+def test_a_container_that_is_asked_for(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"model{ending}"
+    torch.save({"generator": marked(1), "generator_ema": marked(2), "critic": marked(3)}, path)
+    assert which(path, "generator") == (1, "generator")
+    assert which(path, "critic") == (3, "critic")
+    with pytest.raises(ConfigError, match=r"no container 'teacher'; there is critic, generator, generator_ema"):
+        open_checkpoint(path, "teacher")
+
+
+def test_a_file_without_containers_leaves_no_choice(tmp_path: Path) -> None:
+    torch.save(marked(1), tmp_path / "model.pt")
+    save_file(marked(1), tmp_path / "model.safetensors")
+    assert which(tmp_path / "model.pt", "generator") == (1, "")
+    assert which(tmp_path / "model.safetensors", "generator") == (1, "")
+
+
+def test_containers_that_nobody_knows_have_to_be_named(tmp_path: Path) -> None:
+    torch.save({"student": marked(1), "teacher": marked(2)}, tmp_path / "model.pt")
+    with pytest.raises(ConfigError, match=r"no tensors by name in any of generator_ema, .*; there is student, teacher"):
+        open_checkpoint(tmp_path / "model.pt")
+    assert which(tmp_path / "model.pt", "teacher") == (2, "teacher")
+
+
+def test_the_container_of_a_lora(tmp_path: Path) -> None:
+    torch.save({"generator": marked(1), "generator_lora": marked(2)}, tmp_path / "lora.pt")
+    assert which(tmp_path / "lora.pt", order=LORA_CONTAINERS) == (2, "generator_lora")
+    assert which(tmp_path / "lora.pt") == (1, "generator")
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".pt"])
+def test_in_a_flat_file_a_container_is_the_beginning_of_names(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"model{ending}"
+    both = {
+        f"{key}.model.{name}": t
+        for key, value in (("generator", 1), ("generator_ema", 2))
+        for name, t in marked(value).items()
+    }
+    (save_file if ending == ".safetensors" else torch.save)(both, path)
+    assert which(path) == (2, "generator_ema")
+    assert which(path, "generator") == (1, "generator")
+    with pytest.raises(ConfigError, match=r"no container 'critic'; there is generator_ema, generator"):
+        open_checkpoint(path, "critic")
+
+
+def test_one_container_in_a_flat_file_is_not_taken_for_another(tmp_path: Path) -> None:
+    save_file({f"generator_ema.{name}": t for name, t in marked(1).items()}, tmp_path / "model.safetensors")
+    assert which(tmp_path / "model.safetensors") == (1, "generator_ema")
+    with pytest.raises(ConfigError, match=r"no container 'generator'; there is generator_ema"):
+        open_checkpoint(tmp_path / "model.safetensors", "generator")
+
+
+def test_a_prefix_before_all_names_is_no_container(tmp_path: Path) -> None:
+    save_file({f"model.{name}": t for name, t in marked(1).items()}, tmp_path / "model.safetensors")
+    assert which(tmp_path / "model.safetensors", "generator") == (1, "")
+
+
+def test_what_is_known_before_anything_is_read(tmp_path: Path) -> None:
+    save_file(marked(1), tmp_path / "a.safetensors", metadata={"format": "pt"})
+    torch.save(marked(1), tmp_path / "a.pt")
+    for path in (tmp_path / "a.safetensors", tmp_path / "a.pt"):
+        checkpoint = open_checkpoint(path)
+        assert sorted(checkpoint.names) == sorted(marked(1))
+        assert checkpoint.entry(NAME) == ((2, 3), torch.float32)
+        assert checkpoint.entry("head.head.bias") == ((4,), torch.bfloat16)
+        assert checkpoint.entry("head.head.bias").nbytes == 8
+        assert checkpoint.config is None
+    assert open_checkpoint(tmp_path / "a.safetensors").metadata() == {"format": "pt"}
+    assert open_checkpoint(tmp_path / "a.pt").metadata() == {}
+
+
+def test_a_large_file_takes_no_memory_until_it_is_read(tmp_path: Path) -> None:
+    """A file with a hole of 1 GiB: reading it would show in this process's memory."""
+    size, small = 2**30, struct.pack("<3f", 1.0, 2.0, 3.0)
+    header = {
+        "small": {"dtype": "F32", "shape": [3], "data_offsets": [0, len(small)]},
+        "large": {"dtype": "F32", "shape": [size // 4], "data_offsets": [len(small), len(small) + size]},
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path = tmp_path / "large.safetensors"
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text + small)
+        file.truncate(file.tell() + size)
+    before = psutil.Process().memory_info().rss
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.entry("large").nbytes == size
+    assert checkpoint.read("small").tolist() == [1.0, 2.0, 3.0]
+    large = checkpoint.read("large")
+    assert psutil.Process().memory_info().rss - before < size // 8
+    large[: size // 8].sum()
+    assert psutil.Process().memory_info().rss - before > size // 4, "the measure sees what is read"
+
+
+# ---- folders -------------------------------------------------------------------------------------------------------
+
+
+def test_a_folders_usual_file_is_taken(tmp_path: Path) -> None:
+    save_file(marked(1), tmp_path / "diffusion_pytorch_model.safetensors")
+    save_file(marked(2), tmp_path / "another.safetensors")
+    torch.save(marked(3), tmp_path / "Wan2.1_VAE.pth")
+    (tmp_path / "config.json").write_text('{"num_layers": 1}')
+    assert which(tmp_path) == (1, "")
+    assert open_checkpoint(tmp_path).config == {"num_layers": 1}
+
+
+def test_a_models_folder_leads_to_its_transformer(tmp_path: Path) -> None:
+    (tmp_path / "transformer").mkdir()
+    save_file(marked(1), tmp_path / "transformer" / "diffusion_pytorch_model.safetensors")
+    (tmp_path / "transformer" / "config.json").write_text('{"num_layers": 1}')
+    assert which(tmp_path) == (1, "")
+    assert open_checkpoint(tmp_path).config == {"num_layers": 1}
+
+
+def test_a_folders_only_file_is_taken_whatever_its_name(tmp_path: Path) -> None:
+    torch.save(marked(2), tmp_path / "b.pt")
+    assert which(tmp_path) == (2, "")
+    save_file(marked(1), tmp_path / "a.safetensors")
+    assert which(tmp_path) == (1, "")  # safetensors before pickles
+
+
+def test_a_folder_that_could_mean_several_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no weights \(\.safetensors, "):
+        open_checkpoint(tmp_path)
+    for name in ("a", "b"):
+        save_file(marked(1), tmp_path / f"{name}.safetensors")
+    with pytest.raises(ConfigError, match=r"2 files that could be meant \(a\.safetensors, b\.safetensors\); name one"):
+        open_checkpoint(tmp_path)
+
+
+def shards(folder: Path, places: dict[str, str]) -> Path:
+    index = folder / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    return index
+
+
+def test_only_the_shards_that_are_needed_are_opened(tmp_path: Path) -> None:
+    index = shards(tmp_path, {NAME: "one.safetensors", "head.head.bias": "two.safetensors"})
+    save_file({NAME: torch.ones(2, 3)}, tmp_path / "one.safetensors")
+    for path in (tmp_path, index):
+        checkpoint = open_checkpoint(path)
+        assert sorted(checkpoint.names) == [NAME, "head.head.bias"]
+        assert checkpoint.read(NAME).sum() == 6
+        with pytest.raises(ConfigError, match=r"two\.safetensors: missing, but .*index\.json says that it holds head"):
+            checkpoint.read("head.head.bias")
+
+
+def test_a_shard_that_does_not_hold_what_the_index_says(tmp_path: Path) -> None:
+    shards(tmp_path, {NAME: "one.safetensors"})
+    save_file({"other": torch.ones(2)}, tmp_path / "one.safetensors")
+    with pytest.raises(ConfigError, match=r"one\.safetensors: has no tensor blocks\.0.*, though its index says so"):
+        open_checkpoint(tmp_path).entry(NAME)
+
+
+@pytest.mark.parametrize("place", ["../one.safetensors", "/etc/one.safetensors", "sub/one.safetensors"])
+def test_an_index_does_not_lead_out_of_its_folder(place: str, tmp_path: Path) -> None:
+    shards(tmp_path, {NAME: place})
+    with pytest.raises(ConfigError, match="must be a file in the same folder"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_index_without_a_map(tmp_path: Path) -> None:
+    shards(tmp_path, {}).write_text('{"weight_map": [1]}')
+    with pytest.raises(ConfigError, match="weight_map must lead from tensors' names to files' names"):
+        open_checkpoint(tmp_path)
+
+
+# ---- files that cannot be used -------------------------------------------------------------------------------------
+
+
+class Trap:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_with_code_in_it_is_refused_and_not_run(tmp_path: Path) -> None:
+    torch.save({"generator": marked(1), "config": Trap(tmp_path / "sprung")}, tmp_path / "model.pt")
+    with pytest.raises(
+        ConfigError, match=r"holds more than tensors \((posix|nt)\.mkdir\).*weights_only=True"
+    ) as caught:
+        open_checkpoint(tmp_path / "model.pt")
+    assert "safetensors" in str(caught.value)
+    assert "\x1b" not in str(caught.value)
+    assert not (tmp_path / "sprung").exists()
+    assert pickle.loads(pickle.dumps(Trap(tmp_path / "sprung"))) is None
+    assert (tmp_path / "sprung").exists(), "the trap works"
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and nothing", b"rubbish"])
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+def test_a_damaged_file_is_named(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"{name}: not a (readable )?(torch|safetensors) file"):
+        open_checkpoint(tmp_path / name)
+
+
+def test_a_cut_file_is_named(tmp_path: Path) -> None:
+    for name, write in (("a.pt", torch.save), ("a.safetensors", save_file)):
+        write(marked(1), tmp_path / name)
+        whole = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(whole[:-20])
+        with pytest.raises(ConfigError, match=f"{name}: not a readable"):
+            open_checkpoint(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+def test_a_git_lfs_pointer_is_recognised(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5676070424\n")
+    with pytest.raises(ConfigError, match="Git LFS pointer"):
+        open_checkpoint(tmp_path / name)
+
+
+def test_a_torch_file_that_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
+    torch.save(marked(1), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(ConfigError, match=r"before torch 1\.6, which cannot be mapped into memory"):
+        open_checkpoint(tmp_path / "old.pt")
+
+
+@pytest.mark.parametrize(("tree", "told"), [([1, 2], "holds a list"), ({"step": 3}, "no tensors by name$")])
+def test_a_torch_file_without_tensors(tree: object, told: str, tmp_path: Path) -> None:
+    torch.save(tree, tmp_path / "a.pt")
+    with pytest.raises(ConfigError, match=told):
+        open_checkpoint(tmp_path / "a.pt")
+
+
+def test_what_is_no_checkpoint_at_all(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file or folder"):
+        open_checkpoint(tmp_path / "nowhere.safetensors")
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match=r"a\.gguf: a checkpoint ends in \.safetensors, "):
+        open_checkpoint(tmp_path / "a.gguf")

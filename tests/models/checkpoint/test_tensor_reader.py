@@ -1,0 +1,314 @@
+"""Files that stand for a prompt or a seed: what fits is read as it is, and every other file is refused with what was
+expected and what is there, before any of its numbers are read."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from streamdiff.errors import ConfigError
+from streamdiff.models.checkpoint import safetensors_header, tensor_reader
+from streamdiff.models.checkpoint.safetensors_header import parse_header
+from streamdiff.models.checkpoint.tensor_reader import (
+    FileSpec,
+    FreeDim,
+    TensorSpec,
+    check,
+    latents_contract,
+    noise_contract,
+    prompt_embeds_contract,
+    read_latents,
+    read_noise,
+    read_prompt_embeds,
+)
+
+TEXT = (6, 4)
+CHUNK = (4, 3, 2, 5)
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Callable[..., Path]:
+    def save(metadata: dict[str, str] | None = None, **tensors: Tensor) -> Path:
+        save_file(tensors, tmp_path / "given.safetensors", metadata)
+        return tmp_path / "given.safetensors"
+
+    return save
+
+
+Save = Callable[..., Path]
+
+
+# ---- what fits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", [(6, 4), (1, 6, 4), (3, 4), (1, 1, 4)])
+def test_prompt_embeddings_are_padded_with_zeros(save: Save, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    rows = torch.randn(shape).to(dtype)
+    read = read_prompt_embeds(save(prompt_embeds=rows), TEXT)
+    assert read.shape == TEXT and read.dtype == torch.float32
+    length = shape[-2]
+    assert torch.equal(read[:length], rows.reshape(length, 4).float()) and not read[length:].any()
+
+
+def test_noise_is_read_with_its_companion(save: Save) -> None:
+    initial, renoise = torch.randn(5, *CHUNK), torch.randn(5, 3, *CHUNK)
+    path = save({"from": "elsewhere"}, initial=initial, renoise=renoise)
+    noise = read_noise(path, CHUNK, steps=4, chunks=5)
+    assert torch.equal(noise.initial, initial) and torch.equal(noise.renoise, renoise)
+    assert check(noise_contract(CHUNK, steps=4), parse_header(path)) == {"chunks": 5}
+
+
+@pytest.mark.parametrize("given_too", [True, False])
+def test_one_step_needs_no_noise_between_steps(save: Save, given_too: bool) -> None:
+    more = {"renoise": torch.zeros(2, 0, *CHUNK)} if given_too else {}
+    noise = read_noise(save(initial=torch.ones(2, *CHUNK), **more), CHUNK, steps=1)
+    assert noise.initial.shape == (2, *CHUNK) and noise.renoise.shape == (2, 0, *CHUNK)
+
+
+def test_latents_may_have_free_sizes(save: Save) -> None:
+    latents = torch.randn(2, *CHUNK)
+    path = save(latents=latents)
+    assert torch.equal(read_latents(path, CHUNK), latents)
+    assert torch.equal(read_latents(path, (4, FreeDim("frames"), FreeDim("height"), FreeDim("width"))), latents)
+    with pytest.raises(ConfigError, match=r"expected shape \[chunks, 16, frames, 2, 5\] \(chunks, frames at least 1\)"):
+        read_latents(path, (16, FreeDim("frames"), 2, 5))
+
+
+def test_what_is_read_stays_when_the_file_changes(save: Save) -> None:
+    latents = torch.randn(2, *CHUNK)
+    path = save(latents=latents)
+    read = read_latents(path, CHUNK)
+    path.write_bytes(b"\0" * path.stat().st_size)
+    assert torch.equal(read, latents)
+
+
+@given(st.binary(max_size=60), st.lists(st.integers(0, 3), max_size=4))
+def test_headers_say_what_was_written(tmp_path_factory: pytest.TempPathFactory, note: bytes, shape: list[int]) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.safetensors"
+    tensors = {"a": torch.zeros(shape, dtype=torch.float16), "b": torch.zeros(3, dtype=torch.bool)}
+    save_file(tensors, path, {"note": note.hex()})
+    header = parse_header(path)
+    assert {name: (entry.dtype, entry.shape) for name, entry in header.entries.items()} == {
+        "a": ("F16", tuple(shape)),
+        "b": ("BOOL", (3,)),
+    }
+    assert header.metadata == {"note": note.hex()} and header.file_bytes == path.stat().st_size
+
+
+# ---- what does not fit --------------------------------------------------------------------------------------------
+
+NOISE = noise_contract(CHUNK, steps=3, chunks=2)
+EMBEDS = prompt_embeds_contract(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("contract", "tensors", "message"),
+    [
+        (
+            EMBEDS,
+            {"prompt_embed": torch.zeros(TEXT)},
+            r"prompt_embeds is missing, prompt_embed is unknown; expected prompt_embeds \[L, 4\] or \[1, L, 4\] "
+            r"\(L 1 to 6\), got prompt_embed \(1 in all\)",
+        ),
+        (EMBEDS, {}, r"prompt_embeds is missing; .* got nothing \(0 in all\)"),
+        (
+            EMBEDS,
+            {"prompt_embeds": torch.zeros(TEXT), "mask": torch.zeros(6)},
+            r"mask is unknown; expected .* got mask, prompt_embeds \(2 in all\)",
+        ),
+        (
+            EMBEDS,
+            {"prompt_embeds": torch.zeros(6)},
+            r"expected shape \[L, 4\] or \[1, L, 4\] \(L 1 to 6\), got \[6\], which has 1 dimensions",
+        ),
+        (EMBEDS, {"prompt_embeds": torch.zeros(7, 4)}, r"expected shape \[L, 4\].*\(L 1 to 6\), got \[7, 4\]$"),
+        (EMBEDS, {"prompt_embeds": torch.zeros(0, 4)}, r"got \[0, 4\]$"),
+        (EMBEDS, {"prompt_embeds": torch.zeros(6, 5)}, r"got \[6, 5\]$"),
+        (EMBEDS, {"prompt_embeds": torch.zeros(2, 6, 4)}, r"got \[2, 6, 4\]$"),
+        (
+            EMBEDS,
+            {"prompt_embeds": torch.zeros(TEXT, dtype=torch.int32)},
+            "prompt_embeds: expected dtype F32 or BF16 or F16 or F64, got I32",
+        ),
+        (EMBEDS, {"prompt_embeds": torch.zeros(TEXT, dtype=torch.bool)}, "got BOOL"),
+        (NOISE, {"initial": torch.zeros(2, *CHUNK)}, r"renoise is missing; expected initial \[chunks, 4, 3, 2, 5\]"),
+        (NOISE, {"renoise": torch.zeros(2, 2, *CHUNK)}, "initial is missing"),
+        (
+            NOISE,
+            {"initial": torch.zeros(1, *CHUNK), "renoise": torch.zeros(1, 2, *CHUNK)},
+            r"initial: expected shape \[chunks, 4, 3, 2, 5\] \(chunks at least 2\), got \[1, 4, 3, 2, 5\]",
+        ),
+        (
+            NOISE,
+            {"initial": torch.zeros(3, *CHUNK), "renoise": torch.zeros(2, 2, *CHUNK)},
+            r"renoise: expected shape \[chunks=3, 2, 4, 3, 2, 5\], got \[2, 2, 4, 3, 2, 5\]",
+        ),
+        (
+            NOISE,
+            {"initial": torch.zeros(2, *CHUNK), "renoise": torch.zeros(2, 3, *CHUNK)},
+            r"renoise: expected shape \[chunks=2, 2, .* got \[2, 3, 4",
+        ),
+        (
+            latents_contract(CHUNK, max_bytes=500),
+            {"latents": torch.zeros(1, *CHUNK)},
+            r"expected at most 500 bytes, got \d+",
+        ),
+        (EMBEDS, {"prompt_embeds": torch.zeros(600, 600)}, r"expected at most 1,048,768 bytes, got 1,440,\d+"),
+    ],
+)
+def test_a_header_that_does_not_fit_is_refused(
+    save: Save, contract: FileSpec, tensors: dict[str, Tensor], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(**tensors)
+    with pytest.raises(ConfigError, match=message) as caught:
+        check(contract, parse_header(path))
+    assert str(caught.value).startswith(f"{path}: {contract.what}: ")
+
+    def touched(*_: object) -> None:
+        raise AssertionError("the numbers were touched")
+
+    monkeypatch.setattr(tensor_reader, "safe_open", touched)
+    with pytest.raises(ConfigError, match=message):
+        tensor_reader.read(path, contract)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_values_that_are_not_finite_are_refused_with_their_place(save: Save, value: float) -> None:
+    latents = torch.zeros(2, *CHUNK)
+    latents[1, 3, 0, 1, 4] = latents[1, 3, 2, 1, 4] = value
+    with pytest.raises(ConfigError, match=rf"latents: expected finite .* got {value} at \[1, 3, 0, 1, 4\] \(2 of 240 "):
+        read_latents(save(latents=latents), CHUNK)
+
+
+def test_a_value_too_large_for_float32_is_refused(save: Save) -> None:
+    with pytest.raises(ConfigError, match=r"expected finite values \(in float32\), got inf at \[0, 0\]"):
+        read_prompt_embeds(save(prompt_embeds=torch.full(TEXT, 1e300, dtype=torch.float64)), TEXT)
+
+
+def test_not_even_the_header_of_a_file_that_is_too_large_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "given.safetensors"
+    path.write_bytes(raw(b"{" * 5000))
+    with pytest.raises(ConfigError, match="expected at most 1,000 bytes, got 5,008"):
+        read_latents_at_most(path, 1000)
+    with pytest.raises(ConfigError, match="its header is not JSON"):
+        read_latents_at_most(path, 5008)
+
+
+def read_latents_at_most(path: Path, max_bytes: int) -> None:
+    tensor_reader.read(path, latents_contract(CHUNK, max_bytes=max_bytes))
+
+
+def test_a_contract_of_ones_own() -> None:
+    """A companion, and a size that two tensors share."""
+    frames = FreeDim("frames", 1, 9)
+    contract = FileSpec("camera", (TensorSpec("rays", ((frames, 6),)), TensorSpec("mask", ((frames,),), ("BOOL",))))
+    header = safetensors_header.Header(Path("x"), 10, {"rays": safetensors_header.Entry("F32", (3, 6), 0, 72)}, {})
+    with pytest.raises(ConfigError, match=r"x: camera: mask is missing; expected rays \[frames, 6\] \(frames 1 to 9\)"):
+        check(contract, header)
+    header.entries["mask"] = safetensors_header.Entry("BOOL", (2,), 72, 74)
+    with pytest.raises(ConfigError, match=r"mask: expected shape \[frames=3\], got \[2\]"):
+        check(contract, header)
+    header.entries["mask"] = safetensors_header.Entry("BOOL", (3,), 72, 75)
+    assert check(contract, header) == {"frames": 3}
+
+
+# ---- files that are something else, or broken ---------------------------------------------------------------------
+
+
+def raw(tree: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    text = tree if isinstance(tree, bytes) else json.dumps(tree).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+BAD_FILES = {
+    "empty": (b"", "not a safetensors file, or cut off: it has 0 bytes"),
+    "short": (b"\x01\x02\x03", "it has 3 bytes"),
+    "old pickle": (pickle.dumps({"latents": list(range(99))}, 2), "this is a pickle .* run whatever is in it"),
+    "new pickle": (pickle.dumps({"latents": list(range(99))}, 5), "this is a pickle"),
+    "text": (b"just some words that are no tensors", "would begin with a header of"),
+    "cut off": (raw({"a": entry([2], 0, 8)}, b"\0" * 7), "declares 8 bytes of tensors, but 7 follow it"),
+    "too long": (raw({"a": entry([2], 0, 8)}, b"\0" * 9), "declares 8 bytes of tensors, but 9 follow it"),
+    "cut in the header": (raw({"a": entry([2], 0, 8)})[:20], "it has 20 bytes, but would begin with a header of"),
+    "huge header": (raw(b"{}", length=2**63), "header of 9,223,372,036,854,775,808"),
+    "no JSON": (raw(b"{'a': 1}"), "its header is not JSON"),
+    "no text": (raw(b"\xff\xfe{}"), "its header is not JSON"),
+    "deep": (raw(b"[" * 100_000), "its header is not JSON"),
+    "a list": (raw([1, 2]), "its header holds no names"),
+    "twice": (raw(b'{"a": {}, "a": {}}'), "'a' stands in it twice"),
+    "no shape": (raw({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, b"\0" * 4), "a: expected dtype, shape and data"),
+    "not an object": (raw({"a": 5}), "a: expected dtype, shape and data_offsets .* says 5"),
+    "shape of texts": (raw({"a": {**entry([2], 0, 8), "shape": ["2"]}}, b"\0" * 8), "a: expected dtype, shape"),
+    "negative": (raw({"a": entry([-2, -1], 0, 8)}, b"\0" * 8), "a: expected dtype, shape"),
+    "three offsets": (raw({"a": {**entry([2], 0, 8), "data_offsets": [0, 4, 8]}}, b"\0" * 8), "a: expected dtype"),
+    "backwards": (raw({"a": entry([2], 8, 0)}, b"\0" * 8), "a: expected dtype, shape and data_offsets"),
+    "other length": (raw({"a": entry([3], 0, 8)}, b"\0" * 8), r"F32 \[3\] takes 12 bytes, .* declares 8"),
+    "overlap": (raw({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, b"\0" * 12), "b: its bytes begin at 4, .* at 8"),
+    "gap": (raw({"a": entry([2], 0, 8), "b": entry([1], 12, 16)}, b"\0" * 16), "b: its bytes begin at 12, .* at 8"),
+    "metadata": (raw({"__metadata__": {"a": 1}}), "__metadata__ must hold texts"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_a_broken_file_is_refused_by_what_it_is(tmp_path: Path, kind: str) -> None:
+    content, message = BAD_FILES[kind]
+    path = tmp_path / "given.safetensors"
+    path.write_bytes(content)
+    for call in (lambda: parse_header(path), lambda: read_latents(path, CHUNK)):
+        with pytest.raises(ConfigError, match=message) as caught:
+            call()
+        assert str(path) in str(caught.value)
+
+
+def test_files_of_other_libraries_are_named(tmp_path: Path) -> None:
+    torch.save({"latents": torch.zeros(3)}, tmp_path / "a.pt")
+    np.save(tmp_path / "a.npy", np.zeros(3))
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
+        file.writestr("x", "y")
+    for name, message in (("a.pt", "this is a pickle"), ("a.npy", "a NumPy array"), ("a.zip", "pickle")):
+        with pytest.raises(ConfigError, match=message):
+            parse_header(tmp_path / name)
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ConfigError, match=r"cannot be read: (Is a directory|No such file)"):
+            parse_header(path)
+
+
+@pytest.mark.parametrize("length", [0x0280, 0x0580, 0x4B50])
+def test_a_file_is_no_pickle_for_the_length_of_its_header(tmp_path: Path, length: int) -> None:
+    """A header's length may begin with the bytes that a pickle, or a zip file, begins with."""
+    path = tmp_path / "given.safetensors"
+    path.write_bytes(raw(json.dumps({"a": entry([2], 0, 8)}).encode().ljust(length), b"\0" * 8))
+    assert parse_header(path).entries["a"].shape == (2,)
+
+
+@given(st.data())
+def test_no_damage_to_a_header_gets_past(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Whatever byte of the header is changed, the file is read as it was or refused; nothing else comes out."""
+    path = tmp_path_factory.getbasetemp() / "damaged.safetensors"
+    latents = torch.arange(120.0).reshape(1, *CHUNK)
+    save_file({"latents": latents}, path)
+    content = bytearray(path.read_bytes())
+    content[data.draw(st.integers(0, len(content) - 481))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    try:
+        read = read_latents(path, CHUNK)
+    except ConfigError as error:
+        assert str(path) in str(error)
+    else:
+        assert read.shape == latents.shape and (torch.equal(read, latents) or b'"F32"' not in content)

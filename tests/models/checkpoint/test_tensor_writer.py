@@ -1,0 +1,117 @@
+"""A tensor to a file, part by part: whole at its place, or not there at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from streamdiff.errors import ConfigError, StreamdiffError
+from streamdiff.models.checkpoint.safetensors_header import parse_header
+from streamdiff.models.checkpoint.tensor_reader import read_latents
+from streamdiff.models.checkpoint.tensor_writer import NORMALISED, check_target, write_tensor, writing
+
+CHUNK = (4, 3, 2, 5)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 13])
+def test_what_is_written_is_read_by_safetensors_and_by_us(tmp_path: Path, chunks: int) -> None:
+    path, latents = tmp_path / "out.safetensors", torch.randn(chunks, *CHUNK)
+    write_tensor(path, "latents", latents, {**NORMALISED, "model": "wan"})
+    assert torch.equal(load_file(path)["latents"], latents)
+    assert torch.equal(read_latents(path, CHUNK, chunks=chunks), latents)
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"normalised": "model", "model": "wan"}
+    assert parse_header(path).metadata["model"] == "wan"
+    assert os.listdir(tmp_path) == ["out.safetensors"]
+
+
+def test_chunks_may_come_one_by_one_in_any_float_format(tmp_path: Path) -> None:
+    path = tmp_path / "out.safetensors"
+    latents = torch.randn(3, *CHUNK).to(torch.bfloat16)
+    with writing(path, "latents", CHUNK) as writer:
+        for number, chunk in enumerate(latents):
+            writer.add(chunk.transpose(0, 1).contiguous().transpose(0, 1))  # its numbers lie in another order
+            assert writer.parts == number + 1
+            assert not path.exists(), "nothing is at the target before the end"
+    assert torch.equal(load_file(path)["latents"], latents.float())
+
+
+def test_a_file_that_was_there_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "out.safetensors"
+    for value in (1.0, 2.0):
+        write_tensor(path, "latents", torch.full((1, *CHUNK), value))
+        assert read_latents(path, CHUNK)[0, 0, 0, 0, 0] == value
+
+
+def test_numbers_begin_where_readers_expect_them(tmp_path: Path) -> None:
+    """At a multiple of 8 bytes, as safetensors writes them: a reader may map them as they lie."""
+    write_tensor(tmp_path / "out.safetensors", "latents", torch.ones(1, *CHUNK), {"note": "abc"})
+    length = int.from_bytes((tmp_path / "out.safetensors").read_bytes()[:8], "little")
+    assert length % 8 == 0
+
+
+@pytest.mark.parametrize("before", [None, b"what was there"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ArithmeticError])
+def test_an_error_on_the_way_leaves_what_was_there(
+    tmp_path: Path, before: bytes | None, error: type[BaseException]
+) -> None:
+    path = tmp_path / "out.safetensors"
+    if before is not None:
+        path.write_bytes(before)
+    with pytest.raises(error), writing(path, "latents", CHUNK) as writer:
+        writer.add(torch.zeros(CHUNK))
+        raise error
+    assert [p.read_bytes() for p in tmp_path.iterdir()] == ([] if before is None else [before])
+
+
+@pytest.mark.parametrize(
+    ("chunk", "error", "message"),
+    [
+        (torch.zeros(4, 3, 2, 6), ValueError, r"latents\[1\]: expected shape \[4, 3, 2, 5\], got \[4, 3, 2, 6\]"),
+        (torch.zeros(1, *CHUNK), ValueError, r"got \[1, 4, 3, 2, 5\]"),
+        (
+            torch.full(CHUNK, torch.nan),
+            StreamdiffError,
+            r"latents\[1\]: expected finite values, got nan at \[0, 0, 0, 0\] \(120 of 120",
+        ),
+        (torch.full(CHUNK, 1e300, dtype=torch.float64), StreamdiffError, "got inf"),
+    ],
+)
+def test_a_chunk_that_does_not_fit_is_refused_and_nothing_is_left(
+    tmp_path: Path, chunk: torch.Tensor, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message), writing(tmp_path / "out.safetensors", "latents", CHUNK) as writer:
+        writer.add(torch.zeros(CHUNK))
+        writer.add(chunk)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_stream_without_chunks_gives_no_file(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="no part was made"),
+        writing(tmp_path / "out.safetensors", "latents", CHUNK),
+    ):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_target_that_cannot_be_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.safetensors").mkdir()
+    before = sorted(os.listdir(tmp_path))
+    for path, message in (
+        (tmp_path / "folder.safetensors", "this is a folder"),
+        (tmp_path / "none" / "out.safetensors", "none of out.safetensors does not exist; create it first"),
+        (tmp_path / "file" / "out.safetensors", "file of out.safetensors does not exist"),
+        (tmp_path / "out.pt", r"a file's name that ends in \.safetensors, but this ends in '\.pt'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_target(path)
+        with pytest.raises(ConfigError, match=message), writing(path, "latents", CHUNK):
+            pass
+    assert sorted(os.listdir(tmp_path)) == before

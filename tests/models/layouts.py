@@ -1,0 +1,236 @@
+"""Checkpoints as other programs write them, made from a diffusers model. Written from the list of original Wan's names,
+without a look at the loader's tables."""
+
+from __future__ import annotations
+
+import json
+import re
+from math import prod
+from pathlib import Path
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from safetensors.torch import save_file
+from torch import Tensor
+
+from streamdiff.models.checkpoint.checkpoint import Checkpoint
+from streamdiff.models.transformer import rope
+from streamdiff.models.transformer.wan import WanDenoiser, attend
+from streamdiff.models.transformer.weights import load_transformer
+from tests.small import CPU, LATENT_CHANNELS, small_transformer
+
+State = dict[str, Tensor]
+
+# fmt: off
+ORIGINAL_BLOCK = [
+    "modulation", "self_attn.q.weight", "self_attn.q.bias", "self_attn.k.weight", "self_attn.k.bias",
+    "self_attn.v.weight", "self_attn.v.bias", "self_attn.o.weight", "self_attn.o.bias", "self_attn.norm_q.weight",
+    "self_attn.norm_k.weight", "norm3.weight", "norm3.bias", "cross_attn.q.weight", "cross_attn.q.bias",
+    "cross_attn.k.weight", "cross_attn.k.bias", "cross_attn.v.weight", "cross_attn.v.bias", "cross_attn.o.weight",
+    "cross_attn.o.bias", "cross_attn.norm_q.weight", "cross_attn.norm_k.weight", "ffn.0.weight", "ffn.0.bias",
+    "ffn.2.weight", "ffn.2.bias",
+]
+ORIGINAL_TOP = [
+    "patch_embedding.weight", "patch_embedding.bias", "text_embedding.0.weight", "text_embedding.0.bias",
+    "text_embedding.2.weight", "text_embedding.2.bias", "time_embedding.0.weight", "time_embedding.0.bias",
+    "time_embedding.2.weight", "time_embedding.2.bias", "time_projection.1.weight", "time_projection.1.bias",
+    "head.modulation", "head.head.weight", "head.head.bias",
+]
+# fmt: on
+
+
+def original_name(name: str) -> str:
+    """What original Wan calls a tensor of diffusers."""
+    embedder = {
+        "text_embedder.linear_1": "text_embedding.0",
+        "text_embedder.linear_2": "text_embedding.2",
+        "time_embedder.linear_1": "time_embedding.0",
+        "time_embedder.linear_2": "time_embedding.2",
+        "time_proj": "time_projection.1",
+        "image_embedder.norm1": "img_emb.proj.0",
+        "image_embedder.ff.net.0.proj": "img_emb.proj.1",
+        "image_embedder.ff.net.2": "img_emb.proj.3",
+        "image_embedder.norm2": "img_emb.proj.4",
+    }
+    if name == "scale_shift_table":
+        return "head.modulation"
+    if name.startswith("proj_out."):
+        return name.replace("proj_out", "head.head")
+    if name == "condition_embedder.image_embedder.pos_embed":
+        return "img_emb.emb_pos"
+    if name.startswith("condition_embedder."):
+        module, leaf = name.removeprefix("condition_embedder.").rsplit(".", 1)
+        return f"{embedder[module]}.{leaf}"
+    if not name.startswith("blocks."):
+        return name
+    name = re.sub(r"\.scale_shift_table$", ".modulation", name)
+    name = re.sub(r"\.norm2\.", ".norm3.", name)
+    name = re.sub(r"\.ffn\.net\.0\.proj\.", ".ffn.0.", name)
+    name = re.sub(r"\.ffn\.net\.2\.", ".ffn.2.", name)
+    name = re.sub(r"\.attn1\.", ".self_attn.", name)
+    name = re.sub(r"\.attn2\.", ".cross_attn.", name)
+    name = re.sub(r"\.to_out\.0\.", ".o.", name)
+    name = re.sub(r"\.to_([qkv])\.", r".\1.", name)
+    name = re.sub(r"\.add_([kv])_proj\.", r".\1_img.", name)
+    return re.sub(r"\.norm_added_k\.", ".norm_k_img.", name)
+
+
+def original(state: State) -> State:
+    """All tensors under original Wan's names."""
+    return {original_name(name): tensor for name, tensor in state.items()}
+
+
+def prefixed(state: State, prefix: str) -> State:
+    """All names with something in front."""
+    return {prefix + name: tensor for name, tensor in state.items()}
+
+
+def wrapped(state: State) -> State:
+    """As FSDP, activation checkpoints and torch.compile leave names, inside as well as in front."""
+    return {
+        "model._fsdp_wrapped_module."
+        + re.sub(r"^(blocks\.\d+)\.", r"\1._orig_mod._checkpoint_wrapped_module.", name): t
+        for name, t in state.items()
+    }
+
+
+def rcm(state: State) -> State:
+    """Original names with the patch embedding as the matrix of a linear layer."""
+    return {
+        f"net.{name}": tensor.flatten(1) if name == "patch_embedding.weight" else tensor
+        for name, tensor in original(state).items()
+    }
+
+
+def fused(state: State, own: str = "self_attn.{}.", one: str = "self_attn.to_qkv.") -> State:
+    """Original names with one projection for query, key and value."""
+    state = original(state)
+    for name in [name for name in state if own.format("q") in name]:
+        parts = [state.pop(name.replace(own.format("q"), own.format(letter))) for letter in "qkv"]
+        state[name.replace(own.format("q"), one)] = torch.cat(parts)
+    return state
+
+
+def write_config(folder: Path, model: WanTransformer3DModel) -> None:
+    """diffusers' `config.json`."""
+    (folder / "config.json").write_text(json.dumps(dict(model.config)))
+
+
+def write_shards(folder: Path, state: State, shards: list[list[str]], stem: str = "diffusion_pytorch_model") -> None:
+    """A sharded checkpoint with its index; `shards` holds the names in each file."""
+    places = {}
+    for number, names in enumerate(shards, 1):
+        file = f"{stem}-{number:05}-of-{len(shards):05}.safetensors"
+        save_file({name: state[name].clone() for name in names}, folder / file)
+        places |= dict.fromkeys(names, file)
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+SIZES: dict[str, tuple[dict[str, int], int]] = {
+    "1.3B": ({"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}, 825),
+    "14B": ({"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}, 1095),
+    "14B image": (
+        {"num_layers": 40, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120, "pos_embed_seq_len": 514},
+        1304,
+    ),
+}
+
+
+def published(size: str) -> dict[str, torch.Tensor]:
+    """Tensors of a published architecture, without memory."""
+    with torch.device("meta"):
+        return WanTransformer3DModel(**SIZES[size][0]).state_dict()
+
+
+def wan_1_3b() -> dict[str, tuple[int, ...]]:
+    """Shapes of Wan2.1-T2V-1.3B under original names, from its model card's sizes."""
+    width, wide = 1536, 8960
+    linear = {"q": width, "k": width, "v": width, "o": width}
+    shapes: dict[str, tuple[int, ...]] = {
+        "patch_embedding.weight": (width, 16, 1, 2, 2),
+        "text_embedding.0.weight": (width, 4096),
+        "text_embedding.2.weight": (width, width),
+        "time_embedding.0.weight": (width, 256),
+        "time_embedding.2.weight": (width, width),
+        "time_projection.1.weight": (6 * width, width),
+        "head.head.weight": (64, width),
+    }
+    for i in range(30):
+        for attention in ("self_attn", "cross_attn"):
+            shapes |= {f"blocks.{i}.{attention}.{part}.weight": (rows, width) for part, rows in linear.items()}
+            shapes |= {f"blocks.{i}.{attention}.norm_{part}.weight": (width,) for part in "qk"}
+        shapes |= {f"blocks.{i}.ffn.0.weight": (wide, width), f"blocks.{i}.ffn.2.weight": (width, wide)}
+        shapes |= {f"blocks.{i}.norm3.weight": (width,), f"blocks.{i}.modulation": (1, 6, width)}
+    biased = [name for name in shapes if name.endswith(".weight") and "norm_" not in name]
+    shapes |= {name.replace(".weight", ".bias"): shapes[name][:1] for name in biased}
+    return shapes | {"head.modulation": (1, 2, width)}
+
+
+def write_zeros(path: Path, shapes: dict[str, list[int]]) -> None:
+    """A safetensors file in bfloat16 whose tensors are a hole in the file: large, but nothing on the disk."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(file.tell() + end)
+
+
+def save(path: Path, state: State) -> Path:
+    """One safetensors file."""
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
+    return path
+
+
+HEADS = {"num_attention_heads": 2}
+
+
+def load(path: Path, **options: object) -> WanTransformer3DModel:
+    """The whole model in float32, the number of heads given, unless `options` say otherwise."""
+    return load_transformer(path, **{"device": CPU, "dtype": torch.float32, "config": HEADS, **options})  # type: ignore[arg-type]
+
+
+def small_state(layers: int = 2) -> State:
+    """The tensors of a small model, to be written under other names."""
+    return dict(small_transformer(3, layers=layers, planes=0).state_dict())
+
+
+def assert_same(model: WanTransformer3DModel, expected: WanTransformer3DModel) -> None:
+    """All tensors are equal, and so is what the models predict."""
+    state = model.state_dict()
+    assert set(state) == set(expected.state_dict())
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(state[name], tensor, rtol=0, atol=0, msg=name)
+    assert flow(expected).std() > 0.1, "the comparison would mean nothing for a model that predicts zero"
+    torch.testing.assert_close(flow(model), flow(expected), rtol=0, atol=0)
+
+
+class Counting(Checkpoint):
+    """A checkpoint that remembers what was read of it."""
+
+    def __init__(self, inner: Checkpoint) -> None:
+        super().__init__(inner.path, inner._store, inner.names, inner.container, inner.config)
+        self.reads: list[str] = []
+
+    def read(self, name: str) -> Tensor:
+        self.reads.append(name)
+        return super().read(name)
+
+
+@torch.inference_mode()
+def flow(model: WanTransformer3DModel) -> Tensor:
+    """What a model predicts for some clip and text, in float32; latents have tests.small's channels."""
+    denoiser = WanDenoiser(model)
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(1, LATENT_CHANNELS, 3, 4, 6, generator=generator).to(denoiser.dtype)
+    text = torch.randn(1, 5, model.config.text_dim, generator=generator).to(denoiser.dtype)
+
+    def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        table = rope.table(torch.arange(3), 2, 3, query.shape[-1])
+        return attend(rope.rotate(query, table), rope.rotate(key, table), value)
+
+    tokens = denoiser.embed(latents, torch.tensor([[900.0, 500.0, 100.0]]))
+    return denoiser.head(denoiser.run_blocks(tokens, denoiser.text(text), attention), (3, 4, 6)).float()

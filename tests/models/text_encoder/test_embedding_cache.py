@@ -1,0 +1,182 @@
+"""The cache of embeddings: bounded in bytes, least recently used first, each text encoded once whoever asks."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from streamdiff.models.interfaces import Reading
+from streamdiff.models.text_encoder.embedding_cache import CacheCounts, CachedText, EmbeddingCache, TextKey
+from streamdiff.models.tiny.model import WEIGHTS
+from streamdiff.models.tiny.text_encoder import TinyText
+
+ITEM_BYTES = 4
+
+
+def key(text: str, encoder: str = "e", revision: str = "r", length: int = 8) -> TextKey:
+    return TextKey(encoder, revision, length, text)
+
+
+def make(size: int) -> Callable[[], Tensor]:
+    return lambda: torch.full((size,), float(size))
+
+
+@given(
+    st.integers(0, 40),
+    st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 20)), max_size=60),
+)
+def test_it_keeps_what_a_plain_model_of_it_keeps(bound: int, asked: list[tuple[str, int]]) -> None:
+    """Sizes in numbers. A text always has the size of its first encoding that is kept."""
+    cache = EmbeddingCache(bound * ITEM_BYTES)
+    plain: OrderedDict[str, int] = OrderedDict()
+    hits = evictions = 0
+    for count, (text, size) in enumerate(asked, start=1):
+        got = cache.get(key(text), make(size))
+        if text in plain:
+            hits += 1
+            plain.move_to_end(text)
+        elif size <= bound:
+            plain[text] = size
+            while sum(plain.values()) > bound:
+                plain.popitem(last=False)
+                evictions += 1
+        assert len(got) == plain.get(text, size)
+        kept = ITEM_BYTES * sum(plain.values())
+        assert kept <= bound * ITEM_BYTES
+        assert cache.counts() == CacheCounts(hits, count - hits, evictions, len(plain), kept)
+
+
+def test_every_part_of_the_key_counts() -> None:
+    cache = EmbeddingCache(1000)
+    keys = [key("a"), key("b"), key("a", encoder="f"), key("a", revision="s"), key("a", length=9)]
+    for size, each in enumerate(keys, start=1):
+        cache.get(each, make(size))
+    assert [len(cache.get(each, make(99))) for each in keys] == [1, 2, 3, 4, 5]
+
+
+def test_an_entry_larger_than_the_bound_is_handed_out_and_drops_nothing() -> None:
+    cache = EmbeddingCache(10 * ITEM_BYTES)
+    cache.get(key("small"), make(4))
+    assert len(cache.get(key("large"), make(11))) == 11
+    assert cache.counts() == CacheCounts(0, 2, 0, 1, 4 * ITEM_BYTES)
+
+
+def test_a_view_counts_with_all_the_memory_it_keeps() -> None:
+    cache = EmbeddingCache(50 * ITEM_BYTES)
+    cache.get(key("view"), lambda: torch.zeros(10, 10)[0])
+    assert cache.counts().entries == 0
+
+
+def test_clearing_gives_the_memory_back_and_goes_on() -> None:
+    cache = EmbeddingCache(100)
+    cache.get(key("a"), make(5))
+    cache.clear()
+    assert cache.counts() == CacheCounts(0, 1, 0, 0, 0)
+    assert len(cache.get(key("a"), make(6))) == 6
+
+
+def test_a_bound_below_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_bytes is -1"):
+        EmbeddingCache(-1)
+
+
+class Gate:
+    """An encoder that says when it has begun, and goes on when it may."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+        self.calls = 0
+        self.error = error
+
+    def __call__(self) -> Tensor:
+        self.calls += 1
+        self.begun.set()
+        assert self.go.wait(30)
+        if self.error is not None:
+            raise self.error
+        return torch.ones(3)
+
+
+def ask(
+    cache: EmbeddingCache, encode: Callable[[], Tensor], answers: list[object], times: int
+) -> list[threading.Thread]:
+    """So many threads that ask for the same text; each appends the embeddings or the error to `answers`."""
+
+    def run() -> None:
+        try:
+            answers.append(cache.get(key("same"), encode))
+        except ArithmeticError as error:
+            answers.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(times)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def wait_for_hits(cache: EmbeddingCache, hits: int) -> None:
+    """Until so many have been told to wait for another's encoding."""
+    while cache.counts().hits < hits:
+        threading.Event().wait(0.001)
+
+
+def test_a_text_asked_for_by_many_at_once_is_encoded_once() -> None:
+    cache, gate = EmbeddingCache(100), Gate()
+    answers: list[object] = []
+    threads = ask(cache, gate, answers, 8)
+    assert gate.begun.wait(30)
+    wait_for_hits(cache, 7)
+    assert len(cache.get(key("other"), make(2))) == 2, "another text does not wait"
+    gate.go.set()
+    for thread in threads:
+        thread.join()
+    assert gate.calls == 1 and len(answers) == 8
+    assert len({id(answer) for answer in answers}) == 1
+    assert cache.counts() == CacheCounts(7, 2, 0, 2, 5 * ITEM_BYTES)
+
+
+def test_an_error_goes_to_all_who_wait_and_the_next_one_tries_again() -> None:
+    cache, gate = EmbeddingCache(100), Gate(ArithmeticError("no ink"))
+    answers: list[object] = []
+    threads = ask(cache, gate, answers, 3)
+    assert gate.begun.wait(30)
+    wait_for_hits(cache, 2)
+    gate.go.set()
+    for thread in threads:
+        thread.join()
+    assert [str(answer) for answer in answers] == ["no ink"] * 3 and gate.calls == 1
+    assert cache.counts().entries == 0
+    assert len(cache.get(key("same"), make(4))) == 4
+
+
+def test_what_was_not_kept_is_still_shared_with_those_who_wait() -> None:
+    cache, gate = EmbeddingCache(0), Gate()
+    answers: list[object] = []
+    threads = ask(cache, gate, answers, 2)
+    assert gate.begun.wait(30)
+    wait_for_hits(cache, 1)
+    gate.go.set()
+    for thread in threads:
+        thread.join()
+    assert gate.calls == 1 and answers[0] is answers[1]
+
+
+def test_it_goes_around_any_text_encoder() -> None:
+    encoder = TinyText.load(WEIGHTS)
+    cache = EmbeddingCache(2**20)
+    text = CachedText(encoder, cache, identity="tiny", revision="1", length=16)
+    other = CachedText(encoder, cache, identity="tiny", revision="2", length=16)
+    reading = text.read("a red circle moving left", None)
+    assert reading == encoder.read("a red circle moving left", None) and isinstance(reading, Reading)
+    assert (text.examples, text.vocabulary) == (encoder.examples, encoder.vocabulary)
+    assert torch.equal(text.encode(reading.text), encoder.encode(reading.text))
+    assert text.encode(reading.text) is text.encode(reading.text)
+    assert other.encode(reading.text) is not text.encode(reading.text)
+    assert cache.counts().misses == 2

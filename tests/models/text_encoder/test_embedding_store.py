@@ -1,0 +1,150 @@
+"""Embeddings on disk: an encoder loaded afresh is asked nothing again; bounded, private, no fault where it fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from streamdiff.models import model_loader
+from streamdiff.models.catalogue import entries, specs
+from streamdiff.models.resolve import ResolvedModel
+from streamdiff.models.text_encoder import wan as wan_text
+from streamdiff.models.text_encoder.embedding_cache import TextKey
+from streamdiff.models.text_encoder.embedding_store import EmbeddingFolder
+from tests.models.text_encoder import umt5
+
+PROMPT = "a red fox trots"
+
+
+def key(text: str, encoder: str = "e", revision: str = "r", length: int = 8) -> TextKey:
+    return TextKey(encoder, revision, length, text)
+
+
+def rows(count: int, total: int = 8, dtype: torch.dtype = torch.float32) -> Tensor:
+    made = torch.zeros(total, 4, dtype=dtype)
+    made[:count] = torch.arange(1, count * 4 + 1).view(count, 4)
+    return made
+
+
+def test_a_restart_asks_the_encoder_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text encoder of a model by name, loaded afresh; a checkpoint that has changed is asked again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    loads = 0
+    load = wan_text._load_encoder
+
+    def counted(*given: Any) -> Any:
+        nonlocal loads
+        loads += 1
+        return load(*given)
+
+    monkeypatch.setattr(wan_text, "_load_encoder", counted)
+    entry = entries.find("self-forcing")
+    spec = specs.spec_of(entry.name, entry, {**specs.architecture_of(entry), "text_dim": umt5.WIDTH})
+    place = ResolvedModel(entry.name, tmp_path / "none", text_encoder=tmp_path / "text", entry=entry)
+
+    def encode(on_disk: bool = True) -> Tensor:
+        return model_loader.load_text(place, spec, torch.device("cpu"), on_disk=on_disk).encode(PROMPT)
+
+    umt5.write(tmp_path / "text")
+    plain = encode(on_disk=False)
+    assert loads == 1 and not (tmp_path / "cache").exists()
+    made, kept = encode(), encode()
+    assert loads == 2 and torch.equal(made, kept) and torch.equal(made, plain) and made.shape == (512, umt5.WIDTH)
+    umt5.write(tmp_path / "text", seed=1)
+    assert not torch.equal(encode(), made) and loads == 3
+
+
+@pytest.mark.parametrize(("share", "home"), [(3, "cuda"), (2.9, "cpu")])
+def test_a_gpu_with_room_for_it_runs_the_text_encoder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, home: str
+) -> None:
+    encoder = umt5.write(tmp_path)
+    size = 2 * sum(parameter.numel() for parameter in encoder.parameters())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (round(share * size), 10**12))
+    assert model_loader._text_home(tmp_path, torch.device("cuda")) == torch.device(home)
+    assert model_loader._text_home(tmp_path, torch.device("cpu")) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [0, 1, 3, 8])
+def test_what_was_put_comes_back_and_zeros_take_no_room(tmp_path: Path, count: int, dtype: torch.dtype) -> None:
+    kept = EmbeddingFolder(tmp_path / "kept")
+    kept.put(key("a"), rows(count, dtype=dtype))
+    found = kept.get(key("a"))
+    assert found is not None and found.dtype == dtype and torch.equal(found, rows(count, dtype=dtype))
+    (file,) = (tmp_path / "kept").iterdir()
+    other = EmbeddingFolder(tmp_path / "other")
+    other.put(key("a"), rows(count, total=800, dtype=dtype))
+    assert next((tmp_path / "other").iterdir()).stat().st_size <= file.stat().st_size + 16
+
+
+def test_every_part_of_the_key_counts(tmp_path: Path) -> None:
+    kept = EmbeddingFolder(tmp_path)
+    kept.put(key("a"), rows(2))
+    for other in (key("b"), key("a", encoder="f"), key("a", revision="s"), key("a", length=9)):
+        assert kept.get(other) is None
+    assert kept.get(key("a")) is not None
+
+
+def test_only_the_user_can_read_it_and_it_holds_no_text(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        EmbeddingFolder(tmp_path / "cache" / "kept").put(key(PROMPT), rows(2))
+    finally:
+        os.umask(before)
+    (file,) = (tmp_path / "cache" / "kept").iterdir()
+    assert file.parent.stat().st_mode & 0o777 == 0o700 and file.stat().st_mode & 0o777 == 0o600
+    assert PROMPT not in file.name and PROMPT.encode() not in file.read_bytes()
+
+
+def test_those_used_longest_ago_go_first(tmp_path: Path) -> None:
+    kept = EmbeddingFolder(tmp_path)
+    kept.put(key("a"), rows(8))
+    size = next(tmp_path.iterdir()).stat().st_size
+    kept.max_bytes = 3 * size
+    for text in "bc":
+        kept.put(key(text), rows(8))
+    for age, path in enumerate((kept._path(key("a")), kept._path(key("b")), kept._path(key("c")))):
+        os.utime(path, (age, age))
+    assert kept.get(key("a")) is not None  # used: now the newest
+    (tmp_path / "cut off.part").write_bytes(b"x" * size)  # of a process that was killed
+    os.utime(tmp_path / "cut off.part", (0, 0))
+    kept.put(key("d"), rows(8))
+    assert {text for text in "abcd" if kept.get(key(text)) is not None} == {"a", "c", "d"}
+    assert len(list(tmp_path.iterdir())) == 3
+    kept.max_bytes = size - 1
+    kept.put(key("e"), rows(8))
+    assert kept.get(key("e")) is None, "larger than the whole folder may be"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda path: path.write_bytes(b""), lambda path: path.write_bytes(path.read_bytes()[:-3]),
+     lambda path: path.write_bytes(path.read_bytes().replace(b"rows", b"cows"))],
+    ids=["empty", "cut off", "without a header"],
+)  # fmt: skip
+def test_a_damaged_file_counts_as_not_there(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    kept = EmbeddingFolder(tmp_path)
+    kept.put(key("a"), rows(2))
+    damage(kept._path(key("a")))
+    assert kept.get(key("a")) is None and not list(tmp_path.iterdir())
+    kept.put(key("a"), rows(3))
+    found = kept.get(key("a"))
+    assert found is not None and torch.equal(found, rows(3))
+
+
+def test_a_folder_that_cannot_be_written_is_told_once_and_no_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    kept = EmbeddingFolder(tmp_path / "file" / "kept")
+    for text in "ab":
+        kept.put(key(text), rows(2))
+        assert kept.get(key(text)) is None
+    assert capsys.readouterr().err.count("embeddings are not kept on disk") == 1

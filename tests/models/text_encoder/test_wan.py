@@ -1,0 +1,327 @@
+"""Wan's text encoder: the numbers of diffusers' own pipeline, from a folder in diffusers' layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.wan.pipeline_wan import WanPipeline
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoTokenizer
+from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
+
+from streamdiff.errors import ConfigError
+from streamdiff.models.text_encoder import wan as wan_text
+from streamdiff.models.text_encoder.wan import WanText
+from tests.models.text_encoder import umt5
+
+LENGTH = 24
+FOX = "a red fox trots"
+PROMPTS = [
+    FOX,
+    "  a red\tfox \n\n trots ",
+    "snow &amp;amp; stars &lt;far&gt;",
+    "a fox \u96ea\u7684\u72d0\u72f8 \U0001f98a",
+    "",
+    " ".join(umt5.WORDS),
+]
+Names = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, UMT5EncoderModel]:
+    folder = tmp_path_factory.mktemp("model")
+    return folder, umt5.write(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(original: tuple[Path, UMT5EncoderModel]) -> Path:
+    return original[0]
+
+
+@pytest.fixture(scope="module")
+def text(folder: Path) -> WanText:
+    return WanText(folder, length=LENGTH, width=umt5.WIDTH)
+
+
+@pytest.fixture(scope="module")
+def reference(original: tuple[Path, UMT5EncoderModel]) -> WanPipeline:
+    """diffusers' pipeline on the encoder as it was before it was written."""
+    folder, encoder = original
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    return WanPipeline(tokenizer, encoder, None, FlowMatchEulerDiscreteScheduler())
+
+
+@pytest.fixture
+def changed(folder: Path, tmp_path: Path) -> Callable[[Callable[[Names], object]], Path]:
+    """A copy of the folder whose weights are in one file and have been changed by a function."""
+
+    def change(edit: Callable[[Names], object]) -> Path:
+        copy = tmp_path / "copy"
+        shutil.copytree(folder / "tokenizer", copy / "tokenizer")
+        (copy / "text_encoder").mkdir()
+        shutil.copy(folder / "text_encoder" / "config.json", copy / "text_encoder")
+        tensors: Names = {}
+        for path in (folder / "text_encoder").glob("*.safetensors"):
+            tensors |= load_file(path)
+        edit(tensors)
+        save_file(tensors, copy / "text_encoder" / "model.safetensors", {"format": "pt"})
+        return copy
+
+    return change
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_embeddings_are_those_of_diffusers(text: WanText, reference: WanPipeline, prompt: str) -> None:
+    with torch.no_grad():
+        expected = reference._get_t5_prompt_embeds(prompt, max_sequence_length=LENGTH, device=torch.device("cpu"))
+    embeddings = text.encode(prompt)
+    assert embeddings.shape == (LENGTH, umt5.WIDTH) and embeddings.dtype == torch.float32
+    torch.testing.assert_close(embeddings, expected[0], rtol=1e-5, atol=1e-6)
+    assert torch.equal(embeddings.any(1), expected[0].any(1)), "zero beyond the text"
+    assert embeddings.any(1).sum() == text.tokens(prompt).shape[1]
+
+
+def test_only_the_texts_own_tokens_are_encoded_on_all_cores(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 512 that the model reads; the thread has its own number of cores again afterwards."""
+    text, seen = WanText(folder), list[tuple[tuple[int, ...], int]]()
+    text.encode(FOX)
+    assert text._encoder is not None
+    text._encoder.register_forward_pre_hook(
+        lambda _, given: seen.append((tuple(given[0].shape), torch.get_num_threads()))
+    )
+    monkeypatch.setattr(wan_text, "_cores", lambda: 3)
+    before = torch.get_num_threads()
+    count = text.tokens(FOX).shape[1]
+    text.encode(FOX)
+    assert seen == [((1, count), 3)] and count < 20
+    assert torch.get_num_threads() == before
+
+
+def test_what_the_weights_will_take_is_known_before_they_are_read(folder: Path) -> None:
+    text, cuda, cpu = WanText(folder, device="cuda"), torch.device("cuda"), torch.device("cpu")
+    encoder = UMT5EncoderModel.from_pretrained(folder / "text_encoder")
+    values = sum(parameter.numel() for parameter in encoder.parameters())
+    assert text.awaited_bytes(cuda) == 2 * values
+    assert text.awaited_bytes(cpu) == 0, "they go elsewhere"
+    here = WanText(folder)
+    assert here.awaited_bytes(cpu) == 4 * values
+    here.encode(FOX)
+    assert here.awaited_bytes(cpu) == 0, "they are there"
+
+
+def test_tokens_are_cleaned_and_cut(text: WanText, reference: WanPipeline) -> None:
+    clean = ["a red fox trots", "a red fox trots", "snow & stars <far>"]
+    for prompt, same in zip(PROMPTS, clean, strict=False):
+        plain = reference.tokenizer(same).input_ids
+        assert text.tokens(prompt).tolist() == [plain] and len(plain) < LENGTH
+    long = text.tokens(PROMPTS[-1])
+    assert long.shape == (1, LENGTH) and long[0, -1] == 1, "what is cut ends like any text"
+
+
+def test_what_stands_beyond_the_text_is_zero_and_does_not_matter(text: WanText, folder: Path) -> None:
+    count = text.tokens(FOX).shape[1]
+    embeddings = text.encode(FOX)
+    assert not embeddings[count:].any() and embeddings[:count].any(1).all()
+    longer = WanText(folder, length=2 * LENGTH).encode(FOX)
+    assert longer.shape == (2 * LENGTH, umt5.WIDTH) and not longer[count:].any()
+    torch.testing.assert_close(longer[:count], embeddings[:count], rtol=1e-5, atol=1e-6)
+
+
+def test_a_prompt_is_read_as_it_is_and_a_long_one_gets_a_notice(text: WanText, folder: Path) -> None:
+    assert text.read("  A &amp; b ", "before") == wan_text.Reading("  A &amp; b ")
+    count = WanText(folder, length=200).tokens(PROMPTS[-1]).shape[1]
+    assert WanText(folder, length=count).read(PROMPTS[-1], None).notice == ""
+    cut = WanText(folder, length=count - 1).read(PROMPTS[-1], None)
+    assert cut.text == PROMPTS[-1]
+    assert f"has {count} tokens, and the model reads {count - 1}" in cut.notice
+    assert "far awa”" in cut.notice, "it says where the prompt ends for the model"
+    assert text.encode(cut.text).shape == (LENGTH, umt5.WIDTH), "reading with another length changed no setting"
+
+
+def test_examples_fit(folder: Path) -> None:
+    text = WanText(folder)
+    assert text.length == 512 and text.vocabulary
+    assert all(text.read(example, None) == wan_text.Reading(example) for example in text.examples)
+
+
+def test_weights_are_kept_or_freed_by_choice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[UMT5EncoderModel]] = []
+    load = wan_text._load_encoder
+
+    def watched(*arguments: object) -> UMT5EncoderModel:
+        encoder = load(*arguments)  # type: ignore[arg-type]
+        made.append(weakref.ref(encoder))
+        return encoder
+
+    monkeypatch.setattr(wan_text, "_load_encoder", watched)
+    kept, freed = WanText(folder, length=LENGTH), WanText(folder, length=LENGTH, keep=False)
+    assert not kept.loaded and not made, "nothing is loaded before the first text"
+    assert torch.equal(kept.encode(FOX), freed.encode(FOX))
+    assert kept.loaded and not freed.loaded
+    assert made[0]() is not None and made[1]() is None
+    assert torch.equal(kept.encode("two stars"), freed.encode("two stars"))
+    assert len(made) == 3, "the one that is kept is not loaded again"
+    kept.release()
+    assert not kept.loaded and made[0]() is None
+
+
+def test_a_failed_encoding_keeps_nothing_that_was_to_be_freed(
+    changed: Callable[[Callable[[Names], object]], Path],
+) -> None:
+    text = WanText(changed(lambda t: t["encoder.final_layer_norm.weight"].fill_(torch.nan)), length=LENGTH, keep=False)
+    with pytest.raises(ValueError, match=r"values that are not finite in torch\.float32"):
+        text.encode(FOX)
+    assert not text.loaded
+
+
+def test_the_number_format_is_chosen(text: WanText, folder: Path) -> None:
+    half = WanText(folder, length=LENGTH, dtype=torch.bfloat16)
+    assert half.encode(FOX).dtype == torch.bfloat16
+    torch.testing.assert_close(half.encode(FOX).float(), text.encode(FOX), rtol=0.1, atol=0.1)
+    assert half.identity != text.identity and half.revision == text.revision
+    assert WanText(folder, device="cuda").dtype == torch.bfloat16, "nothing is loaded yet, so no GPU is needed"
+
+
+def test_embeddings_may_be_written_to(text: WanText) -> None:
+    """They are the caller's: not a view of something kept, and no tensor of inference mode."""
+    first = text.encode(FOX)
+    first.add_(1.0)
+    assert not torch.equal(text.encode(FOX), first)
+
+
+@pytest.mark.parametrize("names", [("shared",), ("encoder.embed_tokens",), ("shared", "encoder.embed_tokens")])
+def test_the_table_of_words_may_have_either_name(
+    text: WanText, changed: Callable[[Callable[[Names], object]], Path], names: tuple[str, ...]
+) -> None:
+    def rename(tensors: Names) -> None:
+        table = tensors.pop("shared.weight")
+        tensors.update({f"{name}.weight": table.clone() for name in names})
+
+    assert torch.equal(WanText(changed(rename), length=LENGTH).encode(FOX), text.encode(FOX))
+
+
+@pytest.mark.parametrize("found", range(2))
+def test_a_table_that_was_left_empty_becomes_the_one_that_was_found(
+    original: tuple[Path, UMT5EncoderModel], found: int
+) -> None:
+    """Some versions of transformers believe a configuration which says that there are two."""
+    encoder = UMT5EncoderModel(original[1].config)
+    tables = (torch.nn.Embedding(9, umt5.WIDTH), torch.nn.Embedding(9, umt5.WIDTH))
+    encoder.shared, encoder.encoder.embed_tokens = tables
+    missing = {wan_text._WORDS[1 - found]}
+    wan_text._tie(encoder, missing)
+    assert encoder.shared is encoder.encoder.embed_tokens is tables[found] and not missing
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop("encoder.final_layer_norm.weight"), "1 missing tensors, for example encoder.final_layer_norm"),
+        (lambda t: t.pop("shared.weight"), "2 missing tensors, for example encoder.embed_tokens.weight, shared.weight"),
+        (lambda t: t.update(odd=torch.ones(2)), "1 unexpected tensors, for example odd"),
+        (
+            lambda t: t.update({"encoder.final_layer_norm.weight": torch.ones(3)}),
+            r"1 tensors of another shape .*final_layer_norm.weight: expected \[32\], got \[3\]",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(
+    changed: Callable[[Callable[[Names], object]], Path], edit: Callable[[Names], object], message: str
+) -> None:
+    text = WanText(changed(edit), length=LENGTH)
+    with pytest.raises(ConfigError, match=message):
+        text.encode(FOX)
+    assert not text.loaded
+
+
+def test_a_damaged_weight_file_is_told(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    shard = min((tmp_path / "copy" / "text_encoder").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-10])
+    with pytest.raises(ConfigError, match="the text encoder cannot be loaded"):
+        WanText(tmp_path / "copy").encode(FOX)
+
+
+def _remove(path: str) -> Callable[[Path], object]:
+    return lambda folder: shutil.rmtree(folder / path) if (folder / path).is_dir() else (folder / path).unlink()
+
+
+def _write(path: str, content: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / path).write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (_remove("text_encoder/config.json"), "text_encoder/config.json: cannot be read: No such file"),
+        (_write("text_encoder/config.json", "{"), "text_encoder/config.json: not valid JSON"),
+        (_write("text_encoder/config.json", "[]"), "expected a UMT5 encoder .* got model_type None"),
+        (_write("text_encoder/config.json", json.dumps({"model_type": "t5", "d_model": 32})), "got model_type 't5'"),
+        (_remove("tokenizer"), "tokenizer: there is no such folder"),
+        (_write("tokenizer/tokenizer.json", "{}"), "tokenizer: no tokenizer that can be read"),
+        (_write("tokenizer/tokenizer.json", '{"added_tokens": []}'), "tokenizer: no tokenizer that can be read"),
+        (_remove("tokenizer/tokenizer.json"), "tokenizer: no tokenizer that can be read"),
+    ],
+)
+def test_a_folder_that_lacks_something_is_refused_at_once(
+    folder: Path, tmp_path: Path, edit: Callable[[Path], object], message: str
+) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    edit(tmp_path / "copy")
+    with pytest.raises(ConfigError, match=message):
+        WanText(tmp_path / "copy")
+
+
+def test_another_width_than_the_transformer_asks_for_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"32 wide \(d_model\), but the transformer asks for 4096 \(text_dim\)"):
+        WanText(folder, width=4096)
+
+
+def test_a_tokenizer_of_another_encoder_is_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    path = tmp_path / "copy" / "text_encoder" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 7}))
+    with pytest.raises(ConfigError, match=r"the tokenizer has \d+ words, but the text encoder beside it knows 7"):
+        WanText(tmp_path / "copy")
+
+
+def test_the_revision_follows_the_files(folder: Path, tmp_path: Path) -> None:
+    assert WanText(folder, revision="abc").revision == "abc"
+    shutil.copytree(folder, tmp_path / "copy")
+    before = WanText(tmp_path / "copy").revision
+    assert WanText(tmp_path / "copy").revision == before
+    with (tmp_path / "copy" / "tokenizer" / "tokenizer_config.json").open("a") as file:
+        file.write(" ")
+    assert WanText(tmp_path / "copy").revision != before
+
+
+def test_reading_and_encoding_at_once_do_not_disturb_each_other(folder: Path) -> None:
+    """One tokenizer, whose padding and cutting are settings of its own; one encoder, loaded and freed again."""
+    text = WanText(folder, length=LENGTH, keep=False)
+    expected = {prompt: (text.encode(prompt), text.read(prompt, None)) for prompt in PROMPTS}
+    start, wrong = threading.Barrier(3), []
+
+    def encode() -> None:
+        start.wait()
+        wrong.extend(prompt for prompt in PROMPTS if not torch.equal(text.encode(prompt), expected[prompt][0]))
+
+    def read() -> None:
+        start.wait()
+        for _ in range(50):
+            wrong.extend(prompt for prompt in PROMPTS if text.read(prompt, None) != expected[prompt][1])
+
+    threads = [threading.Thread(target=work) for work in (encode, encode, read)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -1,0 +1,116 @@
+"""The text encoder's file of the original repository: the embeddings of the same weights in diffusers' layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+from torch import Tensor
+
+from streamdiff.errors import ConfigError
+from streamdiff.models.text_encoder import wan as wan_text
+from streamdiff.models.text_encoder.wan import WanText
+from tests.models.text_encoder import umt5
+
+LENGTH = 24
+PROMPT = "a red fox trots through fresh snow"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """diffusers' and the original one."""
+    ours, theirs = tmp_path_factory.mktemp("diffusers"), tmp_path_factory.mktemp("original")
+    umt5.write_original(theirs, ours, umt5.write(ours, max_distance=128))
+    return ours, theirs
+
+
+def file_of(folder: Path) -> Path:
+    (file,) = folder.glob("*.pth")
+    return file
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embeddings_are_those_of_the_folder(folders: tuple[Path, Path], dtype: torch.dtype) -> None:
+    ours, theirs = folders
+    expected = WanText(ours, length=LENGTH, width=umt5.WIDTH, dtype=dtype).encode(PROMPT)
+    for path in (theirs, file_of(theirs)):
+        text = WanText(path, length=LENGTH, width=umt5.WIDTH, dtype=dtype)
+        assert torch.equal(text.encode(PROMPT), expected)
+        assert text.revision == WanText(theirs).revision
+
+
+def changed(theirs: Path, folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> Path:
+    tensors = torch.load(file_of(theirs), weights_only=True)
+    edit(tensors)
+    (folder / "google").mkdir()
+    (folder / "google" / "umt5-xxl").symlink_to(theirs / "google" / "umt5-xxl")
+    torch.save(tensors, folder / "models_t5_small.pth")
+    return folder / "models_t5_small.pth"
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop("norm.weight"), r"1 missing \(encoder.final_layer_norm.weight\)"),
+        (lambda t: t.update({"blocks.0.odd.weight": torch.ones(2)}), r"1 unexpected \(blocks.0.odd.weight\)"),
+        (lambda t: t.update({"blocks.1.attn.o.weight": torch.ones(2, 3)}), r"\[2, 3\] instead of \[32, 32\]"),
+        (lambda t: t.pop("token_embedding.weight"), "not Wan's text encoder: expected token_embedding.weight"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(
+    folders: tuple[Path, Path], tmp_path: Path, edit: Callable[[dict[str, Tensor]], object], message: str
+) -> None:
+    path = changed(folders[1], tmp_path, edit)
+    with pytest.raises(ConfigError, match=message):
+        WanText(path, length=LENGTH).encode(PROMPT)
+
+
+def test_code_in_the_file_is_not_run(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """A pickle that calls something is refused before it can."""
+    path = changed(folders[1], tmp_path, lambda t: t.update({"norm.weight": Calls(tmp_path / "called")}))
+    with pytest.raises(ConfigError, match=r"models_t5_small\.pth"):
+        WanText(path)
+    assert not (tmp_path / "called").exists()
+
+
+class Calls:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Path.touch, (self.path,))
+
+
+def test_without_a_tokenizer_it_says_where_one_is_expected(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "alone.pth").write_bytes(file_of(folders[1]).read_bytes())
+    with pytest.raises(ConfigError, match=r"no tokenizer beside it; the original .* has it in .*google/umt5-xxl"):
+        WanText(tmp_path / "alone.pth")
+
+
+def test_another_width_than_the_transformer_asks_for_is_refused(folders: tuple[Path, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"32 wide \(d_model\), but the transformer asks for 4096"):
+        WanText(folders[1], width=4096)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "caf\u00c3\u00a9 by the sea",  # UTF-8 read as Latin-1
+        "\u201ccurly\u201d \u2018quotes\u2019",
+        "\uff26\uff35\uff2c\uff2c width, \ufb01ligature",
+        "&lt;b&gt; &amp;amp; \u00a0 space\r\n\x1b[31mred",
+        "plain words",
+    ],
+)
+def test_prompts_are_cleaned_as_diffusers_cleans_them(prompt: str) -> None:
+    assert wan_text._clean(prompt) == prompt_clean(prompt)
+
+
+def test_a_broken_encoding_is_mended() -> None:
+    """diffusers does it only where ftfy is installed, so both could be wrong together."""
+    assert wan_text._clean("caf\u00c3\u00a9  by\tthe sea") == "caf\u00e9 by the sea"

@@ -1,0 +1,57 @@
+"""Tokenizer and text encoder of the embedded model."""
+
+from __future__ import annotations
+
+import torch
+
+from streamdiff.models.tiny import prompts
+from streamdiff.models.tiny.text_encoder import PAD, TEXT_TOKENS, UNKNOWN, WIDTH, build_tokenizer
+from tests.small import BLUE, RED, small_text
+
+
+def test_the_tokenizer_knows_every_word_of_the_captions_and_nothing_else() -> None:
+    assert set(build_tokenizer().get_vocab()) == {PAD, UNKNOWN, *prompts.known_words()}
+
+
+def test_padding_is_zero_and_words_are_not() -> None:
+    text = small_text(0)
+    ids = text.tokens([RED])[0]
+    words = len(RED.split())
+    assert ids.shape == (TEXT_TOKENS,) and (ids[:words] > 1).all() and not ids[words:].any()
+    embedded = text.encode(RED)
+    assert embedded.shape == (TEXT_TOKENS, WIDTH) and embedded.dtype == torch.float32
+    assert not embedded[words:].any()
+    assert (embedded[:words].norm(dim=1) > 0).all()
+
+
+def test_padding_does_not_reach_the_words() -> None:
+    """What stands in the padded places of a batch has no influence: one text alone and among longer ones agree."""
+    text = small_text(0)
+    short = "a blue star"
+    together = text.embed(text.tokens([short, RED]))[0]
+    torch.testing.assert_close(together, text.encode(short), rtol=1e-5, atol=1e-6)
+
+
+def test_encoding_is_deterministic_and_texts_differ() -> None:
+    text = small_text(0)
+    assert torch.equal(text.encode(RED), text.encode(RED))
+    assert (text.encode(RED) - text.encode(BLUE)).abs().max() > 0.1
+    assert torch.equal(text.encode(RED), text.encode(RED.upper()))
+
+
+def test_word_order_matters() -> None:
+    text = small_text(0)
+    turned = text.encode("red a circle")[[1, 0, 2]]
+    assert (text.encode("a red circle")[:3] - turned).abs().max() > 1e-4
+
+
+def test_a_text_that_is_too_long_is_cut() -> None:
+    text = small_text(0)
+    long = " ".join(["red", "circle"] * 20)
+    assert text.encode(long).shape == (TEXT_TOKENS, WIDTH)
+    assert torch.equal(text.encode(long), text.encode(" ".join(long.split()[:TEXT_TOKENS])))
+
+
+def test_unknown_words_have_one_token_of_their_own() -> None:
+    text = small_text(0)
+    assert text.tokens(["dragon zeppelin"])[0, :3].tolist() == [1, 1, 0]

@@ -1,0 +1,87 @@
+"""The shape of a model is read from its tensors; a configuration says what these cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+
+from streamdiff.errors import ConfigError
+from streamdiff.models.transformer.architecture import read_architecture
+from tests.models.layouts import SIZES, assert_same, load, original, published, save, small_state
+from tests.small import small_transformer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("transformer")
+    small_transformer(3, layers=4).save_pretrained(folder)
+    return folder
+
+
+def test_the_architecture_is_read_from_the_shapes(tmp_path: Path) -> None:
+    source = small_transformer(3, layers=3, heads=2, head_dim=128, planes=3)
+    path = save(tmp_path / "model.safetensors", original(dict(source.state_dict())))
+    config = load(path, config=None).config
+    for key in source.config:
+        if key != "rope_max_seq_len" and not key.startswith("_"):
+            assert getattr(config, key) == source.config[key], key
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_published_architectures_are_read_from_their_shapes(size: str) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in published(size).items()}
+    found = read_architecture(shapes.get, SIZES[size][0]["num_layers"])
+    with torch.device("meta"):
+        expected = WanTransformer3DModel(**SIZES[size][0]).config
+    assert found == {key: expected[key] for key in found}
+    assert {*SIZES[size][0], "attention_head_dim", "patch_size", "text_dim"} <= set(found)
+
+
+def test_what_is_needed_and_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"sizes cannot be told, as proj_out\.weight is missing"):
+        read_architecture({"patch_embedding.weight": (128, 16, 1, 2, 2)}.get, 1)
+
+
+def test_the_number_of_heads_of_a_narrow_model_has_to_be_said(tmp_path: Path) -> None:
+    path = save(tmp_path / "model.safetensors", original(small_state()))
+    with pytest.raises(ConfigError, match=r"24 wide, no multiple of 128 channels per head; say num_attention_heads"):
+        load(path, config=None)
+    for config in ({"attention_head_dim": 12}, {"num_attention_heads": 2}):
+        assert_same(load(path, config=config), small_transformer(3, planes=0))
+    with pytest.raises(ConfigError, match="num_attention_heads is 5, but the model is 24 wide"):
+        load(path, config={"num_attention_heads": 5})
+
+
+def test_a_folder_of_original_wan_has_a_configuration_of_its_own(tmp_path: Path) -> None:
+    save(tmp_path / "diffusion_pytorch_model.safetensors", original(small_state()))
+    own = {"_class_name": "WanModel", "dim": 24, "num_heads": 2, "ffn_dim": 32, "freq_dim": 16, "in_dim": 4,
+           "out_dim": 4, "num_layers": 2, "text_len": 512, "eps": 1e-6, "model_type": "t2v"}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    assert_same(load(tmp_path, config=None), small_transformer(3, planes=0))
+
+
+def test_what_the_caller_says_goes_before_the_folders_configuration(folder: Path) -> None:
+    given = {"num_attention_heads": 1, "attention_head_dim": 24}
+    assert load(folder, config=None).config.num_attention_heads == 2
+    model = load(folder, config=given)
+    assert model.config.num_attention_heads == 1 and model.config.text_dim == 64
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"ffn_dim": "32"}, "ffn_dim is '32', but must be a whole number above 0"),
+        ({"num_layers": 0}, "num_layers is 0, but must be a whole number above 0"),
+        ({"patch_size": [1, 2]}, r"patch_size is \[1, 2\], but must be three whole numbers"),
+        ({"eps": "small"}, "eps is 'small', but must be a number between 0 and 1"),
+        ({"cross_attn_norm": 1}, "cross_attn_norm is 1, but must be true or false"),
+        ({"attention_head_dim": 3}, "attention_head_dim is 3, but must be even"),
+    ],
+)
+def test_a_configuration_that_cannot_be(config: dict[str, object], told: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load(folder, config=config)

@@ -1,0 +1,213 @@
+"""Attention kernels by name: those that run here agree with the formula, and a wrong one is found out."""
+
+from __future__ import annotations
+
+import importlib.util
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from streamdiff.config import ModelConfig
+from streamdiff.errors import ConfigError
+from streamdiff.models.transformer import attention_backend
+from streamdiff.models.transformer.wan import KeyValue, attend
+from streamdiff.pipeline.kv_cache.attention import RollingAttention
+from streamdiff.pipeline.runner.model_runner import ModelRunner
+from streamdiff.pipeline.scheduler.step import MicroStep
+from tests.small import CPU, small_model
+
+HERE = ("auto", "math", "flash")  # on every CPU
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", HERE)
+def test_kernels_that_run_here_pass(name: str, dtype: torch.dtype) -> None:
+    attention_backend.probe(name, CPU, dtype, heads=3, head_dim=64)
+
+
+def test_one_that_cannot_run_here_is_refused_with_the_way_out() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"cudnn cannot run here: .*\(cpu, float32.*right here are: auto, math, flash$",
+    ):
+        attention_backend.probe("cudnn", CPU, torch.float32, heads=3, head_dim=64)
+
+
+def test_an_unknown_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'sag'; it can be auto, math, flash, efficient, cudnn, flash_2"):
+        attention_backend.probe("sag", CPU, torch.float32, heads=3, head_dim=64)
+
+
+@pytest.mark.parametrize("fault", ["noise", "nan", "no softmax scale"])
+def test_a_wrong_one_is_found_out(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = F.scaled_dot_product_attention
+
+    def wrong(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if fault == "no softmax scale":
+            return right(query * query.shape[-1] ** 0.5, key, value)
+        return torch.randn_like(query) if fault == "noise" else torch.full_like(query, torch.nan)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", wrong)
+    with pytest.raises(ConfigError, match="attention kernel auto is wrong here"):
+        attention_backend.probe("auto", CPU, torch.float32, heads=3, head_dim=64)
+
+
+@torch.inference_mode()
+def test_the_chosen_kernel_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a forward of the transformer: one that cannot run here raises there."""
+    model = small_model(1)
+    denoiser = model.denoiser
+    latents = torch.zeros(1, *model.spec.chunk_shape)
+    tokens = denoiser.embed(latents, torch.zeros(1, model.spec.chunk_latents))
+    text = denoiser.text(model.text.encode("a red circle")[None])
+    self_attention = lambda layer, query, key, value: attend(query, key, value)  # noqa: E731
+
+    def run(name: str) -> Tensor:
+        monkeypatch.setattr(denoiser, "attention", name)
+        return denoiser.run_blocks(tokens, [KeyValue(*layer) for layer in text], self_attention).hidden
+
+    for name in HERE[1:]:
+        torch.testing.assert_close(run(name), run("auto"), rtol=1e-5, atol=1e-5)
+    with pytest.raises(NotImplementedError, match=r"Could not run 'aten::_scaled_dot_product_cudnn_attention'"):
+        run("cudnn")
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", HERE)
+def test_a_choice_in_force_changes_no_flag_that_another_thread_meets(name: str) -> None:
+    """Asked in the midst of a stage's forward, as the decoding thread may."""
+    model = small_model(1)
+    model.denoiser.attention = name
+    stage = ModelRunner(model, CPU)
+    stage.open(0, steps=4, kv_context="clean")
+    stage.set_text(0, 0, model.text.encode("a red circle"), 0)
+    before, met = flags(), []
+
+    def ask(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as other:
+            met.append(other.submit(flags).result())
+        return RollingAttention.__call__(stage.attention, layer, query, key, value)
+
+    stage.attention.on = lambda rows: (RollingAttention.on(stage.attention, rows), ask)[1]  # type: ignore[assignment]
+    given = torch.zeros(1, *model.spec.chunk_shape), torch.zeros(1, model.spec.chunk_latents)
+    stage.forward([MicroStep(0, 0, 0, 4, 0)], given)
+    assert met == [before] * len(model.denoiser.blocks)
+
+
+def flags() -> list[bool]:
+    """Kernels that torch may choose here."""
+    backends: Any = torch.backends.cuda
+    return [getattr(backends, f"{kind}_sdp_enabled")() for kind in ("math", "flash", "mem_efficient", "cudnn")]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("name", "operation"), [("math", "math"), ("flash", "flash_attention_for_cpu")])
+def test_the_chosen_kernel_runs_for_own_keys_and_for_text(name: str, operation: str) -> None:
+    """Both attentions of each block of a stage, and no other."""
+    model = small_model(1)
+    model.denoiser.attention = name
+    stage = ModelRunner(model, CPU)
+    stage.open(0, steps=4, kv_context="clean")
+    stage.set_text(0, 0, model.text.encode("a red circle"), 0)
+    given = torch.zeros(1, *model.spec.chunk_shape), torch.zeros(1, model.spec.chunk_latents)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        stage.forward([MicroStep(0, 0, 0, 4, 0)], given)
+    kernels = {event.key: event.count for event in profiler.key_averages() if "scaled_dot_product" in event.key}
+    other = {"math": "flash_attention_for_cpu", "flash_attention_for_cpu": "math"}[operation]
+    assert kernels[f"aten::_scaled_dot_product_{'attention_math' if name == 'math' else operation}"] == 2 * 2
+    assert not [key for key in kernels if key.endswith(other)]
+
+
+# ---- kernels behind diffusers' dispatch ----------------------------------------------------------------------------
+
+
+def test_the_configuration_knows_the_same_names() -> None:
+    assert get_args(ModelConfig.model_fields["attention"].annotation) == attention_backend.NAMES
+
+
+def test_diffusers_knows_each_of_them() -> None:
+    for kernel in attention_backend.DISPATCHED.values():
+        assert AttentionBackendName(kernel.backend) in _AttentionBackendRegistry._backends
+
+
+@pytest.mark.parametrize("name", attention_backend.DISPATCHED)
+def test_one_that_is_not_installed_is_refused_with_what_is_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    message = rf"{name} is not installed \(no module .*\) \(cpu, bfloat16.*\); right here are: auto, math, flash$"
+    with pytest.raises(ConfigError, match=message):
+        attention_backend.probe(name, CPU, torch.bfloat16, heads=2, head_dim=64)
+    assert "is not installed" in str(attention_backend.missing(name, torch.device("cuda")))
+
+
+def test_one_that_this_diffusers_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(attention_backend.DISPATCHED, "sage", attention_backend.Dispatched("sage_9", "torch", ""))
+    with pytest.raises(ConfigError, match=r"sage is not known to diffusers \d.*newer"):
+        attention_backend.probe("sage", CPU, torch.bfloat16, heads=2, head_dim=64)
+
+
+def test_one_for_cuda_is_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: object())
+    with pytest.raises(ConfigError, match=r"sage is for CUDA, and the device is cpu .*; right here are: auto, math"):
+        attention_backend.probe("sage", CPU, torch.float32, heads=2, head_dim=64)
+
+
+def test_what_diffusers_says_against_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of that name that is not the right one: diffusers looks at versions, and we pass on what it says."""
+    monkeypatch.setattr(attention_backend, "missing", lambda name, device: None)
+    with pytest.raises(ConfigError, match=r"sage cannot run here: Sage Attention backend 'sage' is not usable"):
+        attention_backend.probe("sage", CPU, torch.float32, heads=2, head_dim=64)
+
+
+@pytest.fixture
+def dispatched(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A name whose kernel is torch's, by way of diffusers' dispatch."""
+    monkeypatch.setitem(attention_backend.DISPATCHED, "sage", attention_backend.Dispatched("native", "torch", ""))
+    monkeypatch.setattr(attention_backend, "missing", lambda name, device: None)
+    monkeypatch.setattr(
+        attention_backend, "kernel", attention_backend.kernel.__wrapped__
+    )  # what was chosen before has another kernel
+    return "sage"
+
+
+@torch.inference_mode()
+def test_the_dispatch_is_what_runs(dispatched: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers as the plain way, in the same axes, and only where it is chosen."""
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(2, tokens, 3, 8, generator=generator) for tokens in (5, 9, 9))
+    expected = attend(query, key, value)
+    attention_backend.probe(dispatched, CPU, torch.float32, heads=3, head_dim=8)
+    calls: list[torch.Size] = []
+    native = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]
+
+    def counting(query: Tensor, **more: Any) -> Tensor:
+        calls.append(query.shape)
+        result: Tensor = native(query=query, **more)
+        return result
+
+    monkeypatch.setitem(_AttentionBackendRegistry._backends, AttentionBackendName.NATIVE, counting)
+    torch.testing.assert_close(attention_backend.kernel(dispatched)(query, key, value), expected)
+    assert calls == [query.shape]
+    assert torch.equal(attend(query, key, value), expected) and len(calls) == 1
+
+
+def test_noise_from_the_dispatch_is_found_out(dispatched: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = lambda query, **more: torch.randn_like(query)  # noqa: E731
+    monkeypatch.setitem(_AttentionBackendRegistry._backends, AttentionBackendName.NATIVE, noise)
+    supported = {AttentionBackendName.NATIVE: {"query", "key", "value"}}
+    monkeypatch.setattr(_AttentionBackendRegistry, "_supported_arg_names", supported)
+    with pytest.raises(ConfigError, match="attention kernel sage is wrong here"):
+        attention_backend.probe(dispatched, CPU, torch.float32, heads=3, head_dim=64)
+
+
+def test_the_survey_says_of_each_why_not() -> None:
+    found = attention_backend.survey(CPU, torch.float32, heads=3, head_dim=64)
+    assert tuple(found) == attention_backend.NAMES
+    assert [name for name in HERE if found[name] is not None] == []
+    assert "cannot run here" in str(found["cudnn"])
+    assert all(found[name] for name in attention_backend.DISPATCHED)

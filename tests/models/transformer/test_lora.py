@@ -1,0 +1,285 @@
+"""LoRAs are merged while weights are read: exactly W + scale * B @ A, and only what matches."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from streamdiff.errors import ConfigError
+from streamdiff.models.checkpoint.checkpoint import open_checkpoint
+from streamdiff.models.transformer.lora import Lora, open_lora, parse_lora
+from tests.models.layouts import Counting, State, flow, load, original, original_name, save, small_state
+from tests.small import small_transformer
+
+RANK = 3
+Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("base") / "base.safetensors", original(small_state(layers=3)))
+
+
+def factors(seed: int = 0, rank: int = RANK) -> Factors:
+    """A and B for every linear layer of the blocks, by diffusers' names."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: (
+            torch.randn(rank, tensor.shape[1], generator=generator) / 5,
+            torch.randn(tensor.shape[0], rank, generator=generator) / 5,
+        )
+        for name, tensor in small_state(layers=3).items()
+        if name.startswith("blocks.") and tensor.ndim == 2
+    }
+
+
+def merged(changes: Factors, scale: float, into: State | None = None) -> State:
+    state = dict(into or small_state(layers=3))
+    return state | {name: state[name] + (up @ down) * scale for name, (down, up) in changes.items()}
+
+
+def peft(changes: Factors, adapter: str = "") -> State:
+    """Original names as PEFT saves them; `adapter` is the name that some programs leave in them."""
+    result = {}
+    for name, (down, up) in changes.items():
+        module = "base_model.model." + original_name(name).removesuffix(".weight")
+        result |= {f"{module}.lora_A{adapter}.weight": down, f"{module}.lora_B{adapter}.weight": up}
+    return result
+
+
+def diffusers(changes: Factors) -> State:
+    result = {}
+    for name, (down, up) in changes.items():
+        module = "transformer." + name.removesuffix(".weight")
+        result |= {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}
+    return result
+
+
+def assert_weights(base: Path, loras: list[Lora], expected: State) -> None:
+    """All weights to the rounding of one product in float32, and those without a change exactly."""
+    state, plain = load(base, loras=loras).state_dict(), small_state(layers=3)
+    for name, tensor in expected.items():
+        if tensor is plain[name] or torch.equal(tensor, plain[name]):
+            assert torch.equal(state[name], plain[name]), name
+        else:
+            torch.testing.assert_close(state[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+    assert len(factors()) == 30
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5, -2.0, 0.0])
+@pytest.mark.parametrize("container", ["generator_lora", None])
+@pytest.mark.parametrize("adapter", ["", ".default"])
+def test_longlive(adapter: str, container: str | None, scale: float, base: Path, tmp_path: Path) -> None:
+    state, path = peft(factors(), adapter), tmp_path / "lora.pt"
+    torch.save({container: state, "step": 3} if container else state, path)
+    assert_weights(base, [Lora(path, scale)], merged(factors(), scale))
+
+
+def test_a_lora_in_diffusers_names_on_a_model_in_original_names(base: Path, tmp_path: Path) -> None:
+    path = save(tmp_path / "lora.safetensors", diffusers(factors()))
+    assert_weights(base, [Lora(path)], merged(factors(), 1.0))
+
+
+def test_the_change_matters(base: Path, tmp_path: Path) -> None:
+    path = save(tmp_path / "lora.safetensors", diffusers(factors()))
+    plain, changed = flow(load(base)), flow(load(base, loras=[Lora(path)]))
+    assert torch.equal(plain, flow(small_transformer(3, layers=3, planes=0)))
+    assert (changed - plain).norm() > 0.1 * plain.norm()
+
+
+def test_several_loras_add_up(base: Path, tmp_path: Path) -> None:
+    one = save(tmp_path / "one.safetensors", diffusers(factors(1)))
+    two = save(tmp_path / "two.safetensors", peft(factors(2, rank=5)))
+    expected = merged(factors(2, rank=5), -0.25, merged(factors(1), 0.5))
+    assert_weights(base, [Lora(one, 0.5), Lora(two, -0.25)], expected)
+
+
+def test_alpha_beside_each_pair(base: Path, tmp_path: Path) -> None:
+    state = diffusers(factors())
+    state = {k.replace("lora_A", "lora_down").replace("lora_B", "lora_up"): t for k, t in state.items()}
+    state |= {name.removesuffix(".weight") + ".alpha": torch.tensor(6.0) for name in factors()}
+    assert_weights(base, [Lora(save(tmp_path / "a.safetensors", state))], merged(factors(), 6.0 / RANK))
+
+
+@pytest.mark.parametrize(("stabilised", "strength"), [(False, 6 / RANK), (True, 6 / math.sqrt(RANK))])
+def test_alpha_in_the_files_header(stabilised: bool, strength: float, base: Path, tmp_path: Path) -> None:
+    settings = {"transformer.lora_alpha": 6, "transformer.r": RANK, "transformer.use_rslora": stabilised}
+    path = tmp_path / "pytorch_lora_weights.safetensors"
+    save_file(diffusers(factors()), path, metadata={"lora_adapter_metadata": json.dumps(settings)})
+    for source in (path, tmp_path):
+        assert_weights(base, [Lora(source, 0.5)], merged(factors(), strength * 0.5))
+
+
+def test_alpha_in_pefts_configuration(base: Path, tmp_path: Path) -> None:
+    save(tmp_path / "adapter_model.safetensors", peft(factors()))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": 1.5, "alpha_pattern": {}}))
+    assert_weights(base, [Lora(tmp_path)], merged(factors(), 0.5))
+
+
+def test_a_change_of_a_fused_projection_is_split(base: Path, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    down, up = torch.randn(RANK, 24, generator=generator), torch.randn(72, RANK, generator=generator)
+    module = "blocks.1.self_attn.qkv"
+    path = save(tmp_path / "a.safetensors", {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up})
+    parts = zip(("to_q", "to_k", "to_v"), up.split(24), strict=True)
+    assert_weights(base, [Lora(path)], merged({f"blocks.1.attn1.{n}.weight": (down, part) for n, part in parts}, 1.0))
+
+
+def test_in_bfloat16_the_sum_is_rounded_once(base: Path, tmp_path: Path) -> None:
+    path = save(tmp_path / "lora.safetensors", diffusers(factors()))
+    state = load(base, loras=[Lora(path)], dtype=torch.bfloat16).state_dict()
+    exact = load(base, loras=[Lora(path)]).state_dict()
+    for name in factors():
+        assert torch.equal(state[name], exact[name].bfloat16()), name
+
+
+def test_the_base_file_is_not_changed(base: Path, tmp_path: Path) -> None:
+    path = save(tmp_path / "lora.safetensors", diffusers(factors()))
+    before, checkpoint = base.read_bytes(), open_checkpoint(base)
+    load(checkpoint, loras=[Lora(path)])
+    assert base.read_bytes() == before
+    name = "blocks.0.self_attn.q.weight"
+    assert torch.equal(checkpoint.read(name), small_state(layers=3)["blocks.0.attn1.to_q.weight"])
+
+
+def test_a_stage_reads_only_the_pairs_of_its_blocks(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path / "lora.safetensors", peft(factors()))
+    counting: list[Counting] = []
+
+    def remember(*args: object, **options: object) -> Counting:
+        counting.append(Counting(open_checkpoint(*args, **options)))  # type: ignore[arg-type]
+        return counting[-1]
+
+    monkeypatch.setattr("streamdiff.models.transformer.lora.open_checkpoint", remember)
+    model = load(base, loras=[Lora(path)], blocks=(1, 2))
+    assert sorted(counting[0].reads) == sorted(name for name in peft(factors()) if ".blocks.1." in name)
+    name = "attn1.to_q.weight"
+    torch.testing.assert_close(model.blocks[0].get_parameter(name), merged(factors(), 1.0)[f"blocks.1.{name}"])
+
+
+# ---- what does not fit ---------------------------------------------------------------------------------------------
+
+
+def refused(tmp_path: Path, base: Path, state: State, **metadata: str) -> str:
+    """What is said about a LoRA that is not used."""
+    save_file({k: t.contiguous() for k, t in state.items()}, tmp_path / "lora.safetensors", metadata or None)
+    with pytest.raises(ConfigError) as caught:
+        load(base, loras=[Lora(tmp_path / "lora.safetensors")])
+    assert "lora.safetensors" in str(caught.value)
+    return str(caught.value)
+
+
+def pair(module: str, rows: int = 24, columns: int = 24, rank: int = RANK) -> State:
+    return {f"{module}.lora_A.weight": torch.ones(rank, columns), f"{module}.lora_B.weight": torch.ones(rows, rank)}
+
+
+def test_names_that_match_nothing_are_counted_and_named(tmp_path: Path, base: Path) -> None:
+    strange = pair("blocks.9.self_attn.q") | pair("blocks.0.self_attn.qq") | {"blocks.0.norm3.diff_b": torch.ones(24)}
+    told = refused(tmp_path, base, peft(factors()) | strange)
+    assert "names that match nothing in the model (3): blocks.0.norm3.diff_b, blocks.0.self_attn.qq.lora_A" in told
+    assert "blocks.9.self_attn.q.lora_A" in told and "Nothing was loaded" in told
+
+
+def test_a_stage_refuses_what_matches_no_stage(tmp_path: Path, base: Path) -> None:
+    path = save(tmp_path / "lora.safetensors", pair("blocks.0.self_attn.q") | pair("blocks.9.self_attn.q"))
+    with pytest.raises(ConfigError, match=r"match nothing in the model \(1\): blocks\.9\.self_attn\.q\.lora"):
+        load(base, loras=[Lora(path)], blocks=(1, 2))
+
+
+def test_half_a_pair(tmp_path: Path, base: Path) -> None:
+    state = pair("blocks.0.self_attn.q")
+    del state["blocks.0.self_attn.q.lora_B.weight"]
+    told = refused(tmp_path, base, state | pair("blocks.0.self_attn.k"))
+    assert "factors without their other half (1): blocks.0.self_attn.q.lora_A.weight" in told
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "told"),
+    [
+        (25, 24, "blocks.1.attn1.to_q.weight is 24 x 24, but [25, 3] x [3, 24] is to be added"),
+        (24, 23, "blocks.1.attn1.to_q.weight is 24 x 24, but [24, 3] x [3, 23] is to be added"),
+    ],
+)
+def test_factors_that_do_not_fit(rows: int, columns: int, told: str, tmp_path: Path, base: Path) -> None:
+    assert told in refused(tmp_path, base, pair("blocks.1.self_attn.q", rows, columns))
+
+
+def test_factors_of_two_ranks(tmp_path: Path, base: Path) -> None:
+    state = pair("blocks.1.self_attn.q") | {"blocks.1.self_attn.q.lora_B.weight": torch.ones(24, 4)}
+    assert "[24, 4] x [3, 24] is to be added" in refused(tmp_path, base, state)
+
+
+def test_two_adapters_in_one_file(tmp_path: Path, base: Path) -> None:
+    both = {
+        f"blocks.1.self_attn.q.lora_{half}.{which}.weight": torch.ones(RANK, RANK) for half in "AB" for which in "xy"
+    }
+    assert "names of a second adapter (2): blocks.1.self_attn.q.lora_A.y.weight, " in refused(tmp_path, base, both)
+
+
+def test_a_change_that_is_not_finite(tmp_path: Path, base: Path) -> None:
+    state = pair("blocks.1.self_attn.q")
+    state["blocks.1.self_attn.q.lora_A.weight"][0, 0] = float("nan")
+    assert "the change of blocks.1.attn1.to_q.weight is not finite" in refused(tmp_path, base, state)
+
+
+def test_a_file_that_is_no_lora(tmp_path: Path, base: Path) -> None:
+    assert "not a LoRA of a Wan transformer" in refused(tmp_path, base, original(small_state()))
+    assert "not a LoRA of a Wan transformer" in refused(tmp_path, base, pair("lora_unet_blocks_0_self_attn_q"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"transformer.alpha_pattern": {"q": 3}}, "alpha_pattern is {'q': 3}, which is not supported"),
+        ({"transformer.use_dora": True}, "use_dora is True, which is not supported"),
+        ({"transformer.lora_alpha": "3"}, "lora_alpha is '3', but must be a number"),
+    ],
+)
+def test_variants_that_are_not_plain(settings: dict[str, object], told: str, tmp_path: Path, base: Path) -> None:
+    text = json.dumps(settings)
+    assert told in refused(tmp_path, base, pair("blocks.1.self_attn.q"), lora_adapter_metadata=text)
+
+
+def test_an_alpha_of_many_numbers(tmp_path: Path, base: Path) -> None:
+    state = pair("blocks.1.self_attn.q") | {"blocks.1.self_attn.q.alpha": torch.ones(2)}
+    assert "blocks.1.self_attn.q.alpha is not a single number" in refused(tmp_path, base, state)
+
+
+def test_a_lora_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file or folder"):
+        open_lora(Lora(tmp_path / "none.safetensors"), {})
+
+
+# ---- FILE[:SCALE] --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("lora.pt", Lora(Path("lora.pt"), 1.0)),
+        ("a/lora.pt:0.8", Lora(Path("a/lora.pt"), 0.8)),
+        ("lora.pt:-1", Lora(Path("lora.pt"), -1.0)),
+        ("od:d.pt:2", Lora(Path("od:d.pt"), 2.0)),
+    ],
+)
+def test_a_lora_on_the_command_line(text: str, expected: Lora) -> None:
+    assert parse_lora(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", ":1", "lora.pt:", "lora.pt:much", "lora.pt:nan", "lora.pt:inf"])
+def test_a_lora_that_cannot_be(text: str) -> None:
+    with pytest.raises(ConfigError, match="must be FILE or FILE:SCALE with a finite number as SCALE"):
+        parse_lora(text)
+
+
+def test_a_file_with_a_colon_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "take:2").touch()
+    monkeypatch.chdir(tmp_path)
+    assert parse_lora("take:2") == Lora(Path("take:2"), 1.0)

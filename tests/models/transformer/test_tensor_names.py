@@ -1,0 +1,144 @@
+"""Names of tensors: original Wan's, those of diffusers, and what wrappers and repackers made of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+
+from streamdiff.models.transformer.tensor_names import Layout, Source, bare, block_count, original, recognise, translate
+from tests.models.layouts import ORIGINAL_BLOCK, ORIGINAL_TOP, SIZES, original_name, published, wan_1_3b
+
+PLAIN = "blocks.3.self_attn.q.weight"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_tensor_of_the_published_sizes_is_known_in_both_layouts(size: str) -> None:
+    tensors = published(size)
+    assert len(tensors) == SIZES[size][1]
+    stored = {original_name(name): name for name in tensors}
+    assert len(stored) == len(tensors)
+    assert recognise(stored) is Layout.WAN
+    assert recognise(tensors) is Layout.DIFFUSERS
+    for names, layout in ((stored, Layout.WAN), (dict(zip(tensors, tensors, strict=True)), Layout.DIFFUSERS)):
+        found = translate(names, layout)
+        assert not found.unmatched and not found.clashes
+        assert found.sources == {name: Source(spelled) for spelled, name in names.items()}
+        assert {found.spell(name) for name in tensors} == set(names)
+        assert block_count(found.sources) == SIZES[size][0]["num_layers"]
+
+
+def test_diffusers_own_conversion_agrees() -> None:
+    stored = {original_name(name): name for name in published("14B image") if not name.endswith("pos_embed")}
+    converted = convert_wan_transformer_to_diffusers({spelled: torch.empty(1) for spelled in stored})
+    assert set(translate(stored, Layout.WAN).sources) == set(converted)
+
+
+def test_names_as_they_are_in_the_published_files() -> None:
+    stored = [*ORIGINAL_TOP, *(f"blocks.{i}.{name}" for i in range(30) for name in ORIGINAL_BLOCK)]
+    found = translate(stored, recognise(stored) or Layout.DIFFUSERS)
+    assert set(found.sources) == set(published("1.3B"))
+    assert set(stored) == set(wan_1_3b())
+    tensors = published("1.3B")
+    assert {original_name(name): tuple(tensor.shape) for name, tensor in tensors.items()} == wan_1_3b()
+    assert found.sources["scale_shift_table"].name == "head.modulation"
+    assert found.sources["blocks.12.scale_shift_table"].name == "blocks.12.modulation"
+    assert found.sources["blocks.1.norm2.bias"].name == "blocks.1.norm3.bias"
+    assert found.sources["proj_out.bias"].name == "head.head.bias"
+
+
+def test_the_image_keys_of_cross_attention_are_not_its_keys() -> None:
+    sources = translate(["blocks.0.cross_attn.k_img.weight", "blocks.0.cross_attn.k.weight"], Layout.WAN).sources
+    assert sources["blocks.0.attn2.add_k_proj.weight"].name == "blocks.0.cross_attn.k_img.weight"
+    assert sources["blocks.0.attn2.to_k.weight"].name == "blocks.0.cross_attn.k.weight"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.blocks.3.self_attn.q.weight",
+        "net.blocks.3.self_attn.q.weight",
+        "module.model.blocks.3.self_attn.q.weight",
+        "model.diffusion_model.blocks.3.self_attn.q.weight",
+        "generator_ema.model._fsdp_wrapped_module.blocks.3.self_attn.q.weight",
+        "_fsdp_wrapped_module.blocks.3._fsdp_wrapped_module.self_attn.q.weight",
+        "_orig_mod.model.blocks.3._checkpoint_wrapped_module.self_attn._orig_mod.q.weight",
+        "base_model.model.blocks.3.self_attn.q.weight",
+    ],
+)
+def test_prefixes_and_wrappers_are_dropped(name: str) -> None:
+    assert bare(name) == PLAIN
+    assert recognise([name]) is Layout.WAN
+    assert translate([name], Layout.WAN).sources == {"blocks.3.attn1.to_q.weight": Source(name)}
+
+
+def test_an_owner_inside_a_name_stays() -> None:
+    assert bare("blocks.0.model.weight") == "blocks.0.model.weight"
+    assert bare("model") == "model"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("blocks.0.norm3.weight", Layout.DIFFUSERS),
+        ("blocks.0.norm2.weight", Layout.WAN),
+        ("blocks.0.attn1.to_q.weight", Layout.WAN),
+        ("blocks.0.modulation", Layout.DIFFUSERS),
+        ("vace_blocks.0.self_attn.q.weight", Layout.WAN),
+        ("vace_blocks.0.proj_out.weight", Layout.DIFFUSERS),
+        ("blocks.0.self_attn.q.scale_weight", Layout.WAN),
+        ("blocks.0.self_attn.norm_q.bias", Layout.WAN),
+        ("blocks.x.self_attn.q.weight", Layout.WAN),
+        ("critic.blocks.0.self_attn.q.weight", Layout.WAN),
+        ("head.modulation.weight", Layout.WAN),
+    ],
+)
+def test_what_is_not_known_is_reported(name: str, layout: Layout) -> None:
+    found = translate([name], layout)
+    assert found.unmatched == [name]
+    assert not found.sources
+
+
+@pytest.mark.parametrize("name", ["freqs", "model.freqs", "rope.freqs_cos", "blocks.0.attn2.norm_added_q.weight"])
+def test_tables_that_anybody_can_compute_are_passed_over(name: str) -> None:
+    found = translate([name], Layout.DIFFUSERS)
+    assert not found.unmatched and not found.sources
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "inside"),
+    [
+        ("blocks.1.self_attn.qkv.weight", Layout.WAN, ("attn1.to_q", "attn1.to_k", "attn1.to_v")),
+        ("blocks.1.self_attn.to_qkv.weight", Layout.WAN, ("attn1.to_q", "attn1.to_k", "attn1.to_v")),
+        ("blocks.1.attn1.to_qkv.weight", Layout.DIFFUSERS, ("attn1.to_q", "attn1.to_k", "attn1.to_v")),
+        ("blocks.1.attn2.to_kv.weight", Layout.DIFFUSERS, ("attn2.to_k", "attn2.to_v")),
+    ],
+)
+def test_fused_projections_are_known_by_their_parts(name: str, layout: Layout, inside: tuple[str, ...]) -> None:
+    found = translate([name], layout)
+    expected = {f"blocks.1.{part}.weight": Source(name, i, len(inside)) for i, part in enumerate(inside)}
+    assert found.sources == expected
+    assert recognise([name]) is layout
+
+
+def test_a_tensor_that_is_there_twice_is_reported() -> None:
+    stored = ["generator.blocks.0.ffn.0.bias", "generator_ema.blocks.0.ffn.0.bias"]
+    assert translate(stored, Layout.WAN).clashes == [("blocks.0.ffn.net.0.proj.bias", *stored)]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["encoder.conv1.weight", "decoder.middle.0.residual.0.gamma", "conv1.bias"],
+        ["blocks.0.attn.q.weight", "blocks.0.norm1.weight", "token_embedding.weight"],
+        ["patch_embedding.weight"],
+        [],
+    ],
+    ids=["autoencoder", "text encoder", "any transformer", "nothing"],
+)
+def test_other_models_are_not_recognised(names: list[str]) -> None:
+    assert recognise(names) is None
+
+
+def test_a_name_that_wan_has_not_stays() -> None:
+    assert original("blocks.0.strange.weight") == "blocks.0.strange.weight"

@@ -1,0 +1,255 @@
+"""A rank reads its own blocks and what goes with them, from any layout, and says what is wrong with a file."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from safetensors.torch import save_file
+
+from streamdiff.errors import ConfigError
+from streamdiff.models.checkpoint.checkpoint import open_checkpoint
+from streamdiff.models.transformer import weights
+from streamdiff.models.transformer.weights import FILE, load_blocks, load_transformer
+from tests.models.layouts import (
+    HEADS,
+    Counting,
+    assert_same,
+    flow,
+    fused,
+    load,
+    original,
+    prefixed,
+    rcm,
+    save,
+    small_state,
+    wan_1_3b,
+    wrapped,
+    write_config,
+    write_shards,
+    write_zeros,
+)
+from tests.small import CPU, small_transformer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("transformer")
+    small_transformer(3, layers=4).save_pretrained(folder)
+    return folder
+
+
+def test_parts_together_are_the_whole(folder: Path) -> None:
+    whole = small_transformer(3, layers=4).state_dict()
+    seen = set()
+    for first, last in ((0, 1), (1, 3), (3, 4)):
+        for name, tensor in load_blocks(folder, CPU, (first, last)).state_dict().items():
+            if tensor.is_meta:
+                continue
+            if name.startswith("blocks."):
+                number, rest = name.removeprefix("blocks.").split(".", 1)
+                name = f"blocks.{int(number) + first}.{rest}"
+            assert torch.equal(tensor, whole[name]), name
+            seen.add(name)
+    assert seen == set(whole)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "patch", "output"), [((0, 2), True, False), ((1, 2), False, False), ((2, 4), False, True)]
+)
+def test_what_does_not_belong_to_a_stage_takes_no_memory(
+    folder: Path, blocks: tuple[int, int], patch: bool, output: bool
+) -> None:
+    model = load_blocks(folder, CPU, blocks)
+    assert len(model.blocks) == blocks[1] - blocks[0]
+    assert model.patch_embedding.weight.is_meta == (not patch)
+    assert model.proj_out.weight.is_meta == (not output)
+    assert not model.condition_embedder.time_proj.weight.is_meta
+
+
+# ---- every layout --------------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "diffusers": lambda state: state,
+    "diffusers under transformer.": lambda state: prefixed(state, "transformer."),
+    "original": original,
+    "original under model.": lambda state: prefixed(original(state), "model."),
+    "original under net.": lambda state: prefixed(original(state), "net."),
+    "original under module.": lambda state: prefixed(original(state), "module."),
+    "ComfyUI": lambda state: prefixed(original(state), "model.diffusion_model."),
+    "wrapped": lambda state: wrapped(original(state)),
+    "rCM": rcm,
+    "fused": fused,
+    "fused under model.": lambda state: prefixed(fused(state, one="self_attn.qkv."), "model."),
+    "with a table of rotary factors": lambda state: original(state) | {"freqs": torch.ones(4, dtype=torch.complex64)},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_torch_file_in_any_layout_is_the_same_model(layout: str, tmp_path: Path) -> None:
+    torch.save({"generator_ema": LAYOUTS[layout](small_state())}, tmp_path / "model.pt")
+    assert_same(load(tmp_path / "model.pt"), small_transformer(3, planes=0))
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "table" not in name])
+def test_a_safetensors_file_in_any_layout_is_the_same_model(layout: str, tmp_path: Path) -> None:
+    path = save(tmp_path / "model.safetensors", LAYOUTS[layout](small_state()))
+    assert_same(load(path), small_transformer(3, planes=0))
+
+
+@pytest.mark.parametrize("container", ["generator", "generator_ema", "model", "state_dict", "module"])
+def test_every_container(container: str, tmp_path: Path) -> None:
+    torch.save({container: prefixed(original(small_state()), "model."), "critic": {}, "step": 3}, tmp_path / "a.pt")
+    assert_same(load(tmp_path / "a.pt"), small_transformer(3, planes=0))
+
+
+def test_the_container_that_is_asked_for(tmp_path: Path) -> None:
+    other = dict(small_transformer(4, planes=0).state_dict())
+    torch.save({"generator": original(other), "generator_ema": original(small_state())}, tmp_path / "a.pt")
+    assert_same(load(tmp_path / "a.pt", container="generator"), small_transformer(4, planes=0))
+    assert_same(load(tmp_path / "a.pt"), small_transformer(3, planes=0))
+
+
+@pytest.mark.parametrize("names", [original, dict], ids=["original", "diffusers"])
+def test_shards(names: object, tmp_path: Path) -> None:
+    state = names(small_state())  # type: ignore[operator]
+    spelled = sorted(state)
+    write_shards(tmp_path, state, [spelled[:20], spelled[20:45], spelled[45:]])
+    assert_same(load(tmp_path), small_transformer(3, planes=0))
+
+
+def test_image_conditioned_models(tmp_path: Path) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        source = WanTransformer3DModel(
+            num_attention_heads=1, in_channels=36, text_dim=16, ffn_dim=32, num_layers=2,
+            image_dim=24, added_kv_proj_dim=128, pos_embed_seq_len=6,
+        )  # fmt: skip
+    path = save(tmp_path / "model.safetensors", original(dict(source.state_dict())))
+    model = load(path, config=None)
+    assert {name for name in model.state_dict() if "image_embedder" in name or "add" in name}
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    assert model.config.in_channels == 36 and model.config.out_channels == 16
+
+
+# ---- only what is needed -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["pt", "safetensors"])
+@pytest.mark.parametrize("blocks", [(0, 1), (1, 3), (3, 4), None])
+def test_a_stage_reads_its_own_tensors_and_each_once(kind: str, blocks: tuple[int, int] | None, tmp_path: Path) -> None:
+    state, path = original(small_state(layers=4)), tmp_path / f"model.{kind}"
+    (save_file if kind == "safetensors" else torch.save)(state, path)
+    checkpoint = Counting(open_checkpoint(path))
+    load_transformer(checkpoint, device=CPU, dtype=torch.bfloat16, blocks=blocks, config=HEADS)
+    first, last = blocks or (0, 4)
+    own = re.compile(
+        rf"blocks\.[{first}-{last - 1}]\.|text_embedding|time_projection"
+        + ("|patch_embedding|time_embedding" if first == 0 else "")
+        + ("|head" if last == 4 else "")
+    )
+    assert sorted(checkpoint.reads) == sorted(name for name in state if own.match(name))
+
+
+def test_a_stage_does_without_the_shards_of_others(tmp_path: Path) -> None:
+    source = small_transformer(3, layers=4)
+    state = dict(source.state_dict())
+    ends = [name for name in state if not name.startswith("blocks.")]
+    write_shards(tmp_path, state, [ends, *([n for n in state if n.startswith(f"blocks.{i}.")] for i in range(4))])
+    write_config(tmp_path, source)
+    for number in (2, 4, 5):  # blocks 0, 2 and 3
+        (tmp_path / f"diffusion_pytorch_model-{number:05}-of-00005.safetensors").unlink()
+    block = load(tmp_path, blocks=(1, 2), config=None).blocks[0]
+    assert torch.equal(block.attn1.to_q.weight, state["blocks.1.attn1.to_q.weight"])
+    with pytest.raises(ConfigError, match=r"00004-of-00005\.safetensors: missing, but .* says that it holds blocks\.2"):
+        load(tmp_path, blocks=(1, 3), config=None)
+
+
+def test_weights_stored_as_they_are_needed_are_not_copied(folder: Path) -> None:
+    checkpoint = open_checkpoint(folder)
+    name = "blocks.1.ffn.net.2.weight"
+    model = load_transformer(checkpoint, device=CPU, dtype=torch.float32)
+    assert model.get_parameter(name).data_ptr() == checkpoint.read(name).data_ptr()
+    half = load_transformer(checkpoint, device=CPU, dtype=torch.bfloat16)
+    assert half.get_parameter(name).data_ptr() != checkpoint.read(name).data_ptr()
+
+
+def test_large_files_show_progress_on_a_terminal_only(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(folder, config=None)
+    monkeypatch.setattr(weights, "LARGE", 1)
+    load(folder, config=None)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    load(folder, config=None)
+    assert FILE in capsys.readouterr().err
+    load(folder, config=None, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_stage_of_a_model_of_published_size_holds_its_own_part_only(tmp_path: Path) -> None:
+    """The 1.3B architecture as it is published, in a file that is a hole: 825 tensors of zeros, 2.8 GB."""
+    path = tmp_path / "model.safetensors"
+    write_zeros(path, {name: [*shape] for name, shape in wan_1_3b().items()})
+    before = psutil.Process().memory_info().rss
+    model = load_transformer(path, device=CPU, dtype=torch.bfloat16, blocks=(7, 8))
+    grown = psutil.Process().memory_info().rss - before
+    own = sum(tensor.nbytes for tensor in model.state_dict().values() if not tensor.is_meta)
+    assert (model.config.num_attention_heads, model.config.attention_head_dim, model.config.ffn_dim) == (12, 128, 8960)
+    assert path.stat().st_size > 2.8e9 and own < 150e6
+    assert grown < 3 * own, "its own part, and once more while it is checked"
+
+
+# ---- numbers -------------------------------------------------------------------------------------------------------
+
+
+def as_diffusers_loads(source: WanTransformer3DModel, dtype: torch.dtype) -> WanTransformer3DModel:
+    """What `from_pretrained(torch_dtype=dtype)` gives where accelerate is there, which it needs for this."""
+    assert {"time_embedder", "scale_shift_table", "norm1", "norm2", "norm3"} < {*source._keep_in_fp32_modules}
+    result = copy.deepcopy(source)
+    for name, parameter in result.named_parameters():
+        if not re.search(r"(^|\.)(time_embedder|scale_shift_table|norm[123])($|\.)", name):
+            parameter.data = parameter.data.to(dtype)
+    return result
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_that_of_diffusers(dtype: torch.dtype, folder: Path) -> None:
+    expected = as_diffusers_loads(small_transformer(3, layers=4), dtype)
+    model = load(folder, dtype=dtype, config=None)
+    for name, tensor in expected.state_dict().items():
+        assert model.state_dict()[name].dtype == tensor.dtype, name
+        assert torch.equal(model.state_dict()[name], tensor), name
+    kinds = {tensor.dtype for tensor in model.state_dict().values()}
+    assert kinds == {dtype, torch.float32}
+
+
+def test_a_checkpoint_in_half_precision_becomes_what_is_asked_for(tmp_path: Path) -> None:
+    state = {name: tensor.bfloat16() for name, tensor in small_state().items()}
+    path = save(tmp_path / "model.safetensors", original(state))
+    model = load(path)
+    assert all(torch.equal(tensor, state[name].float()) for name, tensor in model.state_dict().items())
+
+
+@torch.inference_mode()
+def test_in_bfloat16_the_error_is_not_above_that_of_diffusers(tmp_path: Path) -> None:
+    """Both against float32. diffusers gets the same clip; its own rotary positions are those of the whole clip."""
+    source = small_transformer(3, layers=4, planes=0)
+    source.save_pretrained(tmp_path)
+    exact = flow(source)
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(1, 4, 3, 4, 6, generator=generator).bfloat16()
+    text = torch.randn(1, 5, 64, generator=generator).bfloat16()
+    levels = torch.tensor([[900.0, 500.0, 100.0]]).repeat_interleave(6, 1)
+    theirs = as_diffusers_loads(source, torch.bfloat16)
+    given = theirs(latents, levels, text, return_dict=False)[0].float()
+    got = flow(load(tmp_path, dtype=torch.bfloat16, config=None))
+    error, usual = ((x - exact).norm() / exact.norm() for x in (got, given))
+    assert 0 < error < 1.5 * usual < 0.05

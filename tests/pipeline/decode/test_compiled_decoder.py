@@ -1,0 +1,230 @@
+"""A compiled decoder makes the pictures of the plain one, and nothing that happens to a stream compiles again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from streamdiff.config import ModelConfig
+from streamdiff.models.autoencoder.stepped_decoder import Step, SteppedDecoder
+from streamdiff.models.autoencoder.wan import WanDecoder
+from streamdiff.pipeline import rank_loader
+from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
+from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding, Piece
+from streamdiff.pipeline.streaming_pipeline import Frames, StreamingPipeline
+from tests.pipeline.test_streaming_pipeline import open_session, pictures, save_model
+from tests.small import AUTOENCODER, BLUE, CPU, RED, small_autoencoder, small_decoder
+from tests.small_vae import small_wan_autoencoder
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")]
+
+TOLERANCE = 1e-5
+"""Of what the layers remember, in float32, relative to the largest; the next latent frame moves it by more than 0.1."""
+LIMIT_S = 60.0
+
+
+def taehv() -> tuple[SteppedDecoder, tuple[int, ...], int]:
+    """Published layout's first call: leading frames that are not shown; chunks of 3 in calls of 2 and 1."""
+    autoencoder = small_autoencoder(3, type(AUTOENCODER)(**{**vars(AUTOENCODER), "frames_to_trim": 3}))
+    return small_decoder(autoencoder, torch.full((4,), 0.2), torch.ones(4)), (4, 3, 4, 4), 2
+
+
+def wan() -> tuple[SteppedDecoder, tuple[int, ...], int]:
+    """Two levels, one of which stretches time."""
+    autoencoder = small_wan_autoencoder(2, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[True])
+    return WanDecoder(autoencoder), (16, 3, 4, 4), 3
+
+
+class Both(NamedTuple):
+    """A decoder, compiled on a thread like that of decoding, and as it is; a chunk's shape, and latent frames in a
+    call; how many graphs torch has made."""
+
+    compiled: PictureDecoder
+    plain: SteppedDecoder
+    shape: tuple[int, ...]
+    at_once: int
+    graphs: int
+
+
+@pytest.fixture(scope="module", params=[taehv, wan])
+def both(request: pytest.FixtureRequest) -> Both:
+    plain, shape, at_once = request.param()
+    compiled, before = PictureDecoder(plain), counters["stats"]["unique_graphs"]
+
+    def prepare() -> None:
+        torch.set_num_threads(DECODE_THREADS)
+        compiled.compile(torch.empty(shape), at_once)
+
+    thread = threading.Thread(target=prepare)
+    thread.start()
+    thread.join()
+    return Both(compiled, plain, shape, at_once, counters["stats"]["unique_graphs"] - before)
+
+
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    before = dict(counters["stats"])
+    torch.compiler.set_stance("fail_on_recompile")
+    try:
+        yield
+    finally:
+        torch.compiler.set_stance("default")
+    assert dict(counters["stats"]) == before
+
+
+def chunks(shape: tuple[int, ...], number: int = 4) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(shape, generator=generator) for _ in range(number)]
+
+
+def remembered(memory: Any) -> list[torch.Tensor]:
+    return list(memory.past.values()) if hasattr(memory, "past") else [f for f in memory.features if f is not None]
+
+
+def test_there_is_one_graph_without_breaks_for_each_call_of_a_later_chunk(both: Both) -> None:
+    """None for how a stream begins, of which Wan's decoder has two kinds."""
+    calls = 1 if isinstance(both.plain, WanDecoder) else 2
+    assert len(both.compiled.keys) == both.graphs == calls, "calls of 2 and of 1; or of 3"
+    assert not counters["graph_break"]
+
+
+def test_after_its_beginning_a_stream_runs_graphs(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+
+    def noting(graph: Step) -> Step:
+        return lambda piece, past: (ran.append(piece.shape[2]), graph(piece, past))[1]
+
+    assert both.compiled._graphs is not None
+    noted = {key: noting(graph) for key, graph in both.compiled._graphs.items()}
+    monkeypatch.setattr(both.compiled, "_graphs", noted)
+    memory = both.compiled.new_memory()
+    with nothing_compiled():
+        for chunk in chunks(both.shape):
+            for group in chunk.split(both.at_once, 1):
+                both.compiled.decode(group[None], memory)
+    assert ran == ([3] * 3 if isinstance(both.plain, WanDecoder) else [2, 1] * 4)
+
+
+def test_pictures_and_what_is_remembered_are_those_of_the_plain_decoder(
+    both: Both,
+) -> None:
+    """Two streams in turn, both from their beginning."""
+    compiled, plain, shape, at_once, _ = both
+    memories = [compiled.new_memory(), compiled.new_memory()], [plain.new_memory(), plain.new_memory()]
+    differ = total = 0
+    with nothing_compiled():
+        for chunk in chunks(shape):
+            for stream, latents in enumerate((chunk, -chunk)):
+                for group in latents.split(at_once, 1):
+                    got = compiled.decode(group[None], memories[0][stream]).int()
+                    expected = plain.decode(group[None], memories[1][stream]).int()
+                    assert got.shape == expected.shape and expected.float().std() > 5
+                    assert (got - expected).abs().max() <= 1, "a value between two levels may go either way"
+                    differ, total = differ + int((got != expected).sum()), total + got.numel()
+                own, other = (remembered(each[stream]) for each in memories)
+                assert len(own) == len(other) >= 3
+                for one, two in zip(own, other, strict=True):
+                    assert float((one - two).abs().max()) <= TOLERANCE * float(two.abs().max())
+    assert differ <= total / 1000
+
+
+def test_a_decoding_thread_meets_nothing_that_is_compiled_again(
+    both: Both,
+) -> None:
+    """As in the product: latents from outside of inference mode, a stream that ends, and another after it."""
+    compiled, plain, shape, at_once, _ = both
+    pieces: list[Piece] = []
+    done = threading.Event()
+    decoding = LocalDecoding(compiled, pieces.append, done.set, CPU, at_once)
+    given = chunks(shape)
+    with nothing_compiled():
+        for stream in (0, 1):
+            for number, chunk in enumerate(given):
+                decoding.submit(stream, number, chunk)
+            decoding.forget(stream)
+        decoding._pool.submit(done.set)
+        assert done.wait(LIMIT_S)
+        decoding.check()
+    decoding.close()
+    memory = plain.new_memory()
+    expected = [part for chunk in given for part in plain.decode(chunk[None], memory).int().numpy()]
+    for stream in (0, 1):
+        got = [picture for piece in pieces if piece.stream == stream for picture in piece.pictures]
+        assert len(got) == len(expected)
+        assert max(int(np.abs(one - two).max()) for one, two in zip(got, expected, strict=True)) <= 1
+
+
+def test_what_no_graph_was_made_for_is_decoded_the_plain_way(
+    both: Both,
+) -> None:
+    compiled, plain, shape, *_ = both
+    larger = torch.randn(1, shape[0], 3, shape[2] + 1, shape[3] + 2, generator=torch.Generator().manual_seed(1))
+    with nothing_compiled():
+        got = compiled.decode(larger, compiled.new_memory())
+    assert torch.equal(got, plain.decode(larger, plain.new_memory()))
+
+
+def test_the_product_compiles_it_before_it_is_ready_and_no_event_of_a_stream_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First chunks, a prompt switch, a reset, another session; the transformer's graphs have a test of their own."""
+    save_model(tmp_path)
+    monkeypatch.setattr(rank_loader, "compile_stage", lambda *given: None)
+    runtime = load_runtime(ModelConfig(name=str(tmp_path), device="cpu", compile="on", decode_at_once=2))
+    plain = load_runtime(ModelConfig(name=str(tmp_path), device="cpu", decode_at_once=2))
+    assert isinstance(runtime.model.decoder, PictureDecoder) and isinstance(plain.model.decoder, PictureDecoder)
+    assert len(runtime.model.decoder.keys) == 1 and not plain.model.decoder.keys
+    with nothing_compiled():
+        got, expected = life(runtime), life(plain)
+    assert got.shape == expected.shape
+    assert np.abs(got.astype(int) - expected).max() <= 1
+
+
+def only(runtime: StreamingPipeline, session: int, chunks: int) -> list[Frames]:
+    """So many chunks and no more: what else is begun meanwhile differs from run to run, and with it where a prompt sets
+    in."""
+    runtime.set_room(session, chunks * runtime.info.chunk_frames)
+    pieces: list[Frames] = []
+    while sum(piece.last for piece in pieces) < chunks:
+        pieces += [piece for piece in runtime.step(wait_s=5.0) if piece.session == session]
+    return pieces
+
+
+def life(runtime: StreamingPipeline) -> np.ndarray:
+    """A stream's frames through all that happens to one."""
+    open_session(runtime)
+    pieces = only(runtime, 0, 2)
+    runtime.set_conditioning(0, runtime.text.encode(BLUE), epoch=1)
+    pieces += only(runtime, 0, 2)
+    runtime.reset(0, runtime.text.encode(RED), seed=3, epoch=2)
+    pieces += only(runtime, 0, 2)
+    open_session(runtime, 1)
+    pieces += only(runtime, 1, 1)
+    runtime.close()
+    return pictures(pieces)
+
+
+@pytest.mark.parametrize("made", [taehv, wan])
+def test_both_layouts_give_the_same_pictures(made: Callable[[], tuple[SteppedDecoder, tuple[int, ...], int]]) -> None:
+    seen, left = [], []
+    for channels_last in (False, True):
+        decoder, shape, at_once = made()
+        decoder.lay_out(channels_last)
+        memory = decoder.new_memory()
+        groups = [group for chunk in chunks(shape) for group in chunk.split(at_once, 1)]
+        seen.append(torch.cat([decoder.decode(group[None], memory) for group in groups]).int())
+        left.append(remembered(memory))
+        strides = {each.stride(1) for each in left[-1] if each.shape[1] > 1}
+        assert (strides == {1}) is channels_last
+    assert (seen[0] - seen[1]).abs().max() <= 1
+    for one, other in zip(*left, strict=True):
+        assert float((one - other).abs().max()) <= TOLERANCE * float(one.abs().max())

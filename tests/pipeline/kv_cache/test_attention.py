@@ -1,0 +1,279 @@
+"""Geometry of the ring, and the caches that follow it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamdiff.models.transformer import rope
+from streamdiff.models.transformer.wan import attend
+from streamdiff.pipeline.kv_cache.attention import RollingAttention, adapt_sink, fold_into_sink
+from streamdiff.pipeline.kv_cache.cache import KVCache
+from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> CacheGeometry:
+    window = draw(st.integers(1, 9))
+    return CacheGeometry(draw(st.integers(0, window - 1)), window, draw(st.integers(0, 5)))
+
+
+chunks = st.one_of(st.integers(0, 40), st.integers(0, 10**9))
+
+
+@given(plans(), chunks)
+def test_a_chunk_sees_the_sink_and_the_newest_chunks_up_to_itself(plan: CacheGeometry, chunk: int) -> None:
+    seen = plan.visible(chunk)
+    everything = chunk + 1 <= plan.window
+    expected = (
+        range(chunk + 1) if everything else [*range(plan.sink), *range(chunk + 1 - plan.window + plan.sink, chunk + 1)]
+    )
+    assert seen == list(expected)
+
+
+@given(plans(), chunks)
+def test_visible_chunks_hold_distinct_slots_inside_the_ring(plan: CacheGeometry, chunk: int) -> None:
+    slots = [plan.slot(seen) for seen in plan.visible(chunk)]
+    assert len(set(slots)) == len(slots) <= plan.window
+    assert all(0 <= slot < plan.slots for slot in slots)
+
+
+@given(plans(), chunks)
+def test_chunks_in_flight_ahead_never_write_what_an_older_one_sees(plan: CacheGeometry, chunk: int) -> None:
+    seen = {plan.slot(older) for older in plan.visible(chunk)}
+    for ahead in range(1, plan.spare + 1):
+        newer = chunk + ahead
+        assert plan.slot(newer) not in seen or newer in plan.visible(chunk)
+    flight = [plan.slot(chunk + ahead) for ahead in range(plan.spare + 1)]
+    assert len(set(flight)) == len(flight)
+
+
+@given(plans(), chunks)
+def test_every_slot_is_needed(plan: CacheGeometry, chunk: int) -> None:
+    """No slot is spare by mistake: one chunk more in flight would overwrite what the oldest sees."""
+    late = chunk + plan.slots
+    assert plan.slot(late + plan.spare + 1) in {plan.slot(seen) for seen in plan.visible(late)}
+
+
+@given(plans(), chunks)
+def test_the_sink_stays(plan: CacheGeometry, chunk: int) -> None:
+    sink = range(plan.sink)
+    assert [plan.slot(first) for first in sink] == list(sink)
+    if chunk >= plan.sink:
+        assert plan.slot(chunk) >= plan.sink
+        assert plan.visible(chunk)[: plan.sink] == list(sink)
+
+
+@given(plans(), chunks)
+def test_positions_never_leave_the_window(plan: CacheGeometry, chunk: int) -> None:
+    seen = plan.visible(chunk)
+    assert seen[-1] == chunk
+    assert seen == sorted(seen)
+    assert len(seen) - 1 < plan.window  # the chunk's own position
+
+
+@pytest.mark.parametrize(
+    ("sink", "window", "spare", "chunk"),
+    [(3, 3, 0, 1), (-1, 3, 0, 1), (0, 0, 0, 1), (0, 3, -1, 1), (2, 4, 0, 3), (0, 3, 0, 0)],
+)
+def test_an_impossible_ring_is_refused_with_its_numbers(sink: int, window: int, spare: int, chunk: int) -> None:
+    with pytest.raises(ValueError, match=rf"window {window}, sink {sink} and chunks of {chunk} .* {spare} spare"):
+        CacheGeometry(sink, window, spare, chunk=chunk)
+
+
+@st.composite
+def uneven(draw: st.DrawFn) -> CacheGeometry:
+    chunk, sink = draw(st.integers(1, 4)), draw(st.integers(0, 7))
+    return CacheGeometry(sink, sink + chunk + draw(st.integers(0, 9)), draw(st.integers(0, 4)), chunk=chunk)
+
+
+@given(uneven(), chunks, st.integers(0, 12))
+def test_frames_in_sight_are_those_of_the_sink_and_the_newest(plan: CacheGeometry, chunk: int, back: int) -> None:
+    """Frame by frame, also where window and sink are no whole chunks, and after a flush `back` chunks ago."""
+    since, end = max(0, chunk - back), (chunk + 1) * plan.chunk
+    near = range(max(plan.sink, end - plan.window - plan.chunk), end)
+    window = {f for f in near if f >= end - (plan.window - plan.sink) and f >= since * plan.chunk}
+    sink, first = plan.frames(chunk, since)
+    assert sink == min(plan.sink, end)
+    assert set(range(first, end)) == window
+    assert plan.visible(chunk, since) == sorted({f // plan.chunk for f in [*range(sink), *window]} | {chunk})
+    if since == 0:
+        assert sink + len(window) == min(plan.window, end)
+
+
+@given(uneven(), chunks)
+def test_uneven_rings_keep_what_is_in_sight_too(plan: CacheGeometry, chunk: int) -> None:
+    slots = [plan.slot(seen) for seen in plan.visible(chunk)]
+    assert len(set(slots)) == len(slots) <= plan.slots - plan.spare
+    assert all(0 <= slot < plan.slots for slot in slots)
+    for ahead in range(1, plan.spare + 1):
+        newer = chunk + ahead
+        assert plan.slot(newer) not in slots or newer in plan.visible(chunk)
+    if chunk >= plan.pinned:
+        assert plan.slot(chunk) >= plan.pinned
+
+
+def allocate(plan: CacheGeometry, caches: int = 1, layers: int = 2) -> KVCache:
+    return KVCache.allocate(plan, caches=caches, layers=layers, tokens=4, heads=2, head_dim=12, like=torch.zeros(1))
+
+
+@given(plans(), st.integers(1, 3), st.integers(1, 3))
+def test_state_has_the_size_its_plan_says_and_reset_clears_every_field(
+    plan: CacheGeometry, caches: int, layers: int
+) -> None:
+    state = allocate(plan, caches, layers)
+    tensors = {field.name: getattr(state, field.name) for field in fields(state)}
+    assert set(tensors) == {"key", "value"}
+    assert state.nbytes == 2 * 4 * caches * layers * plan.slots * 4 * 2 * 12
+    assert state.nbytes == sum(t.numel() * t.element_size() for t in tensors.values())
+    before = [t.data_ptr() for t in tensors.values()]
+    for tensor in tensors.values():
+        tensor.fill_(3.0)
+    state.reset()
+    assert all(not tensor.any() for tensor in tensors.values())
+    assert [t.data_ptr() for t in tensors.values()] == before
+
+
+@pytest.mark.parametrize(("sink", "spare"), [(0, 0), (1, 3)])
+def test_attention_through_the_ring_equals_attention_over_explicit_keys_and_is_allocated_once(
+    sink: int, spare: int
+) -> None:
+    """1,000 chunks: what a chunk gets is plain attention over the chunks it sees, at positions 0, 1, 2, ..."""
+    plan = CacheGeometry(sink, 4, spare)
+    state = allocate(plan)
+    attention = RollingAttention(1, 2, 2, 12, CPU)
+    generator = torch.Generator().manual_seed(5)
+    addresses = (state.key.data_ptr(), state.value.data_ptr())
+    size = state.nbytes
+    past: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for chunk in range(1000):
+        query, key, value = torch.randn(3, 4, 2, 12, generator=generator)
+        past[chunk] = (key, value)
+        seen = plan.visible(chunk)
+        got = attention.on([attention.view(plan, state, 0, chunk)])(1, query[None], key[None], value[None])
+        if chunk < 12 or chunk % 97 == 0:
+            table = rope.table(torch.arange(len(seen)), 2, 2, 12)
+            keys = rope.rotate(torch.cat([past[c][0] for c in seen]), table)
+            own = rope.table(torch.tensor([len(seen) - 1]), 2, 2, 12)
+            values = torch.cat([past[c][1] for c in seen])
+            expected = attend(rope.rotate(query, own)[None], keys[None], values[None])
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+        past = {c: kv for c, kv in past.items() if c < sink or c > chunk - 8}
+    assert (state.key.data_ptr(), state.value.data_ptr()) == addresses
+    assert state.nbytes == size
+    assert not state.key[:, 0].any(), "layer 0 was never written"
+
+
+def test_rows_of_several_sessions_write_only_their_own_state() -> None:
+    plan = CacheGeometry(0, 2)
+    first, second = allocate(plan, caches=2), allocate(plan)
+    attention = RollingAttention(1, 2, 2, 12, CPU)
+    rows = [attention.view(plan, first, 1, 1), attention.view(plan, second, 0, 0)]
+    query, key, value = torch.randn(3, 2, 4, 2, 12, generator=torch.Generator().manual_seed(1))
+    attention.on(rows)(1, query, key, value)
+    assert torch.equal(first.value[1, 1, 1], value[0]) and first.key[1, 1, 1].any()
+    assert torch.equal(second.value[0, 1, 0], value[1]) and second.key[0, 1, 0].any()
+    assert not first.key[0].any() and not first.key[1, 0].any() and not first.key[1, 1, 0].any()
+    assert not second.key[0, 0].any() and not second.key[0, 1, 1].any()
+
+
+@pytest.mark.parametrize("threshold", [-1.0, 0.0, 0.3, 1.0])
+def test_the_least_similar_sink_chunk_gives_way_below_the_threshold(threshold: float) -> None:
+    """Against the same in plain loops over heads and tokens."""
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(20):
+        keys, values = (torch.randn(3, 5, 2, 4, generator=generator) + 0.5 for _ in range(2))
+        key, value = (torch.randn(5, 2, 4, generator=generator) + 0.5 for _ in range(2))
+        alike = []
+        for n in range(3):
+            pair = [(keys[n], key), (values[n], value)]
+            means = [(one.sum(0).flatten() / 5, other.sum(0).flatten() / 5) for one, other in pair]
+            alike.append(sum(float(a @ b / (a @ a).sqrt() / (b @ b).sqrt()) for a, b in means) / 2)
+        worst = min(range(3), key=lambda n: alike[n])
+        sink = (keys.clone(), values.clone())
+        adapt_sink(sink, (key, value), threshold)
+        for n in range(3):
+            taken = n == worst and alike[n] < threshold
+            assert torch.equal(sink[0][n], key if taken else keys[n])
+            assert torch.equal(sink[1][n], value if taken else values[n])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("spare", [0, 2])
+def test_what_leaves_the_ring_is_folded_into_the_sink(spare: int, compiled: bool) -> None:
+    """A sink of one chunk: what chunks see of it is the running average of all that left before them."""
+    keep, plan = 0.9, CacheGeometry(1, 4, spare)
+    state, attention = allocate(plan), RollingAttention(1, 2, 2, 12, CPU, compiled)
+    generator = torch.Generator().manual_seed(5)
+    past: list[tuple[torch.Tensor, torch.Tensor]] = []
+    sink = (torch.zeros(0), torch.zeros(0))
+    for chunk in range(30):
+        query, key, value = torch.randn(3, 4, 2, 12, generator=generator)
+        past.append((key, value))
+        if chunk == 0:
+            sink = (key, value)
+        if (gone := chunk - 3 - spare) >= 1:
+            key_gone, value_gone = past[gone]
+            sink = (keep * sink[0] + 0.1 * key_gone, keep * sink[1] + 0.1 * value_gone)
+        for fold in (keep, None):  # once per chunk, whatever its later steps write
+            view = attention.view(plan, state, 0, chunk, fold=fold)
+            got = attention.on([view])(1, query[None], key[None], value[None])
+        seen = [sink, *(past[c] for c in range(max(1, chunk - 2), chunk + 1))] if chunk else [sink]
+        table = rope.table(torch.arange(len(seen)), 2, 2, 12)
+        keys = rope.rotate(torch.cat([each[0] for each in seen]), table)
+        expected = attend(rope.rotate(query, table[-4:])[None], keys[None], torch.cat([each[1] for each in seen])[None])
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_was_flushed_is_not_folded_in() -> None:
+    plan = CacheGeometry(1, 3)
+    state, attention = allocate(plan), RollingAttention(1, 2, 2, 12, CPU)
+    assert attention.view(plan, state, 0, 6, since=4, fold=0.9).shape.fold is not None
+    assert attention.view(plan, state, 0, 6, since=5, fold=0.9).shape.fold is None
+    assert attention.view(plan, state, 0, 2, fold=0.9).shape.fold is None, "nothing leaves yet"
+
+
+def test_folding_rounds_once() -> None:
+    """In the cache's dtype, from a sum in float32."""
+    sink, gone = (torch.randn(2, 4, 2, 6, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (1, 2))
+    expected = (0.75 * sink.double() + 0.25 * gone.double()).bfloat16()
+    pair = (sink[0].clone(), sink[1].clone())
+    fold_into_sink(pair, (gone[0], gone[1]), 0.75)
+    assert torch.equal(torch.stack(pair), expected)
+
+
+@pytest.mark.parametrize(("sink", "spare"), [(0, 0), (1, 0), (0, 3), (2, 4)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_after_some_chunks_no_index_is_made_any_more(sink: int, spare: int, compiled: bool) -> None:
+    """What a micro-step uploads are positions of a new chunk; slots come again."""
+    plan = CacheGeometry(sink, 4, spare)
+    state = allocate(plan)
+    attention = RollingAttention(1, 2, 2, 12, CPU, compiled)
+    made = []
+    for chunk in range(200):
+        attention.view(plan, state, 0, chunk)
+        made.append(attention._index.cache_info().misses)
+    assert made[50] == made[-1] <= 4 * plan.slots
+    assert made[0] > 0
+
+
+def test_views_for_compiled_graphs_have_one_shape_per_filled_window_and_see_the_same() -> None:
+    plan = CacheGeometry(1, 4, 2)
+    plain, compiled = RollingAttention(1, 2, 2, 12, CPU), RollingAttention(1, 2, 2, 12, CPU, compiled=True)
+    states = allocate(plan), allocate(plan)
+    generator = torch.Generator().manual_seed(5)
+    shapes = set()
+    for chunk in range(30):
+        since = 20 if chunk >= 20 else 0  # as after a flush
+        query, key, value = torch.randn(3, 1, 4, 2, 12, generator=generator)
+        rows = [each.view(plan, state, 0, chunk, since) for each, state in zip((plain, compiled), states, strict=True)]
+        shapes.add(rows[1].shape)
+        expected = plain.on([rows[0]])(0, query, key, value)
+        torch.testing.assert_close(compiled.on([rows[1]])(0, query, key, value), expected, rtol=0, atol=1e-6)
+    assert len(shapes) == plan.window

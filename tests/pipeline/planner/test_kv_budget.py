@@ -1,0 +1,110 @@
+"""Caches that do not fit are refused, with the numbers, before anything is allocated; what is closed is given back."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+import torch
+
+from streamdiff.config import ModelConfig
+from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.planner.kv_budget import KVCacheBudget, PreallocatedCaches, RankMemory, free_bytes
+from streamdiff.pipeline.planner.model_sizes import read_facts
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from tests.small import CPU
+
+FACTS = read_facts("tiny")
+
+
+def test_sessions_fit_until_one_rank_is_full() -> None:
+    need = 4 * FACTS.cache_values(2, steps=4, kv_context="matched")
+    budget = KVCacheBudget(FACTS, [RankMemory(10 * need), RankMemory(3 * need - 1)], [1, 2], 4)
+    for session in range(2):
+        budget.take(session, budget.need(steps=4, kv_context="matched"))
+    with pytest.raises(ValueError, match=r"on rank 1, where .* \(2 sessions open\).*model\.memory_gb"):
+        budget.need(steps=4, kv_context="matched")
+    assert budget.need(steps=4, kv_context="clean")[1] < need, "a smaller one still fits"
+    budget.give_back(0)
+    assert budget.need(steps=4, kv_context="matched")[1] == need
+
+
+def test_caches_that_wait_for_sessions_are_nobody_elses() -> None:
+    """Two wait for sessions of one kind, and there is room for two of another kind beside them, or for four such."""
+    other, kind = (4 * FACTS.cache_values(1, steps=4, kv_context=each) for each in ("staircase", "clean"))
+    memory = RankMemory(2 * kind + 2 * (other + 1), 1)
+
+    def opened(kv_context: str) -> int:
+        budget = KVCacheBudget(FACTS, [memory], [1], 4, PreallocatedCaches(2, 4, "clean"))
+        for session in count():
+            try:
+                budget.take(session, budget.need(steps=4, kv_context=kv_context))
+            except ValueError:
+                return session
+        raise AssertionError
+
+    assert opened("staircase") == 2
+    assert opened("clean") == memory.free // (kind + 1)
+    assert opened("matched") == 0, "which would fit if nothing waited"
+    assert KVCacheBudget(FACTS, [memory], [1], 4).need(steps=4, kv_context="matched")
+
+
+def test_where_there_is_room_for_one_session_it_may_come() -> None:
+    kind = 4 * FACTS.cache_values(1, steps=4, kv_context="clean")
+    budget = KVCacheBudget(
+        FACTS, [RankMemory(10 * kind), RankMemory(kind)], [1, 1], 4, PreallocatedCaches(3, 4, "clean")
+    )
+    budget.take(0, budget.need(steps=4, kv_context="clean"))
+    with pytest.raises(ValueError, match="on rank 1"):
+        budget.need(steps=4, kv_context="clean")
+
+
+def test_room_is_what_is_given_or_a_share_of_what_is_free() -> None:
+    assert free_bytes(CPU, 4, 1.5) == 1_500_000_000
+    assert 0 < free_bytes(CPU, 4, None) < free_bytes(CPU, 1, None)
+
+
+def test_the_runtime_asks_before_it_opens() -> None:
+    values = FACTS.cache_values(FACTS.blocks, steps=4, kv_context="clean") + FACTS.decoder_memory_values
+    config = ModelConfig(memory_gb=1e-9 * 4 * values * 1.01)
+    runtime = load_runtime(config)
+    text = runtime.text.encode(runtime.text.examples[0])
+    epochs = count(1)
+
+    def start(runtime: StreamingPipeline, session: int, kv_context: str) -> None:
+        runtime.open(session, text, seed=0, epoch=next(epochs), steps=4, kv_context=kv_context)
+
+    with pytest.raises(ValueError, match=r"staircase, 4 steps\) and .* decoder's memory need .*\(0 sessions open\)"):
+        start(runtime, 0, "staircase")
+    start(runtime, 0, "clean")
+    with pytest.raises(ValueError, match="1 sessions open"):
+        start(runtime, 1, "clean")
+    runtime.close_session(0)
+    start(runtime, 1, "clean")
+    runtime.close()
+
+
+def test_what_is_counted_is_what_is_allocated() -> None:
+    runtime = load_runtime(ModelConfig())
+    text = runtime.text.encode(runtime.text.examples[0])
+    for session, kv_context in enumerate(("clean", "staircase", "matched")):
+        runtime.open(session, text, seed=0, epoch=1, steps=4, kv_context=kv_context)
+        runtime.step()
+        kept = runtime._ring.stage.sessions[session]
+        texts = sum(pair.key.nbytes + pair.value.nbytes for pair in kept.text[1])
+        counted = torch.float32.itemsize * FACTS.cache_values(FACTS.blocks, steps=4, kv_context=kv_context)
+        assert kept.state.nbytes + texts == counted, kv_context
+    runtime.close()
+
+
+def test_the_decoder_counts_where_it_works() -> None:
+    caches = 4 * FACTS.cache_values(1, steps=4, kv_context="clean")
+    rooms = [
+        RankMemory(2 * caches),
+        RankMemory(2 * caches, caches + 1),
+        RankMemory(10, 10),
+    ]  # the last rank decodes only
+    with pytest.raises(ValueError, match=r"GB of decoder's memory need .* on rank 1, where"):
+        KVCacheBudget(FACTS, rooms, [1, 1, 0], 4).need(steps=4, kv_context="clean")
+    rooms[1] = RankMemory(2 * caches, caches)
+    assert KVCacheBudget(FACTS, rooms, [1, 1, 0], 4).need(steps=4, kv_context="clean") == [caches, 2 * caches, 10]

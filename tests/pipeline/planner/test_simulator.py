@@ -1,0 +1,295 @@
+"""The simulated ring: nobody does two things at once, order is kept, and the figures are those of the design."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamdiff.errors import ConfigError
+from streamdiff.pipeline.planner.simulator import Run, Setup, Span, Stream, simulate
+from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
+
+ROOT = Path(__file__).resolve().parents[3]
+CLOSE = 1e-9
+
+
+def equal(
+    kv_context: str, *, stages: int, steps: int, sessions: int = 1, max_rows: int = 1, forwards: int | None = None
+) -> Setup:
+    """Equal stages that make a whole forward last 1 s, whatever its rows; free links and decode."""
+    times = ((1 / stages,) * max_rows,) * stages
+    streams = (Stream(steps, kv_context),) * sessions
+    return Setup(times, streams, max_rows=max_rows, forwards=forwards)
+
+
+def jobs(run: Run, stage: int | None) -> list[tuple[float, float, int]]:
+    """(begin, end, forward) of what a stage did, in order of begin; the rows of a forward are one job."""
+    return sorted({(s.begin_s, s.end_s, s.forward) for s in run.spans if s.stage == stage})
+
+
+def steps_of(run: Run) -> dict[tuple[int, int], dict[int, dict[int, Span]]]:
+    """(session, chunk) to step to stage to span."""
+    found: dict[tuple[int, int], dict[int, dict[int, Span]]] = defaultdict(lambda: defaultdict(dict))
+    for span in run.spans:
+        if span.step is not None:
+            assert span.stage is not None
+            assert span.stage not in found[span.session, span.chunk][span.step], "no micro-step runs twice"
+            found[span.session, span.chunk][span.step][span.stage] = span
+    return found
+
+
+seconds = st.integers(1, 40).map(lambda n: n / 16)
+free_seconds = st.integers(0, 8).map(lambda n: n / 16)
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    stages, max_rows = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    row_times = st.lists(seconds, min_size=max_rows, max_size=max_rows).map(tuple)
+    streams = st.builds(
+        Stream,
+        st.integers(1, 4),
+        st.sampled_from(KV_CONTEXTS),
+        st.none(),
+        st.sampled_from([0.0, 2.0]),
+        st.sampled_from([None, 4, 6]),
+    )
+    links = st.lists(free_seconds, min_size=stages, max_size=stages).map(tuple)
+    return Setup(
+        stage_s=draw(st.lists(row_times, min_size=stages, max_size=stages).map(tuple)),
+        streams=draw(st.lists(streams, min_size=1, max_size=3).map(tuple)),
+        link_s=draw(links) if stages > 1 else (),
+        decode_s=draw(free_seconds),
+        decode_stage=draw(st.none() | st.integers(0, stages - 1)),
+        max_rows=max_rows,
+        forwards=draw(st.none() | st.integers(1, 6)),
+        chunks=8,
+    )
+
+
+@settings(max_examples=60)
+@given(setups())
+def test_nobody_does_two_things_at_once_and_order_is_kept(setup: Setup) -> None:
+    run, stages = simulate(setup), len(setup.stage_s)
+    links = setup.link_s or (0.0,) * stages
+    for stage in [*range(stages), None]:
+        work = jobs(run, stage)
+        assert all(end <= begin + CLOSE for (_, end, _), (begin, _, _) in pairwise(work)), f"stage {stage} overlaps"
+    order = [forward for _, _, forward in jobs(run, 0) if forward >= 0]
+    assert order == sorted(order)
+    for stage in range(1, stages):
+        later = [forward for _, _, forward in jobs(run, stage) if forward >= 0]
+        assert later == order[: len(later)], "a forward overtook another on a link"
+    for span in run.spans:
+        rows = sum(s.forward == span.forward and s.stage == span.stage for s in run.spans)
+        if span.step is not None and span.stage is not None:
+            assert span.end_s - span.begin_s == pytest.approx(setup.stage_s[span.stage][rows - 1])
+    for steps in steps_of(run).values():
+        for step, at in steps.items():
+            for stage in range(1, stages):
+                if stage in at:
+                    assert at[stage].begin_s >= at[stage - 1].end_s + links[stage - 1] - CLOSE
+            if step > 0:
+                back_s = steps[step - 1][stages - 1].end_s + links[-1]
+                assert at[0].begin_s >= back_s - CLOSE, "a step begins when the one before has come back"
+
+
+@settings(max_examples=60)
+@given(setups())
+def test_every_chunk_is_denoised_then_decoded_and_the_ring_is_never_overfull(setup: Setup) -> None:
+    run, stages = simulate(setup), len(setup.stage_s)
+    back_link = setup.link_s[-1] if setup.link_s else 0.0
+    decodes = {(s.session, s.chunk): s for s in run.spans if s.step is None}
+    work = steps_of(run)
+    assert len({(done.session, done.chunk) for done in run.chunks}) == len(run.chunks) >= 8 * len(setup.streams)
+    for done in run.chunks:
+        key, stream = (done.session, done.chunk), setup.streams[done.session]
+        last = (stream.first_steps if done.chunk == 0 and stream.first_steps else stream.steps) - 1
+        assert all(set(work[key][step]) == set(range(stages)) for step in range(last + 1))
+        latents_s = work[key][last][stages - 1].end_s + back_link
+        assert done.admitted_s <= work[key][0][0].begin_s + CLOSE
+        if setup.decode_s:
+            decode = decodes[key]
+            assert decode.stage == setup.decode_stage
+            assert decode.begin_s >= latents_s - CLOSE
+            assert decode.end_s - decode.begin_s == pytest.approx(setup.decode_s)
+            assert done.finished_s == decode.end_s
+        else:
+            assert done.finished_s >= latents_s - CLOSE and not decodes
+    limit = setup.forwards or stages + 1
+    inside = [(begin, 1) for begin, _, forward in jobs(run, 0) if forward >= 0]
+    inside += [(end + back_link, -1) for _, end, forward in jobs(run, stages - 1) if forward >= 0]
+    count = 0
+    for _, change in sorted((round(time, 9), change) for time, change in inside):
+        count += change
+        assert count <= limit
+
+
+def test_the_same_setup_gives_the_same_run() -> None:
+    setup = Setup(((0.1, 0.15), (0.3, 0.31)), (Stream(3, "matched"), Stream(2, "clean")), (0.01, 0.02), 0.05, 1, 2)
+    assert simulate(setup) == simulate(setup)
+
+
+@pytest.mark.parametrize(
+    ("kv_context", "sessions", "ideal"), [("matched", 1, 1.0), ("clean", 4, 4 / 5), ("staircase", 1, 4 / 5)]
+)
+def test_four_equal_stages_reach_the_designs_throughput_and_latency(
+    kv_context: str, sessions: int, ideal: float
+) -> None:
+    """P = S = 4, a whole forward = 1 s: P / S or P / (S + 1) chunks per second, S seconds per chunk (one device's)."""
+    figures = simulate(equal(kv_context, stages=4, steps=4, sessions=sessions)).figures
+    assert figures.chunks_per_s == pytest.approx(ideal, rel=0.03)
+    assert figures.latency_s == pytest.approx(4, rel=0.1)
+    assert figures.longest_latency_s == pytest.approx(4, rel=0.1)
+    assert figures.occupancy == pytest.approx((1, 1, 1, 1), abs=0.03)
+    assert figures.first_chunk_s <= 4 + (sessions - 1) / 4 + CLOSE
+
+
+@pytest.mark.parametrize(("kv_context", "sessions"), [("matched", 1), ("clean", 1), ("clean", 4), ("staircase", 1)])
+def test_a_first_chunk_with_more_steps_is_later_and_costs_nothing_afterwards(kv_context: str, sessions: int) -> None:
+    def figures(first_steps: int | None) -> tuple[float, float]:
+        streams = (Stream(2, kv_context, first_steps=first_steps),) * sessions
+        found = simulate(Setup(((0.5,),) * 2, streams, chunks=200)).figures
+        return found.first_chunk_s, found.chunks_per_s
+
+    (plain_s, plain), (late_s, late) = figures(None), figures(4)
+    assert late_s >= plain_s + 2 - CLOSE
+    assert late == pytest.approx(plain, rel=0.01)
+
+
+@pytest.mark.parametrize(("kv_context", "sessions"), [("matched", 1), ("clean", 1), ("clean", 4), ("staircase", 1)])
+def test_chunks_finish_evenly(kv_context: str, sessions: int) -> None:
+    """The longest gap is at most 1.5 times the mean; greedy admission of `matched` has 3.25."""
+    for gaps in simulate(equal(kv_context, stages=4, steps=4, sessions=sessions)).figures.gaps:
+        assert gaps.longest_s <= 1.5 * gaps.mean_s
+
+
+@pytest.mark.parametrize(("stages", "steps"), [(1, 4), (2, 4), (3, 4), (2, 2), (4, 2), (4, 1)])
+def test_matched_is_ideal_and_even_for_other_sizes(stages: int, steps: int) -> None:
+    figures = simulate(equal("matched", stages=stages, steps=steps)).figures
+    assert figures.chunks_per_s == pytest.approx(stages / steps, rel=0.03)
+    assert figures.latency_s == pytest.approx(steps, rel=0.1)
+    assert figures.gaps[0].longest_s <= 1.5 * figures.gaps[0].mean_s
+
+
+@pytest.mark.parametrize(("stages", "steps"), [(2, 4), (3, 4), (5, 4), (3, 2), (2, 2)])
+def test_a_staircase_fills_rings_of_up_to_as_many_stages_as_steps(stages: int, steps: int) -> None:
+    """Its bound is one chunk per 1 + 1 / P: a chunk enters step s right after the one before has entered step s + 1."""
+    figures = simulate(equal("staircase", stages=stages, steps=steps)).figures
+    assert figures.chunks_per_s == pytest.approx(min(stages / (steps + 1), stages / (stages + 1)), rel=0.03)
+    assert figures.gaps[0].longest_s <= 1.5 * figures.gaps[0].mean_s
+
+
+def test_clean_with_one_session_cannot_fill_the_ring() -> None:
+    figures = simulate(equal("clean", stages=4, steps=4)).figures
+    assert figures.chunks_per_s == pytest.approx(1 / 5, rel=0.03)
+    assert figures.occupancy == pytest.approx((0.25,) * 4, abs=0.02)
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    streams = (Stream(4, "clean"),) * 6
+    setup = Setup(((0.1,), (0.4,), (0.2,)), streams)
+    figures = simulate(setup).figures
+    assert figures.chunks_per_s == pytest.approx(1 / (5 * 0.4), rel=0.03)
+    assert figures.occupancy == pytest.approx((0.25, 1.0, 0.5), abs=0.03)
+
+
+def test_a_slow_link_sets_the_pace_too() -> None:
+    setup = Setup(((0.1,), (0.1,)), (Stream(4, "clean"),) * 6, link_s=(0.5, 0.0), forwards=8)
+    assert simulate(setup).figures.chunks_per_s == pytest.approx(1 / (5 * 0.5), rel=0.03)
+
+
+def test_decode_costs_the_stage_on_which_it_runs_and_no_other() -> None:
+    def figures(stage: int | None) -> tuple[float, tuple[float, ...], float]:
+        setup = Setup(((0.25,),) * 4, (Stream(4, "clean"),) * 5, decode_s=0.5, decode_stage=stage, forwards=6)
+        found = simulate(setup).figures
+        return found.chunks_per_s, found.occupancy, found.decode_occupancy
+
+    beside, free, decoder = figures(None)
+    assert beside == pytest.approx(4 / 5, rel=0.03)
+    assert decoder == pytest.approx(0.5 * 4 / 5, abs=0.03)
+    for stage in (0, 3):
+        rate, busy, decoder = figures(stage)
+        assert rate == pytest.approx(1 / (5 * 0.25 + 0.5), rel=0.03)
+        assert busy[stage] == pytest.approx(1, abs=0.03)
+        assert decoder == 0
+        assert all(share < free[0] for n, share in enumerate(busy) if n != stage)
+
+
+def test_rows_that_share_a_forward_take_its_time_together() -> None:
+    """Four sessions, one stage, a forward as fast with four rows as with one: four times the chunks."""
+    figures = simulate(equal("clean", stages=1, steps=4, sessions=4, max_rows=4, forwards=1)).figures
+    assert figures.chunks_per_s == pytest.approx(4 / 5, rel=0.03)
+    assert figures.rows_per_forward == pytest.approx(4, rel=0.03)
+
+
+def test_viewers_hold_the_ring_back() -> None:
+    """A chunk is shown for 3 s: no more than `lead_chunks` are admitted and not yet shown, at any time."""
+    run = simulate(Setup(((0.25,),) * 4, (Stream(4, "matched", lead_chunks=6, show_s=3.0),)))
+    assert run.figures.chunks_per_s == pytest.approx(1 / 3, rel=0.01)
+    done = sorted(run.chunks, key=lambda chunk: chunk.chunk)
+    shown, free_s = [], 0.0
+    for chunk in done:
+        free_s = max(free_s, chunk.finished_s) + 3
+        shown.append(free_s)
+    for chunk in done[6:]:
+        assert chunk.admitted_s >= shown[chunk.chunk - 6] - CLOSE
+
+
+@pytest.mark.parametrize("decode_s", [0.0, 0.5, 0.9])
+def test_decoding_beside_the_ring_does_not_hold_it_back(decode_s: float) -> None:
+    """The default lead allows for the chunk that is being decoded."""
+    figures = simulate(Setup(((0.25,),) * 4, (Stream(4, "matched"),), decode_s=decode_s)).figures
+    assert figures.chunks_per_s == pytest.approx(1, rel=0.03)
+    assert figures.latency_s >= 4 + decode_s - CLOSE
+
+
+def test_a_lead_too_small_for_the_context_is_told() -> None:
+    with pytest.raises(ConfigError, match="a lead of 1 chunks is too small"):
+        simulate(Setup(((0.5,), (0.5,)), (Stream(4, "staircase", lead_chunks=1),)))
+
+
+ONE = (Stream(4, "clean"),)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Setup((), ONE), "at least one stage"),
+        (lambda: Setup(((1.0,),), ()), "there is no session"),
+        (lambda: Setup(((0.0,),), ONE), "stage 0 is 0 s; it must be above 0"),
+        (lambda: Setup(((1.0,), (-1.0,)), ONE), "stage 1 is -1 s"),
+        (lambda: Setup(((float("nan"),),), ONE), "nan s"),
+        (lambda: Setup(((1.0,),), ONE, max_rows=2), "no time for 2 rows"),
+        (lambda: Setup(((1.0,),), ONE, max_rows=0), "max_rows is 0"),
+        (lambda: Setup(((1.0,),) * 2, ONE, (0.1,)), "there are 1 link times; give 2 or none"),
+        (lambda: Setup(((1.0,),) * 2, ONE, (0.1, -0.1)), "must be 0 or more"),
+        (lambda: Setup(((1.0,),), ONE, (0.1,)), "one stage has no links"),
+        (lambda: Setup(((1.0,),), ONE, decode_s=float("inf")), "inf s"),
+        (lambda: Setup(((1.0,),), ONE, decode_stage=1), "decode is on stage 1; stages are 0 to 0"),
+        (lambda: Setup(((1.0,),), ONE, forwards=0), "forwards is 0"),
+        (lambda: Setup(((1.0,),), ONE, chunks=2), "chunks is 2; at least 8"),
+        (lambda: Setup(((1.0,),), (Stream(4, "foggy"),)), "'foggy'; it can be clean, staircase, matched"),
+        (lambda: Setup(((1.0,),), (Stream(4, "clean", lead_chunks=0),)), "lead_chunks is 0"),
+        (lambda: Setup(((1.0,),), (Stream(4, "clean", first_steps=2),)), "first_steps is 2; at least 4"),
+    ],
+)
+def test_bad_values_are_refused_before_anything_runs(make: object, words: str) -> None:
+    assert callable(make)
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_planning_never_imports_torch() -> None:
+    names = ("simulate", "facts", "costs", "plan", "trace", "report")
+    script = "import sys\n" + "\n".join(f"import streamdiff.pipeline.planner.{name}" for name in names)
+    script += "\nprint(sorted({'torch', 'diffusers', 'matplotlib', 'numpy'} & set(sys.modules)))"
+    process = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"

@@ -1,0 +1,255 @@
+"""Compiled blocks make the stream that the plain path makes, their number depends neither on blocks nor on the window,
+and nothing that happens to a stream compiles again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from streamdiff.pipeline.executor import LocalRing, RingExecutor
+from streamdiff.pipeline.kv_cache.attention import AttentionMetadata
+from streamdiff.pipeline.runner.compiled_stage import CompiledStage, Texts
+from streamdiff.pipeline.runner.model_runner import ModelRunner
+from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
+from streamdiff.pipeline.runner.torch_compile import keep_compiled_code
+from streamdiff.pipeline.scheduler.step import MicroStep
+from tests.pipeline.playing import Order, play
+from tests.pipeline.processes import ROOT
+from tests.small import BLUE, CPU, RED, WHITE, small_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")]
+
+MODEL = small_model(3, sink=2)  # chunks of 2, window of 3 chunks, one of them sink
+FULL = 2
+"""The first chunk whose window is full."""
+CHUNKS = 10
+LIMIT_S = 600.0  # ends what hangs
+TOLERANCE = 1e-5
+"""Of latents, in float32, over ten chunks that see each other; the seed of a stream moves them by more than 1."""
+
+
+def stages(ring: RingExecutor) -> list[ModelRunner]:
+    others = ring.others if isinstance(ring, LocalRing) else []
+    return [ring.stage, *(worker.stage for worker in others)]
+
+
+@pytest.fixture(scope="module")
+def ring() -> LocalRing:
+    """Two stages of one block each, so that what links hand over comes in too."""
+    ring = LocalRing(MODEL, CPU, 2)
+    for stage in stages(ring):
+        stage.compile(steps=4, kv_context="clean")
+    return ring
+
+
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    before = dict(counters["stats"])
+    with torch.compiler.set_stance("fail_on_recompile"):
+        yield
+    assert dict(counters["stats"]) == before
+
+
+def worst(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    assert len(one) == len(other) > 0
+    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+
+
+def test_there_are_graphs_without_breaks_for_a_full_window(ring: LocalRing) -> None:
+    for stage in stages(ring):
+        assert stage.compiled is not None
+        assert [[(s.sink, s.rest) for s in key.shapes] for key in stage.compiled.keys] == [[(2, 4)]]
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize(("kv_context", "with_next"), [("clean", False), ("clean", True), ("matched", False)])
+def test_neither_blocks_nor_the_window_make_more_graphs(
+    kv_context: str, with_next: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stands before the blocks, a block, what stands behind; twice where there are forwards of two kinds."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # graphs are found, no code is made
+    for layers, window, sink in ((1, 4, 2), (3, 4, 2), (2, 12, 2), (4, 8, 0)):
+        ring = RingExecutor(small_model(3, layers=layers, window=window, sink=sink), CPU, clean_with_next=with_next)
+        before = counters["stats"]["unique_graphs"]
+        ring.stage.compile(steps=4, kv_context=kv_context, clean_with_next=with_next)
+        assert counters["stats"]["unique_graphs"] - before == (6 if with_next else 3)
+
+
+def test_another_process_finds_the_compiled_code() -> None:
+    """Two, one after the other, as an engine is started again. (For torch this process, a test, is not alike.)"""
+    code = "from tests.pipeline.test_compiled import compile_last; compile_last()"
+    for _ in range(2):
+        told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=LIMIT_S)
+        assert told.returncode == 0, told.stderr
+    assert json.loads(told.stdout.splitlines()[-1]) == {"graphs": 3, "found": 3, "compiled": 0}
+
+
+def compile_last() -> None:
+    """Make the graphs of a last stage as the product does, and print how many there are, and were found on disk."""
+    torch.set_num_threads(1)
+    stage = ModelRunner(MODEL.part(1, 2), CPU, 1, 2)
+    keep_compiled_code()
+    stage.compile(steps=4, kv_context="clean")
+    found = counters["inductor"]
+    told = {
+        "graphs": counters["stats"]["unique_graphs"],
+        "found": found["fxgraph_cache_hit"],
+        "compiled": found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"],
+    }
+    print(json.dumps(told))
+
+
+def test_a_stream_is_the_plain_one_through_first_chunks_evictions_and_a_prompt_switch(
+    ring: LocalRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so is one after it, with the same caches."""
+    with nothing_compiled():
+        for order in (Order(RED, 5, 4, "clean"), Order(WHITE, 6, 4, "clean")):
+            ran_a_graph: list[list[bool]] = []
+            with monkeypatch.context() as patch:
+                for stage in stages(ring):
+                    ran_a_graph.append([])
+                    patch.setattr(stage.compiled, "run", told(stage.compiled, ran_a_graph[-1]))
+                got = play(ring, MODEL, {0: order}, CHUNKS)[0]
+            assert all(full_window_only(ran, FULL * 5) for ran in ran_a_graph)
+            expected = play(RingExecutor(MODEL, CPU), MODEL, {0: order}, CHUNKS)[0]
+            assert worst(got, expected) <= TOLERANCE
+            ring.close(0)
+            while ring.has_work:
+                ring.turn()
+    assert worst(got, play(RingExecutor(MODEL, CPU), MODEL, {0: Order(RED, 5, 4, "clean")}, CHUNKS)[0]) > 1
+
+
+def full_window_only(ran_a_graph: list[bool], forwards: int) -> bool:
+    """Whether so many forwards, while the window filled, ran the plain path, and all others graphs."""
+    others = len(ran_a_graph) - forwards
+    return others > forwards and ran_a_graph == [False] * forwards + [True] * others
+
+
+def told(blocks: CompiledStage | None, ran_a_graph: list[bool]) -> Callable[..., Tensors | None]:
+    """`blocks.run`, which notes whether there was a graph."""
+    assert blocks is not None
+    run = blocks.run
+
+    def noting(given: Tensors, texts: Texts, views: Sequence[AttentionMetadata]) -> Tensors | None:
+        done = run(given, texts, views)
+        ran_a_graph.append(done is not None)
+        return done
+
+    return noting
+
+
+def tokens(rows: int) -> Tensors:
+    """What a stage behind the first is given."""
+    forward = StageForward(MODEL.denoiser, MODEL.spec.chunk_shape[1:], first=False, last=True)
+    return tuple(torch.randn_like(each) for each in forward.zeros(rows, CPU))
+
+
+@pytest.mark.parametrize("policy", ["keep", "flush", "recache"])
+def test_a_prompt_switch_of_any_policy_runs_graphs_that_are_there(ring: LocalRing, policy: str) -> None:
+    with nothing_compiled():
+        got, expected = switched(ring, policy), switched(RingExecutor(MODEL, CPU), policy)
+    assert worst(got, expected) <= TOLERANCE
+
+
+def switched(ring: RingExecutor, policy: str, chunks: int = 8) -> list[torch.Tensor]:
+    ring.open(0, MODEL.text.encode(RED), seed=4, epoch=0, steps=4, kv_context="clean")
+    done: list[torch.Tensor] = []
+    due = True
+    while len(done) < chunks:
+        if due and len(done) == 5:
+            due = False
+            ring.set_text(0, 1, MODEL.text.encode(BLUE), policy)
+        ring.scheduler.set_room(0, (min(chunks, 8 if not due else 5) - ring.scheduler.next_chunk(0)) * 4 * 4)
+        done += [latents for _, latents in ring.turn(1.0)[1]]
+    ring.close(0)
+    while ring.has_work:
+        ring.turn()
+    return done
+
+
+def test_what_no_graph_was_made_for_runs_the_plain_path(ring: LocalRing) -> None:
+    """Three sessions of other kinds at once, whose caches have other sizes."""
+    orders = {0: Order(RED, 5, 4, "matched"), 1: Order(WHITE, 6, 4, "staircase"), 2: Order(RED, 7, 2, "clean")}
+    with nothing_compiled():
+        got = play(ring, MODEL, orders)
+    expected = play(LocalRing(MODEL, CPU, 2), MODEL, orders)
+    assert max(worst(got[name], expected[name]) for name in orders) <= TOLERANCE
+    for name in orders:
+        ring.close(name)
+    while ring.has_work:
+        ring.turn()
+
+
+def test_a_chosen_attention_kernel_is_in_the_graph_too() -> None:
+    part = MODEL.part(1, 2)
+    part.denoiser.attention = "math"
+    plain, compiled = ModelRunner(part, CPU, 1, 2), ModelRunner(part, CPU, 1, 2)
+    compiled.compile(steps=4, kv_context="matched")
+    given = tokens(1)
+    results = []
+    for stage in (plain, compiled):
+        stage.open(0, steps=4, kv_context="matched")
+        stage.set_text(0, 0, MODEL.text.encode(RED), 0)
+        with nothing_compiled():
+            results += [stage.forward([MicroStep(0, 5, step, 4, 0)], given)[0] for step in range(4)]
+    assert worst(results[4:], results[:4]) <= TOLERANCE
+
+
+def test_rows_of_one_session_share_its_caches_in_a_graph_too() -> None:
+    """Two chunks in a forward: the second sees what the first has just written."""
+    plain, compiled = (ModelRunner(MODEL.part(1, 2), CPU, 1, 2) for _ in range(2))
+    compiled.compile(steps=4, kv_context="clean", clean_with_next=True)
+    assert compiled.compiled is not None
+    given = tokens(2)
+    rows = [MicroStep(0, 4, 4, 4, 0), MicroStep(0, 5, 0, 4, 1)]
+    results = []
+    for stage in (plain, compiled):
+        stage.open(0, steps=4, kv_context="clean")
+        stage.set_text(0, 0, MODEL.text.encode(RED), 0)
+        stage.set_text(0, 1, MODEL.text.encode(BLUE), 0)
+    with nothing_compiled():
+        for stage in (plain, compiled):
+            results.append(stage.forward(rows, given)[0])
+    assert worst([results[1]], [results[0]]) <= TOLERANCE
+    assert worst([compiled.sessions[0].state.key], [plain.sessions[0].state.key]) <= TOLERANCE
+    assert any(key.sessions == (0, 0) for key in compiled.compiled.keys)
+
+
+@pytest.mark.parametrize(("window", "sink", "keep"), [(6, 2, 0.5), (5, 1, None)])
+def test_averaged_sinks_and_windows_that_cut_chunks_have_graphs_too(window: int, sink: int, keep: float | None) -> None:
+    model = small_model(3, layers=1, window=window, sink=sink)
+    model = replace(model, spec=replace(model.spec, averaged_sink=keep))
+    ring = RingExecutor(model, CPU)
+    ring.stage.compile(steps=2, kv_context="clean")
+    order = Order(RED, 5, 2, "clean")
+    ran_a_graph: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch, nothing_compiled():
+        patch.setattr(ring.stage.compiled, "run", told(ring.stage.compiled, ran_a_graph))
+        got = play(ring, model, {0: order})[0]
+    assert worst(got, play(RingExecutor(model, CPU), model, {0: order})[0]) <= TOLERANCE
+    assert full_window_only(ran_a_graph, 3 * FULL)
+
+
+@pytest.mark.parametrize("kv_context", ["clean", "matched"])
+def test_after_chunks_that_are_made_together_graphs_run(kv_context: str) -> None:
+    model = replace(MODEL, spec=replace(MODEL.spec, first_chunks=2))
+    ring = RingExecutor(model, CPU)
+    ring.stage.compile(steps=2, kv_context=kv_context)
+    ran_a_graph: list[bool] = []
+    ring.stage.compiled.run = told(ring.stage.compiled, ran_a_graph)  # type: ignore[method-assign, union-attr]
+    order = {0: Order(RED, 5, 2, kv_context)}
+    with nothing_compiled():
+        got = play(ring, model, order, 6)[0]
+    assert worst(got, play(RingExecutor(model, CPU), model, order, 6)[0]) <= TOLERANCE
+    steps = 3 if kv_context == "clean" else 2
+    assert full_window_only(ran_a_graph, steps), "of the first two, which are made in one forward"

@@ -1,0 +1,73 @@
+"""Where compiled code is kept on disk: in a private folder, or not at all. That another process finds it is in
+`test_compiled`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from streamdiff.config import ModelConfig
+from streamdiff.errors import ConfigError
+from streamdiff.pipeline import rank_loader
+from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
+from streamdiff.pipeline.distributed.compile_progress import Progress
+from streamdiff.pipeline.planner.kv_budget import RankMemory
+from streamdiff.pipeline.runner.model_runner import ModelRunner
+from streamdiff.pipeline.runner.torch_compile import CACHE_VARIABLE, keep_compiled_code
+from tests.small import CPU, small_model
+
+
+@pytest.fixture
+def user_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache folder, which is not there yet."""
+    monkeypatch.setenv(CACHE_VARIABLE, "")  # so that it is put back afterwards
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_it_is_kept_in_the_users_cache_folder_for_nobody_else(user_cache: Path) -> None:
+    folder = keep_compiled_code()
+    assert folder == user_cache / "streamdiff" / "compiled"
+    assert os.environ[CACHE_VARIABLE] == str(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert keep_compiled_code() == folder
+
+
+def test_a_folder_that_torch_was_told_is_used(
+    user_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "own"))
+    assert keep_compiled_code() == tmp_path / "own" and not user_cache.exists()
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o722])
+def test_a_folder_where_others_may_write_is_refused_with_the_way_out(user_cache: Path, mode: int) -> None:
+    """torch unpickles and runs what lies in it."""
+    folder = user_cache / "streamdiff" / "compiled"
+    folder.mkdir(parents=True)
+    folder.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"its mode {mode:o}, but .* chmod 700 {folder}, or .*{CACHE_VARIABLE}"):
+        keep_compiled_code()
+    assert os.environ[CACHE_VARIABLE] == ""
+
+
+def test_a_folder_that_cannot_be_made_is_told(user_cache: Path) -> None:
+    user_cache.write_text("a file")
+    with pytest.raises(ConfigError, match=rf"cannot be kept in {user_cache}/streamdiff/compiled \(.*{CACHE_VARIABLE}"):
+        keep_compiled_code()
+
+
+@pytest.mark.parametrize("part", ["stage", "decoder"])
+def test_the_product_compiles_into_it(user_cache: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[str] = []
+    for kind in (ModelRunner, PictureDecoder):
+        monkeypatch.setattr(kind, "compile", lambda *given, **options: met.append(os.environ[CACHE_VARIABLE]))
+    config, stage = ModelConfig(compile="on", device="cpu"), ModelRunner(small_model(1), CPU)
+    if part == "stage":
+        rank_loader.compile_stage(config, stage, RankMemory(0), Progress(None, 1))
+    else:
+        rank_loader.compile_decoder(config, rank_loader.load_decoder(config, CPU), CPU, torch.get_num_threads())
+    assert met == [str(user_cache / "streamdiff" / "compiled")]

@@ -1,0 +1,108 @@
+"""What may share a forward, and the record of one, both derived from the fields of MicroStep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamdiff.pipeline.scheduler.step import (
+    PER_ROW,
+    SHARED,
+    MicroStep,
+    compatible,
+    pack,
+    record_length,
+    shared_fields,
+    unpack,
+)
+
+NAMES = [each.name for each in fields(MicroStep)]
+int64 = st.integers(-(2**63), 2**63 - 1)
+microsteps = st.builds(MicroStep, *[int64 for _ in NAMES])
+
+
+@dataclass(frozen=True)
+class Mixed:
+    size: int = field(metadata=SHARED)
+    step: int = field(metadata=PER_ROW)
+    mode: str = field(metadata=SHARED)
+
+
+def test_every_field_of_a_micro_step_says_whether_it_is_shared() -> None:
+    assert shared_fields(MicroStep) == ()
+
+
+@pytest.mark.parametrize("metadata", [{}, {"in_a_forward": "maybe"}, {"note": "shared"}])
+def test_a_field_that_does_not_say_so_is_refused(metadata: dict[str, str]) -> None:
+    @dataclass(frozen=True)
+    class Forgetful:
+        step: int = field(metadata=PER_ROW)
+        guidance: int = field(metadata=metadata)
+
+    with pytest.raises(TypeError, match=r"Forgetful\.guidance does not say.*metadata=SHARED"):
+        shared_fields(Forgetful)
+    with pytest.raises(TypeError, match="guidance"):
+        compatible(Forgetful(1, 2), Forgetful(1, 2))
+
+
+def test_rows_share_a_forward_when_their_shared_fields_are_equal() -> None:
+    row = Mixed(size=4, step=1, mode="a")
+    assert shared_fields(Mixed) == ("size", "mode")
+    assert compatible(row, replace(row, step=2))
+    assert not compatible(row, replace(row, size=5))
+    assert not compatible(row, replace(row, mode="b"))
+
+
+@given(microsteps, microsteps)
+def test_all_micro_steps_may_share_a_forward(one: MicroStep, other: MicroStep) -> None:
+    """Steps, chunks, sessions, numbers of steps and epochs are all per row today."""
+    assert compatible(one, other)
+
+
+@given(st.lists(microsteps, max_size=5), st.integers(0, 3), int64)
+def test_what_is_packed_is_unpacked_and_the_length_never_changes(
+    rows: list[MicroStep], spare: int, sequence: int
+) -> None:
+    max_rows = len(rows) + spare
+    record = pack(rows, max_rows, sequence)
+    assert len(record) == record_length(max_rows) == 2 + len(NAMES) * max_rows
+    assert all(type(value) is int for value in record)
+    assert unpack(record, max_rows) == (sequence, rows)
+
+
+def test_a_record_is_its_number_its_count_and_the_fields_in_order() -> None:
+    row = MicroStep(session=3, chunk=70, step=2, steps=4, epoch=9)
+    assert pack([row], 2, sequence=11) == [11, 1, 3, 70, 2, 4, 9, 0, 0, 0, 0, 0]
+
+
+ROW = MicroStep(0, 0, 0, 4, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 1.5])
+def test_what_no_record_can_hold_is_refused_by_name(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"^{name} of row 1 is .*; a record holds integers from -2"):
+        pack([ROW, replace(ROW, **{name: value})], 2, 0)
+
+
+def test_too_many_rows_and_a_bad_sequence_number_are_refused() -> None:
+    with pytest.raises(ValueError, match="there are 3 rows; a record for max_rows 2 holds at most 2"):
+        pack([ROW, ROW, ROW], 2, 0)
+    with pytest.raises(ValueError, match="the sequence number is 9223372036854775808"):
+        pack([ROW], 2, 2**63)
+
+
+def test_a_record_that_pack_did_not_make_is_refused() -> None:
+    record = pack([ROW], 2, 5)
+    with pytest.raises(ValueError, match="has 11 integers; for max_rows 2 it must have 12"):
+        unpack(record[:-1], 2)
+    with pytest.raises(ValueError, match="has 12 integers; for max_rows 3 it must have 17"):
+        unpack(record, 3)
+    for count in (-1, 3):
+        with pytest.raises(ValueError, match=f"count is {count}; for max_rows 2 it must be from 0 to 2"):
+            unpack([5, count, *record[2:]], 2)
+    with pytest.raises(ValueError, match="a record of 1 rows has something other than zeros behind them"):
+        unpack([*record[:-1], 1], 2)

@@ -1,0 +1,68 @@
+"""The split that ranks agree on: measured or from a profile, the same for all, with less for who has more to do."""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from streamdiff.config import ModelConfig
+from streamdiff.errors import ConfigError
+from streamdiff.pipeline.balance import Measured, measure, share_out
+from streamdiff.pipeline.distributed.rendezvous import RankContext
+from streamdiff.pipeline.planner.model_sizes import read_facts
+from tests.small import CPU, small_model
+
+
+def agree(config: ModelConfig, everybody: list[Measured | None]) -> set[tuple[tuple[int, int], ...]]:
+    """What the ranks come to, each in a thread of its own."""
+    store, stages = dist.HashStore(), len(everybody)
+    facts = read_facts(config.name)
+    with ThreadPoolExecutor(stages) as pool:
+        members = [RankContext(rank, stages, store) for rank in range(stages)]
+        asked = [pool.submit(share_out, config, facts, *each) for each in zip(members, everybody, strict=True)]
+        return {each.result(timeout=60) for each in asked}
+
+
+def test_equal_ranks_share_evenly() -> None:
+    config = ModelConfig(stages=2)
+    assert agree(config, [Measured(0.1), Measured(0.1)]) == {((0, 2), (2, 4))}
+
+
+def test_a_head_that_decodes_gets_fewer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk takes five forwards with `clean`, so a fifth of its decode counts."""
+    busy = [Measured(0.1, decode_s=1.0), Measured(0.11, head_s=0.01)]
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert agree(ModelConfig(stages=2), [*busy]) == {((0, 1), (1, 4))}
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert agree(ModelConfig(stages=2), [*busy]) == {((0, 2), (2, 4))}, "a core is left for decoding"
+    assert agree(ModelConfig(stages=2, decode="last"), [*busy]) == {((0, 3), (3, 4))}
+    assert agree(ModelConfig(stages=2, decode="own-rank"), [*busy]) == {((0, 2), (2, 4))}
+
+
+def test_a_disturbed_rank_does_not_count() -> None:
+    """Blocks are alike: that one rank measured long does not make its blocks longer."""
+    assert agree(ModelConfig(stages=2), [Measured(0.1), Measured(7.0)]) == {((0, 2), (2, 4))}
+
+
+def test_a_profile_is_used_instead(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    times = {"block_s": [3, 1, 1, 1], "embed_s": 0, "head_s": 0, "decode_s": 0, "link_s": 0}
+    path.write_text(json.dumps(times))
+    config = ModelConfig(stages=2, profile=str(path))
+    assert agree(config, [None, None]) == {((0, 1), (1, 4))}
+    with pytest.raises(ConfigError, match="gone"):
+        agree(ModelConfig(stages=2, profile=str(tmp_path / "gone.json")), [None, None])
+
+
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+def test_measuring_takes_what_each_rank_does(kv_context: str) -> None:
+    model = small_model()
+    head = measure(model.part(0, 1), model.decoder, CPU, (0, 2), kv_context)
+    last = measure(model.part(1, 2), None, CPU, (1, 2), kv_context)
+    assert min(head.block_s, head.embed_s, head.decode_s, last.block_s, last.head_s) > 0
+    assert (head.head_s, last.embed_s, last.decode_s) == (0, 0, 0)

@@ -1,0 +1,108 @@
+"""Which CUDA device a rank and its threads work on, with stand-ins where there is none."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from streamdiff.config import ModelConfig
+from streamdiff.pipeline import build, rank_loader, worker_main
+from streamdiff.pipeline.topology import link_of
+
+CUDA = torch.device("cuda")
+
+
+class Devices:
+    """Four CUDA devices; `bound` is what was made current, with the name of the thread."""
+
+    def __init__(self) -> None:
+        self.bound: list[tuple[str, torch.device]] = []
+
+    def set_device(self, device: torch.device) -> None:
+        self.bound.append((threading.current_thread().name, device))
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
+    """This process is rank 3 of 5."""
+    found = Devices()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", found.set_device)
+    for name, value in {"RANK": 3, "LOCAL_RANK": 3, "WORLD_SIZE": 5, "LOCAL_WORLD_SIZE": 5}.items():
+        monkeypatch.setenv(name, str(value))
+    return found
+
+
+class FirstStep(Exception):
+    """Raised by what a rank does first with its device, or with other ranks."""
+
+
+def stop(*arguments: object) -> None:
+    raise FirstStep
+
+
+@pytest.mark.parametrize("begin", [worker_main.follow, build.load_runtime])
+def test_a_rank_binds_its_device_before_anything_else(
+    devices: Devices, monkeypatch: pytest.MonkeyPatch, begin: Any
+) -> None:
+    for name in ("join", "load_decoder", "read_spec", "place_of"):
+        monkeypatch.setattr(rank_loader, name, stop)
+    with pytest.raises(FirstStep):
+        begin(ModelConfig(stages=4, decode="own-rank", link="gloo"))
+    assert devices.bound == [("MainThread", torch.device("cuda", 3))]
+
+
+def test_a_process_of_its_own_leaves_the_device_as_it_is(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK")
+    assert rank_loader.own_device("auto") == CUDA and not devices.bound
+
+
+def test_the_thread_that_compiles_the_decoder_is_bound_too(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Decoder:
+        def compile(self, latents: torch.Tensor, at_once: int) -> None:
+            self.bound = list(devices.bound)
+
+    decoder, zeros = Decoder(), torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda shape, device: zeros(shape))
+    rank_loader.compile_decoder(ModelConfig(compile="on"), decoder, torch.device("cuda", 3), 1)  # type: ignore[arg-type]
+    ((thread, device),) = decoder.bound
+    assert thread.startswith("compile") and device == torch.device("cuda", 3)
+
+
+def test_a_thread_that_decodes_beside_a_stage_is_bound_too(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(worker: object, watch: object, member: object) -> None:
+        assert devices.bound == [("beside", torch.device("cuda", 3))]
+        seen.append(worker)
+
+    seen: list[object] = []
+    worker: Any = object()
+    monkeypatch.setattr(worker_main, "_run", run)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    rest: Any = (None, None, torch.device("cuda", 3))
+    thread = threading.Thread(target=worker_main._beside, args=(worker, *rest), name="beside")
+    thread.start()
+    thread.join()
+    assert seen == [worker]
+
+
+@pytest.mark.parametrize(
+    ("stages", "decode", "here", "picked"),
+    [
+        (4, "own-rank", 5, "nccl"),  # the fifth rank only decodes, and is at no edge
+        (4, "head", 4, "nccl"),
+        (5, "head", 5, "gloo"),
+        (5, "own-rank", 6, "gloo"),
+        (7, "own-rank", 4, "nccl"),  # two machines of four
+        (9, "own-rank", 5, "gloo"),  # on the first of two machines two stages share a device
+    ],
+)
+def test_nccl_between_as_many_stages_as_there_are_devices(
+    devices: Devices, monkeypatch: pytest.MonkeyPatch, stages: int, decode: Any, here: int, picked: str
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert link_of(ModelConfig(stages=stages, decode=decode), CUDA) == picked

@@ -1,0 +1,223 @@
+"""One stream to the letter: the same function of weights and script on any number of stages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from streamdiff.errors import ConfigError
+from streamdiff.models import sampling
+from streamdiff.models.interfaces import Model
+from streamdiff.pipeline.reference_run import POLICIES, ReferenceRun, Switch, play
+from tests.pipeline.reference import Reference
+from tests.small import BLUE, CPU, RED, WHITE, small_model
+
+CHUNKS = 7
+
+
+@pytest.fixture
+def model() -> Model:
+    return small_model(3, layers=3, sink=2)
+
+
+@pytest.fixture
+def plain(model: Model) -> ReferenceRun:
+    return ReferenceRun(model.text.encode(RED), CHUNKS, sampling.embedded_schedule(2, model.spec.shift), seed=11)
+
+
+def played(model: Model, script: ReferenceRun, stages: int = 1) -> Tensor:
+    return torch.stack(list(play(model, CPU, script, stages=stages)))
+
+
+def given(model: Model, script: ReferenceRun) -> ReferenceRun:
+    """The same script with the noise of its seed as tensors."""
+    steps = range(1, script.schedule.steps)
+
+    def draw(chunk: int, step: int) -> Tensor:
+        return sampling.noise(model.spec.chunk_shape, seed=script.seed, chunk=chunk, step=step)
+
+    initial = torch.stack([draw(chunk, 0) for chunk in range(CHUNKS)])
+    renoise = torch.stack([torch.stack([draw(chunk, step) for step in steps]) for chunk in range(CHUNKS)])
+    return replace(script, initial=initial, renoise=renoise, seed=999)
+
+
+def test_it_equals_the_uncached_reference(model: Model, plain: ReferenceRun) -> None:
+    expected = Reference(model, lambda chunk: RED, seed=11, steps=2, kv_context="clean").chunks(CHUNKS)
+    torch.testing.assert_close(played(model, plain), torch.stack(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_noise_from_tensors_is_used_instead_of_the_seed(model: Model, plain: ReferenceRun) -> None:
+    assert torch.equal(played(model, given(model, plain)), played(model, plain))
+    assert not torch.equal(played(model, replace(plain, seed=999)), played(model, plain))
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+def test_noise_is_scaled_where_it_is_drawn_and_not_where_it_is_given(
+    model: Model, plain: ReferenceRun, kv_context: str, stages: int
+) -> None:
+    """What is given is what the first step receives; beyond it, the seed's noise is scaled again."""
+    plain = replace(plain, kv_context=kv_context)
+    scaled = replace(plain, schedule=replace(plain.schedule, noise_scale=0.75))
+    by_hand = given(model, plain)
+    assert by_hand.initial is not None and by_hand.renoise is not None
+    initial, renoise = by_hand.initial * 0.75, by_hand.renoise
+    by_hand = replace(by_hand, initial=initial)
+    expected = played(model, by_hand)
+    assert torch.equal(played(model, scaled, stages), expected)
+    assert not torch.equal(expected, played(model, plain))
+    assert torch.equal(played(model, replace(by_hand, schedule=scaled.schedule), stages), expected)
+    short = replace(scaled, initial=initial[:3], renoise=renoise[:3])
+    assert torch.equal(played(model, short, stages), expected)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize(
+    ("policy", "kv_context"),
+    [("keep", "clean"), ("keep", "staircase"), ("keep", "matched"), ("recache", "clean"), ("recache", "staircase")],
+)
+def test_a_prompt_that_comes_over_chunks_is_a_switch_at_each(
+    model: Model, plain: ReferenceRun, policy: str, kv_context: str, stages: int
+) -> None:
+    """Thirds of it; another that comes meanwhile goes on from what holds then, and the stream's end cuts it."""
+    red, blue, other = (model.text.encode(text) for text in (RED, BLUE, WHITE))
+    plain = replace(plain, kv_context=kv_context)
+    mixed = replace(plain, switches=(Switch(1, blue, policy), Switch(3, other, policy)), mix=3)
+    last = red + (blue - red) * 2 / 3
+    shares = [(1, red + (blue - red) / 3), (2, last), (3, last + (other - last) / 3)]
+    shares += [(4, last + (other - last) * 2 / 3), (5, other)]
+    by_hand = replace(plain, switches=tuple(Switch(chunk, rows, policy) for chunk, rows in shares))
+    got = played(model, mixed, stages)
+    torch.testing.assert_close(got, played(model, by_hand), rtol=1e-4, atol=1e-5)
+    at_once = played(model, replace(mixed, mix=1))
+    assert torch.equal(got[0], at_once[0]) and (got[1] - at_once[1]).abs().max() > 1e-4
+    cut = replace(plain, chunks=2, switches=(Switch(1, blue, policy),), mix=3)
+    torch.testing.assert_close(played(model, cut, stages), got[:2], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["flush", "reset"])
+def test_a_prompt_that_forgets_what_was_before_it_is_not_mixed(plain: ReferenceRun, policy: str) -> None:
+    switches = (Switch(1, plain.embeddings, policy),)
+    with pytest.raises(ConfigError, match=f"prompt switch {policy} forgets .* goes with keep or recache"):
+        replace(plain, switches=switches, mix=2)
+    replace(plain, switches=switches)
+
+
+def test_prompts_of_other_lengths_are_not_mixed_and_a_mix_has_chunks(plain: ReferenceRun) -> None:
+    longer = torch.cat([plain.embeddings, plain.embeddings[:1]])
+    rows = len(plain.embeddings)
+    with pytest.raises(ConfigError, match=f"of {rows} and of {rows + 1} rows cannot be mixed"):
+        replace(plain, switches=(Switch(1, longer),), mix=2)
+    with pytest.raises(ConfigError, match="prompt mix is 0"):
+        replace(plain, mix=0)
+
+
+def test_noise_that_is_mixed_with_input_is_not_scaled(model: Model, plain: ReferenceRun) -> None:
+    video = torch.randn(CHUNKS, *model.spec.chunk_shape, generator=torch.Generator().manual_seed(1))
+    mixed = replace(plain, video=video, strength=0.9)
+    scaled = replace(mixed, schedule=replace(plain.schedule, noise_scale=0.75))
+    assert torch.equal(played(model, scaled), played(model, mixed))
+
+
+def test_beyond_the_given_noise_the_seed_goes_on(model: Model, plain: ReferenceRun) -> None:
+    script = given(model, plain)
+    assert script.initial is not None and script.renoise is not None
+    short = replace(script, initial=script.initial[:3], renoise=script.renoise[:3])
+    one, other = played(model, script), played(model, short)
+    assert torch.equal(one[:3], other[:3]) and not torch.equal(one[3], other[3])
+    assert torch.equal(played(model, replace(short, seed=11)), one)
+
+
+@pytest.mark.parametrize(
+    ("policy", "kv_context"),
+    [
+        (policy, context)
+        for policy in POLICIES
+        for context in ("clean", "staircase", "matched")
+        if (policy, context) != ("recache", "matched")  # refused, see below
+    ],
+)
+def test_any_number_of_stages_gives_the_same(model: Model, plain: ReferenceRun, policy: str, kv_context: str) -> None:
+    switches = (Switch(2, model.text.encode(BLUE), policy), Switch(5, model.text.encode(RED), "keep"))
+    script = replace(plain, switches=switches, kv_context=kv_context)
+    one = played(model, script)
+    assert torch.equal(one, played(model, script, stages=3))
+    assert not torch.equal(one[2], played(model, replace(plain, kv_context=kv_context))[2])
+
+
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+def test_a_first_chunk_with_a_schedule_of_its_own(plain: ReferenceRun, kv_context: str) -> None:
+    """Four steps and two, against the reference, from tensors, on three stages, and after a reset again."""
+    model = small_model(3, layers=3, sink=2)
+    model = replace(model, spec=replace(model.spec, context_sigma=0.1))
+    schedule = replace(plain.schedule, first=sampling.embedded_schedule(4, model.spec.shift))
+    script = replace(plain, schedule=schedule, kv_context=kv_context)
+    one = played(model, script)
+    reference = Reference(model, lambda chunk: RED, seed=11, steps=2, first_steps=4, kv_context=kv_context)
+    torch.testing.assert_close(one, torch.stack(reference.chunks(CHUNKS)), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(one[1], played(model, replace(script, schedule=plain.schedule))[1], atol=1e-2)
+    assert torch.equal(one, played(model, script, stages=3))
+    draw = lambda chunk, step: sampling.noise(model.spec.chunk_shape, seed=11, chunk=chunk, step=step)  # noqa: E731
+    initial = torch.stack([draw(chunk, 0) for chunk in range(CHUNKS)])
+    renoise = torch.stack([torch.stack([draw(chunk, step) for step in (1, 2, 3)]) for chunk in range(CHUNKS)])
+    assert torch.equal(one, played(model, replace(script, initial=initial, renoise=renoise)))
+    again = replace(script, switches=(Switch(3, plain.embeddings, "reset"),))
+    assert torch.equal(played(model, again)[3:], one[: CHUNKS - 3])
+
+
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+def test_windows_that_cut_chunks_are_the_same_on_any_number_of_stages(plain: ReferenceRun, kv_context: str) -> None:
+    model = small_model(3, layers=3, window=6, sink=1, chunk=3)
+    switches = (Switch(2, model.text.encode(BLUE), "flush"), Switch(4, model.text.encode(RED), "keep"))
+    script = replace(plain, switches=switches, kv_context=kv_context)
+    assert torch.equal(played(model, script), played(model, script, stages=3))
+
+
+def test_a_reset_equals_a_fresh_stream(model: Model, plain: ReferenceRun) -> None:
+    """With a seed its noise begins again; noise that is given by chunk goes on."""
+    blue, fresh = model.text.encode(BLUE), []
+    script = replace(plain, switches=(Switch(4, blue, "reset"),))
+    got = torch.stack(list(play(model, CPU, script, fresh=lambda: fresh.append(True))))
+    assert fresh == [True]
+    alone = replace(plain, embeddings=blue, chunks=3)
+    assert torch.equal(got[:4], played(model, plain)[:4]) and torch.equal(got[4:], played(model, alone))
+    with_noise = given(model, script)
+    assert with_noise.initial is not None and with_noise.renoise is not None
+    rest = replace(with_noise, embeddings=blue, chunks=3, switches=())
+    rest = replace(rest, initial=with_noise.initial[4:], renoise=with_noise.renoise[4:])
+    assert torch.equal(played(model, with_noise)[4:], played(model, rest))
+
+
+def test_own_timesteps_and_sigmas_are_used(model: Model, plain: ReferenceRun) -> None:
+    told = sampling.from_timesteps([1000, 500], [1.0, 0.6])
+    one = played(model, replace(plain, chunks=1, schedule=told))
+    other = played(model, replace(plain, chunks=1, schedule=sampling.from_timesteps([1000, 600], [1.0, 0.6])))
+    assert not torch.equal(one, other), "the model is told something else"
+    third = played(model, replace(plain, chunks=1, schedule=sampling.from_timesteps([1000, 500], [1.0, 0.5])))
+    assert not torch.equal(one, third), "the sampler mixes something else"
+
+
+@pytest.mark.parametrize(
+    ("switches", "kv_context", "words"),
+    [
+        ([(3, "forget")], "clean", "'forget'; it can be keep, flush, recache, reset"),
+        ([(0, "keep")], "clean", "at chunk 0, but must be after chunk 0"),
+        ([(7, "keep")], "clean", "at chunk 7, but must be after chunk 0 and before chunk 7, the end"),
+        ([(3, "keep"), (3, "keep")], "clean", "at chunk 3, but must be after chunk 3"),
+        ([(3, "recache")], "matched", "recache needs a KV context with a clean pass"),
+    ],
+)
+def test_switches_that_cannot_be_are_refused(
+    model: Model, plain: ReferenceRun, switches: list[tuple[int, str]], kv_context: str, words: str
+) -> None:
+    text = model.text.encode(BLUE)
+    with pytest.raises(ConfigError, match=words):
+        replace(plain, switches=tuple(Switch(at, text, policy) for at, policy in switches), kv_context=kv_context)
+
+
+def test_at_least_one_chunk(plain: ReferenceRun) -> None:
+    with pytest.raises(ConfigError, match="chunks is 0; at least 1"):
+        replace(plain, chunks=0)

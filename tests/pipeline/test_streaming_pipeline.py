@@ -1,0 +1,306 @@
+"""What the engine drives: frames in order, room respected, nothing of the past after a reset, errors in the open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from streamdiff.config import Config, ModelConfig, ServeConfig
+from streamdiff.errors import ConfigError
+from streamdiff.models.autoencoder.stepped_decoder import yuv420p
+from streamdiff.models.tiny import model as tiny
+from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.rank_loader import own_device
+from streamdiff.pipeline.streaming_pipeline import Frames, StreamingPipeline
+from tests.small import (
+    AUTOENCODER,
+    BLUE,
+    CPU,
+    LATENT_SIDE,
+    RED,
+    WHITE,
+    small_autoencoder,
+    small_decoder,
+    small_model,
+    small_parts,
+)
+
+MODEL = small_model(4)
+CHUNK = MODEL.spec.chunk_frames
+CONTEXTS = ("clean", "staircase", "matched")
+
+
+@pytest.fixture
+def runtime() -> Iterator[StreamingPipeline]:
+    made = StreamingPipeline(MODEL, CPU)
+    yield made
+    made.close()
+
+
+def open_session(
+    runtime: StreamingPipeline, session: int = 0, text: str = RED, kv_context: str = "clean", seed: int = 1
+) -> None:
+    runtime.open(session, runtime.text.encode(text), seed=seed, epoch=0, steps=4, kv_context=kv_context)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """As the product has it; with several, the last bit of a product of matrices depends on their number."""
+    torch.set_num_threads(1)
+
+
+def take(runtime: StreamingPipeline, session: int, chunks: int, room: int = 10 * CHUNK) -> list[Frames]:
+    """Pieces until `chunks` more chunks of the session are out; other sessions' pieces are dropped."""
+    pieces: list[Frames] = []
+    while sum(piece.last for piece in pieces) < chunks:
+        runtime.set_room(session, room)
+        pieces += [piece for piece in runtime.step(wait_s=5.0) if piece.session == session]
+    return pieces
+
+
+def drain(runtime: StreamingPipeline) -> list[Frames]:
+    """Run until nothing is left to do."""
+    pieces: list[Frames] = []
+    while runtime.busy:
+        pieces += runtime.step(wait_s=5.0)
+    return pieces
+
+
+def pictures(pieces: list[Frames]) -> np.ndarray:
+    return np.concatenate([piece.pictures for piece in pieces])
+
+
+@pytest.mark.parametrize("kv_context", CONTEXTS)
+def test_a_chunk_gives_its_frames_in_order(runtime: StreamingPipeline, kv_context: str) -> None:
+    open_session(runtime, kv_context=kv_context)
+    pieces = take(runtime, 0, 3)
+    assert [piece.chunk for piece in pieces] == sorted(piece.chunk for piece in pieces)
+    for chunk in range(3):
+        own = [piece for piece in pieces if piece.chunk == chunk]
+        assert sum(len(piece.pictures) for piece in own) == CHUNK
+        assert [piece.last for piece in own] == [False] * (len(own) - 1) + [True]
+        assert [piece.chunk_s is not None for piece in own] == [piece.last for piece in own]
+        assert own[-1].chunk_s is not None and own[-1].chunk_s > 0
+    first = pieces[0].pictures
+    assert first.dtype == np.uint8 and first.shape[1:] == (MODEL.spec.height, MODEL.spec.width, 3)
+
+
+def test_the_frames_are_the_decoded_latents(runtime: StreamingPipeline) -> None:
+    """Piecewise decoding on the decoding thread gives the pictures of decoding the finished latents whole."""
+    from benchmarks.rollout import rollout
+
+    open_session(runtime, seed=6)
+    got = pictures(take(runtime, 0, 3))[: 3 * CHUNK]
+    latents = rollout(MODEL, [RED], chunks=3, steps=4, kv_context="clean", seed=6)
+    clip = torch.cat([latents[chunk] for chunk in range(3)], 2)
+    expected = MODEL.decoder.decode(clip, MODEL.decoder.new_memory()).numpy()
+    assert np.abs(got.astype(int) - expected.astype(int)).max() <= 1
+    assert expected.std() > 1
+
+
+def test_no_room_no_frames_and_room_counts_what_is_under_way(runtime: StreamingPipeline) -> None:
+    open_session(runtime)
+    assert runtime.step() == [] and not runtime.busy
+    runtime.set_room(0, CHUNK - 1)
+    assert not runtime.busy and drain(runtime) == []
+    runtime.set_room(0, 2 * CHUNK + 1)
+    runtime.step()
+    runtime.set_room(0, 2 * CHUNK + 1)  # said again while a chunk is under way: still two chunks in all
+    pieces = drain(runtime)
+    assert sum(len(piece.pictures) for piece in pieces) == 2 * CHUNK
+    runtime.set_room(0, CHUNK)
+    assert {piece.chunk for piece in drain(runtime)} == {2}
+
+
+@pytest.mark.parametrize("kv_context", CONTEXTS)
+@pytest.mark.parametrize("trimmed", [0, 3])
+def test_exactly_the_minimum_lead_keeps_the_stream_going(kv_context: str, trimmed: int) -> None:
+    """Frames are shown one by one, and frames made but not shown never exceed the lead."""
+    autoencoder = small_autoencoder(0, replace(AUTOENCODER, frames_to_trim=trimmed))
+    parts = small_parts(4)
+    runtime = StreamingPipeline(replace(MODEL, decoder=small_decoder(autoencoder, parts.mean, parts.std)), CPU)
+    open_session(runtime, kv_context=kv_context)
+    lead = runtime.minimum_lead(steps=4, kv_context=kv_context)
+    made = shown = 0
+    while shown < 6 * CHUNK:
+        runtime.set_room(0, lead - (made - shown))
+        made += sum(len(piece.pictures) for piece in runtime.step(wait_s=5.0))
+        assert made - shown <= lead
+        if made > shown:
+            shown += 1
+        else:
+            assert runtime.busy, f"the stream stands still after {shown} frames"
+    if kv_context != "staircase":  # whose chunks in flight wait for followers
+        # What the trimmed first chunk did not show must not stay booked as frames under way.
+        drain(runtime)
+        runtime.set_room(0, CHUNK)
+        assert runtime.busy
+    runtime.close()
+
+
+def test_a_pause_stops_the_stream_and_its_end_goes_on_where_it_was(runtime: StreamingPipeline) -> None:
+    open_session(runtime)
+    before = take(runtime, 0, 1)
+    runtime.set_room(0, 10 * CHUNK)
+    runtime.step()
+    runtime.set_paused(0, True)
+    late = drain(runtime)
+    assert runtime.step() == [] and not runtime.busy
+    runtime.set_paused(0, False)
+    after = take(runtime, 0, 2)
+    got = pictures([*before, *late, *after])[: 3 * CHUNK]
+    fresh = StreamingPipeline(MODEL, CPU)
+    open_session(fresh)
+    assert np.array_equal(got, pictures(take(fresh, 0, 3))[: 3 * CHUNK])
+    fresh.close()
+
+
+def test_a_closed_session_gives_no_more_frames_even_in_the_middle_of_decoding(runtime: StreamingPipeline) -> None:
+    open_session(runtime, 0)
+    open_session(runtime, 1, BLUE)
+    while not runtime._pending:  # the thread that decodes may be faster than one look
+        runtime.set_room(0, CHUNK)
+        runtime._collect(0.0)
+        runtime.step()
+    runtime.close_session(0)
+    assert all(piece.session != 0 for piece in drain(runtime))
+    assert {piece.session for piece in take(runtime, 1, 1)} == {1}
+    open_session(runtime, 0, WHITE, seed=3)  # the slot can be used again
+    reopened = pictures(take(runtime, 0, 1))
+    fresh = StreamingPipeline(MODEL, CPU)
+    open_session(fresh, 0, WHITE, seed=3)
+    assert np.array_equal(reopened, pictures(take(fresh, 0, 1)))
+    fresh.close()
+
+
+@pytest.mark.parametrize("steps_before", [1, 4, 6, 9])
+@pytest.mark.parametrize("kv_context", ["clean", "staircase"])
+def test_after_a_reset_come_the_frames_of_a_fresh_stream(
+    runtime: StreamingPipeline, kv_context: str, steps_before: int
+) -> None:
+    open_session(runtime, text=RED, kv_context=kv_context)
+    for _ in range(steps_before):
+        runtime.set_room(0, 10 * CHUNK)
+        runtime.step()
+    runtime.reset(0, runtime.text.encode(BLUE), seed=9, epoch=4)
+    assert not runtime._ring.scheduler.has_work, "a reset session waits for room"
+    pieces = take(runtime, 0, 3)
+    assert {piece.epoch for piece in pieces} == {4} and pieces[0].chunk == 0
+    fresh = StreamingPipeline(MODEL, CPU)
+    open_session(fresh, text=BLUE, kv_context=kv_context, seed=9)
+    assert np.array_equal(pictures(pieces)[: 3 * CHUNK], pictures(take(fresh, 0, 3))[: 3 * CHUNK])
+    fresh.close()
+
+
+def test_a_prompt_change_leaves_the_frames_before_it_alone(runtime: StreamingPipeline) -> None:
+    open_session(runtime, seed=2)
+    pieces = take(runtime, 0, 2, room=2 * CHUNK)
+    runtime.set_conditioning(0, runtime.text.encode(BLUE), epoch=1)
+    pieces += take(runtime, 0, 4)
+    assert all(len({piece.epoch for piece in pieces if piece.chunk == chunk}) == 1 for chunk in range(6))
+    change = min(piece.chunk for piece in pieces if piece.epoch == 1)
+    assert 2 <= change <= 3
+    plain = StreamingPipeline(MODEL, CPU)
+    open_session(plain, seed=2)
+    expected, got = pictures(take(plain, 0, 6)), pictures(pieces)
+    plain.close()
+    assert np.array_equal(got[: change * CHUNK], expected[: change * CHUNK])
+    assert not np.array_equal(got[change * CHUNK :][:CHUNK], expected[change * CHUNK :][:CHUNK])
+
+
+def test_an_error_while_decoding_comes_out_of_step() -> None:
+    """A decoder for other latents than the model's: real parts that do not fit together."""
+    wrong = small_autoencoder(0, replace(AUTOENCODER, latent_channels=5))
+    runtime = StreamingPipeline(replace(MODEL, decoder=small_decoder(wrong, torch.zeros(5), torch.ones(5))), CPU)
+    open_session(runtime)
+    with pytest.raises(ValueError, match=r"expected \[B, 5, F, h, w\]"):
+        take(runtime, 0, 1)
+    runtime.close()
+
+
+@pytest.mark.parametrize(("steps", "kv_context", "match"), [(3, "clean", "steps is 3; .* 4, 2"), (4, "fog", "'fog'")])
+def test_bad_values_are_refused_and_leave_nothing_behind(
+    runtime: StreamingPipeline, steps: int, kv_context: str, match: str
+) -> None:
+    text = runtime.text.encode(RED)
+    with pytest.raises(ValueError, match=match):
+        runtime.open(0, text, seed=0, epoch=0, steps=steps, kv_context=kv_context)
+    open_session(runtime)
+    with pytest.raises(ValueError, match="session 0 is open already"):
+        open_session(runtime)
+    assert take(runtime, 0, 1)
+
+
+def test_info_says_what_runs_here(runtime: StreamingPipeline) -> None:
+    info = runtime.info
+    assert (info.width, info.height, info.chunk_frames) == (MODEL.spec.width, MODEL.spec.height, CHUNK)
+    assert (info.name, info.device, info.native_fps) == ("small-4", "cpu", 40.0)
+    assert info.steps == 4 and info.kv_context == "clean"
+
+
+def save_model(folder: Path) -> None:
+    parts = small_parts(7)
+    stream: dict[str, object] = {
+        "latent_height": LATENT_SIDE,
+        "latent_width": LATENT_SIDE,
+        "chunk_latents": 2,
+        "window_latents": 6,
+        "sink_latents": 0,
+        "native_fps": 40.0,
+        "shift": 5.0,
+        "steps": [4, 2],
+    }
+    tiny.save(folder, parts.autoencoder, parts.mean, parts.std, (parts.text, parts.transformer), stream)
+
+
+def test_a_server_may_have_yuv420_of_the_same_pictures(tmp_path: Path) -> None:
+    """Over the product's own way from its configuration; nobody else gets it."""
+    save_model(tmp_path)
+    model = ModelConfig(name=str(tmp_path), device="cpu")
+    made = []
+    for config in (
+        model,
+        Config(model=model, serve=ServeConfig(scale=1)).served_model(),
+        Config(model=model, serve=ServeConfig(scale=1, pictures="yuv420")).served_model(),
+    ):
+        runtime = load_runtime(config)
+        open_session(runtime)
+        made.append(pictures(take(runtime, 0, 2))[: 2 * CHUNK])  # the next chunk's first may have come with them
+        runtime.close()
+    rgb, automatic, planes = made
+    assert np.array_equal(rgb, automatic), "RGB on a CPU"
+    frames = torch.from_numpy(rgb).permute(0, 3, 1, 2).float()
+    assert planes.shape == (len(rgb), rgb.shape[1] * 3 // 2, rgb.shape[2]) and planes.std() > 5
+    assert np.abs(planes.astype(int) - yuv420p(frames).numpy()).max() <= 1
+
+
+def test_a_server_gets_rgb_where_pictures_are_enlarged_unless_it_asks() -> None:
+    def pictures(**serve: Any) -> str:
+        return Config(serve=ServeConfig(**serve)).served_model().pictures
+
+    assert [pictures(scale=1), pictures(scale=2), pictures(scale=2, pictures="yuv420")] == ["auto", "rgb", "yuv420"]
+
+
+def test_a_model_folder_is_loaded_and_warm(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    runtime = load_runtime(ModelConfig(name=str(tmp_path), device="cpu", steps=2))
+    assert runtime.info.steps == 2 and not runtime.busy
+    open_session(runtime)
+    assert len(pictures(take(runtime, 0, 1, room=CHUNK))) == CHUNK
+    runtime.close()
+
+
+def test_an_unknown_model_or_device_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        load_runtime(ModelConfig(name=str(tmp_path / "nowhere"), device="cpu"))
+    assert own_device("cpu") == CPU
+    if not torch.cuda.is_available():
+        assert own_device("auto") == CPU
+        with pytest.raises(ConfigError, match="no CUDA device"):
+            own_device("cuda")

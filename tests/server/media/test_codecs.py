@@ -1,0 +1,64 @@
+"""What can be encoded here, chosen by trying; formats and their limits."""
+
+from __future__ import annotations
+
+import av
+import pytest
+
+from streamdiff.errors import ConfigError
+from streamdiff.server.media import codecs
+from streamdiff.server.media.codecs import Format
+
+
+def test_both_codecs_are_here() -> None:
+    assert codecs.probe() == ("h264", "vp8")
+    assert codecs.fault("libx264") is None
+    assert codecs.fault("libvpx") is None
+
+
+def test_the_default_bit_rate_fits_size_and_pace() -> None:
+    assert Format(512, 512, 40.0).bitrate_bps == pytest.approx(3_670_016)
+    assert Format(128, 128, 40.0, 2).bitrate_bps == 1_000_000
+    assert Format(1920, 1080, 60.0).bitrate_bps == 12_000_000
+    assert Format(64, 64, 40.0, 1, 250_000).bitrate_bps == 250_000
+
+
+def test_an_odd_size_is_refused_before_anything_is_encoded() -> None:
+    with pytest.raises(ConfigError, match="even"):
+        Format(63, 64, 40.0, 1)
+    Format(63, 63, 40.0, 2)
+
+
+def test_nvenc_is_taken_only_where_it_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+    real = codecs.open_context
+
+    def open_context(codec: codecs.Codec, fmt: Format) -> object:
+        opened.append(codecs.library(codec, fmt))
+        if opened[-1] == "h264_nvenc":
+            raise av.error.PermissionError(1, "Operation not permitted")
+        return real(codec, fmt)
+
+    monkeypatch.setattr(codecs, "open_context", open_context)
+    assert codecs.choose_h264("auto") == "libx264"
+    assert opened == ["h264_nvenc", "libx264"]
+    assert codecs.choose_h264("nvenc") is None
+    opened.clear()
+    assert codecs.choose_h264("x264") == "libx264"
+    assert opened == ["libx264"], "what is not asked for is not tried"
+    with pytest.raises(ConfigError, match=r"Operation not permitted.*auto or x264"):
+        codecs.usable("auto", "nvenc")
+
+
+def test_what_is_offered_follows_the_wish() -> None:
+    for wanted, offered in [("auto", ("h264", "vp8")), ("h264", ("h264",)), ("vp8", ("vp8",))]:
+        assert codecs.usable(wanted, "x264") == (offered, "x264")
+    with pytest.raises(ConfigError, match=r"nvenc.*vp8"):
+        codecs.usable("vp8", "nvenc")
+
+
+def test_a_codec_that_cannot_be_made_is_refused_with_those_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codecs, "fault", lambda name: None if name == "libvpx" else "gone")
+    with pytest.raises(ConfigError, match=r"'h264'.*what can: vp8"):
+        codecs.usable("h264", "auto")
+    assert codecs.usable("auto", "auto")[0] == ("vp8",)

@@ -1,0 +1,371 @@
+"""Playout under virtual time: even, in order, nothing left out, exact for hours."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamdiff.server.media.playout import PlayoutBuffer, PlayoutSlot
+
+
+def frames(first: int, count: int) -> np.ndarray:
+    """Pictures that carry their own number."""
+    pictures = np.zeros((count, 2, 2, 3), np.uint8)
+    pictures[:] = (np.arange(first, first + count) % 256).astype(np.uint8)[:, None, None, None]
+    return pictures
+
+
+def take(playout: PlayoutBuffer, until_s: float, from_s: float = 0.0) -> list[tuple[float, PlayoutSlot]]:
+    """Everything due from `from_s` up to `until_s`, asked for at exactly the right moments."""
+    taken = []
+    while (next_s := playout.next_due_s) is not None and next_s <= until_s:
+        now_s = max(next_s, from_s)
+        due = playout.due(now_s)
+        if due is None and playout.next_due_s == next_s:
+            break
+        if due is not None:
+            taken.append((now_s, due))
+    return taken
+
+
+def test_nothing_is_due_before_the_first_frame() -> None:
+    playout = PlayoutBuffer(40)
+    assert playout.next_due_s is None
+    assert playout.due(1.0) is None
+    assert playout.latest is None
+
+
+def test_a_burst_is_spread_evenly() -> None:
+    playout = PlayoutBuffer(40)
+    playout.push(0, frames(0, 12))
+    taken = take(playout, 11 / 40)
+    assert [due.frame for _, due in taken] == list(range(12))
+    assert [int(due.picture[0, 0, 0]) for _, due in taken] == list(range(12))
+    assert [due.pts for _, due in taken] == [2250 * slot for slot in range(12)]
+    assert np.allclose(np.diff([now for now, _ in taken]), 1 / 40)
+    assert playout.passed_frames == playout.shown == 12
+    assert playout.repeated == 0
+
+
+def test_bursts_of_chunks_do_not_stall_with_a_start_buffer() -> None:
+    """Chunks of 12 frames every 0.3 s, each up to 0.1 s late."""
+    late_s = [0.0, 0.09, 0.02, 0.1, 0.0, 0.07, 0.1, 0.03]
+    repeated = {}
+    for start_frames in (1, 16):
+        playout = PlayoutBuffer(40, start_frames=start_frames)
+        before_s = 0.0
+        for chunk, late in enumerate(late_s):
+            take(playout, chunk * 0.3 + late, before_s)
+            before_s = chunk * 0.3 + late
+            playout.push(chunk * 12, frames(chunk * 12, 12))
+        assert playout.shown > 60
+        repeated[start_frames] = playout.repeated
+    assert repeated[1] > 0
+    assert repeated[16] == 0
+
+
+def live(seconds: float, chunk_s: Callable[[float], float], lead: int = 24) -> list[tuple[float, PlayoutSlot]]:
+    """An engine of chunks of 12 frames, handed over in three pieces, that keeps `lead` frames ahead at most."""
+    playout = PlayoutBuffer(40, start_frames=12)
+    taken: list[tuple[float, PlayoutSlot]] = []
+    made, begun_s, pushed_s = 0, 0.0, 0.0
+    while begun_s < seconds:
+        for piece in range(3):
+            at_s = begun_s + chunk_s(begun_s) * (0.8 + 0.1 * piece)
+            taken += take(playout, at_s, pushed_s)
+            playout.push(made, frames(made, 4))
+            pushed_s = at_s
+            made += 4
+        begun_s += chunk_s(begun_s)
+        while made - playout.passed_frames > lead - 12:
+            wait_s = playout.next_due_s
+            assert wait_s is not None
+            begun_s = max(begun_s, wait_s)
+            taken += take(playout, begun_s, pushed_s)
+    return taken
+
+
+def gaps(taken: list[tuple[float, PlayoutSlot]], from_s: float) -> list[int]:
+    """Slots from each new frame to the next."""
+    slots = [due.pts // 2250 for now_s, due in taken if now_s >= from_s and not due.repeated]
+    return [after - before for before, after in itertools.pairwise(slots)]
+
+
+@pytest.mark.parametrize("fps", [36, 30, 20, 10, 5])
+def test_a_slow_engine_is_followed_evenly(fps: float) -> None:
+    seen = gaps(live(60.0, lambda _: 12 / fps), from_s=10.0)
+    assert 40 * len(seen) / sum(seen) == pytest.approx(fps, rel=0.03)
+    # Evenly would be 40 / fps slots each; a chunk shown at full rate and then waited for leaves 480 / fps - 11.
+    assert max(seen) <= 1.5 * 40 / fps + 1.5
+
+
+@pytest.mark.parametrize("fps", [41, 45, 80])
+def test_an_engine_that_is_fast_enough_is_never_slowed_down(fps: float) -> None:
+    assert set(gaps(live(60.0, lambda _: 12 / fps), from_s=1.0)) == {1}
+
+
+def test_an_engine_that_was_slow_for_a_while_is_shown_at_full_rate_again() -> None:
+    taken = live(90.0, lambda now_s: 12 / (20 if 10 < now_s < 30 else 60))
+    assert max(gaps(taken, from_s=15.0)) <= 4
+    assert set(gaps(taken, from_s=40.0)) == {1}
+
+
+@pytest.mark.parametrize("stall_s", [0.5, 1.0, 2.0, 2.9, 3.5])
+def test_a_stall_of_a_fast_engine_is_forgotten_within_seconds(stall_s: float) -> None:
+    taken = live(60.0, lambda now_s: stall_s if 10 < now_s < 10.3 else 12 / 60)
+    assert set(gaps(taken, from_s=10.3 + stall_s + 6)) == {1}
+
+
+def test_a_stall_right_after_the_start_is_too() -> None:
+    taken = live(60.0, lambda now_s: 2.5 if now_s < 2.5 else 12 / 60)
+    assert set(gaps(taken, from_s=12.0)) == {1}
+
+
+def test_start_waits_for_the_start_buffer_but_not_for_ever() -> None:
+    playout = PlayoutBuffer(10, start_frames=5, start_wait_s=0.5)
+    playout.push(0, frames(0, 2))
+    assert playout.due(10.0) is None
+    assert playout.next_due_s == 10.5
+    assert playout.due(10.4) is None
+    first = playout.due(10.5)
+    assert first is not None and first.frame == 0
+    eager = PlayoutBuffer(10, start_frames=5)
+    eager.push(0, frames(0, 5))
+    assert eager.next_due_s == -math.inf
+    assert eager.due(10.0) is not None
+
+
+def test_a_dry_buffer_repeats_and_goes_on_at_once_a_little_slower() -> None:
+    playout = PlayoutBuffer(10, start_frames=3, start_wait_s=5)
+    playout.push(0, frames(0, 3))
+    taken = take(playout, 0.5)
+    assert [(due.frame, due.repeated) for _, due in taken] == [
+        (0, False), (1, False), (2, False), (2, True), (2, True), (2, True),
+    ]  # fmt: skip
+    assert playout.repeated == 3
+    playout.push(3, frames(3, 2))
+    later = take(playout, 0.9)
+    assert [(due.frame, due.repeated) for _, due in later] == [(3, False), (4, False), (4, True), (4, True)]
+    assert [due.pts for _, due in [*taken, *later]] == [9000 * slot for slot in range(10)]
+
+
+def test_after_a_long_stall_frames_gather_as_at_the_start() -> None:
+    playout = PlayoutBuffer(10, start_frames=3, start_wait_s=5)
+    playout.push(0, frames(0, 3))
+    take(playout, 10.0)
+    playout.push(3, frames(3, 2))
+    assert {due.frame for _, due in take(playout, 10.5)} == {2}
+    playout.push(5, frames(5, 1))
+    assert [(due.frame, due.repeated) for _, due in take(playout, 10.8)] == [(3, False), (4, False), (5, False)]
+
+
+def test_pause_holds_the_media_clock() -> None:
+    playout = PlayoutBuffer(10)
+    playout.push(0, frames(0, 10))
+    assert [due.frame for _, due in take(playout, 0.35)] == [0, 1, 2, 3]
+    playout.pause(0.35)
+    playout.pause(5.0)  # again: nothing
+    assert playout.paused
+    assert playout.next_due_s is None
+    assert playout.due(7.0) is None
+    playout.push(10, frames(10, 2))
+    playout.resume(100.35)
+    assert playout.next_due_s == pytest.approx(100.4)
+    due = playout.due(100.4)
+    assert due is not None and due.frame == 4 and due.pts == 4 * 9000
+    assert playout.slots_missed == playout.repeated == 0
+
+
+def test_reset_drops_what_waits_of_older_epochs_and_what_still_comes() -> None:
+    playout = PlayoutBuffer(10)
+    playout.push(0, frames(0, 6), epoch=1)
+    assert [due.frame for _, due in take(playout, 0.15)] == [0, 1]
+    assert playout.clear_before(2) == 4
+    assert (playout.buffered, playout.dropped, playout.passed_frames) == (0, 4, 6)
+    playout.push(6, frames(6, 2), epoch=1)  # was on its way
+    assert (playout.buffered, playout.dropped, playout.passed_frames) == (0, 6, 8)
+    repeated = playout.due(0.2)
+    assert repeated is not None and repeated.repeated and repeated.frame == 1
+    playout.push(8, frames(8, 2), epoch=2)
+    due = playout.due(0.3)
+    assert due is not None and (due.frame, due.epoch, due.pts) == (8, 2, 27000)
+    assert playout.clear_before(2) == 0, "its own epoch stays"
+
+
+def test_a_prompt_change_drops_nothing() -> None:
+    playout = PlayoutBuffer(10)
+    playout.push(0, frames(0, 3), epoch=1)
+    playout.push(3, frames(3, 3), epoch=2)
+    assert [(due.frame, due.epoch) for _, due in take(playout, 0.55)] == [
+        (0, 1), (1, 1), (2, 1), (3, 2), (4, 2), (5, 2),
+    ]  # fmt: skip
+
+
+def test_a_late_caller_catches_up_within_limits() -> None:
+    playout = PlayoutBuffer(40, catch_up_s=0.1)
+    playout.push(0, frames(0, 100))
+    assert playout.due(0.0) is not None
+    caught_up = [playout.due(0.1) for _ in range(5)]
+    assert [due.pts for due in caught_up if due] == [2250, 4500, 6750, 9000], "regular times, though asked late"
+    assert caught_up[4] is None
+    stalled = playout.due(10.0)
+    assert stalled is not None
+    assert stalled.frame == 5, "no frame is left out"
+    assert stalled.pts == 10 * 90_000, "but the media clock went on with real time"
+    assert playout.slots_missed == 395
+    assert playout.due(10.0) is None, "and there is no burst"
+
+
+def test_no_viewers_for_an_hour_then_one_joins() -> None:
+    playout = PlayoutBuffer(40)
+    playout.push(0, frames(0, 24))
+    last = [due for _, due in take(playout, 0.1)][-1]
+    joined = playout.due(3600.0)
+    assert joined is not None and joined.frame == last.frame + 1 and joined.pts > last.pts
+    assert playout.buffered == 24 - 6
+
+
+def test_a_clock_set_back_does_not_freeze_the_stream() -> None:
+    playout = PlayoutBuffer(40)
+    playout.push(0, frames(0, 10))
+    first, second = playout.due(1000.0), playout.due(1000.025)
+    assert first is not None and second is not None
+    assert playout.due(500.0) is None
+    assert playout.next_due_s == pytest.approx(500.025)
+    third = playout.due(playout.next_due_s)
+    assert third is not None and third.frame == 2 and third.pts == second.pts + 2250
+
+
+@pytest.mark.parametrize("now_s", [math.nan, math.inf, -math.inf])
+def test_a_time_that_is_not_one_is_refused_and_harmless(now_s: float) -> None:
+    playout = PlayoutBuffer(40)
+    playout.push(0, frames(0, 2))
+    for call in (playout.due, playout.pause, playout.resume):
+        with pytest.raises(ValueError, match="now_s"):
+            call(now_s)
+    due = playout.due(1.0)
+    assert due is not None and due.frame == 0
+
+
+@pytest.mark.parametrize("fps", [40, 30000 / 1001])
+def test_the_rate_is_exact_over_an_hour(fps: float) -> None:
+    playout = PlayoutBuffer(fps, capacity_frames=1000)
+    exact = Fraction(fps).limit_denominator(1001)
+    pictures = frames(0, 1000)
+    slots = math.floor(3600 * exact)
+    last, now_s = -1, 5.0
+    for slot in range(slots):
+        if slot % 1000 == 0:
+            playout.push(slot, pictures)
+        now_s = max(playout.next_due_s or 0.0, 5.0)
+        due = playout.due(now_s)
+        assert due is not None and due.pts > last and not due.repeated
+        last = due.pts
+    assert last == math.floor(90_000 * (slots - 1) / exact)
+    assert now_s == pytest.approx(5.0 + float((slots - 1) / exact), abs=1e-6)
+
+
+def test_more_than_the_capacity_drops_the_oldest_and_says_so() -> None:
+    playout = PlayoutBuffer(10, capacity_frames=4)
+    playout.push(0, frames(0, 6))
+    assert (playout.buffered, playout.dropped, playout.passed_frames) == (4, 2, 2)
+    due = playout.due(0.0)
+    assert due is not None and due.frame == 2
+
+
+def test_frames_cannot_come_twice() -> None:
+    playout = PlayoutBuffer(10)
+    playout.push(0, frames(0, 4))
+    with pytest.raises(ValueError, match="frames from 3"):
+        playout.push(3, frames(3, 2))
+    take(playout, 10)
+    with pytest.raises(ValueError, match="up to 3 came already"):
+        playout.push(2, frames(2, 1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"fps": 0}, {"fps": math.nan}, {"fps": -1}, {"fps": 10, "start_frames": 0}, {"fps": 10, "catch_up_s": -1},
+     {"fps": 10, "start_frames": 9, "capacity_frames": 8}],
+)  # fmt: skip
+def test_bad_settings_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError):
+        PlayoutBuffer(**options)  # type: ignore[arg-type]
+
+
+STEPS = st.one_of(
+    st.tuples(st.just("push"), st.integers(1, 12)),
+    st.tuples(st.just("ask"), st.floats(0, 0.2)),
+    st.tuples(st.just("jump"), st.floats(-5, 50)),
+    st.tuples(st.just("pause"), st.just(0)),
+    st.tuples(st.just("resume"), st.just(0)),
+    st.tuples(st.just("clear"), st.just(0)),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(STEPS, max_size=60), st.sampled_from([1, 4]), st.sampled_from([24.0, 29.97, 40.0]))
+def test_whatever_happens(steps: list[tuple[str, float]], start_frames: int, fps: float) -> None:
+    """In order, nothing left out but what was cleared, strictly increasing pts, bounded, no freeze."""
+    playout = PlayoutBuffer(fps, start_frames=start_frames, capacity_frames=48)
+    now_s, pushed, epoch, last_pts, new = 0.0, 0, 0, -1, []
+    for what, amount in steps:
+        if what == "push" and playout.buffered + amount <= 48:
+            playout.push(pushed, frames(pushed, int(amount)), epoch=epoch)
+            pushed += int(amount)
+        elif what in ("ask", "jump"):
+            now_s += amount
+            while due := playout.due(now_s):
+                assert due.pts > last_pts
+                last_pts = due.pts
+                if not due.repeated:
+                    new.append(due.frame)
+            next_s = playout.next_due_s
+            assert next_s is None or next_s > now_s
+            assert next_s is None or next_s <= now_s + max(0.5, 2.5 / fps), "something is due soon"
+        elif what == "pause":
+            playout.pause(now_s)
+        elif what == "resume":
+            playout.resume(now_s)
+        elif what == "clear":
+            epoch += 1
+            playout.clear_before(epoch)
+    assert new == sorted(set(new))
+    assert playout.shown == len(new)
+    assert playout.shown + playout.dropped + playout.buffered == pushed
+    assert playout.passed_frames == pushed - playout.buffered
+    assert playout.buffered <= 48
+
+
+@given(st.integers(1, 60), st.sampled_from([10.0, 24.0, 30.0, 59.94, 60.0, 120.0]))
+def test_another_rate_goes_on_from_the_next_slot(before: int, fps: float) -> None:
+    """No slot comes twice or early, the media clock never goes back, and the new rate is exact."""
+    playout = PlayoutBuffer(40)
+    playout.push(0, frames(0, 200))
+    first = take(playout, (before - 1) / 40)
+    next_s = playout.next_due_s
+    playout.set_fps(fps)
+    assert playout.next_due_s == pytest.approx(next_s)
+    second = take(playout, (next_s or 0) + 20.5 / fps)
+    assert len(first) == before and len(second) == 21
+    assert [due.frame for _, due in first + second] == list(range(before + 21))
+    stamps = [due.pts for _, due in first + second]
+    assert stamps[before] - stamps[before - 1] == 2250
+    assert np.allclose(np.diff(stamps[before:]), 90_000 / fps, atol=1)
+    assert np.allclose(np.diff([now_s for now_s, _ in second]), 1 / fps)
+
+
+def test_a_rate_that_cannot_be_is_refused_and_changes_nothing() -> None:
+    playout = PlayoutBuffer(40)
+    for fps in (0, -1, math.nan, math.inf, 1001):
+        with pytest.raises(ValueError, match="fps is"):
+            playout.set_fps(fps)
+    playout.push(0, frames(0, 4))
+    assert [due.pts for _, due in take(playout, 1)][:3] == [0, 2250, 4500]

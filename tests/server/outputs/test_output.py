@@ -1,0 +1,214 @@
+"""Recordings and pushes of a live session, against real receivers: PyAV that reads files, RTMP, UDP and TCP."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import av
+import numpy as np
+import psutil
+import pytest
+
+from streamdiff.config import Config, ServeConfig
+from streamdiff.errors import ConfigError
+from streamdiff.server.outputs import output as outputs
+from streamdiff.server.outputs import target as targets
+from streamdiff.video.reader import open_clip
+from tests.server.conftest import Site, open_site
+from tests.server.scripted import COLOURS, SIZE, Painter
+
+pytestmark = pytest.mark.slow
+
+RECEIVER = """
+import sys, av
+url, container, option = sys.argv[1:]
+options = {"listen": "1"} if option else {}
+with av.open(url, format=container, options=options) as source:
+    number = 0
+    for packet in source.demux(video=0):
+        try:
+            frames = packet.decode()
+        except av.error.InvalidDataError:  # it joined between two key frames
+            continue
+        for frame in frames:
+            number += 1
+            if number == 40:
+                print(*frame.to_ndarray(format="rgb24")[40, 40], frame.width, flush=True)
+                sys.exit()
+"""
+
+
+class Snow(Painter):
+    """Pictures that take all the bits there are."""
+
+    def _paint(self, stream: object, number: int) -> np.ndarray:
+        return np.random.default_rng().integers(0, 256, (SIZE, SIZE, 3)).astype(np.uint8)
+
+
+def _run(scene: object, *urls: str, painter: Painter | None = None) -> None:
+    async def main() -> None:
+        async with open_site(Config(serve=ServeConfig(outputs=list(urls))), painter) as site:
+            await scene(site)  # type: ignore[operator]
+
+    asyncio.run(main())
+
+
+def _free_port(kind: socket.SocketKind = socket.SOCK_STREAM) -> int:
+    with socket.socket(socket.AF_INET, kind) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def _receive(url: str, container: str, option: str = "") -> asyncio.subprocess.Process:
+    words = (sys.executable, "-c", RECEIVER, url, container, option)
+    return await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
+
+
+async def _is_received(receiver: asyncio.subprocess.Process) -> None:
+    try:
+        async with asyncio.timeout(40):
+            output, _ = await receiver.communicate()
+    finally:
+        if receiver.returncode is None:
+            receiver.kill()
+    *colour, width = (int(word) for word in output.split())
+    assert width == 256
+    assert np.abs(np.subtract(colour, COLOURS["red"])).max() < 30
+
+
+def _writers() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children() if "streamdiff.server.outputs.muxer" in each.cmdline()]
+
+
+def _states(site: Site) -> list[outputs.Sent]:
+    return site.services.outputs.states()
+
+
+def test_a_session_is_recorded_as_it_is_shown(tmp_path: Path) -> None:
+    files = [tmp_path / "show.mp4", tmp_path / "show.webm"]
+
+    async def scene(site: Site) -> None:
+        await site.until(lambda: all(sent.frames >= 60 for sent in _states(site)))
+        viewer = await site.watch()
+        await viewer.frame()
+        state = (await site.http.get("/api/state")).json()["outputs"]
+        assert [(each["name"], each["state"]) for each in state] == [("show.mp4", "sending"), ("show.webm", "sending")]
+        metrics = (await site.http.get("/metrics")).text
+        assert 'streamdiff_output_up{output="show.mp4"} 1.0' in metrics
+
+    _run(scene, *map(str, files))
+    assert not _writers()
+    for file in files:
+        frames = list(open_clip(file))
+        assert len(frames) >= 60
+        assert frames[0].shape == (256, 256, 3)
+        assert np.abs(frames[30][40, 40].astype(int) - COLOURS["red"]).max() < 30
+        with av.open(str(file)) as container:
+            times = [float(frame.time) for frame in container.decode(video=0)]
+        steps = np.diff(times)
+        assert times[0] == pytest.approx(0, abs=0.05)
+        assert (steps > 0).all()
+        assert np.median(steps) == pytest.approx(1 / 40, abs=0.002)
+
+
+@pytest.mark.parametrize(("scheme", "container"), [("rtmp", "flv"), ("udp", "mpegts"), ("tcp", "mpegts")])
+def test_a_session_is_pushed_and_comes_back_when_its_receiver_does(
+    scheme: str, container: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outputs, "BACK_OFF_S", (0.2,))
+    port = _free_port(socket.SOCK_DGRAM if scheme == "udp" else socket.SOCK_STREAM)
+    url = f"{scheme}://127.0.0.1:{port}" + ("/live/secret" if scheme == "rtmp" else "")
+    listening = url + ("?listen=1" if scheme == "tcp" else "")
+
+    async def scene(site: Site) -> None:
+        [sent] = _states(site)
+        for _ in range(2):
+            receiver = await _receive(listening, container, "listen" if scheme == "rtmp" else "")
+            await _is_received(receiver)
+            if scheme != "udp":  # nobody there is no news to UDP
+                restarts = sent.restarts
+                await site.until(lambda restarts=restarts: sent.restarts > restarts)
+                assert sent.reason
+        assert "secret" not in str((await site.http.get("/api/state")).json())
+        assert "secret" not in (await site.http.get("/metrics")).text
+
+    _run(scene, url)
+    assert not _writers()
+
+
+def test_a_writer_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
+    async def scene(site: Site) -> None:
+        [sent] = _states(site)
+        viewer = await site.watch()
+        await site.until(lambda: sent.frames > 20)
+        [writer] = _writers()
+        writer.send_signal(signal.SIGSTOP)
+        frames = sent.frames
+        await site.until(lambda: sent.dropped > 0)
+        stamps = [(await viewer.frame()).pts for _ in range(60)]
+        assert all(after - before == 2250 for before, after in pairwise(stamps[20:]))
+        writer.send_signal(signal.SIGCONT)
+        await site.until(lambda: sent.frames > frames + 100)
+        assert sent.restarts == 0
+
+    _run(scene, str(tmp_path / "show.mp4"), painter=Snow(chunk_s=0.02))
+    assert len(list(open_clip(tmp_path / "show.mp4"))) > 100
+
+
+@pytest.mark.parametrize("ending", [".mp4", ".webm"])
+def test_a_recording_that_breaks_off_can_be_played_and_is_not_written_over(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outputs, "BACK_OFF_S", (0.1,))
+
+    async def scene(site: Site) -> None:
+        [sent] = _states(site)
+        await site.until(lambda: sent.frames > 140)
+        [writer] = _writers()
+        writer.kill()
+        await site.until(lambda: sent.restarts == 1 and sent.state == "sending")
+        frames = sent.frames
+        await site.until(lambda: sent.frames > frames + 20)
+
+    _run(scene, str(tmp_path / f"show{ending}"))
+    assert len(list(open_clip(tmp_path / f"show{ending}"))) >= 40
+    assert len(list(open_clip(tmp_path / f"show-2{ending}"))) >= 20
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("show.avi", "no known kind.*mp4.*rtmp"),
+        ("ftp://example.org/x", "no known kind"),
+        ("rtmp:///live", "no host"),
+        ("/nowhere/at/all/show.mp4", "nowhere"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_at_once(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        targets.parse(text)
+
+
+def test_a_recording_never_replaces_a_file(tmp_path: Path) -> None:
+    (tmp_path / "show.mp4").write_text("precious")
+    with pytest.raises(ConfigError, match="exists"):
+        targets.parse(str(tmp_path / "show.mp4"))
+    with pytest.raises(ConfigError, match="twice"):
+        targets.parse_all([str(tmp_path / "a.mp4")] * 2)
+    two = targets.parse_all(["rtmp://host.example/live/key1", "rtmp://host.example/live/key2"])
+    assert [target.name for target in two] == ["rtmp://host.example", "rtmp://host.example #2"]
+
+
+def test_srt_is_taken_or_refused_as_this_pyav_has_it() -> None:
+    try:
+        av.open("srt://127.0.0.1:0", format="mpegts").close()
+    except av.error.ProtocolNotFoundError:
+        with pytest.raises(ConfigError, match="built without it"):
+            targets.parse("srt://127.0.0.1:9000")
+    except OSError:
+        assert targets.parse("srt://127.0.0.1:9000").container == "mpegts"

@@ -1,0 +1,203 @@
+"""A live session published over WHIP, against a media server made of aiortc."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import uvicorn
+from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
+from fastapi import FastAPI, Request, Response
+
+from streamdiff.config import Config, ServeConfig
+from streamdiff.errors import ConfigError
+from streamdiff.server.outputs import output, target
+from tests.server.conftest import Site, open_site, run_scene
+from tests.server.scripted import COLOURS
+
+pytestmark = pytest.mark.slow
+
+TOKEN, ROOM = "token/of this+test", "room-that-nobody-else-knows"
+
+
+@dataclass(eq=False)
+class MediaServer:
+    """Takes one publication at a time. `refusal`: what it answers instead, while it has one."""
+
+    port: int = 0
+    pc: RTCPeerConnection | None = None
+    track: Any = None
+    refusal: Response | None = None
+    redirected: bool = False
+    host: str = ""
+    """Where the publication is said to be; "": where it was asked for."""
+    heard: list[tuple[str, str, str]] = field(default_factory=list)
+
+    async def post(self, request: Request) -> Response:
+        self.heard.append(("POST", request.headers.get("authorization", ""), request.headers["content-type"]))
+        if self.refusal is not None:
+            return self.refusal
+        if not self.redirected:
+            self.redirected = True
+            return Response(status_code=307, headers={"Location": f"http://127.0.0.1:{self.port}/ingest"})
+        self.pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+        self.pc.on("track", lambda track: setattr(self, "track", track))
+        await self.pc.setRemoteDescription(RTCSessionDescription((await request.body()).decode(), "offer"))
+        await self.pc.setLocalDescription(await self.pc.createAnswer())
+        headers = {"Location": f"http://{self.host}:{self.port}/publications/1" if self.host else "/publications/1"}
+        return Response(self.pc.localDescription.sdp, 201, headers, media_type="application/sdp")
+
+    async def delete(self, request: Request) -> Response:
+        self.heard.append(("DELETE", request.headers.get("authorization", ""), ""))
+        return Response(status_code=200)
+
+    async def frame(self) -> np.ndarray:
+        """The next picture that comes in: uint8 `[H, W, 3]`."""
+        async with asyncio.timeout(20):
+            return np.asarray((await self.track.recv()).to_ndarray(format="rgb24"))
+
+
+@contextlib.asynccontextmanager
+async def media_server() -> AsyncIterator[MediaServer]:
+    taking = MediaServer()
+    app = FastAPI()
+    app.add_api_route(f"/whip/{ROOM}", taking.post, methods=["POST"])
+    app.add_api_route("/ingest", taking.post, methods=["POST"])
+    app.add_api_route("/publications/1", taking.delete, methods=["DELETE"])
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    serving = asyncio.create_task(server._serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    taking.port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield taking
+    finally:
+        if taking.pc is not None:
+            await taking.pc.close()
+        server.should_exit = True
+        await serving
+
+
+def _play(
+    scene: Callable[[Site, MediaServer], Awaitable[None]], after: Callable[[MediaServer], None], host: str = ""
+) -> None:
+    async def main() -> None:
+        async with media_server() as taking:
+            taking.host = host
+            url = f"whip+http://token%2Fof%20this%2Btest@127.0.0.1:{taking.port}/whip/{ROOM}"
+            async with open_site(Config(serve=ServeConfig(outputs=[url]))) as site:
+                await scene(site, taking)
+            after(taking)
+
+    asyncio.run(main())
+
+
+async def _key_frames(site: Site) -> float:
+    name = 'streamdiff_key_frames_total{codec="h264"}'
+    return float((await site.http.get("/metrics")).text.split(name)[1].split()[0])
+
+
+def _sent(site: Site) -> output.Sent:
+    [sent] = site.services.outputs.states()
+    return sent
+
+
+def test_a_session_is_published_and_comes_back_when_the_media_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "BACK_OFF_S", (0.2,))
+
+    async def scene(site: Site, taking: MediaServer) -> None:
+        for restarts in range(2):
+            await site.until(lambda: taking.track is not None)
+            for _ in range(30):
+                picture = await taking.frame()
+            assert picture.shape == (256, 256, 3)
+            assert np.abs(picture[40, 40].astype(int) - COLOURS["red"]).max() < 30
+            await site.until(lambda: _sent(site).state == "sending" and _sent(site).frames >= 30)
+            assert _sent(site).restarts == restarts
+            if restarts == 0:
+                assert taking.pc is not None
+                taking.track = None
+                await taking.pc.close()
+        assert site.services.viewers.count == 0
+        told = str((await site.http.get("/api/state")).json()) + (await site.http.get("/metrics")).text
+        assert "whip+http://127.0.0.1" in told
+        assert ROOM not in told
+        assert "token" not in told
+
+    def after(taking: MediaServer) -> None:
+        bearer = f"Bearer {TOKEN}"
+        post, delete = ("POST", bearer, "application/sdp"), ("DELETE", bearer, "")
+        assert taking.heard == [post, post, delete, post, delete]  # the first is sent on to another address
+
+    _play(scene, after)
+
+
+def test_the_token_is_not_sent_to_another_server_that_the_media_server_names() -> None:
+    async def scene(site: Site, taking: MediaServer) -> None:
+        await site.until(lambda: _sent(site).state == "sending")
+
+    def after(taking: MediaServer) -> None:
+        assert taking.heard[-1] == ("DELETE", "", "")
+
+    _play(scene, after, host="localhost")
+
+
+def test_a_lost_picture_is_made_good_by_a_key_frame() -> None:
+    async def scene(site: Site, taking: MediaServer) -> None:
+        await site.until(lambda: taking.track is not None)
+        await taking.frame()
+        assert taking.pc is not None
+        [receiver] = taking.pc.getReceivers()
+        before = await _key_frames(site)
+        await receiver._send_rtcp_pli(next(iter(receiver._RTCRtpReceiver__remote_streams)))
+        for _ in range(120):  # long before the next one that comes by itself
+            await taking.frame()
+        assert await _key_frames(site) > before
+
+    _play(scene, lambda taking: None)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "reason"),
+    [
+        (Response(status_code=403), "the media server answered 403 Forbidden"),
+        (Response("no sdp", 201, {"Location": "/publications/1"}), "the media server's answer cannot be used"),
+    ],
+    ids=["forbidden", "nonsense"],
+)
+def test_what_the_media_server_makes_impossible_is_told(
+    refusal: Response, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "BACK_OFF_S", (0.2,))
+
+    async def scene(site: Site, taking: MediaServer) -> None:
+        taking.refusal = refusal
+        await site.until(lambda: _sent(site).reason.startswith(reason))
+        taking.refusal = None
+        await site.until(lambda: taking.track is not None)
+        await taking.frame()
+
+    _play(scene, lambda taking: None)
+
+
+def test_nobody_there_is_told() -> None:
+    async def scene(site: Site) -> None:
+        await site.until(lambda: "cannot be reached (ConnectError)" in _sent(site).reason)
+
+    run_scene(scene, Config(serve=ServeConfig(outputs=["whip+http://127.0.0.1:9/x"])))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("whip+https:///x", "names no host"), ("whip+https://ann:secret@host.example/x", "takes a token")],
+)
+def test_an_address_that_says_no_server_or_too_much_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as error:
+        target.parse(text)
+    assert "secret" not in str(error.value)

@@ -1,0 +1,129 @@
+"""What the API's description promises, held against a running server: tokens, statuses, content types, bodies."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schemathesis import checks
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from streamdiff.config import Config, ServeConfig
+from streamdiff.server.routes.whep import SDP_TYPE, TRICKLE_TYPE
+from tests.server.conftest import Site, bearer, run_scene
+
+pytestmark = pytest.mark.slow
+VIEW, CONTROL = "a-token-to-watch-with", "a-token-to-steer-with"
+EVERYBODY: dict[str, list[str]] = {}
+
+
+def _locked(folder: Path) -> Config:
+    (folder / "v").write_text(VIEW)
+    (folder / "c").write_text(CONTROL)
+    files = {"view_token_file": str(folder / "v"), "control_token_file": str(folder / "c")}
+    # There is enough room, for 503 is a server error to schemathesis; and sessions that it opens do not stay.
+    return Config(serve=ServeConfig(**files, load=10.0, idle_s=1.0))
+
+
+def _operations(described: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    return [(path, method, each) for path, methods in described["paths"].items() for method, each in methods.items()]
+
+
+def _filled(path: str) -> str:
+    """An address of this kind, of the default session and of no viewer."""
+    return path.replace("{session}", "default").replace("{id}", "nobody")
+
+
+def test_each_operation_says_which_token_it_needs_and_needs_it(tmp_path: Path) -> None:
+    async def scene(site: Site) -> None:
+        described = (await site.http.get("/api/openapi.json")).json()
+        scheme = described["components"]["securitySchemes"]["token"]
+        assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+        assert "streamdiff.token." in scheme["description"], "and how a WebSocket shows it"
+        needs = set()
+        for path, method, operation in _operations(described):
+            said = [{"token": ["watch"]}, {"token": ["steer"]}]
+            [need] = [each["token"][0] for each in operation["security"] if each in said] or ["nothing"]
+            asks = need != "nothing" and EVERYBODY not in operation["security"]
+            refused = {}
+            for token in (None, VIEW):
+                kind = next(iter(operation.get("requestBody", {}).get("content", {})), "")
+                headers = bearer(token) | ({"Content-Type": kind} if kind else {})
+                answer = await site.http.request(method.upper(), _filled(path), headers=headers)
+                refused[token] = answer.status_code in (401, 403)
+            assert refused == {None: asks, VIEW: asks and need == "steer"}, (method, path)
+            needs.add((need, asks))
+        assert needs == {("nothing", False), ("watch", False), ("steer", False), ("watch", True), ("steer", True)}
+
+    run_scene(scene, _locked(tmp_path))
+
+
+def test_every_method_that_is_answered_is_described_and_no_other(tmp_path: Path) -> None:
+    async def scene(site: Site) -> None:
+        described = (await site.http.get("/api/openapi.json")).json()["paths"]
+        assert {"/whep", "/whep/{session}", "/whep/{session}/{id}", "/api/sessions", "/frame.jpg"} <= set(described)
+        for path, methods in described.items():
+            answered = {
+                method
+                for method in ("get", "head", "options", "post", "put", "patch", "delete")
+                if (await site.http.request(method, _filled(path))).status_code != 405
+            }
+            assert answered == set(methods), path
+
+    run_scene(scene, _locked(tmp_path))
+
+
+CHECKS = [
+    checks.not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+EXAMPLES = 12
+"""For each operation; some ten seconds for all."""
+
+
+def test_what_schemathesis_thinks_of_is_answered_as_described(tmp_path: Path) -> None:
+    """Requests made from the description, valid ones and others. Half of them are about the session that is there."""
+
+    async def scene(site: Site) -> None:
+        await site.until(lambda: site.services.hub.views[0].picture() is not None)
+        said = await asyncio.to_thread(_schemathesis, f"{site.base}/api/openapi.json")
+        assert {200, 201, 400, 404, 422} <= said, "and not only refused"
+
+    run_scene(scene, _locked(tmp_path))
+
+
+def _schemathesis(url: str) -> set[int]:
+    """Check every operation; returns the statuses that were answered."""
+    schemathesis.serializer.alias([SDP_TYPE, TRICKLE_TYPE], "text/plain")
+    said = set()
+    operations = [each.ok() for each in schemathesis.openapi.from_url(url).get_all_operations()]
+    for operation in sorted(operations, key=lambda each: each.method == "delete"):  # and the default session is gone
+        there = {"session": "default"} if "{session}" in operation.path else {}
+        ways = [
+            operation.as_strategy(generation_mode=mode, path_parameters=fixed, headers=bearer(CONTROL))
+            for mode in schemathesis.GenerationMode
+            for fixed in ({}, there)
+        ]
+
+        @settings(max_examples=EXAMPLES, database=None, derandomize=True, deadline=None)
+        @given(st.one_of(ways))
+        def check(case: schemathesis.Case) -> None:
+            response = case.call()
+            said.add(response.status_code)
+            case.validate_response(response, checks=CHECKS)
+
+        check()
+    return said

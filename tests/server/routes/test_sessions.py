@@ -1,0 +1,495 @@
+"""Sessions over HTTP in front of a real engine: opened, watched each by its own viewers, changed, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig, SessionConfig
+from streamdiff.engine.messages import Close, Open, SetLead, Shown
+from streamdiff.engine.process.main import _load_runtime
+from streamdiff.server.sessions import manager
+from streamdiff.server.sessions.control_schema import control_message
+from tests.server.conftest import Peer, Site, bearer, open_site
+from tests.server.scripted import CHUNK_FRAMES, Info, Painter
+from tests.server.webrtc.test_viewers import _colour, _is, _until_colour
+
+pytestmark = pytest.mark.slow
+
+
+def _run(scene: Callable[[Site], Awaitable[None]], painter: Painter | None = None, **serve: Any) -> None:
+    async def main() -> None:
+        async with open_site(Config(serve=ServeConfig(**serve)), painter) as site:
+            await scene(site)
+
+    asyncio.run(main())
+
+
+async def _open(site: Site, **body: Any) -> dict[str, Any]:
+    response = await site.http.post("/api/sessions", json=body)
+    assert response.status_code == 201, response.text
+    answer: dict[str, Any] = response.json()
+    answer["headers"] = bearer(answer["control_token"])
+    assert response.headers["location"] == f"/api/sessions/{answer['id']}"
+    return answer
+
+
+async def _watch(site: Site, session: str) -> Peer:
+    peer = await site.offer()
+    response = await site.post(peer, session=session)
+    assert response.status_code == 201, response.text
+    return peer
+
+
+def test_each_frame_reaches_its_own_session_s_viewers_only() -> None:
+    async def scene(site: Site) -> None:
+        blue, green = await _open(site, prompt="blue"), await _open(site, prompt="green", seed=5)
+        peers = {
+            "blue": await _watch(site, blue["id"]),
+            "green": await _watch(site, green["id"]),
+            "red": await site.watch(),
+        }
+        for _ in range(3 * CHUNK_FRAMES):
+            for name, peer in peers.items():
+                assert _is(_colour(await peer.frame()), name)
+        changed = await site.http.patch(
+            f"/api/sessions/{blue['id']}", json={"prompt": "yellow"}, headers=blue["headers"]
+        )
+        assert changed.json()["receipts"][0]["stage"] == "accepted"
+        await _until_colour(peers["blue"], "yellow")
+        assert _is(_colour(await peers["green"].frame()), "green")
+        assert _is(_colour(await peers["red"].frame()), "red")
+
+    _run(scene)
+
+
+def test_the_real_engine_shows_two_sessions_each_its_own_prompt() -> None:
+    """The embedded model: at night it is dark, over a meadow it is not."""
+
+    async def main() -> None:
+        runtime = _load_runtime(ModelConfig())
+        config = Config(
+            session=SessionConfig(prompt="a red circle moving right over a meadow"),
+            serve=ServeConfig(load=10.0, idle_s=None),
+            playback=PlaybackConfig(fps=2.0),
+        )
+        async with open_site(config, runtime) as site:  # type: ignore[arg-type]
+            night = await _open(site, prompt="a blue star moving up at night", fps=2)
+            dark, light = await _watch(site, night["id"]), await site.watch()
+            for _ in range(4):
+                pictures = [(await peer.frame()).to_ndarray(format="rgb24") for peer in (dark, light)]
+                assert np.median(pictures[0]) + 30 < np.median(pictures[1])
+            capacity = (await site.http.get("/api/sessions")).json()["capacity"]
+            assert capacity["work_s"] > 0 and capacity["share"] > 0 and capacity["sessions_fit"] > 1
+        runtime.close()
+
+    asyncio.run(main())
+
+
+def test_a_session_is_shown_listed_and_ended() -> None:
+    async def scene(site: Site) -> None:
+        opened = await _open(site, prompt=" a  blue star ", seed=7, size="128x128", steps=4, kv_context="clean", fps=20)
+        path = f"/api/sessions/{opened['id']}"
+        shown = (await site.http.get(path)).json()
+        for name, value in {"prompt": "a blue star", "seed": 7, "steps": 4, "fps": 20.0, "native_fps": 40.0}.items():
+            assert shown[name] == value
+        [sent] = [each for each in site.client.sent if isinstance(each, Open) and each.session == opened["id"]]
+        assert (sent.steps, sent.kv_context, sent.lead_frames) == (4, "clean", 12), "0.6 s at 20 frames per second"
+        listed = (await site.http.get("/api/sessions")).json()
+        assert [each["id"] for each in listed["sessions"]] == ["default", opened["id"]]
+        peer = await _watch(site, opened["id"])
+        await peer.message({"type": "hello"})
+        assert (await site.http.delete(path, headers=opened["headers"])).status_code == 200
+        assert (await peer.message({"type": "session_ended"}))["reason"] == "deleted"
+        await site.until(lambda: site.services.viewers.count == 0)
+        assert (await site.http.delete(path)).status_code == 200, "twice is fine"
+        for response in (
+            await site.http.get(path),
+            await site.http.patch(path, json={"prompt": "red"}),
+            await site.http.post(f"{path}/pause"),
+            await site.post(await site.offer(), session=opened["id"]),
+        ):
+            assert (response.status_code, response.json()["reason"]) == (410, "deleted")
+        assert (await site.http.get("/api/sessions/nobody")).status_code == 404
+        assert (await site.http.delete("/api/sessions/nobody")).status_code == 404
+        assert 'session="' + opened["id"] not in (await site.http.get("/metrics")).text
+        assert Close(opened["id"]) in site.client.sent
+
+    _run(scene)
+
+
+def test_pause_resume_and_reset() -> None:
+    async def scene(site: Site) -> None:
+        opened = await _open(site, prompt="green")
+        path = f"/api/sessions/{opened['id']}"
+
+        async def post(act: str) -> dict[str, Any]:
+            answer: dict[str, Any] = (await site.http.post(f"{path}/{act}", headers=opened["headers"])).json()
+            return answer
+
+        assert (await post("pause"))["session"]["paused"] is True
+        assert (await post("resume"))["session"]["paused"] is False
+        before = (await site.http.get(path)).json()["rev"]
+        reset = await post("reset")
+        assert (reset["receipts"][0]["kind"], reset["session"]["rev"]) == ("reset", before + 1)
+
+    _run(scene)
+
+
+def test_the_state_tells_which_switches_a_session_can_have() -> None:
+    async def scene(site: Site) -> None:
+        matched = await _open(site, prompt="green", kv_context="matched")
+        state = (await site.http.get("/api/state", params={"session": matched["id"]})).json()["state"]
+        assert (state["session"], state["switches"]) == (matched["id"], ["keep", "flush", "reset"])
+        change = {"prompt": "blue", "switch": "recache"}
+        refused = await site.http.patch(f"/api/sessions/{matched['id']}", json=change, headers=matched["headers"])
+        assert (refused.status_code, refused.json()["field"]) == (422, "switch")
+        default = (await site.http.get("/api/state")).json()["state"]
+        assert default["switches"] == ["keep", "recache", "flush", "reset"]
+
+    _run(scene)
+
+
+def test_a_prompt_that_does_not_say_does_to_the_past_what_the_model_was_made_for() -> None:
+    async def scene(site: Site) -> None:
+        for kv_context, own in (("clean", "recache"), ("matched", "keep")):  # which cannot be in the other
+            opened = await _open(site, prompt="green", kv_context=kv_context)
+            state = (await site.http.get("/api/state", params={"session": opened["id"]})).json()["state"]
+            assert state["switches"][0] == own
+            path = f"/api/sessions/{opened['id']}"
+            changed = await site.http.patch(path, json={"prompt": "blue"}, headers=opened["headers"])
+            [receipt] = changed.json()["receipts"]
+            assert (receipt["kind"], receipt["switch"]) == ("prompt", own)
+
+    _run(scene, Painter(chunk_s=0.01, info=replace(Info(), switch="recache")))
+
+
+def test_what_a_change_may_hold() -> None:
+    painter = Painter(chunk_s=0.02)
+
+    async def scene(site: Site) -> None:
+        opened = await _open(site, prompt="green")
+        session, path = opened["id"], f"/api/sessions/{opened['id']}"
+
+        async def patch(**change: Any) -> httpx.Response:
+            return await site.http.patch(path, json=change, headers=opened["headers"])
+
+        answer = await patch(prompt="blue", switch="flush", seed=9, fps=30)
+        assert [receipt["kind"] for receipt in answer.json()["receipts"]] == ["fps", "prompt", "reset"]
+        after = answer.json()["session"]
+        assert (after["prompt"], after["seed"], after["fps"]) == ("blue", 9, 30.0)
+        assert SetLead(session, 18) in site.client.sent
+        peer = await _watch(site, session)
+        await _until_colour(peer, "blue")
+        [receipt] = (await patch(prompt="yellow", switch="recache")).json()["receipts"]
+        assert receipt["switch"] == "recache"
+        await _until_colour(peer, "yellow")
+        await patch(prompt="purple", switch="reset")
+        await _until_colour(peer, "purple")
+        assert painter.switches[-1] == "recache", "and a reset is none"
+        stale = await patch(prompt="red", if_rev=after["rev"])
+        assert (stale.status_code, stale.json()["code"], stale.json()["field"]) == (409, "conflict", "if_rev")
+        now = (await site.http.get(path)).json()
+        assert now["prompt"] == "purple"
+        assert (await patch(prompt="red", if_rev=now["rev"])).status_code == 200
+
+    _run(scene, painter)
+
+
+BAD_NEW = [
+    (b"{", 400, ""),
+    (b"\xff\xfe", 400, ""),
+    (b"[]", 422, ""),
+    (b'{"promt": "red"}', 422, "promt"),
+    (b'{"prompt": ""}', 422, "prompt"),
+    (b'{"prompt": " \\n"}', 422, "prompt"),
+    (b'{"prompt": 5}', 422, "prompt"),
+    (b'{"prompt": "a\\u0000b"}', 422, "prompt"),
+    (b'{"prompt": "' + b"x" * 2001 + b'"}', 422, "prompt"),
+    (b'{"seed": -1}', 422, "seed"),
+    (b'{"seed": "7"}', 422, "seed"),
+    (b'{"seed": 0.5}', 422, "seed"),
+    (b'{"size": "64x64"}', 422, "size"),
+    (b'{"steps": 3}', 422, "steps"),
+    (b'{"steps": 0}', 422, "steps"),
+    (b'{"kv_context": "dirty"}', 422, "kv_context"),
+    (b'{"fps": 0}', 422, "fps"),
+    (b'{"fps": NaN}', 422, "fps"),
+    (b'{"fps": 1000}', 422, "fps"),
+    (b'{"prompt": "' + b"x" * 300_000 + b'"}', 413, ""),
+]
+BAD_CHANGE = [
+    (b"{}", 422, ""),
+    (b"", 422, ""),
+    (b'{"switch": "flush"}', 422, "switch"),
+    (b'{"prompt": "red", "switch": "explode"}', 422, "switch"),
+    (b'{"steps": 3}', 422, "steps"),
+    (b'{"steps": 0}', 422, "steps"),
+    (b'{"steps": 2.0}', 422, "steps"),
+    (b'{"steps": "2"}', 422, "steps"),
+    (b'{"steps": 2, "prompt": ""}', 422, "prompt"),
+    (b'{"prompt": "red", "strength": 1}', 422, "strength"),
+    (b'{"if_rev": -1, "prompt": "red"}', 422, "if_rev"),
+]
+
+
+def test_bad_bodies_name_the_field_and_change_nothing() -> None:
+    async def scene(site: Site) -> None:
+        headers = {"Content-Type": "application/json"}
+        before = (await site.http.get("/api/sessions")).json()["sessions"]
+        for method, path, table in (
+            ("POST", "/api/sessions", BAD_NEW), ("PATCH", "/api/sessions/default", BAD_CHANGE)
+        ):  # fmt: skip
+            for body, status, field in table:
+                response = await site.http.request(method, path, content=body, headers=headers)
+                assert response.status_code == status, (body[:60], response.text)
+                assert response.headers["content-type"] == "application/problem+json"
+                assert response.json().get("field", "") == field, (body[:60], response.text)
+        assert (await site.http.post("/api/sessions", content=b"prompt=red")).status_code == 415
+        after = (await site.http.get("/api/sessions")).json()["sessions"]
+        assert [(each["id"], each["rev"]) for each in after] == [(each["id"], each["rev"]) for each in before]
+
+    _run(scene)
+
+
+def test_prompts_of_emoji_and_of_control_characters() -> None:
+    async def scene(site: Site) -> None:
+        session = await _open(site, prompt="blue \U0001f98a\U0001f469\u200d\U0001f680 \x1b[31m\r\n\t end\x7f")
+        assert session["prompt"] == "blue \U0001f98a\U0001f469\u200d\U0001f680 [31m end"
+        peer = await _watch(site, session["id"])
+        assert _is(_colour(await peer.frame()), "blue")
+
+    _run(scene)
+
+
+def test_of_a_hundred_opens_exactly_the_free_places_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A chunk of 8 frames is 0.02 s of work and 0.2 s of video: a tenth of the time. Nine fit into 0.9, one is there.
+    monkeypatch.setattr(manager, "RESERVED_S", 3600.0)  # however busy the machine is
+
+    async def scene(site: Site) -> None:
+        await site.http.get("/healthz")
+        tasks, files = len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))
+        peer = await site.watch()
+        await peer.frame()
+        assert (await site.http.get("/api/sessions")).json()["capacity"]["room"] == 8
+        async with httpx.AsyncClient(base_url=site.base, timeout=60, limits=httpx.Limits(max_connections=100)) as http:
+            answers = await asyncio.gather(*(http.post("/api/sessions", json={"prompt": "blue"}) for _ in range(100)))
+        opened = [answer.json() for answer in answers if answer.status_code == 201]
+        refused = [answer for answer in answers if answer.status_code == 503]
+        assert (len(opened), len(refused)) == (8, 92)
+        for answer in refused:
+            assert answer.json()["code"] == "time"
+            assert 1 <= int(answer.headers["retry-after"]) <= 60
+        assert 'streamdiff_sessions_refused_total{reason="time"} 92.0' in (await site.http.get("/metrics")).text
+        for session in opened:
+            await site.http.delete(f"/api/sessions/{session['id']}", headers=bearer(session["control_token"]))
+        assert (await site.http.get("/api/sessions")).json()["capacity"]["room"] == 8
+        assert _is(_colour(await peer.frame()), "red"), "and the stream goes on"
+        await peer.pc.close()
+        await site.until(lambda: site.services.viewers.count == 0)
+        await site.until(lambda: len(asyncio.all_tasks()) <= tasks + 2)
+        await site.until(lambda: len(os.listdir("/proc/self/fd")) <= files + 2)
+
+    _run(scene)
+
+
+class Overloaded(Painter):
+    """Measures that one session at the usual rate takes ten times the engine's time."""
+
+    def work_s(self) -> float:
+        return 10 * self.info.chunk_frames / self.info.native_fps
+
+
+def test_a_session_that_nobody_watches_takes_no_time_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager, "RESERVED_S", 0.0)
+
+    async def scene(site: Site) -> None:
+        first = await _open(site, fps=1)
+        second = await _open(site, fps=40)  # the first is not watched either
+        capacity = (await site.http.get("/api/sessions")).json()["capacity"]
+        assert (capacity["share"], capacity["room"]) == (0.0, 1)
+        await (await _watch(site, second["id"])).frame()
+        refused = await site.http.post("/api/sessions", json={"fps": 1})
+        assert (refused.status_code, refused.json()["code"]) == (503, "time"), "somebody watches now"
+        assert "play (1) take" in refused.json()["detail"]
+        paused = await site.http.post(f"/api/sessions/{second['id']}/pause", headers=second["headers"])
+        assert paused.status_code == 200
+        refused = await site.http.post("/api/sessions", json={"fps": 1})
+        assert (refused.status_code, refused.json()["code"]) == (503, "time"), "who watches may go on at any time"
+        assert (await site.http.get(f"/api/sessions/{first['id']}")).status_code == 200
+
+    _run(scene, Overloaded(chunk_s=0.02))
+
+
+def test_a_session_that_does_not_fit_in_memory_is_refused_with_the_reason() -> None:
+    async def scene(site: Site) -> None:
+        await _open(site)
+        refused = await site.http.post("/api/sessions", json={})
+        assert (refused.status_code, refused.json()["code"]) == (503, "memory")
+        assert "retry-after" in refused.headers
+        assert len((await site.http.get("/api/sessions")).json()["sessions"]) == 2
+
+    _run(scene, Painter(chunk_s=0.01, fits=2))
+
+
+def test_faster_playback_needs_room_too() -> None:
+    async def scene(site: Site) -> None:
+        await (await site.watch()).frame()
+        slow = await _open(site, fps=4)
+        response = await site.http.patch(f"/api/sessions/{slow['id']}", json={"fps": 120}, headers=slow["headers"])
+        assert (response.status_code, response.json()["code"], response.json()["field"]) == (503, "no_capacity", "fps")
+        assert (await site.http.get(f"/api/sessions/{slow['id']}")).json()["fps"] == 4.0
+
+    _run(scene, Painter(chunk_s=0.1))  # the default session takes half of the time
+
+
+def test_steps_change_while_it_plays_and_what_holds_is_told() -> None:
+    async def scene(site: Site) -> None:
+        opened = await _open(site, prompt="green")
+        session, path = opened["id"], f"/api/sessions/{opened['id']}"
+        assert (opened["steps"], opened["steps_known"]) == (4, [4, 2])
+        peer = await _watch(site, session)
+        await _until_corner(peer, white=False)
+
+        async def patch(**change: Any) -> httpx.Response:
+            return await site.http.patch(path, json=change, headers=opened["headers"])
+
+        answer = (await patch(steps=2, prompt="blue")).json()
+        assert [(receipt["kind"], receipt["stage"]) for receipt in answer["receipts"]] == [
+            ("steps", "accepted"),
+            ("prompt", "accepted"),
+        ]
+        steps, prompt = answer["receipts"]
+        assert steps["epoch"] < prompt["epoch"]
+        after = answer["session"]
+        assert (after["steps"], after["prompt"], after["rev"]) == (2, "blue", opened["rev"] + 2)
+        assert after["share"] == pytest.approx(opened["share"] * 3 / 5, abs=1e-4), "what it asks of the engine follows"
+        await _until_corner(peer, white=True)
+        refused = await patch(steps=3, fps=10)
+        assert (refused.status_code, refused.json()["field"]) == (422, "steps")
+        assert refused.json()["detail"] == "`steps` is 3; the model scripted has 4, 2."
+        now = (await site.http.get(path)).json()
+        assert (now["steps"], now["fps"], now["rev"]) == (2, after["fps"], after["rev"]), "and nothing has changed"
+        await patch(steps=4)
+        await _until_corner(peer, white=False)
+
+    _run(scene, Painter(chunk_s=0.02))
+
+
+async def _until_corner(peer: Peer, *, white: bool) -> None:
+    """Wait until the pictures show that chunks have fewer steps than usual, or that they have not."""
+    for _ in range(400):
+        corner = (await peer.frame()).to_ndarray(format="rgb24")[4:20, 4:20]
+        if (corner.min() > 200) == white:
+            return
+    raise AssertionError(f"the corner never became {'white' if white else 'coloured'}")
+
+
+def test_more_steps_need_room_too() -> None:
+    async def scene(site: Site) -> None:
+        await (await site.watch()).frame()
+        few = await _open(site, steps=2, fps=40)
+        path = f"/api/sessions/{few['id']}"
+        response = await site.http.patch(path, json={"steps": 4}, headers=few["headers"])
+        answer = response.json()
+        assert (response.status_code, answer["code"], answer["field"]) == (503, "no_capacity", "steps")
+        assert (await site.http.get(path)).json()["steps"] == 2
+
+    _run(scene, Painter(chunk_s=0.1))  # the default session takes half of the time, this one 0.3 or half
+
+
+def test_no_session_is_opened_while_draining() -> None:
+    async def scene(site: Site) -> None:
+        site.services.hub.draining = True
+        refused = await site.http.post("/api/sessions", json={})
+        assert (refused.status_code, refused.json()["code"]) == (503, "draining")
+        assert (await site.http.get("/readyz")).status_code == 503
+        peer = await site.watch()
+        assert _is(_colour(await peer.frame()), "red"), "those there go on"
+
+    _run(scene)
+
+
+def test_a_session_that_nobody_watches_ends_and_the_default_one_stays() -> None:
+    async def scene(site: Site) -> None:
+        session = await _open(site, prompt="blue")
+        manager = site.services.hub
+        await site.until(lambda: manager.end_of(session["id"]) == "idle")
+        assert [view.session for view in manager.views] == ["default"]
+        gone = await site.http.get(f"/api/sessions/{session['id']}")
+        assert (gone.status_code, gone.json()["reason"]) == (410, "idle")
+
+    _run(scene, idle_s=0.2)
+
+
+def test_a_session_has_a_longest_life_even_when_watched() -> None:
+    async def scene(site: Site) -> None:
+        session = await _open(site, prompt="blue")
+        peer = await _watch(site, session["id"])
+        assert (await peer.message({"type": "session_ended"}))["reason"] == "lifetime"
+        assert site.services.hub.end_of(session["id"]) == "lifetime"
+
+    _run(scene, lifetime_s=2.0)
+
+
+def test_a_session_without_viewers_stops_and_goes_on_when_somebody_joins() -> None:
+    async def scene(site: Site) -> None:
+        view = site.services.hub.view("default")
+        assert view is not None
+        first = await site.watch()
+        await first.frame()
+        await first.pc.close()
+        await site.until(lambda: not view.watched)
+        left = view.stats()["frame"]
+        await site.until(lambda: view.stats()["frame"] >= left + 4)  # the grace time
+        await site.until(lambda: view.idle)
+        stopped, reports = view.stats()["frame"], len(_reports(site))
+        await site.until(lambda: not site.client.busy)
+        assert view.stats()["frame"] == stopped
+        assert len(_reports(site)) <= reports + 1
+        second = await site.watch()
+        await second.frame()
+        await site.until(lambda: view.stats()["frame"] > stopped + CHUNK_FRAMES)
+
+    _run(scene, grace_s=0.3)
+
+
+def _reports(site: Site) -> list[Shown]:
+    return [command for command in site.client.sent if isinstance(command, Shown)]
+
+
+def test_the_description_of_the_api_names_every_address() -> None:
+    async def scene(site: Site) -> None:
+        described = (await site.http.get("/api/openapi.json")).json()
+        assert {"get", "post"} <= set(described["paths"]["/api/sessions"])
+        assert {"get", "patch", "delete"} <= set(described["paths"]["/api/sessions/{session}"])
+        for act in ("pause", "resume", "reset"):
+            assert "post" in described["paths"][f"/api/sessions/{{session}}/{act}"]
+        body = described["paths"]["/api/sessions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert set(body["properties"]) == {"prompt", "seed", "size", "steps", "kv_context", "fps"}
+        change = described["paths"]["/api/sessions/{session}"]["patch"]["requestBody"]["content"]["application/json"]
+        assert set(change["schema"]["properties"]) == {"if_rev", "fps", "steps", "prompt", "switch", "seed"}
+        answers = described["paths"]["/api/sessions"]["post"]["responses"]
+        assert set(answers) >= {"201", "400", "401", "403", "413", "415", "422", "429", "503"}
+        watch = described["paths"]["/whep/{session}"]["post"]
+        assert [each["name"] for each in watch["parameters"]] == ["session", "codec", "client"]
+        assert list(watch["requestBody"]["content"]) == ["application/sdp"]
+        assert set(watch["responses"]) >= {"201", "400", "401", "404", "410", "413", "415", "422", "429", "503"}
+        viewer = described["paths"]["/whep/{session}/{id}"]
+        assert {"204", "404", "429"} <= set(viewer["patch"]["responses"])
+        assert {"200", "404", "429"} <= set(viewer["delete"]["responses"])
+        control = described["paths"]["/api/control"]["post"]
+        # The framework leaves out `"default": null`.
+        said = json.dumps(control_message())
+        same = json.loads(said, object_hook=lambda each: {key: each[key] for key in each if each[key] is not None})
+        assert control["requestBody"]["content"]["application/json"]["schema"] == same
+
+    _run(scene)

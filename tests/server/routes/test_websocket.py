@@ -1,0 +1,287 @@
+"""Control over a WebSocket: the schema of the data channel, roles, origins, and readers that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from streamdiff.config import Config, ServeConfig
+from streamdiff.server import app_state
+from streamdiff.server.routes import websocket
+from tests.server.conftest import Site, bearer, run_scene
+from tests.server.socket_client import SocketClient
+from tests.server.webrtc.test_viewers import _colour, _is, _until_colour
+
+pytestmark = pytest.mark.slow
+PATH = "/api/sessions/default/control"
+VIEW, CONTROL = "a-token-to-watch-with", "a-token-to-steer-with"
+
+
+def _locked(tmp_path: Path) -> Config:
+    (tmp_path / "v").write_text(VIEW)
+    (tmp_path / "c").write_text(CONTROL)
+    return Config(serve=ServeConfig(view_token_file=str(tmp_path / "v"), control_token_file=str(tmp_path / "c")))
+
+
+def test_receipts_follow_a_prompt_to_the_screen() -> None:
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        socket = await SocketClient.connect(site.base, PATH, protocols=("streamdiff",))
+        assert (socket.status, socket.subprotocol) == (101, "streamdiff")
+        hello = await socket.message({"type": "hello", "role": "controller"})
+        assert hello["state"]["session"] == "default"
+        await socket.message({"type": "stats"})
+        socket.send({"type": "prompt", "prompt": "blue", "switch": "flush", "id": "mine"})
+        stages = [await socket.message({"type": "receipt", "id": "mine"}) for _ in range(3)]
+        assert [each["stage"] for each in stages] == ["accepted", "applied", "shown"]
+        assert stages[0]["epoch"] == stages[2]["epoch"]
+        assert stages[1]["chunk"] == stages[2]["chunk"] > 0
+        assert stages[2]["pts"] > 0
+        await _until_colour(peer, "blue")
+        await socket.close()
+        await site.until(lambda: site.services.sockets.count == 0)
+
+    run_scene(scene)
+
+
+def test_receipts_follow_steps_to_the_screen_beside_a_prompt() -> None:
+    """Of two numbers of steps the latest holds; a prompt between them does too."""
+
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        await peer.frame()
+        socket = await SocketClient.connect(site.base, PATH)
+        socket.send({"type": "steps", "steps": 3, "id": "none such"})
+        error = await socket.message({"type": "error", "id": "none such"})
+        assert (error["code"], error["field"]) == ("out_of_range", "steps")
+        assert error["message"] == "`steps` is 3; the model scripted has 4, 2."
+        socket.send({"type": "pause", "id": "hold"})
+        await socket.message({"type": "receipt", "id": "hold"})
+        for name, message in {
+            "first": {"type": "steps", "steps": 2},
+            "text": {"type": "prompt", "prompt": "blue"},
+            "second": {"type": "steps", "steps": 4},
+            "last": {"type": "steps", "steps": 2},
+        }.items():
+            socket.send({**message, "id": name})
+            await socket.message({"type": "receipt", "id": name, "stage": "accepted"})
+        socket.send({"type": "resume", "id": "on"})
+        ends = {name: await socket.message({"type": "receipt", "id": name}) for name in ("first", "text", "second")}
+        assert [ends[name]["stage"] for name in ends] == ["superseded", "applied", "superseded"]
+        applied = await socket.message({"type": "receipt", "id": "last"})
+        assert (applied["stage"], applied["chunk"]) == ("applied", ends["text"]["chunk"])
+        for name in ("text", "last"):
+            shown = await socket.message({"type": "receipt", "id": name})
+            assert (shown["stage"], shown["pts"] > 0) == ("shown", True)
+        socket.send({"type": "get", "id": "get"})
+        assert (await socket.message({"type": "state", "id": "get"}))["steps"] == 2
+        await socket.close()
+
+    run_scene(scene)
+
+
+def test_everything_can_be_asked_for_while_it_plays() -> None:
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        await peer.frame()
+        socket = await SocketClient.connect(site.base, PATH)
+        for number, (message, state) in enumerate(
+            [
+                ({"type": "fps", "fps": 25}, {"fps": 25.0}),
+                ({"type": "pause"}, {"paused": True}),
+                ({"type": "resume"}, {"paused": False}),
+                ({"type": "reset", "seed": 5}, {"seed": 5}),
+                ({"type": "steps", "steps": 2}, {"steps": 2, "steps_known": [4, 2]}),
+            ]
+        ):
+            socket.send({**message, "id": number})
+            assert await socket.message({"type": "receipt", "id": number, "stage": "accepted"})
+            socket.send({"type": "get", "id": f"get {number}"})
+            assert state.items() <= (await socket.message({"type": "state", "id": f"get {number}"})).items()
+        frame = (await socket.message({"type": "stats"}))["frame"]
+        while (await socket.message({"type": "stats"}))["frame"] < frame + 20:
+            await peer.frame()
+        await socket.close()
+
+    run_scene(scene)
+
+
+def test_bad_messages_are_answered_and_a_long_one_ends_it() -> None:
+    async def scene(site: Site) -> None:
+        socket = await SocketClient.connect(site.base, PATH)
+        for text, code in [("{", "bad_json"), ("[]", "bad_message"), (b"\0", "binary"), ("x" * 17_000, "too_large")]:
+            socket.send(text)
+            assert await socket.message({"type": "error", "code": code})
+        for number in range(120):
+            socket.send({"type": "ping", "id": number})
+        assert await socket.message({"type": "error", "code": "rate_limited"})
+        socket.send("x" * 1_000_000)
+        assert await socket.until_closed() == 1009
+        assert (await site.http.get("/readyz")).status_code == 200
+
+    run_scene(scene)
+
+
+def test_two_controllers_the_last_one_wins_and_a_stale_one_is_told() -> None:
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        one, two = [await SocketClient.connect(site.base, PATH) for _ in range(2)]
+        rev = (await two.message({"type": "hello"}))["state"]["rev"]
+        one.send({"type": "prompt", "prompt": "green", "id": 1})
+        assert (await two.message({"type": "state", "prompt": "green"}))["rev"] > rev, "everybody hears of it"
+        two.send({"type": "prompt", "prompt": "yellow", "id": 2, "if_rev": rev})
+        assert (await two.message({"type": "error", "id": 2}))["code"] == "conflict"
+        two.send({"type": "prompt", "prompt": "purple", "id": 3})
+        await two.message({"type": "receipt", "id": 3, "stage": "shown"})
+        await _until_colour(peer, "purple")
+        await asyncio.gather(one.close(), two.close())
+
+    run_scene(scene)
+
+
+def test_a_page_of_another_origin_cannot_steer() -> None:
+    async def scene(site: Site) -> None:
+        for origin in ("https://evil.example", "null", site.base + ".evil.example"):
+            refused = await SocketClient.connect(site.base, PATH, headers={"Origin": origin})
+            assert (refused.status, refused.problem["code"]) == (403, "origin")
+            await refused.close()
+            for path in ("/api/control", "/api/sessions", "/api/sessions/default/pause"):
+                answer = await site.http.post(path, json={"type": "pause"}, headers={"Origin": origin})
+                assert (answer.status_code, answer.json()["code"]) == (403, "origin")
+        assert (await site.http.get("/api/state")).json()["state"]["paused"] is False
+        for origin in (site.base, "https://friend.example"):
+            own = await SocketClient.connect(site.base, PATH, headers={"Origin": origin})
+            assert own.status == 101
+            await own.close()
+        own_post = await site.http.post("/api/sessions/default/pause", headers={"Origin": site.base})
+        assert own_post.status_code == 200
+
+    run_scene(scene, Config(serve=ServeConfig(cors_origins=["https://friend.example"])))
+
+
+def test_viewers_read_only(tmp_path: Path) -> None:
+    async def scene(site: Site) -> None:
+        assert (await site.http.get("/")).status_code == 200, "the page holds no secret"
+        assert (await site.http.get("/healthz")).status_code == 200
+        for path in ("/api/state", "/frame.jpg", "/api/sessions", "/api/sessions/default", "/metrics"):
+            for headers in ({}, bearer("wrong-token-of-length"), {"Authorization": "Basic eDp5"}):
+                answer = await site.http.get(path, headers=headers)
+                assert (answer.status_code, "Bearer" in answer.headers["www-authenticate"]) == (401, True), path
+            assert (await site.http.get(path, headers=bearer(VIEW))).status_code == 200
+        for method, path, body in (
+            ("POST", "/api/sessions", {}),
+            ("POST", "/api/control", {"type": "pause"}),
+            ("PATCH", "/api/sessions/default", {"prompt": "blue"}),
+            ("POST", "/api/sessions/default/pause", None),
+            ("DELETE", "/api/sessions/default", None),
+        ):
+            assert (await site.http.request(method, path, json=body)).status_code == 401
+            answer = await site.http.request(method, path, json=body, headers=bearer(VIEW))
+            assert (answer.status_code, answer.json()["code"]) == (403, "forbidden")
+        assert (await site.post(await site.offer())).status_code == 401
+        refused = await SocketClient.connect(site.base, PATH)
+        assert (refused.status, refused.problem["code"]) == (401, "token")
+        await refused.close()
+
+        watches, steers = await site.offer(), await site.offer()
+        assert (await site.post(watches, token=VIEW)).status_code == 201
+        assert (await site.post(steers, token=CONTROL)).status_code == 201
+        assert (await watches.message({"type": "hello"}))["role"] == "viewer"
+        watches.channel.send(json.dumps({"type": "prompt", "prompt": "blue", "id": 1}))
+        assert (await watches.message({"type": "error", "id": 1}))["code"] == "forbidden"
+        watches.channel.send(json.dumps({"type": "ping", "id": 2}))
+        assert await watches.message({"type": "pong", "id": 2})
+        assert _is(_colour(await watches.frame()), "red")
+        await steers.message({"type": "hello", "role": "controller"})
+        steers.channel.send(json.dumps({"type": "prompt", "prompt": "green", "id": 3}))
+        await _until_colour(watches, "green")
+
+        reads = await SocketClient.connect(site.base, PATH, headers=bearer(VIEW))
+        reads.send({"type": "pause", "id": 4})
+        assert (await reads.message({"type": "error", "id": 4}))["code"] == "forbidden"
+        page = await SocketClient.connect(site.base, PATH, protocols=("streamdiff", f"streamdiff.token.{CONTROL}"))
+        assert page.subprotocol == "streamdiff"
+        page.send({"type": "pause", "id": 5})
+        assert await page.message({"type": "receipt", "id": 5, "stage": "accepted"})
+        await asyncio.gather(reads.close(), page.close())
+
+    run_scene(scene, _locked(tmp_path))
+
+
+def test_each_session_has_a_controller_of_its_own(tmp_path: Path) -> None:
+    async def scene(site: Site) -> None:
+        opened = [(await site.http.post("/api/sessions", json={}, headers=bearer(CONTROL))).json() for _ in range(2)]
+        mine, other = opened
+        path = f"/api/sessions/{mine['id']}"
+        for token, status in (
+            (None, 401),
+            (mine["view_token"], 403),
+            (other["control_token"], 401),
+            (mine["control_token"], 200),
+            (CONTROL, 200),
+        ):
+            answer = await site.http.patch(path, json={"prompt": "blue"}, headers=bearer(token))
+            assert answer.status_code == status, answer.text
+        assert "control_token" not in (await site.http.get(path, headers=bearer(CONTROL))).text
+        assert (await site.http.get("/api/sessions", headers=bearer(mine["control_token"]))).status_code == 401
+        assert (await site.http.delete(path, headers=bearer(mine["control_token"]))).status_code == 200
+
+    run_scene(scene, _locked(tmp_path))
+
+
+def test_a_reader_that_does_not_read_is_let_go_and_others_hear_on() -> None:
+    async def scene(site: Site) -> None:
+        view = site.services.hub.view("default")
+        assert view is not None
+        reads = await SocketClient.connect(site.base, PATH)
+        stuck = await SocketClient.connect(site.base, PATH, receive_bytes=4096)
+        assert site.services.sockets.count == 2
+        for number in range(2000):
+            view.say({"type": "pad", "number": number, "pad": "x" * 50_000})
+            await reads.message({"type": "pad", "number": number})
+            if site.services.sockets.count == 1:
+                break
+        assert site.services.sockets.count == 1, "200 messages of 50 KB are more than a kernel takes in"
+        assert 'sockets_ended_total{end="slow"} 1.0' in (await site.http.get("/metrics")).text
+        reads.send({"type": "ping", "id": 1})
+        assert await reads.message({"type": "pong", "id": 1})
+        assert websocket.MAX_BUFFERED_BYTES < 1024 * 1024
+        await asyncio.gather(reads.close(), stuck.close())
+
+    run_scene(scene)
+
+
+def test_so_many_connections_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_state, "MAX_SOCKETS", 3)
+
+    async def scene(site: Site) -> None:
+        sockets = [await SocketClient.connect(site.base, PATH) for _ in range(4)]
+        assert [socket.status for socket in sockets] == [101, 101, 101, 503]
+        assert sockets[3].problem["code"] == "sockets"
+        await sockets[0].close()
+        await site.until(lambda: site.services.sockets.count == 2)
+        again = await SocketClient.connect(site.base, PATH)
+        assert again.status == 101
+        await asyncio.gather(*(socket.close() for socket in (*sockets, again)))
+
+    run_scene(scene, Config(serve=ServeConfig(address_share=1.0)))
+
+
+def test_the_end_of_a_session_ends_its_sockets() -> None:
+    async def scene(site: Site) -> None:
+        opened = (await site.http.post("/api/sessions", json={})).json()
+        socket = await SocketClient.connect(site.base, opened["control"])
+        assert (await socket.message({"type": "hello"}))["role"] == "viewer"
+        await site.http.delete(f"/api/sessions/{opened['id']}", headers=bearer(opened["control_token"]))
+        assert (await socket.message({"type": "session_ended"}))["reason"] == "deleted"
+        assert await socket.until_closed() == 1000
+        gone = await SocketClient.connect(site.base, opened["control"])
+        assert gone.status == 410
+        unknown = await SocketClient.connect(site.base, "/api/sessions/nobody/control")
+        assert unknown.status == 404
+        await asyncio.gather(socket.close(), gone.close(), unknown.close())
+
+    run_scene(scene)

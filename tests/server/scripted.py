@@ -1,0 +1,275 @@
+"""A pipeline that paints instead of computing, behind the real engine process: what the serve tests and the browser
+test run against. `python -m tests.serve.scripted serve ...` is `streamdiff serve` with this pipeline.
+
+The background is the prompt's last known colour word. A white bar, one frame wide per frame, marks time, and a square
+in the upper right corner what the last prompt did to the past, unless it kept it. With fewer steps than usual a chunk
+takes less time, and the upper left corner is white.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig
+from streamdiff.engine.messages import SWITCHES
+from streamdiff.engine.process import main as engine_main
+from streamdiff.engine.process import private_folder
+from streamdiff.engine.process.engine_process import EngineProcess
+from streamdiff.errors import RequestError
+from streamdiff.models.catalogue import entries
+from streamdiff.server import main as server
+
+COLOURS = {
+    "red": (214, 48, 49),
+    "green": (39, 160, 80),
+    "blue": (40, 80, 220),
+    "yellow": (240, 210, 60),
+    "purple": (140, 60, 190),
+    "orange": (235, 130, 40),
+}
+MARKS = {"recache": (255, 255, 255), "flush": (0, 0, 0), "reset": (240, 60, 240)}
+SIZE = 128
+CHUNK_FRAMES = 8
+
+
+@dataclass(frozen=True)
+class Info:
+    name: str = "scripted"
+    device: str = "cpu"
+    width: int = SIZE
+    height: int = SIZE
+    native_fps: float = 40.0
+    chunk_frames: int = CHUNK_FRAMES
+    steps: int = 4
+    kv_context: str = "clean"
+    steps_known: tuple[int, ...] = (4, 2)
+    switch: str = "keep"
+
+
+@dataclass(frozen=True)
+class Reading:
+    text: str
+    notice: str = ""
+
+
+@dataclass(frozen=True)
+class Text:
+    examples: tuple[str, ...] = ("a red circle moving right", "a blue star on grass", "a yellow square moving up")
+    vocabulary: str = "colours: " + ", ".join(COLOURS)
+    slow: bool = False
+
+    def read(self, prompt: str, previous: str | None) -> Reading:
+        known = [word for word in prompt.lower().replace(",", " ").split() if word in COLOURS]
+        if known:
+            return Reading(prompt)
+        text = previous or "a red circle"
+        return Reading(text, f"None of these words is known here, so the picture stays. Try {', '.join(COLOURS)}.")
+
+    def encode(self, text: str) -> tuple[int, int, int]:
+        known = [word for word in text.lower().replace(",", " ").split() if word in COLOURS]
+        return COLOURS[known[-1]] if known else COLOURS["red"]
+
+
+@dataclass(frozen=True)
+class Made:
+    session: int
+    chunk: int
+    epoch: int
+    pictures: NDArray[np.uint8]
+    last: bool
+    chunk_s: float | None
+
+
+@dataclass
+class _Stream:
+    colour: tuple[int, int, int]
+    epoch: int
+    room: int = 0
+    paused: bool = False
+    chunk: int = 0
+    time: int = 0
+    seed: int = 0
+    kv_context: str = "clean"
+    steps: int = Info.steps
+    mark: tuple[int, int, int] | None = None
+
+
+@dataclass
+class Painter:
+    """Makes a chunk of every stream that has room, `chunk_s` seconds apart."""
+
+    chunk_s: float = 0.05
+    die_after_chunks: int | None = None
+    fits: int | None = None
+    shares: tuple[float, ...] = ()
+    switches: list[str] = field(default_factory=list)
+    info: Info = Info()
+    text: Text = Text()
+    _streams: dict[int, _Stream] = field(default_factory=dict)
+    _made: int = 0
+
+    def minimum_lead(self, *, steps: int, kv_context: str) -> int:
+        return self.info.chunk_frames
+
+    def open(self, session: int, conditioning: object, *, seed: int, epoch: int, steps: int, kv_context: str) -> None:
+        if steps not in self.info.steps_known:
+            raise RequestError("steps", f"steps is {steps}; the painter has {self.info.steps_known}")
+        if self.fits is not None and len(self._streams) >= self.fits:
+            raise RequestError("session", f"only {self.fits} paintings fit", "memory")
+        self._streams[session] = _Stream(conditioning, epoch, seed=seed, kv_context=kv_context, steps=steps)  # type: ignore[arg-type]
+
+    def check_switch(self, session: int, switch: str) -> None:
+        matched = self._streams[session].kv_context == "matched"
+        if switch not in (("keep", "flush", "reset") if matched else SWITCHES):
+            raise RequestError("switch", f"the painter cannot {switch}")
+
+    def set_conditioning(self, session: int, conditioning: object, *, epoch: int, switch: str = "keep") -> None:
+        stream = self._streams[session]
+        stream.colour, stream.epoch = conditioning, epoch  # type: ignore[assignment]
+        stream.mark = MARKS.get(switch)
+        self.switches.append(switch)
+
+    def check_steps(self, session: int, steps: int) -> None:
+        if steps not in self.info.steps_known:
+            raise RequestError("steps", f"steps is {steps}; the painter has {self.info.steps_known}")
+
+    def set_steps(self, session: int, steps: int, *, epoch: int) -> None:
+        self._streams[session].steps, self._streams[session].epoch = steps, epoch
+
+    def reset(self, session: int, conditioning: object, *, seed: int, epoch: int) -> None:
+        stream = self._streams[session]
+        stream.colour, stream.epoch, stream.seed = conditioning, epoch, seed  # type: ignore[assignment]
+        stream.chunk = stream.time = 0
+        stream.mark = MARKS["reset"]
+
+    def set_paused(self, session: int, paused: bool) -> None:
+        self._streams[session].paused = paused
+
+    def set_room(self, session: int, frames: int) -> None:
+        self._streams[session].room = frames
+
+    def close_session(self, session: int) -> None:
+        del self._streams[session]
+
+    def _ready(self) -> deque[int]:
+        return deque(
+            slot for slot, each in self._streams.items() if not each.paused and each.room >= self.info.chunk_frames
+        )
+
+    def step(self, wait_s: float = 0.0) -> list[Made]:
+        made = []
+        for slot in self._ready():
+            stream = self._streams[slot]
+            chunk_s = self.chunk_s * (stream.steps + 1) / (self.info.steps + 1)
+            time.sleep(chunk_s)
+            pictures = np.stack([self._paint(stream, number) for number in range(self.info.chunk_frames)])
+            made.append(Made(slot, stream.chunk, stream.epoch, pictures, True, chunk_s))
+            stream.chunk += 1
+            self._made += 1
+            if self._made == self.die_after_chunks:
+                raise RuntimeError("the painter ran out of paint")
+        return made
+
+    def _paint(self, stream: _Stream, number: int) -> NDArray[np.uint8]:
+        picture = np.empty((SIZE, SIZE, 3), np.uint8)
+        picture[:] = stream.colour
+        at = (stream.chunk * self.info.chunk_frames + number + stream.seed) * 2 % SIZE
+        picture[SIZE - 24 : SIZE - 8, at : at + 8] = 255
+        if stream.steps < self.info.steps:
+            picture[:24, :24] = 255
+        if stream.mark is not None:
+            picture[:24, -24:] = stream.mark
+        return picture
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._ready())
+
+    def check(self, wait_s: float = 0.0) -> None:
+        """A painter fails only while it paints."""
+
+    def occupancy(self) -> list[float]:
+        return list(self.shares)
+
+    def busy_s(self) -> list[float]:
+        return [self._made * self.chunk_s]
+
+    def work_s(self) -> float | None:
+        return self.chunk_s
+
+    def sessions_fit(self) -> int | None:
+        return self.fits
+
+    def close(self) -> None:
+        self._streams.clear()
+
+
+def load(config: ModelConfig, painter: Painter) -> Painter:
+    if "GATE" in os.environ:  # a FIFO: the engine starts when somebody writes to it
+        Path(os.environ["GATE"]).read_bytes()
+    return painter
+
+
+def main() -> int:
+    """`serve`: a whole server. Anything else: the engine process of one."""
+    if sys.argv[1] != "serve":
+        name = _model_config().name
+        dies = int(name.split("-")[1]) if name.startswith("dies-") else None
+        return engine_main.main(load=partial(load, painter=Painter(die_after_chunks=dies)))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--max-viewers", type=int, default=32)
+    parser.add_argument("--codec", default="auto")
+    parser.add_argument("--name", default="scripted")
+    parser.add_argument("--control-token-file")
+    parser.add_argument("--view-token-file")
+    parser.add_argument("--cors-origins", nargs="*", default=[])
+    parser.add_argument("--drain-s", type=float, default=0.0)
+    parser.add_argument("--restarts", type=int, default=5)
+    parser.add_argument("--insecure", action="store_true")
+    parser.add_argument("--log-prompts", action="store_true")
+    parser.add_argument("--log-format", default="text")
+    parser.add_argument("--no-browser", action="store_true")
+    arguments = parser.parse_args()
+    serve = ServeConfig(
+        host=arguments.host,
+        port=arguments.port,
+        max_viewers=arguments.max_viewers,
+        codec=arguments.codec,
+        control_token_file=arguments.control_token_file,
+        view_token_file=arguments.view_token_file,
+        cors_origins=arguments.cors_origins,
+        drain_s=arguments.drain_s,
+        restarts=arguments.restarts,
+        insecure=arguments.insecure,
+        log_prompts=arguments.log_prompts,
+        log_format=arguments.log_format,
+        open_browser=not arguments.no_browser,
+    )
+    config = Config(serve=serve, playback=PlaybackConfig(), model=ModelConfig(name=arguments.name))
+    published = {} if arguments.name in entries.entries() else {"fetch": _nothing}
+    return server.run(config, supervise=partial(EngineProcess, module="tests.server.scripted"), **published)
+
+
+async def _nothing(config: ModelConfig, tell: object) -> None:
+    """A painter needs no files."""
+
+
+def _model_config() -> ModelConfig:
+    return private_folder.read_config(Path(sys.argv[sys.argv.index("--address") + 1])).model
+
+
+if __name__ == "__main__":
+    sys.exit(main())

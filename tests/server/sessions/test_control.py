@@ -1,0 +1,292 @@
+"""The validator of messages, and the book of open requests."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamdiff.server.sessions.control import ControlError, ControlMessage, parse
+from streamdiff.server.sessions.receipts import RequestTracker
+
+
+@pytest.mark.parametrize(
+    ("message", "control"),
+    [
+        (
+            {"type": "prompt", "prompt": " a \n red\tcircle ", "id": 7},
+            ControlMessage("prompt", 7, prompt="a red circle"),
+        ),
+        ({"type": "prompt", "prompt": "x" * 2000, "id": "abc"}, ControlMessage("prompt", "abc", prompt="x" * 2000)),
+        ({"type": "reset"}, ControlMessage("reset")),
+        ({"type": "reset", "seed": 2**31 - 1}, ControlMessage("reset", seed=2**31 - 1)),
+        ({"type": "pause", "id": "x" * 64}, ControlMessage("pause", "x" * 64)),
+        ({"type": "resume", "id": None, "if_rev": None}, ControlMessage("resume", None)),
+        ({"type": "ping", "id": -(2**53) + 1}, ControlMessage("ping", -(2**53) + 1)),
+        ({"type": "ping"}, ControlMessage("ping", None)),
+    ],
+)
+def test_good_messages(message: dict[str, object], control: ControlMessage) -> None:
+    assert parse(json.dumps(message)) == control
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "field"),
+    [
+        ("", "bad_json", ""),
+        ("{", "bad_json", ""),
+        ('{"type": "reset", "seed": NaN}', "bad_json", ""),
+        ('{"type": "reset", "seed": -Infinity}', "bad_json", ""),
+        ("[" * 100_000, "bad_json", ""),
+        ("[]", "bad_message", ""),
+        ("null", "bad_message", ""),
+        ("{}", "unknown_type", "type"),
+        ('{"type": "explode"}', "unknown_type", "type"),
+        ('{"type": ["prompt"]}', "unknown_type", "type"),
+        ('{"type": "pause", "strength": 1}', "unknown_field", "strength"),
+        ('{"type": "pause", "\\ud800": 1}', "bad_json", ""),
+        ('{"type": "ping", "id": "\\udfff"}', "bad_json", ""),
+        ('{"type": "ping", "id": true}', "out_of_range", "id"),
+        ('{"type": "ping", "id": 2.5}', "out_of_range", "id"),
+        ('{"type": "ping", "id": 1e300}', "out_of_range", "id"),
+        ('{"type": "ping", "id": 9007199254740993}', "out_of_range", "id"),
+        ('{"type": "ping", "id": ' + "9" * 4000 + "}", "out_of_range", "id"),
+        ('{"type": "ping", "id": {"a": 1}}', "out_of_range", "id"),
+        (json.dumps({"type": "ping", "id": "x" * 65}), "out_of_range", "id"),
+        ('{"type": "ping", "' + "x" * 15_000 + '": 1}', "unknown_field", "x" * 40),
+        ('{"type": "prompt"}', "bad_prompt", "prompt"),
+        ('{"type": "prompt", "prompt": 5}', "bad_prompt", "prompt"),
+        ('{"type": "prompt", "prompt": ""}', "bad_prompt", "prompt"),
+        ('{"type": "prompt", "prompt": " \\n\\t\\u00a0 "}', "bad_prompt", "prompt"),
+        ('{"type": "prompt", "prompt": "a\\u0000b"}', "bad_prompt", "prompt"),
+        ('{"type": "prompt", "prompt": "a\\ud800b"}', "bad_json", ""),
+        (json.dumps({"type": "prompt", "prompt": "x" * 2001}), "bad_prompt", "prompt"),
+        ('{"type": "reset", "seed": -1}', "out_of_range", "seed"),
+        ('{"type": "reset", "seed": 2147483648}', "out_of_range", "seed"),
+        ('{"type": "reset", "seed": 1e999}', "out_of_range", "seed"),
+        ('{"type": "reset", "seed": 0.5}', "out_of_range", "seed"),
+        ('{"type": "reset", "seed": true}', "out_of_range", "seed"),
+        ('{"type": "reset", "seed": "7"}', "out_of_range", "seed"),
+    ],
+)
+def test_bad_messages_name_the_field(text: str, code: str, field: str) -> None:
+    with pytest.raises(ControlError) as caught:
+        parse(text)
+    assert (caught.value.code, caught.value.field) == (code, field)
+    assert len(str(caught.value)) < 300
+
+
+def test_an_error_carries_the_id_of_its_message() -> None:
+    with pytest.raises(ControlError) as caught:
+        parse('{"type": "prompt", "id": 12}')
+    assert caught.value.id == 12
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(), lambda each: st.lists(each) | st.dictionaries(st.text(), each)
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(_json)
+def test_any_json_is_a_control_or_a_control_error(value: object) -> None:
+    try:
+        parse(json.dumps(value))
+    except ControlError as error:
+        assert error.code
+
+
+@given(st.text())
+def test_a_prompt_that_passes_has_no_odd_space(text: str) -> None:
+    try:
+        prompt = parse(json.dumps({"type": "prompt", "prompt": text})).prompt
+    except ControlError:
+        return
+    assert prompt == " ".join(prompt.split()) != ""
+    assert prompt.encode()
+
+
+def test_a_request_is_followed_to_the_screen() -> None:
+    book = RequestTracker()
+    request = book.begin(ControlMessage("prompt", 7, prompt="a"), "me", 1.0)
+    [accepted] = book.accepted(request, 3, "a red a", "", 1.1)
+    assert (accepted.stage, accepted.id, accepted.owner, accepted.epoch) == ("accepted", 7, "me", 3)
+    assert book.shown(50, 2, 1.2) == []
+    [applied] = book.applied(3, 60, 1.3)
+    assert (applied.stage, applied.frame) == ("applied", 60)
+    assert book.shown(59, 2, 1.4) == []
+    [shown] = book.shown(60, 3, 1.5)
+    assert shown.stage == "shown"
+    assert math.isclose(shown.lag_s, 0.5)
+    assert book.shown(61, 3, 1.6) == []
+
+
+def test_a_prompt_that_was_overtaken_is_superseded() -> None:
+    book = RequestTracker()
+    first = book.begin(ControlMessage("prompt", 1, prompt="a"), "me", 0.0)
+    second = book.begin(ControlMessage("prompt", 2, prompt="b"), "you", 0.0)
+    book.accepted(first, 1, "a", "", 0.1)
+    book.accepted(second, 2, "b", "", 0.1)
+    receipts = book.applied(2, 10, 0.2)
+    assert [(receipt.owner, receipt.stage) for receipt in receipts] == [("me", "superseded"), ("you", "applied")]
+
+
+def test_a_refused_request_is_closed() -> None:
+    book = RequestTracker()
+    request = book.begin(ControlMessage("reset", 1, seed=3), "me", 0.0)
+    [receipt] = book.refused(request, "seed", "too big", 0.1)
+    assert (receipt.stage, receipt.field, receipt.reason) == ("refused", "seed", "too big")
+    assert book.accepted(request, 1, "", "", 0.2) == []
+
+
+def test_the_book_does_not_grow() -> None:
+    book = RequestTracker(limit=4)
+    requests = [book.begin(ControlMessage("prompt", n, prompt="a"), "me", 0.0) for n in range(100)]
+    assert book.find(requests[0]) is None
+    assert book.find(requests[-1]) is not None
+
+
+@pytest.mark.parametrize(
+    ("message", "control"),
+    [
+        (
+            {"type": "prompt", "prompt": "a", "switch": "flush", "if_rev": 4},
+            ControlMessage("prompt", None, prompt="a", switch="flush", if_rev=4),
+        ),
+        ({"type": "steps", "steps": 2, "id": 1, "if_rev": 3}, ControlMessage("steps", 1, steps=2, if_rev=3)),
+        ({"type": "fps", "fps": 24, "id": 1}, ControlMessage("fps", 1, fps=24.0)),
+        ({"type": "pause", "if_rev": 0}, ControlMessage("pause", if_rev=0)),
+    ],
+)
+def test_more_good_messages(message: dict[str, object], control: ControlMessage) -> None:
+    assert parse(json.dumps(message)) == control
+    assert control.changes
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ('{"type": "prompt", "prompt": "a", "switch": "explode"}', "switch"),
+        ('{"type": "prompt", "prompt": "a", "switch": ["keep"]}', "switch"),
+        ('{"type": "prompt", "prompt": "a", "switch": ""}', "switch"),
+        ('{"type": "steps"}', "steps"),
+        ('{"type": "steps", "steps": 0}', "steps"),
+        ('{"type": "steps", "steps": 1001}', "steps"),
+        ('{"type": "steps", "steps": 2.5}', "steps"),
+        ('{"type": "steps", "steps": true}', "steps"),
+        ('{"type": "steps", "steps": "2"}', "steps"),
+        ('{"type": "fps"}', "fps"),
+        ('{"type": "fps", "fps": true}', "fps"),
+        ('{"type": "fps", "fps": 1e999}', "fps"),
+        ('{"type": "fps", "fps": 0.5}', "fps"),
+        ('{"type": "pause", "if_rev": "1"}', "if_rev"),
+    ],
+)
+def test_more_bad_messages(text: str, field: str) -> None:
+    with pytest.raises(ControlError) as caught:
+        parse(text)
+    assert (caught.value.code, caught.value.field) == ("out_of_range", field)
+
+
+def test_receipts_name_the_chunk_and_the_time_of_the_first_frame() -> None:
+    book = RequestTracker()
+    request = book.begin(ControlMessage("prompt", "mine", prompt="a"), "me", 1.0)
+    book.accepted(request, 3, "a", "", 1.1)
+    [applied] = book.applied(3, 60, 1.3, chunk=5)
+    assert applied.message()["chunk"] == 5
+    [shown] = book.shown(60, 3, 1.5, pts=135_000)
+    message = shown.message()
+    assert (message["chunk"], message["frame"], message["pts"], message["id"]) == (5, 60, 135_000, "mine")
+
+
+def _three_prompts() -> RequestTracker:
+    """One shown soon (frame 10, which is made), one taken, one not taken."""
+    book = RequestTracker()
+    for number, prompt in enumerate("abc"):
+        book.begin(ControlMessage("prompt", number, prompt=prompt), "me", 0.0)
+    book.accepted("r1", 1, "a", "", 0.1)
+    book.applied(1, 10, 0.2)
+    book.accepted("r2", 2, "b", "", 0.3)
+    return book
+
+
+def test_what_a_lost_engine_had_taken_last_holds_for_the_next_one_and_what_it_had_not_is_refused() -> None:
+    book = _three_prompts()
+    [refused] = book.engine_lost(3, 12, "it died", 0.4)
+    assert (refused.id, refused.stage, refused.reason) == (2, "refused", "it died")
+    assert [(receipt.id, receipt.stage) for receipt in book.shown(11, 1, 0.5)] == [(0, "shown")]
+    [applied] = book.applied(3, 12, 0.6)
+    assert (applied.id, applied.stage, applied.epoch, applied.frame) == (1, "applied", 3, 12)
+    assert [(receipt.id, receipt.stage) for receipt in book.shown(12, 3, 0.7)] == [(1, "shown")]
+
+
+def test_a_request_whose_frame_was_named_and_never_came_is_carried_over_too() -> None:
+    book = RequestTracker()
+    book.begin(ControlMessage("prompt", "mine", prompt="a"), "me", 0.0)
+    book.accepted("r1", 1, "a", "", 0.1)
+    book.applied(1, 10, 0.2)
+    assert book.engine_lost(2, 10, "it died", 0.3) == []
+    assert [receipt.stage for receipt in book.applied(2, 10, 0.4)] == ["applied"]
+    assert [receipt.stage for receipt in book.shown(10, 2, 0.5)] == ["shown"]
+
+
+def test_of_several_that_a_lost_engine_had_taken_the_latest_holds() -> None:
+    book = _three_prompts()
+    book.accepted("r3", 3, "c", "", 0.3)
+    assert book.engine_lost(4, 12, "it died", 0.4) == []
+    assert [(receipt.id, receipt.stage) for receipt in book.applied(4, 12, 0.5)] == [(1, "superseded"), (2, "applied")]
+
+
+def _mixed() -> RequestTracker:
+    """Two prompts and two numbers of steps by turns, all taken."""
+    book = RequestTracker()
+    controls = (
+        ControlMessage("prompt", "red", prompt="red"),
+        ControlMessage("steps", "few", steps=2),
+        ControlMessage("prompt", "blue", prompt="blue"),
+        ControlMessage("steps", "many", steps=4),
+    )
+    for number, control in enumerate(controls, start=1):
+        book.accepted(book.begin(control, "me", 0.0), number, "", "", 0.1)
+    return book
+
+
+def test_prompts_and_steps_hold_beside_each_other() -> None:
+    book = _mixed()
+    stages = {receipt.id: receipt.stage for receipt in book.applied(4, 10, 0.2)}
+    assert stages == {"red": "superseded", "few": "superseded", "blue": "applied", "many": "applied"}
+    assert {receipt.id: receipt.stage for receipt in book.shown(10, 4, 0.3)} == {"blue": "shown", "many": "shown"}
+
+
+def test_what_was_made_and_never_seen_is_superseded_by_its_own_kind_only() -> None:
+    """Frames 10 to 29 bring `red` and `few`; they are skipped, and frame 30 brings the others."""
+    book = _mixed()
+    assert {receipt.id for receipt in book.applied(2, 10, 0.2)} == {"red", "few"}
+    assert {receipt.id for receipt in book.applied(3, 20, 0.2)} == {"blue"}
+    assert {receipt.id: receipt.stage for receipt in book.shown(20, 3, 0.3)} == {
+        "red": "superseded",
+        "few": "shown",
+        "blue": "shown",
+    }
+    assert {receipt.id: receipt.stage for receipt in book.applied(4, 30, 0.4)} == {"many": "applied"}
+
+
+def test_a_lost_engine_s_prompt_and_steps_are_both_carried_over() -> None:
+    book = _mixed()
+    assert book.engine_lost(9, 10, "it died", 0.2) == []
+    stages = {receipt.id: (receipt.stage, receipt.epoch) for receipt in book.applied(9, 10, 0.3)}
+    assert stages == {
+        "red": ("superseded", 1), "few": ("superseded", 2), "blue": ("applied", 9), "many": ("applied", 9),
+    }  # fmt: skip
+
+
+def test_with_no_engine_to_come_all_that_has_no_frames_is_refused() -> None:
+    book = _three_prompts()
+    assert [(receipt.id, receipt.stage) for receipt in book.engine_lost(None, 12, "it died", 0.4)] == [
+        (1, "refused"),
+        (2, "refused"),
+    ]
+    assert [receipt.id for receipt in book.shown(10, 1, 0.5)] == [0], "its frames have come"

@@ -1,0 +1,90 @@
+"""Tokens and what they are good for; read from files, or refused with words that help."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import pytest
+
+from streamdiff.config import ServeConfig
+from streamdiff.errors import ConfigError
+from streamdiff.server.auth import Access, Role, Tokens, read_tokens
+
+VIEW, CONTROL, OWN_VIEW, OWN_CONTROL = (f"{name}-token-of-some-length" for name in ("v", "c", "ov", "oc"))
+NOBODY, VIEWER, CONTROLLER = Role
+
+
+@pytest.mark.parametrize(
+    ("server", "session", "roles"),
+    [
+        # no token, view, control, the session's view, the session's control, a wrong one, an empty one
+        (Tokens(), None, (CONTROLLER, NOBODY, NOBODY, NOBODY, NOBODY, NOBODY, NOBODY)),
+        (Tokens(), Tokens(OWN_VIEW, OWN_CONTROL), (VIEWER, NOBODY, NOBODY, VIEWER, CONTROLLER, NOBODY, NOBODY)),
+        (Tokens(None, CONTROL), None, (VIEWER, NOBODY, CONTROLLER, NOBODY, NOBODY, NOBODY, NOBODY)),
+        (
+            Tokens(None, CONTROL),
+            Tokens(OWN_VIEW, OWN_CONTROL),
+            (NOBODY, NOBODY, CONTROLLER, VIEWER, CONTROLLER, NOBODY, NOBODY),
+        ),
+        (Tokens(VIEW, CONTROL), None, (NOBODY, VIEWER, CONTROLLER, NOBODY, NOBODY, NOBODY, NOBODY)),
+        (
+            Tokens(VIEW, CONTROL),
+            Tokens(OWN_VIEW, OWN_CONTROL),
+            (NOBODY, VIEWER, CONTROLLER, VIEWER, CONTROLLER, NOBODY, NOBODY),
+        ),
+    ],
+)
+def test_what_each_token_is_good_for(server: Tokens, session: Tokens | None, roles: tuple[Role, ...]) -> None:
+    access = Access(server)
+    shown = (None, VIEW, CONTROL, OWN_VIEW, OWN_CONTROL, "wrong\ud800\N{SNOWMAN}", "")
+    assert tuple(access.role(token, session) for token in shown) == roles
+
+
+def test_tokens_are_read_from_files_and_not_printed(tmp_path: Path) -> None:
+    (tmp_path / "v").write_text(VIEW + "\n")
+    (tmp_path / "c").write_text(CONTROL)
+    config = ServeConfig(view_token_file=str(tmp_path / "v"), control_token_file=str(tmp_path / "c"))
+    tokens = read_tokens(config)
+    assert tokens == Tokens(VIEW, CONTROL)
+    assert VIEW not in f"{config!r} {tokens!r} {config.model_dump_json()}"
+    assert read_tokens(ServeConfig()) == Tokens()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("short", "5 characters"),
+        ("", "0 characters"),
+        ("two words of some length", "one line"),
+        ("two-lines-of\nsome-length", "one line"),
+        ("ü" * 20, "ASCII"),
+        (base64.b64encode(b"\xff" * 32).decode(), r"'/' '=' in it, .* openssl rand -hex 32"),
+        ("a(token)with-odd-signs", r"'\(' '\)' in it"),
+        ("a\ttoken-with-a-tab-in-it", r"'\\t' in it"),
+    ],
+)
+def test_a_token_that_cannot_be_used(tmp_path: Path, content: str, says: str) -> None:
+    path = tmp_path / "token"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=says) as caught:
+        read_tokens(ServeConfig(control_token_file=str(path)))
+    assert str(path) in str(caught.value) and (not content or content not in str(caught.value))
+
+
+def test_what_is_a_subprotocol_s_token_is_one_here(tmp_path: Path) -> None:
+    for token in ("!#$%&'*+-.^_`|~09AZaz", Tokens.fresh().view):
+        (tmp_path / "token").write_text(f"{token}\n")
+        assert read_tokens(ServeConfig(control_token_file=str(tmp_path / "token"))).control == token
+
+
+def test_a_file_that_is_not_there_and_a_view_token_alone(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_tokens(ServeConfig(control_token_file=str(tmp_path / "nothing")))
+    with pytest.raises(ConfigError, match="Set both"):
+        read_tokens(ServeConfig(view_token_file=str(tmp_path / "nothing")))
+
+
+def test_fresh_tokens_are_long_and_all_different() -> None:
+    made = {token for _ in range(20) for token in (lambda pair: (pair.view, pair.control))(Tokens.fresh())}
+    assert len(made) == 40 and all(token is not None and len(token) >= 32 for token in made)

@@ -1,0 +1,146 @@
+"""What a server writes: plain lines for a person, JSON objects for a collector, calm in both, and no prompt unasked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import subprocess
+from datetime import datetime
+from typing import Any
+
+import httpx
+import pytest
+from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
+
+from streamdiff.config import ServeConfig
+from streamdiff.server import logging_setup
+from tests.server.test_main import start
+
+pytestmark = pytest.mark.slow
+
+
+def _records(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def _first_with_url(process: subprocess.Popen[str]) -> tuple[str, list[dict[str, Any]]]:
+    """The server's address, and all records up to the one that tells it."""
+    assert process.stderr is not None
+    seen = []
+    for line in process.stderr:
+        seen.append(json.loads(line))
+        if "url" in seen[-1]:
+            return seen[-1]["url"], seen
+    raise AssertionError(seen)
+
+
+async def _play(url: str, frames: int, prompts: list[str]) -> dict[str, Any]:
+    """Open a session, watch so many frames of it with new prompts on the way, and leave; returns the session."""
+    pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+    receiver = pc.addTransceiver("video", direction="recvonly").receiver
+    await pc.setLocalDescription(await pc.createOffer())
+    async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+        session: dict[str, Any] = (await http.post("/api/sessions", json={"prompt": "blue secret"})).json()
+        key = {"Authorization": f"Bearer {session['control_token']}"}
+        answer = await http.post(
+            session["whep"], content=pc.localDescription.sdp, headers={"Content-Type": "application/sdp"}
+        )
+        await pc.setRemoteDescription(RTCSessionDescription(answer.text, "answer"))
+        for number in range(frames):
+            await receiver.track.recv()
+            if prompts and number % 10 == 0:
+                await http.patch(f"/api/sessions/{session['id']}", json={"prompt": prompts.pop()}, headers=key)
+        await http.delete(answer.headers["location"])
+        await http.delete(f"/api/sessions/{session['id']}", headers=key)
+    await pc.close()
+    return session | {"viewer": answer.headers["location"].rpartition("/")[2]}
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_as_json_every_line_is_an_object_and_only_comings_and_goings_are_told(asked: bool) -> None:
+    process = start("--log-format", "json", *(["--log-prompts"] if asked else []))
+    try:
+        url, begin = _first_with_url(process)
+        session = asyncio.run(_play(url, 200, [f"green secret {number}" for number in range(5)]))
+    finally:
+        process.send_signal(signal.SIGTERM)
+        said, complaints = process.communicate(timeout=30)
+    assert said == "", "all goes to standard error"
+    records = [*begin, *_records(complaints)]
+    for record in records:
+        assert datetime.fromisoformat(record["time"]).tzinfo is not None
+        assert record["level"] == "info" and record["logger"].startswith("streamdiff") and record["message"]
+    prompts = [record["message"] for record in records if "secret" in json.dumps(record)]
+    assert len(prompts) == (6 if asked else 0)
+    ours = [record for record in records if record.get("session") == session["id"] and "prompt" not in record["logger"]]
+    whispered = session["viewer"][:6]
+    assert [(each["logger"].rpartition(".")[2], each.get("viewer"), each.get("end")) for each in ours] == [
+        ("hub", None, None),
+        ("whep", whispered, None),
+        ("whep", whispered, "delete"),
+        ("hub", None, None),
+    ]
+    text = json.dumps(records)
+    for secret in (session["viewer"], session["control_token"], session["view_token"]):
+        assert secret not in text
+    assert len(records) <= len(begin) + len(ours) + len(prompts), "200 frames add no line"
+
+
+def test_as_json_the_engine_s_last_words_and_the_end_are_objects_too() -> None:
+    process = start("--log-format", "json", "--name", "dies-2", "--restarts", "0")
+    said, complaints = process.communicate(timeout=60)
+    assert (process.returncode, said) == (1, "")
+    records = _records(complaints)
+    assert any(r["logger"] == "streamdiff.engine.output" and "out of paint" in r["message"] for r in records)
+    last = records[-1]
+    assert (last["logger"], last["level"]) == ("streamdiff.complains", "error")
+    assert "out of paint" in last["message"] and "session 'default'" in last["message"]
+
+
+def test_as_text_comings_and_goings_are_not_told() -> None:
+    process = start()
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if "http://" in line:
+            break
+    try:
+        asyncio.run(_play(lines[-1].split()[2], 60, ["green", "red"]))
+    finally:
+        process.send_signal(signal.SIGINT)
+        said, complaints = process.communicate(timeout=30)
+    assert (said, complaints) == ("", "")
+    assert all(line.startswith("streamdiff: ") for line in lines)
+
+
+def test_a_warning_has_its_facts_and_a_fault_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("streamdiff.serve.some")
+    with logging_setup.written(ServeConfig(log_format="json")):
+        logger.warning("low %s", "ink", extra=logging_setup.facts(left_ml=3, path=os))
+        try:
+            raise ValueError("no\nink")
+        except ValueError:
+            logger.exception("it broke")
+        logging_setup.prompt_log.info("a secret")
+    first, second = _records(capsys.readouterr().err)
+    assert (first["level"], first["message"], first["left_ml"]) == ("warning", "low ink", 3)
+    assert first["path"] == str(os), "what JSON does not know is told as text"
+    assert "ValueError: no\nink" in second["traceback"]
+
+
+def test_afterwards_logging_is_as_it_was() -> None:
+    names = ["", "streamdiff", "streamdiff.says", "streamdiff.complains", "streamdiff.prompts"]
+
+    def state() -> list[object]:
+        loggers = [logging.getLogger(name) for name in names]
+        return [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
+
+    before = state()
+    for kind in ("text", "json"):
+        with logging_setup.written(ServeConfig(log_format=kind, log_prompts=True)):  # type: ignore[arg-type]
+            assert state() != before
+        assert state() == before

@@ -1,0 +1,191 @@
+"""The whole server as a process: addresses, ports, Ctrl-C, and the end of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
+
+from streamdiff.config import Config, ServeConfig
+from streamdiff.errors import ConfigError
+from streamdiff.server import main
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+Running = tuple[subprocess.Popen[str], str]
+
+
+def start(*options: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.server.scripted", "serve", "--no-browser", *options],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _address(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if found := re.search(r"http://\S+/", line):
+            return found.group(0)
+    raise AssertionError(process.communicate()[1])
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    process = start()
+    try:
+        yield process, _address(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_and_ends_clean(number: signal.Signals) -> None:
+    process = start()
+    url = _address(process)
+    engine, spare = sorted(psutil.Process(process.pid).children(), key=psutil.Process.create_time)
+    assert httpx.get(url + "readyz", timeout=20).status_code == 200
+    assert "streamdiff" in httpx.get(url, timeout=20).text
+    process.send_signal(number)
+    _, complaints = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert complaints == ""
+    assert not engine.is_running() and not spare.is_running()
+
+
+def test_it_can_be_ended_while_the_engine_starts() -> None:
+    process = start()
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+def test_a_port_in_use_is_one_line_and_exit_code_2(running: Running) -> None:
+    port = running[1].rstrip("/").rsplit(":", 1)[1]
+    second = start("--port", port)
+    _, complaints = second.communicate(timeout=60)
+    assert second.returncode == 2
+    [line] = complaints.splitlines()
+    assert port in line
+    assert "in use" in line
+    assert "--port" in line
+    assert httpx.get(running[1] + "healthz", timeout=20).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["203.0.113.77", "no.such.host.invalid"])
+def test_an_address_that_is_not_ours(host: str) -> None:
+    assert main.run(Config(serve=ServeConfig(host=host, port=0))) == 2
+    with pytest.raises(ConfigError, match=re.escape(host)):
+        main.listen(host, 0)
+
+
+def test_the_address_that_is_printed() -> None:
+    for host, expected in [("127.0.0.1", "http://127.0.0.1:{}/"), ("0.0.0.0", "http://127.0.0.1:{}/")]:
+        with main.listen(host, 0) as listener:
+            assert main.address_of(listener) == expected.format(listener.getsockname()[1])
+    if socket.has_ipv6:
+        with main.listen("::1", 0) as listener:
+            assert main.address_of(listener) == f"http://[::1]:{listener.getsockname()[1]}/"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_others_are_let_in_only_with_a_token_or_knowingly(host: str, tmp_path: Path) -> None:
+    refused = start("--host", host)
+    _, complaints = refused.communicate(timeout=60)
+    assert refused.returncode == 2
+    [line] = complaints.splitlines()
+    assert "--control-token-file" in line and "--insecure" in line and host in line
+    (tmp_path / "token").write_text("a-token-of-some-length")
+    for options in (["--insecure"], ["--control-token-file", str(tmp_path / "token")]):
+        process = start("--host", host, *options)
+        status = httpx.post(_address(process) + "api/control", json={"type": "pause"}, timeout=20).status_code
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+        assert (process.returncode, status) == (0, 200 if options == ["--insecure"] else 401)
+
+
+def test_a_token_that_cannot_be_read_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    process = start("--control-token-file", str(tmp_path / "nothing"))
+    _, complaints = process.communicate(timeout=60)
+    assert process.returncode == 2
+    [line] = complaints.splitlines()
+    assert "control_token_file" in line and "No such file" in line
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_prompts_are_in_the_log_only_when_asked_for(asked: bool) -> None:
+    process = start(*(["--log-prompts"] if asked else []))
+    url = _address(process)
+    session = httpx.post(url + "api/sessions", json={"prompt": "blue secret\nwhisper"}, timeout=20).json()
+    httpx.post(url + "api/control", json={"type": "prompt", "prompt": "green secret"}, timeout=20)
+    httpx.post(url + "api/control", json={"type": "prompt", "prompt": "green secret", "oops": 1}, timeout=20)
+    process.send_signal(signal.SIGTERM)
+    said, complaints = process.communicate(timeout=30)
+    found = [line for line in (said + complaints).splitlines() if "secret" in line]
+    wanted = [f"session {session['id']}: prompt 'blue secret whisper'", "session default: prompt 'green secret'"]
+    assert found == (wanted if asked else [])
+
+
+def test_viewers_may_finish_while_no_session_is_opened_any_more() -> None:
+    process = start("--drain-s", "60")
+    url = _address(process)
+
+    async def scene() -> None:
+        pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+        receiver = pc.addTransceiver("video", direction="recvonly").receiver
+        await pc.setLocalDescription(await pc.createOffer())
+        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            headers = {"Content-Type": "application/sdp"}
+            answer = await http.post("/whep", content=pc.localDescription.sdp, headers=headers)
+            await pc.setRemoteDescription(RTCSessionDescription(answer.text, "answer"))
+            await receiver.track.recv()
+            process.send_signal(signal.SIGTERM)
+            assert process.stdout is not None
+            assert "60 s" in await asyncio.to_thread(process.stdout.readline)
+            refused = await http.post("/api/sessions", json={})
+            assert (refused.status_code, refused.json()["code"]) == (503, "draining")
+            assert (await http.get("/readyz")).status_code == 503
+            await receiver.track.recv()
+            await http.delete(answer.headers["location"])
+        await pc.close()
+
+    asyncio.run(scene())
+    _, complaints = process.communicate(timeout=30)
+    assert (process.returncode, complaints) == (0, "")
+
+
+def test_an_engine_that_dies_is_named_and_ends_the_server_where_it_is_not_started_again() -> None:
+    process = start("--restarts", "0")
+    _address(process)
+    [engine] = psutil.Process(process.pid).children()
+    os.kill(engine.pid, signal.SIGKILL)
+    _, complaints = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "SIGKILL" in complaints.splitlines()[0]
+    assert "Traceback" not in complaints
+
+
+def test_an_engine_that_raises_says_where() -> None:
+    process = start("--name", "dies-2", "--restarts", "0")
+    _, complaints = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "out of paint" in complaints
+    assert "session 'default'" in complaints

@@ -1,0 +1,233 @@
+"""The figures at `/metrics` move as they should, with real viewers and a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from streamdiff.config import Config, ServeConfig
+from streamdiff.engine.messages import Failed
+from streamdiff.server.metrics import CounterDelta
+from tests.server.conftest import Peer, Site, open_site, run_scene
+from tests.server.scripted import CHUNK_FRAMES, Painter
+
+pytestmark = pytest.mark.slow
+
+Figures = dict[str, float]
+
+
+def figures_in(text: str) -> Figures:
+    """Every value by its name with labels, as they are written."""
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in lines}
+
+
+async def _figures(site: Site) -> Figures:
+    return figures_in((await site.http.get("/metrics")).text)
+
+
+async def _told(site: Site, condition: Callable[[Figures], Any]) -> Figures:
+    """The figures as soon as `condition` holds for them."""
+    async with asyncio.timeout(20):
+        while not condition(found := await _figures(site)):
+            await asyncio.sleep(0.01)
+    return found
+
+
+def test_what_a_viewer_and_a_prompt_move() -> None:
+    async def scene(site: Site) -> None:
+        before = await _told(site, lambda found: found["streamdiff_session_first_frame_seconds_count"])
+        assert before["streamdiff_session_first_frame_seconds_count"] == 1
+        assert before["streamdiff_viewers"] == before["streamdiff_viewer_first_frame_seconds_count"] == 0
+        assert (before["streamdiff_sessions"], before["streamdiff_engine_up"]) == (1, 1)
+        assert not any("request_lag_seconds_count" in name for name in before)
+
+        peer = await site.watch()
+        for _ in range(20):
+            await peer.frame()
+        peer.channel.send(json.dumps({"type": "prompt", "prompt": "a green star", "id": "g"}))
+        shown = await peer.message({"type": "receipt", "id": "g", "stage": "shown"})
+        lag = 'streamdiff_request_lag_seconds_{}{{kind="prompt",stage="{}"}}'
+        after = await _told(site, lambda found: lag.format("count", "shown") in found)
+        assert (after["streamdiff_viewers"], after["streamdiff_viewer_first_frame_seconds_count"]) == (1, 1)
+        assert [after[lag.format("count", stage)] for stage in ("accepted", "applied", "shown")] == [1, 1, 1]
+        lags = [after[lag.format("sum", stage)] for stage in ("accepted", "applied", "shown")]
+        assert lags == sorted(lags)
+        assert lags[2] == pytest.approx(shown["lag_s"], abs=0.001)
+        assert after['streamdiff_control_total{result="accepted",type="prompt"}'] == 1
+
+        view = site.services.hub.view("default")
+        assert view is not None
+        for name in ("frames_made_total", "frames_shown_total"):
+            assert after[f'streamdiff_{name}{{session="default"}}'] >= 20
+        made = after['streamdiff_frames_made_total{session="default"}']
+        assert after['streamdiff_chunk_seconds_count{session="default"}'] == made / CHUNK_FRAMES
+        # The painter is at work for 0.02 s in each chunk.
+        busy_s = after['streamdiff_stage_busy_seconds_total{stage="0"}']
+        assert busy_s == pytest.approx(0.02 * made / CHUNK_FRAMES, rel=0.5)
+        assert after["streamdiff_sessions_room"] == site.services.hub.room()
+
+        await site.http.delete(peer.location)
+        left = await _figures(site)
+        assert (left["streamdiff_viewers"], left['streamdiff_viewers_ended_total{end="delete"}']) == (0, 1)
+        assert left["streamdiff_viewer_first_frame_seconds_count"] == 1
+
+    run_scene(scene)
+
+
+def test_totals_are_counted_once_however_often_they_are_read() -> None:
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        await peer.frame()
+        await site.http.post("/api/control", json={"type": "pause"})
+        await site.http.post("/api/control", json={"type": "reset", "seed": 7})
+        view = site.services.hub.view("default")
+        assert view is not None
+        await site.until(lambda: view.stats()["dropped"] > 0)
+        dropped = 'streamdiff_frames_dropped_total{session="default"}'
+        for _ in range(3):
+            assert (await _figures(site))[dropped] == view.stats()["dropped"]
+
+    run_scene(scene)
+
+
+def test_what_waits_for_the_engine_is_told() -> None:
+    """A prompt that the engine has not answered counts as waiting until it has."""
+
+    async def scene(site: Site) -> None:
+        view = site.services.hub.view("default")
+        assert view is not None
+        unanswered = 'streamdiff_requests_unanswered{session="default"}'
+        assert (await _figures(site))[unanswered] == 0
+        with site.client.held():
+            asking = asyncio.create_task(site.http.post("/api/control", json={"type": "prompt", "prompt": "blue"}))
+            assert (await _told(site, lambda found: found[unanswered]))[unanswered] == 1
+        assert (await asking).status_code == 200
+        assert (await _figures(site))[unanswered] == 0
+
+    run_scene(scene)
+
+
+def test_refusals_are_counted_by_their_reason() -> None:
+    async def scene(site: Site) -> None:
+        peer = await site.offer()
+        offer = peer.pc.localDescription.sdp
+        sdp = {"Content-Type": "application/sdp"}
+        await site.http.post("/whep", content="v=0", headers=sdp)
+        await site.http.post("/whep", content=offer)
+        await site.http.post("/whep?codec=av1", content=offer, headers=sdp)
+        await site.http.post("/whep/nobody", content=offer, headers=sdp)
+        await site.watch()
+        assert (await site.http.post("/whep", content=offer, headers=sdp)).status_code == 503
+        await site.http.post("/api/sessions", json={"fps": 1000})
+        await site.http.post("/api/sessions", content=b"{", headers={"Content-Type": "application/json"})
+        site.services.hub.draining = True
+        await site.http.post("/api/sessions", json={})
+        await site.http.post("/api/control", json={"type": "prompt", "prompt": ""})
+        await site.http.patch("/api/sessions/nobody", json={"prompt": "blue"})
+        upgrade = {
+            "Connection": "Upgrade",
+            "Upgrade": "websocket",
+            "Sec-WebSocket-Version": "13",
+            "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+            "Origin": "https://stranger.example",
+        }
+        refused = await site.http.get("/api/sessions/default/control", headers=upgrade)
+        assert refused.status_code == 403
+        found = await _figures(site)
+        for what, reasons in {
+            "viewers_refused": ["offer", "415", "codec", "unknown", "viewers"],
+            "sessions_refused": ["invalid", "bad_json", "draining"],
+            "control_sockets_refused": ["origin"],
+        }.items():
+            counted = {name: value for name, value in found.items() if name.startswith(f"streamdiff_{what}_total")}
+            assert counted == {f'streamdiff_{what}_total{{reason="{reason}"}}': 1 for reason in reasons}
+        assert found['streamdiff_control_total{result="bad_prompt",type="any"}'] == 1
+        assert found['streamdiff_control_total{result="unknown",type="any"}'] == 1
+
+    run_scene(scene, Config(serve=ServeConfig(max_viewers=1)))
+
+
+async def _watch(site: Site, session: str) -> Peer:
+    peer = await site.offer()
+    assert (await site.post(peer, session=session)).status_code == 201
+    return peer
+
+
+def test_an_ended_session_leaves_no_figures() -> None:
+    """Also not by frames that were on their way when it ended, or a page that still asks."""
+
+    async def scene(site: Site) -> None:
+        for _ in range(3):
+            session = (await site.http.post("/api/sessions", json={"fps": 20})).json()
+            peer = await _watch(site, session["id"])
+            for _ in range(5):
+                await peer.frame()
+            assert f'session="{session["id"]}"' in (await site.http.get("/metrics")).text
+            view = site.services.hub.view(session["id"])
+            assert view is not None
+            headers = {"Authorization": f"Bearer {session['control_token']}"}
+            await site.http.delete(f"/api/sessions/{session['id']}", headers=headers)
+            view._take_shown(99, 0, 0)
+            view.measure()
+            assert f'session="{session["id"]}"' not in (await site.http.get("/metrics")).text
+
+    run_scene(scene)
+
+
+def test_an_engine_that_ended_is_down() -> None:
+    async def main() -> None:
+        async with open_site() as site:
+            await site.client.inject(Failed("out of paint"))
+            await site.client.inject(None)
+            await site.services.hub.ended.wait()
+            assert (await _figures(site))["streamdiff_engine_up"] == 0
+
+    asyncio.run(main())
+
+
+def test_room_is_unknown_before_anything_was_measured() -> None:
+    class Unmeasured(Painter):
+        def work_s(self) -> float | None:
+            return None
+
+    async def main() -> None:
+        async with open_site(painter=Unmeasured()) as site:
+            assert math.isnan((await _figures(site))["streamdiff_sessions_room"])
+
+    asyncio.run(main())
+
+
+def test_a_total_that_falls_began_afresh() -> None:
+    ahead = CounterDelta()
+    assert [ahead.more(total) for total in (3, 3, 5, 1, 4)] == [3, 0, 2, 1, 3]
+
+
+def test_figures_are_for_those_who_may_watch(tmp_path: Any) -> None:
+    files = {name: tmp_path / name for name in ("view", "control")}
+    for name, path in files.items():
+        path.write_text(f"a-{name}-token-of-some-length")
+    serve = ServeConfig(view_token_file=str(files["view"]), control_token_file=str(files["control"]))
+
+    async def scene(site: Site) -> None:
+        async def status(token: str | None) -> int:
+            headers = {"Authorization": f"Bearer {token}"} if token else {}
+            answer: httpx.Response = await site.http.get("/metrics", headers=headers)
+            return answer.status_code
+
+        assert [await status(token) for token in (None, "a-view-token-of-some-length")] == [401, 200]
+        await site.until(lambda: site.services.hub.views[0].opened)
+        ready: httpx.Response = await site.http.get("/readyz")
+        assert ready.status_code == 200, "probes carry no token"
+        site.services.hub.failed = "of a secret"
+        ready = await site.http.get("/readyz")
+        assert (ready.status_code, "secret" in ready.text) == (503, False)
+        site.services.hub.failed = None
+
+    run_scene(scene, Config(serve=serve))

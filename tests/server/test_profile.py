@@ -1,0 +1,114 @@
+"""`serve --profile`: a trace and a page of text from a stream that plays, also when it is ended meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from streamdiff.pipeline.profile_report import SUMMARY, TRACE
+from tests.server.test_restart import LIMIT_S, ROOT, watching
+
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def serving(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`serve` with both outputs in one, and its address; ended as by Ctrl-C."""
+    command = [sys.executable, "-m", "streamdiff", "serve", "--no-browser", "--port", "0", *options]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield process, re.findall(r"http://\S+/", until(process, "http://"))[-1]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def until(process: subprocess.Popen[str], text: str) -> str:
+    """What the process writes up to a line with `text`."""
+    assert process.stdout is not None
+    written = ""
+    for line in process.stdout:
+        written += line
+        if text in line:
+            return written
+    raise AssertionError(written)
+
+
+def watched_until(process: subprocess.Popen[str], url: str, text: str) -> None:
+    """Let a viewer watch until the server says `text`."""
+
+    async def main() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=20) as http, watching(http):
+            async with asyncio.timeout(LIMIT_S):
+                await asyncio.to_thread(until, process, text)
+
+    asyncio.run(main())
+
+
+def written(folder: Path) -> tuple[set[str], str]:
+    """Names of the events in the trace, and the text; nothing else is in the folder."""
+    assert sorted(path.name for path in folder.iterdir()) == sorted([TRACE, SUMMARY])
+    with gzip.open(folder / TRACE, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    return {event["name"] for event in events}, (folder / SUMMARY).read_text()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_stream_that_is_watched_is_traced(tmp_path: Path, stages: int) -> None:
+    ring = ("--stages", "2", "--kv-context", "staircase") if stages == 2 else ()
+    with serving("--profile", str(tmp_path / "costs"), "--profile-chunks", "2", *ring) as (process, url):
+        watched_until(process, url, "streamdiff: profile of 2 chunks")
+        names, text = written(tmp_path / "costs")
+    assert {"streamdiff.step", "aten::scaled_dot_product_attention", "aten::addmm"} <= names
+    assert "2 chunks, " in text
+    counts = re.findall(r"^ +(\d+\.\d)  (operations|host syncs)", text, re.MULTILINE)
+    assert [what for _, what in counts] == ["operations", "host syncs"]
+    assert float(counts[0][0]) > 20, "a micro-step is more than some operations"
+    _, _, largest = text.partition("ten largest costs")
+    costs = re.findall(r"^ +(\d+\.\d\d) +(\d+)  (stream|other threads) +\S+$", largest, re.MULTILINE)
+    assert len(costs) == 10
+    times = [float(ms) for ms, _, _ in costs]
+    assert times == sorted(times, reverse=True) and times[0] > 0
+
+
+def test_a_server_that_is_ended_meanwhile_writes_what_it_has(tmp_path: Path) -> None:
+    with serving("--profile", str(tmp_path), "--profile-chunks", "100") as (process, url):
+        watched_until(process, url, "100 chunks are traced now")
+
+        async def main() -> None:
+            async with httpx.AsyncClient(base_url=url, timeout=20) as http, watching(http) as viewer:
+                shown = (await viewer.after(0, {"type": "stats"}))["frame"]
+                async with asyncio.timeout(LIMIT_S):
+                    while (await viewer.after(len(viewer.messages), {"type": "stats"}))["frame"] < shown + 12:
+                        pass
+
+        asyncio.run(main())
+    names, text = written(tmp_path)
+    chunks = re.search(r"^(\d+) chunks, ", text, re.MULTILINE)
+    assert "streamdiff.step" in names and chunks is not None and 1 <= int(chunks[1]) < 100
+
+
+def test_a_number_of_chunks_that_cannot_be_is_refused() -> None:
+    for options, told in (
+        (
+            ("--profile", "costs", "--profile-chunks", "0"),
+            "--profile-chunks is 0, but must be",
+        ),
+        (("--profile-chunks", "8"), "is 8, but nothing is traced: say where to, with --profile DIR"),
+    ):
+        command = [sys.executable, "-m", "streamdiff", "serve", "--no-browser", "--port", "0", *options]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+        assert done.returncode == 2 and told in done.stderr

@@ -1,0 +1,217 @@
+"""How viewers' connections end, whatever they are doing just then, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import re
+from typing import Any
+
+import aioice
+import httpx
+import psutil
+import pytest
+from aiortc import RTCConfiguration, RTCPeerConnection
+
+from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.webrtc import viewers
+from streamdiff.server.webrtc.viewers import Viewer, Viewers
+from tests.server.conftest import Site, run_scene
+
+
+@pytest.mark.parametrize("joins", ["before the viewers are sent away", "after it"])
+def test_nobody_joins_a_session_that_is_being_ended(joins: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The viewer's negotiation begins before the DELETE and ends in the middle of it."""
+    negotiate = Viewers._negotiate
+
+    async def scene(site: Site) -> None:
+        opened = (await site.http.post("/api/sessions", json={"prompt": "purple"})).json()
+        view = site.services.hub.view(opened["id"])
+        assert view is not None
+        negotiating, ending = asyncio.Event(), asyncio.Event()
+        end_viewers = site.services.hub.on_end
+        assert end_viewers is not None
+
+        async def slow_negotiate(self: Viewers, viewer: Viewer, *rest: Any) -> str:
+            answer = await negotiate(self, viewer, *rest)
+            negotiating.set()
+            await ending.wait()
+            return answer
+
+        monkeypatch.setattr(Viewers, "_negotiate", slow_negotiate)
+        peer = await site.offer()
+        headers = {"Authorization": f"Bearer {opened['control_token']}"}
+        posting = asyncio.create_task(site.post(peer, session=view.session, token=opened["view_token"]))
+        await negotiating.wait()
+
+        async def on_end(ended: LiveSession, reason: str) -> None:
+            if joins.startswith("after"):
+                await end_viewers(ended, reason)
+            ending.set()
+            await posting
+            if joins.startswith("before"):
+                await end_viewers(ended, reason)
+
+        site.services.hub.on_end = on_end
+        assert (await site.http.delete(f"/api/sessions/{view.session}", headers=headers)).status_code == 200
+        response = await posting
+        assert response.status_code == 410, response.text
+        assert response.json()["code"] == "ended"
+        assert site.services.viewers.count == 0
+        assert view.fanout.codecs == (), "nothing is encoded for a session that has ended"
+
+    run_scene(scene)
+
+
+# ---- what is left ----------------------------------------------------------------------------------------------------
+
+
+def _held() -> tuple[set[str], int]:
+    """What aiortc and aioice do in this process, and how many files are open."""
+    gc.collect()
+    coroutines = [task.get_coro() for task in asyncio.all_tasks()]
+    parts = ("RTC", "Connection.", "StunProtocol.", "Transaction.", "Turn")
+    names = {getattr(coroutine, "__qualname__", "") for coroutine in coroutines}
+    return {name for name in names if name.startswith(parts)}, psutil.Process().num_fds()
+
+
+async def _offer_of_nobody() -> str:
+    """A good offer of a peer that has left: it never answers."""
+    pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+    pc.addTransceiver("video", direction="recvonly")
+    pc.createDataChannel("control")
+    await pc.setLocalDescription(await pc.createOffer())
+    text = str(pc.localDescription.sdp)
+    await pc.close()
+    return text
+
+
+async def _post(site: Site, offer: str) -> httpx.Response:
+    response = await site.http.post("/whep", content=offer, headers={"Content-Type": "application/sdp"})
+    assert response.status_code == 201, response.text
+    return response
+
+
+async def _delete(site: Site, response: httpx.Response) -> None:
+    assert (await site.http.delete(response.headers["location"])).status_code == 200
+
+
+async def _ice_only(site: Site) -> tuple[httpx.Response, aioice.Connection]:
+    """A viewer that finds the way to the server and then says nothing, so that DTLS never gets done."""
+    peer = aioice.Connection(ice_controlling=True)
+    await peer.gather_candidates()
+    offer = re.sub(r"a=(candidate|end-of-candidates).*\r\n", "", await _offer_of_nobody())
+    offer = re.sub(r"a=ice-ufrag:.*", f"a=ice-ufrag:{peer.local_username}\r", offer)
+    offer = re.sub(r"a=ice-pwd:.*", f"a=ice-pwd:{peer.local_password}\r", offer)
+    own = "".join(f"a=candidate:{each.to_sdp()}\r\n" for each in peer.local_candidates)
+    response = await _post(site, offer.replace("a=mid:0\r\n", "a=mid:0\r\n" + own))
+    peer.remote_username = re.search(r"a=ice-ufrag:(\S+)", response.text).group(1)  # type: ignore[union-attr]
+    peer.remote_password = re.search(r"a=ice-pwd:(\S+)", response.text).group(1)  # type: ignore[union-attr]
+    for text in re.findall(r"a=candidate:(.*)\r", response.text):
+        await peer.add_remote_candidate(aioice.Candidate.from_sdp(text))
+    await peer.add_remote_candidate(None)
+    return response, peer
+
+
+def _connection(site: Site) -> RTCPeerConnection:
+    [viewer] = site.services.viewers._viewers.values()
+    return viewer.pc
+
+
+def test_a_connection_that_gets_no_time_to_close_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine so busy that the time is over before the event loop comes to it."""
+    monkeypatch.setattr(viewers, "CLOSE_S", 0.0)
+
+    async def scene(site: Site) -> None:
+        offer = await _offer_of_nobody()
+        await _delete(site, await _post(site, offer))
+        before, files = _held()
+        assert not before
+        for posted in [await _post(site, offer) for _ in range(4)]:
+            await _delete(site, posted)
+        assert not _held()[0]
+        await site.until(lambda: _held()[1] <= files)
+
+    run_scene(scene)
+
+
+def test_a_connection_whose_good_bye_does_not_get_away_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(viewers, "CLOSE_S", 0.1)
+
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        await peer.message({"type": "hello"})
+        await peer.frame()
+        [sender] = _connection(site).getSenders()
+
+        async def never(data: bytes) -> None:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(sender.transport, "_send_rtp", never)
+        assert (await site.http.delete(peer.location)).status_code == 200
+        await peer.pc.close()
+        await site.until(lambda: not _held()[0])
+
+    run_scene(scene)
+
+
+def test_a_connection_whose_close_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(site: Site) -> None:
+        posted = await _post(site, await _offer_of_nobody())
+        [transceiver] = _connection(site).getTransceivers()
+
+        async def fail() -> None:
+            raise OSError("broken")
+
+        monkeypatch.setattr(transceiver, "stop", fail)
+        await _delete(site, posted)
+        assert not _held()[0]
+
+    run_scene(scene)
+
+
+def test_a_connection_in_the_middle_of_its_handshake_leaves_nothing() -> None:
+    async def scene(site: Site) -> None:
+        posted, peer = await _ice_only(site)
+        await peer.connect()
+        [dtls] = _connection(site)._RTCPeerConnection__dtlsTransports  # type: ignore[attr-defined]
+        await site.until(lambda: dtls.state == "connecting")
+        await _delete(site, posted)
+        await peer.close()
+        assert not _held()[0]
+
+    run_scene(scene)
+
+
+def test_a_connection_that_comes_about_while_it_is_closed_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ICE has succeeded, but aioice's `connect` goes on, and asks for consent for ever, only after the close."""
+    make = aioice.Connection.__init__
+
+    async def scene(site: Site) -> None:
+        closed = asyncio.Event()
+
+        def made(self: aioice.Connection, *args: Any, **options: Any) -> None:
+            make(self, *args, **options)
+            if not self.ice_controlling:
+                get = self._check_list_state.get
+
+                async def late_get() -> Any:
+                    result = await get()
+                    await closed.wait()
+                    return result
+
+                self._check_list_state.get = late_get  # type: ignore[method-assign]
+
+        monkeypatch.setattr(aioice.Connection, "__init__", made)
+        posted, peer = await _ice_only(site)
+        [dtls] = _connection(site)._RTCPeerConnection__dtlsTransports  # type: ignore[attr-defined]
+        await peer.connect()
+        await site.until(lambda: dtls.transport._connection._check_list_done)
+        await _delete(site, posted)
+        closed.set()
+        await peer.close()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not _held()[0]
+
+    run_scene(scene)

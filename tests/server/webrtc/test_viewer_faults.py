@@ -1,0 +1,404 @@
+"""Viewers that stop, die, reload without end or send strange offers, and what is left of them: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import aioice.ice
+import httpx
+import psutil
+import pytest
+from aiortc import RTCConfiguration, RTCPeerConnection
+
+from streamdiff import clock
+from streamdiff.config import Config, IceServer, ServeConfig
+from streamdiff.server.media.packets import QUEUE_PACKETS
+from streamdiff.server.webrtc import viewers
+from tests.server.conftest import Peer, Site, run_scene
+
+pytestmark = pytest.mark.slow
+
+SDP = {"Content-Type": "application/sdp"}
+
+
+async def _offer(*kinds: str) -> str:
+    pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+    for kind in kinds:
+        pc.addTransceiver(kind, direction="recvonly")
+    await pc.setLocalDescription(await pc.createOffer())
+    text = str(pc.localDescription.sdp)
+    await pc.close()
+    return text
+
+
+@asynccontextmanager
+async def _viewer_process(site: Site, query: str = "") -> AsyncIterator[tuple[asyncio.subprocess.Process, list[int]]]:
+    """A viewer in another process, and how many frames it has said to have decoded."""
+    words = (sys.executable, "-m", "benchmarks.peers", f"{site.base}/whep{query}", "--decode")
+    process = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
+    frames = [0]
+
+    async def read() -> None:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            frames[0] = json.loads(line)[0]["frames"]
+
+    reading = asyncio.create_task(read())
+    try:
+        await site.until(lambda: frames[0] > 0)
+        yield process, frames
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        await reading
+
+
+# ---- offers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kinds", "directions"),
+    [
+        (("audio", "video"), ["inactive", "sendonly"]),
+        (("video", "video"), ["sendonly", "inactive"]),
+    ],
+)
+def test_what_a_viewer_offers_beside_one_video_stays_inactive(kinds: tuple[str, ...], directions: list[str]) -> None:
+    async def scene(site: Site) -> None:
+        response = await site.http.post("/whep", content=await _offer(*kinds), headers=SDP)
+        assert response.status_code == 201, response.text
+        found = re.findall(r"^a=(sendrecv|sendonly|recvonly|inactive)\r$", response.text, re.MULTILINE)
+        assert found == directions
+
+    run_scene(scene)
+
+
+def test_more_bad_offers() -> None:
+    async def scene(site: Site) -> None:
+        good = (await site.offer(control=False)).pc.localDescription.sdp
+        candidate = "a=candidate:1 1 {} 1 {} 5000 typ host{}\r\n"
+        after_mid = "a=mid:0\r\n"
+        table: list[tuple[str, int]] = [
+            (re.sub(r"a=ice-ufrag.*\r\n", "", good), 400),
+            (re.sub(r"a=ice-pwd.*\r\n", "", good), 400),
+            (re.sub(r"a=setup.*\r\n", "", good), 400),
+            (good.replace("a=rtcp-mux\r\n", ""), 400),
+            (good.replace(after_mid, ""), 400),
+            (good.replace(after_mid, after_mid + "a=candidate:nonsense\r\n"), 400),
+            (good.replace(after_mid, after_mid + candidate.format("udp", "192.0.2.9", "") * 65), 400),
+            (await _offer("audio"), 422),
+            (good.replace(after_mid, after_mid + candidate.format("tcp", "192.0.2.9", " tcptype active")), 201),
+            (good.replace(after_mid, after_mid + candidate.format("udp", "4f1c.local", "")), 201),
+            (good.replace(after_mid, after_mid + candidate.format("udp", "nowhere.invalid", "")), 201),
+            (good.replace("a=recvonly", "a=sendrecv"), 201),
+        ]
+        for body, status in table:
+            response = await site.http.post("/whep", content=body, headers=SDP)
+            assert response.status_code == status, (status, response.text, body)
+
+    run_scene(scene)
+
+
+def test_every_way_to_name_the_default_session_gives_one_place() -> None:
+    async def scene(site: Site) -> None:
+        offer = (await site.offer(control=False)).pc.localDescription.sdp
+        for path in ("/whep", "/whep/default", "/whep?session=default"):
+            response = await site.http.post(path, content=offer, headers=SDP)
+            assert response.status_code == 201
+            assert re.fullmatch(r"/whep/default/[\w-]{32}", response.headers["location"])
+        viewer = response.headers["location"]
+        other = viewer.replace("/default/", "/other/")
+        assert (await site.http.delete(other)).status_code == 404, "a viewer belongs to its session"
+        assert (await site.http.delete(viewer)).status_code == 200
+        assert (await site.http.delete(other)).status_code == 404
+        assert (await site.http.delete(viewer)).status_code == 200
+        missing = await site.http.post("/whep/other", content=offer, headers=SDP)
+        assert (missing.status_code, missing.json()["status"]) == (404, 404)
+
+    run_scene(scene)
+
+
+def test_ice_servers_are_told_to_viewers_and_none_unless_named(tmp_path: Path) -> None:
+    servers = [
+        IceServer(url="stun:127.0.0.1:9"),
+        IceServer(url="turn:turn.example:3478?transport=udp", username="ann", credential="s3cret"),
+    ]
+    wanted = (
+        '<stun:127.0.0.1:9>; rel="ice-server", <turn:turn.example:3478?transport=udp>; rel="ice-server"; '
+        'username="ann"; credential="s3cret"; credential-type="password"'
+    )
+
+    async def told(site: Site) -> None:
+        assert (await site.http.options("/whep")).headers["link"] == wanted
+        configured = site.services.viewers._ice
+        assert [(each.urls, each.username, each.credential) for each in configured] == [
+            (each.url, each.username, each.credential) for each in servers
+        ]
+
+    async def guarded(site: Site) -> None:
+        assert "link" not in (await site.http.options("/whep")).headers, "credentials are for those who may watch"
+        token = {"Authorization": "Bearer " + "w" * 24}
+        assert (await site.http.options("/whep", headers=token)).headers["link"] == wanted
+
+    async def untold(site: Site) -> None:
+        peer = await site.offer(control=False)
+        response = await site.post(peer)
+        assert "link" not in response.headers
+        assert "srflx" not in response.text, "nobody was asked for the public address"
+        assert "access-control-allow-origin" not in response.headers
+
+    run_scene(told, Config(serve=ServeConfig(ice_servers=servers)))
+    run_scene(untold)
+    watch, steer = tmp_path / "watch", tmp_path / "steer"
+    watch.write_text("w" * 24)
+    steer.write_text("s" * 24)
+    run_scene(
+        guarded,
+        Config(serve=ServeConfig(ice_servers=servers, view_token_file=str(watch), control_token_file=str(steer))),
+    )
+
+
+def test_a_page_of_another_origin_can_read_where_its_viewer_is() -> None:
+    origin = {"Origin": "https://friend.example"}
+
+    async def scene(site: Site) -> None:
+        offer = (await site.offer(control=False)).pc.localDescription.sdp
+        response = await site.http.post("/whep", content=offer, headers=SDP | origin)
+        assert response.headers["access-control-allow-origin"] == "https://friend.example"
+        exposed = {name.strip().lower() for name in response.headers["access-control-expose-headers"].split(",")}
+        assert {"location", "link", "accept-post", "accept-patch", "retry-after"} <= exposed
+        asks = origin | {"Access-Control-Request-Method": "PATCH"}
+        before = await site.http.options(response.headers["location"], headers=asks)
+        assert before.status_code == 200
+        assert "DELETE" in before.headers["access-control-allow-methods"]
+
+    run_scene(scene, Config(serve=ServeConfig(cors_origins=["https://friend.example"])))
+
+
+# ---- viewers that stop, vanish and flood -----------------------------------------------------------------------------
+
+
+def test_a_viewer_that_stops_reading_holds_nobody_up_and_goes_on_later() -> None:
+    async def scene(site: Site) -> None:
+        other = await site.watch()
+        async with _viewer_process(site) as (process, frames):
+            process.send_signal(signal.SIGSTOP)
+            stamps = [(await other.frame()).pts for _ in range(80)]
+            assert all(after - before == 2250 for before, after in pairwise(stamps[20:]))
+            fanout = site.services.hub.view("default").fanout  # type: ignore[union-attr]
+            assert all(len(track._queue) <= QUEUE_PACKETS for track in fanout._viewers["h264"])  # type: ignore[attr-defined]
+            process.send_signal(signal.SIGCONT)
+            seen = frames[0]
+            await site.until(lambda: frames[0] > seen + 40)
+
+    run_scene(scene)
+
+
+def test_a_viewer_that_says_nothing_any_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(viewers, "SILENT_S", 3.0)
+    monkeypatch.setattr(viewers, "LOOK_S", 0.1)
+
+    async def scene(site: Site) -> None:
+        other = await site.watch()
+        async with _viewer_process(site) as (process, _):
+            assert site.services.viewers.count == 2
+            process.send_signal(signal.SIGSTOP)
+            await site.until(lambda: site.services.viewers.count == 1)
+            assert b'viewers_ended_total{end="silent"} 1.0' in site.services.metrics.text()
+            await other.frame()
+
+    run_scene(scene)
+
+
+def test_a_page_that_comes_back_takes_the_place_of_its_own_dead_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(viewers, "GHOST_S", 3.0)
+
+    async def scene(site: Site) -> None:
+        other = await site.watch()
+        async with _viewer_process(site, "?client=tab-one-1") as (process, _):
+            [_, viewer] = site.services.viewers._viewers.values()
+            assert viewer.track is not None
+            again = await site.offer()
+            refused = await site.post(again, client="tab-one-1")
+            assert refused.status_code == 503, "it watches: whoever calls itself the same does not push it out"
+            process.send_signal(signal.SIGSTOP)
+            await site.until(lambda: viewer.track.silent_s(clock.monotonic_s()) > 3.0)
+            assert (await site.post(again, client="tab-two-2")).status_code == 503
+            assert (await site.post(again)).status_code == 503
+            assert (await site.post(again, client="tab-one-1")).status_code == 201
+            assert site.services.viewers.count == 2
+            assert b'viewers_ended_total{end="ghost"} 1.0' in site.services.metrics.text()
+            await again.frame()
+            await other.frame()
+
+    run_scene(scene, Config(serve=ServeConfig(max_viewers=2, address_share=1.0)))
+
+
+def test_a_connection_that_never_lived_makes_room_for_the_next_of_its_client_and_the_oldest_goes_first() -> None:
+    async def scene(site: Site) -> None:
+        offer = (await site.offer()).pc.localDescription.sdp
+
+        async def post(client: str) -> httpx.Response:
+            return await site.http.post("/whep", params={"client": client}, content=offer, headers=SDP)
+
+        first, second = await post("tab-one-1"), await post("tab-one-1")
+        assert [first.status_code, second.status_code] == [201, 201], "there is room: both stay"
+        assert (await post("tab-two-2")).status_code == 503
+        third = await post("tab-one-1")
+        assert third.status_code == 201
+        ids = [each.headers["location"].rsplit("/", 1)[1] for each in (second, third)]
+        assert list(site.services.viewers._viewers) == ids
+        assert (await site.http.delete(first.headers["location"])).status_code == 200, "it is remembered for a while"
+        crowd = await asyncio.gather(*(post("tab-one-1") for _ in range(20)))
+        assert {each.status_code for each in crowd} <= {201, 503}
+        assert site.services.viewers.count == 2
+
+    run_scene(scene, Config(serve=ServeConfig(max_viewers=2, address_share=1.0)))
+
+
+@pytest.mark.parametrize("client", ["", "short", "x" * 65, "tab one one", "tab-one-\u00e9"])
+def test_what_a_client_may_call_itself(client: str) -> None:
+    async def scene(site: Site) -> None:
+        response = await site.http.post("/whep", params={"client": client}, content=await _offer("video"), headers=SDP)
+        assert (response.status_code, response.json()["field"]) == (422, "client")
+        assert "8 to 64 letters" in response.json()["detail"]
+        assert site.services.viewers.count == 0
+
+    run_scene(scene)
+
+
+def test_candidates_and_ends_without_number_are_slowed_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(viewers, "CHANGE_BURST", 3.0)
+    monkeypatch.setattr(viewers, "CHANGES_PER_S", 0.001)
+
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        trickle = {"Content-Type": "application/trickle-ice-sdpfrag"}
+        answers = [await site.http.delete("/whep/default/nobody") for _ in range(4)]
+        answers.append(await site.http.patch(peer.location, content="a=end-of-candidates", headers=trickle))
+        assert [each.status_code for each in answers] == [404, 404, 404, 429, 429]
+        assert answers[-1].headers["retry-after"] == "1"
+        await peer.frame()
+
+    run_scene(scene)
+
+
+def test_a_viewer_whose_packets_do_not_get_away_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(viewers, "STUCK_S", 0.5)
+    monkeypatch.setattr(viewers, "LOOK_S", 0.1)
+
+    async def scene(site: Site) -> None:
+        stays, stuck = await site.watch(), await site.watch()
+        await asyncio.gather(stays.frame(), stuck.frame())
+        viewer = list(site.services.viewers._viewers.values())[1]
+        [sender] = viewer.pc.getSenders()
+
+        cable = asyncio.Event()
+
+        async def never(data: bytes) -> None:
+            await cable.wait()
+
+        monkeypatch.setattr(sender.transport, "_send_rtp", never)
+        await site.until(lambda: site.services.viewers.count == 1)
+        assert (await site.http.delete(stuck.location)).status_code == 200, "its end is not waited for"
+        cable.set()
+        assert b'viewers_ended_total{end="stuck"} 1.0' in site.services.metrics.text()
+        assert viewer.track is not None
+        assert len(viewer.track._queue) <= QUEUE_PACKETS
+        for _ in range(40):
+            await stays.frame()
+
+    run_scene(scene)
+
+
+def test_a_killed_viewer_is_noticed_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aioice.ice, "CONSENT_INTERVAL", 0.3)
+
+    async def scene(site: Site) -> None:
+        async with _viewer_process(site) as (process, _):
+            fanout = site.services.hub.view("default").fanout  # type: ignore[union-attr]
+            assert fanout.codecs == ("h264",)
+            process.kill()
+            await site.until(lambda: site.services.viewers.count == 0)
+            assert fanout.codecs == (), "nobody watches, nothing is encoded"
+            assert re.search(rb'viewers_ended_total{end="(failed|closed)"} 1.0', site.services.metrics.text())
+
+    run_scene(scene)
+
+
+def test_a_viewer_that_asks_for_key_frames_without_end_is_heard_now_and_then() -> None:
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        await peer.frame()
+        [receiver] = [each.receiver for each in peer.pc.getTransceivers() if each.kind == "video"]
+        ssrc = int(re.search(r"a=ssrc:(\d+)", peer.answer).group(1))  # type: ignore[union-attr]
+        for _ in range(100):
+            await receiver._send_rtcp_pli(ssrc)
+        await site.until(lambda: b"key_wishes_refused_total 9" in site.services.metrics.text())
+        await peer.frame()
+
+    run_scene(scene)
+
+
+# ---- what is left ----------------------------------------------------------------------------------------------------
+
+
+def _held() -> tuple[int, int]:
+    gc.collect()
+    return len(asyncio.all_tasks()), psutil.Process().num_fds()
+
+
+async def _reload(site: Site) -> None:
+    peer: Peer = await site.watch()
+    await peer.frame()
+    await site.http.delete(peer.location)
+    await peer.pc.close()
+    site.peers.remove(peer)
+
+
+def test_a_page_that_is_reloaded_without_end_leaves_nothing_behind() -> None:
+    async def scene(site: Site) -> None:
+        for _ in range(3):
+            await _reload(site)
+        tasks, files = _held()
+        memory = psutil.Process().memory_info().rss
+        for _ in range(30):
+            await _reload(site)
+        await site.until(lambda: _held()[0] <= tasks and _held()[1] <= files)
+        assert psutil.Process().memory_info().rss - memory < 30 * 2**20, "less than 1 MB a visit: nothing is kept"
+        assert site.services.viewers.count == 0
+        late = await site.watch()
+        for _ in range(20):
+            await late.frame()
+
+    run_scene(scene)
+
+
+def test_nothing_is_left_of_a_hundred_that_came_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(viewers, "CONNECT_TIMEOUT_S", 0.5)
+
+    async def scene(site: Site) -> None:
+        watcher = await site.watch()
+        await watcher.frame()
+        offer = (await site.offer(control=False)).pc.localDescription.sdp
+        await asyncio.gather(*(site.http.post("/whep", content=offer, headers=SDP) for _ in range(100)))
+        await site.until(lambda: site.services.viewers.count == 1)
+        tasks, files = _held()
+        again = await asyncio.gather(*(site.http.post("/whep", content=offer, headers=SDP) for _ in range(100)))
+        assert {each.status_code for each in again} <= {201, 429, 503}
+        await site.until(lambda: site.services.viewers.count == 1)
+        await site.until(lambda: _held()[0] <= tasks and _held()[1] <= files + 2)
+        for _ in range(20):
+            await watcher.frame()
+
+    run_scene(scene, Config(serve=ServeConfig(max_viewers=8, address_share=1.0)))

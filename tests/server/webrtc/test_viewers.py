@@ -1,0 +1,330 @@
+"""WHEP against a running server: statuses for every bad offer, and real aiortc viewers that see the stream."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from itertools import pairwise
+
+import httpx
+import numpy as np
+import pytest
+
+from streamdiff.config import Config, PlaybackConfig, ServeConfig
+from streamdiff.server.webrtc import viewers
+from tests.server.conftest import Peer, Site, run_scene
+from tests.server.scripted import COLOURS
+
+pytestmark = pytest.mark.slow
+
+SDP = {"Content-Type": "application/sdp"}
+
+
+def _colour(frame: object) -> tuple[int, ...]:
+    matrix = "ITU709" if frame.colorspace == 1 else "ITU601"  # type: ignore[attr-defined]
+    return tuple(int(c) for c in frame.to_ndarray(format="rgb24", src_colorspace=matrix)[40, 40])  # type: ignore[attr-defined]
+
+
+def _is(colour: tuple[int, ...], name: str) -> bool:
+    return bool(np.abs(np.subtract(colour, COLOURS[name])).max() < 24)
+
+
+async def _until_colour(peer: Peer, name: str) -> None:
+    for _ in range(400):
+        if _is(_colour(await peer.frame()), name):
+            return
+    raise AssertionError(f"{name} never came")
+
+
+# ---- the surface -----------------------------------------------------------------------------------------------------
+
+
+def test_the_endpoint_describes_itself() -> None:
+    async def scene(site: Site) -> None:
+        options = await site.http.options("/whep")
+        assert (options.status_code, options.headers["accept-post"]) == (200, "application/sdp")
+        head = await site.http.head("/whep")
+        assert (head.status_code, head.headers["content-type"]) == (200, "application/sdp")
+        assert (await site.http.get("/whep")).status_code == 200
+        put = await site.http.put("/whep", content="x")
+        assert put.status_code == 405
+        assert "POST" in put.headers["allow"]
+        assert put.headers["content-type"] == "application/problem+json"
+        for path in ("/nowhere", "/whep?session=other"):
+            missing = await site.http.post(path, content="v=0", headers=SDP)
+            assert (missing.status_code, missing.json()["status"]) == (404, 404)
+
+    run_scene(scene)
+
+
+def test_bad_offers_are_answered_and_the_stream_goes_on() -> None:
+    async def scene(site: Site) -> None:
+        watcher = await site.watch()
+        await watcher.frame()
+        good = (await site.offer()).pc.localDescription.sdp
+        channel_only = good[: good.index("m=video")] + good[good.index("m=application") :]
+        no_common = re.sub(r"a=(rtpmap|fmtp):.*\r\n", "", good).replace(
+            "a=mid:0\r\n", "a=mid:0\r\na=rtpmap:97 AV1/90000\r\n"
+        )
+        table: list[tuple[bytes | str, dict[str, str], int]] = [
+            (good, {"Content-Type": "text/plain"}, 415),
+            (good, {"Content-Type": "application/json"}, 415),
+            ("", SDP, 400),
+            ("hello", SDP, 400),
+            ("<html></html>", SDP, 400),
+            ("{}", SDP, 400),
+            ("v=0", SDP, 400),
+            (b"v=0\r\n\xff\xfe", SDP, 400),
+            (good[:300], SDP, 400),
+            (good.replace("a=fingerprint", "a=x-print"), SDP, 400),
+            (good.replace("m=video", "m=video 99999999", 1), SDP, 400),
+            (good + "a=x\r\n" * 100_000, SDP, 413),
+            (good.replace("a=recvonly", "a=sendonly"), SDP, 422),
+            (good.replace("a=recvonly", "a=inactive"), SDP, 422),
+            (channel_only.replace("BUNDLE 0 1", "BUNDLE 1"), SDP, 422),
+            (no_common, SDP, 422),
+            (good.replace("BUNDLE 0 1", "BUNDLE 7 9"), SDP, 400),
+        ]
+        for body, headers, status in table:
+            response = await site.http.post("/whep", content=body, headers=headers)
+            assert response.status_code == status, (status, response.text, str(body)[:200])
+            assert response.headers["content-type"] == "application/problem+json"
+            assert len(response.json()["detail"]) > 10
+        codec = await site.http.post("/whep?codec=av1", content=good, headers=SDP)
+        assert codec.status_code == 422
+        assert site.services.viewers.count == 1
+        for _ in range(20):
+            await watcher.frame()
+
+    run_scene(scene)
+
+
+def test_a_body_without_a_length_is_read_up_to_the_limit_only() -> None:
+    async def scene(site: Site) -> None:
+        sent = 0
+
+        async def endless() -> object:
+            nonlocal sent
+            for _ in range(10_000):
+                sent += 16_384
+                yield b"a" * 16_384
+
+        try:
+            response = await site.http.post("/whep", content=endless(), headers=SDP)
+            assert response.status_code == 413
+        except httpx.TransportError:
+            pass  # the server closes; whether its answer is read first is luck
+        assert sent < 64 * 2**20
+
+    run_scene(scene)
+
+
+def test_sessions_end_once_and_are_remembered_for_a_while() -> None:
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        assert re.fullmatch(r"/whep/default/[\w-]{32}", peer.location)
+        await peer.frame()
+        assert (await site.http.options(peer.location)).headers["accept-patch"] == "application/trickle-ice-sdpfrag"
+        assert (await site.http.delete(peer.location)).status_code == 200
+        assert site.services.viewers.count == 0
+        assert (await site.http.delete(peer.location)).status_code == 200
+        assert (await site.http.delete("/whep/default/unknown")).status_code == 404
+        trickle = {"Content-Type": "application/trickle-ice-sdpfrag"}
+        assert (await site.http.patch(peer.location, content="a=mid:0", headers=trickle)).status_code == 404
+
+    run_scene(scene)
+
+
+def test_trickle_takes_candidates_and_refuses_what_it_cannot() -> None:
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        username = re.search(r"a=ice-ufrag:(\S+)", peer.pc.localDescription.sdp).group(1)  # type: ignore[union-attr]
+        good = f"a=ice-ufrag:{username}\r\na=mid:0\r\na=candidate:1 1 udp 1 192.0.2.77 5000 typ host\r\n"
+        trickle = {"Content-Type": "application/trickle-ice-sdpfrag"}
+        for body, status in [
+            (good, 204),
+            (good.replace("192.0.2.77", "someone.local"), 204),
+            ("", 400),
+            ("hello", 400),
+            (good.replace(username, "other"), 422),
+        ]:
+            assert (await site.http.patch(peer.location, content=body, headers=trickle)).status_code == status, body
+        wrong = await site.http.patch(peer.location, content=good, headers=SDP)
+        assert (wrong.status_code, wrong.headers["accept-patch"]) == (415, "application/trickle-ice-sdpfrag")
+        await peer.frame()
+
+    run_scene(scene)
+
+
+# ---- limits ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_hundred_at_once_get_exactly_the_places_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(viewers, "CONNECT_TIMEOUT_S", 600.0)
+
+    async def scene(site: Site) -> None:
+        watcher = await site.watch()
+        await watcher.frame()
+        offer = (await site.offer()).pc.localDescription.sdp
+        posts = [site.http.post("/whep", content=offer, headers=SDP) for _ in range(100)]
+        responses = await asyncio.gather(*posts)
+        statuses = [response.status_code for response in responses]
+        assert statuses.count(201) == 7, "eight places, one taken"
+        assert statuses.count(503) == 93
+        assert all("retry-after" in each.headers for each in responses if each.status_code == 503)
+        assert site.services.viewers.count == 8
+        await watcher.frame()
+
+    run_scene(scene, Config(serve=ServeConfig(max_viewers=8, address_share=1.0)))
+
+
+def test_who_never_connects_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(viewers, "CONNECT_TIMEOUT_S", 0.5)
+
+    async def scene(site: Site) -> None:
+        offer = (await site.offer()).pc.localDescription.sdp
+        location = (await site.http.post("/whep", content=offer, headers=SDP)).headers["location"]
+        await site.until(lambda: site.services.viewers.count == 0)
+        assert (await site.http.delete(location)).status_code == 200
+
+    run_scene(scene)
+
+
+def test_a_flood_from_one_address_is_slowed_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(viewers, "POST_BURST", 3.0)
+    monkeypatch.setattr(viewers, "POSTS_PER_S", 0.001)
+
+    async def scene(site: Site) -> None:
+        offer = (await site.offer()).pc.localDescription.sdp
+        responses = [await site.http.post("/whep", content=offer, headers=SDP) for _ in range(5)]
+        assert [response.status_code for response in responses] == [201, 201, 201, 429, 429]
+        assert responses[-1].headers["retry-after"] == "1"
+
+    run_scene(scene)
+
+
+# ---- viewers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("codec", "name"), [("h264", "H264"), ("vp8", "VP8"), (None, "H264")])
+def test_a_viewer_sees_the_stream(codec: str | None, name: str) -> None:
+    async def scene(site: Site) -> None:
+        peer = await site.watch(codec)
+        video = peer.answer[peer.answer.index("m=video") :]
+        assert f" {name}/90000" in video
+        assert "a=sendonly" in video
+        assert "a=setup:passive" in video
+        frames = [await peer.frame() for _ in range(60)]
+        assert (frames[0].width, frames[0].height) == (256, 256)
+        assert _is(_colour(frames[0]), "red")
+        stamps = [frame.pts for frame in frames]
+        assert all(after > before for before, after in pairwise(stamps))
+        assert set(np.diff(stamps)) & {2250}, "40 frames per second on the 90 kHz clock"
+        assert str(frames[0].time_base) == "1/90000"
+
+    run_scene(scene)
+
+
+@pytest.mark.parametrize(("fps", "ticks"), [(40.0, 2250), (50.0, 1800), (60.0, 1500)])
+def test_frames_carry_the_media_clock_at_any_rate(fps: float, ticks: int) -> None:
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        stamps = [(await peer.frame()).pts for _ in range(90)]
+        steps = np.diff(stamps)
+        # A busy machine may skip a slot; a step is then two or more of them, never something in between.
+        assert (steps[30:] % ticks == 0).mean() > 0.9
+        assert np.median(steps) == ticks
+
+    run_scene(scene, Config(playback=PlaybackConfig(fps=fps)))
+
+
+def test_two_viewers_share_one_encoder_and_the_second_gets_a_key_frame() -> None:
+    async def scene(site: Site) -> None:
+        first = await site.watch()
+        await first.frame()
+        fanout = site.services.hub.view("default").fanout  # type: ignore[union-attr]
+        before = fanout.counters()["h264"].key_frames
+        second = await site.watch()
+        await second.frame()
+        assert fanout.codecs == ("h264",)
+        assert fanout.counters()["h264"].key_frames > before
+        pictures = fanout.counters()["h264"].pictures
+        for _ in range(20):
+            await asyncio.gather(first.frame(), second.frame())
+        third = await site.watch("vp8")
+        await third.frame()
+        assert set(fanout.codecs) == {"h264", "vp8"}
+        assert fanout.counters()["h264"].pictures > pictures
+        await asyncio.gather(*(site.http.delete(peer.location) for peer in (first, second, third)))
+        assert fanout.codecs == ()
+
+    run_scene(scene)
+
+
+def test_nobody_watches_and_the_engine_stops_at_its_lead() -> None:
+    async def scene(site: Site) -> None:
+        view = site.services.hub.view("default")
+        assert view is not None
+        await site.until(lambda: view.stats()["buffered"] == 24)
+        assert site.client.shown == 0
+        peer = await site.watch()
+        await peer.frame()
+        await site.until(lambda: site.client.shown > 24)
+        await site.http.delete(peer.location)
+        await site.until(lambda: view.stats()["buffered"] > 24 - 8)  # room for less than a chunk
+        frame = view.stats()["frame"]
+        again = await site.watch()
+        await again.frame()
+        await site.until(lambda: view.stats()["frame"] > frame)
+
+    run_scene(scene)
+
+
+def test_a_viewer_that_vanishes_leaves_the_others_alone() -> None:
+    async def scene(site: Site) -> None:
+        stays, goes = await site.watch(), await site.watch()
+        await asyncio.gather(stays.frame(), goes.frame())
+        await goes.pc.close()
+        await site.until(lambda: site.services.viewers.count == 1)
+        for _ in range(40):
+            await stays.frame()
+        assert (await site.http.delete(goes.location)).status_code == 200, "it may still say so itself"
+
+    run_scene(scene)
+
+
+def test_who_joins_a_paused_stream_sees_the_picture() -> None:
+    async def scene(site: Site) -> None:
+        first = await site.watch()
+        await first.frame()
+        await site.http.post("/api/control", json={"type": "pause"})
+        late = await site.watch()
+        assert _is(_colour(await late.frame()), "red")
+        view = site.services.hub.view("default")
+        assert view is not None
+        frame = view.stats()["frame"]
+        await late.frame()
+        await late.frame()
+        assert view.stats()["frame"] == frame, "stills keep the connection alive; the stream stands"
+        await site.http.post("/api/control", json={"type": "resume"})
+        await site.until(lambda: view.stats()["frame"] > frame)
+        await _until_colour(late, "red")
+
+    run_scene(scene)
+
+
+def test_a_lost_picture_is_asked_for_and_sent_as_a_key_frame() -> None:
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        await peer.frame()
+        counters = site.services.hub.view("default").fanout.counters()["h264"]  # type: ignore[union-attr]
+        before = counters.key_frames
+        [receiver] = [each.receiver for each in peer.pc.getTransceivers() if each.kind == "video"]
+        ssrc = int(re.search(r"a=ssrc:(\d+)", peer.answer).group(1))  # type: ignore[union-attr]
+        for _ in range(50):
+            await receiver._send_rtcp_pli(ssrc)
+        await site.until(lambda: counters.key_frames > before)
+        assert counters.key_frames <= before + 2, "a storm of wishes makes one key frame per 0.3 s"
+        await peer.frame()
+
+    run_scene(scene)

@@ -1,0 +1,57 @@
+"""What is left, and what is not, when writing ends in the middle."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from streamdiff.atomic_write import check_parent, exit_on_sigterm, temporary_sibling
+from streamdiff.errors import ConfigError
+
+
+@pytest.mark.parametrize("kind", ["nothing", "a file", "a folder"])
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_what_was_not_moved_away_is_removed(tmp_path: Path, kind: str, error: type[BaseException] | None) -> None:
+    def write() -> None:
+        with temporary_sibling(tmp_path / "out.mp4") as temporary:
+            assert temporary.parent == tmp_path and not temporary.exists()
+            if kind == "a file":
+                temporary.write_text("half")
+            elif kind == "a folder":
+                temporary.mkdir()
+                (temporary / "00000.png").write_text("half")
+            if error is not None:
+                raise error
+
+    if error is None:
+        write()
+    else:
+        with pytest.raises(error):
+            write()
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_was_moved_away_stays(tmp_path: Path) -> None:
+    with temporary_sibling(tmp_path / "out.mp4") as temporary:
+        temporary.write_text("whole")
+        os.replace(temporary, tmp_path / "out.mp4")
+    assert os.listdir(tmp_path) == ["out.mp4"]
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    check_parent(tmp_path / "out.mp4")
+    with pytest.raises(ConfigError, match=r"the folder .*none of out\.mp4 does not exist; create it first"):
+        check_parent(tmp_path / "none" / "out.mp4")
+
+
+def test_sigterm_unwinds_and_the_handler_before_comes_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught, exit_on_sigterm(), temporary_sibling(tmp_path / "out.mp4") as temporary:
+        temporary.write_text("half")
+        signal.raise_signal(signal.SIGTERM)
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert os.listdir(tmp_path) == []
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -1,0 +1,75 @@
+"""Videos and pictures come back as the frames they were written from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from streamdiff.errors import ConfigError
+from streamdiff.video.reader import open_clip
+from streamdiff.video.writer import write_video
+
+
+def paint(count: int, height: int = 32, width: int = 48) -> list[np.ndarray]:
+    """Plain pictures, brighter and brighter."""
+    return [np.full((height, width, 3), 20 + number * 10, np.uint8) for number in range(count)]
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.webm"])
+def test_a_video_is_read_in_order_and_may_be_read_again(tmp_path: Path, name: str) -> None:
+    pictures = paint(12)
+    write_video(tmp_path / name, pictures, 20)
+    clip = open_clip(tmp_path / name)
+    assert (clip.width, clip.height) == (48, 32)
+    assert clip.frames == (12 if name == "a.mp4" else None), "webm does not say"
+    for _ in range(2):
+        frames = list(clip)
+        assert len(frames) == 12
+        for picture, frame in zip(pictures, frames, strict=True):
+            assert frame.dtype == np.uint8
+            assert abs(picture.mean() - frame.mean()) < 3
+
+
+def test_pictures_are_read_by_their_numbers(tmp_path: Path) -> None:
+    pictures = paint(12)
+    write_video(tmp_path / "frame-%d.png", pictures, 20)
+    (tmp_path / "notes.txt").write_text("not a picture")
+    clip = open_clip(tmp_path)
+    assert (clip.frames, clip.width, clip.height) == (12, 48, 32)
+    assert all(np.array_equal(a, b) for a, b in zip(clip, pictures, strict=True))
+
+
+def test_other_kinds_of_pictures_become_rgb(tmp_path: Path) -> None:
+    Image.fromarray(paint(1)[0]).convert("L").save(tmp_path / "0.png")
+    Image.fromarray(paint(1)[0]).convert("RGBA").save(tmp_path / "1.PNG")
+    assert all(np.array_equal(frame, paint(1)[0]) for frame in open_clip(tmp_path))
+
+
+def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.mp4").write_text("no video")
+    (tmp_path / "mixed").mkdir()
+    Image.fromarray(paint(1)[0]).save(tmp_path / "mixed" / "0.png")
+    Image.fromarray(paint(1, 16, 16)[0]).save(tmp_path / "mixed" / "1.png")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "0.png").write_bytes(b"\x89PNG no more")
+    for name, message in (
+        ("none.mp4", "does not exist; expected a video file or a folder"),
+        ("empty", r"the folder .*empty has no \.png pictures"),
+        ("text.mp4", r"text\.mp4 cannot be read as a video"),
+        ("mixed", "frame 1 is 16 x 16, the first one 48 x 32"),
+        ("broken", r"0\.png cannot be read as a picture"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            list(open_clip(tmp_path / name))
+
+
+def test_a_video_that_breaks_off_is_told(tmp_path: Path) -> None:
+    write_video(tmp_path / "a.mp4", paint(12), 20)
+    whole = (tmp_path / "a.mp4").read_bytes()
+    (tmp_path / "a.mp4").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match=r"a\.mp4"):
+        list(open_clip(tmp_path / "a.mp4"))

@@ -1,0 +1,157 @@
+"""Frames come back from the files they were written to, and nothing half-written stays behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from streamdiff.errors import ConfigError
+from streamdiff.video.writer import write_video
+
+
+def paint(count: int, height: int = 32, width: int = 48) -> list[np.ndarray]:
+    """Plain pictures, brighter and brighter, with a red left half."""
+    pictures = []
+    for number in range(count):
+        picture = np.full((height, width, 3), 20 + number * 8, np.uint8)
+        picture[:, : width // 2, 0] = 220
+        pictures.append(picture)
+    return pictures
+
+
+def read(path: Path) -> tuple[list[np.ndarray], av.video.stream.VideoStream, list[float]]:
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        frames = list(container.decode(stream))
+        return [frame.to_ndarray(format="rgb24") for frame in frames], stream, [frame.time or 0.0 for frame in frames]
+
+
+@pytest.mark.parametrize(("name", "codec"), [("a.mp4", "h264"), ("b.webm", "vp9"), ("c.MP4", "h264")])
+@pytest.mark.parametrize("fps", [20, 30000 / 1001])
+def test_a_video_holds_the_frames_at_their_times(tmp_path: Path, name: str, codec: str, fps: float) -> None:
+    pictures = paint(20)
+    write_video(tmp_path / name, iter(pictures), fps)
+    frames, stream, times = read(tmp_path / name)
+    assert stream.codec_context.name.removeprefix("lib") in (codec, "vpx-" + codec)
+    assert stream.codec_context.pix_fmt == "yuv420p"
+    assert len(frames) == 20
+    assert np.allclose(times, np.arange(20) / fps, atol=2e-3)
+    for picture, frame in zip(pictures, frames, strict=True):
+        assert np.abs(picture.astype(int) - frame.astype(int)).mean() < 6
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_odd_sizes_are_made_even(tmp_path: Path) -> None:
+    write_video(tmp_path / "odd.mp4", paint(3, 33, 47), 10)
+    frames, _, _ = read(tmp_path / "odd.mp4")
+    assert frames[0].shape == (34, 48, 3)
+
+
+@pytest.mark.parametrize("name", ["pictures", "pictures/", "existing"])
+def test_a_folder_of_pictures(tmp_path: Path, name: str) -> None:
+    (tmp_path / "existing").mkdir()
+    pictures = paint(3)
+    write_video(f"{tmp_path}/{name}", pictures, 10)
+    folder = tmp_path / name
+    assert sorted(os.listdir(folder)) == ["00000.png", "00001.png", "00002.png"]
+    assert np.array_equal(np.asarray(Image.open(folder / "00002.png")), pictures[2])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "second"), [("p-%03d.png", "p-001.png"), ("*.png", "00001.png"), ("x%d.png", "x1.png")]
+)
+def test_a_pattern_of_names(tmp_path: Path, pattern: str, second: str) -> None:
+    pictures = paint(2)
+    (tmp_path / "other.txt").write_text("stays")
+    write_video(tmp_path / pattern, pictures, 10)
+    assert np.array_equal(np.asarray(Image.open(tmp_path / second)), pictures[1])
+    assert len(os.listdir(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("target", ["out.mp4", "out.webm", "out", "out-%d.png"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_error_on_the_way_leaves_nothing(tmp_path: Path, target: str, error: type[BaseException]) -> None:
+    def frames() -> Iterator[np.ndarray]:
+        yield from paint(5)
+        raise error
+
+    with pytest.raises(error):
+        write_video(tmp_path / target, frames(), 10)
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_error_keeps_what_was_there(tmp_path: Path) -> None:
+    target = tmp_path / "out.mp4"
+    write_video(target, paint(3), 10)
+    before = target.read_bytes()
+    with pytest.raises(ValueError, match=r"frame 1 has shape \[16, 16, 3\], the first one \[32, 48, 3\]"):
+        write_video(target, [paint(1)[0], paint(1, 16, 16)[0]], 10)
+    assert target.read_bytes() == before
+    assert os.listdir(tmp_path) == ["out.mp4"]
+    write_video(target, paint(4), 10)
+    assert len(read(target)[0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("movie.avi", "unknown ending '.avi'; use a name that ends in .mp4 or .webm"),
+        ("one.png", "one name for many pictures"),
+        ("a-%d-%d.png", "one name for many pictures"),
+        ("a-%s.png", "one name for many pictures"),
+        ("missing/movie.mp4", "does not exist; create it first"),
+        ("file/", "is a file"),
+        ("full", "is not empty"),
+    ],
+)
+def test_targets_that_cannot_be_written(tmp_path: Path, target: str, message: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "old.png").write_text("")
+
+    def never() -> Iterator[np.ndarray]:
+        pytest.fail("a frame was asked for")
+        yield
+
+    with pytest.raises(ConfigError, match=message):
+        write_video(f"{tmp_path}/{target}", never(), 10)
+
+
+def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() == 0:  # root may write anywhere: let the system's answer be no
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+    else:
+        tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="cannot be written to"):
+        write_video(tmp_path / "a.mp4", paint(1), 10)
+
+
+@pytest.mark.parametrize("fps", [0, -1, float("nan"), float("inf"), 5000])
+def test_an_fps_that_cannot_be(tmp_path: Path, fps: float) -> None:
+    with pytest.raises(ConfigError, match="fps"):
+        write_video(tmp_path / "a.mp4", paint(1), fps)
+
+
+def test_no_frames(tmp_path: Path) -> None:
+    for target in ("a.mp4", "pictures", "%d.png"):
+        with pytest.raises(ValueError, match="no frames"):
+            write_video(tmp_path / target, [], 10)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("frame", [np.zeros((4, 4, 3)), np.zeros((4, 4), np.uint8), np.zeros((4, 4, 4), np.uint8)])
+def test_frames_of_another_kind(tmp_path: Path, frame: np.ndarray) -> None:
+    with pytest.raises(ValueError, match=r"frames are uint8 \[H, W, 3\]"):
+        write_video(tmp_path / "a.mp4", [frame], 10)
+
+
+def test_the_file_has_the_usual_permissions(tmp_path: Path) -> None:
+    write_video(tmp_path / "a.mp4", paint(1), 10)
+    (tmp_path / "plain").write_text("")
+    assert (tmp_path / "a.mp4").stat().st_mode == (tmp_path / "plain").stat().st_mode

@@ -126,6 +126,8 @@ class _Request:
     groups: list[_Group]
     setting: dict[str, str]
     pieces: list[Word]
+    certain: set[str] = field(default_factory=set)
+    """Of the setting what was said exactly."""
     add: bool = False
     remove: bool = False
     one: bool = False
@@ -149,7 +151,7 @@ def parse(prompt: str) -> _Request:
         for piece in pieces[start:end]:
             _take(piece, group, request)
         request.groups.append(group)
-    if len(request.groups) == 2 and any(piece.entry == "into" for piece in pieces):
+    if len(request.groups) == 2 and (request.edit and any(piece.entry in ("into", "to") for piece in pieces)):
         request.target, request.edit = request.groups[0].says, True
         del request.groups[0]
     return request
@@ -184,8 +186,9 @@ def _take(piece: Word, group: _Group, request: _Request) -> None:
         if name in THING_TABLES:
             (group.says if piece.meaning.exact else group.implied).setdefault(name, value)
             group.two |= name == "shape" and piece.many
-        elif name in SETTING_TABLES:
-            request.setting.setdefault(name, value)
+        elif name in SETTING_TABLES and (piece.meaning.exact or name not in request.certain):
+            request.setting[name] = value  # the last word counts
+            request.certain |= {name} if piece.meaning.exact else set()
         elif name == "change":
             group.changes.append(value)
         elif name == "count" and value == "two":
@@ -345,7 +348,7 @@ def _nearest(piece: Word, scene: Scene) -> str:
     phrases = [
         (tables[name][value].strip() or "clear weather") if name in tables else value
         for name, value in says.items()
-        if value in shown[name]
+        if value in shown.get(name, {value})
     ]
     return " ".join(phrases)
 

@@ -12,12 +12,13 @@ TABLE = Path(__file__).parent / "words.txt"
 FILLERS = frozenset(
     word
     for line in (
-        "a an the is are be its of and or to in on over at with this then there here while into from by for as i you",
-        "we me my your want would like please show see give draw some very really more bit lot quite so just can could",
-        "will not does has have having but if when where which who what against through under above below behind",
-        "beside between near next across around along during off out onto upon one ones picture image video scene",
-        "background weather camera speed size shape coloured colored thing things object objects shapes beautiful nice",
-        "cute lovely pretty happy sad funny cool new old direction side towards toward middle centre center screen",
+        "a an the is are be its don isn let of and or to in on over at with this then there here while into from by",
+        "for as i you we me my your want would should must may might like please show see give draw some very really",
+        "more bit lot quite so just can could will not does has have having but if when where which who what against",
+        "through under above below behind beside between near next across around along during off out onto upon one ones",
+        "picture image video scene background weather camera speed size shape coloured colored thing things object",
+        "objects shapes beautiful nice cute lovely pretty happy sad funny cool new old direction side towards toward",
+        "middle centre center screen",
     )
     for word in line.split()
 )
@@ -117,12 +118,15 @@ def distance(one: str, other: str, most: int) -> int:
 
 @cache
 def spelt(word: str) -> str | None:
-    """The known single word that was probably meant: one edit away, or two in words of eight letters and more."""
+    """The known single word that was probably meant: one edit away, or two in words of eight letters and more. Short
+    words are taken for no word of the table that has only a nearest meaning: too many are one edit away."""
     if len(word) < 4 or len(word) > 20:
         return None
     most = 2 if len(word) >= 8 else 1
     best: tuple[int, bool, str] | None = None
     for entry, meaning in table().items():
+        if not meaning.exact and len(word) < 6:
+            continue
         if " " in entry or len(entry) < 3 or (entry[0] != word[0] and entry[1:2] != word[1:2]):
             continue
         edits = distance(word, entry, most)

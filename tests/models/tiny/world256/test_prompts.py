@@ -81,6 +81,9 @@ CHANGES = [
     ("turn the circle into a heart", {"shape": "heart"}),
     ("stop the camera", {}),
     ("no rain", {}),
+    ("no, make it green", {"color": "green"}),
+    ("change the star to a heart", {"second_shape": "heart"}),
+    ("I don't like the rain, make it snow", {"weather": "snow"}),
 ]
 
 
@@ -108,6 +111,11 @@ def test_people_are_told_what_is_drawn_instead() -> None:
     assert "“sunflower”: I draw a yellow star." in prompts.read("a sunflower", None).notice
     assert "“circel”: I read “circle”." in prompts.read("a red circel", None).notice
     assert "two things at most" in prompts.read("a star, a heart and a circle", None).notice
+
+
+def test_short_words_are_not_taken_for_others_that_are_only_near() -> None:
+    assert "“zoom”" in prompts.read("zoom in", None).notice
+    assert after("zoom in", TWO) == TWO
 
 
 def test_a_word_that_other_words_overrule_is_not_spoken_of() -> None:

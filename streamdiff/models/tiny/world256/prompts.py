@@ -312,7 +312,10 @@ def read(prompt: str, previous: str | None) -> Reading:
     remarks = _remarks(request.pieces, scene)
     strange = [f"“{piece.typed[:24]}”" for piece in request.pieces if not piece.known]
     if request.empty:
-        return Reading(text, f"I did not find anything I can draw in that. I know {VOCABULARY}. Showing “{text}”.")
+        named = f" ({', '.join(dict.fromkeys(strange[:4]))})" if strange else ""
+        return Reading(
+            text, f"I did not find anything I can draw in that{named}. I know {VOCABULARY}. Showing “{text}”."
+        )
     if sum(bool(piece.values("shape")) for piece in request.pieces) > 2:
         remarks.append("I draw two things at most.")
     if strange:

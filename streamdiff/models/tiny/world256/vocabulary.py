@@ -15,9 +15,9 @@ FILLERS = frozenset(
         "a an the is are be its don isn let of and or to in on over at with this then there here while into from by",
         "for as i you we me my your want would should must may might like please show see give draw some very really",
         "more bit lot quite so just can could will not does has have having but if when where which who what against",
-        "through under above below behind beside between near next across around along during off out onto upon one ones",
-        "picture image video scene background weather camera speed size shape coloured colored thing things object",
-        "objects shapes beautiful nice cute lovely pretty happy sad funny cool new old direction side towards toward",
+        "through under above below behind beside between near next across around along during off out onto upon one",
+        "ones picture image video scene background weather camera speed size shape coloured colored thing things",
+        "object objects shapes beautiful nice cute lovely pretty happy sad funny cool new old direction side towards toward",
         "middle centre center screen",
     )
     for word in line.split()

@@ -17,8 +17,8 @@ FILLERS = frozenset(
         "more bit lot quite so just can could will not does has have having but if when where which who what against",
         "through under above below behind beside between near next across around along during off out onto upon one",
         "ones picture image video scene background weather camera speed size shape coloured colored thing things",
-        "object objects shapes beautiful nice cute lovely pretty happy sad funny cool new old direction side towards toward",
-        "middle centre center screen",
+        "object objects shapes beautiful nice cute lovely pretty happy sad funny cool new old direction side towards",
+        "toward middle centre center screen",
     )
     for word in line.split()
 )

@@ -346,8 +346,8 @@ def run(subject: Subject, plan: Plan, out: Path, head: report.Header, kept: Kept
     return results
 
 
-def load_subject(folder: Path, device: torch.device) -> Subject:
-    """The model in a folder, ready to be measured.
+def load_subject(folder: Path, device: torch.device, frames: Callable[[Tensor], Tensor] = as_frames) -> Subject:
+    """The model in a folder, ready to be measured; `frames` turns uint8 `[N, T, H, W, 3]` into what the judge looks at.
 
     Raises:
         ConfigError: the folder is no model.
@@ -362,7 +362,7 @@ def load_subject(folder: Path, device: torch.device) -> Subject:
     def decode_each(latents: Tensor) -> Tensor:
         """The very pictures a viewer gets: one stream at a time, rounded to bytes."""
         streams = latents.transpose(1, 2).to(device).split(1)
-        return as_frames(torch.stack([decoder.decode(stream, decoder.new_memory()) for stream in streams]))
+        return frames(torch.stack([decoder.decode(stream, decoder.new_memory()) for stream in streams]))
 
     def frames_first(prompts: list[str], **wanted: Any) -> dict[int, Tensor]:
         made = rollout(loaded, prompts, **wanted)

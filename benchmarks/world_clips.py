@@ -98,7 +98,7 @@ class Strip:
 
 def contact_sheet(path: Path, strips: Sequence[Strip]) -> None:
     """Write the strips, one under the other, as a PNG."""
-    size = world.SIZE
+    size = strips[0].pictures.shape[-1]
     columns = max(len(strip.pictures) for strip in strips)
     height = LINE + size + GAP
     sheet = Image.new("RGB", (columns * (size + GAP) + GAP, len(strips) * height + GAP), (24, 24, 28))

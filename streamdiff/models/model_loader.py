@@ -25,7 +25,6 @@ from streamdiff.models.text_encoder.embedding_cache import CachedText, Embedding
 from streamdiff.models.text_encoder.embedding_store import EmbeddingFolder
 from streamdiff.models.text_encoder.wan import WanText
 from streamdiff.models.tiny import model as tiny
-from streamdiff.models.tiny.text_encoder import TinyText
 from streamdiff.models.transformer import attention_backend
 from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.models.transformer.weights import SPATIAL, load_transformer, read_config
@@ -147,9 +146,7 @@ class ModelLoader:
             if where is not None:
                 raise ConfigError(f"the text encoder of {name} is small and runs beside it; leave --text-device out")
             assert self.model.folder is not None
-            text = TinyText.load(self.model.folder)
-            torch.nn.Module.to(text.encoder, device)
-            return text
+            return tiny.load_text(self.model.folder, device)
         length, width = self.spec.text_shape
         path = self.model.fetch_text_encoder()
         if path is None and entries.is_random(name):

@@ -21,7 +21,8 @@ from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder, config_from,
 from streamdiff.models.interfaces import Model, StageModel
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.spec import ModelSpec
-from streamdiff.models.tiny.text_encoder import TEXT_TOKENS, TinyText
+from streamdiff.models.tiny.text_encoder import TinyText
+from streamdiff.models.tiny.world256.text_encoder import LANGUAGE, WorldText
 from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.models.transformer.weights import FILE, load_blocks
 
@@ -52,10 +53,17 @@ def load(
         ConfigError: the folder or one of its parts is missing, or the weights do not fit the configuration.
     """
     trunk = load_trunk(folder, device, name, blocks)
-    text = TinyText.load(folder)
-    torch.nn.Module.to(text.encoder, device)
+    text = load_text(folder, device)
     decoder = load_decoder(folder, device) if decodes else None
     return Model(trunk.spec, trunk.denoiser, text, decoder)
+
+
+def load_text(folder: Path, device: torch.device) -> TinyText:
+    """The text encoder of the model under `folder`, in float32, with the language that its `model_index.json` names."""
+    language = _read(folder / "model_index.json").get("language")
+    text = (WorldText if language == LANGUAGE else TinyText).load(folder)
+    torch.nn.Module.to(text.encoder, device)
+    return text
 
 
 def load_trunk(
@@ -92,7 +100,7 @@ def read_spec(folder: Path, name: str = "tiny") -> ModelSpec:
         width=index["latent_width"] * autoencoder.spatial,
         height=index["latent_height"] * autoencoder.spatial,
         steps=tuple(index.pop("steps")),
-        text_shape=(TEXT_TOKENS, _read(folder / "transformer" / "config.json")["text_dim"]),
+        text_shape=(_text_tokens(folder), _read(folder / "transformer" / "config.json")["text_dim"]),
         **index,
     )
 
@@ -104,6 +112,12 @@ def load_decoder(folder: Path, device: torch.device) -> TaehvDecoder:
         ConfigError: see `load_folder`.
     """
     return TaehvDecoder(load_folder(folder / "vae", device))
+
+
+def _text_tokens(folder: Path) -> int:
+    """To how many tokens the tokenizer pads."""
+    tokens: int = _read(folder / "tokenizer" / "tokenizer.json")["padding"]["strategy"]["Fixed"]
+    return tokens
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -142,4 +156,6 @@ def save(
         "vae": ["streamdiff", "TAEHV"],
     }
     index = {"_class_name": "StreamdiffTiny", **classes, "stream": stream}
+    if isinstance(text, WorldText):
+        index["language"] = LANGUAGE
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")

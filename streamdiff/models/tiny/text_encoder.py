@@ -20,14 +20,15 @@ WIDTH = 64
 PAD, UNKNOWN = "<pad>", "<unk>"
 
 
-def build_tokenizer() -> Tokenizer:
-    """A tokenizer of whole words over the captions' vocabulary."""
-    vocabulary = {word: index for index, word in enumerate([PAD, UNKNOWN, *prompts.known_words()])}
+def build_tokenizer(words: Sequence[str] | None = None, length: int = TEXT_TOKENS) -> Tokenizer:
+    """A tokenizer of whole words, by default those of the captions; texts are padded or cut to `length`."""
+    known = prompts.known_words() if words is None else words
+    vocabulary = {word: index for index, word in enumerate([PAD, UNKNOWN, *known])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.enable_truncation(TEXT_TOKENS)
-    tokenizer.enable_padding(length=TEXT_TOKENS, pad_id=0, pad_token=PAD)
+    tokenizer.enable_truncation(length)
+    tokenizer.enable_padding(length=length, pad_id=0, pad_token=PAD)
     return tokenizer
 
 
@@ -77,17 +78,17 @@ class TinyText:
         return prompts.read(prompt, previous)
 
     def encode(self, text: str) -> Tensor:
-        """Embeddings `[TEXT_TOKENS, WIDTH]` of one text."""
+        """Embeddings `[tokens, WIDTH]` of one text, as many tokens as the tokenizer pads to."""
         with torch.inference_mode():
             return self.embed(self.tokens([text]))[0]
 
     def tokens(self, texts: Sequence[str]) -> Tensor:
-        """Token ids `[N, TEXT_TOKENS]`, zero where padded."""
+        """Token ids `[N, tokens]`, zero where padded."""
         rows = [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts))]
         return torch.tensor(rows, device=self.encoder.device)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Embeddings `[N, TEXT_TOKENS, WIDTH]`; padding is zero, as in Wan."""
+        """Embeddings `[N, tokens, WIDTH]`; padding is zero, as in Wan."""
         mask = (ids != 0).long()
         hidden: Tensor = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
         return hidden * mask.unsqueeze(-1).to(hidden.dtype)

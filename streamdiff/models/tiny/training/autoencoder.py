@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,16 +158,39 @@ def loss_of(model: TAEHV, clips: Clips, generator: torch.Generator) -> tuple[Ten
     return loss + 0.02 * (mean.square() + (std - 1).square()).mean(), error.square().mean()
 
 
-def train(out: Path, budget: loop.Budget, seed: int, device: torch.device, batch: int = 8, bf16: bool = False) -> TAEHV:
+@dataclass(frozen=True)
+class Recipe:
+    """Which autoencoder is trained, and on what: `draw` makes a batch of clips (see `draw_clips`) of `crop` pixels
+    square, at every eighth step of `whole`; `matrix_lr` is Muon's learning rate, `adam` names the parts that AdamW
+    trains besides what is no matrix."""
+
+    config: Config = AUTOENCODER
+    draw: Callable[[int, int, torch.Generator, torch.device], Clips] = draw_clips
+    crop: int = CROP
+    whole: int = world.SIZE
+    matrix_lr: float = MATRIX_LR
+    adam: tuple[str, ...] = ()
+
+
+def train(
+    out: Path,
+    budget: loop.Budget,
+    seed: int,
+    device: torch.device,
+    batch: int = 8,
+    bf16: bool = False,
+    recipe: Recipe | None = None,
+) -> TAEHV:
     """Train, or go on with, the autoencoder under `out`; returns it. Writes `out/autoencoder.pt` every 100 steps.
 
     With `bf16` convolutions are computed in bfloat16; weights, latents and the loss stay float32.
     """
+    recipe = recipe or Recipe()
     torch.manual_seed(seed)
-    model = TAEHV(AUTOENCODER)
+    model = TAEHV(recipe.config)
     initialise(model)
     model.to(device).lay_out(torch.channels_last)
-    optimizer = loop.Optimizer(model, MATRIX_LR, OTHER_LR)
+    optimizer = loop.Optimizer(model, recipe.matrix_lr, OTHER_LR, adam=recipe.adam)
     progress = loop.Progress()
     checkpoint = loop.Checkpoint(out / "autoencoder.pt")
     state = checkpoint.load(device)
@@ -188,9 +212,9 @@ def train(out: Path, budget: loop.Budget, seed: int, device: torch.device, batch
         generator = loop.step_generator(seed, progress.step)
         whole = progress.step % 8 == 7
         clips = (
-            draw_clips(max(1, batch // 4), world.SIZE, generator, device)
+            recipe.draw(max(1, batch // 4), recipe.whole, generator, device)
             if whole
-            else draw_clips(batch, CROP, generator, device)
+            else recipe.draw(batch, recipe.crop, generator, device)
         )
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             loss, mse = loss_of(model, clips, generator)

@@ -1,0 +1,211 @@
+"""How a stream of the world goes on: places, angles, the camera, light and weather of every frame.
+
+The next chunk follows from the last one and the scene alone. In a latent frame (four frames) things move 8, 16 or 24
+pixels, half a latent cell, one, or one and a half; they wrap around at the picture's borders, except those that bounce.
+Integers and a few floats on the CPU; knows nothing about how it is drawn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from streamdiff.models.tiny.world256.scene import CAMERAS, COLUMN, HOURS, MOTIONS, WEATHERS
+
+SIZE = 256
+FRAMES_PER_LATENT = 4
+CHUNK_LATENTS = 3
+CHUNK_FRAMES = CHUNK_LATENTS * FRAMES_PER_LATENT
+LATTICE = 8
+"""Every latent frame begins with things at multiples of this many pixels."""
+VELOCITY = (2, 4, 6)
+"""Pixels per frame, for each of `scene.SPEEDS`."""
+ANGLES = 128
+"""Steps of a full turn; a thing that spins turns 1, 2 or 3 of them per frame."""
+PAN = 2
+"""Pixels per frame by which the near part of the scenery moves under a camera that pans; the far part moves half."""
+SCROLL = 2 * SIZE
+"""The scenery is the same again after so many pixels of panning."""
+FALL = 16
+"""Snow is the same again after so many frames; rain and wind after a quarter of them."""
+QUARTER = 64
+"""Frames from one hour to the next when time passes."""
+BOUNDS = ((56, 200), (40, 216))
+"""Between these (y, x) things bounce."""
+HOME = ((128, 128), (88, 80))
+"""Where the first thing of a stream begins, (y, x): alone, or with a second one."""
+APART = (80, 96)
+"""Where a second thing appears, seen from the first."""
+
+_DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
+
+
+@dataclass(frozen=True)
+class Track:
+    """N streams over T frames. Things: first, second (whose values mean nothing where there is none).
+
+    scenes int64 `[N, T, fields]`; place int64 `[N, T, 2, 2]`: (y, x) of both things' centres, in [0, SIZE); angle
+    int64 `[N, T, 2]` in [0, ANGLES); scroll int64 `[N, T]` in [0, SCROLL), even; light float32 `[N, T, 4]`: shares of
+    day, dusk, night and dawn; fall int64 `[N, T]` in [0, FALL).
+    """
+
+    scenes: Tensor
+    place: Tensor
+    angle: Tensor
+    scroll: Tensor
+    light: Tensor
+    fall: Tensor
+
+    def flat(self) -> Track:
+        """All frames one after the other: N and T as one axis."""
+        return Track(**{f.name: getattr(self, f.name).flatten(0, 1) for f in fields(Track)})
+
+
+def join(tracks: list[Track]) -> Track:
+    """Tracks that follow each other in time."""
+    return Track(**{f.name: torch.cat([getattr(t, f.name) for t in tracks], 1) for f in fields(Track)})
+
+
+def shares_of_light(phase: Tensor) -> Tensor:
+    """Shares of day, dusk, night and dawn `[..., 4]` at `phase` in [0, 4), where the hours are 0, 1, 2, 3."""
+    away = (phase[..., None] - torch.arange(4.0)).remainder(4)
+    return (1 - torch.minimum(away, 4 - away)).clamp(min=0)
+
+
+STATE = ("place", "way", "angle", "scroll", "phase", "fall")
+
+
+class Streams:
+    """The state of N streams between two chunks.
+
+    place int64 `[N, 2, 2]`, way int64 `[N, 2, 2]` (1 or -1: where things that bounce go), angle int64 `[N, 2]`, scroll
+    int64 `[N]`, phase float `[N]`, fall int64 `[N]`; before: the scenes of the last chunk, or None.
+    """
+
+    def __init__(self, scenes: Tensor, anywhere: torch.Generator | None = None) -> None:
+        """Streams that begin with `scenes` `[N, fields]`, or, if `anywhere` is given, that have begun long ago."""
+        count = len(scenes)
+        home = torch.tensor(HOME)[scenes[:, COLUMN["second"]]]
+        self.place = torch.stack([home, (home + torch.tensor(APART)).remainder(SIZE)], 1)
+        self.way = torch.ones(count, 2, 2, dtype=torch.int64)
+        self.angle = torch.zeros(count, 2, dtype=torch.int64)
+        self.scroll = torch.zeros(count, dtype=torch.int64)
+        hour = scenes[:, COLUMN["hour"]]
+        self.phase = hour.float().remainder(4)  # what passes begins by day
+        self.fall = torch.zeros(count, dtype=torch.int64)
+        self.before: Tensor | None = None
+        if anywhere is not None:
+            self._scatter(scenes, anywhere)
+
+    def _scatter(self, scenes: Tensor, generator: torch.Generator) -> None:
+        count = len(scenes)
+
+        def pick(high: int, *shape: int) -> Tensor:
+            return torch.randint(high, (count, *shape), generator=generator)
+
+        self.place = pick(SIZE // LATTICE, 2, 2) * LATTICE
+        self.way = pick(2, 2, 2) * 2 - 1
+        self.angle = pick(ANGLES // 4, 2) * 4
+        self.scroll = pick(SCROLL // LATTICE) * LATTICE
+        self.fall = pick(FALL // 4) * 4
+        passing = scenes[:, COLUMN["hour"]] == HOURS.index("passing")
+        self.phase = torch.where(passing, pick(4 * QUARTER // 4) / (QUARTER / 4), self.phase)
+        self.before = scenes
+
+    def take(self, rows: Tensor) -> Streams:
+        """A copy of the streams of `rows` `[n]`, which have begun."""
+        assert self.before is not None, "streams that have not begun are made anew"
+        some = Streams(self.before[rows])
+        some.before = self.before[rows]
+        for name in STATE:
+            setattr(some, name, getattr(self, name)[rows])
+        return some
+
+    def put(self, rows: Tensor, some: Streams) -> None:
+        """Put `some` in the place of the streams of `rows` `[n]`. Mutates: self."""
+        assert self.before is not None and some.before is not None, "streams that have not begun are made anew"
+        self.before[rows] = some.before
+        for name in STATE:
+            getattr(self, name)[rows] = getattr(some, name)
+
+    def play(self, scenes: Tensor, frames: int = CHUNK_FRAMES) -> Track:
+        """The next chunk, under `scenes` `[N, fields]`. Mutates: self.
+
+        The first frame of a stream shows things where they begin; every later frame moves them first.
+        """
+        began = self.before is None
+        before = scenes if self.before is None else self.before
+        self._appear(before, scenes)
+        light_before = shares_of_light(self.phase)
+        made: dict[str, list[Tensor]] = {name: [] for name in ("place", "angle", "scroll", "light", "fall")}
+        for frame in range(frames):
+            if not (began and frame == 0):
+                self._move(scenes)
+            passed = self._light(scenes, light_before, (frame + 1) / CHUNK_FRAMES)
+            for name, value in (
+                ("place", self.place), ("angle", self.angle), ("scroll", self.scroll),
+                ("light", passed), ("fall", self.fall),
+            ):  # fmt: skip
+                made[name].append(value.clone())
+        self._settle(scenes, frames)
+        self.before = scenes.clone()
+        every = scenes[:, None].expand(-1, frames, -1)
+        return Track(scenes=every, **{name: torch.stack(values, 1) for name, values in made.items()})
+
+    def _appear(self, before: Tensor, scenes: Tensor) -> None:
+        """What begins with this chunk: a second thing, a bounce, a new weather."""
+        column = COLUMN["second"]
+        new = (scenes[:, column] == 1) & (before[:, column] == 0)
+        beside = (self.place[:, 0] + torch.tensor(APART)).remainder(SIZE)
+        self.place[:, 1] = torch.where(new[:, None], beside, self.place[:, 1])
+        for thing, name in enumerate(("motion", "second_motion")):
+            bouncing = scenes[:, COLUMN[name]] == MOTIONS.index("bouncing")
+            fresh = bouncing & (before[:, COLUMN[name]] != scenes[:, COLUMN[name]])
+            fresh |= bouncing & new if thing else fresh
+            self.way[:, thing] = torch.where(fresh[:, None], 1, self.way[:, thing])
+            spinning = scenes[:, COLUMN[name]] == MOTIONS.index("spinning")
+            self.angle[:, thing] = torch.where(spinning, self.angle[:, thing], 0)
+        other = scenes[:, COLUMN["weather"]] != before[:, COLUMN["weather"]]
+        clear = scenes[:, COLUMN["weather"]] == WEATHERS.index("clear")
+        self.fall = torch.where(other | clear, torch.where(clear, 0, FALL - 1), self.fall)
+
+    def _move(self, scenes: Tensor) -> None:
+        speeds, table = torch.tensor(VELOCITY), torch.zeros(len(MOTIONS), 2, dtype=torch.int64)
+        for name, direction in _DIRECTIONS.items():
+            table[MOTIONS.index(name)] = torch.tensor(direction)
+        low, high = torch.tensor(BOUNDS).unbind(1)
+        for thing, prefix in enumerate(("", "second_")):
+            motion = scenes[:, COLUMN[prefix + "motion"]]
+            rank = scenes[:, COLUMN[prefix + "speed"]]
+            speed = speeds[rank, None]
+            place, way = self.place[:, thing], self.way[:, thing]
+            drift = (place + table[motion] * speed).remainder(SIZE)
+            way = torch.where(place >= high, -1, torch.where(place <= low, 1, way))
+            ahead = place + way * speed
+            over, under = (way > 0) & (ahead > high), (way < 0) & (ahead < low)
+            ahead = torch.where(over, 2 * high - ahead, torch.where(under, 2 * low - ahead, ahead))
+            bouncing = (motion == MOTIONS.index("bouncing"))[:, None]
+            self.place[:, thing] = torch.where(bouncing, ahead, drift)
+            self.way[:, thing] = torch.where(bouncing, torch.where(over, -1, torch.where(under, 1, way)), 1)
+            spinning = motion == MOTIONS.index("spinning")
+            turned = (self.angle[:, thing] + rank + 1).remainder(ANGLES)
+            self.angle[:, thing] = torch.where(spinning, turned, self.angle[:, thing])
+        camera = scenes[:, COLUMN["camera"]]
+        side = (camera == CAMERAS.index("right")).long() - (camera == CAMERAS.index("left")).long()
+        self.scroll = (self.scroll + side * PAN).remainder(SCROLL)
+        self.fall = (self.fall + 1).remainder(FALL)
+
+    def _light(self, scenes: Tensor, before: Tensor, share: float) -> Tensor:
+        """Light `[N, 4]` when `share` of a chunk has gone: a new hour has come when the chunk is over."""
+        hour = scenes[:, COLUMN["hour"]]
+        passing = (hour == HOURS.index("passing"))[:, None]
+        passed = shares_of_light((self.phase + share * CHUNK_FRAMES / QUARTER).remainder(4))
+        fixed = torch.lerp(before, shares_of_light(hour.float()), min(1.0, share))
+        return torch.where(passing, passed, fixed)
+
+    def _settle(self, scenes: Tensor, frames: int) -> None:
+        hour = scenes[:, COLUMN["hour"]]
+        passing = hour == HOURS.index("passing")
+        self.phase = torch.where(passing, (self.phase + frames / QUARTER).remainder(4), hour.float())

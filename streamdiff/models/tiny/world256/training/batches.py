@@ -1,0 +1,173 @@
+"""Training windows of the 256 pixel world: latents of consecutive chunks of a stream, and what each chunk shows.
+
+A pool of windows is rendered and encoded once, grows while training runs, and is sampled many times. Each window is
+kept twice, with and without its things, so that things can be worn or be missing in what is only seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from streamdiff.models.autoencoder.taehv import TAEHV
+from streamdiff.models.tiny.training.autoencoder import encode_groups
+from streamdiff.models.tiny.training.batches import CHUNK, CHUNKS
+from streamdiff.models.tiny.world256.render import render
+from streamdiff.models.tiny.world256.scene import COLUMN, FIELDS, SIZES, draw_scenes, redraw
+from streamdiff.models.tiny.world256.shapes import RADIUS
+from streamdiff.models.tiny.world256.tracks import FRAMES_PER_LATENT, SIZE, Streams, Track, join
+
+CHANGE, REDRAW = 0.5, 0.3
+STARTS = 0.25
+"""Share of the windows that begin a stream."""
+GONE = 0.12
+"""Share of the windows whose things have gone, and begin again after a chunk or more."""
+RENDERED = 4
+"""Windows rendered at once: a chunk of frames takes 9 MB."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """A batch of training windows of n chunks.
+
+    latents and bare `[B, n, C, CHUNK, h, w]`, normalised, with and without things; scenes int64 `[B, n, fields]`; start
+    bool `[B]`: the first chunk is its stream's first; place float `[B, n, CHUNK, 2, 2]`: centres (y, x) of both things
+    in pixels, halfway through each latent frame.
+    """
+
+    latents: Tensor
+    bare: Tensor
+    scenes: Tensor
+    start: Tensor
+    place: Tensor
+
+    def cut(self, first: Tensor, chunks: int) -> Windows:
+        """`chunks` chunks of every window from chunk `first` `[B]` on."""
+        window = torch.arange(len(first), device=first.device)[:, None]
+        chunk = first[:, None] + torch.arange(chunks, device=first.device)
+        latents, bare, scenes, place = (
+            part[window, chunk] for part in (self.latents, self.bare, self.scenes, self.place)
+        )
+        return Windows(latents, bare, scenes, self.start & (first == 0), place)
+
+    def reach(self) -> Tensor:
+        """How far each latent pixel is from each thing's centre, in radii of that thing, `[B, n, CHUNK, 2, h, w]`; far
+        away where there is no thing."""
+        height, width = self.latents.shape[-2:]
+        device = self.place.device
+        y = (torch.arange(height, device=device) + 0.5) * (SIZE / height)
+        x = (torch.arange(width, device=device) + 0.5) * (SIZE / width)
+        dy = (y - self.place[..., 0, None] + SIZE / 2).remainder(SIZE) - SIZE / 2
+        dx = (x - self.place[..., 1, None] + SIZE / 2).remainder(SIZE) - SIZE / 2
+        radius = torch.tensor([RADIUS[name] for name in SIZES], device=device)
+        sizes = self.scenes[..., [COLUMN["size"], COLUMN["second_size"]]]
+        there = torch.stack([torch.ones_like(sizes[..., 0]), self.scenes[..., COLUMN["second"]]], -1)
+        away = (dy[..., :, None].square() + dx[..., None, :].square()).sqrt()
+        scaled: Tensor = away / radius[sizes][:, :, None, :, None, None]
+        return torch.where(there[:, :, None, :, None, None] > 0, scaled, 99.0)
+
+    def weight(self, near: float = 6.0) -> Tensor:
+        """Loss weights `[B, n, 1, CHUNK, h, w]`: `near` around things, 1 elsewhere."""
+        return torch.where(self.reach().amin(3) < 1.5, near, 1.0).unsqueeze(2)
+
+    def worn(self, share: float, generator: torch.Generator) -> Tensor:
+        """Latents with the things of a share of the windows faded, shrunk, or full of holes, in all their chunks."""
+        batch, device = len(self.latents), self.latents.device
+
+        def draw(low: float, high: float) -> Tensor:
+            return (low + (high - low) * torch.rand(batch, generator=generator)).to(device).view(-1, 1, 1, 1, 1)
+
+        reach = self.reach().amin(3)
+        kind = torch.randint(3, (batch,), generator=generator).to(device).view(-1, 1, 1, 1, 1)
+        rows = torch.arange(reach.shape[-1], device=device) % 2
+        patchy = (rows[:, None] ^ rows).float().expand_as(reach)
+        missing = torch.where(
+            kind == 0, draw(0.2, 0.9), torch.where(kind == 1, (reach > draw(0.3, 0.9)).float(), patchy)
+        )
+        missing = missing * (draw(0, 1) < share)
+        return torch.lerp(self.latents, self.bare, missing.unsqueeze(2).expand_as(self.latents))
+
+
+def draw_window_scenes(count: int, chunks: int, generator: torch.Generator) -> Tensor:
+    """Scenes `[count, chunks, fields]`: at half of the boundaries a prompt change that redraws a third of it."""
+    scenes = [draw_scenes(count, generator)]
+    for _ in range(chunks - 1):
+        change = torch.rand(count, 1, generator=generator) < CHANGE
+        scenes.append(torch.where(change, redraw(scenes[-1], REDRAW, generator), scenes[-1]))
+    return torch.stack(scenes, 1)
+
+
+def play(scenes: Tensor, start: Tensor, generator: torch.Generator) -> Track:
+    """Streams over the chunks of `scenes` `[B, n, fields]`; those not in `start` bool `[B]` have begun long ago."""
+    tracks = []
+    for streams in (Streams(scenes[:, 0]), Streams(scenes[:, 0], generator)):
+        tracks.append(join([streams.play(scenes[:, chunk]) for chunk in range(scenes.shape[1])]))
+    new, old = tracks
+    merged = {}
+    for field in fields(Track):
+        begun, running = getattr(new, field.name), getattr(old, field.name)
+        merged[field.name] = torch.where(start.view(-1, *[1] * (begun.ndim - 1)), begun, running)
+    return Track(**merged)
+
+
+class Pool:
+    """Grows to `capacity` windows of `chunks` chunks, then replaces the oldest."""
+
+    def __init__(
+        self, autoencoder: TAEHV, mean: Tensor, std: Tensor, capacity: int, chunks: int = CHUNKS, starts: float = STARTS
+    ) -> None:
+        self.autoencoder, self.capacity, self.chunks, self.starts = autoencoder, capacity, chunks, starts
+        self.mean, self.std = mean.view(1, 1, -1, 1, 1), std.view(1, 1, -1, 1, 1)
+        self.device = mean.device
+        side = SIZE // autoencoder.config.spatial
+        shape = (2, capacity, chunks * CHUNK, autoencoder.config.latent_channels, side, side)
+        self.latents = torch.empty(shape, dtype=torch.float16, device=self.device)
+        self.scenes = torch.empty(capacity, chunks, len(FIELDS), dtype=torch.int64, device=self.device)
+        self.start = torch.empty(capacity, dtype=torch.bool, device=self.device)
+        self.place = torch.empty(capacity, chunks * CHUNK, 2, 2, device=self.device)
+        self.filled = self.written = 0
+
+    @torch.no_grad()
+    def grow(self, count: int, generator: torch.Generator) -> None:
+        """Render and encode `count` new windows, a few at a time to bound memory. Mutates: the pool."""
+        for done in range(0, count, RENDERED):
+            self._grow(min(RENDERED, count - done), generator)
+
+    def _grow(self, count: int, generator: torch.Generator) -> None:
+        scenes = draw_window_scenes(count, self.chunks, generator)
+        start = torch.rand(count, generator=generator) < self.starts
+        track = play(scenes, start, generator)
+        latents, bare = (self._encode(track, things) for things in (True, False))
+        middle = track.place[:, FRAMES_PER_LATENT // 2 :: FRAMES_PER_LATENT].float()
+        for i in range(count):
+            slot = self.written % self.capacity
+            self.latents[0, slot], self.latents[1, slot] = latents[i].half(), bare[i].half()
+            self.scenes[slot], self.start[slot], self.place[slot] = scenes[i], start[i], middle[i]
+            self.written += 1
+        self.filled = min(self.written, self.capacity)
+
+    def _encode(self, track: Track, things: bool) -> Tensor:
+        frames = render(track.flat(), device=str(self.device), things=things).frames
+        latents = encode_groups(self.autoencoder, frames.unflatten(0, track.scroll.shape))
+        return (latents.float() - self.mean) / self.std
+
+    def sample(self, count: int, generator: torch.Generator) -> Windows:
+        rows = torch.randint(self.filled, (count,), generator=generator).to(self.device)
+        latents, bare = (each[rows].float().unflatten(1, (self.chunks, CHUNK)).transpose(2, 3) for each in self.latents)
+        place = self.place[rows].unflatten(1, (self.chunks, CHUNK))
+        return Windows(latents, bare, self.scenes[rows], self.start[rows], place)
+
+
+@torch.no_grad()
+def latent_statistics(autoencoder: TAEHV, generator: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation `[C]` of the autoencoder's latents over 192 latent frames of random scenes."""
+    groups = []
+    for _ in range(16):
+        scenes = draw_scenes(4, generator)
+        track = Streams(scenes, generator).play(scenes)
+        frames = render(track.flat(), device=str(device)).frames
+        groups.append(encode_groups(autoencoder, frames.unflatten(0, track.scroll.shape)))
+    latents = torch.cat(groups).float()
+    return latents.mean((0, 1, 3, 4)), latents.std((0, 1, 3, 4))

@@ -1,0 +1,235 @@
+"""Stage two for the 256 pixel world: the causal transformer, on latents of the trained autoencoder.
+
+The losses are those of `tiny.training.denoiser` (decisions 0006 and 0017), over this world's windows: *window*, five
+chunks, `staircase` or `clean`; *first*, first chunks of streams; *next*, a chunk after a clean one, several levels of
+it; *own*: what should follow chunks that the network made itself, in the last quarter of training; and *reading*:
+every word's embedding must tell the whole scene. In part of what is only seen things are worn, or
+missing altogether: then they begin again where streams begin.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from torch import Tensor, nn
+
+from streamdiff.models import sampling
+from streamdiff.models.autoencoder.taehv import TAEHV
+from streamdiff.models.tiny.text_encoder import WIDTH
+from streamdiff.models.tiny.training import corruption, loop
+from streamdiff.models.tiny.training.batches import CHUNKS, CONTEXT_SIGMA, LEVELS, ROWS, Rows
+from streamdiff.models.tiny.training.denoiser import (
+    ADAM_PARTS,
+    MATRIX_LR,
+    OTHER_LR,
+    OWN_FROM,
+    Average,
+    TinyNetwork,
+)
+from streamdiff.models.tiny.world256 import prompts
+from streamdiff.models.tiny.world256.scene import COLUMN, FIELD_SIZES, FIELDS, MOTIONS, draw_scenes, from_row
+from streamdiff.models.tiny.world256.text_encoder import WorldText, build_text
+from streamdiff.models.tiny.world256.training.autoencoder import AUTOENCODER
+from streamdiff.models.tiny.world256.training.batches import Pool, Windows, latent_statistics
+from streamdiff.models.tiny.world256.training.on_policy import OwnPasts
+from streamdiff.models.transformer.wan import WanDenoiser
+
+TRANSFORMER: dict[str, Any] = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 6,
+    "attention_head_dim": 32,
+    "in_channels": AUTOENCODER.latent_channels + 10,
+    "out_channels": AUTOENCODER.latent_channels,
+    "text_dim": WIDTH,
+    "freq_dim": 128,
+    "ffn_dim": 768,
+    "num_layers": 4,
+    "cross_attn_norm": True,
+}
+POOL, FIRSTS = 2500, 2500
+FIRST_WINDOWS, FIRST_FIRSTS = 40, 100
+SHARES = {"staircase": 0.4, "clean": 0.4, "first": 0.3, "next": 0.4, "own": 0.6, "reading": 0.1}
+STREAMS = 48
+"""The network's own streams."""
+
+
+class Network(TinyNetwork):
+    """Text encoder and transformer, trained together."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.text: WorldText = build_text()
+        self.encoder = self.text.encoder
+        self.transformer = WanTransformer3DModel(**TRANSFORMER)
+        self.denoiser = WanDenoiser(self.transformer)
+        self.reader = nn.Linear(WIDTH, sum(FIELD_SIZES))  # used in training only
+
+
+def captions(scenes: Tensor) -> list[str]:
+    """The sentence of every row of `scenes` `[..., fields]`."""
+    return [prompts.canonical(from_row(row)) for row in scenes.flatten(0, -2).tolist()]
+
+
+def reading_loss(network: Network, generator: torch.Generator, batch: int = 64) -> Tensor:
+    """Cross-entropy of all columns of random scenes, read off the embedding of every word of their sentences; what
+    cannot be said (columns of a second thing that is not there, the speed of what stands still) does not count."""
+    scenes = draw_scenes(batch, generator)
+    ids = network.text.tokens(captions(scenes))
+    words = ids != 0
+    scores = network.reader(network.text.embed(ids)).split(list(FIELD_SIZES), -1)
+    losses = []
+    for column, score in enumerate(scores):
+        said = told(scenes, column).to(ids.device)[:, None] & words
+        truth = scenes[:, column].to(ids.device)[:, None].expand_as(ids)
+        losses.append(nn.functional.cross_entropy(score[said], truth[said]))
+    return torch.stack(losses).mean()
+
+
+def told(scenes: Tensor, column: int) -> Tensor:
+    """Whether the sentence of each scene `[N, fields]` says the value of `column`, bool `[N]`."""
+    name = FIELDS[column]
+    says = torch.ones(len(scenes), dtype=torch.bool)
+    if name.startswith("second_"):
+        says = scenes[:, COLUMN["second"]] == 1
+    if name.endswith("speed"):
+        says = says & (scenes[:, COLUMN[name.replace("speed", "motion")]] != MOTIONS.index("still"))
+    return says
+
+
+def draw(pool: Pool, firsts: Pool, batch: int, chance: random.Random, generator: torch.Generator) -> dict[str, Windows]:
+    """One step's windows by kind: half of `batch` five chunks long, half as many first chunks again as `batch`, and
+    `batch` of two chunks."""
+    kind = "staircase" if chance.random() < 0.65 else "clean"
+    offset = torch.randint(CHUNKS - 1, (batch,), generator=generator).to(pool.device)
+    return {
+        kind: pool.sample(max(1, batch // 2), generator),
+        "first": firsts.sample(batch + batch // 2, generator),
+        "next": pool.sample(batch, generator).cut(offset, 2),
+    }
+
+
+def play_on(network: Network, own: OwnPasts, count: int, chance: random.Random, generator: torch.Generator) -> Windows:
+    """The next `count` of the network's own streams, a chunk further, and what was right. Mutates: own."""
+
+    def flow(past: Tensor, noisy: Tensor, sigma: Tensor, scenes: Tensor) -> Tensor:
+        kept = torch.full((len(past), past.shape[1]), CONTEXT_SIGMA, device=past.device)
+        noise = torch.randn(past.shape, generator=generator).to(past.device)
+        seen = sampling.add_noise(past, noise, kept.view(*kept.shape, 1, 1, 1, 1))
+        chunks = past.shape[1] + 1
+        rows = Rows(list(range(chunks)), [list(range(i + 1)) for i in range(chunks)], sigma, sigma)
+        words = captions(scenes[:, None].expand(-1, chunks, -1))
+        every = torch.cat([seen, noisy[:, None]], 1).flatten(0, 1)
+        made = network.flow(every, torch.cat([kept, sigma[:, None]], 1), network.text.tokens(words), rows)
+        newest: Tensor = made.unflatten(0, (len(past), chunks))[:, -1]
+        return newest
+
+    return own.turn(count, flow, LEVELS[4 if chance.random() < 0.75 else 2], generator)
+
+
+def loss_of(network: Network, windows: Windows, kind: str, chance: random.Random, generator: torch.Generator) -> Tensor:
+    """Weighted mean squared flow error over the rows that have a target, the others worn; `kind` is a key of `ROWS`."""
+    rows = ROWS[kind](windows, chance, generator)  # type: ignore[arg-type]
+    device = windows.latents.device
+    sigma, target = rows.sigma.to(device), rows.target.to(device)
+    clean = windows.latents[:, rows.chunk]
+    noise = torch.randn(clean.shape, generator=generator).to(device)
+    level = sigma.view(*sigma.shape, 1, 1, 1, 1)
+    worn = windows.worn(0.0 if kind == "own" else corruption.SHARE, generator)
+    seen = torch.where(target.view(level.shape), clean, worn[:, rows.chunk])
+    noisy = sampling.add_noise(seen, noise, level).flatten(0, 1)
+    ids = network.text.tokens(captions(windows.scenes)).unflatten(0, windows.scenes.shape[:2])
+    flow = network.flow(noisy, sigma, ids[:, rows.chunk].flatten(0, 1), rows)
+    weight = windows.weight()[:, rows.chunk]
+    error = weight * (flow.float() - (noise - clean).flatten(0, 1)).square().unflatten(0, sigma.shape)
+    error = error.mean((2, 3, 4, 5)) / weight.mean()
+    loss: Tensor = (error * target).sum() / target.sum().clamp(min=1)
+    return loss
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Samples per process and step, a factor on the learning rates, and whether matrices are multiplied in bfloat16."""
+
+    batch: int = 8
+    rate: float = 1.0
+    bf16: bool = False
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What stage two leaves: the averaged network and the statistics that normalise latents."""
+
+    network: Network
+    mean: Tensor
+    std: Tensor
+
+
+def _tell(step: int, losses: dict[str, float]) -> None:
+    if loop.rank() == 0:
+        values = " ".join(f"{kind} {value:.4f}" for kind, value in sorted(losses.items()))
+        print(f"denoiser step {step}: {values}", flush=True)
+
+
+def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device: torch.device, plan: Plan) -> Trained:
+    """Train, or go on with, the transformer under `out`. Writes `out/denoiser.pt` every 50 steps."""
+    torch.manual_seed(seed)
+    network = Network().to(device)
+    optimizer = loop.Optimizer(network, MATRIX_LR * plan.rate, OTHER_LR * plan.rate, adam=ADAM_PARTS)
+    average = Average(network)
+    progress = loop.Progress()
+    checkpoint = loop.Checkpoint(out / "denoiser.pt")
+    state = checkpoint.load(device)
+    if state is None:
+        mean, std = latent_statistics(autoencoder, torch.Generator().manual_seed(seed), device)
+    else:
+        network.load_state_dict(state["network"])
+        optimizer.load_state_dict(state["optimizer"])
+        average.weights = state["average"]
+        progress = loop.Progress(state["step"], state["spent_s"])
+        mean, std = state["mean"], state["std"]
+
+    def snapshot(done_steps: int) -> dict[str, Any]:
+        return {
+            "network": network.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "average": average.weights,
+            "step": done_steps,
+            "spent_s": progress.spent_s,
+            "mean": mean,
+            "std": std,
+        }
+
+    pool, firsts = Pool(autoencoder, mean, std, POOL), Pool(autoencoder, mean, std, FIRSTS, chunks=1, starts=1.0)
+    filling = loop.step_generator(seed + 1, progress.step)
+    own: OwnPasts | None = None
+    pool.grow(FIRST_WINDOWS, filling)
+    firsts.grow(FIRST_FIRSTS, filling)
+    smooth: dict[str, float] = {}
+    for done in loop.steps(budget, progress, "denoiser"):
+        generator = loop.step_generator(seed, progress.step)
+        shared = random.Random(seed * 1_000_003 + progress.step)
+        if progress.step % 2 == 0:  # a window costs as much as a quarter of a step
+            pool.grow(1, generator)
+            firsts.grow(2, generator)
+        with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
+            drawn = draw(pool, firsts, plan.batch, shared, generator)
+            if done >= OWN_FROM:
+                own = own or OwnPasts(autoencoder, mean, std, STREAMS, generator)
+                drawn["own"] = play_on(network, own, plan.batch, shared, generator)
+            losses = {kind: loss_of(network, some, kind, shared, generator) for kind, some in drawn.items()}
+            losses["reading"] = reading_loss(network, generator)
+        optimizer.step(torch.stack([SHARES[kind] * loss for kind, loss in losses.items()]).sum(), done, progress.step)
+        average.update(network, progress.step)
+        for kind, loss in losses.items():
+            smooth[kind] = 0.97 * smooth.get(kind, float(loss.detach())) + 0.03 * float(loss.detach())
+        if progress.step % 50 == 49:
+            _tell(progress.step + 1, smooth)
+            checkpoint.save(snapshot(progress.step + 1))
+    checkpoint.save(snapshot(progress.step))
+    network.load_state_dict(average.weights)
+    return Trained(network.eval(), mean, std)

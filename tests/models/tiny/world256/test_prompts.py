@@ -1,0 +1,183 @@
+"""The language of the 256 pixel world: what any prompt changes in the picture, and what people are told about it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamdiff.models.tiny.text_encoder import UNKNOWN
+from streamdiff.models.tiny.world256 import prompts, vocabulary
+from streamdiff.models.tiny.world256.scene import SETTING_TABLES, THING_TABLES, Scene, Thing
+from streamdiff.models.tiny.world256.text_encoder import TEXT_TOKENS, build_text
+
+TEXT = build_text()
+scenes = st.integers(0, 100_000).map(lambda seed: prompts.draw(random.Random(seed)))
+TWO = Scene(Thing(), Thing("blue", "star", "down"), place="sea")
+
+
+def after(prompt: str, before: Scene | None = None) -> Scene:
+    """What is shown after `prompt`."""
+    return prompts.scene_of(prompts.read(prompt, prompts.canonical(before) if before else None).text)
+
+
+@given(scenes, st.one_of(st.none(), scenes))
+def test_its_own_sentence_is_understood_whatever_was_shown_before(scene: Scene, before: Scene | None) -> None:
+    text = prompts.canonical(scene)
+    assert prompts.read(text, prompts.canonical(before) if before else None).text == text
+    assert prompts.read(text, None).notice == ""
+    assert prompts.scene_of(text) == scene
+
+
+@given(scenes)
+def test_every_sentence_fits_the_tokenizer(scene: Scene) -> None:
+    text = prompts.canonical(scene)
+    encoding = TEXT.tokenizer.encode(text)
+    assert UNKNOWN not in encoding.tokens
+    assert len(text.replace(",", " , ").split()) <= TEXT_TOKENS
+
+
+@pytest.mark.parametrize("prompt", prompts.EXAMPLES)
+def test_the_examples_are_understood_as_they_are(prompt: str) -> None:
+    assert prompts.read(prompt, None) == prompts.Reading(prompt)
+
+
+FALLING = Thing("blue", "star", "down")
+QUICK = Thing("green", "circle", "left", speed="fast")
+TINY = Thing("white", "heart", "up", "small")
+BOX = Thing("green", "square", "bouncing")
+STAR = Thing("yellow", "star")
+NEW_PICTURES = [
+    ("a red circle moving right and a blue star falling", Scene(Thing(), FALLING)),
+    ("in the desert a green ball flies to the left quickly", Scene(QUICK, place="desert")),
+    ("at sunset, a tiny white heart rises over the ocean", Scene(TINY, place="sea", hour="dusk")),
+    ("two green squares bouncing in the city", Scene(BOX, BOX, place="city")),
+    ("snow falls over the sea at sunrise", Scene(place="sea", hour="dawn", weather="snow")),
+    ("day turns into night", Scene(hour="passing")),
+    ("a bleu trianlge spining at nigth", Scene(Thing("blue", "triangle", "spinning"), hour="night")),
+    ("pan left over a rainy city with a yellow star", Scene(STAR, place="city", weather="rain", camera="left")),
+    ("a sunflower in the wind", Scene(STAR, weather="wind")),
+    ("a blue sunflower", Scene(Thing("blue", "star"))),
+]
+
+
+@pytest.mark.parametrize(("prompt", "expected"), NEW_PICTURES, ids=[prompt[:24] for prompt, _ in NEW_PICTURES])
+def test_what_a_first_prompt_shows(prompt: str, expected: Scene) -> None:
+    assert after(prompt) == prompts.plain(expected)
+
+
+CHANGES = [
+    ("make it green", {"color": "green"}),
+    ("make the star yellow", {"second_color": "yellow"}),
+    ("now at night", {"hour": "night"}),
+    ("it rains", {"weather": "rain"}),
+    ("the camera pans left", {"camera": "left"}),
+    ("faster", {"speed": "fast", "second_speed": "fast"}),
+    ("make the circle faster", {"speed": "fast"}),
+    ("make the blue one small", {"second_size": "small"}),
+    ("make them purple", {"color": "purple", "second_color": "purple"}),
+    ("turn the circle into a heart", {"shape": "heart"}),
+    ("stop the camera", {}),
+    ("no rain", {}),
+    ("no, make it green", {"color": "green"}),
+    ("change the star to a heart", {"second_shape": "heart"}),
+    ("I don't like the rain, make it snow", {"weather": "snow"}),
+]
+
+
+@pytest.mark.parametrize(("prompt", "changes"), CHANGES, ids=[prompt for prompt, _ in CHANGES])
+def test_a_change_changes_what_it_names_and_nothing_else(prompt: str, changes: dict[str, str]) -> None:
+    assert said(after(prompt, TWO)) == {**said(TWO), **changes}
+
+
+def said(scene: Scene) -> dict[str, str]:
+    assert scene.second is not None
+    things = {name: getattr(scene.first, name) for name in THING_TABLES}
+    things |= {f"second_{name}": getattr(scene.second, name) for name in THING_TABLES}
+    return things | {name: getattr(scene, name) for name in SETTING_TABLES}
+
+
+def test_things_are_added_and_taken_away() -> None:
+    alone = Scene(Thing("green", "heart", "left"))
+    assert after("add a small white star", alone).second == Thing("white", "star", "right", "small")
+    assert after("remove the star", TWO) == Scene(Thing(), place="sea")
+    assert after("without the circle", TWO) == Scene(Thing("blue", "star", "down"), place="sea")
+    assert after("only a yellow square", TWO) == Scene(Thing("yellow", "square"), place="sea")
+
+
+def test_people_are_told_what_is_drawn_instead() -> None:
+    assert "“sunflower”: I draw a yellow star." in prompts.read("a sunflower", None).notice
+    assert "“circel”: I read “circle”." in prompts.read("a red circel", None).notice
+    assert "two things at most" in prompts.read("a star, a heart and a circle", None).notice
+
+
+def test_short_words_are_not_taken_for_others_that_are_only_near() -> None:
+    assert "“zoom”" in prompts.read("zoom in", None).notice
+    assert after("zoom in", TWO) == TWO
+
+
+def test_a_word_that_other_words_overrule_is_not_spoken_of() -> None:
+    assert "flies" not in prompts.read("a green ball flies to the left", None).notice
+
+
+def test_what_has_nothing_near_is_named() -> None:
+    reading = prompts.read("a red zorgblatt moving left", None)
+    assert "“zorgblatt”" in reading.notice and prompts.VOCABULARY in reading.notice
+    assert prompts.scene_of(reading.text) == Scene(Thing(motion="left"))
+
+
+@pytest.mark.parametrize("prompt", ["🐉🐉🐉", "", "ein zwölfeckiges Etwas", "123 !? ..."])
+def test_nothing_known_at_all_keeps_the_picture_and_says_what_is_known(prompt: str) -> None:
+    text = prompts.canonical(TWO)
+    reading = prompts.read(prompt, text)
+    assert reading.text == text and prompts.VOCABULARY in reading.notice
+
+
+@pytest.mark.parametrize("plural", ["hearts", "boxes", "berries", "leaves", "skies"])
+def test_plurals_are_known(plural: str) -> None:
+    assert vocabulary.read_words(plural)[0].meaning is not None
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("cirlce", "circle"), ("strar", "star"), ("bouncng", "bouncing"), ("purpel", "purple"), ("meaddow", "meadow")],
+)
+def test_typing_mistakes_are_understood(typed: str, meant: str) -> None:
+    word = vocabulary.read_words(typed)[0]
+    assert word.entry == meant and word.misspelt
+
+
+@pytest.mark.parametrize(("one", "other", "edits"), [("a", "a", 0), ("nigth", "night", 1), ("kitten", "sitting", 3)])
+def test_the_distance_of_words_counts_edits(one: str, other: str, edits: int) -> None:
+    assert vocabulary.distance(one, other, 5) == vocabulary.distance(other, one, 5) == edits
+    assert vocabulary.distance(one, other, max(0, edits - 1)) > edits - 1
+
+
+def test_the_table_is_small_and_says_only_what_there_is() -> None:
+    assert vocabulary.TABLE.stat().st_size < 300_000
+    tables = {**THING_TABLES, **SETTING_TABLES}
+    for entry, meaning in vocabulary.table().items():
+        for name, value in meaning.says:
+            assert name not in tables or value in tables[name], entry
+    assert len(vocabulary.table()) > 800
+
+
+@given(
+    st.one_of(
+        st.text(max_size=200),
+        st.lists(st.sampled_from([*sorted(vocabulary.table()), "zorg", "🔥", ","]), max_size=30).map(" ".join),
+    ),
+    st.one_of(st.none(), st.text(max_size=40), scenes.map(prompts.canonical)),
+)
+def test_any_text_becomes_a_sentence_that_reads_as_itself(prompt: str, previous: str | None) -> None:
+    reading = prompts.read(prompt, previous)
+    assert prompts.canonical(prompts.scene_of(reading.text)) == reading.text
+    assert prompts.read(reading.text, None) == prompts.Reading(reading.text)
+    assert prompts.read(prompt, previous) == reading
+
+
+def test_a_long_prompt_gets_a_short_answer() -> None:
+    long = " ".join(f"nonsense{'x' * i}" for i in range(60))[:2000]
+    assert len(prompts.read(f"a red circle moving right over a meadow {long}", None).notice) < 1000

@@ -1,0 +1,96 @@
+"""Streams that the network plays itself: what is seen of them, and what they are told should have come next."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from streamdiff.models.autoencoder.taehv import TAEHV
+from streamdiff.models.tiny.training.autoencoder import initialise
+from streamdiff.models.tiny.world256.render import render
+from streamdiff.models.tiny.world256.scene import COLUMN, Scene, Thing
+from streamdiff.models.tiny.world256.tracks import SIZE, Streams, Track
+from streamdiff.models.tiny.world256.training import autoencoder as clips
+from streamdiff.models.tiny.world256.training import on_policy as own_past
+from streamdiff.models.tiny.world256.training.on_policy import PAST, OwnPasts, locate
+
+
+def dice(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def frame_of(scene: Scene) -> Track:
+    rows = torch.tensor([scene.row()])
+    return Streams(rows).play(rows, 1).flat()
+
+
+TWO = Scene(Thing("red", "star", "right"), Thing("blue", "heart", "down", "small"), "city", camera="left")
+
+
+@settings(max_examples=15)
+@given(st.integers(-5, 5), st.integers(-5, 5), st.integers(-3, 3))
+def test_it_sees_how_far_things_and_scenery_are_from_where_they_should_be(y: int, x: int, slip: int) -> None:
+    should, seen = frame_of(TWO), frame_of(TWO)
+    seen.place[0, 0] += 2 * torch.tensor([y, x])
+    seen.place[0, 1] -= 2 * torch.tensor([y, x])
+    seen.scroll[0] = (seen.scroll[0] + 2 * slip) % 512
+    found = locate(render(seen).frames[0], should)
+    assert found.scroll == 2 * slip
+    assert found.shift.tolist() == [[2 * y, 2 * x], [-2 * y, -2 * x]]
+    assert (found.seen > 0.9).all()
+
+
+def test_it_sees_that_a_thing_has_gone() -> None:
+    should, seen = frame_of(TWO), frame_of(TWO)
+    seen.scenes[0, COLUMN["second"]] = 0
+    found = locate(render(seen).frames[0], should)
+    assert found.seen[0] > 0.9 and found.seen[1] < own_past.LOST
+    assert found.shift[0].tolist() == [0, 0]
+
+
+def test_one_thing_needs_no_second() -> None:
+    track = frame_of(Scene())
+    found = locate(render(track).frames[0], track)
+    assert found.seen.tolist()[1] == 1 and found.scroll == 0
+
+
+@pytest.fixture(scope="module")
+def pasts() -> OwnPasts:
+    torch.manual_seed(0)
+    autoencoder = TAEHV(clips.AUTOENCODER)
+    initialise(autoencoder)
+    return OwnPasts(autoencoder, torch.zeros(16), torch.ones(16), 3, dice())
+
+
+def test_streams_take_turns_and_see_what_the_network_made(pasts: OwnPasts) -> None:
+    made: list[Tensor] = []
+
+    def flow(past: Tensor, noisy: Tensor, sigma: Tensor, scenes: Tensor) -> Tensor:
+        assert past.shape == (2, PAST, 16, 3, 16, 16) and scenes.shape[0] == 2
+        made.append(noisy)
+        return noisy  # so that what is clean is the noise less all of it: zeros
+
+    windows = pasts.turn(2, flow, (1.0,), dice())
+    assert windows.latents.shape == (2, PAST + 1, 16, 3, 16, 16)
+    assert windows.place.shape == (2, PAST + 1, 3, 2, 2)
+    assert not windows.start.any() and len(made) == 1
+    again = pasts.turn(2, flow, (1.0,), dice(1))
+    assert torch.equal(again.scenes[1], windows.scenes[0]), "the third stream, then the first again"
+    assert again.latents[1, PAST - 1].abs().max() < 1e-5, "what the network made is its past now"
+    assert again.latents[1, PAST].abs().max() > 0.1, "and the world says what follows"
+
+
+def test_what_is_told_of_a_stream_that_is_right_is_how_the_world_goes_on() -> None:
+    """A network that makes what the world shows is told nothing else."""
+    torch.manual_seed(0)
+    autoencoder = TAEHV(clips.AUTOENCODER)
+    initialise(autoencoder)
+    pasts = OwnPasts(autoencoder, torch.zeros(16), torch.ones(16), 1, dice(3))
+    state = pasts.streams.take(torch.tensor([0]))
+    expected = state.play(pasts.scenes)
+    windows = pasts.turn(1, lambda past, noisy, sigma, scenes: noisy, (1.0,), dice())
+    away = (windows.place[0, PAST, :, 0] - expected.place[0, 2::4, 0] + SIZE / 2).remainder(SIZE) - SIZE / 2
+    assert away.abs().max() <= own_past.REACH, "an untrained autoencoder shows it roughly"

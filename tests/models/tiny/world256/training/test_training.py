@@ -1,0 +1,185 @@
+"""Training on the 256 pixel world: clips, windows, losses, and a few real steps of both stages."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from streamdiff.models.autoencoder.taehv import TAEHV
+from streamdiff.models.tiny import model
+from streamdiff.models.tiny.training import loop
+from streamdiff.models.tiny.training.autoencoder import initialise
+from streamdiff.models.tiny.world256 import prompts
+from streamdiff.models.tiny.world256.scene import COLUMN, FIELDS, MOTIONS, from_row
+from streamdiff.models.tiny.world256.text_encoder import TEXT_TOKENS, WorldText
+from streamdiff.models.tiny.world256.tracks import SIZE
+from streamdiff.models.tiny.world256.training import __main__ as train
+from streamdiff.models.tiny.world256.training import autoencoder as clips
+from streamdiff.models.tiny.world256.training import batches as windows
+from streamdiff.models.tiny.world256.training import denoiser as train_denoiser
+from streamdiff.models.tiny.world256.training.batches import Pool, Windows, draw_window_scenes, play
+from tests.small import CPU
+
+
+def dice(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="module")
+def autoencoder() -> TAEHV:
+    torch.manual_seed(0)
+    made = TAEHV(clips.AUTOENCODER)
+    initialise(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def pool(autoencoder: TAEHV) -> Pool:
+    channels = clips.AUTOENCODER.latent_channels
+    made = Pool(autoencoder, torch.zeros(channels), torch.ones(channels), capacity=6)
+    made.grow(6, dice(1))
+    return made
+
+
+def test_clips_lie_on_the_latent_grid_and_weigh_things_more() -> None:
+    drawn = clips.draw_clips(6, clips.CROP, dice(), CPU)
+    assert drawn.frames.shape == (6, 12, 3, clips.CROP, clips.CROP)
+    assert set(drawn.weight.unique().tolist()) == {1.0, 4.0}
+    track = clips.draw_track(6, dice())
+    for window in clips.draw_windows(track, clips.CROP, dice()):
+        assert window.top % clips.CELL == window.left % clips.CELL == 0
+        assert max(window.top, window.left) + window.side <= SIZE
+
+
+def test_scenes_of_a_window_change_now_and_then() -> None:
+    scenes = draw_window_scenes(200, 5, dice())
+    assert scenes.shape == (200, 5, len(FIELDS))
+    same = (scenes[:, 1:] == scenes[:, :-1]).all(-1).float().mean()
+    assert 0.4 < same < 0.65
+
+
+def test_windows_that_start_begin_at_home_and_others_anywhere() -> None:
+    scenes = draw_window_scenes(20, 1, dice())
+    start = torch.arange(20) % 2 == 0
+    track = play(scenes, start, dice(1))
+    alone = scenes[:, 0, COLUMN["second"]] == 0
+    home = (track.place[:, 0, 0] == torch.tensor([128, 128])).all(-1)
+    assert home[start & alone].all() and not home[~start].all()
+
+
+def test_the_pool_holds_each_window_with_and_without_its_things(pool: Pool) -> None:
+    some = pool.sample(4, dice())
+    assert some.latents.shape == some.bare.shape == (4, 5, 16, 3, 16, 16)
+    differs = (some.latents - some.bare).abs().mean(2)
+    near, far = some.reach().amin(3) < 1.0, some.reach().amin(3) > 4.0
+    far[..., 12:, :] = False  # where shadows lie
+    assert differs[near].mean() > 5 * differs[far].mean()
+    last = some.cut(torch.tensor([3, 3, 0, 0]), 2)
+    assert torch.equal(last.latents[0], some.latents[0, 3:]) and not last.start[:2].any()
+
+
+def test_losses_weigh_what_is_near_things_and_what_is_there(pool: Pool) -> None:
+    some = pool.sample(6, dice())
+    assert set(some.weight().unique().tolist()) == {1.0, 6.0}
+    alone = some.scenes[..., COLUMN["second"]] == 0
+    assert (some.reach()[:, :, :, 1].amin((2, 3, 4))[alone] == 99).all()
+
+
+def test_worn_things_lie_between_whole_and_missing_ones(pool: Pool) -> None:
+    some = pool.sample(6, dice())
+    assert torch.equal(some.worn(0.0, dice()), some.latents)
+    worn = some.worn(1.0, dice())
+    low, high = torch.minimum(some.latents, some.bare), torch.maximum(some.latents, some.bare)
+    assert ((worn >= low - 1e-4) & (worn <= high + 1e-4)).all()
+    changed = (worn - some.latents).abs().amax((1, 2, 3, 4, 5)) > 0.01
+    assert changed.all()
+
+
+@pytest.mark.parametrize("kind", ["staircase", "clean", "first", "next"])
+def test_every_kind_of_row_has_a_loss_that_trains_the_network(pool: Pool, kind: str) -> None:
+    torch.manual_seed(0)
+    network = train_denoiser.Network()
+    some = pool.sample(2, dice())
+    start = torch.ones_like(some.start)
+    some = Windows(some.latents, some.bare, some.scenes, start, some.place)
+    some = some.cut(torch.zeros(2, dtype=torch.int64), {"first": 1, "next": 2}.get(kind, 5))
+    loss = train_denoiser.loss_of(network, some, kind, random.Random(0), dice())
+    loss.backward()
+    assert loss.isfinite() and loss > 0.1
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in network.transformer.proj_out.parameters())
+
+
+def test_reading_asks_only_for_what_the_sentence_says() -> None:
+    rows = torch.stack([torch.tensor(prompts.draw(random.Random(seed)).row()) for seed in range(60)])
+    for column, name in enumerate(FIELDS):
+        told = train_denoiser.told(rows, column)
+        for row, says in zip(rows.tolist(), told.tolist(), strict=True):
+            scene = from_row(row)
+            owner = scene.second if name.startswith("second_") else scene.first
+            silent = owner is None or (name.endswith("speed") and owner.motion == MOTIONS[4])
+            assert says != silent
+    network = train_denoiser.Network()
+    assert train_denoiser.reading_loss(network, dice(), batch=8).isfinite()
+
+
+@pytest.fixture
+def few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small pools: encoding the usual ones takes longer than the test."""
+    for name, value in {"FIRST_WINDOWS": 2, "FIRST_FIRSTS": 2, "POOL": 4, "FIRSTS": 4}.items():
+        monkeypatch.setattr(train_denoiser, name, value)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_windows")
+def test_a_few_steps_write_a_model_that_loads_and_the_command_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = ["--out", str(out), "--batch", "1", "--threads", "1"]
+    assert train.main([*arguments, "--steps", "1"]) == 0
+    made = model.load(out / "model", CPU)
+    assert (made.spec.width, made.spec.height, made.spec.text_shape) == (256, 256, (TEXT_TOKENS, 64))
+    assert isinstance(made.text, WorldText)
+    reading = made.text.read("a sunflower by the sea", None)
+    assert "yellow star" in reading.text
+    assert made.text.encode(reading.text).shape == (TEXT_TOKENS, 64)
+    decoder = made.decoder
+    assert decoder is not None
+    assert decoder.decode(torch.zeros(1, 16, 3, 16, 16), decoder.new_memory()).shape == (12, 256, 256, 3)
+    assert train.main([*arguments, "--steps", "2", "--stage", "denoiser"]) == 0
+    assert torch.load(out / "denoiser.pt", weights_only=True)["step"] == 2
+    assert torch.load(out / "autoencoder.pt", weights_only=True)["step"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_windows")
+def test_a_denoiser_that_was_stopped_goes_on(autoencoder: TAEHV, tmp_path: Path) -> None:
+    plan = train_denoiser.Plan(batch=1)
+    train_denoiser.train(tmp_path, autoencoder, loop.Budget(1), 0, CPU, plan)
+    first = torch.load(tmp_path / "denoiser.pt", weights_only=True)
+    trained = train_denoiser.train(tmp_path, autoencoder, loop.Budget(1), 0, CPU, plan)
+    assert torch.equal(trained.mean, first["mean"])
+    for name, value in trained.network.state_dict().items():
+        assert torch.equal(value, first["average"][name]), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--steps", "0"], "--steps is 0; it must be more than 0"),
+        (["--threads", "-1"], "--threads is -1; it must be at least 1"),
+        (["--stage", "denoiser"], "autoencoder.pt; train the autoencoder first"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_before_anything_is_written(
+    arguments: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main([*arguments, "--out", str(tmp_path / "run")]) == 2
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_statistics_normalise_latents(autoencoder: TAEHV, monkeypatch: pytest.MonkeyPatch) -> None:
+    mean, std = windows.latent_statistics(autoencoder, dice(), CPU)
+    assert mean.shape == std.shape == (16,) and (std > 0).all()

@@ -102,7 +102,7 @@ def test_a_fault_of_the_server_is_a_problem_document_and_once_in_the_log(
         raise ZeroDivisionError("a fault of ours")
 
     async def scene(site: Site) -> None:
-        monkeypatch.setattr(AppState, "measure", fail)
+        monkeypatch.setattr(AppState, "update_metrics", fail)
         answer = await site.http.get("/metrics")
         assert (answer.status_code, answer.headers["content-type"]) == (500, "application/problem+json")
         assert answer.json()["status"] == 500

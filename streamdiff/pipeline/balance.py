@@ -41,12 +41,12 @@ class Measured:
 
 
 def measure(
-    trunk: StageModel, decoder: StreamDecoder | None, device: torch.device, place: tuple[int, int], kv_context: str
+    model: StageModel, decoder: StreamDecoder | None, device: torch.device, place: tuple[int, int], kv_context: str
 ) -> Measured:
     """Time this rank's parts, with the attention window full. `place` is (rank, stages)."""
     rank, stages = place
-    spec, denoiser = trunk.spec, trunk.denoiser
-    stage = ModelRunner(trunk, device, 1, 3)  # the one in the middle has blocks alone
+    spec, denoiser = model.spec, model.denoiser
+    stage = ModelRunner(model, device, 1, 3)  # the one in the middle has blocks alone
     stage.open(0, steps=spec.steps[0], kv_context=kv_context)
     stage.set_text(0, 0, torch.zeros(spec.text_shape, device=device, dtype=denoiser.dtype), 0)
     latents = torch.zeros(1, *spec.chunk_shape, device=device, dtype=denoiser.dtype)
@@ -68,7 +68,7 @@ def measure(
 
 
 def share_out(
-    config: ModelConfig, facts: ModelSizes, member: RankContext, own: Measured | None
+    config: ModelConfig, facts: ModelSizes, context: RankContext, own: Measured | None
 ) -> tuple[tuple[int, int], ...]:
     """The runs of blocks (first, last exclusive) of all ranks; every rank gets the same answer.
 
@@ -80,8 +80,8 @@ def share_out(
     if own is None:
         costs = read_profile(Path(config.profile or ""), facts, max_rows=1)
     else:
-        member.store.set(f"cost/{member.rank}", json.dumps(asdict(own)))
-        everybody = [Measured(**json.loads(member.store.get(f"cost/{rank}"))) for rank in range(config.stages)]
+        context.store.set(f"cost/{context.rank}", json.dumps(asdict(own)))
+        everybody = [Measured(**json.loads(context.store.get(f"cost/{rank}"))) for rank in range(config.stages)]
         costs = _combined(everybody, facts.blocks)
     steps = choose_steps(config.steps, facts.steps, facts.name)
     workload = Workload(config.stages, 1, steps, config.kv_context, 1)

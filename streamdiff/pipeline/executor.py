@@ -120,7 +120,7 @@ class RingExecutor:
         timer = timer or DeviceTimer.on(device)
         self._admission = InFlightQueue(self.scheduler, self.head, stages + 1 if stages > 1 else 1, timer)
         self._worker = Worker(self._admission, self.stage, links[0], timer)
-        self._outbox, self._inbox = links
+        self._sender, self._receiver = links
         self._changes: dict[int, PendingSteps] = {}  # by session
 
     def turn(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:
@@ -171,7 +171,7 @@ class RingExecutor:
 
     def notify(self, call: Callable[[], None]) -> None:
         """Have `call` called, from any thread, when something comes back."""
-        self._inbox.notify(call)
+        self._receiver.notify(call)
 
     def open(
         self,
@@ -305,9 +305,9 @@ class RingExecutor:
                 raise RuntimeError(f"the ring did not come to rest within {limit_s:g} s")
             self._enter()
             self._take_back(limit_s / 10 if self._admission.works else 0.0)
-        self._outbox.close()
-        self._inbox.close(limit_s)
-        self._outbox.flush(limit_s)
+        self._sender.close()
+        self._receiver.close(limit_s)
+        self._sender.flush(limit_s)
 
     def listen(self, wait_s: float) -> None:
         """Let nothing enter and drop what comes back for `wait_s`: for somebody who ends anyway. Mutates: self.
@@ -317,13 +317,13 @@ class RingExecutor:
         """
         end_s = clock.monotonic_s() + wait_s
         while (left_s := end_s - clock.monotonic_s()) > 0:
-            if (work := self._inbox.receive(left_s)) is not None:
+            if (work := self._receiver.receive(left_s)) is not None:
                 self._admission.back(work)
 
     def _enter(self) -> StageMessage | None:
         """One work through this rank, if the link takes it: the head never waits to send, it must take back."""
         self._change_steps()
-        return self._worker.turn() if self._outbox.ready else None
+        return self._worker.turn() if self._sender.ready else None
 
     def _seeded(self, seed: int) -> Noise:
         return SeededNoise(self.head.spec.chunk_shape, seed)
@@ -333,7 +333,7 @@ class RingExecutor:
 
     def _take_back(self, wait_s: float | None) -> list[Finished]:
         finished: list[Finished] = []
-        while self._admission.works and (work := self._inbox.receive(wait_s)) is not None:
+        while self._admission.works and (work := self._receiver.receive(wait_s)) is not None:
             finished += self._admission.back(work)
             wait_s = 0.0
         return finished
@@ -370,6 +370,6 @@ class LocalRing(RingExecutor):
     def turn(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:
         """One turn of every rank, the last one first: a work moves on by one stage per turn, as in processes."""
         for worker in reversed(self.others):
-            if worker.outbox.ready:
+            if worker.sender.ready:
                 worker.turn()
         return super().turn(0.0)

@@ -17,7 +17,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.interfaces import Model
 from streamdiff.models.sampling import TIMESTEPS, Schedule
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
-from streamdiff.pipeline.runner.init_latents import REACH, TOLD_LESS, InitLatents
+from streamdiff.pipeline.runner.init_latents import REACH, TIMESTEP_OFFSET, InitLatents
 from streamdiff.pipeline.runner.noise import Noise, SeededNoise, TensorNoise
 from streamdiff.pipeline.runner.sampler import PROMPT_SWITCHES
 
@@ -103,8 +103,8 @@ class ReferenceRun:
         video, strength = self.video[first:], self._strength
         if self.motion_noise:
             return InitLatents.following_motion(video, strength, together=together)
-        told = self.schedule.timesteps[0] if self.strength is None else TIMESTEPS * strength
-        return InitLatents.steady(video, strength, told)
+        timestep = self.schedule.timesteps[0] if self.strength is None else TIMESTEPS * strength
+        return InitLatents.steady(video, strength, timestep)
 
     @property
     def _strength(self) -> float:
@@ -119,10 +119,10 @@ class ReferenceRun:
             return
         if len(self.video) < self.chunks:
             raise ConfigError(f"the input video has {len(self.video)} chunks, but {self.chunks} are to be made")
-        least = self._strength - (REACH + TOLD_LESS + 1 / TIMESTEPS if self.motion_noise else 0)
+        least = self._strength - (REACH + TIMESTEP_OFFSET + 1 / TIMESTEPS if self.motion_noise else 0)
         following = [levels.sigmas[1] for levels in (self.schedule, self.schedule.of(0)) if levels.steps > 1]
         if not max(following, default=0) < least <= self._strength <= 1:
-            motion = f", of which motion takes up to {REACH + TOLD_LESS:g}" if self.motion_noise else ""
+            motion = f", of which motion takes up to {REACH + TIMESTEP_OFFSET:g}" if self.motion_noise else ""
             raise ConfigError(
                 f"strength is {self._strength:g}{motion}; it must be at most 1, and above the noise level of the "
                 f"second step, {max(following, default=0):g}"
@@ -171,7 +171,7 @@ class ReferenceRun:
 def play(
     model: Model,
     device: torch.device,
-    script: ReferenceRun,
+    run: ReferenceRun,
     *,
     stages: int = 1,
     fresh: Callable[[], object] = lambda: None,
@@ -183,18 +183,18 @@ def play(
         ConfigError: a stream that ends, or a prompt that changes, among chunks that the model makes together.
         ValueError: an unknown KV context, or one that the schedule does not go with.
     """
-    _check_together(script, model.spec.first_chunks)
+    _check_together(run, model.spec.first_chunks)
     ring = RingExecutor(model, device) if stages == 1 else LocalRing(model, device, stages)
     epochs = count(1)
-    for begin, switches, end in script.segments:
-        noise, source = script.noise(model, begin.chunk), script.source(begin.chunk, model.spec.first_chunks)
+    for begin, switches, end in run.segments:
+        noise, source = run.noise(model, begin.chunk), run.source(begin.chunk, model.spec.first_chunks)
         if begin.chunk == 0:
-            context = script.kv_context
+            context = run.kv_context
             ring.open(
                 _NAME,
                 begin.embeddings,
                 epoch=0,
-                steps=script.schedule,
+                steps=run.schedule,
                 kv_context=context,
                 noise=noise,
                 source=source,
@@ -204,16 +204,16 @@ def play(
             fresh()
         due = {switch.chunk - begin.chunk: switch for switch in switches}
         # Steps of a staircase wait for chunks that come after; those made for this alone are dropped.
-        most = end - begin.chunk if script.kv_context != "staircase" else None
+        most = end - begin.chunk if run.kv_context != "staircase" else None
         for chunk, latents in _stream(ring, most, due, epochs):
             yield latents
             if chunk == end - begin.chunk - 1:
                 break
 
 
-def _check_together(script: ReferenceRun, count: int) -> None:
+def _check_together(run: ReferenceRun, count: int) -> None:
     """Raises ConfigError for what would cut the first `count` chunks of a stream, which are made together."""
-    for begin, switches, end in script.segments:
+    for begin, switches, end in run.segments:
         if end - begin.chunk < count:
             raise ConfigError(
                 f"a stream from chunk {begin.chunk} to {end} has {end - begin.chunk} chunks, but the first {count} are "

@@ -71,16 +71,16 @@ class StreamingPipeline:
         device: torch.device,
         steps: int | None = None,
         kv_context: str = "clean",
-        company: WorkerGroup | None = None,
+        workers: WorkerGroup | None = None,
         budget: KVCacheBudget | None = None,
         ring: RingExecutor | None = None,
         at_once: int = 1,
         hang_s: float = 60.0,
     ) -> None:
         """`steps` and `kv_context` are those of a session that does not name its own (None: what the model was made
-        for). `company` are the other ranks of the ring; without them all blocks of `model` run here, on `ring` if that
+        for). `workers` are the other ranks of the ring; without them all blocks of `model` run here, on `ring` if that
         was made already. `budget` is the memory for caches; None: without limit. `at_once` latent frames are decoded by
-        one call. With one stage, `hang_s` is how long the device may be at one work; in a ring `company` knows.
+        one call. With one stage, `hang_s` is how long the device may be at one work; in a ring `workers` knows.
 
         Raises:
             ConfigError: steps that the model does not have.
@@ -92,17 +92,17 @@ class StreamingPipeline:
             spec.name, str(device), spec.width, spec.height, spec.native_fps, spec.chunk_frames,
             choose_steps(steps, spec.steps, spec.name), kv_context, spec.steps, spec.switch,
         )  # fmt: skip
-        self._company, self._budget, self._hang_s = company, budget, hang_s
-        self._ring = company.ring if company else ring or RingExecutor(model, device)
+        self._workers, self._budget, self._hang_s = workers, budget, hang_s
+        self._ring = workers.ring if workers else ring or RingExecutor(model, device)
         self._streams: dict[int, _Stream] = {}  # by session
         self._numbers = count()
         self._ready: queue.SimpleQueue[tuple[Piece, float] | None] = queue.SimpleQueue()
         self._pending = 0  # chunks that are decoding
         self._works: list[float] = []  # of the chunks that this turn finished
-        self._decoding = self._decode_where(model, company, device, at_once)
+        self._decoding = self._decode_where(model, workers, device, at_once)
         self._ring.notify(self._wake)
-        if company is not None:
-            company.start(self._wake)
+        if workers is not None:
+            workers.start(self._wake)
         self._meter = ChunkCostMeter(clock.monotonic_s(), self.busy_s())
 
     text: TextEncoder
@@ -224,16 +224,16 @@ class StreamingPipeline:
 
     def check(self, wait_s: float = 0.0) -> None:
         """Raise the `EngineFailure` that ends the ring, if there is one or comes within `wait_s`."""
-        if self._company is not None:
-            self._company.check(wait_s)
+        if self._workers is not None:
+            self._workers.check(wait_s)
 
     def occupancy(self) -> list[float]:
         """Share of the time since loading that each stage was at work, its decoding included; empty with one stage."""
-        return self._company.occupancy() if self._company is not None else []
+        return self._workers.occupancy() if self._workers is not None else []
 
     def busy_s(self) -> list[float]:
         """Seconds that each rank's device was at work since its process began, decoding included where it is done."""
-        return self._company.busy_s() if self._company is not None else [self._ring.worker.timer.busy_s]
+        return self._workers.busy_s() if self._workers is not None else [self._ring.worker.timer.busy_s]
 
     def work_s(self) -> float | None:
         """Seconds of work in a chunk in the default number of steps, as the latest ones tell: of the busiest rank."""
@@ -247,14 +247,14 @@ class StreamingPipeline:
 
     def measure_from_here(self) -> None:
         """Forget what was measured: it was warming up. Mutates: self."""
-        if self._company is not None:
-            self._company.hear()
+        if self._workers is not None:
+            self._workers.hear()
         self._meter = ChunkCostMeter(clock.monotonic_s(), self.busy_s())
 
     def measure_to_here(self) -> None:
         """Take in what the ranks have worked until now, of which a ring's tell only now and then. Mutates: self."""
-        if self._company is not None:
-            self._company.hear()
+        if self._workers is not None:
+            self._workers.hear()
             self._meter.finished(clock.monotonic_s(), self.busy_s(), [])
 
     def close(self) -> None:
@@ -262,18 +262,18 @@ class StreamingPipeline:
         if self.hook is not None:
             self.hook.close()
         self._decoding.close(abandon=self._ring.worker.timer.hung)
-        if self._company is not None:
-            self._company.leave()
+        if self._workers is not None:
+            self._workers.leave()
 
     def _turn(self) -> tuple[list[MicroStep], list[Finished]]:
-        if self._company is None:
+        if self._workers is None:
             self._check_device()
             return self._ring.turn()
-        self._company.check()
+        self._workers.check()
         try:
             return self._ring.turn()
         except LinkClosed as error:
-            raise self._company.broken(error) from error
+            raise self._workers.broken(error) from error
 
     def _check_device(self) -> None:
         """Raise EngineFailure if the device of the only rank does not get on; in a ring each rank's watch does."""
@@ -288,8 +288,8 @@ class StreamingPipeline:
         """Let a waiting `step` look again. From any thread."""
         self._ready.put(None)
 
-    def _decode_where(self, model: Model, company: WorkerGroup | None, device: torch.device, at_once: int) -> Decoding:
-        remote = company.decoding(model.spec, self._deliver, self._wake) if company is not None else None
+    def _decode_where(self, model: Model, workers: WorkerGroup | None, device: torch.device, at_once: int) -> Decoding:
+        remote = workers.decoding(model.spec, self._deliver, self._wake) if workers is not None else None
         if remote is not None:
             return remote
         if model.decoder is None:
@@ -343,5 +343,5 @@ class StreamingPipeline:
         try:
             self._decoding.check()
         except LinkClosed as error:
-            assert self._company is not None
-            raise self._company.broken(error) from error
+            assert self._workers is not None
+            raise self._workers.broken(error) from error

@@ -16,11 +16,11 @@ from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.interfaces import Model, StageModel
 from streamdiff.models.spec import ModelSpec
-from streamdiff.pipeline.decode.decode_worker import latents_wire, pictures_wire
-from streamdiff.pipeline.distributed.gloo import GlooInbox, GlooOutbox
+from streamdiff.pipeline.decode.decode_worker import latents_layout, pictures_layout
+from streamdiff.pipeline.distributed.gloo import GlooReceiver, GlooSender
 from streamdiff.pipeline.distributed.link import Receiver, Sender
 from streamdiff.pipeline.distributed.message import MessageLayout
-from streamdiff.pipeline.distributed.nccl import NcclInbox, NcclOutbox, edge_groups, warm_up
+from streamdiff.pipeline.distributed.nccl import NcclReceiver, NcclSender, edge_groups, warm_up
 from streamdiff.pipeline.executor import RingExecutor, rows_carried
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.worker import Worker
@@ -64,22 +64,22 @@ class StageTopology:
 
 
 def connect(
-    trunk: StageModel, place: StageTopology, device: torch.device, group: dist.ProcessGroup | None = None
+    model: StageModel, place: StageTopology, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> tuple[Sender, Receiver]:
     """This rank's ends of its two edges. `group` is one of gloo, the default one when it is None. With `nccl` all ranks
     of the default group have to call this, and it returns when the neighbours have."""
 
-    def wire(edge: int) -> MessageLayout:
-        carried = place.carried(trunk.spec)
+    def layout(edge: int) -> MessageLayout:
+        carried = place.carried(model.spec)
         back = edge == place.stages - 1
-        return MessageLayout.back_to_head(trunk, carried) if back else MessageLayout.between_stages(trunk, carried)
+        return MessageLayout.back_to_head(model, carried) if back else MessageLayout.between_stages(model, carried)
 
     if place.link == "nccl":
-        return _connect_nccl(place, device, wire(place.edge_out), wire(place.edge_in), group)
+        return _connect_nccl(place, device, layout(place.edge_out), layout(place.edge_in), group)
     after, before = (place.rank + 1) % place.stages, (place.rank - 1) % place.stages
-    outbox = GlooOutbox(wire(place.edge_out), after, place.tag(place.edge_out), group)
-    inbox = GlooInbox(wire(place.edge_in), before, place.tag(place.edge_in), device, group)
-    return outbox, inbox
+    sender = GlooSender(layout(place.edge_out), after, place.tag(place.edge_out), group)
+    receiver = GlooReceiver(layout(place.edge_in), before, place.tag(place.edge_in), device, group)
+    return sender, receiver
 
 
 def _connect_nccl(
@@ -88,16 +88,16 @@ def _connect_nccl(
     wire_out: MessageLayout,
     wire_in: MessageLayout,
     records: dist.ProcessGroup | None,
-) -> tuple[NcclOutbox, NcclInbox]:
+) -> tuple[NcclSender, NcclReceiver]:
     """Communicators of all edges, this rank's ends, and a message each way before anything depends on one."""
     groups = edge_groups(place.stages, device)
     out, into = groups[place.edge_out], groups[place.edge_in]
     assert out is not None and into is not None
     after, before = (place.rank + 1) % place.stages, (place.rank - 1) % place.stages
-    outbox = NcclOutbox(wire_out, after, place.tag(place.edge_out), device, out, records)
-    inbox = NcclInbox(wire_in, before, place.tag(place.edge_in), device, into, records)
-    warm_up(outbox, inbox)
-    return outbox, inbox
+    sender = NcclSender(wire_out, after, place.tag(place.edge_out), device, out, records)
+    receiver = NcclReceiver(wire_in, before, place.tag(place.edge_in), device, into, records)
+    warm_up(sender, receiver)
+    return sender, receiver
 
 
 def link_of(config: ModelConfig, device: torch.device) -> Link:
@@ -145,10 +145,10 @@ def head_ring(model: Model, place: StageTopology, device: torch.device) -> RingE
     return RingExecutor(model, device, place.rows, stage=stage, links=links, clean_with_next=place.clean_with_next)
 
 
-def follower(trunk: StageModel, place: StageTopology, device: torch.device) -> Worker:
-    """The loop of any other rank. `trunk` has this rank's blocks only."""
-    outbox, inbox = connect(trunk, place, device)
-    return Worker(inbox, ModelRunner(trunk, device, place.rank, place.stages), outbox)
+def follower(model: StageModel, place: StageTopology, device: torch.device) -> Worker:
+    """The loop of any other rank. `model` has this rank's blocks only."""
+    sender, receiver = connect(model, place, device)
+    return Worker(receiver, ModelRunner(model, device, place.rank, place.stages), sender)
 
 
 def decode_links(
@@ -158,11 +158,11 @@ def decode_links(
     device: torch.device,
     kind: PictureKind = "rgb",
     group: dist.ProcessGroup | None = None,
-) -> tuple[GlooOutbox, GlooInbox]:
+) -> tuple[GlooSender, GlooReceiver]:
     """The ends, on the head or on the rank that decodes, of the edges between the two: latents there, pictures of
     `kind` back."""
-    there, back = latents_wire(spec), pictures_wire(spec, kind)
+    there, back = latents_layout(spec), pictures_layout(spec, kind)
     if rank == 0:
-        outbox = GlooOutbox(there, decode_rank, _LATENTS_TAG, group)
-        return outbox, GlooInbox(back, decode_rank, _PICTURES_TAG, torch.device("cpu"), group)
-    return GlooOutbox(back, 0, _PICTURES_TAG, group), GlooInbox(there, 0, _LATENTS_TAG, device, group)
+        sender = GlooSender(there, decode_rank, _LATENTS_TAG, group)
+        return sender, GlooReceiver(back, decode_rank, _PICTURES_TAG, torch.device("cpu"), group)
+    return GlooSender(back, 0, _PICTURES_TAG, group), GlooReceiver(there, 0, _LATENTS_TAG, device, group)

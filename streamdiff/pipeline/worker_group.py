@@ -11,7 +11,7 @@ from streamdiff import clock
 from streamdiff.errors import EngineFailure
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decode_worker import Deliver, RemoteDecoding
-from streamdiff.pipeline.distributed.heartbeat import BEAT_S, HealthMonitor, Heartbeat
+from streamdiff.pipeline.distributed.heartbeat import HEARTBEAT_S, HealthMonitor, Heartbeat
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.executor import RingExecutor
@@ -28,14 +28,14 @@ class WorkerGroup:
 
     def __init__(
         self,
-        member: RankContext,
+        context: RankContext,
         ring: RingExecutor,
         hang_s: float,
         decode_links: tuple[Sender, Receiver] | None = None,
     ) -> None:
         """`decode_links` lead to the rank that decodes and back; None: this one does."""
-        self.member, self.ring, self._decode_links = member, ring, decode_links
-        self._watch = HealthMonitor(member, [ring.worker], self._on_fault, hang_s)
+        self.context, self.ring, self._decode_links = context, ring, decode_links
+        self._watch = HealthMonitor(context, [ring.worker], self._on_fault, hang_s)
         self._wake: Callable[[], None] = lambda: None
         self._fault: str | None = None
         self._since: list[Heartbeat] = []
@@ -64,7 +64,7 @@ class WorkerGroup:
 
     def broken(self, error: LinkClosed) -> EngineFailure:
         """What a closed link means: the fault that was told first, else that the neighbour is gone."""
-        own = gone(error, self.member.rank, self._watch)
+        own = gone(error, self.context.rank, self._watch)
         self._fault = self._watch.fault(_NOTICE_S) or self._watch.report(own)
         return self._failure(self._fault)
 
@@ -74,7 +74,7 @@ class WorkerGroup:
     def occupancy(self) -> list[float]:
         """Share of the time since the ring was warm that each rank has spent at work. The first call, when it is
         warm, begins to count."""
-        now = [beat for rank in range(self.member.ranks) if (beat := self._watch.beat_of(rank)) is not None]
+        now = [beat for rank in range(self.context.ranks) if (beat := self._watch.last_heartbeat(rank)) is not None]
         if not self._since:
             self._since = now
         pairs = zip(self._since, now, strict=True)
@@ -82,18 +82,18 @@ class WorkerGroup:
 
     def busy_s(self) -> list[float]:
         """Seconds that each rank's device was at work since its process began, as it said last."""
-        beats = [self._watch.beat_of(rank) for rank in range(self.member.ranks)]
+        beats = [self._watch.last_heartbeat(rank) for rank in range(self.context.ranks)]
         return [beat.busy_s if beat is not None else 0.0 for beat in beats]
 
     def hear(self) -> None:
         """Wait until every rank has told anew how it does, or the ring has a fault; at most `LEAVE_S`."""
-        known = {rank: beat.number for rank in range(self.member.ranks) if (beat := self._watch.beat_of(rank))}
+        known = {rank: beat.number for rank in range(self.context.ranks) if (beat := self._watch.last_heartbeat(rank))}
         end_s = clock.monotonic_s() + LEAVE_S
-        for rank in range(self.member.ranks):
-            while (beat := self._watch.beat_of(rank)) is None or beat.number <= known.get(rank, 0):
+        for rank in range(self.context.ranks):
+            while (beat := self._watch.last_heartbeat(rank)) is None or beat.number <= known.get(rank, 0):
                 if self._fault is not None or clock.monotonic_s() >= end_s:
                     return
-                threading.Event().wait(BEAT_S / 10)
+                threading.Event().wait(HEARTBEAT_S / 10)
 
     def leave(self) -> None:
         """End the ring: in order where it is whole, else at once."""
@@ -113,5 +113,5 @@ class WorkerGroup:
         if self.ring.worker.now is not None:  # the main thread may be what hangs, and nobody else can end this process
             threading.Event().wait(_STUCK_S)
             if self.ring.worker.now is not None:
-                print(f"streamdiff: rank {self.member.rank} ends: {fault}", file=sys.stderr)
+                print(f"streamdiff: rank {self.context.rank} ends: {fault}", file=sys.stderr)
                 leave()

@@ -56,40 +56,40 @@ def follow(config: ModelConfig) -> None:
         # Beside a stage it has a thread of its own, alone it is the process.
         threads = DECODE_THREADS if workers else torch.get_num_threads()
         loader.compile_decoder(decoder, threads)
-        outbox, inbox = topology.decode_links(
+        sender, receiver = topology.decode_links(
             loader.spec, context.rank, config.decode_rank, device, loader.pixel_format
         )
         timer = workers[0].timer if workers else None
-        workers.append(DecodeWorker(decoder, inbox, outbox, device, loader.decode_latents, timer))
+        workers.append(DecodeWorker(decoder, receiver, sender, device, loader.decode_latents, timer))
     context.meet(progress.made)
     _work(workers, context, config.hang_s, device)
 
 
-def _work(workers: Sequence[Worker | DecodeWorker], member: RankContext, hang_s: float, device: torch.device) -> None:
+def _work(workers: Sequence[Worker | DecodeWorker], context: RankContext, hang_s: float, device: torch.device) -> None:
     """Run the loops of this rank to their end, each but the first on a thread of its own."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _told_to_end)
     atexit.register(leave)
-    watch = HealthMonitor(member, workers, lambda fault: leave(f"rank {member.rank} ends: {fault}"), hang_s)
+    watch = HealthMonitor(context, workers, lambda fault: leave(f"rank {context.rank} ends: {fault}"), hang_s)
     watch.start()
     others = [
-        threading.Thread(target=_beside, args=(worker, watch, member, device), daemon=True) for worker in workers[1:]
+        threading.Thread(target=_beside, args=(worker, watch, context, device), daemon=True) for worker in workers[1:]
     ]
     for thread in others:
         thread.start()
-    _run(workers[0], watch, member)
+    _run(workers[0], watch, context)
     for thread in others:
         thread.join()
     watch.finish()
     atexit.unregister(leave)
 
 
-def _beside(worker: Worker | DecodeWorker, watch: HealthMonitor, member: RankContext, device: torch.device) -> None:
+def _beside(worker: Worker | DecodeWorker, watch: HealthMonitor, context: RankContext, device: torch.device) -> None:
     """A loop on a thread; the rank does not go on without it."""
     torch.set_num_threads(DECODE_THREADS)
     bind(device)
     threading.excepthook = _die
-    _run(worker, watch, member)
+    _run(worker, watch, context)
 
 
 def _die(raised: threading.ExceptHookArgs) -> None:
@@ -98,15 +98,15 @@ def _die(raised: threading.ExceptHookArgs) -> None:
     leave()
 
 
-def _run(worker: Worker | DecodeWorker, watch: HealthMonitor, member: RankContext) -> None:
+def _run(worker: Worker | DecodeWorker, watch: HealthMonitor, context: RankContext) -> None:
     """The one outer frame of a follower's loop: it says where it was, tells the others, and lets the error go on."""
     try:
         worker.run()
     except LinkClosed as error:
-        leave(f"rank {member.rank} ends: {watch.report(gone(error, member.rank, worker))}")
+        leave(f"rank {context.rank} ends: {watch.report(gone(error, context.rank, worker))}")
     except Exception as error:
-        error.add_note(f"on rank {member.rank}, {worker.where()}")
-        watch.report(f"rank {member.rank} failed {worker.where()}: {type(error).__name__}: {error}")
+        error.add_note(f"on rank {context.rank}, {worker.where()}")
+        watch.report(f"rank {context.rank} failed {worker.where()}: {type(error).__name__}: {error}")
         raise
 
 

@@ -1,4 +1,4 @@
-"""One rank of `nccl_ring.py`: `python -m tests.gpu.nccl_rank RANK PART RANKS PORT [ahead]`."""
+"""One rank of `nccl_ring.py`: `python -m tests.gpu.nccl_rank RANK PART RANKS PORT`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from streamdiff import clock
 from streamdiff.models.interfaces import Model
 from streamdiff.pipeline.distributed.link import Receiver, Sender
 from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, StageMessage
-from streamdiff.pipeline.distributed.nccl import NcclInbox, NcclOutbox, edge_groups, warm_up
+from streamdiff.pipeline.distributed.nccl import NcclReceiver, NcclSender, edge_groups, warm_up
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.scheduler.step import MicroStep
@@ -35,42 +35,42 @@ MESSAGES = 100
 class OnDevice:
     """An outbox that is given tensors of the device, which are written over as soon as they were handed in."""
 
-    def __init__(self, outbox: Sender, device: torch.device) -> None:
-        self.outbox, self.device = outbox, device
+    def __init__(self, sender: Sender, device: torch.device) -> None:
+        self.sender, self.device = sender, device
 
     def send(self, work: StageMessage) -> None:
         tensors = tuple(tensor.to(self.device) for tensor in work.tensors)
-        self.outbox.send(replace(work, tensors=tensors))
+        self.sender.send(replace(work, tensors=tensors))
         for tensor in tensors:
             tensor.fill_(float("nan"))
 
     def close(self) -> None:
-        self.outbox.close()
+        self.sender.close()
 
     def flush(self, limit_s: float) -> None:
-        self.outbox.flush(limit_s)
+        self.sender.flush(limit_s)
 
 
-def ends(rank: int, tag: int, wire: MessageLayout, device: torch.device, ahead: bool) -> tuple[NcclOutbox, NcclInbox]:
+def ends(rank: int, tag: int, wire: MessageLayout, device: torch.device) -> tuple[NcclSender, NcclReceiver]:
     """As in `tests/pipeline/distributed/scenarios.py`, over NCCL."""
     groups = edge_groups(2, device)
     out, into = groups[rank], groups[1 - rank]
     assert out is not None and into is not None
-    outbox = NcclOutbox(wire, 1 - rank, 2 * tag + rank, device, out)
-    inbox = NcclInbox(wire, 1 - rank, 2 * tag + 1 - rank, device, into, ahead=ahead)
-    warm_up(outbox, inbox)
-    return outbox, inbox
+    sender = NcclSender(wire, 1 - rank, 2 * tag + rank, device, out)
+    receiver = NcclReceiver(wire, 1 - rank, 2 * tag + 1 - rank, device, into)
+    warm_up(sender, receiver)
+    return sender, receiver
 
 
-def links(rank: int, ranks: int, device: torch.device, ahead: bool) -> None:
+def links(rank: int, ranks: int, device: torch.device) -> None:
     """The contract of links, from rank 1 to rank 0; the last scenario ends with the sender's process."""
     for tag, (name, (wire, send, receive)) in enumerate(SCENARIOS.items()):
-        outbox, inbox = ends(rank, tag, wire, device, ahead)
+        sender, receiver = ends(rank, tag, wire, device)
         if rank == 0:
-            receive(inbox)
+            receive(receiver)
             print(f"{name} passed", flush=True)
         else:
-            send(OnDevice(outbox, device))
+            send(OnDevice(sender, device))
     os._exit(0)
 
 
@@ -89,20 +89,20 @@ def numbered(number: int, device: torch.device) -> StageMessage:
     return StageMessage(MessageKind.ROWS, (MicroStep(0, number, 0, 4, 0),), None, (filled,))
 
 
-def steady(rank: int, ranks: int, device: torch.device, ahead: bool) -> None:
+def steady(rank: int, ranks: int, device: torch.device) -> None:
     """Messages of 16 MiB from rank 1 to rank 0 without a host that waits for its device, and how long one takes."""
     works = [numbered(number, device) for number in range(MESSAGES)]
     seen = torch.empty(MESSAGES, 2, dtype=torch.uint8, device=device)
-    outbox, inbox = ends(rank, 0, STEADY, device, ahead)
+    sender, receiver = ends(rank, 0, STEADY, device)
     torch.cuda.current_stream(device).synchronize()
     dist.barrier()
     started_s = clock.monotonic_s()
     with no_host_sync():
         if rank == 1:
             for work in works:
-                outbox.send(work)
+                sender.send(work)
         else:
-            receive_all(inbox, seen)
+            receive_all(receiver, seen)
     torch.cuda.current_stream(device).synchronize()
     took_s = clock.monotonic_s() - started_s
     if rank == 0:
@@ -110,13 +110,13 @@ def steady(rank: int, ranks: int, device: torch.device, ahead: bool) -> None:
         assert torch.equal(seen.cpu(), expected)
         print(f"{MESSAGES} messages of 16 MiB: {took_s / MESSAGES * 1e6:.0f} us each {label(ranks)}", flush=True)
     else:
-        outbox.close()
+        sender.close()
 
 
-def receive_all(inbox: Receiver, seen: torch.Tensor) -> None:
+def receive_all(receiver: Receiver, seen: torch.Tensor) -> None:
     """Note the least and the most of every message. Mutates: seen."""
     for number in range(MESSAGES):
-        got = inbox.receive(60.0)
+        got = receiver.receive(60.0)
         assert got is not None
         seen[number, 0].copy_(got.tensors[0].amin())
         seen[number, 1].copy_(got.tensors[0].amax())
@@ -148,7 +148,7 @@ def on(device: torch.device) -> Model:
     return model
 
 
-def ring(rank: int, ranks: int, device: torch.device, ahead: bool) -> None:
+def ring(rank: int, ranks: int, device: torch.device) -> None:
     """Three sessions, one of each KV context, around the ring; each compared to itself on one stage on the same GPU."""
     model = on(device)
     place, part = StageTopology(rank, ranks, link="nccl"), model.part(*split_evenly(model.blocks, ranks)[rank])
@@ -169,15 +169,15 @@ def ring(rank: int, ranks: int, device: torch.device, ahead: bool) -> None:
         print(finding(order.kv_context, same(made[name], alone), worst), flush=True)
 
 
-def main(rank: int, part: str, ranks: int, port: int, ahead: bool) -> None:
+def main(rank: int, part: str, ranks: int, port: int) -> None:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=timedelta(seconds=300))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(days=3650))
-    {"links": links, "steady": steady, "ring": ring}[part](rank, ranks, device, ahead)
+    {"links": links, "steady": steady, "ring": ring}[part](rank, ranks, device)
     dist.barrier()
     os._exit(0)  # links have receives posted that will never be answered
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:] == ["ahead"])
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -75,29 +75,27 @@ def check_same(said: str) -> None:
         assert same == "True", f"{kv_context} makes something else over the ring: {more}"
 
 
-def environment(ranks: int, devices: int, ahead: bool) -> dict[str, str]:
-    """Of a rank. Ranks that share a GPU have to share its blocks, else NCCL hangs. With receives always pending no
-    kernel may be loaded at its first call."""
+def environment(ranks: int, devices: int) -> dict[str, str]:
+    """Of a rank. Ranks that share a GPU have to share its blocks, else NCCL hangs."""
     shared = {
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",
         "NCCL_MAX_CTAS": str(max(1, 8 // ranks)),
         "NCCL_NVLS_ENABLE": "0",
     }
-    loaded = {"CUDA_MODULE_LOADING": "EAGER"} if ahead else {}
-    return {**os.environ, "OMP_NUM_THREADS": "1", **loaded, **(shared if devices < ranks else {})}
+    return {**os.environ, "OMP_NUM_THREADS": "1", **(shared if devices < ranks else {})}
 
 
-def play(part: str, ranks: int, ahead: bool = False, limit_s: float = 500.0) -> str:
+def play(part: str, ranks: int, limit_s: float = 500.0) -> str:
     """Run a part on so many processes; what all of them said.
 
     Raises:
         RuntimeError: a rank failed, or did not end within `limit_s`; with what all ranks said.
     """
-    arguments = [part, str(ranks), str(free_port()), *(["ahead"] if ahead else [])]
+    arguments = [part, str(ranks), str(free_port())]
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.gpu.nccl_rank", str(rank), *arguments],
-            cwd=ROOT, env=environment(ranks, torch.cuda.device_count(), ahead), text=True,
+            cwd=ROOT, env=environment(ranks, torch.cuda.device_count()), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for rank in range(ranks)
@@ -123,9 +121,6 @@ def play(part: str, ranks: int, ahead: bool = False, limit_s: float = 500.0) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description="The NCCL link on real GPUs: is it right, and how long does it take?")
     parser.add_argument("--stages", type=int, default=2, help="ranks of the ring (default: 2)")
-    parser.add_argument(
-        "--ahead", action="store_true", help="links and steady: receives wait for nothing to be announced"
-    )
     options = parser.parse_args()
     reason = refused(options.stages)
     if reason:
@@ -135,7 +130,7 @@ def main() -> int:
         f"NCCL {loaded_nccl()}, torch {torch.__version__}, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     )
     for part, ranks in PARTS.items():
-        said = play(part, ranks or options.stages, options.ahead)
+        said = play(part, ranks or options.stages)
         print(f"== {part}\n{said}", flush=True)
         if part == "ring":
             check_same(said)

@@ -15,10 +15,9 @@ def skip_where_it_cannot_run(ranks: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ahead", [False, True])
-def test_the_contract_of_links(ahead: bool) -> None:
+def test_the_contract_of_links() -> None:
     skip_where_it_cannot_run(2)
-    said = play("links", 2, ahead)
+    said = play("links", 2)
     for name in SCENARIOS:
         assert f"{name} passed" in said
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from streamdiff.pipeline import topology
 from streamdiff.pipeline.distributed import gloo as links_gloo
-from streamdiff.pipeline.distributed.gloo import GlooInbox, GlooOutbox
+from streamdiff.pipeline.distributed.gloo import GlooReceiver, GlooSender
 from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.partition import split_evenly
@@ -79,9 +79,9 @@ class Counter(Worker):
 
     ring: RingExecutor | None = None
 
-    def __init__(self, stage: ModelRunner, outbox: GlooOutbox, inbox: GlooInbox, transfers: Transfers) -> None:
-        super().__init__(inbox, stage, outbox)
-        self.links, self.transfers, self.process = (outbox, inbox), transfers, psutil.Process()
+    def __init__(self, stage: ModelRunner, sender: GlooSender, receiver: GlooReceiver, transfers: Transfers) -> None:
+        super().__init__(receiver, stage, sender)
+        self.links, self.transfers, self.process = (sender, receiver), transfers, psutil.Process()
         self.found: list[Counts] = []
 
     def turn(self, wait_s: float | None = 0.0) -> StageMessage | None:
@@ -92,7 +92,7 @@ class Counter(Worker):
 
     def counts(self) -> Counts:
         gc.collect()
-        outbox, inbox = self.links
+        sender, receiver = self.links
         sessions, objects = self.stage.sessions.values(), gc.get_objects()
         heads = self.ring.head.sessions.values() if self.ring else ()
         return {
@@ -103,7 +103,7 @@ class Counter(Worker):
             "tensors": sum(isinstance(each, torch.Tensor) for each in objects),
             "sessions": len(sessions) + len(heads),
             "transfers": len(self.transfers.alive),
-            "queued": outbox._full.qsize() + inbox._arrived.qsize() + inbox._posted.qsize(),
+            "queued": sender._full.qsize() + receiver._arrived.qsize() + receiver._posted.qsize(),
             "texts": sum(len(session.text) for session in sessions),
             "latents": sum(len(session.latents) for session in heads),
             "in_ring": len(self.ring._admission.works) if self.ring else 0,
@@ -157,7 +157,7 @@ def main(rank: int, stages: int, port: int, chunks: int) -> list[Counts]:
         worker.run()
         return worker.found
     ring = RingExecutor(part, CPU, stage=stage, links=links)
-    worker.inbox, worker.ring, ring._worker = ring._admission, ring, worker
+    worker.receiver, worker.ring, ring._worker = ring._admission, ring, worker
     show = Show(ring, [model.text.encode(text) for text in (RED, BLUE)], model.spec.chunk_frames)
     for number in range(chunks // LEG):
         show.leg(number)

@@ -66,7 +66,7 @@ def main(rank: int, stages: int, port: int, out: str, cases: list[str]) -> None:
     results = {}
     for number, text in enumerate(cases):
         case = Case.of(text)
-        topology.GlooOutbox, topology.GlooInbox = LINKS[case.links]  # type: ignore[misc]
+        topology.GlooSender, topology.GlooReceiver = LINKS[case.links]  # type: ignore[misc]
         model = model_of(case.dtype)
         place = StageTopology(rank, stages, number, case.max_rows, "nccl" if case.links == LANES else "gloo")
         part = model.part(*split_evenly(model.blocks, stages)[rank])

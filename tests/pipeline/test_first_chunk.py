@@ -93,8 +93,8 @@ def test_those_made_together_have_the_level_without_motion() -> None:
     """StreamDiffusionV2 starts at 0.8 and tells 700, whatever moves; then the level follows."""
     video = torch.randn(4, 2, 1, 3, 3, generator=torch.Generator().manual_seed(1))
     source = InitLatents.following_motion(video, 0.8, together=2)
-    assert source.told[:2].tolist() == [700, 700] and source.mixed[:2].tolist() == pytest.approx([0.8, 0.8])
-    assert float(source.told[2]) < 700 and float(source.mixed[2]) == pytest.approx(0.9 * 0.7 + 0.1 * 0.8)
+    assert source.timestep[:2].tolist() == [700, 700] and source.noise_level[:2].tolist() == pytest.approx([0.8, 0.8])
+    assert float(source.timestep[2]) < 700 and float(source.noise_level[2]) == pytest.approx(0.9 * 0.7 + 0.1 * 0.8)
 
 
 @pytest.mark.parametrize("kv_context", ["clean", "staircase"])

@@ -131,12 +131,12 @@ class LocalDecoding:
             self._deliver(Piece(stream, chunk, pictures.numpy().copy(), index == latents.shape[1] - 1))
 
 
-def latents_wire(spec: ModelSpec) -> MessageLayout:
+def latents_layout(spec: ModelSpec) -> MessageLayout:
     """From the head to a decoding rank: one chunk's latents."""
     return MessageLayout(1, ((spec.chunk_shape, torch.float32),), None)
 
 
-def pictures_wire(spec: ModelSpec, kind: PictureKind = "rgb") -> MessageLayout:
+def pictures_layout(spec: ModelSpec, kind: PictureKind = "rgb") -> MessageLayout:
     """Back to the head: the pictures of one latent frame, a row each."""
     return MessageLayout(spec.frames_per_latent, ((shape_of(kind, spec.height, spec.width), torch.uint8),), None)
 
@@ -145,10 +145,10 @@ class RemoteDecoding:
     """Sends latents to a rank that runs a `DecodeWorker`, and delivers what comes back."""
 
     def __init__(
-        self, outbox: Sender, inbox: Receiver, spec: ModelSpec, deliver: Deliver, wake: Callable[[], None]
+        self, sender: Sender, receiver: Receiver, spec: ModelSpec, deliver: Deliver, wake: Callable[[], None]
     ) -> None:
         """`wake` is called, from a thread, when the other rank is gone."""
-        self._outbox, self._inbox, self._pieces = outbox, inbox, spec.chunk_latents
+        self._sender, self._receiver, self._pieces = sender, receiver, spec.chunk_latents
         self._deliver, self._wake = deliver, wake
         self._works: queue.SimpleQueue[StageMessage] = queue.SimpleQueue()
         self._error: LinkClosed | None = None
@@ -177,21 +177,21 @@ class RemoteDecoding:
 
     def _send(self) -> None:
         try:
-            self._outbox.send(work := self._works.get())
+            self._sender.send(work := self._works.get())
             while work.kind is not MessageKind.STOP:
-                self._outbox.send(work := self._works.get())
-            self._outbox.close()
-            self._outbox.flush(LEAVE_S)
+                self._sender.send(work := self._works.get())
+            self._sender.close()
+            self._sender.flush(LEAVE_S)
         except LinkClosed as error:
             self._fail(error)
 
     def _receive(self) -> None:
         try:
-            while (work := self._inbox.receive(None)) is None or work.kind is MessageKind.ROWS:
+            while (work := self._receiver.receive(None)) is None or work.kind is MessageKind.ROWS:
                 if work is not None:
                     row, pictures = work.rows[0], work.tensors[0].numpy().copy()
                     self._deliver(Piece(row.session, row.chunk, pictures, row.step == self._pieces - 1))
-            self._inbox.close(LEAVE_S)
+            self._receiver.close(LEAVE_S)
         except LinkClosed as error:
             self._fail(error)
 
@@ -206,8 +206,8 @@ class DecodeWorker:
     def __init__(
         self,
         decoder: StreamDecoder,
-        inbox: Receiver,
-        outbox: Sender,
+        receiver: Receiver,
+        sender: Sender,
         device: torch.device = CPU,
         at_once: int = 1,
         timer: DeviceTimer | None = None,
@@ -215,7 +215,7 @@ class DecodeWorker:
         """`device` is the decoder's, `timer` that device's; `at_once` latent frames are decoded by one call."""
         self._lane, self.timer = TransferStream(device), timer or DeviceTimer.on(device)
         self._memories = _Memories(decoder, self._lane, at_once, self.timer)
-        self._inbox, self._outbox = inbox, outbox
+        self._receiver, self._sender = receiver, sender
         self.now: StageMessage | None = None
         self.last: StageMessage | None = None
         self.done = 0
@@ -226,23 +226,23 @@ class DecodeWorker:
         Raises:
             LinkClosed: the head is gone.
         """
-        self._lane.enter()  # also what the inbox uploads
-        while (work := self._inbox.receive(None)) is None or work.kind is not MessageKind.STOP:
+        self._lane.enter()  # also what the receiver uploads
+        while (work := self._receiver.receive(None)) is None or work.kind is not MessageKind.STOP:
             if work is not None and work.kind is MessageKind.CLOSE and work.control is not None:
                 self._memories.forget(work.control.session)
             elif work is not None:
                 self._decode(work)
-        self._outbox.send(work)
-        self._outbox.close()
-        self._inbox.close(LEAVE_S)
-        self._outbox.flush(LEAVE_S)
+        self._sender.send(work)
+        self._sender.close()
+        self._receiver.close(LEAVE_S)
+        self._sender.flush(LEAVE_S)
 
     def _decode(self, work: StageMessage) -> None:
         (row,) = work.rows
         self.now = work
         for index, pictures in enumerate(self._memories.decode(row.session, row.chunk, work.tensors[0][0])):
             rows = (MicroStep(row.session, row.chunk, index, row.steps, 0),) * len(pictures)
-            self._outbox.send(StageMessage(MessageKind.ROWS, rows, None, (pictures,)))
+            self._sender.send(StageMessage(MessageKind.ROWS, rows, None, (pictures,)))
         self.done += 1
         self.now, self.last = None, work
 

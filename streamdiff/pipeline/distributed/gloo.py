@@ -29,10 +29,10 @@ _END = -1
 class _Slots:
     """Packed buffers `[record | tensors]` of one end of an edge; `tag` tells edges between the same two ranks apart."""
 
-    def __init__(self, wire: MessageLayout, peer: int, tag: int, group: dist.ProcessGroup | None) -> None:
-        self.wire, self.peer, self.tag, self.group = wire, peer, tag, group
-        self.head = 8 * wire.record_length
-        self.buffers = [torch.zeros(self.head + wire.nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
+    def __init__(self, layout: MessageLayout, peer: int, tag: int, group: dist.ProcessGroup | None) -> None:
+        self.layout, self.peer, self.tag, self.group = layout, peer, tag, group
+        self.head = 8 * layout.record_length
+        self.buffers = [torch.zeros(self.head + layout.nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
         self.error: BaseException | None = None
 
     def record(self, slot: int) -> Tensor:
@@ -57,11 +57,11 @@ class _Slots:
         return LinkClosed(f"{message}: {self.error}" if self.error else message, self.peer)
 
 
-class GlooOutbox:
+class GlooSender:
     """The sending end of an edge to rank `peer`."""
 
-    def __init__(self, wire: MessageLayout, peer: int, tag: int, group: dist.ProcessGroup | None = None) -> None:
-        self._slots = _Slots(wire, peer, tag, group)
+    def __init__(self, layout: MessageLayout, peer: int, tag: int, group: dist.ProcessGroup | None = None) -> None:
+        self._slots = _Slots(layout, peer, tag, group)
         self._free: SimpleQueue[int | None] = SimpleQueue()
         self._full: SimpleQueue[int | None] = SimpleQueue()
         for slot in range(SLOTS):
@@ -86,8 +86,8 @@ class GlooOutbox:
             self._closed = True
             raise self._slots.closed()
         slots = self._slots
-        slots.record(slot).copy_(torch.tensor(slots.wire.record(work, self._sent)))
-        slots.wire.write(work, slots.tensors(slot))
+        slots.record(slot).copy_(torch.tensor(slots.layout.record(work, self._sent)))
+        slots.layout.write(work, slots.tensors(slot))
         self._sent += 1
         self._full.put(slot)
 
@@ -113,13 +113,13 @@ class GlooOutbox:
             self._free.put(None)
 
 
-class GlooInbox:
+class GlooReceiver:
     """The receiving end of an edge from rank `peer`. Both slots have a receive posted before anything is sent."""
 
     def __init__(
-        self, wire: MessageLayout, peer: int, tag: int, device: torch.device, group: dist.ProcessGroup | None = None
+        self, layout: MessageLayout, peer: int, tag: int, device: torch.device, group: dist.ProcessGroup | None = None
     ) -> None:
-        self._slots = _Slots(wire, peer, tag, group)
+        self._slots = _Slots(layout, peer, tag, group)
         self._device = device
         self._posted: SimpleQueue[tuple[int, dist.Work]] = SimpleQueue()
         self._arrived: SimpleQueue[int | None] = SimpleQueue()
@@ -144,7 +144,7 @@ class GlooInbox:
             self._closed = True
             raise self._slots.closed()
         self._reading = slot
-        sequence, work = self._slots.wire.read(self._slots.record(slot).tolist(), self._slots.tensors(slot))
+        sequence, work = self._slots.layout.read(self._slots.record(slot).tolist(), self._slots.tensors(slot))
         check_order(sequence, self._received)
         self._received += 1
         if self._device.type == "cpu":

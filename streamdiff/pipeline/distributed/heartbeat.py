@@ -22,7 +22,7 @@ from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 
-BEAT_S = 0.5
+HEARTBEAT_S = 0.5
 _FAULT = "fault"
 _HOST = socket.gethostname()
 
@@ -42,7 +42,7 @@ class Heartbeat:
     ended: bool = False
 
 
-class Busy(Protocol):
+class RankLoop(Protocol):
     """A loop of a rank: `pipeline.runner.worker.Worker`, or `pipeline.decode.decode_worker.DecodeWorker`."""
 
     now: StageMessage | None
@@ -57,10 +57,10 @@ class HealthMonitor:
     on the host and on the device, and how long a rank may be silent."""
 
     def __init__(
-        self, member: RankContext, workers: Sequence[Busy], on_fault: Callable[[str], None], hang_s: float
+        self, context: RankContext, workers: Sequence[RankLoop], on_fault: Callable[[str], None], hang_s: float
     ) -> None:
         """`workers` are the loops of this rank, at least one; they have one timer, that of the rank's device."""
-        self._member, self._workers, self._on_fault, self._hang_s = member, workers, on_fault, hang_s
+        self._context, self._workers, self._on_fault, self._hang_s = context, workers, on_fault, hang_s
         self._timer = workers[0].timer
         self._ended = threading.Event()
         self._number = 0
@@ -68,68 +68,68 @@ class HealthMonitor:
 
     def start(self) -> None:
         """Begin. The next rank must begin within `hang_s` too."""
-        self._beat()
+        self._send_heartbeat()
         self._thread.start()
 
     def finish(self) -> None:
         """The rank ends in order. Mutates: the store, with a last beat."""
         self._ended.set()
         self._thread.join()
-        self._beat(ended=True)
+        self._send_heartbeat(ended=True)
 
     def report(self, fault: str) -> str:
         """Tell everybody of a fault; returns the first that anybody has told."""
-        first: bytes = self._member.store.compare_set(_FAULT, "", fault)
+        first: bytes = self._context.store.compare_set(_FAULT, "", fault)
         return first.decode()
 
     def fault(self, wait_s: float = 0.0) -> str | None:
         """The fault that ends the ring, if there is one; waits up to `wait_s` for it."""
         end_s = clock.monotonic_s() + wait_s
-        while not self._member.store.check([_FAULT]):
+        while not self._context.store.check([_FAULT]):
             if clock.monotonic_s() >= end_s:
                 return None
-            threading.Event().wait(BEAT_S / 10)
-        first: bytes = self._member.store.get(_FAULT)
+            threading.Event().wait(HEARTBEAT_S / 10)
+        first: bytes = self._context.store.get(_FAULT)
         return first.decode()
 
     def where(self) -> str:
         """What this rank is at, for messages."""
         return ", ".join(worker.where() for worker in self._workers)
 
-    def beat_of(self, rank: int) -> Heartbeat | None:
+    def last_heartbeat(self, rank: int) -> Heartbeat | None:
         """The last beat of a rank, or None before its first."""
         key = f"beat/{rank}"
-        if not self._member.store.check([key]):
+        if not self._context.store.check([key]):
             return None
-        return Heartbeat(**json.loads(self._member.store.get(key)))
+        return Heartbeat(**json.loads(self._context.store.get(key)))
 
     def await_ends(self, limit_s: float) -> None:
         """Wait until all ranks have said that they ended, at most so long: they need the store until then."""
         end_s = clock.monotonic_s() + limit_s
-        for rank in range(self._member.ranks):
-            while ((beat := self.beat_of(rank)) is None or not beat.ended) and clock.monotonic_s() < end_s:
-                threading.Event().wait(BEAT_S / 10)
+        for rank in range(self._context.ranks):
+            while ((beat := self.last_heartbeat(rank)) is None or not beat.ended) and clock.monotonic_s() < end_s:
+                threading.Event().wait(HEARTBEAT_S / 10)
 
-    def _beat(self, ended: bool = False) -> None:
+    def _send_heartbeat(self, ended: bool = False) -> None:
         self._number += 1
         done, now_s = sum(worker.done for worker in self._workers), clock.monotonic_s()
         beat = Heartbeat(self._number, _HOST, os.getpid(), now_s, done, self._timer.busy_s, self.where(), ended)
-        self._member.store.set(f"beat/{self._member.rank}", json.dumps(asdict(beat)))
+        self._context.store.set(f"beat/{self._context.rank}", json.dumps(asdict(beat)))
 
     def _run(self) -> None:
         own = [(worker, _Stillness(self._hang_s)) for worker in self._workers]
         other = _Stillness(self._hang_s)
         parent = os.getppid()
-        after = (self._member.rank + 1) % self._member.ranks
+        after = (self._context.rank + 1) % self._context.ranks
         try:
-            while not self._ended.wait(BEAT_S):
-                self._beat()
+            while not self._ended.wait(HEARTBEAT_S):
+                self._send_heartbeat()
                 for worker, still in own:
                     if still.lasts((worker.done, worker.now is None), worker.now is not None):
-                        self.report(f"rank {self._member.rank} hangs: {self._hang_s:g} s {worker.where()}")
+                        self.report(f"rank {self._context.rank} hangs: {self._hang_s:g} s {worker.where()}")
                 if (stuck := self._timer.stuck(clock.monotonic_s(), self._hang_s)) is not None:
-                    self.report(f"rank {self._member.rank} hangs: {stuck}")
-                beat = self.beat_of(after)
+                    self.report(f"rank {self._context.rank} hangs: {stuck}")
+                beat = self.last_heartbeat(after)
                 if beat is not None and other.lasts(beat.number, not beat.ended):
                     self.report(f"rank {after} hangs: silent for {self._hang_s:g} s {beat.where}")
                     _kill(beat)

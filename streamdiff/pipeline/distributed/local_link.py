@@ -39,10 +39,10 @@ class NoLink:
 class LocalLink:
     """Both ends in one process, over real buffers: deterministic in one thread, usable between two."""
 
-    def __init__(self, wire: MessageLayout, *, patience_s: float = 60.0) -> None:
+    def __init__(self, layout: MessageLayout, *, patience_s: float = 60.0) -> None:
         """`patience_s`: how long `send` waits for a free slot before it says that nobody receives."""
-        self.wire, self.patience_s = wire, patience_s
-        self._buffers = [torch.empty(wire.nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
+        self.layout, self.patience_s = layout, patience_s
+        self._buffers = [torch.empty(layout.nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
         self._free = deque(range(SLOTS))
         self._full: deque[tuple[list[int], int]] = deque()
         self._reading: int | None = None
@@ -62,9 +62,9 @@ class LocalLink:
             if self._closed:
                 raise LinkClosed("the link is closed")
             slot = self._free.popleft()
-        self.wire.write(work, self._buffers[slot])
+        self.layout.write(work, self._buffers[slot])
         with self._changed:
-            self._full.append((self.wire.record(work, self._sent), slot))
+            self._full.append((self.layout.record(work, self._sent), slot))
             self._sent += 1
             self._tell()
 
@@ -77,7 +77,7 @@ class LocalLink:
             if not self._full:
                 return None
             record, self._reading = self._full.popleft()
-        sequence, work = self.wire.read(record, self._buffers[self._reading])
+        sequence, work = self.layout.read(record, self._buffers[self._reading])
         check_order(sequence, self._received)
         self._received += 1
         return work

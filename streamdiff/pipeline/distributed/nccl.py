@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from streamdiff.pipeline.distributed.cuda_streams import CudaStreams, ReceiveLane, SendLane, Streams, Transfer
-from streamdiff.pipeline.distributed.gloo import GlooInbox, GlooOutbox
+from streamdiff.pipeline.distributed.gloo import GlooReceiver, GlooSender
 from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed
 from streamdiff.pipeline.distributed.message import MessageLayout, StageMessage
 
@@ -65,11 +65,11 @@ class _Transfer:
             raise LinkClosed(f"the link is closed: {error}") from error
 
 
-def _slots(wire: MessageLayout, device: torch.device) -> list[torch.Tensor]:
-    return [torch.empty(wire.nbytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+def _slots(layout: MessageLayout, device: torch.device) -> list[torch.Tensor]:
+    return [torch.empty(layout.nbytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
 
 
-class NcclOutbox:
+class NcclSender:
     """The sending end of an edge to rank `peer`, over the edge's `group`; records go over `records`.
 
     `ready` and the waiting of `send` are those of the records: a rank is never more than a few messages ahead of what
@@ -78,7 +78,7 @@ class NcclOutbox:
 
     def __init__(
         self,
-        wire: MessageLayout,
+        layout: MessageLayout,
         peer: int,
         tag: int,
         device: torch.device,
@@ -87,11 +87,11 @@ class NcclOutbox:
         streams: Streams | None = None,
     ) -> None:
         """`streams` are the device's."""
-        self.wire = wire
-        self._buffers = _slots(wire, device)
+        self.layout = layout
+        self._buffers = _slots(layout, device)
         self._sends = [dist.P2POp(dist.isend, buffer, peer, group) for buffer in self._buffers]
         self._lane = SendLane(streams or CudaStreams(device), self._start)
-        self._records = GlooOutbox(wire.bare, peer, tag, records)
+        self._records = GlooSender(layout.bare, peer, tag, records)
 
     @property
     def ready(self) -> bool:
@@ -99,7 +99,7 @@ class NcclOutbox:
 
     def send(self, work: StageMessage) -> None:
         self._records.send(work)
-        self._lane.send(lambda slot: self.wire.write(work, self._buffers[slot]))
+        self._lane.send(lambda slot: self.layout.write(work, self._buffers[slot]))
 
     def warm_up(self) -> None:
         """Send a message per slot that nobody asks for; the other end's `warm_up` takes them. Returns at once."""
@@ -127,15 +127,15 @@ class NcclOutbox:
         return _Transfer(self._sends[slot])
 
 
-class NcclInbox:
-    """The receiving end of an edge from rank `peer`; see `NcclOutbox`.
+class NcclReceiver:
+    """The receiving end of an edge from rank `peer`; see `NcclSender`.
 
     What was received is read on the stream that is current when it is received, and again at the next `receive`.
     """
 
     def __init__(
         self,
-        wire: MessageLayout,
+        layout: MessageLayout,
         peer: int,
         tag: int,
         device: torch.device,
@@ -143,11 +143,11 @@ class NcclInbox:
         records: dist.ProcessGroup | None = None,
         streams: Streams | None = None,
     ) -> None:
-        self.wire = wire
-        self._buffers = _slots(wire, device)
+        self.layout = layout
+        self._buffers = _slots(layout, device)
         self._receives = [dist.P2POp(dist.irecv, buffer, peer, group) for buffer in self._buffers]
         self._lane = ReceiveLane(streams or CudaStreams(device), self._start)
-        self._records = GlooInbox(wire.bare, peer, tag, torch.device("cpu"), records)
+        self._records = GlooReceiver(layout.bare, peer, tag, torch.device("cpu"), records)
         self._announced: deque[StageMessage] = deque()
 
     def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
@@ -155,7 +155,7 @@ class NcclInbox:
         self._listen(wait_s)
         if not self._announced:
             return None
-        return self.wire.attach(self._announced.popleft(), self._buffers[self._lane.take()])
+        return self.layout.attach(self._announced.popleft(), self._buffers[self._lane.take()])
 
     def warm_up(self) -> None:
         """Take what the other end's `warm_up` sends."""
@@ -188,11 +188,11 @@ class NcclInbox:
                 raise
 
 
-def warm_up(outbox: NcclOutbox, inbox: NcclInbox) -> None:
+def warm_up(sender: NcclSender, receiver: NcclReceiver) -> None:
     """Send and take messages that say nothing, on all ranks of a ring, and wait for them.
 
     A communicator connects its ranks at their first transfer; no later one may find its neighbour busy.
     """
-    outbox.warm_up()
-    inbox.warm_up()
-    outbox.drain()
+    sender.warm_up()
+    receiver.warm_up()
+    sender.drain()

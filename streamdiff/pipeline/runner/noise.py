@@ -21,7 +21,7 @@ class Noise(Protocol):
         """Float32 `[C, F, h, w]`, a pure function of (chunk, step): what step 0 receives, what is added
         before a later step, or, for `step` = number of steps, what the clean pass adds where it adds any."""
 
-    def exact(self, chunk: int) -> bool:
+    def is_unscaled(self, chunk: int) -> bool:
         """True if step 0's noise of `chunk` was supplied and must not be multiplied by the schedule's `noise_scale`."""
 
 
@@ -35,7 +35,7 @@ class SeededNoise:
     def draw(self, chunk: int, step: int) -> Tensor:
         return sampling.noise(self.shape, seed=self.seed, chunk=chunk, step=step)
 
-    def exact(self, chunk: int) -> bool:
+    def is_unscaled(self, chunk: int) -> bool:
         return False
 
 
@@ -56,8 +56,8 @@ class TensorNoise:
             return self.renoise[chunk, step - 1]
         return self.rest.draw(chunk, step)
 
-    def exact(self, chunk: int) -> bool:
-        return chunk < len(self.initial) or self.rest.exact(chunk)
+    def is_unscaled(self, chunk: int) -> bool:
+        return chunk < len(self.initial) or self.rest.is_unscaled(chunk)
 
 
 class PrefetchedNoise:
@@ -82,8 +82,8 @@ class PrefetchedNoise:
         noise = drawn.result() if drawn is not None else self._pinned(chunk, step)
         return noise.to(self._device, non_blocking=True)
 
-    def exact(self, chunk: int) -> bool:
-        return self._noise.exact(chunk)
+    def is_unscaled(self, chunk: int) -> bool:
+        return self._noise.is_unscaled(chunk)
 
     def _pinned(self, chunk: int, step: int) -> Tensor:
         noise = self._noise.draw(chunk, step)

@@ -164,7 +164,7 @@ class LatentSampler:
         if session.source is not None:
             return session.source.begin(row.chunk, noise)
         scale = session.schedule.of(row.chunk).noise_scale
-        return noise if scale == 1 or session.noise.exact(row.chunk) else noise * scale
+        return noise if scale == 1 or session.noise.is_unscaled(row.chunk) else noise * scale
 
     def _level(self, row: MicroStep) -> Tensor:
         """What the model is told, `[F]`."""

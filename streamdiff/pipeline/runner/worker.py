@@ -23,9 +23,11 @@ class Worker:
     happened reads them, from any thread. `done` counts works.
     """
 
-    def __init__(self, inbox: Receiver, stage: ModelRunner, outbox: Sender, timer: DeviceTimer | None = None) -> None:
+    def __init__(
+        self, receiver: Receiver, stage: ModelRunner, sender: Sender, timer: DeviceTimer | None = None
+    ) -> None:
         """`timer` is that of the device; None: one that is made here."""
-        self.inbox, self.stage, self.outbox = inbox, stage, outbox
+        self.receiver, self.stage, self.sender = receiver, stage, sender
         self.timer = timer or DeviceTimer.on(stage.device)
         self._timed = self.timer.stream()
         self.now: StageMessage | None = None
@@ -34,23 +36,23 @@ class Worker:
 
     def turn(self, wait_s: float | None = 0.0) -> StageMessage | None:
         """Take one work, carry it out, hand the result on; returns what was taken."""
-        work = self.inbox.receive(wait_s)
+        work = self.receiver.receive(wait_s)
         if work is not None:
             self.now = work
             with self._timed.work(replace(work, tensors=())):
                 result = self.stage.carry_out(work)
             self.done += 1
             self.now, self.last = None, work
-            self.outbox.send(result)
+            self.sender.send(result)
         return work
 
     def run(self) -> None:
         """Work until the ring is stopped, then take leave of the neighbours. Mutates: everything."""
         while (work := self.turn(None)) is None or work.kind is not MessageKind.STOP:
             pass
-        self.outbox.close()
-        self.inbox.close(LEAVE_S)
-        self.outbox.flush(LEAVE_S)
+        self.sender.close()
+        self.receiver.close(LEAVE_S)
+        self.sender.flush(LEAVE_S)
 
     def where(self) -> str:
         """What it is at, for messages."""

@@ -20,8 +20,8 @@ from streamdiff.pipeline.decode.decode_worker import (
     LocalDecoding,
     Piece,
     RemoteDecoding,
-    latents_wire,
-    pictures_wire,
+    latents_layout,
+    pictures_layout,
 )
 from streamdiff.pipeline.decode.host_copy import TransferStream, decode_chunk
 from streamdiff.pipeline.distributed.link import LinkClosed
@@ -45,7 +45,7 @@ def local(deliver: Callable[[Piece], None], wake: Wake, at_once: int) -> Iterato
 def remote(deliver: Callable[[Piece], None], wake: Wake, at_once: int) -> Iterator[Decoding]:
     """The two ends in two threads."""
     assert MODEL.decoder is not None
-    there, back = LocalLink(latents_wire(SPEC)), LocalLink(pictures_wire(SPEC))
+    there, back = LocalLink(latents_layout(SPEC)), LocalLink(pictures_layout(SPEC))
     worker = threading.Thread(target=DecodeWorker(MODEL.decoder, there, back, at_once=at_once).run)
     worker.start()
     decoding = RemoteDecoding(there, back, SPEC, deliver, wake)
@@ -115,7 +115,7 @@ def test_pictures_are_those_of_the_whole_stream(heard: tuple[Decoding, Heard]) -
 def test_yuv420_comes_over_a_link_as_it_was_made() -> None:
     assert MODEL.decoder is not None
     decoder, heard = PictureDecoder(MODEL.decoder, yuv420p), Heard()
-    there, back = LocalLink(latents_wire(SPEC)), LocalLink(pictures_wire(SPEC, "yuv420"))
+    there, back = LocalLink(latents_layout(SPEC)), LocalLink(pictures_layout(SPEC, "yuv420"))
     worker = threading.Thread(target=DecodeWorker(decoder, there, back).run)
     worker.start()
     decoding = RemoteDecoding(there, back, SPEC, heard.pieces.put, lambda: None)
@@ -149,7 +149,7 @@ def test_an_error_of_the_decoder_is_raised_where_the_head_looks() -> None:
 
 
 def test_a_decoding_rank_that_is_gone_is_noticed() -> None:
-    there, back = LocalLink(latents_wire(SPEC)), LocalLink(pictures_wire(SPEC))
+    there, back = LocalLink(latents_layout(SPEC)), LocalLink(pictures_layout(SPEC))
     woken = threading.Event()
     decoding = RemoteDecoding(there, back, SPEC, lambda piece: None, woken.set)
     back.close()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from streamdiff.pipeline.distributed.gloo import GlooInbox, GlooOutbox
+from streamdiff.pipeline.distributed.gloo import GlooReceiver, GlooSender
 from streamdiff.pipeline.distributed.message import StageMessage
 
 PAUSES_S = (0.0, 0.0, 0.001, 0.01)
@@ -44,7 +44,7 @@ class Scribbling(SimpleQueue[int | None]):
         super().put(slot, *rest)
 
 
-class RoughOutbox(GlooOutbox):
+class RoughSender(GlooSender):
     """Messages leave late; a slot holds rubbish once it is free."""
 
     def __init__(self, wire: Any, peer: int, tag: int, group: dist.ProcessGroup | None = None) -> None:
@@ -60,7 +60,7 @@ class RoughOutbox(GlooOutbox):
         self._send(slot)
 
 
-class RoughInbox(GlooInbox):
+class RoughReceiver(GlooReceiver):
     """Receives are posted late, into a slot that holds rubbish."""
 
     def __init__(self, wire: Any, peer: int, tag: int, *rest: Any) -> None:
@@ -73,7 +73,7 @@ class RoughInbox(GlooInbox):
         super()._post(slot)
 
 
-class HastyOutbox(RoughOutbox):
+class HastySender(RoughSender):
     """Broken: does not wait until a message has left before its slot is free."""
 
     def _send_late(self, slot: int) -> None:
@@ -81,7 +81,7 @@ class HastyOutbox(RoughOutbox):
         self.sending = [*getattr(self, "sending", []), dist.isend(slots.buffers[slot], slots.peer, tag=slots.tag)]
 
 
-class EagerInbox(RoughInbox):
+class EagerInbox(RoughReceiver):
     """Broken: posts the next receive before what was received has been read."""
 
     def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
@@ -90,12 +90,12 @@ class EagerInbox(RoughInbox):
         return work
 
 
-LINKS: dict[str, tuple[type[GlooOutbox], type[GlooInbox]]] = {
-    "plain": (GlooOutbox, GlooInbox),
-    "rough": (RoughOutbox, RoughInbox),
-    "hasty": (HastyOutbox, RoughInbox),
-    "eager": (RoughOutbox, EagerInbox),
-    "lanes": (GlooOutbox, GlooInbox),
+LINKS: dict[str, tuple[type[GlooSender], type[GlooReceiver]]] = {
+    "plain": (GlooSender, GlooReceiver),
+    "rough": (RoughSender, RoughReceiver),
+    "hasty": (HastySender, RoughReceiver),
+    "eager": (RoughSender, EagerInbox),
+    "lanes": (GlooSender, GlooReceiver),
 }
 LANES = "lanes"
 """The NCCL link, started as the product starts it, with gloo in the place of NCCL."""

@@ -14,10 +14,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from streamdiff.pipeline.distributed.gloo import GlooInbox, GlooOutbox
+from streamdiff.pipeline.distributed.gloo import GlooReceiver, GlooSender
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
 from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, SessionUpdate, StageMessage
-from streamdiff.pipeline.distributed.nccl import NcclInbox, NcclOutbox, edge_groups, warm_up
+from streamdiff.pipeline.distributed.nccl import NcclReceiver, NcclSender, edge_groups, warm_up
 from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.small import CPU
 
@@ -53,60 +53,60 @@ def check(got: StageMessage | None, number: int, wire: MessageLayout = SMALL) ->
         assert torch.equal(one.cpu(), other), f"tensors of work {number}"
 
 
-def send_in_order(outbox: Sender, count: int = 60, wire: MessageLayout = SMALL) -> None:
+def send_in_order(sender: Sender, count: int = 60, wire: MessageLayout = SMALL) -> None:
     """Send works and write over their tensors at once: they were copied."""
     for number in range(count):
         sent = work(number, wire)
-        outbox.send(sent)
+        sender.send(sent)
         for tensor in sent.tensors:
             tensor.fill_(float("nan"))
 
 
-def receive_in_order(inbox: Receiver) -> None:
+def receive_in_order(receiver: Receiver) -> None:
     for number in range(60):
-        check(inbox.receive(60.0), number)
+        check(receiver.receive(60.0), number)
 
 
-def receive_and_hold(inbox: Receiver) -> None:
+def receive_and_hold(receiver: Receiver) -> None:
     """What was received stays as it is while the sender goes on, until the next receive."""
     for number in range(60):
-        got = inbox.receive(60.0)
+        got = receiver.receive(60.0)
         for _ in range(20):  # the sender fills whatever slots it may meanwhile
             torch.randn(64, 64) @ torch.randn(64, 64)
         check(got, number)
 
 
-def send_large(outbox: Sender) -> None:
-    send_in_order(outbox, 5, LARGE)
+def send_large(sender: Sender) -> None:
+    send_in_order(sender, 5, LARGE)
 
 
-def receive_large(inbox: Receiver) -> None:
+def receive_large(receiver: Receiver) -> None:
     for number in range(5):
-        check(inbox.receive(60.0), number, LARGE)
+        check(receiver.receive(60.0), number, LARGE)
 
 
-def send_three_and_close(outbox: Sender) -> None:
+def send_three_and_close(sender: Sender) -> None:
     """Large ones, and then the sender may be gone at once: what was sent still arrives."""
-    send_in_order(outbox, 3, LARGE)
-    outbox.close()
+    send_in_order(sender, 3, LARGE)
+    sender.close()
 
 
-def receive_three_and_the_end(inbox: Receiver) -> None:
+def receive_three_and_the_end(receiver: Receiver) -> None:
     for number in range(3):
-        check(inbox.receive(60.0), number, LARGE)
+        check(receiver.receive(60.0), number, LARGE)
     try:
-        inbox.receive(60.0)
+        receiver.receive(60.0)
     except LinkClosed:
         return
     raise AssertionError("nothing said that the link is closed")
 
 
-def receive_none_then_some(inbox: Receiver) -> None:
+def receive_none_then_some(receiver: Receiver) -> None:
     """Without waiting nothing is there or the first is; waiting brings it."""
-    got = inbox.receive(0.0)
-    check(got if got is not None else inbox.receive(60.0), 0)
+    got = receiver.receive(0.0)
+    check(got if got is not None else receiver.receive(60.0), 0)
     for number in range(1, 60):
-        check(inbox.receive(None), number)
+        check(receiver.receive(None), number)
 
 
 SCENARIOS: dict[str, tuple[MessageLayout, Callable[[Sender], None], Callable[[Receiver], None]]] = {
@@ -150,14 +150,14 @@ class Done:
 def ends(kind: str, rank: int, tag: int, wire: MessageLayout) -> tuple[Sender, Receiver]:
     """The sending end to the other of two ranks and the receiving end from it. Called by both together."""
     if kind == "gloo":
-        return GlooOutbox(wire, 1 - rank, 2 * tag + rank), GlooInbox(wire, 1 - rank, 2 * tag + 1 - rank, CPU)
+        return GlooSender(wire, 1 - rank, 2 * tag + rank), GlooReceiver(wire, 1 - rank, 2 * tag + 1 - rank, CPU)
     groups, streams = edge_groups(2, CPU, backend="gloo"), HostStreams()
     out, into = groups[rank], groups[1 - rank]
     assert out is not None and into is not None and out is not into
-    outbox = NcclOutbox(wire, 1 - rank, 2 * tag + rank, CPU, out, streams=streams)
-    inbox = NcclInbox(wire, 1 - rank, 2 * tag + 1 - rank, CPU, into, streams=streams)
-    warm_up(outbox, inbox)
-    return outbox, inbox
+    sender = NcclSender(wire, 1 - rank, 2 * tag + rank, CPU, out, streams=streams)
+    receiver = NcclReceiver(wire, 1 - rank, 2 * tag + 1 - rank, CPU, into, streams=streams)
+    warm_up(sender, receiver)
+    return sender, receiver
 
 
 def main(rank: int, port: int, kind: str) -> None:
@@ -166,15 +166,15 @@ def main(rank: int, port: int, kind: str) -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(days=3650))
     for tag, (name, (wire, send, receive)) in enumerate(SCENARIOS.items()):
-        outbox, inbox = ends(kind, rank, tag, wire)
+        sender, receiver = ends(kind, rank, tag, wire)
         if rank == 0:
-            receive(inbox)
+            receive(receiver)
             print(f"{name} passed", flush=True)
         else:
-            send(outbox)
-        outbox.close()
-        inbox.close(LEAVE_S)
-        outbox.flush(LEAVE_S)
+            send(sender)
+        sender.close()
+        receiver.close(LEAVE_S)
+        sender.flush(LEAVE_S)
 
 
 if __name__ == "__main__":

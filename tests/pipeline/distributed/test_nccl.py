@@ -103,15 +103,15 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> Transfers:
 
 def test_what_was_announced_before_the_end_is_handed_out(transfers: Transfers, monkeypatch: pytest.MonkeyPatch) -> None:
     records = Records([SMALL.bare.read(SMALL.record(work(number), number), torch.empty(0))[1] for number in range(3)])
-    monkeypatch.setattr(links_nccl, "GlooInbox", lambda *arguments: records)
-    inbox = links_nccl.NcclInbox(SMALL, 0, 0, CPU, None, streams=HostStreams())
-    monkeypatch.setattr(inbox._lane, "_start", transfers.start)
+    monkeypatch.setattr(links_nccl, "GlooReceiver", lambda *arguments: records)
+    receiver = links_nccl.NcclReceiver(SMALL, 0, 0, CPU, None, streams=HostStreams())
+    monkeypatch.setattr(receiver._lane, "_start", transfers.start)
     for number in range(3):
-        got, expected = inbox.receive(), work(number)
+        got, expected = receiver.receive(), work(number)
         assert got is not None and (got.kind, got.rows, got.control) == (expected.kind, expected.rows, expected.control)
         assert [tensor.shape for tensor in got.tensors] == [tensor.shape for tensor in expected.tensors]
     with pytest.raises(LinkClosed):
-        inbox.receive()
+        receiver.receive()
     assert transfers.started == [0, 1, 0], "one transfer for every message, and none that nobody announced"
 
 
@@ -119,12 +119,12 @@ def test_what_was_announced_before_the_end_is_handed_out(transfers: Transfers, m
 def test_close_waits_for_the_last_transfers_unless_nobody_takes_them(
     broken: bool, transfers: Transfers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links_nccl, "GlooOutbox", lambda *arguments: Records([], broken))
-    outbox = links_nccl.NcclOutbox(SMALL, 0, 0, CPU, None, streams=HostStreams())
-    monkeypatch.setattr(outbox._lane, "_start", transfers.start)
+    monkeypatch.setattr(links_nccl, "GlooSender", lambda *arguments: Records([], broken))
+    sender = links_nccl.NcclSender(SMALL, 0, 0, CPU, None, streams=HostStreams())
+    monkeypatch.setattr(sender._lane, "_start", transfers.start)
     for number in range(3):
-        outbox.send(work(number))
+        sender.send(work(number))
     assert (transfers.started, transfers.waited) == ([0, 1, 0], [0]), "a slot is written when it has been sent"
-    outbox.close()
-    outbox.flush(0.0)
+    sender.close()
+    sender.flush(0.0)
     assert sorted(transfers.waited) == ([0] if broken else [0, 0, 1])

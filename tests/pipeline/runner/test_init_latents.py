@@ -59,14 +59,14 @@ def test_the_level_follows_motion_as_published(video: Tensor, strength: float) -
     levels = motion_levels(video, strength)
     assert levels.tolist() == pytest.approx(expected, abs=1e-6)
     source = InitLatents.following_motion(video, strength)
-    assert source.mixed.tolist() == pytest.approx(expected, abs=1e-6)
-    assert source.told.tolist() == [int(1000 * level) - 100 for level in levels.tolist()]
+    assert source.noise_level.tolist() == pytest.approx(expected, abs=1e-6)
+    assert source.timestep.tolist() == [int(1000 * level) - 100 for level in levels.tolist()]
 
 
 def test_motion_may_be_that_of_pixels(video: Tensor) -> None:
     pixels = torch.rand(CHUNKS, 3, 8, 6, 6, generator=torch.Generator().manual_seed(1)) * 0.05
     source = InitLatents.following_motion(video, 0.8, pixels)
-    assert source.mixed.tolist() == pytest.approx(by_hand(pixels, 0.8), abs=1e-6)
+    assert source.noise_level.tolist() == pytest.approx(by_hand(pixels, 0.8), abs=1e-6)
 
 
 def test_the_first_step_starts_from_input_and_noise(model: Model, plain: ReferenceRun, video: Tensor) -> None:

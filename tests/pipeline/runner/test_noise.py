@@ -30,8 +30,8 @@ class Counted:
         self.elsewhere += threading.get_ident() != self._here
         return PLAIN.draw(chunk, step)
 
-    def exact(self, chunk: int) -> bool:
-        return PLAIN.exact(chunk)
+    def is_unscaled(self, chunk: int) -> bool:
+        return PLAIN.is_unscaled(chunk)
 
 
 @pytest.fixture

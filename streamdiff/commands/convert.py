@@ -1,8 +1,8 @@
 """Latents to video and back, from file to file: what `streamdiff decode` and `streamdiff encode` do.
 
 Knows nothing about the command line, codecs or networks: `models/autoencoder/autoencoder.py` has the networks,
-`video/writer.py` and `video/reader.py` the videos, `models/checkpoint/tensor_reader.py` and
-`models/checkpoint/tensor_writer.py` the tensors.
+`video/writer.py` and `video/reader.py` the videos, `models/checkpoint/tensor_file.py` and
+`models/checkpoint/tensor_file.py` the tensors.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from streamdiff.atomic_write import exit_on_sigterm
 from streamdiff.device import pick_device, pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder import autoencoder
-from streamdiff.models.autoencoder.autoencoder import VideoDecoder, VideoEncoder
-from streamdiff.models.checkpoint import tensor_reader, tensor_writer
-from streamdiff.models.checkpoint.tensor_reader import FreeDim
+from streamdiff.models.autoencoder.autoencoder import VideoEncoder
+from streamdiff.models.autoencoder.stepped_decoder import VideoDecoder
+from streamdiff.models.checkpoint import tensor_file
+from streamdiff.models.checkpoint.tensor_file import FreeDim
 from streamdiff.video import writer
 from streamdiff.video.reader import Clip, open_clip
 
@@ -59,8 +60,8 @@ def decode(job: ConvertJob) -> int:
         ConfigError: what was asked for cannot be done; nothing is written then.
     """
     _check(job)
-    if job.out.suffix == tensor_writer.SUFFIX:
-        tensor_writer.check_target(job.out)
+    if job.out.suffix == tensor_file.SUFFIX:
+        tensor_file.check_target(job.out)
     else:
         writer.check_target(job.out)
     latents, length = read_latents(job.source)
@@ -71,14 +72,14 @@ def decode(job: ConvertJob) -> int:
         raise ConfigError(
             f"{job.source}: `{LATENTS}` has {latents.shape[0]} channels, but {job.vae} takes {decoder.latent_channels}"
         )
-    if tensor_writer.is_raw(job.source):
+    if tensor_file.is_raw(job.source):
         latents = autoencoder.normalisation(decoder, job.vae).apply(latents[None].to(decoder.device))[0]
     pieces = latents.split(job.chunk_frames or length, 1)
     total = decoder.frames_of(latents.shape[1])
     height, width = (side * decoder.spatial for side in latents.shape[2:])
     with exit_on_sigterm(), tqdm(total=total, unit="frame", desc=job.out.name, dynamic_ncols=True) as bar:
-        if job.out.suffix == tensor_writer.SUFFIX:
-            tensor_writer.write_tensor(job.out, VIDEO, _decode_video(decoder, pieces, (3, total, height, width), bar))
+        if job.out.suffix == tensor_file.SUFFIX:
+            tensor_file.write_tensor(job.out, VIDEO, _decode_video(decoder, pieces, (3, total, height, width), bar))
         else:
             fps = autoencoder.native_fps(job.vae) if job.fps is None else job.fps
             writer.write_video(job.out, _pictures(decoder, pieces, bar), fps)
@@ -93,7 +94,7 @@ def encode(job: ConvertJob) -> int:
         ConfigError: what was asked for cannot be done; nothing is written then.
     """
     _check(job)
-    tensor_writer.check_target(job.out)
+    tensor_file.check_target(job.out)
     clip = read_clip(job.source)
     frames, height, width = _size(clip)
     device = pick_device(job.device)
@@ -111,8 +112,8 @@ def encode(job: ConvertJob) -> int:
         latents = _encode(encoder, pieces, bar)
         if raw is not None:
             latents = raw.undo(latents[None].to(encoder.device))[0].cpu()
-        about = tensor_writer.NORMALISED if raw is None else tensor_writer.RAW
-        tensor_writer.write_tensor(job.out, LATENTS, latents, about)
+        about = tensor_file.NORMALISED if raw is None else tensor_file.RAW
+        tensor_file.write_tensor(job.out, LATENTS, latents, about)
         read = bar.n
     space = "" if raw is None else ", not normalised"
     print(f"{job.out}: `{LATENTS}` {list(latents.shape)}{space}, from {read} frames, {width} x {height}")
@@ -128,7 +129,7 @@ def read_latents(path: Path) -> tuple[Tensor, int]:
     Raises:
         ConfigError: no such file or tensor, or another shape, dtype or values than latents have.
     """
-    latents = tensor_reader.read_latents(path, _ANY_CHUNK, whole=True)
+    latents = tensor_file.read_latents(path, _ANY_CHUNK, whole=True)
     if latents.ndim == 5:
         return latents.transpose(0, 1).flatten(1, 2), latents.shape[2]
     return latents, _CHUNK
@@ -140,9 +141,9 @@ def read_clip(path: Path) -> Clip | Tensor:
     Raises:
         ConfigError: nothing there that can be read, or a tensor of another shape, dtype or range.
     """
-    if path.suffix != tensor_writer.SUFFIX:
+    if path.suffix != tensor_file.SUFFIX:
         return open_clip(path)
-    video = tensor_reader.read_video(path)
+    video = tensor_file.read_video(path)
     low, high = (float(limit) for limit in video.aminmax())
     if max(-low, high) > 1 + _RANGE_SLACK:
         raise ConfigError(f"{path}: `{VIDEO}` has values from {low:g} to {high:g}; expected -1 to 1")

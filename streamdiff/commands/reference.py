@@ -21,7 +21,7 @@ from streamdiff.atomic_write import exit_on_sigterm
 from streamdiff.commands import reference_model
 from streamdiff.commands.reference_model import ReferenceJob
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint import tensor_reader, tensor_writer
+from streamdiff.models.checkpoint import tensor_file
 from streamdiff.models.interfaces import Model, StreamDecoder
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline import reference_run
@@ -47,12 +47,12 @@ def run(job: ReferenceJob) -> int:
         writer = None
         if job.latents_out is not None:
             about = {
-                **tensor_writer.NORMALISED,
+                **tensor_file.NORMALISED,
                 "model": job.model.name,
                 "kv_context": job.model.kv_context,
                 "timesteps": str(script.schedule.timesteps),
             }
-            writing = tensor_writer.writing(job.latents_out, "latents", model.spec.chunk_shape, about)
+            writing = tensor_file.writing(job.latents_out, "latents", model.spec.chunk_shape, about)
             writer = stack.enter_context(writing)
         making = _Making(model, device, script, job.model.stages, writer, bar)
         if decoder is not None and job.output is not None:
@@ -73,7 +73,7 @@ class _Making:
     device: torch.device
     script: ReferenceRun
     stages: int
-    writer: tensor_writer.TensorWriter | None
+    writer: tensor_file.TensorWriter | None
     bar: tqdm[NoReturn]
     began: bool = True  # whether the next chunk is the first of a stream
 
@@ -120,7 +120,7 @@ def _check(job: ReferenceJob) -> None:
     if job.no_decode and job.output is not None:
         raise ConfigError("--no-decode makes latents only, so there is nothing to write to --output; leave one out")
     if job.latents_out is not None:
-        tensor_writer.check_target(job.latents_out)
+        tensor_file.check_target(job.latents_out)
     if job.output is not None:
         files.check_target(job.output)
 
@@ -131,15 +131,15 @@ def _script(job: ReferenceJob, model: Model, schedule: Schedule) -> ReferenceRun
     spec = model.spec
     noise = None
     if job.noise is not None:
-        noise = tensor_reader.read_noise(job.noise, spec.chunk_shape, steps=schedule.of(0).steps, chunks=job.chunks)
+        noise = tensor_file.read_noise(job.noise, spec.chunk_shape, steps=schedule.of(0).steps, chunks=job.chunks)
     video = None
     if job.video_latents is not None:
-        video = tensor_reader.read_latents(job.video_latents, spec.chunk_shape, whole=True)
+        video = tensor_file.read_latents(job.video_latents, spec.chunk_shape, whole=True)
         if video.ndim == 4:  # a clip: what is left over of a last chunk is not used, as chunks that are not asked for
             count = video.shape[1] // spec.chunk_latents
             video = video[:, : count * spec.chunk_latents].unflatten(1, (count, -1)).transpose(0, 1)
     if job.prompt_embeds is not None:
-        embeddings = tensor_reader.read_rows(job.prompt_embeds, spec.text_shape)
+        embeddings = tensor_file.read_rows(job.prompt_embeds, spec.text_shape)
     else:
         embeddings = reference_model.encode(model, job.prompt)
     return ReferenceRun(
@@ -169,4 +169,4 @@ def _switch(text: str, model: Model) -> Switch:
             raise ConfigError(f"--prompt-switch is {text!r}; there is no file {name}, and POLICY can be {policies}")
     if not number.isdigit() or not name:
         raise ConfigError(f"--prompt-switch is {text!r}; it must be CHUNK:FILE or CHUNK:FILE:POLICY")
-    return Switch(int(number), tensor_reader.read_rows(Path(name), model.spec.text_shape), policy)
+    return Switch(int(number), tensor_file.read_rows(Path(name), model.spec.text_shape), policy)

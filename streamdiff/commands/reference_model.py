@@ -14,15 +14,14 @@ from streamdiff.config import ModelConfig
 from streamdiff.device import pick_device, pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models import resolve, sampling
-from streamdiff.models import spec as windows
-from streamdiff.models.checkpoint import tensor_writer
+from streamdiff.models.checkpoint import tensor_file
 from streamdiff.models.checkpoint.json_file import read_object
 from streamdiff.models.checkpoint.safetensors_header import parse_header
 from streamdiff.models.interfaces import Model, TextEncoder
 from streamdiff.models.model_loader import ModelLoader
 from streamdiff.models.resolve import ResolvedModel
 from streamdiff.models.sampling import Schedule
-from streamdiff.models.spec import ModelSpec, choose_steps
+from streamdiff.models.spec import ModelSpec, check_spec, choose_steps
 from streamdiff.pipeline.planner.partition import check_stages
 
 
@@ -92,7 +91,7 @@ def load(job: ReferenceJob) -> Found:
             "not built. Leave --first-chunk-steps out, or say --first-chunk-frames "
             f"{spec.chunk_latents}"
         )
-    if job.video_latents is not None and tensor_writer.is_raw(job.video_latents):
+    if job.video_latents is not None and tensor_file.is_raw(job.video_latents):
         _check_raw(loader.model, job.video_latents)
     if job.video_latents is None and job.noise is None and (remark := loader.model.noise_remark()):
         print(f"streamdiff: note: {remark}", file=sys.stderr)
@@ -199,7 +198,7 @@ def _overridden(spec: ModelSpec, job: ReferenceJob) -> ModelSpec:
         context_pictures=spec.context_pictures if job.context_pictures is None else job.context_pictures,
         text_shape=_text_shape(spec, job),
     )
-    windows.check(spec)
+    check_spec(spec)
     return spec
 
 

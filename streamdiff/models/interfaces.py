@@ -13,6 +13,7 @@ from streamdiff.models.spec import ModelSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from streamdiff.models.autoencoder.reencoder import FirstFrameReencoder
     from streamdiff.models.transformer.wan import WanDenoiser
 
 
@@ -58,19 +59,6 @@ class StreamDecoder(Protocol):
         """Normalised latents `[1, C, F, h, w]` to frames uint8 `[n, H, W, 3]`. Mutates: memory."""
 
 
-class Past(Protocol):
-    """What the clean pass is shown of a finished chunk, where that is not its latents as they are."""
-
-    def new_memory(self) -> Any:
-        """The memory of a stream that has not begun."""
-
-    def stream_bytes(self, height: int, width: int) -> int:
-        """Bytes that the memory of a running stream has, for latents of `height` x `width`."""
-
-    def again(self, chunk: int, latents: Tensor, memory: Any) -> Tensor:
-        """What is shown of the next chunk's finished latents `[C, F, h, w]`, of that shape. Mutates: memory."""
-
-
 @dataclass(frozen=True)
 class StageModel:
     """What a stage needs of a model: facts, and a run of transformer blocks on one device."""
@@ -86,7 +74,7 @@ class Model(StageModel):
 
     text: TextEncoder
     decoder: StreamDecoder | None
-    past: Past | None = None
+    past: FirstFrameReencoder | None = None
 
     @property
     def blocks(self) -> int:

@@ -15,7 +15,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models import random_weights
 from streamdiff.models.autoencoder import autoencoder
 from streamdiff.models.autoencoder.reencoder import FirstFrameReencoder
-from streamdiff.models.autoencoder.stepped_decoder import SteppedDecoder
+from streamdiff.models.autoencoder.stepped_decoder import VideoDecoder
 from streamdiff.models.catalogue import entries
 from streamdiff.models.interfaces import TextEncoder
 from streamdiff.models.resolve import ResolvedModel
@@ -168,7 +168,7 @@ class ModelLoader:
             device=device,
         )
 
-    def decoder(self, dtype: torch.dtype = torch.float32) -> SteppedDecoder:
+    def decoder(self, dtype: torch.dtype = torch.float32) -> VideoDecoder:
         """What turns latents into pictures, in `dtype` unless it is the embedded model's.
 
         Raises:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder import wan_weights
-from streamdiff.models.autoencoder.autoencoder import VideoDecoder
+from streamdiff.models.autoencoder.stepped_decoder import VideoDecoder
 from streamdiff.models.autoencoder.taehv import TAEHV, Config
 from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder, from_tensors
 from streamdiff.models.autoencoder.wan import WanDecoder

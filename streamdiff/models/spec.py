@@ -126,12 +126,12 @@ def with_window(spec: ModelSpec, window: int | None, sink: int | None, rope: str
         sink_latents=spec.sink_latents if sink is None else sink,
         rope=rope or spec.rope,
     )
-    check(spec)
+    check_spec(spec)
     return spec
 
 
-def told(spec: ModelSpec, timesteps: Sequence[float], chunk_latents: int) -> ModelSpec:
-    """`spec` of a model of which nothing is known, with the one schedule and the chunk that a user says.
+def with_schedule(spec: ModelSpec, timesteps: Sequence[float], chunk_latents: int) -> ModelSpec:
+    """`spec`, of a model that the catalogue does not know, with the one schedule and the chunk that a user says.
 
     Raises:
         ConfigError: a list that is no schedule.
@@ -140,7 +140,7 @@ def told(spec: ModelSpec, timesteps: Sequence[float], chunk_latents: int) -> Mod
     return replace(spec, steps=(schedule.steps,), schedules=(schedule,), chunk_latents=chunk_latents)
 
 
-def check(spec: ModelSpec) -> None:
+def check_spec(spec: ModelSpec) -> None:
     """Raises ConfigError unless window, sink, what is done with the sink, positions and the noise of the clean pass go
     together."""
     chunk = spec.chunk_latents

@@ -15,11 +15,11 @@ from streamdiff.config import ModelConfig, ServedModel
 from streamdiff.device import bind, pick_device, pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models import resolve
-from streamdiff.models import spec as windows
+from streamdiff.models.autoencoder.reencoder import FirstFrameReencoder
 from streamdiff.models.autoencoder.stepped_decoder import rgb24, yuv420p
-from streamdiff.models.interfaces import Model, Past, StageModel, StreamDecoder, TextEncoder
+from streamdiff.models.interfaces import Model, StageModel, StreamDecoder, TextEncoder
 from streamdiff.models.model_loader import ModelLoader, awaited_bytes
-from streamdiff.models.spec import ModelSpec, choose_steps
+from streamdiff.models.spec import ModelSpec, choose_steps, with_schedule, with_window
 from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.pipeline import balance
 from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
@@ -138,7 +138,7 @@ class RankLoader:
         return (trunk if runs[member.rank] == even else load(runs[member.rank])), runs
 
     def session_memory(
-        self, decoder: StreamDecoder | None, past: Past | None = None, text: TextEncoder | None = None
+        self, decoder: StreamDecoder | None, past: FirstFrameReencoder | None = None, text: TextEncoder | None = None
     ) -> RankMemory:
         """What this rank has for sessions, once its weights are loaded; `decoder`, `past` and `text` are those that
         work here, if any. What a text encoder's weights will take of a GPU is theirs."""
@@ -244,11 +244,11 @@ def _live_spec(config: ModelConfig, models: ModelLoader) -> ModelSpec:
             f"{config.name} makes whole clips, so it cannot run live; name a model that `streamdiff models` lists"
         )
     if unknown:
-        _check_told(config)
+        _check_stream_given(config)
     spec = models.spec
     if unknown:
         assert config.timesteps is not None and config.chunk_latents is not None
-        spec = windows.told(spec, config.timesteps, config.chunk_latents)
+        spec = with_schedule(spec, config.timesteps, config.chunk_latents)
     elif config.timesteps is not None or config.chunk_latents is not None:
         raise ConfigError(
             f"the timesteps and the chunk of {config.name} are known; leave lists of --steps, and --chunk-frames, out"
@@ -260,7 +260,7 @@ def _live_spec(config: ModelConfig, models: ModelLoader) -> ModelSpec:
                 f"{config.name} knows no past but that of the window it was trained with; leave --window, --sink and "
                 "--rope out"
             )
-        spec = windows.with_window(spec, *asked)
+        spec = with_window(spec, *asked)
     if config.clean_with_next and config.kv_context != "clean":
         raise ConfigError(
             f"clean_pass is with-next and kv_context is {config.kv_context}, where chunks wait for no clean pass; "
@@ -269,7 +269,7 @@ def _live_spec(config: ModelConfig, models: ModelLoader) -> ModelSpec:
     return spec
 
 
-def _check_told(config: ModelConfig) -> None:
+def _check_stream_given(config: ModelConfig) -> None:
     """Raises ConfigError unless everything is said of a model that the catalogue does not know."""
     told = (
         ("--steps 1000,937.5,833.33,625 (the timesteps that it is told)", config.timesteps),

@@ -129,7 +129,7 @@ def test_every_example_in_the_help_parses() -> None:
 
 def test_help_and_version_import_nothing_heavy() -> None:
     script = (
-        "import sys; from streamdiff import cli\n"
+        "import sys; from streamdiff.cli import main as cli\n"
         "try: cli.main(['--version'])\n"
         "except SystemExit: pass\n"
         "print(sorted({'torch', 'numpy', 'pydantic', 'av', 'fastapi'} & set(sys.modules)))"
@@ -143,7 +143,7 @@ def test_plan_answers_without_torch(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     words = ["plan", "--stages", "2", "--kv-context", "matched", "--chunks", "8", "--json", "--trace", str(path)]
     script = (
-        "import sys; from streamdiff import cli\n"
+        "import sys; from streamdiff.cli import main as cli\n"
         f"status = cli.main({words!r})\n"
         "print(status, sorted({'torch', 'diffusers', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
     )

@@ -20,7 +20,7 @@ ALONE = """
 import socket, sys
 def refuse(*given): raise AssertionError("the network was asked")
 socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
-from streamdiff import cli
+from streamdiff.cli import main as cli
 status = cli.main(sys.argv[1:])
 print(status, sorted({"torch", "diffusers", "transformers"} & set(sys.modules)), file=sys.stderr)
 """

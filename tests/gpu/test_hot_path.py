@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from streamdiff.models.autoencoder.normalisation import Normalisation
-from streamdiff.models.autoencoder.stepped_decoder import Layout, SteppedDecoder, rgb24, yuv420p
+from streamdiff.models.autoencoder.stepped_decoder import Layout, VideoDecoder, rgb24, yuv420p
 from streamdiff.models.autoencoder.taehv_codec import StreamingTaehv, TaehvDecoder
 from streamdiff.models.autoencoder.wan import WanDecoder
 from streamdiff.models.interfaces import Model
@@ -124,12 +124,12 @@ def test_pictures_decoded_on_a_stream_of_their_own_are_the_same_while_the_device
     assert np.array_equal(np.concatenate([piece.pictures for piece in pieces]), expected)
 
 
-def tiny_kind() -> tuple[SteppedDecoder, tuple[int, ...]]:
+def tiny_kind() -> tuple[VideoDecoder, tuple[int, ...]]:
     autoencoder = small_autoencoder(3).to("cuda")
     return TaehvDecoder(StreamingTaehv(autoencoder, None)), (4, 3, 4, 4)
 
 
-def wan_kind() -> tuple[SteppedDecoder, tuple[int, ...]]:
+def wan_kind() -> tuple[VideoDecoder, tuple[int, ...]]:
     autoencoder = small_wan_autoencoder(2, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[True])
     return WanDecoder(autoencoder.to("cuda")), (16, 3, 4, 4)
 
@@ -137,7 +137,7 @@ def wan_kind() -> tuple[SteppedDecoder, tuple[int, ...]]:
 @pytest.mark.parametrize("layout", [rgb24, yuv420p])
 @pytest.mark.parametrize("kind", [tiny_kind, wan_kind])
 def test_a_compiled_decoder_with_channels_last_makes_the_plain_pictures(
-    kind: Callable[[], tuple[SteppedDecoder, tuple[int, ...]]], layout: Layout
+    kind: Callable[[], tuple[VideoDecoder, tuple[int, ...]]], layout: Layout
 ) -> None:
     """On the decoding thread and its stream; nothing is compiled there any more."""
     device, (plain, shape), (fast, _) = torch.device("cuda"), kind(), kind()

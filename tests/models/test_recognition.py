@@ -142,7 +142,7 @@ def test_weights_that_do_not_tell_are_a_users_error(tmp_path: Path, capsys: pyte
 def test_it_takes_no_torch(tmp_path: Path) -> None:
     path = write(tmp_path / "self_forcing_dmd.pt", 30, "generator_ema")
     code = (
-        "import sys; from streamdiff import cli, cli_parsers; "
-        f"cli._config(cli_parsers.parse(['serve', '--weights', {str(path)!r}])); sys.exit('torch' in sys.modules)"
+        "import sys; from streamdiff.cli import main, parser; "
+        f"main._config(parser.parse(['serve', '--weights', {str(path)!r}])); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

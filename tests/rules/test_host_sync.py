@@ -21,8 +21,7 @@ COLD = {
     "streamdiff.models.tiny.training": "training and its parts",
     "streamdiff.models.tiny.world": "draws the training world",
     "streamdiff.models.tiny.weights": "files",
-    "streamdiff.models.checkpoint.tensor_reader": "files",
-    "streamdiff.models.checkpoint.tensor_writer": "files",
+    "streamdiff.models.checkpoint.tensor_file": "files",
     "streamdiff.pipeline.balance": "measures before the first chunk",
 }
 ALLOWED = {

@@ -81,7 +81,7 @@ def test_commands_can_be_typed(page: str, line: str) -> None:
     if name is not None and Path(name).suffix != ".safetensors" and not resolve.is_repository(name):
         assert entries.find(name).name in (named(PAGES[page]) if page in PAGES else entries.entries())
     if hasattr(arguments, "config"):
-        main._config(arguments, without=("model.steps",))
+        main._config(arguments)
 
 
 def test_there_are_commands_in_every_page() -> None:

@@ -12,7 +12,7 @@ from streamdiff.config import EMBEDDED
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder import wan_weights
 from streamdiff.models.autoencoder.normalisation import Normalisation
-from streamdiff.models.autoencoder.stepped_decoder import SteppedDecoder
+from streamdiff.models.autoencoder.stepped_decoder import VideoDecoder
 from streamdiff.models.autoencoder.taehv_codec import (
     StreamingTaehv,
     TaehvDecoder,
@@ -33,9 +33,9 @@ from streamdiff.models.transformer.weights import FILE
 WAN_FPS = 16.0
 
 
-class _Half(Protocol):
-    """Sizes: `spatial` pixels per latent pixel each way, `temporal` frames per latent frame (but the first).
-    `normalisation` leads from raw latents to normalised ones, None where the network knows the latter alone."""
+class VideoEncoder(Protocol):
+    """Frames to latents, in any pieces: encoding a stream in pieces gives the latents of encoding it whole. Sizes and
+    `normalisation` are as of `VideoDecoder`."""
 
     latent_channels: int
     spatial: int
@@ -44,20 +44,6 @@ class _Half(Protocol):
 
     @property
     def normalisation(self) -> Normalisation | None: ...
-
-
-class VideoDecoder(_Half, SteppedDecoder, Protocol):
-    """A stream decoder that also gives frames as numbers."""
-
-    def frames_of(self, latents: int) -> int:
-        """Frames that a stream's first `latents` latent frames give."""
-
-    def decode_video(self, latents: Tensor, memory: Any) -> Tensor:
-        """Normalised latents `[B, C, F, h, w]` to frames float32 `[B, 3, n, H, W]` in [-1, 1]. Mutates: memory."""
-
-
-class VideoEncoder(_Half, Protocol):
-    """Frames to latents, in any pieces: encoding a stream in pieces gives the latents of encoding it whole."""
 
     def new_memory(self) -> Any:
         """The memory of a stream that has not begun."""

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamdiff.models.autoencoder.autoencoder import VideoDecoder, VideoEncoder
+from streamdiff.models.autoencoder.autoencoder import VideoEncoder
+from streamdiff.models.autoencoder.stepped_decoder import VideoDecoder
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class FirstFrameReencoder:
         return self.decoder.stream_bytes(height, width)
 
     @torch.inference_mode()
-    def again(self, chunk: int, latents: Tensor, memory: Any) -> Tensor:
+    def reencode(self, chunk: int, latents: Tensor, memory: Any) -> Tensor:
         """`latents` `[C, F, h, w]` of a stream's next chunk, number `chunk`, normalised, with the first latent frame
         encoded by itself from the last of its pictures; those of chunk 0 as they are, since they begin with one picture
         anyway. Nothing is read back to the host. Mutates: memory."""

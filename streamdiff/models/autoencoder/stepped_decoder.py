@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from streamdiff.models.autoencoder.normalisation import Normalisation
 from streamdiff.models.interfaces import StreamDecoder
 
 DecoderState = Mapping[int, Tensor | str | None]
@@ -22,8 +23,24 @@ Layout = Callable[[Tensor], Tensor]
 """Frames `[n, 3, H, W]`, float in [0, 255], to pictures in bytes."""
 
 
-class SteppedDecoder(StreamDecoder, Protocol):
-    """A decoder whose `decode` is `decode_by` its own `step`."""
+class VideoDecoder(StreamDecoder, Protocol):
+    """A decoder whose `decode` is `decode_by` its own `step`, and which also gives frames as numbers.
+
+    Sizes: `spatial` pixels per latent pixel each way, `temporal` frames per latent frame (but the first).
+    `normalisation` leads from raw latents to normalised ones, None where the network knows the latter alone."""
+
+    latent_channels: int
+    spatial: int
+    device: torch.device
+
+    @property
+    def normalisation(self) -> Normalisation | None: ...
+
+    def frames_of(self, latents: int) -> int:
+        """Frames that a stream's first `latents` latent frames give."""
+
+    def decode_video(self, latents: Tensor, memory: Any) -> Tensor:
+        """Normalised latents `[B, C, F, h, w]` to frames float32 `[B, 3, n, H, W]` in [-1, 1]. Mutates: memory."""
 
     def lay_out(self, channels_last: bool) -> None:
         """Lay weights and pictures out with the channels last, or with the width, from now on; before any
@@ -44,11 +61,11 @@ class SteppedDecoder(StreamDecoder, Protocol):
 
 
 @torch.inference_mode()
-def decode_by(step: Step, layout: Layout, decoder: SteppedDecoder, latents: Tensor, memory: Any) -> Tensor:
+def decode_by(step: Step, layout: Layout, decoder: VideoDecoder, latents: Tensor, memory: Any) -> Tensor:
     """Pictures of latents `[1, C, F, h, w]`; `step` computes what the decoder's own would. Mutates: memory.
 
     Raises:
-        ValueError: as `SteppedDecoder.past`.
+        ValueError: as `VideoDecoder.past`.
     """
     past, pictures = decoder.past(latents, memory), []
     for piece in decoder.pieces(latents, past):

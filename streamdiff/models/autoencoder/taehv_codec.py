@@ -22,9 +22,8 @@ from streamdiff.models.autoencoder.memory_size import taehv_values
 from streamdiff.models.autoencoder.normalisation import WAN_CHANNELS, WAN_MEAN, WAN_STD, Normalisation, split_whole
 from streamdiff.models.autoencoder.stepped_decoder import DecoderState, decode_by, rgb24
 from streamdiff.models.autoencoder.taehv import TAEHV, Config, Memory
-from streamdiff.models.checkpoint.checkpoint import read_tensors
+from streamdiff.models.checkpoint.checkpoint import check_finite, check_fit, read_tensors
 from streamdiff.models.checkpoint.json_file import read_object
-from streamdiff.models.checkpoint.weight_check import check_finite, check_fit
 from streamdiff.models.transformer.weights import FILE
 
 LatentSpace = Literal["normalised", "raw"]
@@ -104,11 +103,11 @@ class TaehvDecoder(_Half):
         return frames.transpose(1, 2) * 2 - 1
 
     def lay_out(self, channels_last: bool) -> None:
-        """See `SteppedDecoder`; channels last, unless told otherwise."""
+        """See `VideoDecoder`; channels last, unless told otherwise."""
         self.model.autoencoder.lay_out(torch.channels_last if channels_last else torch.contiguous_format)
 
     def past(self, latents: Tensor, memory: Memory) -> DecoderState:
-        """See `SteppedDecoder`: a stream that has not begun remembers zeros, so that all its steps are alike."""
+        """See `VideoDecoder`: a stream that has not begun remembers zeros, so that all its steps are alike."""
         self._check(latents)
         return memory.past or self.model.autoencoder.blank(latents.to(self.dtype).transpose(1, 2))
 

@@ -102,7 +102,7 @@ class WanDecoder(_Half):
         self._layout = torch.contiguous_format
 
     def lay_out(self, channels_last: bool) -> None:
-        """See `SteppedDecoder`; as the weights were stored, unless told otherwise."""
+        """See `VideoDecoder`; as the weights were stored, unless told otherwise."""
         self._layout = torch.channels_last_3d if channels_last else torch.contiguous_format
         for module in self.autoencoder.decoder.modules():
             if isinstance(module, nn.Conv2d | nn.Conv3d):
@@ -151,7 +151,7 @@ class WanDecoder(_Half):
         return torch.cat(parts, 2)
 
     def past(self, latents: Tensor, memory: Memory) -> DecoderState:
-        """See `SteppedDecoder`. A stream's first two latent frames meet three kinds: nothing, then one frame of each
+        """See `VideoDecoder`. A stream's first two latent frames meet three kinds: nothing, then one frame of each
         layer and a word where time is stretched, then two frames, from there on always."""
         _check("latents", latents, self.latent_channels, memory)
         return dict(enumerate(self._features(memory)))

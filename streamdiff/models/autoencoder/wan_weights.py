@@ -17,9 +17,8 @@ from torch import Tensor
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.normalisation import WAN_CHANNELS
 from streamdiff.models.autoencoder.wan_names import is_original, to_diffusers
-from streamdiff.models.checkpoint.checkpoint import read_tensors
+from streamdiff.models.checkpoint.checkpoint import check_finite, check_fit, read_tensors
 from streamdiff.models.checkpoint.json_file import read_object
-from streamdiff.models.checkpoint.weight_check import check_finite, check_fit
 from streamdiff.models.transformer.weights import FILE
 
 Half = Literal["decoder", "encoder"]

@@ -1,6 +1,6 @@
 """The catalogue: what is known of every published model, so that a name is all a user has to give, and its `ModelSpec`.
 
-One YAML file per model in `catalogue/`, and `parts.yaml` with what models share: architectures, autoencoders, text
+One YAML file per model in `data/`, and `parts.yaml` with what models share: architectures, autoencoders, text
 encoders. Every file is validated when it is read; an unknown key is an error. `None` means not known: nobody
 published it, or nobody has read it. It never stands for a default. Needs no torch.
 
@@ -17,21 +17,23 @@ from dataclasses import replace
 from functools import cache
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.catalogue.schema import _PARTS, Context, Entry, Files, Positions, SharedParts, Stream, _Model
+from streamdiff.models.catalogue.schema import Context, Entry, Files, Positions, SharedParts, Stream
 from streamdiff.models.spec import ModelSpec
 
 USUAL = "self-forcing"
 """The model of the catalogue whose picture, rate and chunk a checkpoint has that the catalogue does not know."""
 RANDOM = "random:"
 """What the name of a model, or autoencoder, without a file begins with; see `models.random_weights`."""
+_PARTS = "parts.yaml"
 _RANDOM_LIKE, _RANDOM_STEPS, _RANDOM_SHIFT = "longlive-1.3b", (4, 2, 1), 5.0
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
 @cache

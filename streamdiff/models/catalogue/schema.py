@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -11,12 +11,7 @@ from streamdiff.config import KVContext
 from streamdiff.models.sampling import Schedule, published
 
 PromptPolicy = Literal["keep", "recache", "flush", "reset"]
-
-
 Rope = Literal["absolute", "relative"]
-
-
-_PARTS = "parts.yaml"
 
 
 class _Section(BaseModel):
@@ -286,7 +281,3 @@ class Entry(_Section):
         if self.sampling is not None:
             self.sampling.schedule()
         return self
-
-
-# ---- reading -----------------------------------------------------------------------------------------------------
-_Model = TypeVar("_Model", bound=BaseModel)

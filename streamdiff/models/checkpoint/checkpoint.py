@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint.json_file import read_object
+from streamdiff.models.checkpoint.json_file import read_object, some
 from streamdiff.models.checkpoint.tensor_store import Entry, Loaded, SafetensorsFile, Shards, Store, unpickle
 
 CONTAINERS = ("generator_ema", "generator", "model", "state_dict", "module")
@@ -204,3 +205,36 @@ def _leaves(tree: Mapping[Any, object]) -> Iterator[object]:
 
 def _no_container(path: Path, wanted: str, found: Sequence[str]) -> ConfigError:
     return ConfigError(f"{path}: has no container {wanted!r}; there is {', '.join(found)}")
+
+
+def check_fit(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, torch.Size]) -> None:
+    """That `found` has the tensors `wanted`, no others, and in their shapes.
+
+    Raises:
+        ConfigError: lists how many are missing, unexpected and misshapen, the first few by name.
+    """
+    missing = [name for name in wanted if name not in found]
+    unexpected = [name for name in found if name not in wanted]
+    misshapen = [
+        f"{name} {list(found[name].shape)} instead of {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and found[name].shape != shape
+    ]
+    faults = [
+        f"{len(names)} {what} ({some(names)})"
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen))
+        if names
+    ]
+    if faults:
+        raise ConfigError(f"{path}: of {len(wanted)} tensors expected, {len(found)} found: {'; '.join(faults)}")
+
+
+def check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """That all values are numbers; reads them all.
+
+    Raises:
+        ConfigError: lists the tensors that hold NaN or infinity, or that are no floating-point numbers.
+    """
+    bad = [name for name, tensor in tensors.items() if not (tensor.is_floating_point() and tensor.isfinite().all())]
+    if bad:
+        raise ConfigError(f"{path}: {len(bad)} tensors hold NaN, infinity or no floating-point numbers: {some(bad)}")

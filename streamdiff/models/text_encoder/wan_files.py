@@ -17,8 +17,7 @@ from transformers import UMT5Config
 from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from streamdiff.models.checkpoint.weight_check import check_fit
+from streamdiff.models.checkpoint.checkpoint import Checkpoint, check_fit, open_checkpoint
 
 TOKENIZER_FILES = ("tokenizer.json", "spiece.model")
 _WEIGHTS = "models_t5*.pth"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamdiff.models.autoencoder.stepped_decoder import DecoderState, Layout, Step, SteppedDecoder, decode_by, rgb24
+from streamdiff.models.autoencoder.stepped_decoder import DecoderState, Layout, Step, VideoDecoder, decode_by, rgb24
 from streamdiff.pipeline.runner.torch_compile import one_graph
 
 Key = Hashable
@@ -24,7 +24,7 @@ _BEFORE = 3
 class PictureDecoder:
     """A `StreamDecoder` around another: pictures in `layout`, from graphs where `compile` has made them."""
 
-    def __init__(self, decoder: SteppedDecoder, layout: Layout = rgb24) -> None:
+    def __init__(self, decoder: VideoDecoder, layout: Layout = rgb24) -> None:
         self.plain, self.layout = decoder, layout
         self.temporal = decoder.temporal
         self._graphs: dict[Key, Step] | None = None
@@ -84,7 +84,7 @@ def _shape(remembered: Tensor | str | None) -> Hashable:
     return tuple(remembered.shape) if isinstance(remembered, Tensor) else remembered
 
 
-def compiled(decoder: SteppedDecoder, layout: Layout) -> Step:
+def compiled(decoder: VideoDecoder, layout: Layout) -> Step:
     """The decoder's step and what lays its frames out, as one graph without breaks; compiled when it is called."""
 
     def step(piece: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,12 +9,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from streamdiff.config import EMBEDDED
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.memory_size import taehv_values, wan_values
 from streamdiff.models.catalogue import entries
 from streamdiff.models.catalogue.schema import Entry
 from streamdiff.models.checkpoint.json_file import read_object
 from streamdiff.models.checkpoint.safetensors_header import read_header
+from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.spec import ModelSpec, window, window_chunks
 from streamdiff.pipeline.scheduler.kv_context import cache_count, most_steps, spare_slots
 
@@ -171,10 +172,7 @@ def read_facts(model: str) -> ModelSizes:
     Raises:
         ConfigError: no such folder, a part that cannot be read, or a value that is missing or of the wrong kind.
     """
-    if model == "tiny":
-        folder = Path(str(importlib.resources.files("streamdiff") / "models" / "tiny" / "weights"))
-    else:
-        folder = Path(model)
+    folder = EMBEDDED_WEIGHTS if model == EMBEDDED else Path(model)
     if not folder.is_dir():
         raise ConfigError(
             f"--model is {model!r}; it can be `tiny`, a name that `streamdiff models` lists, or a model's folder"

@@ -200,7 +200,7 @@ class LatentSampler:
         if self.past is None:
             return x0
         session.pictures = self.past.new_memory() if session.pictures is None else session.pictures
-        return self.past.again(chunk, x0, session.pictures)
+        return self.past.reencode(chunk, x0, session.pictures)
 
     def _context(self, row: MicroStep) -> Tensor:
         """What the clean pass shows of a finished chunk, the first time or again."""

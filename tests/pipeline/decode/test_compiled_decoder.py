@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from streamdiff.config import ModelConfig
-from streamdiff.models.autoencoder.stepped_decoder import Step, SteppedDecoder
+from streamdiff.models.autoencoder.stepped_decoder import Step, VideoDecoder
 from streamdiff.models.autoencoder.wan import WanDecoder
 from streamdiff.pipeline.build import load_runtime
 from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
@@ -33,13 +33,13 @@ TOLERANCE = 1e-5
 LIMIT_S = 60.0
 
 
-def taehv() -> tuple[SteppedDecoder, tuple[int, ...], int]:
+def taehv() -> tuple[VideoDecoder, tuple[int, ...], int]:
     """Published layout's first call: leading frames that are not shown; chunks of 3 in calls of 2 and 1."""
     autoencoder = small_autoencoder(3, type(AUTOENCODER)(**{**vars(AUTOENCODER), "frames_to_trim": 3}))
     return small_decoder(autoencoder, torch.full((4,), 0.2), torch.ones(4)), (4, 3, 4, 4), 2
 
 
-def wan() -> tuple[SteppedDecoder, tuple[int, ...], int]:
+def wan() -> tuple[VideoDecoder, tuple[int, ...], int]:
     """Two levels, one of which stretches time."""
     autoencoder = small_wan_autoencoder(2, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[True])
     return WanDecoder(autoencoder), (16, 3, 4, 4), 3
@@ -50,7 +50,7 @@ class Both(NamedTuple):
     call; how many graphs torch has made."""
 
     compiled: PictureDecoder
-    plain: SteppedDecoder
+    plain: VideoDecoder
     shape: tuple[int, ...]
     at_once: int
     graphs: int
@@ -215,7 +215,7 @@ def life(runtime: StreamingPipeline) -> np.ndarray:
 
 
 @pytest.mark.parametrize("made", [taehv, wan])
-def test_both_layouts_give_the_same_pictures(made: Callable[[], tuple[SteppedDecoder, tuple[int, ...], int]]) -> None:
+def test_both_layouts_give_the_same_pictures(made: Callable[[], tuple[VideoDecoder, tuple[int, ...], int]]) -> None:
     seen, left = [], []
     for channels_last in (False, True):
         decoder, shape, at_once = made()

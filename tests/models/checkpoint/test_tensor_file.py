@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint import safetensors_header, tensor_reader
+from streamdiff.models.checkpoint import safetensors_header, tensor_file
 from streamdiff.models.checkpoint.safetensors_header import parse_header
-from streamdiff.models.checkpoint.tensor_reader import (
+from streamdiff.models.checkpoint.tensor_file import (
     FileSpec,
     FreeDim,
     TensorSpec,
@@ -180,9 +180,9 @@ def test_a_header_that_does_not_fit_is_refused(
     def touched(*_: object) -> None:
         raise AssertionError("the numbers were touched")
 
-    monkeypatch.setattr(tensor_reader, "safe_open", touched)
+    monkeypatch.setattr(tensor_file, "safe_open", touched)
     with pytest.raises(ConfigError, match=message):
-        tensor_reader.read(path, contract)
+        tensor_file.read(path, contract)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -208,7 +208,7 @@ def test_not_even_the_header_of_a_file_that_is_too_large_is_read(tmp_path: Path)
 
 
 def read_latents_at_most(path: Path, max_bytes: int) -> None:
-    tensor_reader.read(path, latents_contract(CHUNK, max_bytes=max_bytes))
+    tensor_file.read(path, latents_contract(CHUNK, max_bytes=max_bytes))
 
 
 def test_a_contract_of_ones_own() -> None:

@@ -25,21 +25,21 @@ SERVE = """
 import sys
 from functools import partial
 from streamdiff.config import Config
-from streamdiff.engine.process.engine_process import Supervisor
-from streamdiff.server import server
+from streamdiff.engine.process.engine_process import EngineProcess
+from streamdiff.server import main
 
 config = Config.model_validate_json(sys.stdin.read())
-sys.exit(server.run(config, supervise=partial(Supervisor, module="tests.serve.scripted")))
+sys.exit(main.run(config, supervise=partial(EngineProcess, module="tests.server.scripted")))
 """
 HOST = """
 import sys
 from functools import partial
 from streamdiff.config import Config
-from streamdiff.engine import hosting
-from tests.serve import scripted
+from streamdiff.engine.process import rank0_server
+from tests.server import scripted
 
-hosting.run = partial(hosting.run, load=partial(scripted.load, painter=scripted.Painter()))
-sys.exit(hosting.host(Config.model_validate_json(sys.stdin.read())))
+rank0_server.run = partial(rank0_server.run, load=partial(scripted.load, painter=scripted.Painter()))
+sys.exit(rank0_server.host(Config.model_validate_json(sys.stdin.read())))
 """
 # It notes that it was run, and then is the module whose name it has, so that nothing breaks.
 FOREIGN = """

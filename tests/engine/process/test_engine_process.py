@@ -225,11 +225,11 @@ def test_no_orphan_when_the_parent_is_killed(model: str, prompt: str, tmp_path: 
 import asyncio, tempfile
 from streamdiff.config import Config, ModelConfig
 from streamdiff.engine.messages import Open
-from streamdiff.engine.process.engine_process import Supervisor
+from streamdiff.engine.process.engine_process import EngineProcess
 
 async def main():
     tempfile.tempdir = {str(tmp_path)!r}
-    running = Supervisor(Config(model=ModelConfig(name={model!r})), module={MODULE!r})
+    running = EngineProcess(Config(model=ModelConfig(name={model!r})), module={MODULE!r})
     if {model!r} == "spare":
         await running.prepare()
     else:

@@ -288,8 +288,9 @@ def test_bad_values_are_refused_before_anything_runs(make: object, words: str) -
 
 
 def test_planning_never_imports_torch() -> None:
-    names = ("simulate", "facts", "costs", "plan", "trace", "report")
-    script = "import sys\n" + "\n".join(f"import streamdiff.pipeline.planner.{name}" for name in names)
+    names = ("simulator", "model_sizes", "costs", "stage_layout", "memory", "trace")
+    script = "import sys, streamdiff.commands.plan\n"
+    script += "\n".join(f"import streamdiff.pipeline.planner.{name}" for name in names)
     script += "\nprint(sorted({'torch', 'diffusers', 'matplotlib', 'numpy'} & set(sys.modules)))"
     process = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert process.stdout.strip() == "[]"

@@ -2,7 +2,7 @@
 
 import { StreamClient } from "./client.js";
 import { $, drawFieldError, number, setText } from "./dom.js";
-import { drawStats, startMeasuring } from "./numbers.js";
+import { drawStats, startMeasuring } from "./stats.js";
 
 const video = $("video");
 const token = tokenOf(location.hash);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,11 @@ def test_the_page_comes_with_all_it_needs_from_here_only() -> None:
         assert "script-src 'self'" in page.headers["content-security-policy"]
         assert "<script>" not in page.text and "style=" not in page.text and "onclick" not in page.text
         assert "http://" not in page.text and "https://" not in page.text
-        for name in ("app.js", "client.js", "dom.js", "stats.js", "style.css", "icon.svg"):
+        names = ("app.js", "client.js", "dom.js", "stats.js", "style.css", "icon.svg")
+        for name in names:
             response = await site.http.get(f"/static/{name}")
             assert response.status_code == 200
+            assert set(re.findall(r'from "\./([^"]+)"', response.text)) <= set(names), f"{name} imports these"
             assert response.content == (Path(str(app_module.STATIC)) / name).read_bytes()
         assert (await site.http.get("/static/../app.py")).status_code == 404
 

@@ -158,9 +158,7 @@ def read_facts(model: str) -> ModelSizes:
         latent_width=width,
         chunk_latents=stream.integer("chunk_latents"),
         window_latents=stream.integer("window_latents"),
-        clean_window_latents=stream.integer("clean_window_latents")
-        if "clean_window_latents" in stream.values
-        else None,
+        clean_window_latents=clean_window,
         sink_latents=stream.integer("sink_latents", low=0) if "sink_latents" in stream.values else 0,
         frames_per_latent=prod(time),
         width=width * spatial,

@@ -1,6 +1,6 @@
 """How long the parts of a forward take: from a measured profile, or by an estimate from sizes and device ceilings.
 
-Knows nothing about stages: which blocks go where is decided in `plan`.
+Knows nothing about stages: which blocks go where is decided in `stage_layout`.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 as CUDA graphs.
 
 Beside it stands the plain path, `StageForward` as it is written; `ModelRunner` falls back on it for a shape that no
-graph was made for, as while a window fills. A *key* is what graphs are made for: how many rows, and what each sees. Whatever else
-changes from chunk to chunk and block to block (slots, positions, prompts, weights) comes in tensors, so nothing is ever
-compiled again.
+graph was made for, as while a window fills. A *key* is what graphs are made for: how many rows, and what each sees.
+Whatever else changes from chunk to chunk and block to block (slots, positions, prompts, weights) comes in tensors, so
+nothing is ever compiled again.
 """
 
 from __future__ import annotations

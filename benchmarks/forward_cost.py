@@ -50,8 +50,8 @@ class Ceilings:
 def forward(facts: ModelSizes, kv_context: str) -> list[Part]:
     """The parts of a forward of one chunk, window full, with all blocks."""
     tokens, width, ffn, blocks = facts.tokens, facts.width, facts.ffn_dim, facts.blocks
-    seen, text = tokens * facts.window_chunks(kv_context), facts.text_tokens
-    frames, patch = facts.chunk_latents // facts.patch[0], prod(facts.patch)
+    seen, text = tokens * facts.spec.window_chunks(kv_context), facts.text_tokens
+    frames, patch = facts.spec.chunk_latents // facts.patch[0], prod(facts.patch)
     sizes_in, sizes_out = facts.in_channels * patch, facts.out_channels * patch
     square = width**2 + width  # a square matrix with its bias
     time = facts.freq_dim * width + width**2 + 6 * width**2

@@ -225,11 +225,11 @@ def _look_at_steps(config: Config) -> Iterator[Finding]:
         yield Finding("steps", Grade.NOTE, own if wanted is None else f"{wanted} per chunk, if the model has so many")
         return
     try:
-        steps = choose_steps(wanted, facts.steps, facts.name)
+        steps = choose_steps(wanted, facts.spec.steps, facts.spec.name)
     except ConfigError as error:
         yield Finding("steps", Grade.BAD, str(error))
     else:
-        yield Finding("steps", Grade.GOOD, f"{steps} per chunk" + (f" ({own})" if steps == facts.steps[0] else ""))
+        yield Finding("steps", Grade.GOOD, f"{steps} per chunk" + (f" ({own})" if steps == facts.spec.steps[0] else ""))
 
 
 def _look_at_published(entry: Entry, config: Config) -> Iterator[Finding]:

@@ -60,12 +60,14 @@ class Outcome:
 
 def _as_asked(facts: ModelSizes, model: ModelConfig) -> ModelSizes:
     """`facts` with the window and sink that the configuration asks for."""
+    spec = facts.spec
     if model.window is not None:
-        facts = replace(facts, window_latents=model.window, clean_window_latents=None)
+        spec = replace(spec, window_latents=model.window, clean_window_latents=None)
     if model.sink is not None:
-        facts = replace(facts, sink_latents=model.sink)
-    least = facts.sink_latents + facts.chunk_latents
-    window = facts.window(model.kv_context)
+        spec = replace(spec, sink_latents=model.sink)
+    facts = replace(facts, spec=spec)
+    least = facts.spec.sink_latents + facts.spec.chunk_latents
+    window = facts.spec.window(model.kv_context)
     if (model.window, model.sink) != (None, None) and window < least:
         raise ConfigError(f"--window is {window} latent frames; it holds the sink and a chunk, so at least {least}")
     return facts
@@ -94,7 +96,7 @@ def make(model: ModelConfig, job: PlanJob) -> Outcome:
     """
     _check(job)
     facts = _as_asked(facts_of(model.name), model)
-    steps = choose_steps(model.steps, facts.steps, facts.name)
+    steps = choose_steps(model.steps, facts.spec.steps, facts.spec.name)
     check_stages(job.stages, facts.blocks)
     load = Workload(job.stages, job.sessions, steps, model.kv_context, job.max_rows)
     if job.stage_times is not None:
@@ -208,7 +210,7 @@ def as_tree(outcome: Outcome) -> dict[str, object]:
             }
         )
     return {
-        "model": facts.name,
+        "model": facts.spec.name,
         "workload": asdict(load),
         "times": outcome.source,
         "ranks": ranks,
@@ -216,7 +218,7 @@ def as_tree(outcome: Outcome) -> dict[str, object]:
         "link_s": list(outcome.setup.link_s),
         "figures": {
             **asdict(figures),
-            "frames_per_s": figures.chunks_per_s * facts.chunk_frames,
+            "frames_per_s": figures.chunks_per_s * facts.spec.chunk_frames,
             "whole_forward_s": _whole(layout),
         },
     }
@@ -231,9 +233,9 @@ def as_text(outcome: Outcome) -> list[str]:
     facts, load, layout, figures = outcome.facts, outcome.load, outcome.layout, outcome.run.figures
     whole_s = _whole(layout)
     worst = max(figures.gaps, key=lambda gap: gap.longest_s / gap.mean_s)
-    rate = figures.chunks_per_s * facts.chunk_frames
+    rate = figures.chunks_per_s * facts.spec.chunk_frames
     lines = [
-        f"{facts.name}: {_count(load.stages, 'stage')}, {_count(load.sessions, 'session')}, KV context "
+        f"{facts.spec.name}: {_count(load.stages, 'stage')}, {_count(load.sessions, 'session')}, KV context "
         f"{load.kv_context}, {_count(load.steps, 'step')}, up to {_count(load.max_rows, 'row')} per forward",
         f"times: {outcome.source}",
         "",

@@ -1,7 +1,7 @@
 """The engine: sessions on top of one pipeline. Commands go in, events come out; the caller turns the crank.
 
-Knows nothing about processes, sockets, clocks or viewers. The same object runs behind the bridge (`main`) and in the
-user's own process (`streamdiff.api`).
+Knows nothing about processes, sockets, clocks or viewers. The same object runs in the engine process (`process.main`)
+and in the user's own (`streamdiff.api`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from streamdiff.engine.messages import (
 from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue, ReadyRequest
 from streamdiff.engine.session import Session
-from streamdiff.engine.validation import asks, bad_value, check_prompt, check_seed, refused
+from streamdiff.engine.validation import bad_value, check_prompt, check_seed, expects_answer, refused
 from streamdiff.errors import RequestError, StreamdiffError
 from streamdiff.models.interfaces import Reading
 from streamdiff.pipeline.output import Frames
@@ -248,18 +248,18 @@ class Engine:
             return self._wait(PendingRequest(command))
         return self._do(PendingRequest(command))
 
-    def _do(self, asked: PendingRequest) -> list[Event]:
+    def _do(self, pending: PendingRequest) -> list[Event]:
         """Carry out a request whose text, if it has one, need not be waited for."""
-        request = asked.request
+        request = pending.request
         if isinstance(request, Open):
-            return self._open_now(request, Reading(asked.text, asked.notice))
+            return self._open_now(request, Reading(pending.text, pending.notice))
         session = self._find(request)
         if session is None:
             return []
         match request:
             case SetPrompt():
                 self._pipeline.check_switch(self._slots[request.session], request.switch)
-                return session.set_prompt(asked.text, asked.notice, request.request, request.switch)
+                return session.set_prompt(pending.text, pending.notice, request.request, request.switch)
             case SetSteps():
                 slot = self._slots[request.session]
                 self._pipeline.check_steps(slot, request.steps)
@@ -280,7 +280,9 @@ class Engine:
         if not opening:
             self._find(Close(name))
         gone = RequestError("session", f"session {name!r} was closed before this was done")
-        events: list[Event] = [refused(asked.request, gone) for asked in self._waiting.drop(name) if asks(asked)]
+        events: list[Event] = [
+            refused(pending.request, gone) for pending in self._waiting.drop(name) if expects_answer(pending)
+        ]
         self._texts.pop(name, None)
         if opening:
             return [*events, Closed(name)]
@@ -305,29 +307,29 @@ class Engine:
 
     # ---- texts --------------------------------------------------------------------------------------------------
 
-    def _wait(self, asked: PendingRequest) -> list[Event]:
-        self._waiting.ask(asked)
+    def _wait(self, pending: PendingRequest) -> list[Event]:
+        self._waiting.ask(pending)
         return self.settle()
 
     def _answer(self, answer: ReadyRequest) -> list[Event]:
         """Carry out a request that waited, or say why its text could not be encoded."""
-        asked, error = answer.asked, answer.error
+        pending, error = answer.pending, answer.error
         if error is not None and not isinstance(error, _TEXT_ERRORS):
             raise error
         if answer.conditioning is not None:
-            self._texts[asked.request.session] = asked.text, answer.conditioning
+            self._texts[pending.request.session] = pending.text, answer.conditioning
         replaced = answer.conditioning is None and error is None
-        if isinstance(asked.request, SetPrompt) and asked.request.switch != "keep" and replaced:
-            asked = replace(asked, request=replace(asked.request, switch="keep"))  # its text is not to be seen
+        if isinstance(pending.request, SetPrompt) and pending.request.switch != "keep" and replaced:
+            pending = replace(pending, request=replace(pending.request, switch="keep"))  # its text is not to be seen
         try:
             if error is not None:
                 what = str(error) if isinstance(error, StreamdiffError) else f"{type(error).__name__}: {error}"
                 raise RequestError("prompt", f"the prompt could not be encoded: {what}")
-            return self._do(asked)
+            return self._do(pending)
         except RequestError as refusal:
-            if asked.request.session not in self._slots:
-                self._texts.pop(asked.request.session, None)
-            return [refused(asked.request, refusal)] if asks(asked) else []
+            if pending.request.session not in self._slots:
+                self._texts.pop(pending.request.session, None)
+            return [refused(pending.request, refusal)] if expects_answer(pending) else []
 
     def _encoded(self, name: str, text: str) -> Any:
         """The conditioning of a session's text. Slow texts have been encoded already: a session takes none before."""

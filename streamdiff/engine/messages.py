@@ -224,7 +224,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Alive:
-    """Told twice a second and more: the engine's loop turns. Goes no further than the bridge."""
+    """Told twice a second and more: the engine's loop turns. Goes no further than `process.ipc`."""
 
 
 @dataclass(frozen=True)

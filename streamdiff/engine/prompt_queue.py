@@ -31,7 +31,7 @@ class ReadyRequest:
     """A request ready to run. `conditioning`: embeddings; None without text or where a later prompt supersedes it.
     `error`: why encoding failed."""
 
-    asked: PendingRequest
+    pending: PendingRequest
     conditioning: Any = None
     error: BaseException | None = None
 
@@ -40,32 +40,32 @@ class ReadyRequest:
 class _Line:
     """One session's requests, in order; `target` among them is the one whose text is being encoded."""
 
-    asked: deque[PendingRequest] = field(default_factory=deque)
+    pending: deque[PendingRequest] = field(default_factory=deque)
     target: PendingRequest | None = None
     encoding: Future[Any] | None = None
 
     def turn(self, submit: Callable[[str], Future[Any]]) -> list[ReadyRequest]:
         """What may be carried out by now. Mutates: self."""
         answers: list[ReadyRequest] = []
-        while self.asked:
+        while self.pending:
             if self.encoding is not None and not self.encoding.done():
                 break
             if self.encoding is not None:
                 answers += self._encoded(self.encoding)
-            elif isinstance(self.asked[0].request, Open | SetPrompt):
+            elif isinstance(self.pending[0].request, Open | SetPrompt):
                 self.target = self._latest()
                 self.encoding = submit(self.target.text)
             else:
-                answers.append(ReadyRequest(self.asked.popleft()))
+                answers.append(ReadyRequest(self.pending.popleft()))
         return answers
 
     def _latest(self) -> PendingRequest:
         """What stands first, or of several prompts there the last one."""
-        found = self.asked[0]
-        for asked in self.asked:
-            if not isinstance(asked.request, SetPrompt):
+        found = self.pending[0]
+        for pending in self.pending:
+            if not isinstance(pending.request, SetPrompt):
                 break
-            found = asked
+            found = pending
         return found
 
     def _encoded(self, encoding: Future[Any]) -> list[ReadyRequest]:
@@ -74,13 +74,13 @@ class _Line:
         self.target = self.encoding = None
         if error is None:
             before = []
-            while self.asked[0] is not target:
-                before.append(ReadyRequest(self.asked.popleft()))
-            return [*before, ReadyRequest(self.asked.popleft(), encoding.result())]
+            while self.pending[0] is not target:
+                before.append(ReadyRequest(self.pending.popleft()))
+            return [*before, ReadyRequest(self.pending.popleft(), encoding.result())]
         if isinstance(target.request, Open):
-            gone, self.asked = self.asked, deque()
-            return [ReadyRequest(asked, error=error) for asked in gone]
-        self.asked = deque(asked for asked in self.asked if asked is not target)
+            gone, self.pending = self.pending, deque()
+            return [ReadyRequest(pending, error=error) for pending in gone]
+        self.pending = deque(pending for pending in self.pending if pending is not target)
         return [ReadyRequest(target, error=error)]
 
 
@@ -100,16 +100,16 @@ class PromptQueue:
 
     def opening(self) -> list[str]:
         """The sessions that wait to be opened."""
-        return [name for name, line in self._lines.items() if isinstance(line.asked[0].request, Open)]
+        return [name for name, line in self._lines.items() if isinstance(line.pending[0].request, Open)]
 
     def latest_text(self, session: str) -> str | None:
         """The text of the latest prompt that waits."""
-        asked = self._lines[session].asked if session in self._lines else ()
-        return next((each.text for each in reversed(asked) if isinstance(each.request, Open | SetPrompt)), None)
+        pending = self._lines[session].pending if session in self._lines else ()
+        return next((each.text for each in reversed(pending) if isinstance(each.request, Open | SetPrompt)), None)
 
-    def ask(self, asked: PendingRequest) -> None:
+    def ask(self, pending: PendingRequest) -> None:
         """Put a request at the end of its session's line. Mutates: self."""
-        self._lines.setdefault(asked.request.session, _Line()).asked.append(asked)
+        self._lines.setdefault(pending.request.session, _Line()).pending.append(pending)
 
     def drop(self, session: str) -> list[PendingRequest]:
         """Forget a session's requests; returns them. Mutates: self."""
@@ -118,12 +118,12 @@ class PromptQueue:
             return []
         if line.encoding is not None:
             line.encoding.cancel()
-        return list(line.asked)
+        return list(line.pending)
 
     def turn(self) -> list[ReadyRequest]:
         """What may be carried out by now, each session's in order; has texts encoded that are next. Mutates: self."""
         answers = [answer for line in self._lines.values() for answer in line.turn(self._submit)]
-        self._lines = {name: line for name, line in self._lines.items() if line.asked}
+        self._lines = {name: line for name, line in self._lines.items() if line.pending}
         return answers
 
     def encodings(self) -> list[Future[Any]]:

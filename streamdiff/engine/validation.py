@@ -25,9 +25,9 @@ def check_seed(seed: int | None) -> None:
         raise RequestError("seed", f"the seed is {seed}; it must be a whole number from 0 to {MAX_SEED}")
 
 
-def asks(asked: PendingRequest) -> bool:
+def expects_answer(pending: PendingRequest) -> bool:
     """Whether somebody waits for an answer to it."""
-    return isinstance(asked.request, Open | SetPrompt | SetSteps | Reset)
+    return isinstance(pending.request, Open | SetPrompt | SetSteps | Reset)
 
 
 def refused(command: Command, error: RequestError) -> Refused:

@@ -83,7 +83,7 @@ def share_out(
         context.store.set(f"cost/{context.rank}", json.dumps(asdict(own)))
         everybody = [Measured(**json.loads(context.store.get(f"cost/{rank}"))) for rank in range(config.stages)]
         costs = _combined(everybody, facts.blocks)
-    steps = choose_steps(config.steps, facts.steps, facts.name)
+    steps = choose_steps(config.steps, facts.spec.steps, facts.spec.name)
     workload = Workload(config.stages, 1, steps, config.kv_context, 1)
     return lay_out(costs, workload, decode_place(config)).blocks
 

@@ -49,7 +49,7 @@ class ReferenceRun:
     github.com/krea-ai/realtime-video takes the shares 0, 1/3, 2/3 and 1, so a mix of 3 from the second of the chunks.
 
     `video` `[n, C, F, h, w]` is encoded input that chunks start from, mixed with noise by `strength`, 0 to 1 (None: the
-    first level of the schedule); with `motion_noise` that is the most, and motion lowers it (see `source`).
+    first level of the schedule); with `motion_noise` that is the most, and motion lowers it (see `init_latents`).
 
     Raises:
         ConfigError: a switch that is out of order, outside the stream, or of an unknown policy; one that cannot be

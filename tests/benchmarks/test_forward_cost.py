@@ -56,7 +56,7 @@ def test_weights_are_read_once() -> None:
     half = sum(part.values for part in forward(small_tokens(facts), "clean"))
     weights = 2 * half - values  # numbers that do not double with the chunk
     frames = facts.freq_dim + 8 * facts.width
-    assert weights == pytest.approx(stored - text - small + extra(facts), abs=2 * frames * facts.chunk_latents)
+    assert weights == pytest.approx(stored - text - small + extra(facts), abs=2 * frames * facts.spec.chunk_latents)
 
 
 def extra(facts: ModelSizes) -> int:
@@ -66,7 +66,7 @@ def extra(facts: ModelSizes) -> int:
 
 def small_tokens(facts: ModelSizes) -> ModelSizes:
     """The same model with half the tokens in a chunk."""
-    return replace(facts, latent_height=facts.latent_height // 2)
+    return replace(facts, spec=replace(facts.spec, latent_height=facts.spec.latent_height // 2))
 
 
 def test_a_part_takes_as_long_as_its_slower_side() -> None:

@@ -66,7 +66,7 @@ def ending_limit_s(config: Config) -> float:
 
 
 class EngineHandle(Protocol):
-    """The engine, as the web process sees it: `EngineProcess` starts one, `attached.Attached` belongs to one."""
+    """The engine, as the web process sees it: `EngineProcess` starts one, `ParentEngine` belongs to one."""
 
     @property
     def ready(self) -> Ready:

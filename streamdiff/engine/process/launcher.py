@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m streamdiff.engine.process.launcher", description="the ranks of a ring"
     )
     parser.add_argument("--module", default="streamdiff.engine.process.main", help="what every rank runs")
-    parser.add_argument("--address", required=True, help="private folder of the bridge's socket and the configuration")
+    parser.add_argument("--address", required=True, help="private folder of the IPC socket and the configuration")
     parser.add_argument("--spare", action="store_true", help="ranks import everything, and wait to be needed")
     options = parser.parse_args(argv)
     ranks = private_folder.read_config(Path(options.address)).model.ranks

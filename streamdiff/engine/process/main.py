@@ -1,4 +1,4 @@
-"""The engine process: loads the pipeline, says `Ready`, then serves the bridge until it is told to end.
+"""The engine process: loads the pipeline, says `Ready`, then serves the IPC socket until it is told to end.
 
 It ends on `Shutdown`, on SIGTERM, and when its parent is gone: the parent holds the other end of its standard input,
 so end of file there means the parent died, however it died. Knows nothing about viewers or HTTP.
@@ -47,7 +47,7 @@ class Stop:
     """Whether the process was told to end, from a signal or by its parent's death; and a descriptor that says so."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is the bridge's, removed here once the parent, whose it is, is gone."""
+        """`folder` is that of the IPC socket, removed here once the parent, whose it is, is gone."""
         self._folder = folder
         self.requested = False
         self.orphaned = False
@@ -86,7 +86,7 @@ class Stop:
         os._exit(1)  # something hangs, and nobody is left to end it
 
     def clean_up(self) -> None:
-        """Remove the bridge's folder if the parent is gone."""
+        """Remove the IPC folder if the parent is gone."""
         if self.orphaned:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -130,7 +130,7 @@ def _serve(server: EngineServer, engine: Engine, stop: Stop, tap: EventHook) -> 
 def main(argv: Sequence[str] | None = None, *, load: Callable[[ModelConfig], Pipeline] = _load_runtime) -> int:
     """Run the process; returns its exit code. `load` makes the pipeline."""
     parser = argparse.ArgumentParser(prog="python -m streamdiff.engine.process.main", description="the engine process")
-    parser.add_argument("--address", type=Path, required=True, help="private folder: bridge's socket, configuration")
+    parser.add_argument("--address", type=Path, required=True, help="private folder: IPC socket, configuration")
     parser.add_argument("--spare", action="store_true", help="import everything, and wait to be needed")
     arguments = parser.parse_args(argv)
     if arguments.spare:

@@ -18,7 +18,7 @@ BYE = b"bye"
 
 
 class ParentEngine:
-    """The engine that is this process's parent: it waits at the bridge, and is gone when standard input ends."""
+    """The engine that is this process's parent: it waits at the IPC socket, and is gone when standard input ends."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

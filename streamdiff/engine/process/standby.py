@@ -1,6 +1,6 @@
 """A spare engine process: it has imported everything, which takes seconds with torch, and waits to be the next engine.
 
-The folder of the bridge has a pipe, which the web process holds open and writes to when the spare is needed; that ends
+The IPC folder has a pipe, which the web process holds open and writes to when the spare is needed; that ends
 unwritten when the web process is gone, however it went. Torch-free itself; holds no model and no CUDA context.
 """
 

@@ -3,7 +3,7 @@
 Each edge of the ring has a communicator of two ranks. The record of a message goes ahead over a gloo link; it orders,
 bounds and ends the traffic, and announces one transfer of the edge's full size, whatever the work is, so that both ends
 always start the same transfers in the same order. Nothing waits for the device and nothing is read from it; who may
-touch a slot when is said by events (`lanes.py`).
+touch a slot when is said by events (`cuda_streams.py`).
 """
 
 from __future__ import annotations

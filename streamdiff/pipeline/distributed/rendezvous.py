@@ -48,7 +48,7 @@ class RankContext:
         return [RankMemory(*json.loads(self.store.get(f"memory/{rank}"))) for rank in range(self.ranks)]
 
     def send_made(self, made: int) -> None:
-        """Tell the head how many of its graphs this rank has made, see `compiling.Progress`."""
+        """Tell rank 0 how many of its graphs this rank has made, see `compile_progress.Progress`."""
         self.store.set(f"made/{self.rank}", str(made))
 
     def receive_made(self, stages: int) -> list[int]:

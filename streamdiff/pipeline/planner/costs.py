@@ -1,6 +1,6 @@
 """How long the parts of a forward take: from a measured profile, or by an estimate from sizes and device ceilings.
 
-Knows nothing about stages: which blocks go where is decided in `plan`.
+Knows nothing about stages: which blocks go where is decided in `stage_layout`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Ceilings:
 def estimate(facts: ModelSizes, ceilings: Ceilings, *, kv_context: str, max_rows: int, value_bytes: int) -> Costs:
     """Costs from sizes alone: every part at the device's ceiling, window full. Real times are longer."""
     tokens, width, ffn = facts.tokens, facts.width, facts.ffn_dim
-    seen = tokens * facts.window(kv_context) // facts.chunk_latents
+    seen = tokens * facts.spec.window(kv_context) // facts.spec.chunk_latents
     # Eight projections of width x width minus the text's own keys and values, the feed-forward's two, the attentions.
     flops = 2.0 * tokens * (6 * width**2 + 2 * width * ffn + 2 * width * (seen + facts.text_tokens))
     moved = 2 * width * (seen + facts.text_tokens) + 10 * tokens * width + 2 * tokens * ffn
@@ -88,7 +88,6 @@ def estimate(facts: ModelSizes, ceilings: Ceilings, *, kv_context: str, max_rows
 
     block = part(facts.block_values, flops, moved, _BLOCK_FLOOR_S)
     message = max_rows * value_bytes / (ceilings.link_gbps * 1e9)
-    pixels = facts.latent_height, facts.latent_width
     return Costs(
         source=(
             f"an estimate from FLOPs and bytes at {ceilings.tflops:g} TFLOP/s, {ceilings.gbps:g} GB/s and links of "
@@ -97,7 +96,7 @@ def estimate(facts: ModelSizes, ceilings: Ceilings, *, kv_context: str, max_rows
         block_s=(block,) * facts.blocks,
         embed_s=part(facts.embed_values, 2.0 * tokens * facts.embed_values, 2 * tokens * width, _BLOCK_FLOOR_S / 4),
         head_s=part(facts.output_values, 2.0 * tokens * facts.output_values, 2 * tokens * width, _BLOCK_FLOOR_S / 4),
-        decode_s=facts.chunk_latents * ceilings.seconds(facts.decoder.flops(*pixels), 0.0),
+        decode_s=facts.spec.chunk_latents * ceilings.seconds(facts.decode_flops, 0.0),
         link_s=_LINK_FLOOR_S + facts.hidden_values * message,
         flow_s=_LINK_FLOOR_S + facts.flow_values * message,
     )
@@ -122,7 +121,8 @@ def read_profile(path: Path, facts: ModelSizes, *, max_rows: int) -> Costs:
     if not isinstance(blocks, list) or len(blocks) != facts.blocks:
         told = f"{len(blocks)} entries" if isinstance(blocks, list) else json.dumps(blocks)[:60]
         raise ConfigError(
-            f"--profile {path}: block_s is {told}, but must be a list of {facts.blocks}, one per block of {facts.name}"
+            f"--profile {path}: block_s is {told}, but must be a list of {facts.blocks}, one per block of "
+            f"{facts.spec.name}"
         )
     link_s = _seconds(path, tree, "link_s")
     return Costs(

@@ -84,5 +84,5 @@ def stage_memory(entry: Entry, stages: int, quantize: str = "none") -> tuple[Mem
     layout = Layout(split_evenly(facts.blocks, stages), (), "head", 0.0)
     sessions = 0 if entry.stream is None else 1
     kv_context = entry.context.default if entry.context else "clean"
-    steps = facts.steps[0] if facts.steps else 1
+    steps = facts.spec.steps[0] if facts.spec.steps else 1
     return memory(facts, layout, Workload(stages, sessions, steps, kv_context, 1), BFLOAT16, quantize)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -17,47 +17,22 @@ from streamdiff.models.catalogue.schema import Entry
 from streamdiff.models.checkpoint.json_file import read_object
 from streamdiff.models.checkpoint.safetensors_header import read_header
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
-from streamdiff.models.spec import ModelSpec, window, window_chunks
+from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.scheduler.kv_context import cache_count, most_steps, spare_slots
 
-
-@dataclass(frozen=True)
-class Decoder:
-    """Shape of the streaming decoder (`models.autoencoder.taehv.Config` has the same names). Lists run from latent to
-    picture."""
-
-    latent_channels: int
-    patch_size: int
-    decoder_widths: tuple[int, ...]
-    decoder_blocks: tuple[int, ...]
-    decoder_space: tuple[int, ...]
-    decoder_time: tuple[int, ...]
-
-    def flops(self, height: int, width: int) -> float:
-        """Floating-point operations for one latent frame of `height` x `width` latent pixels."""
-        pixels, frames, widths = height * width, 1, self.decoder_widths
-        macs = 9 * self.latent_channels * widths[0] * pixels
-        for i, (blocks, space, time) in enumerate(
-            zip(self.decoder_blocks, self.decoder_space, self.decoder_time, strict=True)
-        ):
-            # A block is three 3x3 convolutions, the first of which sees the frame before too; then time grows by a 1x1.
-            macs += (blocks * 36 + time) * widths[i] ** 2 * pixels * frames
-            pixels, frames = pixels * space**2, frames * time
-            macs += 9 * widths[i] * widths[i + 1] * pixels * frames
-        return 2.0 * (macs + 9 * widths[-1] * 3 * self.patch_size**2 * pixels * frames)
-
-    def memory_values(self, height: int, width: int) -> int:
-        """Numbers that it remembers of a stream of `height` x `width` latent pixels."""
-        return taehv_values(self.decoder_widths, self.decoder_blocks, self.decoder_space, height, width)
+_INTEGERS = (
+    "num_layers", "num_attention_heads", "attention_head_dim", "ffn_dim", "text_dim", "freq_dim", "in_channels",
+    "out_channels",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A model's sizes. Chunk, windows and sink in latent frames; `*_values` count stored numbers, 0 where unknown;
-    `first_chunk_steps` where a stream's first chunk has more steps than the others;
-    `decoder_memory_values` are those that the decoder remembers of a stream."""
+    """A model's facts, and the sizes of its parts. `*_values` count stored numbers, 0 where unknown: of the decoder's
+    weights, and what it remembers of a stream. `decode_flops` are those of decoding one latent frame, 0 where unknown.
+    """
 
-    name: str
+    spec: ModelSpec
     blocks: int
     heads: int
     head_dim: int
@@ -68,20 +43,10 @@ class ModelSizes:
     out_channels: int
     patch: tuple[int, int, int]
     cross_attn_norm: bool
-    latent_height: int
-    latent_width: int
-    chunk_latents: int
-    window_latents: int
-    clean_window_latents: int | None
-    sink_latents: int
-    steps: tuple[int, ...]
-    native_fps: float
-    text_tokens: int
-    decoder: Decoder
-    text_values: int
-    decoder_values: int
-    decoder_memory_values: int
-    first_chunk_steps: int | None = None
+    text_values: int = 0
+    decoder_values: int = 0
+    decoder_memory_values: int = 0
+    decode_flops: float = 0.0
 
     @property
     def width(self) -> int:
@@ -91,31 +56,28 @@ class ModelSizes:
     @property
     def tokens(self) -> int:
         """Tokens of a chunk."""
-        sizes = self.chunk_latents, self.latent_height, self.latent_width
-        return prod(size // patch for size, patch in zip(sizes, self.patch, strict=True))
+        return prod(size // patch for size, patch in zip(self.spec.chunk_shape[1:], self.patch, strict=True))
 
     @property
-    def chunk_frames(self) -> int:
-        """Frames that a chunk decodes to."""
-        return self.chunk_latents * prod(self.decoder.decoder_time)
+    def text_tokens(self) -> int:
+        """Tokens of a prompt."""
+        return self.spec.text_shape[0]
+
+    @property
+    def first_chunk_steps(self) -> int | None:
+        """Steps of a stream's first chunk, where it has more than the others."""
+        first = self.spec.schedules[0].first if self.spec.schedules else None
+        return first.steps if first is not None else None
 
     @property
     def flow_values(self) -> int:
         """Numbers in the predicted flow of a chunk."""
-        return self.out_channels * self.chunk_latents * self.latent_height * self.latent_width
+        return self.out_channels * prod(self.spec.chunk_shape[1:])
 
     @property
     def hidden_values(self) -> int:
         """Numbers that one row sends to the next stage: hidden states and the time embedding of each latent frame."""
-        return (self.tokens + self.chunk_latents // self.patch[0]) * self.width
-
-    def window(self, kv_context: str) -> int:
-        """Latent frames that a chunk sees, sink and itself included."""
-        return window(kv_context, self.window_latents, self.clean_window_latents)
-
-    def window_chunks(self, kv_context: str) -> int:
-        """Chunks that are kept for a window, the sink's and the chunk itself included."""
-        return window_chunks(self.window(kv_context), self.sink_latents, self.chunk_latents)
+        return (self.tokens + self.spec.chunk_latents // self.patch[0]) * self.width
 
     # ---- weights, in numbers -----------------------------------------------------------------------------------
 
@@ -160,8 +122,8 @@ class ModelSizes:
         """Keys and values that one session keeps on a stage of `blocks` blocks: each cache with its window and spare
         slots, and the text's for one epoch. The number of stages does not matter, and a session in few steps keeps as
         much as in the most that the model has: it may change to them."""
-        steps = most_steps(steps, self.steps)
-        slots = self.window_chunks(kv_context) + spare_slots(kv_context, steps=steps)
+        steps = most_steps(steps, self.spec.steps)
+        slots = self.spec.window_chunks(kv_context) + spare_slots(kv_context, steps=steps)
         caches = cache_count(kv_context, steps=steps)
         return 2 * blocks * self.width * (caches * slots * self.tokens + self.text_tokens)
 
@@ -180,49 +142,58 @@ def read_facts(model: str) -> ModelSizes:
     index = _Table(folder / "model_index.json")
     stream = index.table("stream")
     transformer, decoder = _Table(folder / "transformer" / "config.json"), _Table(folder / "vae" / "config.json")
-    patch = transformer.integers("patch_size", 3)
-    sink = stream.integer("sink_latents", low=0) if "sink_latents" in stream.values else 0
-    clean = stream.integer("clean_window_latents") if "clean_window_latents" in stream.values else None
-    shape = Decoder(
-        latent_channels=decoder.integer("latent_channels"),
-        patch_size=decoder.integer("patch_size"),
-        decoder_widths=decoder.integers("decoder_widths", 4),
-        decoder_blocks=decoder.integers("decoder_blocks", 3, low=0),
-        decoder_space=decoder.integers("decoder_space", 3),
-        decoder_time=decoder.integers("decoder_time", 3),
-    )
     height, width = stream.integer("latent_height"), stream.integer("latent_width")
-    facts = ModelSizes(
+    widths, blocks = decoder.integers("decoder_widths", 4), decoder.integers("decoder_blocks", 3, low=0)
+    space, time = decoder.integers("decoder_space", 3), decoder.integers("decoder_time", 3)
+    patch_size, channels = decoder.integer("patch_size"), decoder.integer("latent_channels")
+    spatial = patch_size * prod(space)
+    clean_window = stream.integer("clean_window_latents") if "clean_window_latents" in stream.values else None
+    spec = ModelSpec(
         name=model,
-        blocks=transformer.integer("num_layers"),
-        heads=transformer.integer("num_attention_heads"),
-        head_dim=transformer.integer("attention_head_dim"),
-        ffn_dim=transformer.integer("ffn_dim"),
-        text_dim=transformer.integer("text_dim"),
-        freq_dim=transformer.integer("freq_dim"),
-        in_channels=transformer.integer("in_channels"),
-        out_channels=transformer.integer("out_channels"),
-        patch=(patch[0], patch[1], patch[2]),
-        cross_attn_norm=bool(transformer.values.get("cross_attn_norm", True)),
+        latent_channels=channels,
         latent_height=height,
         latent_width=width,
         chunk_latents=stream.integer("chunk_latents"),
         window_latents=stream.integer("window_latents"),
-        clean_window_latents=clean,
-        sink_latents=sink,
-        steps=stream.integers("steps"),
+        clean_window_latents=clean_window,
+        sink_latents=stream.integer("sink_latents", low=0) if "sink_latents" in stream.values else 0,
+        frames_per_latent=prod(time),
+        width=width * spatial,
+        height=height * spatial,
         native_fps=stream.number("native_fps"),
-        text_tokens=_text_tokens(folder / "tokenizer" / "tokenizer.json"),
-        decoder=shape,
+        shift=stream.number("shift"),
+        steps=stream.integers("steps"),
+        text_shape=(_text_tokens(folder / "tokenizer" / "tokenizer.json"), transformer.integer("text_dim")),
+    )
+    architecture: dict[str, Any] = {key: transformer.integer(key) for key in _INTEGERS}
+    architecture["patch_size"] = transformer.integers("patch_size", 3)
+    architecture["cross_attn_norm"] = bool(transformer.values.get("cross_attn_norm", True))
+    sizes = replace(
+        facts_from(architecture, spec, taehv_values(widths, blocks, space, height, width)),
         text_values=stored_values(folder / "text_encoder"),
         decoder_values=stored_values(folder / "vae"),
-        decoder_memory_values=shape.memory_values(height, width),
+        decode_flops=_taehv_flops((channels, *widths, 3 * patch_size**2), blocks, space, time, height * width),
     )
-    if facts.tokens < 1 or min(map(facts.window, ("matched", "clean"))) < sink + facts.chunk_latents:
+    if sizes.tokens < 1 or min(map(spec.window, ("matched", "clean"))) < spec.sink_latents + spec.chunk_latents:
         raise ConfigError(
-            f"{folder}: a chunk has {facts.tokens} tokens, and a window must hold at least the sink and one chunk"
+            f"{folder}: a chunk has {sizes.tokens} tokens, and a window must hold at least the sink and one chunk"
         )
-    return facts
+    return sizes
+
+
+def _taehv_flops(
+    widths: Sequence[int], blocks: Sequence[int], space: Sequence[int], time: Sequence[int], pixels: int
+) -> float:
+    """Floating-point operations of TAEHV's decoder for one latent frame of so many latent pixels. `widths` are the
+    channels of the latents, of the stages' inputs, of the last stage's output, and of the picture."""
+    latent, *inner, picture = widths
+    frames, macs = 1, 9 * latent * inner[0] * pixels
+    for i, (count, grows, lasts) in enumerate(zip(blocks, space, time, strict=True)):
+        # A block is three 3x3 convolutions, the first of which sees the frame before too; then time grows by a 1x1.
+        macs += (count * 36 + lasts) * inner[i] ** 2 * pixels * frames
+        pixels, frames = pixels * grows**2, frames * lasts
+        macs += 9 * inner[i] * inner[i + 1] * pixels * frames
+    return 2.0 * (macs + 9 * inner[-1] * picture * pixels * frames)
 
 
 def facts_from(architecture: Mapping[str, Any], spec: ModelSpec, decoder_memory_values: int = 0) -> ModelSizes:
@@ -230,9 +201,8 @@ def facts_from(architecture: Mapping[str, Any], spec: ModelSpec, decoder_memory_
     and a decoder that remembers so many numbers. Weights of text encoder and autoencoder count as 0, and nothing is
     said of how long decoding takes."""
     given: Any = architecture
-    first = spec.schedules[0].first if spec.schedules else None
     return ModelSizes(
-        name=spec.name,
+        spec=spec,
         blocks=given["num_layers"],
         heads=given["num_attention_heads"],
         head_dim=given["attention_head_dim"],
@@ -243,20 +213,7 @@ def facts_from(architecture: Mapping[str, Any], spec: ModelSpec, decoder_memory_
         out_channels=given["out_channels"],
         patch=tuple(given["patch_size"]),
         cross_attn_norm=given["cross_attn_norm"],
-        latent_height=spec.latent_height,
-        latent_width=spec.latent_width,
-        chunk_latents=spec.chunk_latents,
-        window_latents=spec.window_latents,
-        clean_window_latents=spec.clean_window_latents,
-        sink_latents=spec.sink_latents,
-        steps=spec.steps,
-        native_fps=spec.native_fps,
-        text_tokens=spec.text_shape[0],
-        decoder=Decoder(spec.latent_channels, 1, (0,) * 4, (0,) * 3, (1,) * 3, (1, 1, spec.frames_per_latent)),
-        text_values=0,
-        decoder_values=0,
         decoder_memory_values=decoder_memory_values,
-        first_chunk_steps=first.steps if first is not None else None,
     )
 
 

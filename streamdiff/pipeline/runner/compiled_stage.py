@@ -1,10 +1,10 @@
 """A stage as graphs: one block compiled for all blocks, for a window that is full; on CUDA also whole forwards replayed
 as CUDA graphs.
 
-Beside it stands the plain path, `StageForward` as it is written; `Stage` falls back on it for a shape that no graph was
-made for, as while a window fills. A *key* is what graphs are made for: how many rows, and what each sees. Whatever else
-changes from chunk to chunk and block to block (slots, positions, prompts, weights) comes in tensors, so nothing is ever
-compiled again.
+Beside it stands the plain path, `StageForward` as it is written; `ModelRunner` falls back on it for a shape that no
+graph was made for, as while a window fills. A *key* is what graphs are made for: how many rows, and what each sees.
+Whatever else changes from chunk to chunk and block to block (slots, positions, prompts, weights) comes in tensors, so
+nothing is ever compiled again.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _another(tensor: Tensor) -> Tensor:
 
 
 def home_of(caches: Tensor) -> int:
-    """The memory that all keys of a session's caches are in, see `captures`."""
+    """The memory that all keys of a session's caches are in, see `cuda_graph_cache`."""
     return caches.untyped_storage().data_ptr()
 
 

@@ -1,6 +1,6 @@
 """What a stage computes in a micro-step, from what the link before brings to what the link behind takes.
 
-`Stage` calls it as it is; `compiled` makes graphs of the same pieces of `WanDenoiser`.
+`ModelRunner` calls it as it is; `compiled_stage` makes graphs of the same pieces of `WanDenoiser`.
 """
 
 from __future__ import annotations

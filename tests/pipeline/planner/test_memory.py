@@ -76,8 +76,9 @@ def test_a_checkpoint_says_what_the_catalogue_says() -> None:
     """Of LongLive's architecture and stream, before anything is there and from the shapes of tensors."""
     told = known_facts(entries.find("longlive-1.3b"))
     read = RankLoader(ModelConfig(name="random:wan2.1-1.3b"), torch.device("cpu")).sizes
-    any_steps = replace(told, name=read.name, steps=(4, 2, 1), first_chunk_steps=None)
-    assert read == replace(any_steps, decoder_memory_values=0)
+    assert read == replace(told, spec=read.spec, decoder_memory_values=0)
+    own = {name: getattr(read.spec, name) for name in ("name", "shift", "rope", "schedules")}
+    assert read.spec == replace(told.spec, steps=(4, 2, 1), **own)
 
 
 def test_another_picture_has_other_tokens() -> None:

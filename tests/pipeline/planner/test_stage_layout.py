@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -73,8 +74,8 @@ def test_decode_goes_where_it_costs_least_and_blocks_make_room_for_it() -> None:
 
 def test_facts_are_those_of_the_loaded_model(facts: ModelSizes, model: Model) -> None:
     spec, denoiser = model.spec, model.denoiser
-    assert (facts.steps, facts.native_fps, facts.chunk_frames) == (spec.steps, spec.native_fps, spec.chunk_frames)
-    assert [facts.window_chunks(c) for c in KV_CONTEXTS] == [spec.window_chunks(c) for c in KV_CONTEXTS]
+    assert replace(facts.spec, context_sigma=spec.context_sigma) == spec, "a plan asks for no noise of the clean pass"
+    assert [facts.spec.window_chunks(c) for c in KV_CONTEXTS] == [spec.window_chunks(c) for c in KV_CONTEXTS]
     assert facts.blocks == len(denoiser.blocks)
     assert facts.text_tokens == model.text.encode(model.text.examples[0]).shape[0]
     state = denoiser.embed(torch.zeros(1, *spec.chunk_shape), torch.zeros(1, spec.chunk_latents))
@@ -118,7 +119,7 @@ def test_the_estimate_counts_the_operations_of_the_real_model(facts: ModelSizes,
     spec, denoiser = model.spec, model.denoiser
     slow = Ceilings(tflops=1e-9, gbps=1e30)
     found = estimate(facts, slow, kv_context="matched", max_rows=1, value_bytes=4)
-    past = torch.zeros(1, facts.tokens * facts.window_chunks("matched"), denoiser.heads, denoiser.head_dim)
+    past = torch.zeros(1, facts.tokens * facts.spec.window_chunks("matched"), denoiser.heads, denoiser.head_dim)
     text = denoiser.text(torch.zeros(1, facts.text_tokens, facts.text_dim))
     state = denoiser.embed(torch.zeros(1, *spec.chunk_shape), torch.zeros(1, spec.chunk_latents))
     modulation = denoiser.modulation(state.time)

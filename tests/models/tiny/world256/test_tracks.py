@@ -104,7 +104,7 @@ def test_a_chunk_follows_from_the_state_and_the_scene_alone(seed: int) -> None:
             assert torch.equal(getattr(first, field.name), getattr(second, field.name)), field.name
 
 
-@settings(max_examples=30)
+@settings(max_examples=5)
 @given(seeds, st.sampled_from(SPEEDS))
 def test_what_bounces_stays_between_its_bounds_and_turns_there(seed: int, speed: str) -> None:
     scene = rows(Scene(Thing(motion="bouncing", speed=speed)))

@@ -86,7 +86,7 @@ def test_neither_blocks_nor_the_window_make_more_graphs(
 
 def test_another_process_finds_the_compiled_code() -> None:
     """Two, one after the other, as an engine is started again. (For torch this process, a test, is not alike.)"""
-    code = "from tests.pipeline.test_compiled import compile_last; compile_last()"
+    code = "from tests.pipeline.runner.test_compiled_stage import compile_last; compile_last()"
     for _ in range(2):
         told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=LIMIT_S)
         assert told.returncode == 0, told.stderr

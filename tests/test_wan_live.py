@@ -596,8 +596,9 @@ def test_a_configuration_file_counts_on_the_exact_way_too(
 
     monkeypatch.setattr(reference_run, "play", watched)
     parts = ["--chunks", "1", "--no-decode", "--latents-out", str(tmp_path / "latents.safetensors")]
-    for more in (["--config", str(tmp_path / "config.yaml")], ["--stages", "1"]):
-        assert main.main(["generate", "--model", "self-forcing", "--prompt", PROMPT, *files.flags, *parts, *more]) == 0
+    for number, more in enumerate((["--config", str(tmp_path / "config.yaml")], ["--stages", "1"])):
+        prompt = f"{PROMPT} {number}"  # a new one: what was encoded before is on disk
+        assert main.main(["generate", "--model", "self-forcing", "--prompt", prompt, *files.flags, *parts, *more]) == 0
     assert seen == [(False, 2), (True, 1)]
     (tmp_path / "config.yaml").write_text("model: {steps: 2}\n")
     asked = ["generate", "--model", "self-forcing", "--prompt", PROMPT, *files.flags, *parts]

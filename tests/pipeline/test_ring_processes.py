@@ -97,5 +97,5 @@ def test_a_slot_that_is_given_away_while_it_is_read_is_seen(
 
 def test_a_slot_that_is_free_before_its_message_has_left_is_seen(tmp_path: Path) -> None:
     """Receives are posted late, so messages wait; what arrives of an outbox that does not is rubbish."""
-    with pytest.raises(RankFailed, match=r"is not a valid Kind|a link brought message"):
+    with pytest.raises(RankFailed, match=r"is not a valid MessageKind|a link brought message"):
         make(3, [HASTY], tmp_path)

@@ -234,6 +234,7 @@ def _read(
         desc=checkpoint.path.name,
         disable=silent,
         mininterval=often_s,
+        delay=0 if sys.stderr.isatty() else _SELDOM_S,
         leave=False,
     ) as bar:
         for name, shape in wanted.items():

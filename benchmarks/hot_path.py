@@ -21,7 +21,7 @@ from benchmarks import paths, report
 from streamdiff import clock
 from streamdiff.config import ModelConfig
 from streamdiff.device import pick_device
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.rank_loader import RankLoader
 

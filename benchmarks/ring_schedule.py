@@ -28,7 +28,7 @@ import torch.distributed as dist
 from benchmarks import report
 from streamdiff import clock
 from streamdiff.errors import ConfigError
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.model_sizes import read_facts

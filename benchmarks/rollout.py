@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 import torch
 from torch import Tensor
 
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import RingExecutor
 
 

@@ -16,14 +16,7 @@ from torch import Tensor
 from streamdiff.models.tiny.world256 import weather
 from streamdiff.models.tiny.world256.render import render
 from streamdiff.models.tiny.world256.scene import CAMERAS, COLUMN, FIELDS, HOURS, PLACES, WEATHERS
-from streamdiff.models.tiny.world256.tracks import (
-    FALL,
-    PAN,
-    QUARTER,
-    SCROLL,
-    Track,
-    shares_of_light,
-)
+from streamdiff.models.tiny.world256.tracks import FALL, PAN, QUARTER, SCROLL, Track, shares_of_light
 
 NONE = -1
 """A verdict "nothing the world knows"."""

@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from streamdiff.models.autoencoder.normalisation import Normalisation
 from streamdiff.models.autoencoder.taehv import TAEHV, Config
 from streamdiff.models.autoencoder.taehv_codec import StreamingTaehv, TaehvDecoder
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.models.spec import ModelSpec
 from streamdiff.models.tiny.text_encoder import TEXT_TOKENS, WIDTH, TinyText, build_encoder, build_tokenizer
 from streamdiff.models.transformer.wan import WanDenoiser

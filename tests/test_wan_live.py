@@ -25,7 +25,7 @@ from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Close, FrameBatch, Open
 from streamdiff.errors import ConfigError
 from streamdiff.models import resolve, sampling
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.models.model_loader import ModelLoader
 from streamdiff.models.tiny.model import WEIGHTS
 from streamdiff.models.transformer.wan import KeyValue

@@ -22,7 +22,8 @@ from streamdiff.commands import reference_model
 from streamdiff.commands.reference_model import ReferenceJob
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint import tensor_file
-from streamdiff.models.interfaces import Model, StreamDecoder
+from streamdiff.models.interfaces import StreamDecoder
+from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline import reference_run
 from streamdiff.pipeline.reference_run import ReferenceRun, Switch

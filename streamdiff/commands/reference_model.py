@@ -17,7 +17,8 @@ from streamdiff.models import resolve, sampling
 from streamdiff.models.checkpoint import tensor_file
 from streamdiff.models.checkpoint.json_file import read_object
 from streamdiff.models.checkpoint.safetensors_header import parse_header
-from streamdiff.models.interfaces import Model, TextEncoder
+from streamdiff.models.interfaces import TextEncoder
+from streamdiff.models.model import Model
 from streamdiff.models.model_loader import ModelLoader
 from streamdiff.models.resolve import ResolvedModel
 from streamdiff.models.sampling import Schedule

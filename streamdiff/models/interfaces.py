@@ -5,16 +5,11 @@ Imports no torch, so that whoever only plans can ask for a model's sizes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
-
-from streamdiff.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from streamdiff.models.autoencoder.reencoder import FirstFrameReencoder
-    from streamdiff.models.transformer.wan import WanDenoiser
 
 
 @dataclass(frozen=True)
@@ -57,30 +52,3 @@ class StreamDecoder(Protocol):
 
     def decode(self, latents: Tensor, memory: Any) -> Tensor:
         """Normalised latents `[1, C, F, h, w]` to frames uint8 `[n, H, W, 3]`. Mutates: memory."""
-
-
-@dataclass(frozen=True)
-class StageModel:
-    """What a stage needs of a model: facts, and a run of transformer blocks on one device."""
-
-    spec: ModelSpec
-    denoiser: WanDenoiser
-
-
-@dataclass(frozen=True)
-class Model(StageModel):
-    """What the head needs of a model: a trunk, and what stands before and behind it. With one stage that is all.
-    `decoder` is None where another rank decodes, `past` where the clean pass is shown latents as they are."""
-
-    text: TextEncoder
-    decoder: StreamDecoder | None
-    past: FirstFrameReencoder | None = None
-
-    @property
-    def blocks(self) -> int:
-        """Transformer blocks of `denoiser`."""
-        return len(self.denoiser.blocks)
-
-    def part(self, first: int, last: int) -> Model:
-        """The same model with blocks `first` to `last` (exclusive) only."""
-        return replace(self, denoiser=self.denoiser.part(first, last))

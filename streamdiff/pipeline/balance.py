@@ -16,7 +16,8 @@ import torch
 
 from streamdiff import clock
 from streamdiff.config import ModelConfig
-from streamdiff.models.interfaces import StageModel, StreamDecoder
+from streamdiff.models.interfaces import StreamDecoder
+from streamdiff.models.model import StageModel
 from streamdiff.models.spec import choose_steps
 from streamdiff.models.transformer.wan import Tokens
 from streamdiff.pipeline.distributed.rendezvous import RankContext

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from streamdiff import clock
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.device_timer import DeviceTimer

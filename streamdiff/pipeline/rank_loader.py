@@ -17,7 +17,8 @@ from streamdiff.errors import ConfigError
 from streamdiff.models import resolve
 from streamdiff.models.autoencoder.reencoder import FirstFrameReencoder
 from streamdiff.models.autoencoder.stepped_decoder import rgb24, yuv420p
-from streamdiff.models.interfaces import Model, StageModel, StreamDecoder, TextEncoder
+from streamdiff.models.interfaces import StreamDecoder, TextEncoder
+from streamdiff.models.model import Model, StageModel
 from streamdiff.models.model_loader import ModelLoader, awaited_bytes
 from streamdiff.models.spec import ModelSpec, choose_steps, with_schedule, with_window
 from streamdiff.models.transformer.wan import WanDenoiser

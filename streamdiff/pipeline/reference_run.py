@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.models.sampling import TIMESTEPS, Schedule
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.runner.init_latents import REACH, TIMESTEP_OFFSET, InitLatents

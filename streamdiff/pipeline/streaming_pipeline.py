@@ -14,7 +14,8 @@ from torch import Tensor
 
 from streamdiff import clock
 from streamdiff.errors import EngineFailure, RequestError
-from streamdiff.models.interfaces import Model, TextEncoder
+from streamdiff.models.interfaces import TextEncoder
+from streamdiff.models.model import Model
 from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.decode.decode_worker import Decoding, LocalDecoding, Piece
 from streamdiff.pipeline.distributed.link import LinkClosed

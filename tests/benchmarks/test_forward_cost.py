@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import throughput_model
 from benchmarks.forward_cost import Ceilings, Part, forward
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.output import ModelInfo
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, facts_from

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from streamdiff.cli import main
 from streamdiff.models import sampling
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.models.spec import ModelSpec
 from streamdiff.models.transformer.wan import WanDenoiser
 from tests.models.layouts import original

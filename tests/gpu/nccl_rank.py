@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from streamdiff import clock
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.pipeline.distributed.link import Receiver, Sender
 from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, StageMessage
 from streamdiff.pipeline.distributed.nccl import NcclReceiver, NcclSender, edge_groups, warm_up

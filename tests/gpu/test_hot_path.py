@@ -18,7 +18,7 @@ from streamdiff.models.autoencoder.normalisation import Normalisation
 from streamdiff.models.autoencoder.stepped_decoder import Layout, VideoDecoder, rgb24, yuv420p
 from streamdiff.models.autoencoder.taehv_codec import StreamingTaehv, TaehvDecoder
 from streamdiff.models.autoencoder.wan import WanDecoder
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding, Piece
 from streamdiff.pipeline.executor import RingExecutor

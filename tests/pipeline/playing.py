@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import RingExecutor
 from tests.small import BLUE, RED, WHITE
 

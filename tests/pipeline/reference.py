@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.models import sampling
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.models.transformer import rope
 from streamdiff.models.transformer.wan import KeyValue, attend
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.pipeline import topology
 from streamdiff.pipeline.distributed import nccl as links_nccl
 from streamdiff.pipeline.planner.partition import split_evenly

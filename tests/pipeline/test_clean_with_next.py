@@ -10,7 +10,7 @@ import torch
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.rank_loader import RankLoader
 from streamdiff.pipeline.scheduler.step import MicroStep

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.runner.init_latents import InitLatents
 from tests.pipeline.playing import THREE, play, same

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.reference_run import ReferenceRun, Switch, play
 from streamdiff.pipeline.runner.init_latents import InitLatents

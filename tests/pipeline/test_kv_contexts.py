@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from streamdiff.models import sampling
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.runner.model_runner import ModelRunner

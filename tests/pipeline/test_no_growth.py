@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.pipeline.decode.decode_worker import LocalDecoding
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.models import sampling
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.runner.noise import SeededNoise

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.pipeline.reference_run import POLICIES, ReferenceRun, Switch, play
 from tests.pipeline.reference import Reference
 from tests.small import BLUE, CPU, RED, WHITE, small_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from streamdiff.models import sampling
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.models.sampling import embedded_schedule, nearest_steps
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.scheduler.step import MicroStep

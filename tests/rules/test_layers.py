@@ -56,6 +56,7 @@ PIPELINE = (
 MODELS = (
     ("model_loader",),
     ("download", "random_weights", "tiny"),
+    ("model",),
     ("autoencoder",),
     ("resolve",),
     ("recognition", "text_encoder"),

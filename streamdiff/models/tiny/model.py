@@ -18,7 +18,7 @@ from torch import Tensor
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder, config_from, load_folder
-from streamdiff.models.interfaces import Model, StageModel
+from streamdiff.models.model import Model, StageModel
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.spec import ModelSpec
 from streamdiff.models.tiny.text_encoder import TinyText

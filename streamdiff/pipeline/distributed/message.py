@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from streamdiff.models.interfaces import StageModel
+from streamdiff.models.model import StageModel
 from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 from streamdiff.pipeline.scheduler.step import MicroStep, pack, record_length, unpack
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from streamdiff.models.interfaces import StageModel
+from streamdiff.models.model import StageModel
 from streamdiff.models.sampling import nearest_steps
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.distributed.message import MessageKind, StageMessage

@@ -19,7 +19,7 @@ from streamdiff.commands import plan as plan_report
 from streamdiff.commands.plan import PlanJob, as_text, as_tree, make
 from streamdiff.config import KVContext, ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.models.tiny import model as tiny
 from streamdiff.models.transformer.wan import attend
 from streamdiff.pipeline.planner import trace

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.pipeline.reference_run import ReferenceRun, Switch, play
 from streamdiff.pipeline.runner.init_latents import InitLatents, motion_levels
 from tests.small import BLUE, CPU, RED, small_model

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from streamdiff.models import sampling
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder
-from streamdiff.models.interfaces import Model
+from streamdiff.models.model import Model
 from streamdiff.models.tiny import prompts, world
 from streamdiff.models.tiny.text_encoder import WIDTH, TinyText, build_encoder, build_tokenizer
 from streamdiff.models.tiny.training import corruption, loop

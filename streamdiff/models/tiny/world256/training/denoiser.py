@@ -23,14 +23,7 @@ from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny.text_encoder import WIDTH
 from streamdiff.models.tiny.training import corruption, loop
 from streamdiff.models.tiny.training.batches import CHUNKS, CONTEXT_SIGMA, LEVELS, ROWS, Rows
-from streamdiff.models.tiny.training.denoiser import (
-    ADAM_PARTS,
-    MATRIX_LR,
-    OTHER_LR,
-    OWN_FROM,
-    Average,
-    TinyNetwork,
-)
+from streamdiff.models.tiny.training.denoiser import ADAM_PARTS, MATRIX_LR, OTHER_LR, OWN_FROM, Average, TinyNetwork
 from streamdiff.models.tiny.world256 import prompts
 from streamdiff.models.tiny.world256.scene import COLUMN, FIELD_SIZES, FIELDS, MOTIONS, draw_scenes, from_row
 from streamdiff.models.tiny.world256.text_encoder import WorldText, build_text

@@ -1,0 +1,37 @@
+"""A loaded model: its facts and the parts that a stage, or rank 0, needs of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from streamdiff.models.autoencoder.reencoder import FirstFrameReencoder
+from streamdiff.models.interfaces import StreamDecoder, TextEncoder
+from streamdiff.models.spec import ModelSpec
+from streamdiff.models.transformer.wan import WanDenoiser
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """What a stage needs of a model: facts, and a run of transformer blocks on one device."""
+
+    spec: ModelSpec
+    denoiser: WanDenoiser
+
+
+@dataclass(frozen=True)
+class Model(StageModel):
+    """What rank 0 needs of a model: a stage's part, and what stands before and behind it. With one stage that is all.
+    `decoder` is None where another rank decodes, `past` where the clean pass is shown latents as they are."""
+
+    text: TextEncoder
+    decoder: StreamDecoder | None
+    past: FirstFrameReencoder | None = None
+
+    @property
+    def blocks(self) -> int:
+        """Transformer blocks of `denoiser`."""
+        return len(self.denoiser.blocks)
+
+    def part(self, first: int, last: int) -> Model:
+        """The same model with blocks `first` to `last` (exclusive) only."""
+        return replace(self, denoiser=self.denoiser.part(first, last))

@@ -132,7 +132,11 @@ class BoundedProtocol(H11Protocol):
         self._waits_for = waits_for
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self.loop.call_later(self._limit_s, self.end) if waits_for is not None else None
+        self._timer = self.loop.call_later(self._limit_s, self._expire) if waits_for is not None else None
+
+    def _expire(self) -> None:
+        # Where the loop was busy, what has come meanwhile is in the socket still: one more turn of the loop reads it.
+        self._timer = self.loop.call_later(0, self.end)
 
     def _uncount(self) -> None:
         self._counted = False

@@ -17,7 +17,7 @@ from tests.server.scripted import Painter, Text
 pytestmark = pytest.mark.slow
 
 
-@dataclass(frozen=True)
+@dataclass
 class SlowText(Text):
     """Encodes green only when it may, and yellow never."""
 

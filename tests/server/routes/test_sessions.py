@@ -19,7 +19,7 @@ from streamdiff.engine.process.main import _load_runtime
 from streamdiff.server.sessions import manager
 from streamdiff.server.sessions.control_schema import control_message
 from tests.server.conftest import Peer, Site, bearer, open_site
-from tests.server.scripted import CHUNK_FRAMES, Info, Painter
+from tests.server.scripted import CHUNK_FRAMES, INFO, Painter
 from tests.server.webrtc.test_viewers import _colour, _is, _until_colour
 
 pytestmark = pytest.mark.slow
@@ -169,7 +169,7 @@ def test_a_prompt_that_does_not_say_does_to_the_past_what_the_model_was_made_for
             [receipt] = changed.json()["receipts"]
             assert (receipt["kind"], receipt["switch"]) == ("prompt", own)
 
-    _run(scene, Painter(chunk_s=0.01, info=replace(Info(), switch="recache")))
+    _run(scene, Painter(chunk_s=0.01, info=replace(INFO, switch="recache")))
 
 
 def test_what_a_change_may_hold() -> None:

@@ -81,7 +81,7 @@ def test_webrtcbin_plays_the_stream_and_steers_it(server: Server, codec: str) ->
         for colour in ("red", "blue"):
             playing.say(type="prompt", id=colour, prompt=f"a {colour} circle")
             frame = playing.until(shows(colour))
-            assert (frame["width"], frame["height"]) == (256, 256)
+            assert (frame["width"], frame["height"]) == (128, 128)
             later = playing.until(lambda fact, since=frame: fact.get("frame", 0) >= since["frame"] + 40)  # type: ignore[misc]
             assert shows(colour)(later)
             assert later["pts_s"] > frame["pts_s"]

@@ -118,7 +118,7 @@ def test_a_player_of_another_origin_plays_with_a_token(
             message = {"type": "prompt", "id": 1, "prompt": f"a {colour} circle"}
             httpx.post(server.url + "api/control", json=message, headers=shown, timeout=20).raise_for_status()
             seen = until(browser, lambda seen, at=(over, under): shows(seen, *at))  # type: ignore[misc]
-            assert (seen["inbound"]["frameWidth"], seen["inbound"]["frameHeight"]) == (256, 256)
+            assert (seen["inbound"]["frameWidth"], seen["inbound"]["frameHeight"]) == (128, 128)
             before = seen["inbound"]["framesDecoded"]
             until(browser, lambda seen, before=before: seen["inbound"]["framesDecoded"] >= before + 40)  # type: ignore[misc]
         pictures = {tuple(seen["pixels"])}

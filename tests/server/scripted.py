@@ -1,5 +1,5 @@
 """A pipeline that paints instead of computing, behind the real engine process: what the serve tests and the browser
-test run against. `python -m tests.serve.scripted serve ...` is `streamdiff serve` with this pipeline.
+test run against. `python -m tests.server.scripted serve ...` is `streamdiff serve` with this pipeline.
 
 The background is the prompt's last known colour word. A white bar, one frame wide per frame, marks time, and a square
 in the upper right corner what the last prompt did to the past, unless it kept it. With fewer steps than usual a chunk

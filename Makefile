@@ -9,10 +9,12 @@ VENV ?= .venv
 ARGS ?=
 BIN := $(VENV)/bin
 SOURCES := streamdiff tests benchmarks examples
-# What the quick loop leaves out; `make test` runs everything.
+# What the quick loop leaves out; `make test` runs everything but the soak tests.
 QUICK := not slow and not browser and not packaging and not interop
 # They start a browser or another house's viewer; everything else shares the cores.
 ALONE := browser or interop
+# No other folder has such tests (tests/rules/test_markers.py), and need not be looked through for them.
+ALONE_IN := tests/browser tests/interop
 # One more than there are cores: many tests wait, for processes to start and for video to play.
 WORKERS := $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 # Where ARGS choose tests, all of them may be of one kind.
@@ -24,7 +26,7 @@ ifdef PYTHON
 export PYTHON
 endif
 
-.PHONY: help serve test check bench format lint types clean distclean environment test-environment browser
+.PHONY: help serve test side-by-side alone check fast soak bench format lint types clean distclean environment test-environment browser
 
 help: ## list these commands
 	@echo "streamdiff: a prompt becomes live video in your browser"
@@ -38,17 +40,29 @@ help: ## list these commands
 serve: environment ## start the server with the embedded model and open a browser
 	@exec $(BIN)/streamdiff serve $(ARGS)
 
-test: test-environment browser lint types ## everything: style, types, unit, browser and wheel tests
+test: test-environment browser lint ## everything that takes minutes: style, types, unit, browser, wheel tests
+	@$(MAKE) --jobs 2 types side-by-side
+	@$(MAKE) alone
+
+side-by-side:
 	@echo "==> tests, side by side"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips --durations=15 -q -n $(WORKERS) --dist worksteal -m "not ($(ALONE))" $(ARGS) $(NONE)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips --durations=15 -q -n $(WORKERS) --dist loadgroup -m "not ($(ALONE))" $(ARGS) $(NONE)
+
+alone:
 	@echo "==> tests that want the machine to themselves"
 	@without="$$(tools/interop.sh)"; \
-	    $(BIN)/python -m pytest --no-skips --durations=15 -m "($(ALONE))$${without:+ and $$without}" $(ARGS) $(NONE); \
+	    $(BIN)/python -m pytest --no-skips --durations=15 -m "($(ALONE))$${without:+ and $$without}" $(or $(ARGS),$(ALONE_IN)) $(NONE); \
 	    echo "==> all tests passed$${without:+ but those left out here, see above: $$without}"
 
-check: test-environment lint types ## the quick loop: style, types, fast tests
+check: test-environment lint ## the quick loop: style, types, fast tests
+	@$(MAKE) --jobs 2 types fast
+
+fast:
 	@echo "==> fast tests"
-	@$(BIN)/python -m pytest -q -n auto --dist worksteal -m "$(QUICK)" $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "$(QUICK)" $(ARGS)
+
+soak: test-environment browser ## what takes hours: long streams, every number of ranks; writes benchmarks/results/soak.json
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak --durations=15 $(ARGS)
 
 bench: test-environment browser ## measure the live stream in a headless browser and print the figures
 	@$(BIN)/python -m benchmarks.live_browser $(ARGS)

@@ -21,9 +21,11 @@ from benchmarks import report, world_clips
 from benchmarks.world_judge import Verdict, judge
 from streamdiff import clock
 from streamdiff.errors import ConfigError, StreamdiffError
+from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.taehv import TAEHV, Memory
+from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder
 from streamdiff.models.tiny import world
-from streamdiff.models.tiny.model import WEIGHTS, load_decoder
+from streamdiff.models.tiny.model import WEIGHTS
 from streamdiff.models.tiny.training.autoencoder import AUTOENCODER, encode_groups
 
 SUMMARY = "Judge what is left of random clips of the world after encoding and decoding."
@@ -40,7 +42,9 @@ def load_weights(path: Path) -> TAEHV:
         ConfigError: neither of the two is at `path`.
     """
     if path.is_dir():
-        return load_decoder(path, torch.device("cpu")).model.autoencoder
+        decoder = load_decoder(path, torch.device("cpu"))
+        assert isinstance(decoder, TaehvDecoder)
+        return decoder.model.autoencoder
     if path.suffix == ".pt" and path.is_file():
         model = TAEHV(AUTOENCODER)
         model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["model"])

@@ -21,13 +21,12 @@ from torch import Tensor
 from benchmarks import paths, report
 from streamdiff import clock
 from streamdiff.device import pick_device
-from streamdiff.models import model_loader, random_weights
 from streamdiff.models.autoencoder import autoencoder
-from streamdiff.models.autoencoder.stepped_decoder import rgb24, yuv420p
-from streamdiff.models.catalogue import entries
-from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
+from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, rgb24, yuv420p
+from streamdiff.models.spec import parse_size
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
 from streamdiff.pipeline.decode.host_copy import TransferStream, decode_chunk
+from streamdiff.pipeline.runner.torch_compile import one_graph
 
 SUMMARY = "Seconds per chunk of each fast path of the decoder beside the plain one, taking turns."
 PATHS = {"plain": (False, rgb24), "compiled": (True, rgb24), "yuv420": (False, yuv420p), "both": (True, yuv420p)}
@@ -44,7 +43,7 @@ class Run:
         self.decoder, self.at_once = PictureDecoder(decoder, kind), at_once
         begun_s = clock.monotonic_s()
         if compiled:
-            self.decoder.compile(like, at_once)
+            self.decoder.compile(like, at_once, one_graph)
         self.compile_s = clock.monotonic_s() - begun_s
         self.memory, self.lane = self.decoder.new_memory(), TransferStream(like.device)
         self.seconds: list[float] = []
@@ -62,8 +61,6 @@ class Run:
 def load(vae: str, device: torch.device) -> Any:
     """The decoder half of an autoencoder, or of one with random weights, in the dtype that serving has."""
     dtype = torch.float32 if device.type == "cpu" or vae == "tiny" else torch.bfloat16
-    if entries.is_random(vae):
-        return random_weights.decoder(vae, device, dtype)
     return autoencoder.load_decoder(vae, device, dtype)
 
 
@@ -105,7 +102,7 @@ def main() -> int:
     names = paths.chosen(parser, options.paths, PATHS)
     device, head = pick_device(options.device), report.header(warm_up=f"{WARM_UP} chunks")
     torch.set_num_threads(DECODE_THREADS)
-    width, height = model_loader.parse_size(options.size)
+    width, height = parse_size(options.size)
     sample = load(options.vae, device)
     shape = (sample.latent_channels, options.chunk, height // sample.spatial, width // sample.spatial)
     like = torch.zeros(shape, device=device)

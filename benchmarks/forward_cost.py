@@ -1,11 +1,10 @@
 """Operations and bytes of one forward of a Wan transformer, by arithmetic. Pure: no torch, no device.
 
 For one chunk of L tokens in f latent frames, with N blocks of width D and feed-forward width F, that sees S tokens of
-keys (the window, itself included) and T text tokens, C_in and C_out latent channels, patches of p values, time
-embedding of t values:
+keys (the window, itself included) and T text tokens, C_in and C_out latent channels, patches of p values:
 
     embedding                 2 L D C_in p
-    time and modulation       2 f (t D + D^2 + 6 D^2)
+    modulation                2 f 6 D^2              time embeddings are made once per session
     self-attention matrices   N 2 L 4 D^2            query, key, value, output
     self-attention            N 4 L S D              Q K^T and P V
     cross-attention matrices  N 2 L 2 D^2            query, output; keys and values are made once per prompt
@@ -47,17 +46,16 @@ class Ceilings:
     bytes_per_s: float
 
 
-def forward(facts: ModelSizes, kv_context: str) -> list[Part]:
+def forward(sizes: ModelSizes, kv_context: str) -> list[Part]:
     """The parts of a forward of one chunk, window full, with all blocks."""
-    tokens, width, ffn, blocks = facts.tokens, facts.width, facts.ffn_dim, facts.blocks
-    seen, text = tokens * facts.spec.window_chunks(kv_context), facts.text_tokens
-    frames, patch = facts.spec.chunk_latents // facts.patch[0], prod(facts.patch)
-    sizes_in, sizes_out = facts.in_channels * patch, facts.out_channels * patch
+    tokens, width, ffn, blocks = sizes.tokens, sizes.width, sizes.ffn_dim, sizes.blocks
+    seen, text = tokens * sizes.spec.window_chunks(kv_context), sizes.text_tokens
+    frames, patch = sizes.spec.chunk_latents // sizes.patch[0], prod(sizes.patch)
+    sizes_in, sizes_out = sizes.in_channels * patch, sizes.out_channels * patch
     square = width**2 + width  # a square matrix with its bias
-    time = facts.freq_dim * width + width**2 + 6 * width**2
     return [
         Part("embedding", 2.0 * tokens * width * sizes_in, (sizes_in + 1) * width + tokens * (sizes_in + width)),
-        Part("time and modulation", 2.0 * frames * time, time + 8 * width + frames * (facts.freq_dim + 8 * width)),
+        Part("modulation", 12.0 * frames * width**2, 6 * width**2 + 6 * width + 7 * frames * width),
         Part(
             "self-attention matrices",
             blocks * 8.0 * tokens * width**2,
@@ -83,5 +81,5 @@ def forward(facts: ModelSizes, kv_context: str) -> list[Part]:
             blocks * 4.0 * tokens * width * ffn,
             blocks * (2 * width * ffn + ffn + width + 2 * tokens * (width + ffn)),
         ),
-        Part("output layer", 2.0 * tokens * width * sizes_out, facts.output_values + tokens * (width + sizes_out)),
+        Part("output layer", 2.0 * tokens * width * sizes_out, sizes.output_values + tokens * (width + sizes_out)),
     ]

@@ -26,14 +26,14 @@ from torch import Tensor
 
 from benchmarks.stream_case import CONTEXTS, DECODERS
 from streamdiff.config import ModelConfig
-from streamdiff.models import random_weights, resolve
-from streamdiff.models.autoencoder.stepped_decoder import yuv420p
+from streamdiff.models.autoencoder.autoencoder import load_decoder
+from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, yuv420p
 from streamdiff.models.model_loader import ModelLoader
 from streamdiff.models.transformer.wan import Tokens, WanDenoiser, attend
 from streamdiff.models.transformer.weights import kept_dtype
 from streamdiff.pipeline.build import load_runtime
-from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
 from streamdiff.pipeline.runner.stage_forward import Tensors
+from streamdiff.pipeline.runner.torch_compile import one_graph
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
@@ -66,7 +66,7 @@ def latents_of(runtime: StreamingPipeline, chunks: int) -> Tensor:
     ring.open(_SESSION, text, seed=1, epoch=0, steps=info.steps, kv_context=info.kv_context)
     found: list[Tensor] = []
     while len(found) < chunks:
-        ring.scheduler.set_room(_SESSION, 10**6)
+        ring.scheduler.set_frame_credit(_SESSION, 10**6)
         found += [done.latents for done in ring.turn(1.0)[1]]
     ring.close(_SESSION)
     ring.turn()
@@ -84,7 +84,7 @@ def played(**values: object) -> Tensor:
 
 def same_as_cpu(context: str, device: torch.device) -> str:
     """Latents of a stream in float32, window full and beyond."""
-    got = played(device=device.type, dtype="float32", kv_context=context)
+    got = played(device=device.type, dtype="float32", kv_context=context, preset="plain")
     return _held(off_by(got, played(device="cpu", dtype="float32", kv_context=context)), _LATENTS_OFF)
 
 
@@ -94,8 +94,8 @@ def fast_as_plain(context: str, device: torch.device) -> str:
     field = ModelConfig.model_fields.get(FAST)
     if field is None:
         raise NotHere(f"there is no model.{FAST} in this version")
-    values = [value for value in get_args(field.annotation) if value != OFF]
-    plain = played(device=device.type, dtype="float32", kv_context=context, **{FAST: OFF})
+    values = [value for value in get_args(field.annotation) if value not in (OFF, "auto")]
+    plain = played(device=device.type, dtype="float32", kv_context=context, preset="plain", **{FAST: OFF})
     told = []
     for value, clean_pass in product(values, ("alone", "with-next") if context == "clean" else ("alone",)):
         got = played(device=device.type, dtype="float32", kv_context=context, clean_pass=clean_pass, **{FAST: value})
@@ -107,14 +107,14 @@ def two_sessions(context: str, device: torch.device) -> str:
     """Latents of two sessions at once on the fast path against the plain one, in float32; on CUDA the caches of both
     have captured graphs."""
     values = {"device": device.type, "dtype": "float32", "kv_context": context}
-    plain, _ = _both(ModelConfig.model_validate({**values, FAST: OFF}))
-    got, captured = _both(ModelConfig.model_validate({**values, FAST: "on"}))
+    plain, _ = two_streams(ModelConfig.model_validate({**values, "preset": "plain"}))
+    got, captured = two_streams(ModelConfig.model_validate({**values, FAST: "on", "clean_pass": "alone"}))
     if device.type == "cuda" and captured != 2:
         raise AssertionError(f"{captured} of 2 sessions have captured graphs")
     return f"{captured} of 2 sessions captured, {_held(off_by(got, plain), _LATENTS_OFF)}"
 
 
-def _both(config: ModelConfig) -> tuple[Tensor, int]:
+def two_streams(config: ModelConfig) -> tuple[Tensor, int]:
     """The first chunks of two sessions that take turns, `[2, chunks, C, F, h, w]`; of how many there are graphs."""
     runtime = load_runtime(config)
     try:
@@ -125,7 +125,7 @@ def _both(config: ModelConfig) -> tuple[Tensor, int]:
             ring.open(name, text, seed=name, epoch=0, steps=info.steps, kv_context=info.kv_context)
         while min(map(len, found.values())) < _CHUNKS:
             for name in found:
-                ring.scheduler.set_room(name, 10**6)
+                ring.scheduler.set_frame_credit(name, 10**6)
             for row, latents in ring.turn(1.0)[1]:
                 found[row.session].append(latents.clone())
         compiled = ring.stage.compiled
@@ -137,11 +137,11 @@ def _both(config: ModelConfig) -> tuple[Tensor, int]:
 
 def decoder_as_cpu(name: str, device: torch.device) -> str:
     """Pictures of the same weights, the CPU's copied to the device, in float32."""
-    own: Any = random_weights.decoder(DECODERS[name], CPU, torch.float32)
+    own: Any = load_decoder(DECODERS[name], CPU)
     latents = torch.randn(1, 16, 3, 8, 12, generator=torch.Generator().manual_seed(0))
-    expected = own.decode(latents, own.new_memory())
+    expected = PictureDecoder(own).decode(latents, own.new_memory())
     moved = type(own)(_moved(own, device))
-    got = moved.decode(latents.to(device), moved.new_memory()).cpu()
+    got = PictureDecoder(moved).decode(latents.to(device), moved.new_memory()).cpu()
     off = int((got.int() - expected.int()).abs().max())
     return _held(off, _PICTURES_OFF, "levels of 255")
 
@@ -150,16 +150,16 @@ def decoder_graphs(name: str, device: torch.device) -> str:
     """A stream's pictures in YUV420 by the compiled decoder, channels last, against the plain one's, in float32."""
     if device.type != "cuda":
         raise NotHere("on a CPU tests/pipeline/decode/test_compiled_decoder.py compiles small ones")
-    plain: Any = random_weights.decoder(DECODERS[name], device, torch.float32)
+    plain: Any = load_decoder(DECODERS[name], device)
     plain.lay_out(channels_last=False)
     chunks = torch.randn(3, 1, 16, 3, 8, 12, generator=torch.Generator().manual_seed(0)).to(device)
     memory = plain.new_memory()
-    pictures = torch.cat([plain.decode(chunk, memory) for chunk in chunks])
+    pictures = torch.cat([PictureDecoder(plain).decode(chunk, memory) for chunk in chunks])
     expected = yuv420p(pictures.permute(0, 3, 1, 2).float())
-    fast: Any = random_weights.decoder(DECODERS[name], device, torch.float32)
+    fast: Any = load_decoder(DECODERS[name], device)
     fast.lay_out(channels_last=True)
     decoder = PictureDecoder(fast, yuv420p)
-    decoder.compile(chunks[0, 0], 3)
+    decoder.compile(chunks[0, 0], 3, one_graph)
     memory = decoder.new_memory()
     with torch.compiler.set_stance("fail_on_recompile"):
         got = torch.cat([decoder.decode(chunk, memory) for chunk in chunks])
@@ -180,8 +180,7 @@ def _moved(decoder: Any, device: torch.device) -> Any:
 def blocks_as_cpu(dtype_name: str, device: torch.device) -> str:
     """Two blocks of Wan 1.3B and 1,560 tokens, against float32 on the CPU: a wrong kernel gives noise here."""
     dtype = getattr(torch, dtype_name)
-    loader = ModelLoader(resolve.find(ModelConfig(name="random:wan2.1-1.3b")), CPU)
-    plain = loader.transformer(torch.float32, (0, 2))
+    plain = ModelLoader(ModelConfig(name="random:wan2.1-1.3b"), CPU).transformer((0, 2))
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 1560, plain.width, generator=generator)
     time = torch.randn(1, 1, plain.width, generator=generator)
@@ -205,7 +204,7 @@ def no_host_sync(context: str, device: torch.device) -> str:
     """Turns of the ring with torch raising where the host waits for the device."""
     if device.type != "cuda":
         raise NotHere("on a CPU nothing waits")
-    runtime = load_runtime(ModelConfig.model_validate({"device": "cuda", "kv_context": context}))
+    runtime = load_runtime(ModelConfig.model_validate({"device": "cuda", "kv_context": context, "preset": "plain"}))
     try:
         latents_of(runtime, _CHUNKS)
         torch.cuda.set_sync_debug_mode("error")
@@ -223,7 +222,9 @@ def no_memory_taken(context: str, device: torch.device) -> str:
     which has a table of rotary factors; and nothing at all is asked of the driver."""
     if device.type != "cuda":
         raise NotHere("on a CPU tests/pipeline/runner/test_cuda_graph_cache.py sees the operations of a replay")
-    runtime = load_runtime(ModelConfig.model_validate({"device": "cuda", "kv_context": context, FAST: "on"}))
+    runtime = load_runtime(
+        ModelConfig.model_validate({"device": "cuda", "kv_context": context, FAST: "on", "clean_pass": "alone"})
+    )
     try:
         latents_of(runtime, _CHUNKS)
         stage, taken = runtime.ring.stage, list[int]()
@@ -257,7 +258,7 @@ def _turns(runtime: StreamingPipeline, chunks: int) -> int:
         ring.turn()
     done = count = 0
     while done < chunks:
-        ring.scheduler.set_room(_SESSION + 1, 10**6)
+        ring.scheduler.set_frame_credit(_SESSION + 1, 10**6)
         rows, finished = ring.turn()
         done, count = done + len(finished), count + len(rows)
     return count

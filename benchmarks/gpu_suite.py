@@ -1,9 +1,11 @@
 """On a CUDA machine: is everything right there, and if so, how fast is it? One command, within a time.
 
-First the checks (`gpu_check.py`): the same latents and pictures as on the CPU, the fast path against the plain one, no
-micro-step in which the host waits for the device, the tests that need a GPU. Then the presets, the most wanted first.
-What a check has found wrong is not measured: cases with that KV context, that decoder, or, where a fast path is wrong,
-with it. A host that waits is told and measured all the same: it is slow, not wrong.
+First contact, where there are several GPUs (`tests/gpu/nccl_ring.py`): how they are linked, what NCCL uses, an order
+of connecting that must lock and the one that must not, whole rings. Then the checks (`gpu_check.py`): the same latents
+and pictures as on the CPU, the fast path against the plain one, no micro-step in which the host waits for the device,
+the tests that need a GPU. Then the presets, the most wanted first. What a check has found wrong is not measured: cases
+with that KV context, that decoder, or, where a fast path is wrong, with it. A host that waits is told and measured all
+the same: it is slow, not wrong.
 
 Everything that is measured is written at once, so an end of any kind loses only what was under way.
 """
@@ -33,15 +35,17 @@ EPILOG = """examples:
   python -m benchmarks.gpu_suite --out results/h200 --checks-only
   python -m benchmarks.gpu_suite --out results/rehearsal --device cpu --only tiny   the suite itself, without a GPU
 
-Writes into --out: checks.json, fps_ttff.json and .png, throughput.json, profile/. Exit code 0: all checks hold and all
-cases are measured; 1: not all, see what is printed; 2: there is no CUDA device.
+Writes into --out: nccl/, checks.json, fps_ttff.json and .png, throughput.json, profile/. Exit code 0: all checks hold
+and all cases are measured; 1: not all, see what is printed; 2: there is no CUDA device.
 """
 _CHECK_S, _CASE_S, _LEAST_S = 300.0, 420.0, 60.0
 _COMPILED_S = 900.0
 """For a case whose graphs are made first: one for every filled window, of all blocks."""
 FAST = ("--compile", "on", "--clean-pass", "with-next")
-"""What makes a case with KV context `clean` as fast as it gets."""
-_TESTS = "tests"
+"""What makes a case with KV context `clean` as fast as it gets, and what is on by default."""
+PLAIN = ("--compile", "off", "--clean-pass", "alone")
+"""Without it."""
+_TESTS, _CONTACT = "tests", "contact"
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,12 @@ class Deadline:
         return min(most_s, self._end_s - clock.monotonic_s())
 
 
-def check(name: str, device: str, limit_s: float) -> Found:
-    """Carry out one check in a process of its own."""
+def check(name: str, device: str, limit_s: float, log: Path | None = None) -> Found:
+    """Carry out one check in a process of its own; first contact writes into `log`."""
     words = ["-m", "benchmarks.gpu_check", name, "--device", device]
+    if name == _CONTACT:
+        words = ["-m", "tests.gpu.nccl_ring", "--stages", str(min(4, torch.cuda.device_count()))]
+        words += ["--log", str(log)] if log is not None else []
     if name == _TESTS:
         words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"]
     try:
@@ -130,7 +137,8 @@ def wanted(device: str, gpus: int, only: Sequence[str], amount: Amount) -> list[
     found: dict[str, Case] = {}
     for words in lines:
         if not only or words[1].removesuffix("-all") in only:
-            options = fps_ttff.parser().parse_args([*words, "--device", device])
+            path = () if words[-len(FAST) :] == list(FAST) else PLAIN
+            options = fps_ttff.parser().parse_args([*words, *path, "--device", device])
             for case in stream_options.cases_of(options):
                 found.setdefault(case.label, replace(case, amount=amount))
     return list(found.values())
@@ -219,9 +227,11 @@ def run(options: argparse.Namespace) -> int:
     """Checks, then cases, then the floor of the first one with a fast path; returns the exit code."""
     deadline = Deadline(options.minutes)
     found: list[Found] = []
-    for name in () if options.no_checks else (*gpu_check.NAMES, _TESTS):
+    contact = [_CONTACT] if options.device == "cuda" and torch.cuda.device_count() > 1 else []
+    for name in () if options.no_checks else (*contact, *gpu_check.NAMES, _TESTS):
         limit_s = deadline.left_s(_CHECK_S)
-        each = check(name, options.device, limit_s) if limit_s > 1 else Found(name, None, "no time left")
+        log = (options.out / "nccl").resolve()
+        each = check(name, options.device, limit_s, log) if limit_s > 1 else Found(name, None, "no time left")
         found.append(each)
         print(
             f"{ {True: 'holds ', False: 'WRONG ', None: 'untried'}[each.holds]:8} {each.name}: {each.told}", flush=True

@@ -51,7 +51,7 @@ class Run:
         self._rest()
         begun_s, end = clock.monotonic_s(), len(self.latents) + chunks
         while len(self.latents) < end:
-            self.ring.scheduler.set_room(0, 2 * self.ring.scheduler.chunk_frames)
+            self.ring.scheduler.set_frame_credit(0, 2 * self.ring.scheduler.chunk_frames)
             self.latents += [latents for _, latents in self.ring.turn()[1]]
         self._rest()
         self.seconds.append((clock.monotonic_s() - begun_s) / chunks)
@@ -98,7 +98,8 @@ def main() -> int:
     loader = RankLoader(config, device)
     options.steps = loader.steps
     head = report.header(warm_up=f"a window of chunks and {WARM_UP} more")
-    model = loader.load_model()
+    model = loader.load().model
+    assert isinstance(model, Model)
     with paths.no_compiled_code():
         rows = measure(model, device, names, options.steps, options.rounds, options.chunks)
     paths.tell(rows, head, options)

@@ -52,7 +52,7 @@ def rollout(
             if pending[i] and ring.scheduler.next_chunk(i) == pending[i][0][0]:
                 chunk, texts = pending[i].pop(0)
                 ring.set_text(i, chunk, model.text.encode(texts[i]))
-            ring.scheduler.set_room(i, model.spec.room(ring.scheduler.next_chunk(i)))
+            ring.scheduler.set_frame_credit(i, model.spec.admitted_frames(ring.scheduler.next_chunk(i)))
         for row, latents in ring.turn()[1]:
             left[row.session] = max(0, chunks - 1 - row.chunk)
             if row.chunk < chunks and (keep is None or row.chunk in keep):

@@ -48,7 +48,7 @@ def measure(plan: Plan, context: str) -> list[float]:
     samples = []
     for decision in range(plan.decisions + plan.decisions // 10):
         for session in range(plan.sessions):
-            scheduler.set_room(session, CHUNK_FRAMES * (1 + (7 * decision + 3 * session) % 5))
+            scheduler.set_frame_credit(session, CHUNK_FRAMES * (1 + (7 * decision + 3 * session) % 5))
         back = ring.popleft() if len(ring) == plan.stages else []
         begin_s = clock.monotonic_s()
         for row in back:

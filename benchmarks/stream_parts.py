@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from streamdiff import clock
-from streamdiff.models.random_weights import DrawnText
+from streamdiff.models.random_weights import RandomText
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.runner.sampler import Finished
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from streamdiff.server.media.codecs import Format, probe
+from streamdiff.server.media.codecs import Format, available
 from streamdiff.server.media.encoder import PictureEncoder
 from streamdiff.video.pixel_format import size_of
 
@@ -59,7 +59,7 @@ def measure(
     device = runtime.ring.stage.device
     parts: Parts = {}
     remarks: list[str] = []
-    if isinstance(runtime.text, DrawnText):
+    if isinstance(runtime.text, RandomText):
         remarks.append(
             "text_s: there is no text encoder, embeddings are drawn; ttff_s and control_p50_s have none in them"
         )
@@ -106,7 +106,7 @@ def turns(runtime: StreamingPipeline, rounds: int, device: torch.device) -> tupl
         return len(latents) >= rounds and len(times["clean"]) + len(times["fused"]) >= passes
 
     while not enough() and clock.monotonic_s() < end_s:
-        ring.scheduler.set_room(SESSION, 10**6)
+        ring.scheduler.set_frame_credit(SESSION, 10**6)
         took_s, (rows, finished) = timed(device, partial(_around, ring))
         if rows and min(row.chunk for row in rows) > full:
             times[name_of(rows)].append(took_s)
@@ -119,7 +119,7 @@ def turns(runtime: StreamingPipeline, rounds: int, device: torch.device) -> tupl
 def _around(ring: RingExecutor) -> tuple[list[MicroStep], list[Finished]]:
     """The rows that enter next, none or those of one forward, and what is finished when they are back."""
     rows, finished = ring.turn()
-    return rows, finished + ring.come_round(_LIMIT_S)
+    return rows, finished + ring.await_returns(_LIMIT_S)
 
 
 def name_of(rows: Sequence[MicroStep]) -> str:
@@ -153,7 +153,7 @@ def _decode(
 
 def _encode(chunks: Sequence[Tensor], fps: float) -> tuple[str, list[float]]:
     """The best codec there is, and seconds of each chunk's pictures, one after the other; the first does not count."""
-    codec = probe()[0]
+    codec = available()[0]
     height, width = size_of(chunks[0].shape[1:])
     encoder = PictureEncoder(codec, Format(width, height, fps))
     times, pts = [], 0

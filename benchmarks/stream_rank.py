@@ -26,6 +26,7 @@ from benchmarks import stream_parts
 from benchmarks.stream_case import Case
 from benchmarks.stream_figures import Arrival, Prompt, Raw, Run
 from streamdiff import clock
+from streamdiff.device import own_device
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Accepted, Close, Event, FrameBatch, Open, Refused, SetPrompt, Shown
 from streamdiff.engine.process.ipc import EXIT_CONFIG
@@ -33,7 +34,7 @@ from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.pipeline import worker_main
 from streamdiff.pipeline.build import load_runtime
 from streamdiff.pipeline.profiler import CHUNKS, Profiler
-from streamdiff.pipeline.rank_loader import RankLoader, own_device
+from streamdiff.pipeline.rank_loader import RankLoader
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 CASE, RAW = "case.json", "raw.json"
@@ -163,7 +164,7 @@ def _prompts(player: Player, runtime: StreamingPipeline, count: int, bar: Bar) -
 def _text(runtime: StreamingPipeline, number: int) -> str:
     """A prompt unlike those before it, which no cache knows."""
     examples = runtime.text.examples
-    return examples[number % len(examples)] if runtime.info.name == "tiny" else f"{examples[0]} (take {number})"
+    return examples[number % len(examples)] if runtime.info.model == "tiny" else f"{examples[0]} (take {number})"
 
 
 def _profile(runtime: StreamingPipeline, case: Case, folder: Path) -> Engine:
@@ -193,7 +194,7 @@ def _lead(folder: Path, case: Case) -> None:
 
 def _follow(folder: Path, case: Case, rank: int) -> None:
     """Any other rank; its memory counts from its start."""
-    worker_main.follow(case.config)
+    worker_main.run_worker(case.config)
     told = {"peak_bytes": peak_bytes(own_device(case.config.device)), "threads": torch.get_num_threads()}
     (folder / f"rank-{rank}.json").write_text(json.dumps(told))
 

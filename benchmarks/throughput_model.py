@@ -19,10 +19,11 @@ from tqdm import tqdm
 from benchmarks import fps_ttff, report, stream_case, stream_options, stream_parts, stream_plot
 from benchmarks.forward_cost import Ceilings, Part, forward
 from benchmarks.stream_case import Case
+from streamdiff.device import own_device, pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.build import load_runtime
 from streamdiff.pipeline.output import ModelInfo
-from streamdiff.pipeline.rank_loader import RankLoader, own_device
+from streamdiff.pipeline.rank_loader import RankLoader
 
 EPILOG = """examples:
   python -m benchmarks.throughput_model                                  the embedded model
@@ -156,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream_plot.check(options.plot)
         device = own_device(cases[0].config.device)
         torch.set_num_threads(cases[0].config.threads)
-        dtype = RankLoader(cases[0].config, device).dtype
+        dtype = pick_dtype(cases[0].config.dtype, device)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return fps_ttff.USAGE

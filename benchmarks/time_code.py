@@ -16,9 +16,6 @@ from numpy.typing import NDArray
 
 from streamdiff import clock
 from streamdiff.config import Config, PlaybackConfig, ServeConfig
-from streamdiff.engine.process import main as engine_main
-from streamdiff.engine.process.engine_process import EngineProcess
-from streamdiff.server import main as server
 from tests.server import scripted
 
 COLUMNS, ROWS = 16, 2
@@ -98,7 +95,11 @@ class ClockPainter(scripted.Painter):
 def main() -> int:
     """`serve`: a whole server. Anything else: the engine process of one."""
     if sys.argv[1] != "serve":
-        return engine_main.main(load=partial(scripted.load, painter=ClockPainter(chunk_s=0.02)))
+        return scripted.paint(ClockPainter(chunk_s=0.02))
+    # The web server's half is for its own process, engines start without.
+    from streamdiff.engine.process.engine_process import EngineProcess
+    from streamdiff.server import main as server
+
     parser = argparse.ArgumentParser()
     parser.add_argument("command")
     parser.add_argument("--lead", type=float, default=PlaybackConfig().lead_s)

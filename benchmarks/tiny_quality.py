@@ -355,7 +355,7 @@ def load_subject(folder: Path, device: torch.device, frames: Callable[[Tensor], 
     from benchmarks.rollout import rollout
     from streamdiff.models.tiny import model as tiny
 
-    loaded = tiny.load(folder, device)
+    loaded = tiny.load_model(folder, device)
     decoder = loaded.decoder
     assert decoder is not None, "the whole model was loaded"
 

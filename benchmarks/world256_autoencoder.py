@@ -19,8 +19,9 @@ from tqdm import tqdm
 from benchmarks import report, world_clips
 from benchmarks.world256_judge import ATTRIBUTES, Verdict, describe, judge
 from streamdiff.errors import ConfigError, StreamdiffError
+from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.taehv import TAEHV, Memory
-from streamdiff.models.tiny.model import load_decoder
+from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder
 from streamdiff.models.tiny.training.autoencoder import encode_groups
 from streamdiff.models.tiny.world256.prompts import canonical
 from streamdiff.models.tiny.world256.render import render
@@ -44,7 +45,9 @@ def load_weights(path: Path) -> TAEHV:
         ConfigError: none of the three is at `path`.
     """
     if (path / "vae").is_dir():
-        return load_decoder(path, torch.device("cpu")).model.autoencoder
+        decoder = load_decoder(path, torch.device("cpu"))
+        assert isinstance(decoder, TaehvDecoder)
+        return decoder.model.autoencoder
     file = path / "autoencoder.pt" if path.is_dir() else path
     if file.suffix == ".pt" and file.is_file():
         model = TAEHV(AUTOENCODER)

@@ -148,7 +148,7 @@ def main() -> int:
     parser.add_argument("--kv-context", default="staircase", help="staircase (default): one stream fills the ring")
     parser.add_argument("--decode", default="head", help="rank that decodes: head (default), last or own-rank")
     parser.add_argument("--steps", type=int, help="denoise steps per chunk (default: the model's own)")
-    parser.add_argument("--compile", default="off", help="on: every rank makes graphs of its blocks first")
+    parser.add_argument("--compile", default="auto", help="on: every rank makes graphs first (auto: with CUDA)")
     parser.add_argument("--device", default="auto")
     parser.add_argument(
         "--serve", action="store_true", help="also show it live, until Ctrl-C; made while somebody watches"

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from streamdiff.config import ModelConfig
+from streamdiff.config import PROMPT_POLICIES, ModelConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import (
     Accepted,
@@ -39,13 +39,14 @@ from streamdiff.engine.messages import (
 )
 from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
+from streamdiff.heavy_import import heavy_import
 
 Frame = NDArray[np.uint8]
 """One picture: uint8 `[H, W, 3]`, RGB."""
 
 _NAME = "stream"
 # Chunks made ahead of what is taken: the second is computed while the first is decoded.
-_LEAD_CHUNKS = 2
+_MAX_AHEAD_CHUNKS = 2
 _STEP_WAIT_S = 0.05
 
 _AnswerT = TypeVar("_AnswerT", Accepted, Opened)
@@ -59,8 +60,8 @@ class StreamSession:
     may be called from other threads than the one that iterates.
     """
 
-    def __init__(self, pipeline: Pipeline, prompt: str, *, seed: int = 0) -> None:
-        """Take over `pipeline`, and close it at the end.
+    def __init__(self, pipeline: Pipeline, prompt: str | None, *, seed: int = 0) -> None:
+        """Take over `pipeline`, and close it at the end. With None nothing is made before `restart`.
 
         Raises:
             RequestError: a prompt or seed that cannot be used; the pipeline is closed then.
@@ -72,20 +73,38 @@ class StreamSession:
         """Frames that are made together."""
         self.width: int = info.width
         self.height: int = info.height
-        self._engine = Engine(pipeline, _LEAD_CHUNKS * info.chunk_frames)
+        self._engine = Engine(pipeline, _MAX_AHEAD_CHUNKS * info.chunk_frames)
         self._lock = threading.Lock()
         self._frames: deque[Frame] = deque()
         self._made = 0
         self._numbers = count()
         self._answers: dict[str, Accepted | Opened | Refused] = {}  # by request
         self._resets: set[str] = set()
-        self._closed = False
+        self._closed = self._is_open = False
+        self.text, self.notice, self._switch = "", "", PROMPT_POLICIES[0]
+        if prompt is None:
+            return
         try:
-            opened = self._ask(Open(_NAME, prompt, seed), "", Opened)
-            self.text, self.notice, self._switch = opened.text, opened.notice, opened.switches[0]
+            self.restart(prompt, seed=seed)
         except BaseException:
             self.close()
             raise
+
+    def restart(self, prompt: str, *, seed: int = 0) -> None:
+        """End the stream, and begin another on the same model: it gives what `streamdiff.open` would. Frames not taken
+        yet are dropped.
+
+        Raises:
+            RequestError: a prompt or seed that cannot be used; there is no stream then.
+        """
+        if self._is_open:
+            self._tell(Close(_NAME))
+        self._is_open = False
+        self._frames.clear()
+        self._made = 0
+        opened = self._ask(Open(_NAME, prompt, seed), "", Opened)
+        self.text, self.notice, self._switch = opened.text, opened.notice, opened.switches[0]
+        self._is_open = True
 
     # ---- frames -------------------------------------------------------------------------------------------------
 
@@ -114,8 +133,9 @@ class StreamSession:
     def prompt(self, text: str, switch: str | None = None) -> str:
         """Change what is shown, from the next chunk on. Returns the model's remark on the prompt, or "".
 
-        `switch` says what becomes of the past: `keep` it, `recache` it under the new prompt, `flush` all but the first
-        chunks, or `reset`: begin afresh. None: what the model was made for; the embedded one has `keep`.
+        `switch` says what becomes of the past: `keep` it, `recache` it under the new prompt (in one forward; chunk by
+        chunk with `recache-causal`), `flush` all but the first chunks, or `reset`: begin afresh. None: what the model
+        was made for; the embedded one has `keep`.
 
         Waits until the prompt is encoded; frames may be taken in another thread meanwhile.
 
@@ -226,11 +246,17 @@ class ModelOptions(TypedDict, total=False):
     weights, lora, vae, text_encoder: paths of parts in place of the model's own; `vae` may be a name such as `taew2_1`.
     text_device: where a large text encoder runs, `cpu` or `cuda`; default: on a GPU that has three times its size free.
     dtype: `float32` or `bfloat16`; default: bfloat16 on CUDA.
-    attention: kernel, `auto` or one that `streamdiff doctor` lists; tried out when the model is loaded.
-    quantize: the blocks' linear layers in 8 bits, `none`, `fp8` (recent NVIDIA GPUs) or `int8`; needs torchao.
+    preset: `plain`: none of the fast paths that CUDA has by default; `fast`: also the small autoencoder and the fewest
+        steps. Other options win over it.
+    attention: kernel that `streamdiff doctor` lists, tried out when the model is loaded; default: on CUDA the fastest.
+    quantize: the blocks' linear layers in 8 bits, `none`, `fp8` (recent NVIDIA GPUs), `int8`, or `auto`: fp8 where it
+        is faster; needs torchao.
+    offload: `blocks` keeps the transformer's blocks in host memory and copies them one ahead, for cards that are too
+        small; default `none`.
     compile: `on` makes graphs of the transformer first, or finds those of an earlier start on disk, and runs these;
-        default `off`.
-    clean_pass: `alone` (default), or `with-next`: one forward less for each chunk, KV context `clean` only.
+        default: `on` with CUDA, else `off`.
+    clean_pass: `alone`, or `with-next`: one forward less for each chunk, KV context `clean` only; default: `with-next`
+        on one CUDA device, else `alone`.
     size: `WIDTHxHEIGHT` in pixels; default: the model's own.
     device: `auto`, `cpu` or `cuda`.
     steps: denoise steps per chunk, of those the model has; default: what it was made for. The embedded one has 4 and 2.
@@ -251,9 +277,11 @@ class ModelOptions(TypedDict, total=False):
     vae: str
     text_encoder: str
     text_device: str
+    preset: str
     dtype: str
     attention: str
     quantize: str
+    offload: str
     compile: str
     clean_pass: str
     size: str
@@ -289,7 +317,8 @@ def _model_config(options: Mapping[str, object]) -> ModelConfig:
 
 def load(config: ModelConfig) -> Pipeline:
     """The model, loaded and warm; what a `StreamSession` takes over."""
-    from streamdiff.pipeline.build import load_pipeline  # imports torch
+    with heavy_import():
+        from streamdiff.pipeline.build import load_pipeline  # imports torch
 
     return load_pipeline(config)
 
@@ -320,9 +349,10 @@ def follow(**options: Unpack[ModelOptions]) -> None:
         ConfigError: an option that cannot be used, or ranks that are not alike.
     """
     config = _model_config(options)
-    from streamdiff.pipeline import worker_main  # imports torch
+    with heavy_import():
+        from streamdiff.pipeline import worker_main  # imports torch
 
-    worker_main.follow(config)
+    worker_main.run_worker(config)
 
 
 def stream(

@@ -1,4 +1,4 @@
-"""What is written is whole, or is not there: targets, a temporary name beside them, and an end that was asked for."""
+"""Atomic writes: a temporary name beside the target, moved into place when complete; clean-up on SIGTERM."""
 
 from __future__ import annotations
 

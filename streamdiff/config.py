@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ipaddress import ip_network
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -11,7 +11,12 @@ EMBEDDED = "tiny"
 """The model that comes with the package."""
 
 
-KVContext = Literal["clean", "staircase", "matched"]
+KVContext = Literal["clean", "staircase", "matched", "anchored"]
+PromptPolicy = Literal["keep", "recache", "recache-causal", "flush", "reset"]
+"""What a new prompt does to the past: all of it stays as it was cached; it is cached again under the new prompt, in one
+forward or chunk by chunk; only the oldest chunks that always stay (the sink) are kept; or the stream begins afresh."""
+RECACHES = ("recache", "recache-causal")
+PROMPT_POLICIES: tuple[str, ...] = get_args(PromptPolicy)
 
 
 # What a browser sends as Origin, or * for every page there is.
@@ -32,7 +37,7 @@ Proxy = Annotated[str, AfterValidator(_network)]
 
 # fmt: off
 Attention = Literal[
-    "auto", "math", "flash", "efficient", "cudnn",
+    "auto", "sdpa", "math", "flash", "efficient", "cudnn", "fa3", "fa4",
     "flash_2", "flash_3", "flash_2_hub", "flash_3_hub", "flash_4_hub", "sage", "sage_fp16", "sage_hub", "xformers",
 ]
 
@@ -55,76 +60,85 @@ def _tuple(value: object) -> object:
 class ModelConfig(_Section):
     """Which weights run, where, and how."""
 
-    name: str = Field(EMBEDDED, description="`tiny`, a name of `streamdiff models`, or a folder in the embedded layout")
-    weights: str | None = Field(
-        None, description="the transformer's checkpoint; without `name`, the model is the one whose it is"
-    )
-    lora: str | None = Field(
-        None, description="FILE or FILE:SCALE, merged into the weights; instead of the published one"
-    )
-    vae: str | None = Field(None, description="the autoencoder: a folder, a file or a name such as taew2_1")
-    text_encoder: str | None = Field(
-        None, description="a folder in diffusers' or original Wan's layout with encoder and tokenizer, or Wan's .pth"
-    )
-    text_device: Literal["cpu", "cuda"] | None = Field(
-        None,
-        description="where a large text encoder runs; default: cuda where it takes a third of what is free, or less",
-    )
-    keep_text_encoder: bool = Field(True, description="keep its weights in memory, or read them again for every text")
-    keep_embeddings: bool = Field(
-        True, description="keep prompts' embeddings of a large text encoder on disk too, in the user's cache folder"
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on cuda, float32 on cpu")
-    attention: Attention = Field("auto", description="attention kernel, tried out at the start; auto: torch's choice")
-    quantize: Literal["none", "fp8", "int8"] = Field(
-        "none", description="the blocks' linear layers in 8 bits: fp8 on recent NVIDIA GPUs, int8 anywhere"
-    )
-    compile: Annotated[Literal["off", "on"], BeforeValidator(_switch)] = Field(
-        "off", description="run compiled graphs of transformer and decoder; made at the first start, then kept on disk"
-    )
-    size: str | None = Field(None, description="WIDTHxHEIGHT of the picture; default: the model's own")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")
-    threads: int = Field(1, ge=1, le=64, description="CPU threads of the transformer; decoding has one of its own")
-    steps: int | None = Field(
-        None, ge=1, le=50, description="denoise steps per chunk, of those the model has; default: what it was made for"
-    )
-    timesteps: Annotated[tuple[float, ...] | None, BeforeValidator(_tuple)] = Field(
-        None, description="what a model that the catalogue does not know is told at each of its steps, 1000 to 0"
-    )
-    chunk_latents: int | None = Field(
-        None, ge=1, description="latent frames of a chunk, of a model that the catalogue does not know"
-    )
-    kv_context: KVContext = Field("clean", description="what a chunk sees of earlier chunks (docs/design.md)")
-    clean_pass: Literal["alone", "with-next"] = Field(
-        "alone", description="with-next: one forward for it and the next chunk's first step, where there is room for it"
-    )
-    window: int | None = Field(
-        None, ge=1, description="latent frames a chunk can see, sink and itself included; default: the model's own"
-    )
-    sink: int | None = Field(None, ge=0, description="first latent frames that stay in sight; default: the model's own")
-    rope: Literal["absolute", "relative"] | None = Field(
-        None, description="positions from the stream's beginning, or the sink next to the window; default: the model's"
-    )
-    stages: int = Field(1, ge=1, le=64, description="ranks over which the transformer's blocks are split")
-    decode: Literal["head", "last", "own-rank"] = Field("head", description="which rank of a ring decodes")
-    decode_at_once: int | None = Field(
-        None, ge=1, le=64, description="latent frames per call of the decoder; default: 1 on cpu, a chunk on cuda"
-    )
-    decode_layout: Literal["auto", "channels-last", "contiguous"] = Field(
-        "auto", description="how pictures lie in the decoder; auto: channels-last, but for Wan's on a cpu"
-    )
-    link: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl between GPUs, else gloo")
-    hang_s: float = Field(
-        60.0, ge=1, description="a rank that is silent, or at one forward (or its GPU is), so long hangs"
-    )
-    profile: str | None = Field(None, description="measured times to split the blocks by; default: measure at start")
-    trace: str | None = Field(None, description="a folder for a profiler's trace of some chunks, which are slower then")
-    trace_chunks: int | None = Field(None, ge=1, le=100, description="chunks of that trace; default: 4")
-    memory_gb: float | None = Field(None, gt=0, description="for sessions' caches, per rank; default: what is free")
+    name: str = EMBEDDED
+    """`tiny`, a name of `streamdiff models`, or a folder in the embedded layout."""
+    weights: str | None = None
+    """The transformer's checkpoint; without `name` the model is recognised by it."""
+    lora: str | None = None
+    """FILE or FILE:SCALE, merged into the weights; instead of the published one."""
+    vae: str | None = None
+    """The autoencoder: a folder, a file or a name such as taew2_1."""
+    text_encoder: str | None = None
+    """A folder in diffusers' or original Wan's layout with encoder and tokenizer, or Wan's .pth."""
+    preset: Literal["default", "plain", "fast"] = "default"
+    """Of what is left open below. plain: no graphs, torch's own attention; fast: less work, other pictures."""
+    text_device: Literal["cpu", "cuda"] | None = None
+    """Where a large text encoder runs; default: cuda where it takes a third of what is free, or less."""
+    keep_text_encoder: bool = True
+    """Keep its weights in memory, or read them again for every text."""
+    keep_embeddings: bool = True
+    """Keep prompts' embeddings of a large text encoder on disk too, in the user's cache folder."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the transformer. auto: bfloat16 on cuda, float32 on cpu."""
+    attention: Attention = "auto"
+    """Attention kernel, tried out at the start. auto: on cuda the fastest of a trial; else sdpa, torch's choice."""
+    quantize: Literal["none", "auto", "fp8", "int8"] = "none"
+    """The blocks' linear layers in 8 bits: fp8 on recent NVIDIA GPUs, int8 anywhere; auto: fp8 where it is faster."""
+    offload: Literal["none", "blocks"] = "none"
+    """blocks: they lie in pinned host memory and are copied to the device one ahead; slower, for cards too small."""
+    compile: Annotated[Literal["auto", "off", "on"], BeforeValidator(_switch)] = "auto"
+    """Run compiled graphs of transformer and decoder; made at the first start, then kept on disk. auto: on cuda."""
+    size: str | None = None
+    """WIDTHxHEIGHT of the picture; default: the model's own."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs. auto: cuda where there is one, else cpu."""
+    threads: int = Field(1, ge=1, le=64)
+    """CPU threads of the transformer; decoding has one of its own."""
+    steps: int | None = Field(None, ge=1, le=50)
+    """Denoise steps per chunk, of those the model has; default: what it was made for."""
+    timesteps: Annotated[tuple[float, ...] | None, BeforeValidator(_tuple)] = None
+    """The timestep of each denoise step, from 1000 to 0, of a model that the catalogue does not know."""
+    chunk_latents: int | None = Field(None, ge=1)
+    """Latent frames of a chunk, of a model that the catalogue does not know."""
+    kv_context: KVContext = "clean"
+    """What a chunk sees of earlier chunks (docs/design.md)."""
+    anchor_every: int | None = Field(None, ge=1)
+    """With kv_context anchored: every so many chunks one is an anchor, beside those of the sink."""
+    clean_pass: Literal["auto", "alone", "with-next"] = "auto"
+    """Of finished chunks. with-next: one forward for it and the next chunk's first step, where the next may begin.
+    auto: that on one cuda device."""
+    window: int | None = Field(None, ge=1)
+    """Latent frames a chunk can see, sink and itself included; default: the model's own."""
+    sink: int | None = Field(None, ge=0)
+    """First latent frames that stay in sight; default: the model's own."""
+    rope: Literal["absolute", "relative"] | None = None
+    """Positions from the stream's beginning, or the sink next to the window; default: the model's."""
+    stages: int = Field(1, ge=1, le=64)
+    """Ranks over which the transformer's blocks are split."""
+    decode: Literal["head", "last", "own-rank"] = "head"
+    """Which rank of a ring decodes."""
+    decode_at_once: int | None = Field(None, ge=1, le=64)
+    """Latent frames per call of the decoder; default: 1 on cpu, a chunk on cuda."""
+    decode_layout: Literal["auto", "channels-last", "contiguous"] = "auto"
+    """How pictures lie in the decoder; auto: channels-last, but for Wan's on a cpu, and for preset plain."""
+    link: Literal["auto", "gloo", "nccl"] = "auto"
+    """What moves tensors between ranks. gloo: through host memory, over TCP; auto: nccl between GPUs, else gloo."""
+    hang_s: float = Field(60.0, ge=1)
+    """Seconds without a heartbeat of a rank, or with its device at one forward, after which it counts as hung."""
+    profile: str | None = None
+    """A JSON file of measured times to split the blocks by; default: measured at the start."""
+    trace: str | None = None
+    """A folder for a profiler's trace of some chunks; these run slower."""
+    trace_chunks: int | None = Field(None, ge=1, le=100)
+    """Chunks that are traced; default: 4."""
+    device_memory_gb: float | None = Field(None, gt=0)
+    """Memory of its device that a rank may take, weights and all; default: what is free on cuda, no limit on cpu."""
+    memory_gb: float | None = Field(None, gt=0)
+    """Memory for sessions' KV caches, per rank; default: what is free."""
 
     @property
     def clean_with_next(self) -> bool:
-        """Whether the clean pass takes the next chunk's first step with it."""
+        """Whether the clean pass takes the next chunk's first step with it; see `models.defaults` for `auto`."""
         return self.clean_pass == "with-next"
 
     @property
@@ -152,77 +166,139 @@ class SessionConfig(_Section):
 
 
 class PlaybackConfig(_Section):
-    """How frames are shown."""
+    """Rate and buffering of the frames shown."""
 
-    fps: float = Field(40.0, ge=1, le=120, description="frames shown per second")
-    lead_s: float = Field(0.6, gt=0, le=10, description="seconds of video made ahead of what is shown, at most")
+    fps: float = Field(40.0, ge=1, le=120)
+    """Frames shown per second."""
+    lead_s: float = Field(0.6, gt=0, le=10)
+    """Seconds of video made ahead of what is shown, at most."""
 
 
 class IceServer(_Section):
     """A STUN or TURN server, for viewers and for the server itself."""
 
-    url: str = Field(pattern=r"^(stuns?|turns?):[^\s<>\";,]+$", description="stun:HOST[:PORT] or turn:HOST[:PORT]")
-    username: str | None = Field(None, pattern=r'^[^\s"\\]+$', description="of a TURN server")
-    credential: str | None = Field(None, pattern=r'^[^\s"\\]+$', description="of a TURN server")
+    url: str = Field(pattern=r"^(stuns?|turns?):[^\s<>\";,]+$")
+    """stun:HOST[:PORT] or turn:HOST[:PORT]."""
+    username: str | None = Field(None, pattern=r'^[^\s"\\]+$')
+    """Of a TURN server."""
+    credential: str | None = Field(None, pattern=r'^[^\s"\\]+$')
+    """Of a TURN server."""
+    secret_file: str | None = None
+    """A file with the secret of a TURN server (coturn's static-auth-secret): each viewer gets credentials of its own,
+    good for an hour."""
 
     @model_validator(mode="after")
     def _turn_needs_a_name(self) -> IceServer:
-        if self.url.startswith("turn") != (self.username is not None and self.credential is not None):
-            raise ValueError("a TURN server has username and credential, a STUN server has neither")
+        given = [self.username is not None, self.credential is not None, self.secret_file is not None]
+        wanted = ([True, True, False], [False, False, True]) if self.url.startswith("turn") else ([False] * 3,)
+        if given not in wanted:
+            raise ValueError("a TURN server has username and credential, or secret_file, a STUN server none of them")
         return self
 
 
 class ServeConfig(_Section):
     """The web side."""
 
-    host: str = Field("127.0.0.1", description="address to listen on; anything but loopback opens the server to others")
-    port: int = Field(8000, ge=0, le=65535, description="0 picks a free one")
-    hosts: list[HostName] = Field(
-        [], description="names, besides localhost and `host`, that users may call it by; addresses need not be named"
-    )
-    codec: Literal["auto", "h264", "vp8"] = Field("auto", description="auto: H.264 first, VP8 for who cannot")
-    encoder: Literal["auto", "x264", "nvenc"] = Field(
-        "auto", description="of H.264, tried out at the start; auto: NVENC where it can be opened, else x264"
-    )
-    scale: int | None = Field(
-        None,
-        ge=1,
-        le=8,
-        description="the picture is enlarged by this before encoding; default: 2 for the embedded model, else 1",
-    )
-    pictures: Literal["auto", "rgb", "yuv420"] = Field(
-        "auto", description="what leaves the decoder's device; auto: yuv420 on cuda where scale is 1, else rgb"
-    )
-    bitrate: int | None = Field(None, ge=100_000, le=50_000_000, description="bit/s; default fits size and fps")
+    host: str = "127.0.0.1"
+    """Address to listen on; anything but loopback opens the server to others."""
+    port: int = Field(8000, ge=0, le=65535)
+    """Port to listen on; 0 picks a free one."""
+    name: str | None = Field(None, pattern=r"^[a-z0-9]{1,32}$")
+    """This server's, among several behind one balancer: ids of its sessions and videos begin with it."""
+    agent_port: int | None = Field(None, ge=1, le=65535)
+    """Port that tells a balancer how much room there is (HAProxy's agent check); null: none."""
+    hosts: list[HostName] = []
+    """Names, besides localhost and `host`, that users may call it by; addresses need not be named."""
+    codec: Literal["auto", "h264", "vp8"] = "auto"
+    """Of the video. auto: H.264, and VP8 for viewers without it."""
+    encoder: Literal["auto", "x264", "nvenc"] = "auto"
+    """Of H.264, opened once at the start as a trial. auto: NVENC where it can be opened, else x264."""
+    scale: int | None = Field(None, ge=1, le=8)
+    """The picture is enlarged by this before encoding; default: 2 for the embedded model, else 1."""
+    pictures: Literal["auto", "rgb", "yuv420"] = "auto"
+    """What leaves the decoder's device; auto: yuv420 on cuda where scale is 1, else rgb."""
+    bitrate: int | None = Field(None, ge=100_000, le=50_000_000)
+    """bit/s of the video; default: by size and fps."""
     max_viewers: int = Field(32, ge=1, le=1000)
-    max_connections: int = Field(1000, ge=8, le=100_000, description="open HTTP connections, at most")
-    address_share: float = Field(
-        0.5, gt=0, le=1, description="of viewers' places, control WebSockets and connections, what one address may hold"
-    )
-    request_s: float = Field(
-        10.0, gt=0, description="a request's head, and then its body, has to arrive within so long"
-    )
-    trusted_proxies: list[Proxy] = Field(
-        [], description="addresses and networks whose X-Forwarded-For is believed; they have to pass on Host as it is"
-    )
-    grace_s: float = Field(5.0, ge=0, description="a stream that nobody watches any more plays on for so long")
-    idle_s: float | None = Field(300.0, gt=0, description="a session that nobody watches ends after so long")
-    lifetime_s: float | None = Field(3600.0, gt=0, description="a session ends after so long at the latest")
-    load: float = Field(0.9, gt=0, le=10, description="share of the engine's time that sessions may ask for together")
-    open_browser: bool = Field(True, description="open a browser where there is a display")
-    outputs: list[str] = Field([], description="files and addresses that the default session is also sent to")
-    ice_servers: list[IceServer] = Field([], description="STUN and TURN servers; none are asked unless named here")
-    insecure: bool = Field(False, description="let others in without a token, where `host` is no loopback address")
-    view_token_file: str | None = Field(None, description="a file with the token that lets one watch")
-    control_token_file: str | None = Field(None, description="a file with the token that lets one watch and steer")
-    log_format: Literal["text", "json"] = Field("text", description="json: one object a line, also who comes and goes")
-    log_prompts: bool = Field(False, description="write prompts into the log; else none is")
-    drain_s: float = Field(0.0, ge=0, description="after SIGTERM viewers may stay for so long; no session is opened")
-    restarts: int = Field(5, ge=0, le=1000, description="an engine that fails is started again; 0: the server ends")
-    restart_window_s: float = Field(300.0, gt=0, description="more failures than `restarts` within so long are the end")
-    restart_wait_s: float = Field(0.5, ge=0, description="before the second restart; then twice as long each time")
-    spare: bool = Field(True, description="a second engine process waits, torch imported, for the first one to fail")
-    cors_origins: list[Origin] = Field([], description="pages of other origins that may use it")
+    max_connections: int = Field(1000, ge=8, le=100_000)
+    """Open HTTP connections, at most."""
+    address_share: float = Field(0.5, gt=0, le=1)
+    """Of viewers' places, control WebSockets and connections, what one address may hold."""
+    request_s: float = Field(10.0, gt=0)
+    """Seconds within which a request's head, and then its body, has to arrive."""
+    trusted_proxies: list[Proxy] = []
+    """Addresses and networks whose X-Forwarded-For is believed; they have to pass on Host as it is."""
+    grace_s: float = Field(5.0, ge=0)
+    """Seconds for which a stream goes on when its last viewer has left."""
+    idle_s: float | None = Field(300.0, gt=0)
+    """Seconds after which a session that nobody watches ends; null: never."""
+    lifetime_s: float | None = Field(3600.0, gt=0)
+    """Seconds after which any session ends; null: never."""
+    load: float = Field(0.9, gt=0, le=10)
+    """Share of the engine's time that sessions may ask for together."""
+    open_browser: bool = True
+    """Open a browser where there is a display."""
+    outputs: list[str] = []
+    """Files and addresses that the default session is also sent to."""
+    udp_ports: str | None = Field(None, pattern=r"^\d{1,5}-\d{1,5}$")
+    """Of viewers' media, as 50000-50100: each viewer takes one of every address of this machine. null: any."""
+    tls_cert: str | None = None
+    """PEM file with the certificate and its chain: the server speaks HTTPS. Read again when it changes."""
+    tls_key: str | None = None
+    """PEM file with the certificate's key, without a password."""
+    output_targets: list[str] = []
+    """Folders, and beginnings of addresses, to which whoever steers a session may send it over the API."""
+    ice_servers: list[IceServer] = []
+    """STUN and TURN servers; none are asked unless named here."""
+    insecure: bool = False
+    """Let others in without a token, where `host` is no loopback address."""
+    view_token_file: str | None = None
+    """A file with the token that lets one watch."""
+    control_token_file: str | None = None
+    """A file with the token that lets one watch and steer."""
+    log_format: Literal["text", "json"] = "text"
+    """json: one object per line, viewers that connect and leave included."""
+    log_prompts: bool = False
+    """Write prompts into the log."""
+    drain_s: float = Field(0.0, ge=0)
+    """Seconds for which viewers may stay after SIGTERM; no session is opened meanwhile."""
+    restarts: int = Field(5, ge=0, le=1000)
+    """How often an engine that fails is started again within `restart_window_s`; 0: the server ends."""
+    restart_window_s: float = Field(300.0, gt=0)
+    """Seconds over which restarts are counted."""
+    restart_wait_s: float = Field(0.5, ge=0)
+    """Seconds before the second restart; then twice as long each time."""
+    spare: bool = True
+    """Keep a second engine process on standby, torch imported, to take over when the first one fails."""
+    cors_origins: list[Origin] = []
+    """Origins of pages that may use the API."""
+    jobs_dir: str | None = None
+    """Folder for the videos of /v1/videos; null: that API is off."""
+    jobs_queue: int = Field(64, ge=1, le=10_000)
+    """Jobs that wait or run, at most; one address may have `address_share` of them."""
+    jobs_seconds: float = Field(60.0, gt=0, le=3600)
+    """Seconds of a job's video at the model's own rate, at most."""
+    jobs_disk_gb: float = Field(10.0, gt=0)
+    """GB of kept videos above which no job is taken."""
+    jobs_keep_s: float = Field(86_400.0, gt=0)
+    """Seconds after its end at which a job and its video are deleted."""
+
+    @model_validator(mode="after")
+    def _ports_and_certificate(self) -> ServeConfig:
+        ports = self.media_ports
+        if ports is not None and not (ports and ports[0] >= 1 and ports[-1] <= 65535):
+            raise ValueError(f"udp_ports is {self.udp_ports}; it must be LOW-HIGH, as 50000-50100, from 1 to 65535")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together: the certificate, and its key")
+        return self
+
+    @property
+    def media_ports(self) -> range | None:
+        """`udp_ports` as numbers."""
+        if self.udp_ports is None:
+            return None
+        low, high = map(int, self.udp_ports.split("-"))
+        return range(low, high + 1)
 
 
 class Config(_Section):

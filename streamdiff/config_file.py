@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import textwrap
 import types
 from collections.abc import Hashable, Mapping
 from pathlib import Path
@@ -15,6 +16,9 @@ from pydantic.fields import FieldInfo
 
 from streamdiff.config import Config, HostName, IceServer, Origin, Proxy
 from streamdiff.errors import ConfigError
+
+KNOWN_CHARACTERS = 300
+"""Of a list of known keys in a message."""
 
 
 def load(
@@ -119,7 +123,7 @@ def _suggest(key: str, location: tuple[int | str, ...], known: list[str]) -> str
     for name in Config.model_fields:  # the right key in the wrong place
         if key in _section(name).model_fields:
             return f"did you mean {name}.{key}?"
-    return f"known here: {', '.join(known)}"
+    return f"known here: {textwrap.shorten(', '.join(known), KNOWN_CHARACTERS, placeholder=' ...')}"
 
 
 def _section(name: str) -> type[BaseModel]:

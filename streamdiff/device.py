@@ -1,9 +1,15 @@
-"""Which device, and which kind of number, a model runs in: as asked for, or as fits this machine."""
+"""Which device, and which kind of number, a model runs in: as asked for, or as fits this machine; what it can do."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+
 import torch
 
+from streamdiff import clock
 from streamdiff.errors import ConfigError
 
 AUTO = "auto"
@@ -31,6 +37,20 @@ def bind(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def own_device(wanted: str) -> torch.device:
+    """`pick_device`; of several CUDA devices a rank takes that of its number on this machine, and is bound to it. To be
+    called before anything else that may touch a device. Mutates: the thread's current device.
+
+    Raises:
+        ConfigError: as `pick_device`.
+    """
+    found = pick_device(wanted, "model.device")
+    if found.type == "cuda" and "LOCAL_RANK" in os.environ:
+        found = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    bind(found)
+    return found
+
+
 def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
     """The dtype `auto` (float32 on a CPU, bfloat16 elsewhere), `float32` or `bfloat16`.
 
@@ -40,3 +60,45 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
     if wanted not in (AUTO, *_DTYPES):
         raise ConfigError(f"--dtype is {wanted}, but must be {AUTO}, {' or '.join(_DTYPES)}")
     return _DTYPES.get(wanted, torch.float32 if device.type == "cpu" else torch.bfloat16)
+
+
+TRITON_CAPABILITY = (7, 0)
+"""Compute capability of NVIDIA GPUs from which on torch compiles for them."""
+
+
+def compile_fault(device: torch.device) -> str | None:
+    """Why torch cannot compile for a CUDA `device` here; None if it can, as far as that is known before."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]
+    if not any(map(shutil.which, compilers)):  # Triton compiles what launches its kernels
+        return f"there is no C compiler ({', '.join(compilers)})"
+    if (found := torch.cuda.get_device_capability(device)) < TRITON_CAPABILITY:
+        return f"the GPU's compute capability is {found[0]}.{found[1]}, and compiling takes {TRITON_CAPABILITY[0]}.0"
+    return None
+
+
+_WARM_UP, _CALLS, _ROUNDS = 3, 5, 3
+
+
+def seconds_per_call(call: Callable[[], object], device: torch.device) -> float:
+    """The device's own time for a `call`, the least of some rounds after a few that do not count: first calls compile,
+    plan and allocate. The host waits for it; for the start only."""
+    for _ in range(_WARM_UP):
+        call()
+    return min(_round_s(call, device) for _ in range(_ROUNDS)) / _CALLS
+
+
+def _round_s(call: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        begun_s = clock.monotonic_s()
+        for _ in range(_CALLS):
+            call()
+        return clock.monotonic_s() - begun_s
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begun.record()
+    for _ in range(_CALLS):
+        call()
+    ended.record()
+    ended.synchronize()
+    return float(begun.elapsed_time(ended)) / 1000

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import getpass
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Generator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -29,6 +32,49 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torch
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help=f"a skipped test fails, unless marked {MAY_SKIP}")
+    parser.addoption("--soak", action="store_true", help="only the tests marked soak, which are left out otherwise")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose the soak tests or the others, and put slow ones first, so that no worker is left with one at the end."""
+    soak = config.getoption("--soak")
+    left_out = [item for item in items if (item.get_closest_marker("soak") is not None) != soak]
+    chosen = [item for item in items if (item.get_closest_marker("soak") is not None) == soak]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = sorted(chosen, key=lambda item: item.get_closest_marker("slow") is None)
+
+
+class TogetherScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """One test at a time to whichever worker is free; of a file with `xdist_group`, whose tests share what is made at
+    length, all to one. (xdist's own way to do so changes ids, which pytest 9.2 no longer lets it.)"""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return file if _together(file) else nodeid
+
+
+@cache
+def _together(file: str) -> bool:
+    return "xdist_group" in (ROOT / file).read_text("utf-8")
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return TogetherScheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+def pytest_configure() -> None:
+    """The collector looks through a million objects of imported modules in vain, while they come and ever after."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Nor is it to look through them once more at the process's end."""
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -12,6 +12,7 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
 from streamdiff.models.autoencoder.normalisation import Normalisation
+from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.autoencoder.taehv import TAEHV, Config
 from streamdiff.models.autoencoder.taehv_codec import StreamingTaehv, TaehvDecoder
 from streamdiff.models.model import Model
@@ -133,5 +134,5 @@ def small_model(
         steps=(4, 2),
         text_shape=(TEXT_TOKENS, WIDTH),
     )
-    decoder = small_decoder(parts.autoencoder, parts.mean, parts.std)
+    decoder = PictureDecoder(small_decoder(parts.autoencoder, parts.mean, parts.std))
     return Model(spec, WanDenoiser(parts.transformer), parts.text, decoder)

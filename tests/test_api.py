@@ -144,6 +144,7 @@ def test_an_unknown_model_is_named() -> None:
         streamdiff.open("red", model="no_such_model")
 
 
+@pytest.mark.slow
 def test_the_embedded_model_streams() -> None:
     frames = list(streamdiff.stream("a red circle moving left", seconds=1, seed=3))
     with streamdiff.open("a red circle moving left", seed=3) as session:

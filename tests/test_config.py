@@ -148,6 +148,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(
     tree=st.dictionaries(
         st.sampled_from(list(Config.model_fields)) | st.text(max_size=8),

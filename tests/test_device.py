@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
+from typing import Any
+
 import pytest
 import torch
 
-from streamdiff.device import pick_device, pick_dtype
+from streamdiff.device import compile_fault, pick_device, pick_dtype, seconds_per_call
 from streamdiff.errors import ConfigError
+from tests.pipeline.device import Device, Event
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -34,3 +39,55 @@ def test_dtypes() -> None:
     assert pick_dtype("auto", CUDA) == pick_dtype("bfloat16", CPU) == torch.bfloat16
     with pytest.raises(ConfigError, match="--dtype is int8, but must be auto, float32 or bfloat16"):
         pick_dtype("int8", CPU)
+
+
+@pytest.mark.parametrize(
+    ("triton", "compiler", "capability", "told"),
+    [
+        (True, "gcc", (9, 0), None),
+        (True, "clang", (7, 0), None),
+        (False, "gcc", (9, 0), "Triton is not installed"),
+        (True, "", (9, 0), "there is no C compiler (gcc, clang, cc)"),
+        (True, "gcc", (6, 1), "the GPU's compute capability is 6.1, and compiling takes 7.0"),
+    ],
+)
+def test_what_compiling_for_a_gpu_takes(
+    monkeypatch: pytest.MonkeyPatch, triton: bool, compiler: str, capability: tuple[int, int], told: str | None
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if triton else None)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name == compiler else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert compile_fault(CUDA) == told
+
+
+def test_the_compiler_that_is_named_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert compile_fault(CUDA) == "there is no C compiler (/nowhere/cc)"
+
+
+def test_a_call_is_timed_by_the_gpu_s_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handed over at once and carried out later: the host's clock would see nothing of it. The first calls, in which
+    kernels are compiled and planned, do not count, and of the others the best."""
+    device = Device()
+
+    class WaitedFor(Event):
+        def synchronize(self) -> None:
+            device.carry_out()
+
+    slow = iter([9.0, 5.0, 5.0, *[0.3] * 5, *[0.2] * 5, *[0.25] * 5])
+    made: Any = lambda enable_timing: WaitedFor(device)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "Event", made)
+    assert seconds_per_call(lambda: device.compute(next(slow)), CUDA) == pytest.approx(0.2)
+    assert next(slow, None) is None
+
+
+def test_on_a_cpu_a_call_takes_what_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("streamdiff.clock.monotonic_s", lambda: now_s[0])
+
+    def call() -> None:
+        now_s[0] += 0.5
+
+    assert seconds_per_call(call, CPU) == pytest.approx(0.5)

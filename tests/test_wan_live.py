@@ -20,17 +20,19 @@ from safetensors.torch import load_file, save_file
 
 import streamdiff
 from streamdiff.cli import main, parser
+from streamdiff.commands import reference
 from streamdiff.config import ModelConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Close, FrameBatch, Open
 from streamdiff.errors import ConfigError
-from streamdiff.models import resolve, sampling
+from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.models.model_loader import ModelLoader
+from streamdiff.models.text_loader import load_text_encoder
 from streamdiff.models.tiny.model import WEIGHTS
 from streamdiff.models.transformer.wan import KeyValue
-from streamdiff.pipeline import reference_run
 from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.reference_run import run_reference
 from tests.hub_cache import lay
 from tests.models.layouts import original
 from tests.models.text_encoder import umt5
@@ -38,6 +40,7 @@ from tests.pipeline.processes import ROOT
 from tests.pipeline.reference import Explicit
 from tests.small_vae import small_wan_autoencoder
 
+pytestmark = pytest.mark.slow
 PROMPT = "a red fox trots through fresh snow"
 CAUSAL = "causal-forcing-framewise"
 KREA = "krea-realtime-14b"
@@ -148,7 +151,7 @@ def test_a_model_is_not_itself_without_its_lora(files: Files, monkeypatch: pytes
 def test_what_a_model_does_with_its_sink_is_known(
     files: Files, name: str, adaptive: float | None, averaged: float | None
 ) -> None:
-    spec = ModelLoader(resolve.find(ModelConfig(name=name, weights=str(files.weights))), torch.device("cpu")).spec
+    spec = ModelLoader(ModelConfig(name=name, weights=str(files.weights)), torch.device("cpu")).spec
     assert (spec.adaptive_sink, spec.averaged_sink) == (adaptive, averaged)
 
 
@@ -241,7 +244,6 @@ def test_what_a_chunk_sees_may_be_changed_live_and_in_files(files: Files, tmp_pa
     assert not torch.allclose(load_file(latents)["latents"][2], changed[2], atol=1e-3)
 
 
-@pytest.mark.slow
 def test_a_step_that_is_told_0_is_run_and_may_be_left_out(files: Files, tmp_path: Path) -> None:
     """Krea's fifth, by name and by lists; a stream may leave it out while it plays."""
     latents = tmp_path / "latents.safetensors"
@@ -306,9 +308,10 @@ def shown(files: Files, made: torch.Tensor, chunk: int) -> torch.Tensor:
 def after(files: Files, context: torch.Tensor, chunk: int) -> torch.Tensor:
     """Latents of `chunk` with nothing before it but `context`, which sees itself alone."""
     parts = {"weights": str(files.weights), "vae": str(files.vae), "text_encoder": str(files.text)}
-    loader = ModelLoader(resolve.find(ModelConfig(name=KREA, **parts)), torch.device("cpu"), "64x32")  # type: ignore[arg-type]
-    spec, denoiser = loader.spec, loader.transformer(torch.float32)
-    encoded = loader.text_encoder().encode(PROMPT)
+    config = ModelConfig(name=KREA, size="64x32", **parts)  # type: ignore[arg-type]
+    loader = ModelLoader(config, torch.device("cpu"))
+    spec, denoiser = loader.spec, loader.transformer()
+    encoded = load_text_encoder(loader.model, config, spec.text_shape, loader.device).encode(PROMPT)
     text = [KeyValue(*layer) for layer in denoiser.text(encoded[None].expand(2, -1, -1))]
     schedule = spec.schedule(5)
     assert schedule.timesteps[-1] == 0 and schedule.sigmas[-1] == pytest.approx(0.00498, abs=1e-5)
@@ -377,9 +380,12 @@ def test_latents_that_are_not_normalised_are_for_who_was_made_with_them(
     assert latents.read_bytes() == before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "quantize"), [("self-forcing", "none"), ("self-forcing", "int8"), (VIDEO_TO_VIDEO, "none")]
+    ("model", "quantize"),
+    [
+        ("self-forcing", "int8"),
+        *(pytest.param(name, "none", marks=pytest.mark.soak) for name in ("self-forcing", VIDEO_TO_VIDEO)),
+    ],
 )
 def test_two_ranks_serve_the_same_frames(files: Files, tmp_path: Path, model: str, quantize: str) -> None:
     """Each of two processes reads its own blocks, and quantises them; the frames are compared."""
@@ -499,8 +505,7 @@ TOLD: dict[str, Any] = {
 def in_diffusers_layout(files: Files) -> Path:
     """The same model as a folder, as diffusers' pipelines are saved; it brings its text encoder and autoencoder."""
     folder = files.weights.parent / "pipeline"
-    found = resolve.find(ModelConfig(name=str(files.weights)))
-    denoiser = ModelLoader(found, torch.device("cpu")).transformer(torch.float32)
+    denoiser = ModelLoader(ModelConfig(name=str(files.weights)), torch.device("cpu")).transformer()
     denoiser.model.save_pretrained(folder / "transformer")
     shutil.copytree(files.vae, folder / "vae")
     for part in ("text_encoder", "tokenizer"):
@@ -588,13 +593,12 @@ def test_a_configuration_file_counts_on_the_exact_way_too(
     """Stages, steps, and whether the text encoder stays in memory once the prompt is encoded."""
     (tmp_path / "config.yaml").write_text("model: {stages: 2, keep_text_encoder: false}\n")
     seen: list[tuple[bool, int]] = []
-    play = reference_run.play
 
-    def watched(model: Model, *given: Any, stages: int, **more: Any) -> Iterator[torch.Tensor]:
+    def watched(model: Model, *given: Any, stages: int, **more: Any) -> Iterator[tuple[torch.Tensor, bool]]:
         seen.append((cast(Any, model.text).encoder.loaded, stages))
-        return play(model, *given, stages=stages, **more)
+        return run_reference(model, *given, stages=stages, **more)
 
-    monkeypatch.setattr(reference_run, "play", watched)
+    monkeypatch.setattr(reference, "run_reference", watched)
     parts = ["--chunks", "1", "--no-decode", "--latents-out", str(tmp_path / "latents.safetensors")]
     for number, more in enumerate((["--config", str(tmp_path / "config.yaml")], ["--stages", "1"])):
         prompt = f"{PROMPT} {number}"  # a new one: what was encoded before is on disk

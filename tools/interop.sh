@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install the viewers of other houses that tests/interop plays with, where that is ours to do: Node and npm packages
-# (libwebrtc, prebuilt; WHEP players for pages), and GStreamer.
+# (libwebrtc, prebuilt; WHEP players for pages), GStreamer, coturn, and HAProxy.
 # Prints what pytest has to leave out: nothing, or the tests whose viewer cannot be had here. In continuous integration
 # (CI is set, as .ci/run does) none may be left out: what cannot be had is an error there.
 set -euo pipefail
@@ -51,8 +51,20 @@ gstreamer_plays() {
     say "interop: GStreamer's webrtcbin"
 }
 
+# haproxy lies where only root's shell looks
+has() { PATH="$PATH:/usr/sbin" command -v "$1" >/dev/null; }
+
+# plays PACKAGE PROGRAM
+plays() {
+    has "$2" || installs "$1" || true
+    has "$2" || lacks "no $1, so it does not play; on Debian: apt install $1" || return 1
+    say "interop: $1"
+}
+
 without=()
 node_plays || without+=("not node")
 gstreamer_plays || without+=("not gstreamer")
+plays coturn turnserver || without+=("not coturn")
+plays haproxy haproxy || without+=("not haproxy")
 words="${without[*]}"
 echo "${words// not/ and not}"

@@ -1,12 +1,13 @@
 """What can be typed after `streamdiff decode` and `streamdiff encode`, and what their help says about files.
 
-Options have the names of the fields of `convert.Job`.
+Options have the names of the fields of `convert.ConvertJob`.
 """
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+
+from streamdiff.cli.options import SWITCH, Option
 
 _FILES = """
 A tensor file is a .safetensors file with this tensor alone, floating-point, all values finite:
@@ -38,56 +39,31 @@ encodes (it was mended in December 2025, and left out again in February 2026): -
 what theirs gets, to compare, or for its look. Other models refuse such a file.
 """
 
-
-def add_decode(parser: argparse.ArgumentParser) -> None:
-    """The options of `decode`."""
-    _add(
-        parser,
-        "--latents",
-        "a tensor file with `latents`, see below",
-        ".mp4, .webm, a folder for PNG frames, or .safetensors with `video`",
-    )
-    parser.add_argument(
-        "--fps", type=float, metavar="N", help="of a video file (default: the model's own; Wan's is 16)"
-    )
-    parser.set_defaults(raw=False)
-
-
-def add_encode(parser: argparse.ArgumentParser) -> None:
-    """The options of `encode`."""
-    _add(
-        parser,
-        "--video",
-        "a video, a folder of .png pictures, or a tensor file with `video`, see below",
-        ".safetensors with `latents`",
-    )
-    parser.add_argument(
-        "--raw",
-        action="store_true",
-        help="write latents as the network gives them, not normalised, and say so in the file (default: normalised)",
-    )
-    parser.set_defaults(fps=None)
-
-
-def _add(parser: argparse.ArgumentParser, source: str, source_help: str, out_help: str) -> None:
-    parser.add_argument("--vae", required=True, metavar="PATH", help="the autoencoder: a path or name, see below")
-    parser.add_argument(source, dest="source", type=Path, required=True, metavar="FILE", help=source_help)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=f"what to write: {out_help}")
-    parser.add_argument(
-        "--chunk-frames",
-        type=int,
-        metavar="N",
-        help="latent frames per call of the network (default: the file's chunks, else 4); the result is the same",
-    )
-    parser.add_argument(
-        "--latent-space",
-        metavar="SPACE",
-        help="what a TAEHV file takes: normalised or raw (default: by its published name: taew2_1, lighttaew2_1)",
-    )
-    parser.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu or cuda (default auto)")
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        metavar="TYPE",
-        help="float32 or bfloat16 of the network (default: float32 on a CPU, bfloat16 on CUDA)",
-    )
+# fmt: off
+_VAE = Option("--vae", "PATH", "the autoencoder: a path or name, see below", required=True)
+_BOTH = (
+    Option("--chunk-frames", "N", "latent frames per call of the network (default: the file's chunks, else 4); the "
+           "result is the same", int),
+    Option("--latent-space", "SPACE", "what a TAEHV file takes: normalised or raw (default: by its published name: "
+           "taew2_1, lighttaew2_1)"),
+    Option("--device", "DEVICE", "auto, cpu or cuda (default auto)"),
+    Option("--dtype", "TYPE", "float32 or bfloat16 of the network (default: float32 on a CPU, bfloat16 on CUDA)"),
+)
+DECODE = (
+    _VAE,
+    Option("--latents", "FILE", "a tensor file with `latents`, see below", Path, "source", required=True),
+    Option("--out", "FILE", "what to write: .mp4, .webm, a folder for PNG frames, or .safetensors with `video`",
+           Path, required=True),
+    *_BOTH,
+    Option("--fps", "N", "of a video file (default: the model's own; Wan's is 16)", float),
+)
+ENCODE = (
+    _VAE,
+    Option("--video", "FILE", "a video, a folder of .png pictures, or a tensor file with `video`, see below", Path,
+           "source", required=True),
+    Option("--out", "FILE", "what to write: .safetensors with `latents`", Path, required=True),
+    *_BOTH,
+    Option("--raw", "", "write latents as the network gives them, not normalised, and say so in the file (default: "
+           "normalised)", action=SWITCH),
+)
+# fmt: on

@@ -6,11 +6,13 @@ Nothing heavy is imported before a command runs, so that `--help` and a mistyped
 from __future__ import annotations
 
 import argparse
+import gc
+import inspect
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from streamdiff.cli import options, parser, reference_options
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
@@ -18,6 +20,7 @@ from streamdiff.errors import ConfigError, RequestError, StreamdiffError
 if TYPE_CHECKING:
     from streamdiff.config import Config
 
+_JobT = TypeVar("_JobT")
 OK, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -45,12 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.parsers()[""].print_help()
         return OK
     except (ConfigError, RequestError) as error:
-        return _complain(error, USER_ERROR)
+        return _print_error(error, USER_ERROR)
     except BrokenPipeError:  # whoever read what is printed has had enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - or the interpreter complains when it flushes at its end
         return OK
     except (StreamdiffError, OSError) as error:
-        return _complain(error, FAILED)
+        return _print_error(error, FAILED)
     except KeyboardInterrupt:
         print("\nstreamdiff: stopped", file=sys.stderr)
         return INTERRUPTED
@@ -58,10 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run() -> NoReturn:
     """The console script."""
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    finally:
+        gc.freeze()  # else the interpreter looks for garbage in all of torch as it ends, for longer than a second
 
 
-def _complain(error: Exception, status: int) -> int:
+def _print_error(error: Exception, status: int) -> int:
     print(f"streamdiff: error: {error}", file=sys.stderr)
     return status
 
@@ -70,9 +76,8 @@ def _complain(error: Exception, status: int) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    flags = {"serve.open_browser": False} if arguments.no_browser else {}
-    flags |= {"serve.insecure": True} if arguments.insecure else {}
-    config = _config(arguments, flags)
+    config = _config(arguments)
+    _check_stages(config)
     from streamdiff.server import main as server
 
     return server.run(_at_native_rate(config))
@@ -102,21 +107,45 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    if reference_options.asked_for(arguments):
-        return _reference(arguments)
+    if reference_options.is_requested(arguments):
+        return _reference(arguments, argv)
+    if arguments.prompts is not None:
+        return _generate_list(arguments, argv)
+    if arguments.resume:
+        raise ConfigError("--resume goes with --prompts FILE: it skips the lines whose videos are there")
     config = _config(arguments)
+    _check_stages(config)
     from streamdiff.commands import generate
 
-    job = generate.GenerateJob(
-        output=arguments.output,
-        seconds=10.0 if arguments.seconds is None else arguments.seconds,
-        changes=tuple(sorted(parse_change(text) for text in arguments.prompt_at)),
-    )
-    return generate.run(config, job) if config.model.ranks == 1 else generate.run_as_ranks(config, job, argv)
+    changes = tuple(sorted(parse_change(text) for text in arguments.prompt_at or ()))
+    job = _job(generate.GenerateJob, arguments, changes=changes)
+    if config.model.ranks == 1:
+        return generate.run(config, job)
+    return generate.run_as_ranks(config, partial(generate.check, job), partial(generate.run, config, job), argv)
 
 
-def _reference(arguments: argparse.Namespace) -> int:
+def _generate_list(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    for flag, is_given in (
+        ("--prompt", getattr(arguments, "session.prompt") is not None),
+        ("--prompt-at", bool(arguments.prompt_at)),
+    ):
+        if is_given:
+            raise ConfigError(f"{flag} does not go with --prompts, whose lines are the prompts")
+    from streamdiff.commands import generate, prompt_list
+
+    job = _job(prompt_list.PromptListJob, arguments)
+    config = _config(arguments)
+    _check_stages(config)
+    run = partial(prompt_list.run, config, job)
+    # With nothing left to make no rank is needed.
+    if config.model.ranks == 1 or not prompt_list.pending(job):
+        return run()
+    return generate.run_as_ranks(config, partial(prompt_list.pending, job), run, argv)
+
+
+def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     for flag, is_given, instead in (
+        ("--prompts", arguments.prompts is not None, "one command for each prompt"),
         ("--seconds", arguments.seconds is not None, "--chunks"),
         ("--prompt-at", bool(arguments.prompt_at), "--prompt-switch"),
         ("--profile", getattr(arguments, "model.trace") is not None, "--seconds instead of them"),
@@ -125,80 +154,100 @@ def _reference(arguments: argparse.Namespace) -> int:
         if is_given:
             raise ConfigError(f"{flag} does not go with the options that say everything by chunks; use {instead}")
     config = _config(arguments)
-    for name, value, plain in (
-        ("compile", config.model.compile, "off"),
-        ("clean_pass", config.model.clean_pass, "alone"),
+    for name, refused, plain in (
+        ("compile", "on", "off"),
+        ("clean_pass", "with-next", "alone"),
+        ("quantize", "auto", "none, fp8 or int8"),
+        ("preset", "fast", "plain"),
     ):
-        if value != plain:
+        if getattr(config.model, name) == refused:
             raise ConfigError(
-                f"model.{name} is {value}, but options that say everything by chunks run the plain path; use {plain}"
+                f"model.{name} is {refused}, but options that say everything by chunks run the plain path; use {plain}"
             )
+    # Rank 0 decodes what is finished, in turns with the ring.
+    config = config.model_copy(update={"model": config.model.model_copy(update={"decode": "head"})})
     from streamdiff.commands import reference
     from streamdiff.commands.reference_model import ReferenceJob
 
-    given = {name: getattr(arguments, name) for name in reference_options.NAMES}
-    job = ReferenceJob(
+    job = _job(
+        ReferenceJob,
+        arguments,
         model=config.model,
         prompt=config.session.prompt,
         seed=config.session.seed,
-        output=arguments.output,
         fps=config.playback.fps if "fps" in config.playback.model_fields_set else None,
         window=config.model.window,
         sink=config.model.sink,
         rope=config.model.rope,
     )
-    given = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if value is not None
-    }
-    return reference.run(replace(job, **given))
+    if not job.processes:
+        return reference.run(job)
+    from streamdiff.commands import generate, reference_ring
+
+    check, run = partial(reference.prepare, job), partial(reference.run, job)
+    return generate.run_as_ranks(config, check, run, argv, partial(reference_ring.follow, job))
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     from streamdiff.commands import plan as plan_report
 
-    given = {name: getattr(arguments, name) for name in plan_report.PlanJob.__dataclass_fields__}
-    return plan_report.run(config.model, plan_report.PlanJob(**given))
+    return plan_report.run(config.model, _job(plan_report.PlanJob, arguments))
 
 
 def _models(arguments: argparse.Namespace) -> int:
     from streamdiff.commands import models
 
-    return models.run(arguments.name, as_json=arguments.as_json)
+    return models.run(arguments.name, as_json=bool(arguments.as_json))
 
 
 def _convert(arguments: argparse.Namespace) -> int:
     from streamdiff.commands import convert
 
-    given = {name: getattr(arguments, name) for name in convert.ConvertJob.__dataclass_fields__}
-    job = convert.ConvertJob(**given)
+    job = _job(convert.ConvertJob, arguments)
     return convert.decode(job) if arguments.command == "decode" else convert.encode(job)
 
 
-def _config(arguments: argparse.Namespace, extra: Mapping[str, object] | None = None) -> Config:
+def _job(kind: type[_JobT], arguments: argparse.Namespace, **known: object) -> _JobT:
+    """The dataclass `kind` of what was typed, else of what is `known`, else of its defaults."""
+    typed = {name: getattr(arguments, name, None) for name in inspect.signature(kind).parameters}
+    typed = {name: tuple(value) if isinstance(value, list) else value for name, value in typed.items()}
+    return kind(**known | {name: value for name, value in typed.items() if value is not None})
+
+
+def _config(arguments: argparse.Namespace) -> Config:
     """The file given with --config, or the defaults, with the options laid over it."""
     from streamdiff.config_file import load
 
-    given = {
-        option: getattr(arguments, option.key, None)
-        for option in (
-            *options.ADDRESS,
-            options.PROMPT,
-            *options.MODEL,
-            *options.PARTS,
-            *options.SERVE,
-            *options.TRACE,
-        )
-    }
-    overrides = {option.key: value for option, value in given.items() if value is not None}
+    given = {option.key: getattr(arguments, option.key, None) for option in options.CONFIGURATION}
+    overrides = {key: value for key, value in given.items() if value is not None}
     if isinstance(steps := overrides.get("model.steps"), tuple):
         del overrides["model.steps"]
         overrides["model.timesteps"] = steps
-    names = {option.key: option.flag for option in given} | {"model.timesteps": "--steps"}
+    names = {option.key: option.flag for option in options.CONFIGURATION} | {"model.timesteps": "--steps"}
     from streamdiff.models.resolve import completed
 
-    config = load(arguments.config, {**overrides, **(extra or {})}, names)
+    config = load(arguments.config, overrides, names)
     return config.model_copy(update={"model": completed(config.model)})
+
+
+def _check_stages(config: Config) -> None:
+    """Refuse more stages than a known model has blocks, before processes are started that take seconds to find out.
+
+    Raises:
+        ConfigError: there are more.
+    """
+    from streamdiff.models.catalogue import entries
+    from streamdiff.models.resolve import is_embedded
+
+    model = config.model
+    if model.stages == 1 or model.weights is not None:
+        return
+    if is_embedded(model.name) or model.name in entries.entries():
+        from streamdiff.pipeline.planner.model_sizes import sizes_of
+        from streamdiff.pipeline.planner.partition import check_stages
+
+        check_stages(model.stages, sizes_of(model).blocks)
 
 
 def parse_change(text: str) -> tuple[float, str]:

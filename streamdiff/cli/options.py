@@ -1,180 +1,248 @@
-"""Options of the command line that set a value of the configuration, and what the help of each command shows.
+"""Options of the command line, and what the help of each command shows.
 
-Kept apart from `cli`, which parses and calls.
+Kept apart from `parser`, which puts them together, and `main`, which carries commands out.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SWITCH = "store_true"
 
 
-@dataclass(frozen=True)
-class Option:
-    """An option that overrides one value of the configuration; `key` is the dotted key."""
+class Option(NamedTuple):
+    """One option. `key` is the dotted key of the configuration that it overrides; without one it is a field of the
+    command's job, by the flag's name. Not given, it is None: configuration and jobs have the defaults.
+
+    `action` is one of argparse; with another than "store" and "append" the option takes no value.
+    """
 
     flag: str
-    key: str
-    type: type[str] | type[int] | type[float]
     metavar: str
     help: str
-    repeat: bool = False
+    parse: Callable[[str], object] = str
+    key: str = ""
+    action: str | type[argparse.Action] = "store"
+    required: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the attribute of the parsed arguments. With the key as the name an option of the configuration is kept
+        apart from one that a command has for itself, as `plan` has its --stages."""
+        return self.key or self.flag[2:].replace("-", "_")
 
 
+def add(parser: argparse._ActionsContainer, options: Sequence[Option]) -> None:
+    """Let `options` be typed. Mutates: parser."""
+    for each in options:
+        given = {"dest": each.name, "help": each.help, "action": each.action, "required": each.required}
+        value = {"type": each.parse, "metavar": each.metavar} if each.action in ("store", "append") else {}
+        parser.add_argument(each.flag, default=None, **given, **value)  # type: ignore[arg-type]
+
+
+class Preset(argparse.Action):
+    """An option without a value: it sets the preset of its own name, and excludes the others."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **given: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **given)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        name, before = str(option_string).removeprefix("--"), getattr(namespace, self.dest)
+        if before not in (None, name):
+            parser.error(f"--{before} and --{name} exclude each other; give one of them")
+        setattr(namespace, self.dest, name)
+
+
+def parse_numbers(text: str) -> tuple[float, ...]:
+    """Numbers with commas between them. Raises argparse.ArgumentTypeError."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not numbers with commas between them") from None
+
+
+def parse_steps(text: str) -> int | tuple[float, ...]:
+    """A number of steps, or timesteps with commas between them. Raises argparse.ArgumentTypeError."""
+    return int(text) if text.strip().isdigit() else parse_numbers(text)
+
+
+# fmt: off
+# ---- of the configuration ----------------------------------------------------------------------------------------
+
+NAME = Option("--model", "NAME", "`tiny`, a name of `streamdiff models`, a hub id (OWNER/NAME), or a path", str,
+              "model.name")
+STEPS = Option("--steps", "N", "denoise steps per chunk (default: what the model was made for; `tiny` has 4, and 2)",
+               int, "model.steps")
+STEPS_OR_LIST = STEPS._replace(parse=parse_steps, help=STEPS.help + "; or the timesteps themselves, "
+                               "1000,937.5,833.33,625")
+KV_CONTEXT = Option("--kv-context", "POLICY", "what a chunk sees of earlier ones: clean, staircase, matched, "
+                    "anchored (default: what the model was made for)", str, "model.kv_context")
+ANCHOR_EVERY = Option("--anchor-every", "N", "with --kv-context anchored: every Nth chunk gets a clean pass, not only "
+                      "the sink's (default: the sink's only)", int, "model.anchor_every")
 MODEL = (
-    Option(
-        "--model",
-        "model.name",
-        str,
-        "NAME",
-        "`tiny`, a name of `streamdiff models`, a hub id (OWNER/NAME), or a path",
-    ),
-    Option("--device", "model.device", str, "DEVICE", "auto, cpu or cuda (default auto: cuda where there is one)"),
-    Option("--threads", "model.threads", int, "N", "CPU threads of the transformer"),
-    Option(
-        "--steps",
-        "model.steps",
-        int,
-        "N",
-        "denoise steps per chunk (default: what the model was made for; `tiny` has 4, and 2)",
-    ),
-    Option(
-        "--kv-context",
-        "model.kv_context",
-        str,
-        "POLICY",
-        "what a chunk sees of earlier ones: clean, staircase, matched (default: what the model was made for)",
-    ),
-    Option("--seed", "session.seed", int, "N", "the same seed and prompts give the same video (default 0)"),
-    Option("--fps", "playback.fps", float, "N", "frames shown per second (default: the model's own; `tiny` has 40)"),
+    NAME,
+    Option("--device", "DEVICE", "auto, cpu or cuda (default auto: cuda where there is one)", str, "model.device"),
+    Option("--threads", "N", "CPU threads of the transformer", int, "model.threads"),
+    KV_CONTEXT,
+    ANCHOR_EVERY,
+    Option("--seed", "N", "the same seed and prompts give the same video (default 0)", int, "session.seed"),
+    Option("--fps", "N", "frames shown per second (default: the model's own; `tiny` has 40)", float, "playback.fps"),
 )
-QUANTIZE = Option(
-    "--quantize",
-    "model.quantize",
-    str,
-    "KIND",
-    "none, fp8 or int8: the blocks' linear layers in 8 bits (needs torchao)",
+QUANTIZE = Option("--quantize", "KIND", "none, fp8 or int8: the blocks' linear layers in 8 bits (needs torchao); auto: "
+                  "fp8 where it is faster", str, "model.quantize")
+PRESETS = (
+    Option("--plain", "", "none of the fast paths that CUDA has by default: no graphs, torch's own attention; what is "
+           "asked for by itself stays", key="model.preset", action=Preset),
+    Option("--fast", "", "also what changes pictures a little: the small autoencoder, the fewest steps that the model "
+           "has", key="model.preset", action=Preset),
 )
-PARTS = (
-    Option("--weights", "model.weights", str, "FILE", "the transformer's weights, in any published layout"),
-    Option("--lora", "model.lora", str, "FILE[:SCALE]", "merge a LoRA into the weights"),
-    Option("--vae", "model.vae", str, "PATH", "the autoencoder, or a name: taew2_1 is small (default: its own)"),
-    Option(
-        "--text-encoder",
-        "model.text_encoder",
-        str,
-        "PATH",
-        "a folder with encoder and tokenizer, or Wan's .pth",
-    ),
-    Option(
-        "--text-device", "model.text_device", str, "DEVICE", "of a large text encoder: cpu, cuda (default: by room)"
-    ),
-    Option("--dtype", "model.dtype", str, "TYPE", "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on CUDA)"),
-    Option(
-        "--attention", "model.attention", str, "KERNEL", "auto, or one that `streamdiff doctor` lists; tried at start"
-    ),
+OFFLOAD = Option("--offload", "KIND", "none, or blocks: they lie in host memory and are copied one ahead; slow, for "
+                 "small cards", str, "model.offload")
+VAE = Option("--vae", "PATH", "the autoencoder, or a name: taew2_1 is small (default: its own)", str, "model.vae")
+SIZE = Option("--size", "WxH", "of the picture in pixels (default: the model's own)", str, "model.size")
+DECODE_AT_ONCE = Option("--decode-at-once", "N", "latent frames per call of the decoder (default: a chunk on CUDA, "
+                        "else 1); fewer take less memory", int, "model.decode_at_once")
+EXAMINED_PARTS = (
+    Option("--weights", "FILE", "the transformer's weights, in any published layout", str, "model.weights"),
+    VAE,
+    Option("--text-encoder", "PATH", "a folder with encoder and tokenizer, or Wan's .pth", str, "model.text_encoder"),
+    Option("--dtype", "TYPE", "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on CUDA)", str, "model.dtype"),
+    Option("--attention", "KERNEL", "one that `streamdiff doctor` lists, or auto: on CUDA the fastest, by trial", str,
+           "model.attention"),
     QUANTIZE,
-    Option(
-        "--compile",
-        "model.compile",
-        str,
-        "off|on",
-        "run compiled graphs of transformer and decoder; made at the first start, then kept on disk (default off)",
-    ),
-    Option(
-        "--clean-pass",
-        "model.clean_pass",
-        str,
-        "alone|with-next",
-        "with-next: one forward for a chunk's clean pass and the next one's first step (KV context clean)",
-    ),
-    Option("--size", "model.size", str, "WxH", "of the picture in pixels (default: the model's own)"),
-)
-TRACE = (
-    Option("--profile", "model.trace", str, "DIR", "trace some chunks with PyTorch's profiler; say what costs most"),
-    Option("--profile-chunks", "model.trace_chunks", int, "N", "chunks of that trace, 1 to 100 (default 4)"),
-)
-LOOKED_AT = tuple(
-    option
-    for option in PARTS
-    if option.flag in ("--weights", "--vae", "--text-encoder", "--dtype", "--attention", "--quantize")
+    *PRESETS,
 )
 """What `doctor` can say something about."""
+PARTS = (
+    *EXAMINED_PARTS,
+    OFFLOAD,
+    DECODE_AT_ONCE,
+    Option("--lora", "FILE[:SCALE]", "merge a LoRA into the weights", str, "model.lora"),
+    Option("--text-device", "DEVICE", "of a large text encoder: cpu, cuda (default: by room)", str,
+           "model.text_device"),
+    Option("--compile", "off|on", "run compiled graphs of transformer and decoder; made at the first start, then kept "
+           "on disk (default: on with CUDA)", str, "model.compile"),
+    Option("--clean-pass", "alone|with-next", "with-next: one forward for a chunk's clean pass and the next one's "
+           "first step (KV context clean; default: on one CUDA device)", str, "model.clean_pass"),
+    SIZE,
+)
+TRACE = (
+    Option("--profile", "DIR", "trace some chunks with PyTorch's profiler; say what costs most", str, "model.trace"),
+    Option("--profile-chunks", "N", "chunks of that trace, 1 to 100 (default 4)", int, "model.trace_chunks"),
+)
 WINDOW = (
-    Option(
-        "--window",
-        "model.window",
-        int,
-        "N",
-        "latent frames a chunk can see, sink and itself included (default: the model's own)",
-    ),
-    Option(
-        "--sink", "model.sink", int, "N", "latent frames of the beginning that stay in sight (default: the model's)"
-    ),
-    Option("--rope", "model.rope", str, "KIND", "absolute or relative positions (default: the model's own)"),
+    Option("--window", "N", "latent frames a chunk can see, sink and itself included (default: the model's own)", int,
+           "model.window"),
+    Option("--sink", "N", "latent frames of the beginning that stay in sight (default: the model's)", int,
+           "model.sink"),
+    Option("--rope", "KIND", "absolute or relative positions (default: the model's own)", str, "model.rope"),
 )
 """What a chunk sees; of every session, as caches, memory and graphs are made for it at the start."""
-PLAN_MODEL = (
-    *(option for option in MODEL if option.flag in ("--model", "--steps", "--kv-context")),
-    QUANTIZE,
-    *WINDOW[:2],
-)
-PROMPT = Option("--prompt", "session.prompt", str, "TEXT", "what to show")
+PROMPT = Option("--prompt", "TEXT", "what to show", str, "session.prompt")
 ADDRESS = (
-    Option("--host", "serve.host", str, "ADDRESS", "address to listen on (default 127.0.0.1: this machine only)"),
-    Option("--port", "serve.port", int, "N", "port to listen on (default 8000; 0 picks a free one)"),
+    Option("--host", "ADDRESS", "address to listen on (default 127.0.0.1: this machine only)", str, "serve.host"),
+    Option("--port", "N", "port to listen on (default 8000; 0 picks a free one)", int, "serve.port"),
 )
-STAGES = Option(
-    "--stages", "model.stages", int, "N", "ranks, started here, over which the model's blocks are split (default 1)"
-)
+STAGES = Option("--stages", "N", "ranks, started here, over which the model's blocks are split (default 1)", int,
+                "model.stages")
 SERVE = (
-    Option(
-        "--chunk-frames",
-        "model.chunk_latents",
-        int,
-        "N",
-        "latent frames of a chunk, of a model that the catalogue does not know",
-    ),
+    Option("--chunk-frames", "N", "latent frames of a chunk, of a model that the catalogue does not know", int,
+           "model.chunk_latents"),
     *WINDOW,
     STAGES,
-    Option("--decode", "model.decode", str, "PLACE", "rank of a ring that decodes: head (default), last or own-rank"),
-    Option("--codec", "serve.codec", str, "CODEC", "auto, h264 or vp8 (default auto)"),
-    Option("--encoder", "serve.encoder", str, "NAME", "of H.264: auto, x264 or nvenc (default auto: what opens)"),
-    Option("--scale", "serve.scale", int, "N", "enlarge the picture before encoding (default: 2 for `tiny`, else 1)"),
-    Option(
-        "--pictures", "serve.pictures", str, "KIND", "from the decoder: rgb, yuv420 or auto (default auto: the cheaper)"
-    ),
-    Option("--bitrate", "serve.bitrate", int, "BITS", "bit/s of the video (default: fits size and fps)"),
-    Option("--lead", "playback.lead_s", float, "SECONDS", "video made ahead of what is shown, at most"),
-    Option(
-        "--output",
-        "serve.outputs",
-        str,
-        "FILE|URL",
-        "also send it to a .mp4 or .webm file, rtmp://, srt://, udp://, tcp://, whip+https://; may be repeated",
-        True,
-    ),
-    Option(
-        "--allowed-host",
-        "serve.hosts",
-        str,
-        "NAME",
-        "a name that users call this machine by, besides localhost and --host; may be repeated",
-        True,
-    ),
-    Option(
-        "--trusted-proxy",
-        "serve.trusted_proxies",
-        str,
-        "ADDRESS",
-        "a proxy, or network of them, whose X-Forwarded-For is believed; may be repeated",
-        True,
-    ),
-    Option("--control-token-file", "serve.control_token_file", str, "FILE", "its token is needed to steer"),
-    Option("--view-token-file", "serve.view_token_file", str, "FILE", "its token is needed to watch"),
-    Option("--log-format", "serve.log_format", str, "KIND", "text, or json: one object a line on standard error"),
-    Option("--max-viewers", "serve.max_viewers", int, "N", "viewers at the same time, at most"),
-    Option("--address-share", "serve.address_share", float, "SHARE", "of these, what one address may hold (0.5)"),
+    Option("--decode", "PLACE", "rank of a ring that decodes: head (default), last or own-rank", str, "model.decode"),
+    Option("--codec", "CODEC", "auto, h264 or vp8 (default auto)", str, "serve.codec"),
+    Option("--encoder", "NAME", "of H.264: auto, x264 or nvenc (default auto: what opens)", str, "serve.encoder"),
+    Option("--scale", "N", "enlarge the picture before encoding (default: 2 for `tiny`, else 1)", int, "serve.scale"),
+    Option("--pictures", "KIND", "from the decoder: rgb, yuv420 or auto (default auto: the cheaper)", str,
+           "serve.pictures"),
+    Option("--bitrate", "BITS", "bit/s of the video (default: fits size and fps)", int, "serve.bitrate"),
+    Option("--jobs-dir", "FOLDER", "make videos for /v1/videos too, and keep them here", str, "serve.jobs_dir"),
+    Option("--lead", "SECONDS", "video made ahead of what is shown, at most", float, "playback.lead_s"),
+    Option("--output", "FILE|URL", "also send it to a .mp4 or .webm file, rtmp://, srt://, udp://, tcp://, "
+           "whip+https://; may be repeated", str, "serve.outputs", "append"),
+    Option("--allowed-host", "NAME", "a name that users call this machine by, besides localhost and --host; may be "
+           "repeated", str, "serve.hosts", "append"),
+    Option("--trusted-proxy", "ADDRESS", "a proxy, or network of them, whose X-Forwarded-For is believed; may be "
+           "repeated", str, "serve.trusted_proxies", "append"),
+    Option("--control-token-file", "FILE", "its token is needed to steer", str, "serve.control_token_file"),
+    Option("--view-token-file", "FILE", "its token is needed to watch", str, "serve.view_token_file"),
+    Option("--tls-cert", "FILE", "speak HTTPS with this certificate (PEM, with its chain)", str, "serve.tls_cert"),
+    Option("--tls-key", "FILE", "and this key", str, "serve.tls_key"),
+    Option("--server-name", "NAME", "of this server among several behind one balancer", str, "serve.name"),
+    Option("--udp-ports", "LOW-HIGH", "of viewers' media (default: any)", str, "serve.udp_ports"),
+    Option("--log-format", "KIND", "text, or json: one object a line on standard error", str, "serve.log_format"),
+    Option("--max-viewers", "N", "viewers at the same time, at most", int, "serve.max_viewers"),
+    Option("--address-share", "SHARE", "of these, what one address may hold (0.5)", float, "serve.address_share"),
+    Option("--insecure", "", "let other machines in without a token", key="serve.insecure", action=SWITCH),
+    Option("--no-browser", "", "do not open a browser", key="serve.open_browser", action="store_false"),
 )
+CONFIGURATION = (*ADDRESS, PROMPT, STEPS_OR_LIST, *MODEL, *PARTS, *SERVE, *TRACE)
+"""Every option that sets a value of the configuration."""
+
+# ---- of the commands ----------------------------------------------------------------------------------------------
+
+JSON = Option("--json", "", "print as JSON", key="as_json", action=SWITCH)
+CONFIG = Option("--config", "FILE", "a YAML file with the same settings, see configs/", Path)
+GENERATE = (
+    CONFIG,
+    PROMPT,
+    STEPS_OR_LIST,
+    *MODEL,
+    *PARTS,
+    STAGES,
+    *TRACE,
+    Option("--output", "FILE", ".mp4, .webm, or a folder for PNG frames", Path),
+    Option("--seconds", "S", "length (default 10)", float),
+    Option("--prompt-at", "SECONDS:TEXT", "change the prompt at this time; may be given several times",
+           action="append"),
+    Option("--prompts", "FILE", "many videos by one engine, into the folder --output: a prompt a line, or .jsonl with "
+           "prompt, seed, seconds, size, output", Path),
+    Option("--resume", "", "with --prompts: skip the videos that are there", action=SWITCH),
+)
+PLAN = (
+    CONFIG,
+    NAME,
+    STEPS,
+    KV_CONTEXT,
+    ANCHOR_EVERY,
+    QUANTIZE,
+    OFFLOAD,
+    VAE,
+    SIZE,
+    DECODE_AT_ONCE,
+    *WINDOW[:2],
+    Option("--gpu", "NAME", "h100, h200, b200, 4090 or 5090: what to expect of it, estimated"),
+    Option("--fps", "N", "frames per second of each session that --gpu shall reach (default: the model's own)", float),
+    Option("--stages", "N", "stages of the ring, one device each (default 4; 1 with --gpu)", int),
+    Option("--sessions", "N", "sessions at the same time (default 1)", int),
+    Option("--max-rows", "N", "micro-steps that may share a forward, at most (default 1)", int),
+    Option("--chunks", "N", "chunks to simulate per session (default 100)", int),
+    Option("--stage-times", "S,S,...", "seconds of each stage, for a forward of one row"),
+    Option("--profile", "FILE", "measured times as JSON, see below", Path),
+    Option("--tflops", "N", "10^12 operations per second that a device reaches (default 400)", float),
+    Option("--gbps", "N", "GB/s of memory that a device reaches (default 2,500)", float),
+    Option("--link-gbps", "N", "GB/s of a link between devices (default 25)", float),
+    Option("--link-time", "SECONDS", "of a message between stages, in place of what the times' source says", float),
+    Option("--decode-time", "SECONDS", "of a chunk's decode, in place of what the times' source says", float),
+    Option("--decode", "PLACE", "where chunks are decoded: head, last, own-rank, own-stream (default auto: head or "
+           "last)"),
+    Option("--dtype", "TYPE", "float32 or bfloat16 (default float32; bfloat16 with --gpu)"),
+    Option("--trace", "FILE", "write a Chrome/Perfetto trace", Path),
+    Option("--plot", "FILE", "draw the first chunks as .png, .svg or .pdf", Path),
+    JSON,
+)
+DOCTOR = (CONFIG, *ADDRESS, STEPS, *MODEL, *EXAMINED_PARTS)
+# fmt: on
 
 EXAMPLES = """examples:
   streamdiff serve                              live video in the browser
@@ -202,16 +270,20 @@ GENERATE_EXAMPLES = """examples:
   streamdiff generate --prompt "a red circle" --prompt-at "4:a blue circle" --prompt-at "8:a white star" \\
       --seconds 12 --output changes.webm
   streamdiff generate --prompt "a purple square" --seconds 1 --output frames/    one PNG per frame
+  streamdiff generate --prompts prompts.txt --output videos/     a video for each line; --resume goes on where it ended
   streamdiff generate --stages 2 --kv-context staircase --output ring.mp4        two ranks, started here, work on it
 
-With options that say everything by numbers and files, stages take turns in one process.
+With options that say everything by numbers and files, stages take turns in one process, or with --processes have one
+each.
 """
 PLAN_EXAMPLES = """examples:
+  streamdiff plan --gpu 4090 --model self-forcing --vae taew2_1 --sessions 2    what to expect of a card, and what fits
   streamdiff plan --stages 4 --kv-context staircase --trace ring.json
   streamdiff plan --stages 4 --kv-context matched --stage-times 0.1,0.1,0.1,0.1 --decode-time 0.02
   streamdiff plan --stages 2 --sessions 2 --profile measured.json --plot ring.png
 
-Times come from --stage-times, else from --profile, else from an estimate at --tflops and --gbps. A profile is JSON:
+Times come from --stage-times, else from --profile, else from an estimate for --gpu, or at --tflops and --gbps. A
+profile is JSON:
   {"block_s": [0.01, 0.01, 0.01, 0.01], "embed_s": 0.001, "head_s": 0.001, "decode_s": 0.02, "link_s": 0.0005}
 all in seconds: one entry per block, embedding, output layer, a chunk's decode, a message between stages. An entry of
 block_s, embed_s and head_s may be a list: the time of a forward with 1 row, 2 rows, and so on.

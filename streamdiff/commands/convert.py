@@ -8,7 +8,7 @@ Knows nothing about the command line, codecs or networks: `models/autoencoder/au
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,7 +25,7 @@ from streamdiff.device import pick_device, pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder import autoencoder
 from streamdiff.models.autoencoder.autoencoder import VideoEncoder
-from streamdiff.models.autoencoder.stepped_decoder import VideoDecoder
+from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, VideoDecoder
 from streamdiff.models.checkpoint import tensor_file
 from streamdiff.models.checkpoint.tensor_file import FreeDim
 from streamdiff.video import writer
@@ -109,11 +109,13 @@ def encode(job: ConvertJob) -> int:
         encoder.latents_of(frames)
     with exit_on_sigterm(), tqdm(total=frames, unit="frame", desc=job.out.name, dynamic_ncols=True) as bar:
         pieces = _pieces(clip, (job.chunk_frames or _CHUNK) * encoder.temporal)
-        latents = _encode(encoder, pieces, bar)
+        motion = Motion()
+        latents = _encode(encoder, motion.noting(pieces), bar)
         if raw is not None:
             latents = raw.undo(latents[None].to(encoder.device))[0].cpu()
         about = tensor_file.NORMALISED if raw is None else tensor_file.RAW
-        tensor_file.write_tensor(job.out, LATENTS, latents, about)
+        moved = motion.of_latents(encoder.first_frames, encoder.temporal)
+        tensor_file.write_tensor(job.out, LATENTS, latents, {**about, tensor_file.MOTION: moved})
         read = bar.n
     space = "" if raw is None else ", not normalised"
     print(f"{job.out}: `{LATENTS}` {list(latents.shape)}{space}, from {read} frames, {width} x {height}")
@@ -172,9 +174,9 @@ def _pieces(clip: Clip | Tensor, length: int) -> Iterator[Tensor]:
 
 def _pictures(decoder: VideoDecoder, pieces: tuple[Tensor, ...], bar: tqdm[NoReturn]) -> Iterator[NDArray[np.uint8]]:
     """Frames uint8 `[H, W, 3]` of pieces `[C, F, h, w]`. Mutates: bar."""
-    memory = decoder.new_memory()
+    memory, pictures = decoder.new_memory(), PictureDecoder(decoder)
     for piece in pieces:
-        for picture in decoder.decode(piece[None].to(decoder.device), memory).cpu().numpy():
+        for picture in pictures.decode(piece[None].to(decoder.device), memory).cpu().numpy():
             yield picture
             bar.update()
 
@@ -190,6 +192,30 @@ def _decode_video(
         done += part.shape[1]
         bar.update(part.shape[1])
     return video
+
+
+class Motion:
+    """How far each frame of a video is from the one before, root mean square over its pixels."""
+
+    def __init__(self) -> None:
+        self._differences: list[float] = []
+
+    def noting(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Pass on frames `[3, n, H, W]`. Mutates: self."""
+        last = torch.empty(0)
+        for piece in pieces:
+            line = torch.cat([last if last.numel() else piece[:, :1], piece], 1)
+            steps = (line[:, 1:] - line[:, :-1]).square().mean((0, 2, 3), dtype=torch.float64)
+            self._differences += steps.sqrt().tolist()
+            last = piece[:, -1:]
+            yield piece
+
+    def of_latents(self, first: int, others: int) -> str:
+        """The largest one of each latent frame's frames, which are `first` of the first and `others` of each other, as
+        text for a file's header."""
+        begins = [0, *range(first, len(self._differences), others)]
+        ends = [*begins[1:], len(self._differences)]
+        return " ".join(f"{max(self._differences[a:b]):.9g}" for a, b in zip(begins, ends, strict=True))
 
 
 def _encode(encoder: VideoEncoder, pieces: Iterator[Tensor], bar: tqdm[NoReturn]) -> Tensor:

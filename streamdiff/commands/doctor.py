@@ -1,4 +1,4 @@
-"""What was found on this machine and what will be used: nothing is assumed, each part is tried.
+"""`streamdiff doctor`: reports what was found on this machine and what will be used; each part is tried out.
 
 Knows nothing about sessions or streams; it starts neither the engine nor the server.
 """
@@ -6,18 +6,18 @@ Knows nothing about sessions or streams; it starts neither the engine nor the se
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from streamdiff.commands import models
+import psutil
+
+from streamdiff.commands import doctor_compute, models
+from streamdiff.commands.findings import Finding, Grade
 from streamdiff.config import EMBEDDED, Config
 from streamdiff.errors import ConfigError
 from streamdiff.models import resolve
@@ -28,37 +28,17 @@ from streamdiff.pipeline.planner import model_sizes
 from streamdiff.version import __version__
 
 if TYPE_CHECKING:
-    import torch
-
     from streamdiff.server.media.codecs import Library
-
-_HEAD_DIM = 128
-
-
-class Grade(Enum):
-    """How a finding bears on what was asked for."""
-
-    GOOD = "ok"
-    NOTE = "note"
-    BAD = "FAIL"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report."""
-
-    topic: str
-    grade: Grade
-    text: str
 
 
 def examine(config: Config) -> list[Finding]:
     """Look at everything `config` needs. A part that cannot be found out is a finding, not an error."""
     looks: tuple[Callable[[Config], Iterator[Finding]], ...] = (
         _look_at_machine,
-        _look_at_torch,
-        _look_at_kernels,
-        _look_at_quantisation,
+        doctor_compute.look_at_torch,
+        doctor_compute.look_at_kernels,
+        doctor_compute.look_at_quantisation,
+        doctor_compute.look_at_trials,
         _look_at_weights,
         _look_at_steps,
         _look_at_codecs,
@@ -91,17 +71,13 @@ def report(config: Config) -> int:
 
 def _look_at_machine(config: Config) -> Iterator[Finding]:
     yield Finding("python", Grade.GOOD, f"{platform.python_version()} on {platform.platform(terse=True)}")
-    cores, usable = os.cpu_count() or 1, _usable_cores()
+    cores = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     share = "" if usable == cores else f", {usable} of them for this process"
     yield Finding("cpu", Grade.GOOD, f"{_cpu_name()}, {cores} cores{share}")
-    memory = _memory_bytes()
-    if memory is not None:
-        grade = Grade.GOOD if memory > 2e9 else Grade.NOTE
-        yield Finding("memory", grade, f"{memory / 2**30:.1f} GiB" + ("" if grade is Grade.GOOD else ", 2 are advised"))
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = psutil.virtual_memory().total
+    grade = Grade.GOOD if memory > 2e9 else Grade.NOTE
+    yield Finding("memory", grade, f"{memory / 2**30:.1f} GiB" + ("" if grade is Grade.GOOD else ", 2 are advised"))
 
 
 def _cpu_name() -> str:
@@ -114,87 +90,7 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return None
-
-
-# ---- what computes ---------------------------------------------------------------------------------------------
-
-
-def _look_at_torch(config: Config) -> Iterator[Finding]:
-    try:
-        import torch
-    except (ImportError, OSError) as error:  # OSError: a shared library of its own is missing
-        yield Finding("torch", Grade.BAD, f"cannot be imported: {error}")
-        return
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    yield Finding("torch", Grade.GOOD, f"{torch.__version__} ({build}), {torch.get_num_threads()} threads by default")
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            device = torch.cuda.get_device_properties(index)
-            yield Finding("gpu", Grade.GOOD, f"cuda:{index} {device.name}, {device.total_memory / 2**30:.0f} GiB")
-    elif config.model.device == "cuda":
-        yield Finding("gpu", Grade.BAD, "none, but the device is set to cuda; use --device auto")
-    elif Path("/dev/nvidiactl").exists():
-        yield Finding(
-            "gpu", Grade.NOTE, "there is an NVIDIA device, but this torch cannot use it: make distclean serve"
-        )
-    else:
-        yield Finding("gpu", Grade.NOTE, "none; the embedded model runs on the CPU")
-
-
-def _look_at_kernels(config: Config) -> Iterator[Finding]:
-    """Every attention kernel computes a small case, of the width that Wan's heads have."""
-    try:
-        import torch
-
-        from streamdiff.models.transformer import attention_backend
-    except (ImportError, OSError):
-        return  # torch or diffusers: said elsewhere, or by what needs it
-    device, dtype = _computes_in(config)
-    found = attention_backend.survey(device, dtype, heads=2, head_dim=_HEAD_DIM)
-    right = [name for name, fault in found.items() if fault is None]
-    case = f"{device}, {str(dtype).removeprefix('torch.')}"
-    yield Finding("attention", Grade.GOOD, f"{', '.join(right)}: compared with the formula, right here ({case})")
-    chosen = config.model.attention
-    if found[chosen] is not None:
-        fetched = (
-            attention_backend.missing(chosen, torch.device(device)) is None and chosen in attention_backend.DISPATCHED
-        )
-        grade = Grade.NOTE if fetched and attention_backend.DISPATCHED[chosen].hub else Grade.BAD
-        yield Finding("attention", grade, f"{chosen} {found[chosen]}")
-    others = [name for name, fault in found.items() if fault is not None and name != chosen]
-    absent = [name for name in others if "is not installed" in str(found[name])]
-    for names, what in ((absent, "not installed"), ([n for n in others if n not in absent], "not for this machine")):
-        if names:
-            yield Finding("attention", Grade.NOTE, f"{what}: {', '.join(names)}")
-
-
-def _look_at_quantisation(config: Config) -> Iterator[Finding]:
-    try:
-        from streamdiff.models.transformer import quantization
-    except (ImportError, OSError):
-        return  # as above
-    device, dtype = _computes_in(config)
-    absent = None if importlib.util.find_spec("torchao") else f"takes torchao; {quantization.INSTALL}"
-    faults = {mode: quantization.unsuited(mode, device, dtype) or absent for mode in quantization.MODES[1:]}
-    if right := [mode for mode, fault in faults.items() if fault is None]:
-        version = importlib.metadata.version("torchao")
-        yield Finding("quantize", Grade.GOOD, f"{' and '.join(right)} by torchao {version}")
-    for mode, fault in faults.items():
-        if fault is not None:
-            yield Finding("quantize", Grade.BAD if config.model.quantize == mode else Grade.NOTE, f"{mode} {fault}")
-
-
-def _computes_in(config: Config) -> tuple[torch.device, torch.dtype]:
-    """Where the transformer will run, and in what."""
-    from streamdiff.device import pick_device, pick_dtype
-
-    device = pick_device("cpu" if config.model.device == "cpu" else "auto")  # not what is missing: that is told above
-    return device, pick_dtype(config.model.dtype, device)
+# ---- the model ----------------------------------------------------------------------------------------------------
 
 
 def _look_at_weights(config: Config) -> Iterator[Finding]:
@@ -219,17 +115,19 @@ def _look_at_weights(config: Config) -> Iterator[Finding]:
 def _look_at_steps(config: Config) -> Iterator[Finding]:
     """How many denoise steps a chunk takes, as far as that is known before the model is there."""
     wanted, own = config.model.steps, "what the model was made for"
+    fast = config.model.preset == "fast" and wanted is None
     try:
-        facts = model_sizes.facts_of(config.model.name)
+        sizes = model_sizes.sizes_of(config.model)
     except ConfigError:  # neither a known model nor a folder of the embedded kind: its files say it when it is loaded
         yield Finding("steps", Grade.NOTE, own if wanted is None else f"{wanted} per chunk, if the model has so many")
         return
     try:
-        steps = choose_steps(wanted, facts.spec.steps, facts.spec.name)
+        least = min(sizes.spec.steps, default=None)
+        steps = choose_steps(least if fast else wanted, sizes.spec.steps, sizes.spec.name)
     except ConfigError as error:
         yield Finding("steps", Grade.BAD, str(error))
     else:
-        yield Finding("steps", Grade.GOOD, f"{steps} per chunk" + (f" ({own})" if steps == facts.spec.steps[0] else ""))
+        yield Finding("steps", Grade.GOOD, f"{steps} per chunk" + (f" ({own})" if steps == sizes.spec.steps[0] else ""))
 
 
 def _look_at_published(entry: Entry, config: Config) -> Iterator[Finding]:
@@ -339,6 +237,10 @@ def _uses(config: Config, findings: list[Finding]) -> Iterator[tuple[str, str]]:
     yield "device", gpus[0] if on_gpu else f"cpu, {threads} for the transformer and one for decoding"
     steps = next(finding.text for finding in findings if finding.topic == "steps")
     yield "model", f"{config.model.name}, steps: {steps}, KV context {config.model.kv_context}"
+    if not any(finding.topic == "torch" and finding.grade is Grade.BAD for finding in findings):
+        for choice in doctor_compute.settled(config).choices:
+            if choice.setting not in ("device", "steps"):  # they stand above
+                yield choice.setting, f"{choice.value} ({choice.reason})"
     yield "codec", _codec_in_use(config, findings)
     yield "playback", f"{config.playback.fps:g} frames per second, at most {config.playback.lead_s:g} s ahead"
     host = config.serve.host

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +19,7 @@ from tqdm import tqdm
 from streamdiff import api
 from streamdiff.atomic_write import exit_on_sigterm
 from streamdiff.config import Config
-from streamdiff.engine.process.main import be_follower
+from streamdiff.engine.process.main import run_as_worker, work_for_rank_0
 from streamdiff.errors import ConfigError
 from streamdiff.video.writer import check_target, write_video
 
@@ -28,25 +28,34 @@ from streamdiff.video.writer import check_target, write_video
 class GenerateJob:
     """What to make: `changes` are (seconds from the start, prompt), in order of time."""
 
-    output: Path | None
-    seconds: float
+    output: Path | None = None
+    seconds: float = 10.0
     changes: tuple[tuple[float, str], ...] = ()
 
 
-def run_as_ranks(config: Config, job: GenerateJob, argv: Sequence[str]) -> int:
-    """`run` over the ranks of a ring, each a process of its own that carries out the same command line `argv`. They are
-    started here, unless torchrun has started this process as one of them. Returns the exit status.
+def run_as_ranks(
+    config: Config,
+    check: Callable[[], object],
+    run: Callable[[], int],
+    argv: Sequence[str],
+    follow: Callable[[], None] | None = None,
+) -> int:
+    """`run` on rank 0 of a ring whose ranks are processes of their own that carry out the same command line `argv`;
+    the others `follow` (default: as those of a live engine). They are started here, after `check`, unless torchrun has
+    started this process as one of them. Returns the exit status.
 
     Raises:
-        ConfigError, RequestError: as `run`.
+        ConfigError, RequestError: as `check` and `run`.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        _checked(job)
+        check()
         from streamdiff.engine.process.launcher import launch  # imports torch
 
         with TemporaryDirectory(prefix="streamdiff-") as folder:
             return launch("streamdiff", config.model.ranks, argv, folder)
-    return run(config, job) if os.environ["RANK"] == "0" else be_follower(config.model)
+    if os.environ["RANK"] == "0":
+        return run()
+    return run_as_worker(config.model) if follow is None else work_for_rank_0(follow)
 
 
 def run(config: Config, job: GenerateJob) -> int:
@@ -58,8 +67,9 @@ def run(config: Config, job: GenerateJob) -> int:
     Raises:
         ConfigError, RequestError: what was asked for cannot be made; nothing is written then.
     """
-    output = _checked(job)
-    with exit_on_sigterm(), _open(config) as session:
+    output = check(job)
+    start = config.session
+    with exit_on_sigterm(), api.StreamSession(api.load(config.model), start.prompt, seed=start.seed) as session:
         fps = config.playback.fps if "fps" in config.playback.model_fields_set else session.fps
         total = max(1, round(job.seconds * fps))
         with tqdm(total=total, unit="frame", desc=output.name, dynamic_ncols=True) as bar:
@@ -70,11 +80,8 @@ def run(config: Config, job: GenerateJob) -> int:
     return 0
 
 
-def _open(config: Config) -> api.StreamSession:
-    return api.StreamSession(api.load(config.model), config.session.prompt, seed=config.session.seed)
-
-
-def _checked(job: GenerateJob) -> Path:
+def check(job: GenerateJob) -> Path:
+    """The output. Raises ConfigError for what cannot be made."""
     if job.output is None:
         raise ConfigError("--output is missing; for example: --output out.mp4")
     if not (math.isfinite(job.seconds) and 0 < job.seconds <= 24 * 3600):

@@ -12,8 +12,8 @@ from typing import Any
 from streamdiff.models.catalogue import entries as catalogue
 from streamdiff.models.catalogue.schema import Entry, Files
 from streamdiff.models.checkpoint import hub
-from streamdiff.pipeline.planner.memory import stage_memory
-from streamdiff.pipeline.planner.model_sizes import BFLOAT16
+from streamdiff.pipeline.planner.memory import decoder_bytes, stage_memory
+from streamdiff.pipeline.planner.model_sizes import SMALL
 
 STAGES = (1, 2, 4)
 _UNKNOWN = "unknown"
@@ -245,6 +245,8 @@ def _run_lines(entry: Entry) -> Iterator[tuple[str, str]]:
     again = ", its first latent frame encoded again from its picture" if context.pictures else ""
     told = f"the clean pass is told {_number(context.noise)}{alone}{again}"
     yield "", told if context.noise is not None else "no clean pass"
+    if context.source is not None:
+        yield "", f"read in {context.source}"
     trained, works = entry.switches.trained or _UNKNOWN, _names(entry.switches.works)
     yield "prompt change", f"trained for {trained}; known to work: {works}; reset always does"
     yield "positions", f"{entry.positions.published}; also: {_names(entry.positions.works)}"
@@ -263,8 +265,9 @@ def _memory_lines(entry: Entry) -> Iterator[tuple[str, str]]:
     text, pictures = shared.text_encoders[entry.text_encoder], shared.autoencoders[entry.autoencoder]
     if text.gigabytes is not None:
         yield "beside it", f"{text.gigabytes:g} GB text encoder, where it is kept on the device"
-    if pictures.values is not None:
-        yield "", f"{_gigabytes(pictures.values * BFLOAT16)} GB autoencoder"
+    if pictures.config is not None:
+        own, taehv = (_gigabytes(decoder_bytes(entry, each)) for each in (None, SMALL))
+        yield "", f"{own} GB to decode a chunk, {taehv} GB with --vae {SMALL}"
 
 
 def _wrapped(text: str, start: str) -> list[str]:

@@ -7,17 +7,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from streamdiff.commands import plan_forecast
+from streamdiff.commands.plan_forecast import GpuForecast
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.spec import choose_steps
+from streamdiff.models.spec import choose_steps, with_anchors
 from streamdiff.pipeline.planner import costs as cost
-from streamdiff.pipeline.planner import trace
-from streamdiff.pipeline.planner.memory import Memory, memory
-from streamdiff.pipeline.planner.model_sizes import ModelSizes, facts_of
+from streamdiff.pipeline.planner import gpus, trace
+from streamdiff.pipeline.planner.forecast import costs_on, link_times, ring_setup
+from streamdiff.pipeline.planner.memory import Memory, Storage, memory
+from streamdiff.pipeline.planner.model_sizes import ModelSizes, sizes_of
 from streamdiff.pipeline.planner.partition import check_stages, split_evenly
-from streamdiff.pipeline.planner.simulator import Run, Setup, Stream, simulate
-from streamdiff.pipeline.planner.stage_layout import PLACES, Layout, Workload, lay_out
+from streamdiff.pipeline.planner.simulator import Run, Setup, simulate
+from streamdiff.pipeline.planner.stage_layout import PLACES, Layout, Workload, fastest, lay_out, layout_of
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 
@@ -25,21 +29,25 @@ DTYPES = {"float32": 4, "bfloat16": 2}
 @dataclass(frozen=True)
 class PlanJob:
     """What was asked for. Stage times come from `stage_times` (seconds, comma-separated), else from `profile`, else
-    from an estimate at the ceilings; `link_time` and `decode_time` (seconds) win over either."""
+    from an estimate at the ceilings, those of `gpu` (`planner.gpus`) if it is named; `link_time` and `decode_time`
+    (seconds) win over either. `stages` and `dtype` are 4 and float32, with a GPU 1 and bfloat16, unless they are given;
+    `fps` is the rate that a forecast for a GPU is held against."""
 
-    stages: int = 4
+    stages: int | None = None
     sessions: int = 1
     max_rows: int = 1
     chunks: int = 100
     stage_times: str | None = None
     profile: Path | None = None
+    gpu: str | None = None
+    fps: float | None = None
     tflops: float | None = None
     gbps: float | None = None
     link_gbps: float | None = None
     link_time: float | None = None
     decode_time: float | None = None
     decode: str = "auto"
-    dtype: str = "float32"
+    dtype: str | None = None
     trace: Path | None = None
     plot: Path | None = None
     as_json: bool = False
@@ -50,27 +58,28 @@ class Outcome:
     """A plan and what it comes to."""
 
     source: str
-    facts: ModelSizes
+    sizes: ModelSizes
     load: Workload
     layout: Layout
     setup: Setup
     memory: tuple[Memory, ...]
     run: Run
+    gpu: GpuForecast | None = None
 
 
-def _as_asked(facts: ModelSizes, model: ModelConfig) -> ModelSizes:
-    """`facts` with the window and sink that the configuration asks for."""
-    spec = facts.spec
+def _as_asked(sizes: ModelSizes, model: ModelConfig) -> ModelSizes:
+    """`sizes` with the window and sink that the configuration asks for."""
+    spec = sizes.spec
     if model.window is not None:
         spec = replace(spec, window_latents=model.window, clean_window_latents=None)
     if model.sink is not None:
         spec = replace(spec, sink_latents=model.sink)
-    facts = replace(facts, spec=spec)
-    least = facts.spec.sink_latents + facts.spec.chunk_latents
-    window = facts.spec.window(model.kv_context)
+    sizes = replace(sizes, spec=with_anchors(spec, model))
+    least = sizes.spec.sink_latents + sizes.spec.chunk_latents
+    window = sizes.spec.window(model.kv_context)
     if (model.window, model.sink) != (None, None) and window < least:
         raise ConfigError(f"--window is {window} latent frames; it holds the sink and a chunk, so at least {least}")
-    return facts
+    return sizes
 
 
 def run(model: ModelConfig, job: PlanJob) -> int:
@@ -81,9 +90,9 @@ def run(model: ModelConfig, job: PlanJob) -> int:
     """
     outcome = make(model, job)
     if job.trace is not None:
-        trace.write_trace(job.trace, outcome.run.spans, job.stages)
+        trace.write_trace(job.trace, outcome.run.spans, outcome.load.stages)
     if job.plot is not None:
-        trace.write_plot(job.plot, outcome.run.spans, job.stages)
+        trace.write_plot(job.plot, outcome.run.spans, outcome.load.stages)
     print(json.dumps(as_tree(outcome), indent=2) if job.as_json else "\n".join(as_text(outcome)))
     return 0
 
@@ -94,34 +103,36 @@ def make(model: ModelConfig, job: PlanJob) -> Outcome:
     Raises:
         ConfigError: something cannot be planned.
     """
+    stages = job.stages if job.stages is not None else (1 if job.gpu else 4)
+    dtype = job.dtype or ("bfloat16" if job.gpu else "float32")
+    job = replace(job, stages=stages, dtype=dtype)
     _check(job)
-    facts = _as_asked(facts_of(model.name), model)
-    steps = choose_steps(model.steps, facts.spec.steps, facts.spec.name)
-    check_stages(job.stages, facts.blocks)
-    load = Workload(job.stages, job.sessions, steps, model.kv_context, job.max_rows)
+    sizes = _as_asked(sizes_of(model), model)
+    steps = choose_steps(model.steps, sizes.spec.steps, sizes.spec.name)
+    check_stages(stages, sizes.blocks)
+    load = Workload(stages, job.sessions, steps, model.kv_context, job.max_rows, sizes.spec.anchor_every)
+    quantize = "none" if model.quantize == "auto" else model.quantize  # which only a trial on the device tells
+    storage = Storage(DTYPES[dtype], quantize, model.offload, decode_latents=model.decode_at_once)
     if job.stage_times is not None:
-        source, layout, decode_s, links = _by_hand(job.stage_times, job, facts, load)
+        source, layout, decode_s, links = _by_hand(job.stage_times, job, sizes, load)
     else:
-        found = _costs(job, facts, load)
+        found = _costs(job, sizes, load, storage)
         source, layout, decode_s = found.source, lay_out(found, load, job.decode), found.decode_s
-        links = (*[found.link_s] * (job.stages - 1), found.flow_s)
-    setup = Setup(
-        stage_s=layout.stage_s,
-        streams=(Stream(steps, model.kv_context, first_steps=facts.first_chunk_steps),) * job.sessions,
-        link_s=links if job.stages > 1 else (),
-        decode_s=decode_s,
-        decode_stage=layout.decode_stage,
-        max_rows=job.max_rows,
-        chunks=job.chunks,
-    )
-    sizes = memory(facts, layout, load, DTYPES[job.dtype], model.quantize)
-    return Outcome(source, facts, load, layout, setup, sizes, simulate(setup))
+        links = link_times(found, stages)
+    setup = ring_setup(sizes, load, layout, links, decode_s, job.chunks)
+    asked = None
+    if job.gpu is not None:
+        gpu = gpus.find(job.gpu)
+        asked = plan_forecast.ask(
+            gpu, model, sizes, load, storage, decode=job.decode, blocks=layout.blocks, fps=job.fps
+        )
+    return Outcome(source, sizes, load, layout, setup, memory(sizes, layout, load, storage), simulate(setup), asked)
 
 
 def _check(job: PlanJob) -> None:
-    """What can be told without reading anything. Raises ConfigError."""
+    """Check what can be checked without reading files. Raises ConfigError."""
     for name, value in (("--stages", job.stages), ("--sessions", job.sessions), ("--max-rows", job.max_rows)):
-        if not 1 <= value <= 1024:
+        if value is not None and not 1 <= value <= 1024:
             raise ConfigError(f"{name} is {value}, but must be 1 to 1,024")
     if not 8 <= job.chunks <= 10_000:
         raise ConfigError(f"--chunks is {job.chunks}, but must be 8 to 10,000")
@@ -135,9 +146,15 @@ def _check(job: PlanJob) -> None:
     if job.stage_times is not None and job.profile is not None:
         raise ConfigError("--stage-times and --profile are both given; times can come from one of them only")
     if job.stage_times is not None or job.profile is not None:
-        for name, ceiling in (("--tflops", job.tflops), ("--gbps", job.gbps), ("--link-gbps", job.link_gbps)):
+        for name, ceiling in (*_ceilings(job), ("--gpu", job.gpu)):
             if ceiling is not None:
                 raise ConfigError(f"{name} is for the estimate; leave it out where times are given")
+    if job.gpu is not None:
+        gpus.find(job.gpu)
+        if given := [name for name, ceiling in _ceilings(job) if ceiling is not None]:
+            raise ConfigError(f"--gpu {job.gpu} says what {' and '.join(given)} would say; give one or the other")
+    if job.fps is not None and not (0 < job.fps < math.inf and job.gpu is not None):
+        raise ConfigError(f"--fps is {job.fps:g}; it is the rate, above 0, that a --gpu is held against")
     for name, path in (("--trace", job.trace), ("--plot", job.plot)):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             problem = "is a folder" if path.is_dir() else f"lies in {path.parent}, which is no folder"
@@ -146,14 +163,20 @@ def _check(job: PlanJob) -> None:
         trace.check_plot(job.plot)
 
 
-def _costs(job: PlanJob, facts: ModelSizes, load: Workload) -> cost.Costs:
-    if job.profile is not None:
-        found = cost.read_profile(job.profile, facts, max_rows=load.max_rows)
+def _ceilings(job: PlanJob) -> tuple[tuple[str, float | None], ...]:
+    return ("--tflops", job.tflops), ("--gbps", job.gbps), ("--link-gbps", job.link_gbps)
+
+
+def _costs(job: PlanJob, sizes: ModelSizes, load: Workload, storage: Storage) -> cost.Costs:
+    if job.gpu is not None:
+        found = costs_on(gpus.find(job.gpu), sizes, load, storage)
+    elif job.profile is not None:
+        found = cost.read_profile(job.profile, sizes, max_rows=load.max_rows)
     else:
-        given = {"tflops": job.tflops, "gbps": job.gbps, "link_gbps": job.link_gbps}
+        given: dict[str, Any] = {"tflops": job.tflops, "gbps": job.gbps, "link_gbps": job.link_gbps}
         ceilings = cost.Ceilings(**{name: value for name, value in given.items() if value is not None})
         found = cost.estimate(
-            facts, ceilings, kv_context=load.kv_context, max_rows=load.max_rows, value_bytes=DTYPES[job.dtype]
+            sizes, ceilings, kv_context=load.kv_context, max_rows=load.max_rows, value_bytes=storage.value_bytes
         )
     if job.decode_time is not None:
         found = replace(found, decode_s=job.decode_time)
@@ -161,7 +184,7 @@ def _costs(job: PlanJob, facts: ModelSizes, load: Workload) -> cost.Costs:
 
 
 def _by_hand(
-    text: str, job: PlanJob, facts: ModelSizes, load: Workload
+    text: str, job: PlanJob, sizes: ModelSizes, load: Workload
 ) -> tuple[str, Layout, float, tuple[float, ...]]:
     """Source, layout, decode time and link times where stage times are typed; blocks are then spread evenly."""
     try:
@@ -173,19 +196,9 @@ def _by_hand(
             f"--stage-times is {text!r}, but must be {load.stages} times in seconds, each above 0, separated by commas "
             f"(--stages is {load.stages})"
         )
-    decode_s = job.decode_time or 0.0
-    share = decode_s * load.max_rows / load.passes
-    heads = {"head": 0, "last": load.stages - 1}
-    options = list(heads) if job.decode == "auto" else [job.decode]
-    full = [time_s * load.max_rows for time_s in times]
-
-    def slowest(place: str) -> float:
-        return max(time_s + (share if heads.get(place) == rank else 0.0) for rank, time_s in enumerate(full))
-
-    place = min(options, key=slowest)
-    blocks = split_evenly(facts.blocks, load.stages)
-    stage_s = tuple(cost.in_proportion(time_s, load.max_rows) for time_s in times)
-    layout = Layout(blocks, stage_s, place, slowest(place))
+    decode_s, blocks = job.decode_time or 0.0, split_evenly(sizes.blocks, load.stages)
+    stage_s = [cost.in_proportion(time_s, load.max_rows) for time_s in times]
+    layout = fastest(job.decode, lambda place: layout_of(blocks, stage_s, place, load, decode_s))
     return "stage times given by hand; blocks spread evenly", layout, decode_s, (job.link_time or 0.0,) * load.stages
 
 
@@ -194,7 +207,7 @@ def _by_hand(
 
 def as_tree(outcome: Outcome) -> dict[str, object]:
     """The plan as JSON: seconds, bytes, shares of time."""
-    facts, load, layout, figures = outcome.facts, outcome.load, outcome.layout, outcome.run.figures
+    sizes, load, layout, figures = outcome.sizes, outcome.load, outcome.layout, outcome.run.figures
     busy = [*figures.occupancy, figures.decode_occupancy]
     ranks: list[dict[str, object]] = []
     for row in outcome.memory:
@@ -206,11 +219,11 @@ def as_tree(outcome: Outcome) -> dict[str, object]:
                 "blocks": list(layout.blocks[row.rank]) if stage else [],
                 "forward_s": list(layout.stage_s[row.rank]) if stage else [],
                 "occupancy": busy[row.rank],
-                "bytes": {**_bytes(row), "total": row.total},
+                "bytes": {**row.parts, "total": row.total},
             }
         )
     return {
-        "model": facts.spec.name,
+        "model": sizes.spec.name,
         "workload": asdict(load),
         "times": outcome.source,
         "ranks": ranks,
@@ -218,24 +231,21 @@ def as_tree(outcome: Outcome) -> dict[str, object]:
         "link_s": list(outcome.setup.link_s),
         "figures": {
             **asdict(figures),
-            "frames_per_s": figures.chunks_per_s * facts.spec.chunk_frames,
+            "frames_per_s": figures.chunks_per_s * sizes.spec.chunk_frames,
             "whole_forward_s": _whole(layout),
         },
+        **({"forecast": plan_forecast.as_tree(outcome.gpu)} if outcome.gpu is not None else {}),
     }
-
-
-def _bytes(row: Memory) -> dict[str, int]:
-    return {"weights": row.weights, "caches": row.caches, "activations": row.activations, "decoding": row.decoding}
 
 
 def as_text(outcome: Outcome) -> list[str]:
     """The plan for people."""
-    facts, load, layout, figures = outcome.facts, outcome.load, outcome.layout, outcome.run.figures
+    sizes, load, layout, figures = outcome.sizes, outcome.load, outcome.layout, outcome.run.figures
     whole_s = _whole(layout)
     worst = max(figures.gaps, key=lambda gap: gap.longest_s / gap.mean_s)
-    rate = figures.chunks_per_s * facts.spec.chunk_frames
+    rate = figures.chunks_per_s * sizes.spec.chunk_frames
     lines = [
-        f"{facts.spec.name}: {_count(load.stages, 'stage')}, {_count(load.sessions, 'session')}, KV context "
+        f"{sizes.spec.name}: {_count(load.stages, 'stage')}, {_count(load.sessions, 'session')}, KV context "
         f"{load.kv_context}, {_count(load.steps, 'step')}, up to {_count(load.max_rows, 'row')} per forward",
         f"times: {outcome.source}",
         "",
@@ -255,6 +265,8 @@ def as_text(outcome: Outcome) -> list[str]:
     ]
     if load.max_rows > 1:
         lines.append(f"  rows         {figures.rows_per_forward:.2f} per forward")
+    if outcome.gpu is not None:
+        lines += ["", *plan_forecast.as_text(outcome.gpu)]
     return lines
 
 
@@ -266,6 +278,9 @@ _PLACE_TEXT = {
 }
 
 
+_MEMORY_COLUMNS = ("weights", "text", "caches", "activations", "decoding", "decode call")
+
+
 def _decode_time(outcome: Outcome) -> str:
     unknown = "not known, counted as 0 (--decode-time says it)"
     return _time(outcome.setup.decode_s) if outcome.setup.decode_s > 0 else unknown
@@ -275,16 +290,29 @@ def _table(outcome: Outcome) -> list[str]:
     """One line per rank."""
     layout, figures = outcome.layout, outcome.run.figures
     rows: list[tuple[str, ...]] = [
-        ("rank", "blocks", "forward", "busy", "weights", "caches", "activations", "decoding", "total", "")
+        (
+            "rank",
+            "blocks",
+            "forward",
+            "busy",
+            "weights",
+            "text",
+            "caches",
+            "activations",
+            "decoding",
+            "decode work",
+            "total",
+            "",
+        )
     ]
     for row in outcome.memory:
-        sizes = *map(_size, _bytes(row).values()), _size(row.total)
+        bytes_of = *map(_size, row.parts.values()), _size(row.total)
         if row.rank < len(layout.blocks):
             first, end = layout.blocks[row.rank]
             forward, busy = _time(layout.stage_s[row.rank][0]), figures.occupancy[row.rank]
-            rows.append((str(row.rank), f"{first}-{end - 1}", forward, f"{busy:.0%}", *sizes, row.role))
+            rows.append((str(row.rank), f"{first}-{end - 1}", forward, f"{busy:.0%}", *bytes_of, row.role))
         else:
-            rows.append((str(row.rank), "none", "", f"{figures.decode_occupancy:.0%}", *sizes, row.role))
+            rows.append((str(row.rank), "none", "", f"{figures.decode_occupancy:.0%}", *bytes_of, row.role))
     return _aligned(rows)
 
 

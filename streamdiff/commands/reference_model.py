@@ -1,8 +1,7 @@
-"""The model of `commands.reference`: loaded from its parts, its facts overridden by what was asked for."""
+"""The model of a reference run: found and its spec overridden by the job, then loaded from its parts."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -11,9 +10,10 @@ import torch
 from torch import Tensor
 
 from streamdiff.config import ModelConfig
-from streamdiff.device import pick_device, pick_dtype
+from streamdiff.device import own_device, pick_device
 from streamdiff.errors import ConfigError
-from streamdiff.models import resolve, sampling
+from streamdiff.models import sampling
+from streamdiff.models.autoencoder.autoencoder import FirstFrameReencoder
 from streamdiff.models.checkpoint import tensor_file
 from streamdiff.models.checkpoint.json_file import read_object
 from streamdiff.models.checkpoint.safetensors_header import parse_header
@@ -22,8 +22,10 @@ from streamdiff.models.model import Model
 from streamdiff.models.model_loader import ModelLoader
 from streamdiff.models.resolve import ResolvedModel
 from streamdiff.models.sampling import Schedule
-from streamdiff.models.spec import ModelSpec, check_spec, choose_steps
+from streamdiff.models.spec import ModelSpec, choose_steps, with_anchors, with_window
+from streamdiff.models.text_loader import load_text_encoder
 from streamdiff.pipeline.planner.partition import check_stages
+from streamdiff.pipeline.runner import block_offload
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,15 @@ class ReferenceJob:
     prompt_embeds: Path | None = None
     noise: Path | None = None
     video_latents: Path | None = None
+    given_latents: Path | None = None
+    first_steps: Path | None = None
     strength: float | None = None
     motion_noise: bool = False
     container: str | None = None
     model_config: Path | None = None
     shift: float | None = None
     warp: bool = False
+    nearest: bool = False
     sigmas: tuple[float, ...] | None = None
     first_chunk_steps: tuple[float, ...] | None = None
     window: int | None = None
@@ -62,28 +67,73 @@ class ReferenceJob:
     prompt_switch: tuple[str, ...] = ()
     prompt_mix: int | None = None
     no_decode: bool = False
+    processes: bool = False
 
 
 @dataclass(frozen=True)
 class Found:
-    """A loaded model. `loader` has what decodes, which is not needed for latents."""
+    """A model that is there, of which configurations and headers have been read, and no weights."""
 
-    model: Model
+    job: ReferenceJob
+    spec: ModelSpec
     schedule: Schedule
-    device: torch.device
     loader: ModelLoader
 
+    @property
+    def device(self) -> torch.device:
+        return self.loader.device
 
-def load(job: ReferenceJob) -> Found:
-    """Find and load what `job` asks for.
+    @property
+    def blocks(self) -> int:
+        """Of its transformer."""
+        return int(self.loader.architecture["num_layers"])
+
+    @property
+    def raw_files(self) -> list[Path]:
+        """Files whose latents are not normalised."""
+        given = (self.job.video_latents, self.job.given_latents)
+        return [path for path in given if path is not None and path.exists() and tensor_file.is_raw(path)]
+
+    def notes(self) -> list[str]:
+        """What a user should know before the run."""
+        notes = [f"{path}: its latents are not normalised, and are used as they are" for path in self.raw_files]
+        video = self.job.video_latents
+        if self.job.motion_noise and video is not None and tensor_file.MOTION not in parse_header(video).metadata:
+            notes.append(
+                f"{video} does not say how its pixels move, as files of `streamdiff encode` do; the motion of its "
+                "latents counts"
+            )
+        if video is None and self.job.noise is None:
+            notes += filter(None, [self.loader.model.noise_remark()])
+        return notes
+
+    def load(self, blocks: tuple[int, int] | None = None) -> Model:
+        """Load it, with its blocks `blocks` (first, last exclusive; all when None). There is no decoder: latents need
+        none.
+
+        Raises:
+            ConfigError: parts that are missing or do not fit.
+        """
+        job, spec, loader = self.job, self.spec, self.loader
+        denoiser = block_offload.load_denoiser(loader, blocks)
+        text: TextEncoder = NoText()
+        if job.prompt_embeds is None:
+            text = load_text_encoder(loader.model, job.model, spec.text_shape, self.device)
+        seen_again = spec.context_pictures and job.model.kv_context != "matched"
+        past = FirstFrameReencoder.load(loader.model.fetch_autoencoder(), self.device) if seen_again else None
+        return Model(spec, denoiser, text, None, past)
+
+
+def find(job: ReferenceJob) -> Found:
+    """Find what `job` asks for, and what it says otherwise.
 
     Raises:
-        ConfigError: no such model, parts that are missing or do not fit, sizes that cannot be.
+        ConfigError: no such model, files that cannot be read, sizes that cannot be, more stages than blocks.
     """
     config = job.model
     architecture = None if job.model_config is None else read_object(job.model_config)
-    device = pick_device(config.device)
-    loader = ModelLoader(resolve.find(config, job.container, architecture), device, config.size)
+    device = own_device(config.device) if job.processes else pick_device(config.device)
+    loader = ModelLoader(config, device, job.container, architecture)
     spec = _overridden(loader.spec, job)
     schedule = _schedule(job, loader.model, spec)
     if schedule.first is not None and spec.first_chunks > 1:
@@ -92,22 +142,15 @@ def load(job: ReferenceJob) -> Found:
             "not built. Leave --first-chunk-steps out, or say --first-chunk-frames "
             f"{spec.chunk_latents}"
         )
-    if job.video_latents is not None and tensor_file.is_raw(job.video_latents):
-        _check_raw(loader.model, job.video_latents)
-    if job.video_latents is None and job.noise is None and (remark := loader.model.noise_remark()):
-        print(f"streamdiff: note: {remark}", file=sys.stderr)
-    denoiser = loader.transformer(pick_dtype(config.dtype, device), kernel=config.attention, quantize=config.quantize)
-    check_stages(config.stages, len(denoiser.blocks))
-    text: TextEncoder = NoText()
-    if job.prompt_embeds is None:
-        text = loader.text_encoder(config.keep_text_encoder, config.text_device, config.keep_embeddings)
-    seen_again = spec.context_pictures and config.kv_context != "matched"
-    past = loader.reencoder() if seen_again else None
-    return Found(Model(spec, denoiser, text, None, past), schedule, device, loader)
+    found = Found(job, spec, schedule, loader)
+    for path in found.raw_files:
+        _check_raw(loader.model, path)
+    check_stages(config.stages, found.blocks)
+    return found
 
 
 class NoText:
-    """Stands where embeddings are given."""
+    """The text encoder of a run whose embeddings are given: raises when used."""
 
     examples: tuple[str, ...] = ()
     vocabulary: str = ""
@@ -134,7 +177,6 @@ def _check_raw(place: ResolvedModel, path: Path) -> None:
         raise ConfigError(
             f"{path}: its latents are not normalised, and {place.name} knows normalised ones; encode it without --raw"
         )
-    print(f"streamdiff: note: {path}: its latents are not normalised, and are used as they are", file=sys.stderr)
 
 
 def _schedule(job: ReferenceJob, place: ResolvedModel, spec: ModelSpec) -> Schedule:
@@ -144,8 +186,11 @@ def _schedule(job: ReferenceJob, place: ResolvedModel, spec: ModelSpec) -> Sched
         if job.first_chunk_steps is None:
             return schedule
         return replace(schedule, first=_given(job, job.first_chunk_steps, None))
-    if job.sigmas is not None or job.warp or job.shift is not None or job.first_chunk_steps is not None:
-        raise ConfigError("--sigmas, --shift, --warp and --first-chunk-steps go with a list: --steps 1000,750,500,250")
+    listed = job.sigmas is not None or job.first_chunk_steps is not None
+    if listed or job.warp or job.nearest or job.shift is not None:
+        raise ConfigError(
+            "--sigmas, --shift, --warp, --nearest and --first-chunk-steps go with a list: --steps 1000,750,500,250"
+        )
     if not spec.steps:
         raise ConfigError("--steps is missing: the timesteps the model is told, for example 1000,937.5,833.33,625")
     return spec.schedule(choose_steps(job.model.steps, spec.steps, place.name))
@@ -154,31 +199,32 @@ def _schedule(job: ReferenceJob, place: ResolvedModel, spec: ModelSpec) -> Sched
 def _given(job: ReferenceJob, steps: tuple[float, ...], sigmas: tuple[float, ...] | None) -> Schedule:
     """The schedule of a list that was given."""
     if job.sigmas is not None:
-        if job.warp or job.shift is not None:
-            raise ConfigError("--sigmas says the noise levels, so leave --shift and --warp out")
+        if job.warp or job.nearest or job.shift is not None:
+            raise ConfigError("--sigmas says the noise levels, so leave --shift, --warp and --nearest out")
         return sampling.from_timesteps(steps, sigmas)
-    if not job.warp and job.shift is not None:
-        raise ConfigError("--shift is for lists that are meant before it: add --warp, or leave it out")
-    return sampling.published(steps, shift=job.shift or 1.0, warp=job.warp)
+    if not (job.warp or job.nearest) and job.shift is not None:
+        raise ConfigError(
+            "--shift is for lists that are meant before it: add --warp, or --nearest if noise levels are looked up, or "
+            "leave it out"
+        )
+    return sampling.published(steps, shift=1.0 if job.shift is None else job.shift, warp=job.warp, nearest=job.nearest)
 
 
 def _overridden(spec: ModelSpec, job: ReferenceJob) -> ModelSpec:
     """`spec` with the sizes, window, sink, positions and context noise that were asked for."""
     assert job.chunks is not None
     chunk, height, width = spec.chunk_latents, spec.latent_height, spec.latent_width
-    for path, name in ((job.noise, "initial"), (job.video_latents, "latents")):
-        if path is not None:
-            shape = _shape(path, name)
-            chunk = shape[2] if len(shape) == 5 else chunk
-            sides = shape[-2:] if len(shape) in (4, 5) else (height, width)
-            if job.model.size is not None and sides != (height, width):
+    given = [(job.noise, "initial"), (job.video_latents, "latents"), (job.given_latents, "latents")]
+    shapes = [(path, _shape(path, name)) for path, name in given if path is not None]
+    chunk = next((shape[2] for _, shape in shapes if len(shape) == 5), chunk)
+    for path, shape in shapes[::-1]:  # the first one says the size; that the others agree is checked as they are read
+        if len(shape) in (4, 5):
+            if job.model.size is not None and shape[-2:] != (spec.latent_height, spec.latent_width):
                 raise ConfigError(f"--size is {job.model.size}, but {path} is for another; leave --size out")
-            height, width = sides
+            height, width = shape[-2:]
     chunk = job.chunk_frames or chunk
     first = job.first_chunk_frames or (spec.first_chunks * chunk if chunk == spec.chunk_latents else chunk)
-    window = spec.window_latents if job.window is None else job.window
-    sink = spec.sink_latents if job.sink is None else job.sink
-    if not sink:  # the model's own way with a sink has nothing to go on then
+    if not (spec.sink_latents if job.sink is None else job.sink):  # nothing is done with a sink that is not there
         spec = replace(spec, adaptive_sink=None, averaged_sink=None)
     spec = replace(
         spec,
@@ -187,10 +233,6 @@ def _overridden(spec: ModelSpec, job: ReferenceJob) -> ModelSpec:
         latent_width=width,
         height=height * spec.height // spec.latent_height,
         width=width * spec.width // spec.latent_width,
-        window_latents=window or chunk * job.chunks,
-        clean_window_latents=spec.clean_window_latents if job.window is None else None,
-        sink_latents=sink,
-        rope=job.rope or spec.rope,
         adaptive_sink=spec.adaptive_sink if job.adaptive_sink is None else job.adaptive_sink,
         averaged_sink=spec.averaged_sink if job.averaged_sink is None else job.averaged_sink,
         first_chunks=_first_chunks(first, chunk, job.chunks),
@@ -199,8 +241,10 @@ def _overridden(spec: ModelSpec, job: ReferenceJob) -> ModelSpec:
         context_pictures=spec.context_pictures if job.context_pictures is None else job.context_pictures,
         text_shape=_text_shape(spec, job),
     )
-    check_spec(spec)
-    return spec
+    window = job.window
+    if not (spec.window_latents if window is None else window):  # all of it
+        window = chunk * job.chunks
+    return with_anchors(with_window(spec, window, job.sink, job.rope), job.model)
 
 
 def _first_chunks(first: int, chunk: int, chunks: int) -> int:
@@ -221,15 +265,15 @@ def _first_chunks(first: int, chunk: int, chunks: int) -> int:
 
 
 def _shape(path: Path, name: str) -> tuple[int, ...]:
-    """Shape of a tensor in a file; empty where it is not there (told later)."""
-    entry = parse_header(path).entries.get(name)
+    """Shape of a tensor in a file; empty where it is not there, which is reported later."""
+    entry = parse_header(path).entries.get(name) if path.exists() else None
     return () if entry is None else tuple(entry.shape)
 
 
 def _text_shape(spec: ModelSpec, job: ReferenceJob) -> tuple[int, int]:
     """(text tokens, text width): as many rows as the embeddings have."""
     if job.prompt_embeds is not None:
-        entry = parse_header(job.prompt_embeds).entries.get("prompt_embeds")
-        if entry is not None and len(entry.shape) in (2, 3):
-            return entry.shape[-2], spec.text_shape[1]
+        shape = _shape(job.prompt_embeds, "prompt_embeds")
+        if len(shape) in (2, 3):
+            return shape[-2], spec.text_shape[1]
     return spec.text_shape

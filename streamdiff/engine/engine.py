@@ -1,4 +1,4 @@
-"""The engine: sessions on top of one pipeline. Commands go in, events come out; the caller turns the crank.
+"""The engine: sessions on top of one pipeline. Commands go in, events come out; the caller runs the loop.
 
 Knows nothing about processes, sockets, clocks or viewers. The same object runs in the engine process (`process.main`)
 and in the user's own (`streamdiff.api`).
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from concurrent import futures
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from streamdiff.config import PROMPT_POLICIES
 from streamdiff.engine.messages import (
-    SWITCHES,
     Close,
     Closed,
     Command,
@@ -24,14 +24,14 @@ from streamdiff.engine.messages import (
     Ready,
     Reset,
     Resume,
-    SetLead,
+    SetMaxAhead,
     SetPrompt,
     SetSteps,
     Shown,
     Shutdown,
 )
 from streamdiff.engine.pipeline_api import Pipeline
-from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue, ReadyRequest
+from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue, Request
 from streamdiff.engine.session import Session
 from streamdiff.engine.validation import bad_value, check_prompt, check_seed, expects_answer, refused
 from streamdiff.errors import RequestError, StreamdiffError
@@ -45,13 +45,13 @@ _TEXT_ERRORS = (StreamdiffError, OSError, RuntimeError, ValueError, MemoryError)
 class Engine:
     """Sessions by name, each in a slot of `pipeline`."""
 
-    def __init__(self, pipeline: Pipeline, lead_frames: int) -> None:
+    def __init__(self, pipeline: Pipeline, max_ahead_frames: int) -> None:
         """Args:
         pipeline: its `info` says steps and KV context of a session that does not name its own.
-        lead_frames: frames made beyond those shown, at most, per session. Where the pipeline needs more, it gets more.
+        max_ahead_frames: frames made beyond those shown, at most, per session; more where the pipeline needs it.
         """
         self._pipeline = pipeline
-        self._lead_frames = lead_frames
+        self._max_ahead_frames = max_ahead_frames
         self._slots: dict[str, int] = {}
         self._sessions: dict[int, Session] = {}
         self._waiting = PromptQueue(pipeline.text.encode)
@@ -61,21 +61,13 @@ class Engine:
 
     def ready(self) -> Ready:
         """What the pipeline is, for whoever connects."""
-        info, text = self._pipeline.info, self._pipeline.text
+        pipeline, text = self._pipeline, self._pipeline.text
         return Ready(
-            model=info.name,
-            device=info.device,
-            width=info.width,
-            height=info.height,
-            native_fps=info.native_fps,
-            chunk_frames=info.chunk_frames,
-            steps=info.steps,
-            kv_context=info.kv_context,
+            **asdict(pipeline.info),
             examples=tuple(text.examples),
             vocabulary=text.vocabulary,
-            steps_known=tuple(info.steps_known),
-            work_s=self._pipeline.work_s(),
-            sessions_fit=self._pipeline.sessions_fit(),
+            work_s=pipeline.work_s(),
+            sessions_fit=pipeline.sessions_fit(),
         )
 
     def handle(self, command: Command) -> list[Event]:
@@ -106,7 +98,7 @@ class Engine:
 
     def settle(self) -> list[Event]:
         """Carry out what had to wait for its text and need not any more; `step` does so too."""
-        return [event for answer in self._waiting.turn() for event in self._answer(answer)]
+        return [event for pending in self._waiting.turn() for event in self._answer(pending)]
 
     def encodings(self) -> list[futures.Future[Any]]:
         """Texts that are being encoded: when one is done, `settle` has something to do."""
@@ -160,7 +152,7 @@ class Engine:
             raise RequestError("session", "epoch, made_frames and shown_frames of a session count from 0")
         reading = self._read(command.prompt, None)
         if self._pipeline.text.slow:
-            self._lead(command)
+            self._min_ahead_frames(*self._choice(command))
             return self._wait(PendingRequest(command, reading.text, reading.notice))
         return self._open_now(command, reading)
 
@@ -187,8 +179,8 @@ class Engine:
             seed=command.seed,
             kv_context=kv_context,
             epoch=max(command.epoch, self._next_epoch.get(slot, 0)),
-            lead_frames=self._lead_frames if command.lead_frames is None else command.lead_frames,
-            least_lead_frames=self._lead(command),
+            max_ahead_frames=self._max_ahead_frames if command.max_ahead_frames is None else command.max_ahead_frames,
+            min_ahead_frames=self._min_ahead_frames(steps, kv_context),
             made_frames=command.made_frames,
             shown_frames=command.shown_frames,
         )
@@ -199,6 +191,7 @@ class Engine:
             epoch=session.epoch,
             steps=steps,
             kv_context=kv_context,
+            background=command.background,
         )
         return session, session.open(reading.notice, self._switches(slot))
 
@@ -206,7 +199,7 @@ class Engine:
         """What a new prompt may do to the past of an open session, as the pipeline says; first what the model was made
         for, if that can be."""
         possible, own = [], self._pipeline.info.switch
-        for switch in (own, *(switch for switch in SWITCHES if switch != own)):
+        for switch in (own, *(switch for switch in PROMPT_POLICIES if switch != own)):
             with suppress(RequestError):
                 self._pipeline.check_switch(slot, switch)
                 possible.append(switch)
@@ -218,17 +211,14 @@ class Engine:
         steps = info.steps if command.steps is None else command.steps
         return steps, info.kv_context if command.kv_context is None else command.kv_context
 
-    def _lead(self, command: Open) -> int:
+    def _min_ahead_frames(self, steps: int, kv_context: str) -> int:
         """Frames that a session must be allowed to be ahead. Raises RequestError for what the pipeline cannot run."""
-        return self._least_lead(*self._choice(command))
-
-    def _least_lead(self, steps: int, kv_context: str) -> int:
         try:
-            return self._pipeline.minimum_lead(steps=steps, kv_context=kv_context)
+            return self._pipeline.min_ahead_frames(steps=steps, kv_context=kv_context)
         except ValueError as error:
             raise bad_value(error, "kv_context") from error
 
-    def _control(self, command: SetPrompt | SetSteps | Pause | Resume | Reset | SetLead | Close | Shown) -> list[Event]:
+    def _control(self, command: Request | Close) -> list[Event]:
         if isinstance(command, Close):
             return self._close(command.session)
         opening = command.session in self._waiting.opening()
@@ -261,16 +251,15 @@ class Engine:
                 self._pipeline.check_switch(self._slots[request.session], request.switch)
                 return session.set_prompt(pending.text, pending.notice, request.request, request.switch)
             case SetSteps():
-                slot = self._slots[request.session]
-                self._pipeline.check_steps(slot, request.steps)
-                lead = self._least_lead(request.steps, session.kv_context)
-                return session.set_steps(request.steps, lead, request.request)
+                self._pipeline.check_steps(self._slots[request.session], request.steps)
+                min_ahead_frames = self._min_ahead_frames(request.steps, session.kv_context)
+                return session.set_steps(request.steps, min_ahead_frames, request.request)
             case Pause() | Resume():
                 session.set_paused(isinstance(request, Pause))
             case Reset():
                 return session.reset(request.seed, request.request)
-            case SetLead():
-                session.set_lead(request.frames)
+            case SetMaxAhead():
+                session.set_max_ahead(request.frames)
             case Shown():
                 session.shown(request.frames)
         return []
@@ -291,12 +280,12 @@ class Engine:
         self._next_epoch[slot] = session.epoch + 1
         return [*events, *session.close()]
 
-    def _find(self, command: SetPrompt | SetSteps | Pause | Resume | Reset | SetLead | Close | Shown) -> Session | None:
+    def _find(self, command: Request | Close) -> Session | None:
         """Its session; None for what has no answer and crossed with the session's end."""
         slot = self._slots.get(command.session)
         if slot is not None:
             return self._sessions[slot]
-        if isinstance(command, Shown | SetLead):
+        if isinstance(command, Shown | SetMaxAhead):
             return None
         known = ", ".join(repr(name) for name in self._slots) or "none"
         raise RequestError("session", f"there is no session {command.session!r}; open ones: {known}")
@@ -311,14 +300,14 @@ class Engine:
         self._waiting.ask(pending)
         return self.settle()
 
-    def _answer(self, answer: ReadyRequest) -> list[Event]:
+    def _answer(self, pending: PendingRequest) -> list[Event]:
         """Carry out a request that waited, or say why its text could not be encoded."""
-        pending, error = answer.pending, answer.error
+        error = pending.error
         if error is not None and not isinstance(error, _TEXT_ERRORS):
             raise error
-        if answer.conditioning is not None:
-            self._texts[pending.request.session] = pending.text, answer.conditioning
-        replaced = answer.conditioning is None and error is None
+        if pending.conditioning is not None:
+            self._texts[pending.request.session] = pending.text, pending.conditioning
+        replaced = pending.conditioning is None and error is None
         if isinstance(pending.request, SetPrompt) and pending.request.switch != "keep" and replaced:
             pending = replace(pending, request=replace(pending.request, switch="keep"))  # its text is not to be seen
         try:

@@ -10,101 +10,99 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from streamdiff.config import PROMPT_POLICIES
+from streamdiff.pipeline.output import ModelInfo
+
 Pictures = NDArray[np.uint8]
-SWITCHES: tuple[str, ...] = ("keep", "recache", "flush", "reset")
-"""What a new prompt does to the past: all of it stays as it was cached; it is cached again under the new prompt; only
-the oldest chunks that always stay (the sink) are kept; or the stream begins afresh."""
+
+
+@dataclass(frozen=True)
+class SessionMessage:
+    """What concerns one session, by its name."""
+
+    session: str
 
 
 # ---- commands: web process to engine ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Open:
+class Open(SessionMessage):
     """Open `session` (any non-empty id). Answered by `Opened` or `Refused`. None means the engine's default.
 
-    `lead_frames`: how many frames may be made beyond those shown; where the pipeline needs more, it gets more.
+    `max_ahead_frames`: how many frames may be made beyond those shown; where the pipeline needs more, it gets more.
     Resume after an engine restart: `epoch`, the lowest to use; `made_frames`, number of the next frame; `shown_frames`,
-    frames already shown.
+    frames already shown. `background`: a job, which takes the time that other sessions leave.
     """
 
-    session: str
     prompt: str
     seed: int = 0
     steps: int | None = None
     kv_context: str | None = None
-    lead_frames: int | None = None
+    max_ahead_frames: int | None = None
     epoch: int = 0
     made_frames: int = 0
     shown_frames: int = 0
+    background: bool = False
 
 
 @dataclass(frozen=True)
-class SetPrompt:
+class SetPrompt(SessionMessage):
     """Change the prompt from the next chunk on. Answered by `Accepted` or `Refused`, later by `Applied`.
 
     `request` is the caller's id of this request, echoed in every answer. Of several prompts waiting, the latest wins.
     Where encoding a text is slow, the answer comes when it is done, and the stream goes on meanwhile; so for `Open`,
-    and for a `Reset` that comes after. `switch`, one of SWITCHES, says what becomes of the past.
+    and for a `Reset` that comes after. `switch`, one of PROMPT_POLICIES, says what becomes of the past.
     """
 
-    session: str
     prompt: str
     request: str = ""
     switch: str = "keep"
 
 
 @dataclass(frozen=True)
-class Pause:
+class Pause(SessionMessage):
     """Stop making new chunks. What is made already may still be shown."""
 
-    session: str
+
+@dataclass(frozen=True)
+class Resume(SessionMessage):
+    """Make chunks again."""
 
 
 @dataclass(frozen=True)
-class Resume:
-    session: str
-
-
-@dataclass(frozen=True)
-class Reset:
+class Reset(SessionMessage):
     """Start the stream afresh (chunk 0, frame numbers go on) with `seed`, or the session's present one when None."""
 
-    session: str
     seed: int | None = None
     request: str = ""
 
 
 @dataclass(frozen=True)
-class SetSteps:
+class SetSteps(SessionMessage):
     """Make chunks in `steps` denoise steps, one of `Ready.steps_known`, from the next one on that is admitted after
     those begun. Answered by `Accepted` or `Refused`, later by `Applied`; of several waiting, the latest wins."""
 
-    session: str
     steps: int
     request: str = ""
 
 
 @dataclass(frozen=True)
-class SetLead:
+class SetMaxAhead(SessionMessage):
     """Let at most `frames` frames be made beyond those shown: the pace of viewing has changed. Has no answer."""
 
-    session: str
     frames: int
 
 
 @dataclass(frozen=True)
-class Close:
+class Close(SessionMessage):
     """End the session and free its state. Answered by `Closed`."""
-
-    session: str
 
 
 @dataclass(frozen=True)
-class Shown:
+class Shown(SessionMessage):
     """Back-pressure: the number of this session's frames that have been shown (or skipped) so far."""
 
-    session: str
     frames: int
 
 
@@ -113,53 +111,39 @@ class Shutdown:
     """End the engine process."""
 
 
-Command = Open | SetPrompt | SetSteps | Pause | Resume | Reset | SetLead | Close | Shown | Shutdown
+Command = Open | SetPrompt | SetSteps | Pause | Resume | Reset | SetMaxAhead | Close | Shown | Shutdown
 
 
 # ---- events: engine to web process -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Ready:
-    """The engine is warm. Sizes in pixels; `chunk_frames` frames come out of one chunk.
+class Ready(ModelInfo):
+    """The engine is warm. What the model is, and `work_s`, the seconds of work in a chunk as measured while warming up;
+    `sessions_fit`, how many sessions of the default kind the memory holds; None: unknown."""
 
-    `steps_known` are the numbers of steps a session may have (none: not told), `work_s` the seconds of work in a chunk
-    as measured while warming up, `sessions_fit` how many sessions of the default kind the memory holds; None: unknown.
-    """
-
-    model: str
-    device: str
-    width: int
-    height: int
-    native_fps: float
-    chunk_frames: int
-    steps: int
-    kv_context: str
     examples: tuple[str, ...] = ()
     vocabulary: str = ""
-    steps_known: tuple[int, ...] = ()
     work_s: float | None = None
     sessions_fit: int | None = None
 
 
 @dataclass(frozen=True)
-class Opened:
+class Opened(SessionMessage):
     """`text` is the prompt as the model was given it; `notice` a friendly remark for the page, or empty. `switches`:
-    those of SWITCHES that this session's KV context can do."""
+    those of PROMPT_POLICIES that this session's KV context can do."""
 
-    session: str
     epoch: int
     text: str
     notice: str = ""
-    switches: tuple[str, ...] = SWITCHES
+    switches: tuple[str, ...] = PROMPT_POLICIES
 
 
 @dataclass(frozen=True)
-class Accepted:
+class Accepted(SessionMessage):
     """The request is taken and has its epoch; it will be visible from the chunk that `Applied` names. `text` is the
     prompt as the model is given it, empty where the request says nothing of it."""
 
-    session: str
     request: str
     epoch: int
     text: str
@@ -167,23 +151,21 @@ class Accepted:
 
 
 @dataclass(frozen=True)
-class Applied:
+class Applied(SessionMessage):
     """The first chunk of `epoch` is made; its first frame has number `first_frame`."""
 
-    session: str
     epoch: int
     chunk: int
     first_frame: int
 
 
 @dataclass(frozen=True)
-class Refused:
+class Refused(SessionMessage):
     """A command that cannot be carried out, with the field at fault. The session, if there is one, goes on.
 
     `code` is a word for programs, see `RequestError`; often empty.
     """
 
-    session: str
     request: str
     field: str
     reason: str
@@ -191,14 +173,13 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class FrameBatch:
+class FrameBatch(SessionMessage):
     """Consecutive frames of one chunk. `first` numbers frames from 0 over the whole session, across resets.
 
     `pictures` is uint8 `[count, *P]`, RGB or YUV420 as in `streamdiff.video.pixel_format`. `chunk_s` is the time from
     the chunk's admission until its last frame was decoded, on the last batch of a chunk, else None.
     """
 
-    session: str
     epoch: int
     chunk: int
     first: int
@@ -207,8 +188,8 @@ class FrameBatch:
 
 
 @dataclass(frozen=True)
-class Closed:
-    session: str
+class Closed(SessionMessage):
+    """The session has ended; no event of it follows."""
 
 
 @dataclass(frozen=True)

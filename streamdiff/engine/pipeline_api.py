@@ -1,5 +1,5 @@
-"""What the engine needs of the pipeline it drives, as a protocol, which
-`streamdiff.pipeline.streaming_pipeline.StreamingPipeline` fits.
+"""The pipeline as the engine drives it: a protocol, which
+`streamdiff.pipeline.streaming_pipeline.StreamingPipeline` implements.
 
 The engine is written against it, so it can be driven in a test by a pipeline that paints instead of computing, and the
 same tests run on both. Imports no torch.
@@ -15,23 +15,33 @@ from streamdiff.pipeline.output import Frames, ModelInfo
 
 
 class Pipeline(Protocol):
-    """The ring, as seen from its head. `session` is a slot number, which the engine gives and uses again.
+    """Runs sessions. `session` is a slot number, which the engine assigns and reuses.
 
     Frames of a session come in order: chunks from 0, one epoch per chunk, epochs never going back. After `reset` and
     `close_session` no frames of before appear.
     """
 
-    @property
-    def info(self) -> ModelInfo: ...
+    info: ModelInfo
 
     @property
     def text(self) -> TextEncoder: ...
 
-    def minimum_lead(self, *, steps: int, kv_context: str) -> int:
-        """Frames that a session's room must reach at least, or nothing is made. Raises ValueError as `open` does."""
+    def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
+        """Frames that must be allowed ahead of those shown, at least. Raises ValueError as `open` does."""
 
-    def open(self, session: int, conditioning: Any, *, seed: int, epoch: int, steps: int, kv_context: str) -> None:
-        """Start a stream, with no room yet. Raises ValueError for steps or a KV context it cannot run."""
+    def open(
+        self,
+        session: int,
+        conditioning: Any,
+        *,
+        seed: int,
+        epoch: int,
+        steps: int,
+        kv_context: str,
+        background: bool = False,
+    ) -> None:
+        """Start a stream, with a frame credit of 0; with `background` it takes what others leave. Raises ValueError for
+        steps or a KV context it cannot run."""
 
     def check_switch(self, session: int, switch: str) -> None:
         """Raise RequestError if an open session cannot have its prompt changed in this way."""
@@ -52,7 +62,7 @@ class Pipeline(Protocol):
     def set_paused(self, session: int, paused: bool) -> None:
         """While paused, admit no chunk."""
 
-    def set_room(self, session: int, frames: int) -> None:
+    def set_frame_credit(self, session: int, frames: int) -> None:
         """Let at most `frames` frames come beyond those that `step` has returned; what is in flight counts."""
 
     def close_session(self, session: int) -> None:

@@ -9,58 +9,54 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from streamdiff.engine.messages import Open, Pause, Reset, Resume, SetLead, SetPrompt, SetSteps, Shown
+from streamdiff.engine.messages import Open, Pause, Reset, Resume, SetMaxAhead, SetPrompt, SetSteps, Shown
 
-Request = Open | SetPrompt | SetSteps | Reset | Pause | Resume | SetLead | Shown
+Request = Open | SetPrompt | SetSteps | Reset | Pause | Resume | SetMaxAhead | Shown
 
 
 @dataclass(frozen=True)
 class PendingRequest:
-    """A request; `text` and `notice` are how its prompt was understood, where it has one."""
+    """A request; `text` and `notice` are how its prompt was understood, where it has one.
+
+    Once it may run, `conditioning` has the text's embeddings (None without a text, or where a later prompt supersedes
+    it), or `error` says why encoding failed.
+    """
 
     request: Request
     text: str = ""
     notice: str = ""
-
-
-@dataclass(frozen=True)
-class ReadyRequest:
-    """A request ready to run. `conditioning`: embeddings; None without text or where a later prompt supersedes it.
-    `error`: why encoding failed."""
-
-    pending: PendingRequest
     conditioning: Any = None
     error: BaseException | None = None
 
 
 @dataclass
 class _Line:
-    """One session's requests, in order; `target` among them is the one whose text is being encoded."""
+    """One session's requests, in order; `target` is the one whose text is being encoded."""
 
     pending: deque[PendingRequest] = field(default_factory=deque)
     target: PendingRequest | None = None
     encoding: Future[Any] | None = None
 
-    def turn(self, submit: Callable[[str], Future[Any]]) -> list[ReadyRequest]:
-        """What may be carried out by now. Mutates: self."""
-        answers: list[ReadyRequest] = []
+    def turn(self, submit: Callable[[str], Future[Any]]) -> list[PendingRequest]:
+        """Take the requests that may run now. Mutates: self."""
+        ready: list[PendingRequest] = []
         while self.pending:
             if self.encoding is not None and not self.encoding.done():
                 break
             if self.encoding is not None:
-                answers += self._encoded(self.encoding)
+                ready += self._encoded(self.encoding)
             elif isinstance(self.pending[0].request, Open | SetPrompt):
                 self.target = self._latest()
                 self.encoding = submit(self.target.text)
             else:
-                answers.append(ReadyRequest(self.pending.popleft()))
-        return answers
+                ready.append(self.pending.popleft())
+        return ready
 
     def _latest(self) -> PendingRequest:
-        """What stands first, or of several prompts there the last one."""
+        """The first request, or the last one of several prompts in a row at the front."""
         found = self.pending[0]
         for pending in self.pending:
             if not isinstance(pending.request, SetPrompt):
@@ -68,20 +64,20 @@ class _Line:
             found = pending
         return found
 
-    def _encoded(self, encoding: Future[Any]) -> list[ReadyRequest]:
+    def _encoded(self, encoding: Future[Any]) -> list[PendingRequest]:
         target, error = self.target, encoding.exception()
         assert target is not None
         self.target = self.encoding = None
         if error is None:
             before = []
             while self.pending[0] is not target:
-                before.append(ReadyRequest(self.pending.popleft()))
-            return [*before, ReadyRequest(self.pending.popleft(), encoding.result())]
+                before.append(self.pending.popleft())
+            return [*before, replace(self.pending.popleft(), conditioning=encoding.result())]
         if isinstance(target.request, Open):
             gone, self.pending = self.pending, deque()
-            return [ReadyRequest(pending, error=error) for pending in gone]
+            return [replace(pending, error=error) for pending in gone]
         self.pending = deque(pending for pending in self.pending if pending is not target)
-        return [ReadyRequest(target, error=error)]
+        return [replace(target, error=error)]
 
 
 class PromptQueue:
@@ -120,14 +116,15 @@ class PromptQueue:
             line.encoding.cancel()
         return list(line.pending)
 
-    def turn(self) -> list[ReadyRequest]:
-        """What may be carried out by now, each session's in order; has texts encoded that are next. Mutates: self."""
+    def turn(self) -> list[PendingRequest]:
+        """Take the requests that may run now, each session's in order, and start encoding the next texts. Mutates:
+        self."""
         answers = [answer for line in self._lines.values() for answer in line.turn(self._submit)]
         self._lines = {name: line for name, line in self._lines.items() if line.pending}
         return answers
 
     def encodings(self) -> list[Future[Any]]:
-        """What is under way: `turn` has something new when one of them is done."""
+        """Encodings in progress; when one is done, `turn` returns more."""
         return [line.encoding for line in self._lines.values() if line.encoding is not None]
 
     def close(self) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamdiff.engine.messages import SWITCHES, Accepted, Applied, Closed, Event, FrameBatch, Opened
+from streamdiff.config import PROMPT_POLICIES
+from streamdiff.engine.messages import Accepted, Applied, Closed, Event, FrameBatch, Opened
 from streamdiff.engine.pipeline_api import Pipeline
 
 
@@ -34,8 +35,8 @@ class Session:
         seed: int,
         kv_context: str,
         epoch: int,
-        lead_frames: int,
-        least_lead_frames: int = 0,
+        max_ahead_frames: int,
+        min_ahead_frames: int = 0,
         made_frames: int = 0,
         shown_frames: int = 0,
     ) -> None:
@@ -43,8 +44,8 @@ class Session:
         encode: a text's conditioning, as the pipeline takes it.
         kv_context: that the pipeline has opened it with.
         epoch: of the first chunk.
-        lead_frames: how many frames may be made beyond those reported as shown.
-        least_lead_frames: what the lead is at least.
+        max_ahead_frames: how many frames may be made beyond those reported as shown.
+        min_ahead_frames: what the pipeline needs; wins over `max_ahead_frames`.
         made_frames, shown_frames: of the stream that this one resumes; its own frames are numbered from there.
         """
         self.name = name
@@ -55,8 +56,8 @@ class Session:
         self.epoch = epoch
         self.chunk = -1
         """The last chunk of which frames have come; -1 before the first. Starts again with a reset."""
-        self._wanted_lead_frames = lead_frames
-        self._least_lead_frames = least_lead_frames
+        self._max_ahead_frames = max_ahead_frames
+        self._min_ahead_frames = min_ahead_frames
         self._pending_switch: tuple[int, str] | None = None  # epoch, and what becomes of the past
         self._pending_steps: tuple[int, int] | None = None  # epoch and steps
         self._applied_epoch = epoch - 1
@@ -66,14 +67,14 @@ class Session:
         self._shown_frames = min(shown_frames, made_frames)
 
     @property
-    def room_frames(self) -> int:
-        """How many more frames may come now."""
-        lead_frames = max(self._wanted_lead_frames, self._least_lead_frames)
-        return lead_frames - (self._made_frames - self._shown_frames)
+    def frame_credit(self) -> int:
+        """Frames that may still be made beyond those shown."""
+        max_ahead_frames = max(self._max_ahead_frames, self._min_ahead_frames)
+        return max_ahead_frames - (self._made_frames - self._shown_frames)
 
-    def open(self, notice: str = "", switches: tuple[str, ...] = SWITCHES) -> list[Event]:
+    def open(self, notice: str = "", switches: tuple[str, ...] = PROMPT_POLICIES) -> list[Event]:
         """Begin: the pipeline has opened the stream with this session's text, seed and epoch; it can do `switches`."""
-        self._set_room()
+        self._set_frame_credit()
         return [Opened(self.name, self.epoch, self.text, notice, switches)]
 
     def set_prompt(self, text: str, notice: str, request: str, switch: str = "keep") -> list[Event]:
@@ -87,13 +88,13 @@ class Session:
             self._pending_switch = self.epoch, switch
         return [Accepted(self.name, request, self.epoch, text, notice)]
 
-    def set_steps(self, steps: int, least_lead_frames: int, request: str) -> list[Event]:
-        """Accept a number of steps, which needs this lead at least; `apply_pending` gives it to the pipeline, unless a
-        later one comes first."""
+    def set_steps(self, steps: int, min_ahead_frames: int, request: str) -> list[Event]:
+        """Accept a number of steps, for which the pipeline needs `min_ahead_frames`; `apply_pending` gives it to the
+        pipeline, unless a later one comes first."""
         self.epoch += 1
-        self._least_lead_frames = least_lead_frames
+        self._min_ahead_frames = min_ahead_frames
         self._pending_steps = self.epoch, steps
-        self._set_room()
+        self._set_frame_credit()
         return [Accepted(self.name, request, self.epoch, "")]
 
     def apply_pending(self) -> None:
@@ -128,7 +129,7 @@ class Session:
         self._apply_steps()
         self._pipeline.reset(self._slot, self._encode(self.text), seed=self.seed, epoch=self.epoch)
         self._pipeline.set_paused(self._slot, self._paused)
-        self._set_room()
+        self._set_frame_credit()
         return [Accepted(self.name, request, self.epoch, self.text)]
 
     def set_paused(self, paused: bool) -> None:
@@ -137,17 +138,17 @@ class Session:
             self._paused = paused
             self._pipeline.set_paused(self._slot, paused)
 
-    def set_lead(self, frames: int) -> None:
-        """Another lead from now on."""
-        self._wanted_lead_frames = frames
-        self._set_room()
+    def set_max_ahead(self, frames: int) -> None:
+        """Allow at most `frames` frames beyond those shown from now on."""
+        self._max_ahead_frames = frames
+        self._set_frame_credit()
 
     def shown(self, frames: int) -> None:
         """So many frames have been shown in all. Never goes back, and never beyond what was made."""
         shown_frames = min(max(frames, self._shown_frames), self._made_frames)
         if shown_frames != self._shown_frames:
             self._shown_frames = shown_frames
-            self._set_room()
+            self._set_frame_credit()
 
     def made(self, *, epoch: int, chunk: int, pictures: NDArray[np.uint8], chunk_s: float | None) -> list[Event]:
         """Number decoded frames. Those of before the last reset are dropped."""
@@ -166,7 +167,7 @@ class Session:
             events.append(Applied(self.name, epoch, chunk, first))
         self.chunk = chunk
         self._made_frames += len(pictures)
-        self._set_room()
+        self._set_frame_credit()
         events.append(FrameBatch(self.name, epoch, chunk, first, chunk_s, pictures))
         return events
 
@@ -175,5 +176,5 @@ class Session:
         self._pipeline.close_session(self._slot)
         return [Closed(self.name)]
 
-    def _set_room(self) -> None:
-        self._pipeline.set_room(self._slot, max(0, self.room_frames))
+    def _set_frame_credit(self) -> None:
+        self._pipeline.set_frame_credit(self._slot, max(0, self.frame_credit))

@@ -1,4 +1,4 @@
-"""What every request is checked for, and how it is refused."""
+"""Checks of requests, and how they are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_seed(seed: int | None) -> None:
 
 
 def expects_answer(pending: PendingRequest) -> bool:
-    """Whether somebody waits for an answer to it."""
+    """Whether the request is of a kind that is answered."""
     return isinstance(pending.request, Open | SetPrompt | SetSteps | Reset)
 
 

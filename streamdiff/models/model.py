@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from streamdiff.models.autoencoder.reencoder import FirstFrameReencoder
-from streamdiff.models.interfaces import StreamDecoder, TextEncoder
+from streamdiff.models.autoencoder.autoencoder import FirstFrameReencoder
+from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
+from streamdiff.models.interfaces import TextEncoder
 from streamdiff.models.spec import ModelSpec
 from streamdiff.models.transformer.wan import WanDenoiser
 
@@ -24,7 +25,7 @@ class Model(StageModel):
     `decoder` is None where another rank decodes, `past` where the clean pass is shown latents as they are."""
 
     text: TextEncoder
-    decoder: StreamDecoder | None
+    decoder: PictureDecoder | None
     past: FirstFrameReencoder | None = None
 
     @property

@@ -10,71 +10,43 @@ on its name and on the kind of device alone, so ranks that hold other blocks hol
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
-from torch import Tensor
+from torch import Tensor, nn
 
-from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder import wan_weights
-from streamdiff.models.autoencoder.stepped_decoder import VideoDecoder
-from streamdiff.models.autoencoder.taehv import TAEHV, Config
-from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder, from_tensors
-from streamdiff.models.autoencoder.wan import WanDecoder
-from streamdiff.models.catalogue import entries
-from streamdiff.models.catalogue.entries import RANDOM
 from streamdiff.models.checkpoint.checkpoint import Checkpoint
 from streamdiff.models.checkpoint.tensor_store import Entry as Stored
 from streamdiff.models.interfaces import Reading
 
-WAN_VAE, SMALL_VAE = f"{RANDOM}wan2.1", f"{RANDOM}taew2_1"
-_CPU = torch.device("cpu")
 
-
-def transformer(name: str, device: torch.device = _CPU, dtype: torch.dtype = torch.float32) -> Checkpoint:
-    """The weights of the transformer called `name`, drawn on `device`, each when it is asked for.
-
-    Raises:
-        ConfigError: no such architecture; known ones are told.
-    """
-    config = entries.transformer_arguments(entries.find(name))
+def transformer(name: str, architecture: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Checkpoint:
+    """The weights of the transformer called `name` of this architecture (arguments of diffusers'
+    `WanTransformer3DModel`), drawn on `device`, each when it is asked for."""
     with torch.device("meta"):
-        shapes = WanTransformer3DModel.from_config(config).state_dict()
-    store = Drawn({key: tuple(tensor.shape) for key, tensor in shapes.items()}, device, dtype)
-    return Checkpoint(Path(name), store, config=config)
+        module = WanTransformer3DModel.from_config(architecture)
+    return Checkpoint(Path(name), RandomTensors(module, device, dtype), config=architecture)
 
 
-def decoder(name: str, device: torch.device, dtype: torch.dtype) -> VideoDecoder:
-    """The decoder half of `random:wan2.1` or `random:taew2_1`.
-
-    Raises:
-        ConfigError: another name.
-    """
-    if name not in (WAN_VAE, SMALL_VAE):
-        raise ConfigError(f"there is no autoencoder {name}; it can be {WAN_VAE} or {SMALL_VAE}")
-    with torch.device("meta"):
-        module = TAEHV(Config()) if name == SMALL_VAE else AutoencoderKLWan.from_config({})
-    shapes = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
-    drawn = Drawn(shapes, device, dtype)
-    if name == SMALL_VAE:
-        tensors = {key: drawn.read(key) for key in shapes}
-        return TaehvDecoder(from_tensors(Path(name), tensors, "normalised", device, dtype))
-    # Of the encoder nobody reads more than the shapes.
-    encoder = {key for key in shapes if key.startswith(("encoder.", "quant_conv."))}
-    tensors = {key: torch.empty(shapes[key], device="meta") if key in encoder else drawn.read(key) for key in shapes}
-    return WanDecoder(wan_weights.load(Path(name), "decoder", device, dtype, tensors))
+def draw(module: nn.Module, wanted: tuple[str, ...], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights for `module`, drawn on `device` where their names begin with one of `wanted`; the others as they are in
+    it."""
+    drawn = RandomTensors(module, device, dtype)
+    return {name: drawn.read(name) if name.startswith(wanted) else each for name, each in module.state_dict().items()}
 
 
-class Drawn:
+class RandomTensors:
     """A `Store` (models/checkpoint/tensor_store.py) whose tensors are drawn: matrices and convolutions so that what
     comes out is as large as what went in, norms are 1, biases 0."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> None:
-        self._shapes, self._device, self._dtype = shapes, device, dtype
+    def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        """Names and shapes are those of `module`, which may lie on the meta device."""
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        self._device, self._dtype = device, dtype
 
     def names(self) -> Sequence[str]:
         return tuple(self._shapes)
@@ -97,7 +69,7 @@ class Drawn:
         return {}
 
 
-class DrawnText:
+class RandomText:
     """A `TextEncoder` (models/interfaces.py) without an encoder: every text has embeddings of its own, drawn."""
 
     examples: tuple[str, ...] = ("anything: weights are random, and the picture is noise",)

@@ -18,6 +18,7 @@ from streamdiff.models.catalogue import entries
 from streamdiff.models.catalogue.schema import Entry, Files
 from streamdiff.models.checkpoint import hub
 from streamdiff.models.checkpoint.json_file import read_object
+from streamdiff.models.defaults import with_small_autoencoder
 
 if TYPE_CHECKING:
     from streamdiff.models.transformer.lora import Lora
@@ -49,15 +50,22 @@ class ResolvedModel:
         """Whether it is a folder of the embedded model's kind, which says everything about itself."""
         return self.folder is not None and is_embedded(self.folder)
 
-    def fetch_autoencoder(self) -> str | None:
-        """The path or name of the autoencoder, fetched if it is published and not there; None where there is none."""
-        if self.vae is not None or self.entry is None:
+    def fetch_autoencoder(self) -> str:
+        """The path or name of the autoencoder, fetched if it is published and not there.
+
+        Raises:
+            ConfigError: there is none, or it cannot be fetched.
+        """
+        if self.vae is not None:
             return self.vae
-        files = entries.parts().autoencoders[self.entry.autoencoder].weights
-        return None if files is None else str(hub.fetch(files)[0])
+        files = None if self.entry is None else entries.parts().autoencoders[self.entry.autoencoder].weights
+        if files is None:
+            raise ConfigError(f"{self.name} comes without an autoencoder; give --vae PATH, or make latents only")
+        return str(hub.fetch(files)[0])
 
     def fetch_text_encoder(self) -> Path | None:
-        """The folder or file of the text encoder, as `fetch_autoencoder`; random weights have none."""
+        """The folder or file of the text encoder, as `fetch_autoencoder`; None where there is none, as with random
+        weights."""
         if self.text_encoder is not None or self.entry is None or entries.is_random(self.name):
             return self.text_encoder
         files = entries.parts().text_encoders[self.entry.text_encoder].weights
@@ -83,7 +91,7 @@ class ResolvedModel:
         )
 
 
-def find(
+def resolve_model(
     config: ModelConfig, container: str | None = None, architecture: Mapping[str, Any] | None = None
 ) -> ResolvedModel:
     """The model that a configuration names, its parts those that it names instead: `tiny`, a name of the catalogue, a
@@ -94,19 +102,40 @@ def find(
     Raises:
         ConfigError: no such model, or a file that can neither be found nor fetched.
     """
-    name = config.name
-    if entries.is_random(name):
-        found = ResolvedModel(name, None, vae=f"{entries.RANDOM}wan2.1", entry=entries.find(name))
-    elif (folder := _folder(name)) is not None:
-        found = _in_folder(name, folder)
-    elif Path(name).is_file():
-        found = ResolvedModel(name, Path(name))
-    elif is_repository(name):
-        files = _repository_files(config)
-        found = _in_folder(name, hub.fetch_patterns(files.repo, files.files))
+    from streamdiff.models.transformer.lora import Lora, parse_lora  # imports torch
+
+    name, known = config.name, _find_known(config)
+    loras: tuple[Lora, ...] = () if config.lora is None else (parse_lora(config.lora),)
+    if isinstance(known, Entry) and entries.is_random(name):
+        found = ResolvedModel(name, None, vae=f"{entries.RANDOM}wan2.1", entry=known)
+    elif isinstance(known, Entry):  # its container and its LoRA are those of weights that are given too
+        assert known.weights is not None, "the embedded model is a folder"
+        if known.lora is not None and not loras:  # a model is not itself without the LoRA that belongs to it
+            loras = tuple(Lora(path, known.lora.scale) for path in hub.fetch(known.lora))
+        weights = None if config.weights is not None else hub.fetch(known.weights)[0]
+        published = known.weights.container if known.weights.container != "flat" else None
+        found = ResolvedModel(name, weights, published, entry=known)
     else:
-        found = _published(_entry(name), config)
-    return _with_parts(found, config, container, architecture)
+        path = known if isinstance(known, Path) else hub.fetch_patterns(name, known.files)
+        there = {part: path / part for part in _FOLDERS if (path / part).is_dir()}
+        found = ResolvedModel(
+            name,
+            there.get("transformer", path),
+            folder=path if path.is_dir() else None,
+            vae=str(there["vae"]) if "vae" in there else None,
+            text_encoder=path if "text_encoder" in there else None,
+        )
+    if found.embedded and config.text_encoder is not None:
+        raise ConfigError(f"the text encoder of {name} is fixed; leave --text-encoder out")
+    return replace(
+        found,
+        weights=found.weights if config.weights is None else Path(config.weights),
+        container=container or found.container,
+        architecture=architecture,
+        loras=loras,
+        vae=config.vae or found.vae,
+        text_encoder=found.text_encoder if config.text_encoder is None else Path(config.text_encoder),
+    )
 
 
 def to_fetch(config: ModelConfig) -> list[Files]:
@@ -114,18 +143,15 @@ def to_fetch(config: ModelConfig) -> list[Files]:
     already or not. Asks no network.
 
     Raises:
-        ConfigError: as `find`.
+        ConfigError: as `resolve_model`.
     """
-    name = config.name
-    if (small := entries.autoencoders().get(config.vae or "")) is not None and not Path(str(config.vae)).exists():
-        autoencoder = [small]
-    else:
-        autoencoder = []
-    if entries.is_random(name) or _folder(name) is not None or Path(name).is_file():
+    small = None if Path(config.vae or "").exists() else entries.autoencoders().get(config.vae or "")
+    autoencoder = [] if small is None else [small]
+    entry, shared = _find_known(config), entries.parts()
+    if isinstance(entry, Path) or entries.is_random(config.name):
         return autoencoder
-    if is_repository(name):
-        return [_repository_files(config), *autoencoder]
-    entry, shared = _entry(name), entries.parts()
+    if isinstance(entry, Files):
+        return [entry, *autoencoder]
     needed = (
         (entry.weights, config.weights),
         (entry.lora, config.lora),
@@ -136,15 +162,15 @@ def to_fetch(config: ModelConfig) -> list[Files]:
 
 
 def completed(config: ModelConfig) -> ModelConfig:
-    """`config` with the model that its weights are, where none was asked for, and with the KV context that the model
-    was made for, where none was.
+    """`config` with the model that its weights are, where none was asked for, with the KV context that the model was
+    made for, where none was, and with the small autoencoder of preset `fast`.
 
     Raises:
         ConfigError: the weights do not tell whose they are.
     """
     if config.weights is not None and "name" not in config.model_fields_set and Path(config.weights).exists():
         config = config.model_copy(update={"name": recognition.entry_of(Path(config.weights)).name})
-    return entries.with_own_context(config)
+    return with_small_autoencoder(entries.with_own_context(config))
 
 
 def is_embedded(name: str | Path) -> bool:
@@ -160,70 +186,22 @@ def is_repository(name: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and Path(name).suffix not in _FILES
 
 
-def _folder(name: str) -> Path | None:
-    folder = EMBEDDED_WEIGHTS if name == EMBEDDED else Path(name)
-    return folder if folder.is_dir() else None
-
-
-def _entry(name: str) -> Entry:
-    if "/" in name or Path(name).suffix in _FILES:
-        raise ConfigError(
-            f"--model is {name}: there is no such file or folder, and it is no repository of the hub (OWNER/NAME); "
-            "`streamdiff models` lists names"
-        )
+def _find_known(config: ModelConfig) -> Path | Files | Entry:
+    """The folder or file that the configured name means, the files of a repository of the hub in diffusers' layout that
+    are needed, or the catalogue's entry."""
+    name = config.name
+    path = EMBEDDED_WEIGHTS if name == EMBEDDED else Path(name)
+    if not entries.is_random(name):
+        if path.is_dir() or path.is_file():
+            return path
+        if is_repository(name):
+            given = {"transformer": config.weights, "vae": config.vae, "text_encoder": config.text_encoder}
+            needed = [f"{part}/*" for part in _FOLDERS if given[part] is None]
+            tokenizer = ["tokenizer/*"] if config.text_encoder is None else []
+            return Files(repo=name, files=("*.json", *needed, *tokenizer), licence=None)
+        if "/" in name or path.suffix in _FILES:
+            raise ConfigError(
+                f"--model is {name}: there is no such file or folder, and it is no repository of the hub (OWNER/NAME); "
+                "`streamdiff models` lists names"
+            )
     return entries.find(name)
-
-
-def _in_folder(name: str, folder: Path) -> ResolvedModel:
-    there = {part: folder / part for part in _FOLDERS if (folder / part).is_dir()}
-    return ResolvedModel(
-        name,
-        there.get("transformer", folder),
-        folder=folder,
-        vae=str(there["vae"]) if "vae" in there else None,
-        text_encoder=folder if "text_encoder" in there else None,
-    )
-
-
-def _repository_files(config: ModelConfig) -> Files:
-    """The files of a repository in diffusers' layout that are needed."""
-    given = {"transformer": config.weights, "vae": config.vae, "text_encoder": config.text_encoder}
-    needed = [f"{part}/*" for part in _FOLDERS if given[part] is None]
-    if config.text_encoder is None:
-        needed.append("tokenizer/*")
-    return Files(repo=config.name, files=("*.json", *needed), licence=None)
-
-
-def _published(entry: Entry, config: ModelConfig) -> ResolvedModel:
-    """Of the catalogue; its container and its LoRA are those of weights that are given too."""
-    assert entry.weights is not None, "the embedded model is a folder"
-    loras: tuple[Lora, ...] = ()
-    if entry.lora is not None and config.lora is None:  # a model is not itself without the LoRA that belongs to it
-        from streamdiff.models.transformer.lora import Lora
-
-        loras = tuple(Lora(path, entry.lora.scale) for path in hub.fetch(entry.lora))
-    weights = hub.fetch(entry.weights)[0] if config.weights is None else Path(config.weights)
-    container = entry.weights.container if entry.weights.container != "flat" else None
-    return ResolvedModel(entry.name, weights, container, loras=loras, entry=entry)
-
-
-def _with_parts(
-    model: ResolvedModel, config: ModelConfig, container: str | None, architecture: Mapping[str, Any] | None
-) -> ResolvedModel:
-    """`model` with what `config` names instead."""
-    if model.embedded and config.text_encoder is not None:
-        raise ConfigError(f"the text encoder of {model.name} is fixed; leave --text-encoder out")
-    loras = model.loras
-    if config.lora is not None:
-        from streamdiff.models.transformer.lora import parse_lora
-
-        loras = (*loras, parse_lora(config.lora))
-    return replace(
-        model,
-        weights=model.weights if config.weights is None else Path(config.weights),
-        container=container or model.container,
-        architecture=architecture,
-        loras=loras,
-        vae=config.vae or model.vae,
-        text_encoder=model.text_encoder if config.text_encoder is None else Path(config.text_encoder),
-    )

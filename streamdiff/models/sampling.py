@@ -50,7 +50,8 @@ class Schedule:
     (0, 1]. After the last step the latents are x0; nothing is added any more. `first` is that of a stream's first
     chunk, where it has one of its own, with at least as many steps. `noise_scale`, in (0, 1], is the factor on the
     noise that a chunk begins with; not on noise that is mixed with input, nor on what somebody gives as what the first
-    step receives.
+    step receives. `grid_shift` says that the noise level of any timestep is that of the nearest grid point at this
+    shift, see `nearest` of `published`; None: it is timestep / 1000.
 
     Raises:
         ConfigError: no step, other lengths, a value out of range or not below the one before it, or a first chunk with
@@ -61,6 +62,7 @@ class Schedule:
     sigmas: tuple[float, ...]
     first: Schedule | None = None
     noise_scale: float = 1.0
+    grid_shift: float | None = None
 
     def __post_init__(self) -> None:
         _check("steps", self.timesteps, TIMESTEPS, zero_end=True)
@@ -155,7 +157,7 @@ def published(
     else:
         sigmas = tuple(shifted(step / TIMESTEPS, shift) if warp else step / TIMESTEPS for step in raw)
     heard = tuple(map(rounded_to_bfloat16, timesteps)) if bfloat16 else timesteps
-    return Schedule(heard, sigmas, noise_scale=noise_scale)
+    return Schedule(heard, sigmas, noise_scale=noise_scale, grid_shift=shift if nearest else None)
 
 
 def rounded_to_bfloat16(value: float) -> float:
@@ -181,7 +183,12 @@ def nearest_sigma(timestep: float, shift: float) -> float:
     In the authors' code the grid is float32, so theirs is off by up to 6e-8.
     """
     wanted = timestep / TIMESTEPS
-    return min((shifted(i / _GRID, shift) for i in range(_GRID, 0, -1)), key=lambda sigma: abs(sigma - wanted))
+    return min(grid(shift), key=lambda sigma: abs(sigma - wanted))
+
+
+def grid(shift: float) -> tuple[float, ...]:
+    """The noise levels that the authors' schedulers know, falling: shifted(i / 1000) for i = 1,000 to 1."""
+    return tuple(shifted(i / _GRID, shift) for i in range(_GRID, 0, -1))
 
 
 def _check(name: str, values: tuple[float, ...], high: float, zero_end: bool = False) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass, replace
 
+from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.sampling import Schedule, embedded_schedule
+
+_PICTURE_UNIT = 16
+"""Pixels of a patch each way: of two latent pixels, each of eight pixels, in every Wan2.1 model."""
 
 
 def window(kv_context: str, window_latents: int, clean_window_latents: int | None) -> int:
@@ -54,7 +58,8 @@ class ModelSpec:
     share of the sink that stays when a chunk that leaves the window is folded into it (None: none is); the
     `first_chunks` of a stream are made together, as one longer chunk; with `context_alone` the clean pass of a chunk
     sees nothing before it but the sink, and with `context_pictures` it is shown a first latent frame that was encoded
-    again from its picture; `switch` is what a new prompt does to the past unless it says."""
+    again from its picture; `switch` is what a new prompt does to the past unless it says; with `anchor_every` N every
+    Nth chunk is an anchor of KV context `anchored`, beside the sink's (0: none is)."""
 
     name: str
     latent_channels: int
@@ -80,6 +85,7 @@ class ModelSpec:
     context_alone: bool = False
     context_pictures: bool = False
     switch: str = "keep"
+    anchor_every: int = 0
 
     def schedule(self, steps: int) -> Schedule:
         """The denoise steps of a chunk in `steps` steps: those published, else the embedded model's."""
@@ -95,13 +101,20 @@ class ModelSpec:
         """Chunks that are kept for a window, the sink's and the chunk itself included."""
         return window_chunks(self.window(kv_context), self.sink_latents, self.chunk_latents)
 
+    def adaptive_ring(self, kv_context: str) -> bool:
+        """Whether the adaptive sink is as StreamDiffusionV2 published it, in its KV context and positions: a chunk that
+        it takes in goes there instead of into the window, and keeps its position. Elsewhere a chunk is in both: it is
+        copied over a sink chunk, which has the position of the one before, once it is finished or done with its
+        step."""
+        return self.adaptive_sink is not None and self.rope == "absolute" and kv_context == "matched"
+
     @property
     def chunk_frames(self) -> int:
         """Frames that one chunk decodes to."""
         return self.chunk_latents * self.frames_per_latent
 
-    def room(self, chunk: int) -> int:
-        """Frames for which there must be room to begin with `chunk`, and what is made together with it."""
+    def admitted_frames(self, chunk: int) -> int:
+        """Frame credit that admitting `chunk` takes, with the chunks that are made together with it."""
         return self.chunk_frames * (self.first_chunks if chunk == 0 else 1)
 
     @property
@@ -130,14 +143,35 @@ def with_window(spec: ModelSpec, window: int | None, sink: int | None, rope: str
     return spec
 
 
-def with_schedule(spec: ModelSpec, timesteps: Sequence[float], chunk_latents: int) -> ModelSpec:
-    """`spec`, of a model that the catalogue does not know, with the one schedule and the chunk that a user says.
+def with_anchors(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
+    """`spec` with the anchors of a configuration.
 
     Raises:
-        ConfigError: a list that is no schedule.
+        ConfigError: KV context `anchored` where there would be none, or with what is not built beside it; or anchors
+            that no KV context of the configuration has.
     """
-    schedule = sampling.published(timesteps, shift=1.0, warp=False)
-    return replace(spec, steps=(schedule.steps,), schedules=(schedule,), chunk_latents=chunk_latents)
+    if config.kv_context != "anchored":
+        if config.anchor_every is not None:
+            raise ConfigError(f"--anchor-every is for --kv-context anchored; this one is {config.kv_context}")
+        return spec
+    spec = replace(spec, anchor_every=config.anchor_every or 0)
+    check_anchors(spec)
+    return spec
+
+
+def check_anchors(spec: ModelSpec) -> None:
+    """Raises ConfigError where KV context `anchored` cannot be."""
+    if not spec.sink_latents and not spec.anchor_every:
+        raise ConfigError(
+            f"kv_context is anchored, but {spec.name} has no sink, so no chunk would be an anchor; give "
+            "--anchor-every N"
+        )
+    changed = (spec.adaptive_sink, spec.averaged_sink) != (None, None)
+    if changed or spec.first_chunks > 1 or spec.context_pictures:
+        raise ConfigError(
+            f"kv_context is anchored, but {spec.name} changes its sink, makes its first chunks together, or remembers "
+            "pictures, which is not built with anchors; use matched"
+        )
 
 
 def check_spec(spec: ModelSpec) -> None:
@@ -175,8 +209,25 @@ def _check_sink(spec: ModelSpec) -> None:
             f"--adaptive-sink puts chunks in the place of others, so --sink, which is {sink}, must be a multiple of "
             f"the chunk's {chunk} latent frames"
         )
+    if spec.adaptive_ring("matched") and spec.window("matched") % chunk:
+        raise ConfigError(
+            f"--adaptive-sink with --rope absolute needs a --window of whole chunks; it is {spec.window('matched')} "
+            f"latent frames, and a chunk has {chunk}"
+        )
     if averaged is not None and not (0 <= averaged <= 1 and sink == chunk):
         raise ConfigError(
             f"--averaged-sink is {averaged:g} with a sink of {sink} latent frames; it must be from 0 to 1, and the "
             f"sink one chunk, {chunk} latent frames, as chunks are folded into it"
         )
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Width and height of `WIDTHxHEIGHT`, which a latent and a patch have to fit into.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    match, unit = re.fullmatch(r"(\d+)x(\d+)", text), _PICTURE_UNIT
+    if match is None or any(int(side) % unit or int(side) < unit for side in match.groups()):
+        raise ConfigError(f"--size is {text!r}; it must be WIDTHxHEIGHT, multiples of {unit}, such as 832x480")
+    return int(match[1]), int(match[2])

@@ -1,4 +1,4 @@
-"""The ring: which micro-step runs when, on which stage, and what becomes of it.
+"""Runs the model as a pipeline of stages: schedules micro-steps, runs them, decodes the finished latents.
 
 Knows nothing about viewers, prompts as text, codecs or HTTP.
 """

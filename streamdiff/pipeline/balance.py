@@ -16,7 +16,7 @@ import torch
 
 from streamdiff import clock
 from streamdiff.config import ModelConfig
-from streamdiff.models.interfaces import StreamDecoder
+from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.model import StageModel
 from streamdiff.models.spec import choose_steps
 from streamdiff.models.transformer.wan import Tokens
@@ -42,7 +42,7 @@ class Measured:
 
 
 def measure(
-    model: StageModel, decoder: StreamDecoder | None, device: torch.device, place: tuple[int, int], kv_context: str
+    model: StageModel, decoder: PictureDecoder | None, device: torch.device, place: tuple[int, int], kv_context: str
 ) -> Measured:
     """Time this rank's parts, with the attention window full. `place` is (rank, stages)."""
     rank, stages = place
@@ -69,7 +69,7 @@ def measure(
 
 
 def share_out(
-    config: ModelConfig, facts: ModelSizes, context: RankContext, own: Measured | None
+    config: ModelConfig, sizes: ModelSizes, context: RankContext, own: Measured | None
 ) -> tuple[tuple[int, int], ...]:
     """The runs of blocks (first, last exclusive) of all ranks; every rank gets the same answer.
 
@@ -79,13 +79,13 @@ def share_out(
         ConfigError: a profile that cannot be read, or more stages than blocks.
     """
     if own is None:
-        costs = read_profile(Path(config.profile or ""), facts, max_rows=1)
+        costs = read_profile(Path(config.profile or ""), sizes, max_rows=1)
     else:
         context.store.set(f"cost/{context.rank}", json.dumps(asdict(own)))
         everybody = [Measured(**json.loads(context.store.get(f"cost/{rank}"))) for rank in range(config.stages)]
-        costs = _combined(everybody, facts.blocks)
-    steps = choose_steps(config.steps, facts.spec.steps, facts.spec.name)
-    workload = Workload(config.stages, 1, steps, config.kv_context, 1)
+        costs = _combined(everybody, sizes.blocks)
+    steps = choose_steps(config.steps, sizes.spec.steps, sizes.spec.name)
+    workload = Workload(config.stages, 1, steps, config.kv_context, 1, config.anchor_every or 0)
     return lay_out(costs, workload, decode_place(config)).blocks
 
 

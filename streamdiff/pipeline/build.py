@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from streamdiff.config import ModelConfig
+from streamdiff.device import own_device
+from streamdiff.errors import EngineFailure
+from streamdiff.models.model import Model
 from streamdiff.pipeline import topology
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
-from streamdiff.pipeline.distributed.compile_progress import Progress
 from streamdiff.pipeline.distributed.rendezvous import check_world
+from streamdiff.pipeline.distributed.start_progress import StartProgress
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
 from streamdiff.pipeline.profiler import CHUNKS, Profiler, check_folder, check_traced
-from streamdiff.pipeline.rank_loader import RankLoader, Run, own_device
+from streamdiff.pipeline.rank_loader import RankLoader
 from streamdiff.pipeline.scheduler.kv_context import in_flight_limit
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.pipeline.worker_group import WorkerGroup
+from streamdiff.pipeline.worker_main import start_progress
 
 _MEASURED_CHUNKS = 3
 
@@ -28,38 +31,38 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
         ConfigError: unknown model, a device that is not there, or a ring that cannot be built.
     """
     loader = RankLoader(config, own_device(config.device))
-    device = loader.device
-    decoder = loader.load_decoder() if config.decode_rank == 0 else None
-    workers: WorkerGroup | None = None
-    runs: tuple[Run, ...]
+    config, device, links = loader.config, loader.device, None
     if config.ranks == 1:
         check_world(1, 1)
-        model = loader.load_model()
-        runs, memories = ((0, model.blocks),), [loader.session_memory(decoder, model.past, model.text)]
+    context = loader.join() if config.ranks > 1 else None
+    progress = StartProgress(None, 1) if context is None else start_progress(context, config.stages)
+    loaded = loader.load(context)
+    model, decoder, memory = loaded.model, loaded.decoder, loaded.memory
+    assert isinstance(model, Model), "this is rank 0"
+    if context is None:
         ring = RingExecutor(model, device, clean_with_next=config.clean_with_next)
-        loader.compile_stage(ring.stage, memories[0], Progress(None, 1))
-        loader.compile_decoder(decoder, DECODE_THREADS)
     else:
-        context = loader.join()
-        model, runs = loader.load_share(context, loader.load_model, decoder)
-        context.send_memory(memory := loader.session_memory(decoder, model.past, model.text))
-        ring = topology.head_ring(model, topology.StageTopology.of(config, 0, device), device)
-        links = None
+        context.send_memory(memory)
+        ring = topology.head_ring(model, topology.StageTopology.of(config, 0, device), device, progress.enter)
+        progress.enter("graphs")
         if decoder is None:
             links = topology.decode_links(model.spec, 0, config.decode_rank, device, loader.pixel_format)
-        progress = Progress(context, config.stages)
-        loader.compile_stage(ring.stage, memory, progress)
-        loader.compile_decoder(decoder, DECODE_THREADS)
+    loader.compile_stage(ring.stage, memory, progress)
+    loader.compile_decoder(decoder, DECODE_THREADS)
+    workers, memories = None, [memory]
+    if context is not None:
         workers = WorkerGroup(context, ring, config.hang_s, links)
         memories = context.receive_memories()
-        context.meet(progress.made)
-    model = replace(model, decoder=decoder)
-    blocks = [last - first for first, last in runs] + [0] * (config.ranks - config.stages)
+        progress.finish()
+    blocks = [last - first for first, last in loaded.runs] + [0] * (config.ranks - config.stages)
     budget = KVCacheBudget(loader.sizes, memories, blocks, model.denoiser.dtype.itemsize, loader.preallocated)
     runtime = StreamingPipeline(
         model, device, config.steps, config.kv_context, workers, budget, ring, loader.decode_latents, config.hang_s
     )
-    _warm_up(runtime, config)
+    try:
+        _warm_up(runtime, config)
+    except EngineFailure as error:
+        raise EngineFailure(f"in the start's phase warm-up: {error}") from error
     runtime.occupancy()  # counts from here
     return runtime
 
@@ -81,7 +84,7 @@ def _warm_up(runtime: StreamingPipeline, config: ModelConfig) -> None:
         if number == before:
             runtime.measure_from_here()
         left = spec.first_chunks if number == 0 else 1
-        runtime.set_room(0, max(room, left) * runtime.info.chunk_frames)
+        runtime.set_frame_credit(0, max(room, left) * runtime.info.chunk_frames)
         while left > 0:
             left -= sum(frames.last for frames in runtime.step(wait_s=1.0))
     runtime.measure_to_here()
@@ -96,10 +99,11 @@ def load_pipeline(config: ModelConfig) -> StreamingPipeline:
     Raises:
         ConfigError: as `load_runtime`, `check_folder` and `check_traced`.
     """
-    check_traced(config.trace, config.trace_chunks)
-    if config.trace is None:
+    if config.trace is None and config.trace_chunks is None:
         return load_runtime(config)
-    check_folder(Path(config.trace))
+    check_traced(config.trace, config.trace_chunks)
+    folder = Path(config.trace or "")
+    check_folder(folder)
     pipeline = load_runtime(config)
-    Profiler(pipeline, Path(config.trace), config.trace_chunks or CHUNKS)
+    Profiler(pipeline, folder, config.trace_chunks or CHUNKS)
     return pipeline

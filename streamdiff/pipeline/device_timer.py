@@ -1,4 +1,4 @@
-"""When a rank's device is at work, and whether it gets on: a pair of events around every piece of work.
+"""Busy time of a rank's device, and detection of a hang: a pair of events around every piece of work.
 
 A GPU carries out later what it is handed now, so the host's clock says nothing about it. Events are recorded on the
 stream that computes and read when they have come to pass; the host never waits for one. On a CPU the host is the
@@ -12,46 +12,40 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from streamdiff import clock
 
 _KEPT = 16
-
-
-class TimedEvent(Protocol):
-    """A point in the order of a stream, and when the device came to it; as `torch.cuda.Event` with timing."""
-
-    def record(self) -> None:
-        """Stand behind everything that the calling thread has given its current stream until now."""
-
-    def query(self) -> bool:
-        """Whether the device has come to it. Does not wait."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this event to `end_event`, below 0 if that came first; both have come to pass."""
+_UNREAD = 32
 
 
 class HostEvent:
-    """For a device whose work is done when the call returns."""
+    """An event in a stream, with the interface of a timing `torch.cuda.Event`.
+
+    For a CPU, where work is done when the call returns: reads the host's clock.
+    """
 
     def __init__(self) -> None:
         self._at_s = 0.0
 
     def record(self) -> None:
+        """Record the event after all work queued so far on the calling thread's current stream."""
         self._at_s = clock.monotonic_s()
 
     def query(self) -> bool:
+        """Whether the device has reached the event. Does not wait."""
         return True
 
-    def elapsed_time(self, end_event: HostEvent) -> float:
-        return (end_event._at_s - self._at_s) * 1000
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from this event to `end_event`, negative if that came first; the device has reached both."""
+        return float(end_event._at_s - self._at_s) * 1000
 
 
-class CudaEvent:
-    """On the calling thread's current stream of one CUDA device, whichever device is the thread's current one."""
+class CudaEvent(HostEvent):
+    """A CUDA event on the calling thread's current stream of `device`, whatever the thread's current device is."""
 
     def __init__(self, device: torch.device) -> None:
         self._event, self._device = torch.cuda.Event(enable_timing=True), device
@@ -60,16 +54,14 @@ class CudaEvent:
         self._event.record(torch.cuda.current_stream(self._device))
 
     def query(self) -> bool:
-        passed: bool = self._event.query()
-        return passed
+        return bool(self._event.query())
 
-    def elapsed_time(self, end_event: CudaEvent) -> float:
-        milliseconds: float = self._event.elapsed_time(end_event._event)
-        return milliseconds
+    def elapsed_time(self, end_event: Any) -> float:
+        return float(self._event.elapsed_time(end_event._event))
 
 
 class BusyTime:
-    """How much time was covered by intervals, of which several may cover the same. Sans-IO."""
+    """Total length of the union of intervals, which may overlap. Sans-IO."""
 
     def __init__(self) -> None:
         self._before_s = 0.0  # covered by intervals that are not kept
@@ -77,18 +69,21 @@ class BusyTime:
         self._latest: list[tuple[float, float]] = []  # apart from each other, in order
 
     def add(self, begin_s: float, end_s: float) -> None:
-        """One more; they come about in the order of their ends. Mutates: self."""
-        begin_s, end_s = max(begin_s, self._until_s), max(end_s, self._until_s)
-        touched = [(a, b) for a, b in self._latest if b >= begin_s and a <= end_s]
-        whole = min([begin_s, *(a for a, _ in touched)]), max([end_s, *(b for _, b in touched)])
-        self._latest = sorted([*(each for each in self._latest if each not in touched), whole])
+        """Add an interval; intervals come roughly in the order of their ends. Mutates: self."""
+        if self._latest and begin_s > self._latest[-1][1]:
+            self._latest.append((begin_s, end_s))  # as nearly always
+        else:
+            begin_s, end_s = max(begin_s, self._until_s), max(end_s, self._until_s)
+            touched = [(a, b) for a, b in self._latest if b >= begin_s and a <= end_s]
+            whole = min([begin_s, *(a for a, _ in touched)]), max([end_s, *(b for _, b in touched)])
+            self._latest = sorted([*(each for each in self._latest if each not in touched), whole])
         if len(self._latest) > _KEPT:
             first, self._until_s = self._latest.pop(0)
             self._before_s += self._until_s - first
 
     @property
     def total_s(self) -> float:
-        """Seconds that were covered; never less than before."""
+        """Seconds covered so far; never decreases."""
         return self._before_s + sum(end - begin for begin, end in self._latest)
 
 
@@ -97,43 +92,43 @@ class _Timed:
     """A piece of work between two events; `what` says what it is, for messages."""
 
     what: object
-    begin: TimedEvent
-    end: TimedEvent
+    begin: HostEvent
+    end: HostEvent
 
 
 class DeviceTimer:
-    """Of one rank: all its streams. Works are given from the threads that compute, one for each stream; everything else
-    may be called from any thread."""
+    """Measures all streams of one rank. Each stream's work is recorded by the one thread that computes on it;
+    everything else may be called from any thread."""
 
-    def __init__(self, new_event: Callable[[], TimedEvent] = HostEvent) -> None:
+    def __init__(self, new_event: Callable[[], HostEvent] = HostEvent) -> None:
         self.new_event = new_event
         self.hung = False
         """Whether `stuck` has found that the device does not get on."""
         self._lock = threading.Lock()
         self._busy = BusyTime()
-        self._origin: TimedEvent | None = None
+        self._origin: HostEvent | None = None
         self._origin_s = 0.0
         self._streams: list[StreamTimer] = []
 
     @classmethod
     def on(cls, device: torch.device) -> DeviceTimer:
-        """For work on `device`."""
+        """A timer for work on `device`."""
         return cls((lambda: CudaEvent(device)) if device.type == "cuda" else HostEvent)
 
     def stream(self) -> StreamTimer:
-        """For one more stream. Mutates: self."""
+        """Add a stream. Mutates: self."""
         self._streams.append(StreamTimer(self))
         return self._streams[-1]
 
     @property
     def busy_s(self) -> float:
-        """Seconds that the device was at work, on any stream, on what it has finished until now."""
+        """Seconds for which the device was busy, on any stream, with work that is finished by now."""
         with self._lock:
             self._read()
             return self._busy.total_s
 
     def read(self) -> None:
-        """Take in what is finished, unless another thread is about it. Mutates: self."""
+        """Collect finished work, unless another thread does so already. Mutates: self."""
         if self._lock.acquire(blocking=False):
             try:
                 self._read()
@@ -172,7 +167,7 @@ class DeviceTimer:
 
 
 class StreamTimer:
-    """The works of one stream, which the device carries out one after the other."""
+    """Work on one stream, which the device executes in order."""
 
     def __init__(self, timer: DeviceTimer) -> None:
         self._timer = timer
@@ -185,7 +180,8 @@ class StreamTimer:
     def work(self, what: object) -> Iterator[None]:
         """What the calling thread hands to its current stream within is one work; `what` is kept until the device is
         through, so it should hold no tensors. Mutates: self."""
-        self._timer.read()
+        if len(self._pending) >= _UNREAD:  # who wants to know looks by himself; this only bounds what is kept
+            self._timer.read()
         begin, end = self._timer.new_event(), self._timer.new_event()
         begin.record()
         yield

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from streamdiff import clock
+from streamdiff.errors import RequestError
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.models.spec import ModelSpec
@@ -27,6 +28,7 @@ from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.noise import Noise, SeededNoise
 from streamdiff.pipeline.runner.sampler import Finished, LatentSampler
+from streamdiff.pipeline.runner.step_levels import StepLevels
 from streamdiff.pipeline.runner.worker import LEAVE_S, Worker
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
@@ -36,46 +38,47 @@ class InFlightQueue:
     """Rank 0's `Receiver`: session updates first, in the order they were given, then what the scheduler hands out.
 
     At most `limit` messages are in the ring at once, updates included. Every link has two slots, so the ring can never
-    fill up and stand still.
+    fill up and stand still. A background session's forward enters only where a stage would have nothing to do.
     """
 
-    def __init__(self, scheduler: StreamBatchScheduler, head: LatentSampler, limit: int, timer: DeviceTimer) -> None:
-        self.scheduler, self.head, self.limit = scheduler, head, limit
+    def __init__(self, scheduler: StreamBatchScheduler, sampler: LatentSampler, limit: int, timer: DeviceTimer) -> None:
+        self.scheduler, self.sampler, self.limit = scheduler, sampler, limit
         self._timed = timer.stream()
         self.controls: deque[StageMessage] = deque()
-        self.works: deque[StageMessage] = deque()  # in the ring, in order, without their tensors
+        self.in_ring: deque[StageMessage] = deque()  # in the ring, in order, without their tensors
         self.stopping = False
 
     def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
-        """The next message that may enter, or None; never waits. Mutates: self, scheduler, head."""
-        if len(self.works) >= self.limit:
+        """The next message that may enter, or None; never waits. Mutates: self, scheduler, sampler."""
+        if len(self.in_ring) >= self.limit:
             return None
         if self.controls:
-            work = self.controls.popleft()
-        elif not self.stopping and (rows := self.scheduler.next()):
-            work = StageMessage(MessageKind.ROWS, tuple(rows))
-            with self._timed.work(work):
-                work = replace(work, tensors=self.head.inputs(rows))
+            message = self.controls.popleft()
+        elif not self.stopping and (rows := self.scheduler.next(background=len(self.in_ring) < self.scheduler.stages)):
+            message = StageMessage(MessageKind.ROWS, tuple(rows))
+            with self._timed.work(message):
+                message = replace(message, tensors=self.sampler.inputs(rows))
+            self.sampler.look_ahead(rows)
         else:
             return None
-        self.works.append(replace(work, tensors=()))
-        return work
+        self.in_ring.append(message.bare)
+        return message
 
     def notify(self, call: Callable[[], None]) -> None:
-        """Nothing comes from another rank."""
+        """Does nothing: no other rank sends to this queue."""
 
     def close(self, limit_s: float = 0.0) -> None:
-        """Nothing enters any more. Mutates: self."""
+        """Let no more forwards enter. Mutates: self."""
         self.stopping = True
 
-    def back(self, work: StageMessage) -> list[Finished]:
-        """Take in what has been around. Mutates: self, scheduler, head."""
-        entered = self.works.popleft()
-        if work.kind is not MessageKind.ROWS:
+    def back(self, message: StageMessage) -> list[Finished]:
+        """Process a message that has come back; returns finished chunks. Mutates: self, scheduler, sampler."""
+        entered = self.in_ring.popleft()
+        if message.kind is not MessageKind.ROWS:
             return []
         with self._timed.work(entered):
-            finished = self.head.advance(work.rows, work.tensors[0])
-        for row in work.rows:
+            finished = self.sampler.advance(message.rows, message.tensors[0])
+        for row in message.rows:
             self.scheduler.returned(row)
         return finished
 
@@ -88,7 +91,7 @@ class PendingSteps(NamedTuple):
 
 
 class RingExecutor:
-    """Scheduler, head and stage 0 of `stages`, with the links to stage 1 and from the last stage."""
+    """Rank 0 of a ring: scheduler, sampler and stage 0, with the links to stage 1 and from the last stage."""
 
     def __init__(
         self,
@@ -105,9 +108,6 @@ class RingExecutor:
         to carry the rows that `rows_carried` says. `timer` is that of this rank's device; None: one that is made
         here."""
         self.stage = stage or ModelRunner(model, device)
-        if links is None:
-            loop = NoLink()
-            links = (loop, loop)
         stages = self.stage.stages
         self.scheduler = StreamBatchScheduler(
             stages=stages,
@@ -116,25 +116,26 @@ class RingExecutor:
             clean_with_next=clean_with_next,
             first_chunks=model.spec.first_chunks,
         )
-        self.head = LatentSampler(model, device)
+        self.sampler = LatentSampler(model, device)
         timer = timer or DeviceTimer.on(device)
-        self._admission = InFlightQueue(self.scheduler, self.head, stages + 1 if stages > 1 else 1, timer)
-        self._worker = Worker(self._admission, self.stage, links[0], timer)
-        self._sender, self._receiver = links
+        loop = NoLink()
+        self._sender, self._receiver = links or (loop, loop)
+        self._admission = InFlightQueue(self.scheduler, self.sampler, stages + 1 if stages > 1 else 1, timer)
+        self.worker = Worker(self._admission, self.stage, self._sender, timer)
         self._changes: dict[int, PendingSteps] = {}  # by session
 
     def turn(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:
         """One micro-step through this rank: the rows that entered the ring (none when nothing may), the chunks that
         came back finished. Waits up to `wait_s` for something to come back when nothing may enter."""
         finished = self._take_back(0.0)
-        work = self._enter()
-        while work is not None and work.kind is not MessageKind.ROWS:  # controls go on at once
+        message = self._enter()
+        while message is not None and message.kind is not MessageKind.ROWS:  # controls go on at once
             finished += self._take_back(0.0)
-            work = self._enter()
-        finished += self._take_back(wait_s if work is None and not finished else 0.0)
-        return list(work.rows) if work else [], finished
+            message = self._enter()
+        finished += self._take_back(wait_s if message is None and not finished else 0.0)
+        return list(message.rows) if message else [], finished
 
-    def come_round(self, wait_s: float) -> list[Finished]:
+    def await_returns(self, wait_s: float) -> list[Finished]:
         """The chunks that came back finished until nothing is in the ring any more; nothing enters meanwhile.
 
         Raises:
@@ -142,9 +143,9 @@ class RingExecutor:
             RuntimeError: nothing came back within `wait_s`.
         """
         finished: list[Finished] = []
-        while before := len(self._admission.works):
+        while before := len(self._admission.in_ring):
             finished += self._take_back(wait_s)
-            if len(self._admission.works) == before:
+            if len(self._admission.in_ring) == before:
                 raise RuntimeError(f"nothing came back within {wait_s:g} s; in the ring: {self.contents}")
         return finished
 
@@ -157,17 +158,12 @@ class RingExecutor:
     @property
     def waiting(self) -> bool:
         """Whether something is in the ring that will come back."""
-        return bool(self._admission.works)
+        return bool(self._admission.in_ring)
 
     @property
     def contents(self) -> str:
         """What is in the ring, oldest first, for messages."""
-        return ", ".join(str(work) for work in self._admission.works) or "nothing"
-
-    @property
-    def worker(self) -> Worker:
-        """This rank's loop."""
-        return self._worker
+        return ", ".join(str(message) for message in self._admission.in_ring) or "nothing"
 
     def notify(self, call: Callable[[], None]) -> None:
         """Have `call` called, from any thread, when something comes back."""
@@ -184,39 +180,51 @@ class RingExecutor:
         kv_context: str,
         noise: Noise | None = None,
         source: InitLatents | None = None,
+        levels: StepLevels | None = None,
+        given_latents: Tensor | None = None,
+        background: bool = False,
     ) -> None:
-        """Open a session on scheduler, head and all stages; ValueError on bad values. Where it raises, nothing of the
-        session is open. Mutates: self.
+        """Open a session on scheduler, sampler and all stages; ValueError on bad values. Where it raises, nothing of
+        the session is open. Mutates: self.
 
-        `steps` is a schedule or a number of the model's own steps; `noise` takes the place of the seed's, and with a
-        `source` chunks start from input instead of from noise alone.
+        `steps`: a schedule, or a number of the model's own; `noise` takes the place of the seed's; with a `source`
+        chunks start from input. `levels` go before the schedule's. `given_latents` `[n, C, F, h, w]` are those of its
+        first n chunks: with a clean pass, that is all they get. With `background` it takes what others leave.
         """
-        schedule = self.head.spec.schedule(steps) if isinstance(steps, int) else steps
-        steps = schedule.steps
-        first = schedule.of(0).steps
-        if first > steps and self.head.spec.first_chunks > 1:
+        schedule = self.sampler.spec.schedule(steps) if isinstance(steps, int) else steps
+        steps, first = schedule.steps, schedule.of(0).steps
+        if first > steps and self.sampler.spec.first_chunks > 1:
             raise ValueError("a first chunk of another length that also has more steps is not built")
         # All that can fail comes before anybody knows of the session: a slot that is half open could never be used.
-        noise = noise or self._seeded(seed)
-        state = self.head.prepare(noise=noise, schedule=schedule, kv_context=kv_context, source=source)
-        self.scheduler.open(session, steps=steps, first_steps=first, kv_context=kv_context, epoch=epoch)
-        self.head.sessions[session] = state
+        state = self.sampler.prepare(
+            noise=noise or self._seeded(seed), schedule=schedule, kv_context=kv_context,
+            source=source, levels=levels, given_latents=given_latents,
+        )  # fmt: skip
+        self.scheduler.open(
+            session, steps=steps, first_steps=first, kv_context=kv_context, epoch=epoch, background=background,
+            anchors=state.geometry.anchors,
+        )  # fmt: skip
+        if given_latents is not None and state.clean_pass:
+            self.scheduler.go_on_from(session, len(given_latents))
+        self.sampler.sessions[session] = state
         self._tell(MessageKind.OPEN, SessionUpdate(session, epoch, epoch, steps, kv_context))
         self._tell(MessageKind.TEXT, SessionUpdate(session, epoch, epoch), embeddings)
 
     def set_text(self, session: int, epoch: int, embeddings: Tensor, policy: str = "keep") -> None:
-        """Chunks admitted from now on use these embeddings; `policy`, one of PROMPT_SWITCHES, says what they see of
-        earlier chunks. Mutates: self.
+        """Chunks admitted from now on use these embeddings; `policy`, one of PROMPT_POLICIES but `reset`, says what
+        they see of earlier chunks. Mutates: self.
 
-        `keep`: all that is cached. `flush`: the sink only. `recache`: the chunks of the window, their clean latents run
-        through the clean pass afresh under the new text (LongLive, arXiv 2509.22622).
+        `keep`: all that is cached. `flush`: the sink only. `recache`: the window's latest frames, whose clean latents
+        run again under the new text in one forward in which all see each other, and the sink, which keeps its keys
+        unless the window still holds the whole stream (LongLive v1.0, arXiv 2509.22622). `recache-causal`: sink and
+        window, run again chunk by chunk, each of which sees those before it.
 
         Raises:
-            ValueError: unknown policy, or one that the session's KV context cannot have.
+            RequestError: unknown policy, or one that the session's KV context cannot have.
         """
-        visible_from, rerun = self.head.switch(session, self.scheduler.next_chunk(session), policy)
+        visible_from, rerun = self.sampler.switch(session, self.scheduler.next_chunk(session), policy)
         if rerun:
-            self.scheduler.rerun(session, rerun)
+            self.scheduler.rerun(session, rerun, as_one=policy == "recache")
         oldest = self.scheduler.oldest_epoch(session)
         control = SessionUpdate(session, epoch, oldest, visible_from_chunk=visible_from)
         self._tell(MessageKind.TEXT, control, embeddings)
@@ -224,24 +232,25 @@ class RingExecutor:
 
     def check_steps(self, session: int, steps: int) -> None:
         """Raises what `set_steps` would."""
-        spec = self.head.spec
+        spec = self.sampler.spec
         known = ", ".join(map(str, spec.steps)) or "none of its own"
         if steps not in spec.steps:
-            raise ValueError(f"steps is {steps}; model {spec.name} has {known}")
-        now = self.head.sessions[session].schedule
+            raise RequestError("steps", f"steps is {steps}; model {spec.name} has {known}")
+        now = self.sampler.sessions[session].schedule
         if now.steps not in spec.steps or now != spec.schedule(now.steps):
-            raise ValueError(f"the session has a schedule of its own, and keeps it; model {spec.name} has {known}")
+            has = f"model {spec.name} has {known}"
+            raise RequestError("steps", f"the session has a schedule of its own, and keeps it; {has}")
 
     def set_steps(self, session: int, epoch: int, steps: int) -> None:
         """Chunks admitted from now on have `steps` of the model's steps; none is admitted before those in flight have
         come back. Of several changes that wait so, the latest holds. Mutates: self.
 
         Raises:
-            ValueError: the model has no such number of steps, or the session a schedule of its own.
+            RequestError: the model has no such number of steps, or the session a schedule of its own.
         """
         self.check_steps(session, steps)
-        schedule = self.head.spec.schedule(steps)
-        if session not in self._changes and schedule == self.head.sessions[session].schedule:
+        schedule = self.sampler.spec.schedule(steps)
+        if session not in self._changes and schedule == self.sampler.sessions[session].schedule:
             self._new_epoch(session, epoch, steps)  # nothing else changes, so nothing needs to wait
             return
         self._changes[session] = PendingSteps(epoch, schedule)
@@ -253,7 +262,7 @@ class RingExecutor:
         for session in [session for session in self._changes if self.scheduler.drained(session)]:
             epoch, schedule = self._changes.pop(session)
             self.scheduler.set_steps(session, steps=schedule.steps, first_steps=schedule.of(0).steps)
-            self.head.set_steps(session, schedule)
+            self.sampler.set_steps(session, schedule)
             # A prompt that came meanwhile has the later epoch.
             self._new_epoch(session, max(epoch, self.scheduler.oldest_epoch(session)), schedule.steps)
 
@@ -271,15 +280,18 @@ class RingExecutor:
         epoch: int,
         noise: Noise | None = None,
         source: InitLatents | None = None,
+        levels: StepLevels | None = None,
     ) -> None:
         """Drop what is in flight and start afresh at chunk 0. `epoch` is one the slot never had. Mutates: self."""
-        old, change = self.head.sessions[session], self._changes.get(session)
+        old, change = self.sampler.sessions[session], self._changes.get(session)
         schedule, noise = change.schedule if change else old.schedule, noise or self._seeded(seed)
         # What can fail comes first, as in `open`: else the scheduler would begin a stream that nobody else has.
-        state = self.head.prepare(noise=noise, schedule=schedule, kv_context=old.kv_context, source=source)
+        state = self.sampler.prepare(
+            noise=noise, schedule=schedule, kv_context=old.kv_context, source=source, levels=levels
+        )
         self.scheduler.reset(session, epoch)
         self._change_steps()
-        self.head.sessions[session] = state
+        self.sampler.sessions[session] = state
         self._tell(MessageKind.RESET, SessionUpdate(session, epoch))
         self._tell(MessageKind.TEXT, SessionUpdate(session, epoch, epoch), embeddings)
 
@@ -287,7 +299,7 @@ class RingExecutor:
         """Free a session everywhere. Mutates: self."""
         self._changes.pop(session, None)
         self.scheduler.close(session)
-        self.head.close(session)
+        self.sampler.sessions.pop(session, None)
         self._tell(MessageKind.CLOSE, SessionUpdate(session))
 
     def stop(self, limit_s: float = LEAVE_S) -> None:
@@ -300,52 +312,62 @@ class RingExecutor:
         self._admission.close()
         self._tell(MessageKind.STOP, SessionUpdate(0))
         end_s = clock.monotonic_s() + limit_s
-        while self._admission.controls or self._admission.works:
+        while self._admission.controls or self._admission.in_ring:
             if clock.monotonic_s() > end_s:
                 raise RuntimeError(f"the ring did not come to rest within {limit_s:g} s")
             self._enter()
-            self._take_back(limit_s / 10 if self._admission.works else 0.0)
+            self._take_back(limit_s / 10 if self._admission.in_ring else 0.0)
         self._sender.close()
         self._receiver.close(limit_s)
         self._sender.flush(limit_s)
 
     def listen(self, wait_s: float) -> None:
-        """Let nothing enter and drop what comes back for `wait_s`: for somebody who ends anyway. Mutates: self.
+        """For `wait_s` let nothing enter, and drop what comes back; used when the ring is about to end. Mutates: self.
 
         Raises:
             LinkClosed: the last stage is gone.
         """
         end_s = clock.monotonic_s() + wait_s
         while (left_s := end_s - clock.monotonic_s()) > 0:
-            if (work := self._receiver.receive(left_s)) is not None:
-                self._admission.back(work)
+            if (message := self._receiver.receive(left_s)) is not None:
+                self._admission.back(message)
 
     def _enter(self) -> StageMessage | None:
-        """One work through this rank, if the link takes it: the head never waits to send, it must take back."""
+        """Run one message through this rank if the link can take it: rank 0 never blocks on a send, as it must
+        receive."""
         self._change_steps()
-        return self._worker.turn() if self._sender.ready else None
+        message = self.worker.turn() if self._sender.ready else None
+        self._send_rest()
+        return message
+
+    def _send_rest(self) -> None:
+        """Send what is left of a long forward, row by row. That ends whatever comes back meanwhile: so few messages are
+        in the ring that the last stage can always send, and the others take what comes."""
+        while self.worker.sending:
+            self.worker.turn()
 
     def _seeded(self, seed: int) -> Noise:
-        return SeededNoise(self.head.spec.chunk_shape, seed)
+        return SeededNoise(self.sampler.spec.chunk_shape, seed)
 
     def _tell(self, kind: MessageKind, control: SessionUpdate, *tensors: Tensor) -> None:
         self._admission.controls.append(StageMessage(kind, (), control, tensors))
 
     def _take_back(self, wait_s: float | None) -> list[Finished]:
         finished: list[Finished] = []
-        while self._admission.works and (work := self._receiver.receive(wait_s)) is not None:
-            finished += self._admission.back(work)
+        while self._admission.in_ring and (message := self._receiver.receive(wait_s)) is not None:
+            finished += self._admission.back(message)
             wait_s = 0.0
         return finished
 
 
 def rows_carried(spec: ModelSpec, max_rows: int, clean_with_next: bool) -> int:
-    """Rows that a ring's links have to carry."""
+    """Most rows of a forward, which the ring's links must be able to carry."""
     return max(max_rows, 2 if clean_with_next else 1, spec.first_chunks)
 
 
 class LocalRing(RingExecutor):
-    """All stages in this process, one after the other in one thread: deterministic, for tests and for looking at."""
+    """All stages in this process, one after the other in one thread, deterministically; for reference runs and
+    tests."""
 
     def __init__(
         self,
@@ -356,7 +378,7 @@ class LocalRing(RingExecutor):
         link: Callable[[MessageLayout], LocalLink] = LocalLink,
         clean_with_next: bool = False,
     ) -> None:
-        """`link` makes each edge's link."""
+        """`link` makes the link between two stages."""
         carried = rows_carried(model.spec, max_rows, clean_with_next)
         forward = MessageLayout.between_stages(model, carried)
         links = [link(forward) for _ in range(stages - 1)] + [link(MessageLayout.back_to_head(model, carried))]
@@ -368,8 +390,11 @@ class LocalRing(RingExecutor):
         self.others = [Worker(links[i - 1], part, links[i]) for i, part in enumerate(parts) if i > 0]
 
     def turn(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:
-        """One turn of every rank, the last one first: a work moves on by one stage per turn, as in processes."""
+        """One turn of every rank, the last one first: a message moves on by one stage per turn, as in processes."""
         for worker in reversed(self.others):
             if worker.sender.ready:
                 worker.turn()
         return super().turn(0.0)
+
+    def _send_rest(self) -> None:
+        """In one thread nobody would take it; a row of it goes with each turn."""

@@ -1,4 +1,4 @@
-"""What a pipeline says of itself, and what comes out of it. Imports no torch."""
+"""Model info and frames: what a pipeline reports and what it produces. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a loaded model is; sizes in pixels. `steps` and `kv_context` are those of a session that does not name its
-    own, `steps_known` the numbers of steps that it may name, `switch` what a new prompt does to the past unless it
-    says."""
+    """A loaded model, by name, and how it runs: sizes in pixels; `chunk_frames` frames come out of one chunk. `steps`
+    and `kv_context` are those of a session that does not name its own, `steps_known` the numbers of steps that it may
+    name, `switch` what a new prompt does to the past (PROMPT_POLICIES) unless it says."""
 
-    name: str
+    model: str
     device: str
     width: int
     height: int

@@ -1,4 +1,4 @@
-"""A PyTorch profiler's trace of some chunks of a running stream, and what it says in a page of text.
+"""Profiles some chunks of a running stream with PyTorch's profiler: writes the trace and a one-page summary.
 
 `Profiler` waits until a stream's window is full, traces some chunks from their first micro-step to their last picture,
 and writes two files: the Chrome trace, and a summary of operators, kernels, launches and host waits per chunk. What is
@@ -133,7 +133,7 @@ class Profiler:
 
     def _write(self, traced: profile, micro_steps: int) -> None:
         info = self._pipeline.info
-        title = f"{info.name} on {info.device}, {info.width}x{info.height}, {info.steps} steps, {info.kv_context}"
+        title = f"{info.model} on {info.device}, {info.width}x{info.height}, {info.steps} steps, {info.kv_context}"
         with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=self.folder) as name:
             plain, trace, summary = Path(name) / "trace.json", Path(name) / TRACE, Path(name) / SUMMARY
             traced.export_chrome_trace(str(plain))
@@ -153,8 +153,8 @@ class Profiler:
         if self._writing is not None:
             self._writing.join()
         else:
-            told = f"the stream ended before a chunk was made after the first {self._before}, which fill the window"
-            print(f"streamdiff: no profile: {told}", file=sys.stderr)
+            reason = f"the stream ended before a chunk was made after the first {self._before}, which fill the window"
+            print(f"streamdiff: no profile: {reason}", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class Summary:
-    """Counts are of the stream's own thread, and for all micro-steps together; `costs` are of every thread, the largest
-    first. `launches` and `kernels` are None on a CPU, where `ops` counts operations that no other one called."""
+    """Summary of a trace. Counts are of the stream's own thread, and for all micro-steps together; `costs` are of every
+    thread, the largest first. `launches` and `kernels` are None on a CPU, where `ops` counts operations that no other
+    one called."""
 
     wall_us: float
     ops: int
@@ -182,7 +183,7 @@ class Summary:
 
 
 def summarise(events: Iterable[Event]) -> Summary:
-    """What the events of a Chrome trace say that torch's profiler wrote around steps named `streamdiff.step`."""
+    """Summarise the events of a Chrome trace from torch's profiler with steps named `streamdiff.step`."""
     spans = [event for event in events if event.get("ph") == "X" and "dur" in event]
     steps = [event for event in spans if event["name"] == _STEP and event.get("cat") == "user_annotation"]
     own = {event["tid"] for event in steps}

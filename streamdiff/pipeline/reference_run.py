@@ -1,7 +1,8 @@
-"""One stream to the letter: conditioning, noise, schedule and prompt switches are given, by chunk; latents come out.
+"""A reference run: a reproducible stream from given conditioning, noise, schedule and prompt changes, to compare
+latents with another implementation.
 
-The same ring that plays live. What comes out is a function of weights and `ReferenceRun` alone, on any number of
-stages.
+Runs on the same executor as live streams. The latents are a function of weights and `ReferenceRun` alone, on any number
+of stages.
 """
 
 from __future__ import annotations
@@ -9,28 +10,39 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
+from streamdiff.config import PROMPT_POLICIES, RECACHES
 from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import TIMESTEPS, Schedule
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.runner.init_latents import REACH, TIMESTEP_OFFSET, InitLatents
 from streamdiff.pipeline.runner.noise import Noise, SeededNoise, TensorNoise
-from streamdiff.pipeline.runner.sampler import PROMPT_SWITCHES
+from streamdiff.pipeline.runner.step_levels import StepLevels
+from streamdiff.pipeline.scheduler.kv_context import PER_STEP
 
-POLICIES = (*PROMPT_SWITCHES, "reset")
-MIXED = ("keep", "recache")
+MIXED = ("keep", *RECACHES)
 """Policies of a prompt that may come little by little: the others forget what was before it."""
 _NAME = 0
+_WAIT_S = 1.0  # for ranks that are other processes, between two looks whether all is well
+
+
+class StreamInputs(TypedDict):
+    """What a stream begins with, for `RingExecutor.open` and `reset`."""
+
+    noise: Noise
+    source: InitLatents | None
+    levels: StepLevels | None
 
 
 @dataclass(frozen=True)
 class Switch:
     """A change of prompt that chunk `chunk` is the first to see; `embeddings` `[T, text_dim]`, `policy` one of
-    POLICIES (`reset` starts a fresh stream there)."""
+    PROMPT_POLICIES (`reset` starts a fresh stream there)."""
 
     chunk: int
     embeddings: Tensor
@@ -39,7 +51,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class ReferenceRun:
-    """What to make.
+    """Inputs of a reference run.
 
     embeddings `[T, text_dim]`; `initial` `[n, C, F, h, w]` and `renoise` `[n, steps - 1, C, F, h, w]` (steps of the
     chunk that has most) take the place of the noise of `seed` for the first n chunks; `switches` rise by chunk.
@@ -49,12 +61,18 @@ class ReferenceRun:
     github.com/krea-ai/realtime-video takes the shares 0, 1/3, 2/3 and 1, so a mix of 3 from the second of the chunks.
 
     `video` `[n, C, F, h, w]` is encoded input that chunks start from, mixed with noise by `strength`, 0 to 1 (None: the
-    first level of the schedule); with `motion_noise` that is the most, and motion lowers it (see `init_latents`).
+    first level of the schedule); with `motion_noise` that is the most, and motion lowers it (see `init_latents`), that
+    of the pixels if it is known: `motion` `[n]`, the largest difference of a chunk's neighbouring frames. `noise_level`
+    `[n, F]` says it by latent frame instead. `levels` go before the schedule's for the steps that they have.
+
+    `given_latents` `[n, C, F, h, w]` are finished latents of the first n chunks, which the stream goes on from: with a
+    clean pass they get that alone, at timestep 0 and without noise (Self-Forcing's `initial_latent`); in `matched` each
+    step sees them at its own noise level.
 
     Raises:
-        ConfigError: a switch that is out of order, outside the stream, or of an unknown policy; one that cannot be
-            mixed, for its policy or since its embeddings have another number of rows; a mix below 1; a strength
-            that the schedule cannot go on from, or without a video.
+        ConfigError: a switch that is out of order, outside the stream or among the chunks that are given, or of an
+            unknown policy; one that cannot be mixed, for its policy or since its embeddings have another number of
+            rows; a mix below 1; a strength that the schedule cannot go on from, or without a video; no chunk to make.
     """
 
     embeddings: Tensor
@@ -68,43 +86,70 @@ class ReferenceRun:
     video: Tensor | None = None
     strength: float | None = None
     motion_noise: bool = False
+    motion: Tensor | None = None
+    noise_level: Tensor | None = None
+    levels: StepLevels | None = None
+    given_latents: Tensor | None = None
     mix: int = 1
 
     def __post_init__(self) -> None:
         self._check_video()
-        self._check_mix()
+        if self.mix < 1:
+            raise ConfigError(f"prompt mix is {self.mix}; it is a number of chunks, so at least 1")
         if self.chunks < 1:
             raise ConfigError(f"chunks is {self.chunks}; at least 1 is needed")
+        if self.given_chunks >= self.chunks:
+            raise ConfigError(
+                f"chunks is {self.chunks}, and the first {self.given_chunks} are given, so there is none to make; "
+                "chunks are all of the stream, those that are given included"
+            )
         before = 0
         for switch in self.switches:
-            if switch.policy not in POLICIES:
-                raise ConfigError(f"a prompt switch is {switch.policy!r}; it can be {', '.join(POLICIES)}")
+            if 0 < switch.chunk < self.given_chunks:
+                raise ConfigError(
+                    f"a prompt switch is at chunk {switch.chunk}, but the first {self.given_chunks} are given; switch "
+                    f"at {self.given_chunks} or later"
+                )
+            if switch.policy not in PROMPT_POLICIES:
+                raise ConfigError(f"a prompt switch is {switch.policy!r}; it can be {', '.join(PROMPT_POLICIES)}")
             if not before < switch.chunk < self.chunks:
                 raise ConfigError(
                     f"a prompt switch is at chunk {switch.chunk}, but must be after chunk {before} and before chunk "
                     f"{self.chunks}, the end; chunks count from 0"
                 )
-            if switch.policy == "recache" and self.kv_context == "matched":
-                raise ConfigError("prompt switch recache needs a KV context with a clean pass: clean or staircase")
+            if switch.policy in RECACHES and self.kv_context in PER_STEP:
+                raise ConfigError(
+                    f"prompt switch {switch.policy} needs a KV context with a clean pass: clean or staircase"
+                )
+            if self.mix > 1:
+                self._check_mixed(switch)
             before = switch.chunk
 
-    def noise(self, model: Model, first: int) -> Noise:
-        """Noise of the stream that begins at chunk `first`: its own seed's, or what is given from there on."""
-        seeded = SeededNoise(model.spec.chunk_shape, self.seed)
-        if self.initial is None:
-            return seeded
-        renoise = None if self.renoise is None else self.renoise[first:]
-        return TensorNoise(self.initial[first:], renoise, self.schedule, seeded)
+    @property
+    def given_chunks(self) -> int:
+        return 0 if self.given_latents is None else len(self.given_latents)
 
-    def source(self, first: int, together: int = 1) -> InitLatents | None:
-        """Input of the stream that begins at chunk `first`, of whose chunks the first are made `together`."""
+    def inputs_from(self, model: Model, first: int) -> StreamInputs:
+        """Noise and input of the stream that begins at chunk `first`: the noise is its own seed's, or what is given
+        from there on."""
+        noise: Noise = SeededNoise(model.spec.chunk_shape, self.seed)
+        if self.initial is not None:
+            renoise = None if self.renoise is None else self.renoise[first:]
+            noise = TensorNoise(self.initial[first:], renoise, self.schedule, noise)
+        levels = None if self.levels is None else self.levels.starting_at(first)
+        return {"noise": noise, "source": self._source(model, first), "levels": levels}
+
+    def _source(self, model: Model, first: int) -> InitLatents | None:
+        """The encoded input of the stream that begins at chunk `first`."""
         if self.video is None:
             return None
         video, strength = self.video[first:], self._strength
         if self.motion_noise:
-            return InitLatents.following_motion(video, strength, together=together)
+            motion = None if self.motion is None else self.motion[first:]
+            return InitLatents.following_motion(video, strength, model.spec.first_chunks, motion)
         timestep = self.schedule.timesteps[0] if self.strength is None else TIMESTEPS * strength
-        return InitLatents.steady(video, strength, timestep)
+        steady = InitLatents.steady(video, strength, timestep)
+        return steady if self.noise_level is None else replace(steady, noise_level=self.noise_level[first:])
 
     @property
     def _strength(self) -> float:
@@ -119,6 +164,8 @@ class ReferenceRun:
             return
         if len(self.video) < self.chunks:
             raise ConfigError(f"the input video has {len(self.video)} chunks, but {self.chunks} are to be made")
+        if self.noise_level is not None:
+            return
         least = self._strength - (REACH + TIMESTEP_OFFSET + 1 / TIMESTEPS if self.motion_noise else 0)
         following = [levels.sigmas[1] for levels in (self.schedule, self.schedule.of(0)) if levels.steps > 1]
         if not max(following, default=0) < least <= self._strength <= 1:
@@ -128,24 +175,21 @@ class ReferenceRun:
                 f"second step, {max(following, default=0):g}"
             )
 
-    def _check_mix(self) -> None:
-        if self.mix < 1:
-            raise ConfigError(f"prompt mix is {self.mix}; it is a number of chunks, so at least 1")
-        rows = len(self.embeddings)
-        for switch in self.switches if self.mix > 1 else ():
-            if switch.policy in POLICIES and switch.policy not in MIXED:
-                raise ConfigError(
-                    f"prompt switch {switch.policy} forgets what was before it, so there is nothing to mix with; a "
-                    f"prompt mix goes with {' or '.join(MIXED)}"
-                )
-            if len(switch.embeddings) != rows:
-                raise ConfigError(
-                    f"prompt embeddings of {rows} and of {len(switch.embeddings)} rows cannot be mixed; pad them to "
-                    "the same number, as the model's text encoder does"
-                )
+    def _check_mixed(self, switch: Switch) -> None:
+        """Raises ConfigError for a switch that cannot take several chunks."""
+        if switch.policy not in MIXED:
+            raise ConfigError(
+                f"prompt switch {switch.policy} forgets what was before it, so there is nothing to mix with; a "
+                f"prompt mix goes with {' or '.join(MIXED)}"
+            )
+        if len(switch.embeddings) != len(self.embeddings):
+            raise ConfigError(
+                f"prompt embeddings of {len(self.embeddings)} and of {len(switch.embeddings)} rows cannot be mixed; "
+                "pad them to the same number, as the model's text encoder does"
+            )
 
     def _single(self) -> list[Switch]:
-        """The switches, each that takes several chunks as one for each of them."""
+        """The prompt changes by chunk: one that takes several chunks (`mix`) as one change per chunk."""
         if self.mix == 1:
             return list(self.switches)
         single, now = [], self.embeddings
@@ -159,7 +203,7 @@ class ReferenceRun:
 
     @property
     def segments(self) -> list[tuple[Switch, list[Switch], int]]:
-        """The fresh streams of which it consists: how each begins, its other switches, and the chunk where it ends."""
+        """The run cut at its resets: how each stream begins, its other prompt changes, and the chunk where it ends."""
         begins = [Switch(0, self.embeddings, "reset"), *(each for each in self.switches if each.policy == "reset")]
         ends = [begin.chunk for begin in begins[1:]] + [self.chunks]
         return [
@@ -168,51 +212,64 @@ class ReferenceRun:
         ]
 
 
-def play(
+def run_reference(
     model: Model,
     device: torch.device,
     run: ReferenceRun,
     *,
     stages: int = 1,
-    fresh: Callable[[], object] = lambda: None,
-) -> Iterator[Tensor]:
-    """The latents `[C, F, h, w]` of each chunk, in order; `fresh` is called before the first of a stream that a switch
-    has started. With several stages they take turns in this process.
+    ring: RingExecutor | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[Tensor, bool]]:
+    """The latents `[C, F, h, w]` of each chunk, in order, and whether it is the first chunk of a stream. With several
+    stages they take turns in this process, unless there is a `ring` over processes; `check` is called between turns,
+    and ends the run by what it raises.
 
     Raises:
-        ConfigError: a stream that ends, or a prompt that changes, among chunks that the model makes together.
+        ConfigError: see `check_together`.
         ValueError: an unknown KV context, or one that the schedule does not go with.
     """
-    _check_together(run, model.spec.first_chunks)
-    ring = RingExecutor(model, device) if stages == 1 else LocalRing(model, device, stages)
+    check_together(run, model.spec.first_chunks)
+    if ring is None:
+        ring = RingExecutor(model, device) if stages == 1 else LocalRing(model, device, stages)
     epochs = count(1)
     for begin, switches, end in run.segments:
-        noise, source = run.noise(model, begin.chunk), run.source(begin.chunk, model.spec.first_chunks)
+        inputs, known = run.inputs_from(model, begin.chunk), 0
         if begin.chunk == 0:
-            context = run.kv_context
             ring.open(
                 _NAME,
                 begin.embeddings,
                 epoch=0,
                 steps=run.schedule,
-                kv_context=context,
-                noise=noise,
-                source=source,
+                kv_context=run.kv_context,
+                given_latents=run.given_latents,
+                **inputs,
             )
+            known = ring.scheduler.next_chunk(_NAME)
         else:
-            ring.reset(_NAME, begin.embeddings, epoch=next(epochs), noise=noise, source=source)
-            fresh()
+            ring.reset(_NAME, begin.embeddings, epoch=next(epochs), **inputs)
+        for chunk in range(known):
+            assert run.given_latents is not None
+            yield run.given_latents[chunk], chunk == 0
+        if known == end - begin.chunk:
+            continue
         due = {switch.chunk - begin.chunk: switch for switch in switches}
         # Steps of a staircase wait for chunks that come after; those made for this alone are dropped.
         most = end - begin.chunk if run.kv_context != "staircase" else None
-        for chunk, latents in _stream(ring, most, due, epochs):
-            yield latents
+        for chunk, latents in _stream(ring, most, due, epochs, check):
+            yield latents, chunk == 0
             if chunk == end - begin.chunk - 1:
                 break
 
 
-def _check_together(run: ReferenceRun, count: int) -> None:
-    """Raises ConfigError for what would cut the first `count` chunks of a stream, which are made together."""
+def check_together(run: ReferenceRun, count: int) -> None:
+    """Raises ConfigError for what would cut the first `count` chunks of a stream, which are made together: it ends, a
+    prompt changes, or what is given ends among them."""
+    if 0 < run.given_chunks < count:
+        raise ConfigError(
+            f"{run.given_chunks} chunks are given, but the first {count} are made together; give none, or at least "
+            f"{count}"
+        )
     for begin, switches, end in run.segments:
         if end - begin.chunk < count:
             raise ConfigError(
@@ -228,19 +285,28 @@ def _check_together(run: ReferenceRun, count: int) -> None:
 
 
 def _stream(
-    ring: RingExecutor, most: int | None, due: dict[int, Switch], epochs: Iterator[int]
+    ring: RingExecutor,
+    most: int | None,
+    due: dict[int, Switch],
+    epochs: Iterator[int],
+    check: Callable[[], None],
 ) -> Iterator[tuple[int, Tensor]]:
-    """Chunks from the stream's first on, of which at most `most` are begun; `due`: switches by the chunk that sees them
-    first. Mutates: due."""
+    """Yield (chunk, latents) of one stream in order, from the first that is not finished. At most `most` chunks are
+    begun; `due`: prompt changes by the first chunk that sees them. Mutates: due."""
     done: dict[int, Tensor] = {}
-    for chunk in count():
+    first = ring.scheduler.next_chunk(_NAME)
+    while not ring.scheduler.drained(_NAME):  # what is given is seen under the prompt that the stream begins with
+        check()
+        ring.turn(_WAIT_S)
+    for chunk in count(first):
         while chunk not in done:
             following = ring.scheduler.next_chunk(_NAME)
             if (switch := due.pop(following, None)) is not None:
                 ring.set_text(_NAME, next(epochs), switch.embeddings, switch.policy)
             goes_on = most is None or following < most
-            ring.scheduler.set_room(_NAME, ring.head.spec.room(following) if goes_on else 0)
-            rows, finished = ring.turn()
-            assert rows or finished or ring.waiting, "the stream stands still"
+            ring.scheduler.set_frame_credit(_NAME, ring.sampler.spec.admitted_frames(following) if goes_on else 0)
+            check()
+            rows, finished = ring.turn(_WAIT_S)
+            assert rows or finished or ring.has_work, "the stream stands still"
             done |= {row.chunk: latents for row, latents in finished}
         yield chunk, done.pop(chunk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from streamdiff import clock
 from streamdiff.errors import EngineFailure, RequestError
-from streamdiff.models.interfaces import TextEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.decode.decode_worker import Decoding, LocalDecoding, Piece
@@ -23,7 +23,7 @@ from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.output import Frames, ModelInfo
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
 from streamdiff.pipeline.runner.sampler import Finished
-from streamdiff.pipeline.scheduler.kv_context import minimum_lead
+from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.throughput import ChunkCostMeter
 from streamdiff.pipeline.worker_group import WorkerGroup
@@ -35,8 +35,8 @@ class _Chunk:
 
     admitted_s: float
     epoch: int
-    work: float
-    """As so many chunks in the default number of steps."""
+    cost: float
+    """Relative to a chunk in the default number of steps."""
 
 
 @dataclass
@@ -46,6 +46,7 @@ class _Stream:
 
     number: int
     session: int
+    background: bool = False
     chunks: dict[int, _Chunk] = field(default_factory=dict)
     ahead_frames: int = 0  # admitted and not handed out yet
 
@@ -64,7 +65,7 @@ class StepHook(Protocol):
 
 
 class StreamingPipeline:
-    """Sessions by number; call `step` again and again from one thread."""
+    """Runs sessions, which have numbers; `step` is called repeatedly from one thread."""
 
     def __init__(
         self,
@@ -94,33 +95,38 @@ class StreamingPipeline:
             choose_steps(steps, spec.steps, spec.name), kv_context, spec.steps, spec.switch,
         )  # fmt: skip
         self._workers, self._budget, self._hang_s = workers, budget, hang_s
-        self._ring = workers.ring if workers else ring or RingExecutor(model, device)
+        self.ring = workers.ring if workers else ring or RingExecutor(model, device)
         self._streams: dict[int, _Stream] = {}  # by session
         self._numbers = count()
         self._ready: queue.SimpleQueue[tuple[Piece, float] | None] = queue.SimpleQueue()
         self._pending = 0  # chunks that are decoding
-        self._works: list[float] = []  # of the chunks that this turn finished
+        self._put_off: deque[tuple[int, int, Tensor]] = deque()  # background chunks that wait for an idle decoder
+        self._finished_costs: list[float] = []  # of the chunks that this step finished
         self._decoding = self._decode_where(model, workers, device, at_once)
-        self._ring.notify(self._wake)
+        self.ring.notify(self._wake)
         if workers is not None:
             workers.start(self._wake)
         self._meter = ChunkCostMeter(clock.monotonic_s(), self.busy_s())
 
-    text: TextEncoder
-
-    @property
-    def ring(self) -> RingExecutor:
-        """What runs the transformer; for who measures."""
-        return self._ring
-
-    def minimum_lead(self, *, steps: int, kv_context: str) -> int:
-        """Frames that a session's lead must allow at least."""
-        stages = self._ring.stage.stages
+    def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
+        """Frames that must be allowed ahead of those shown, at least, for the ring to run."""
+        stages = self.ring.stage.stages
         chunk_frames, first = self.info.chunk_frames, self.model.spec.first_chunks
-        return minimum_lead(kv_context, steps=steps, stages=stages, chunk_frames=chunk_frames, first_chunks=first)
+        return min_ahead_frames(kv_context, steps=steps, stages=stages, chunk_frames=chunk_frames, first_chunks=first)
 
-    def open(self, session: int, conditioning: Tensor, *, seed: int, epoch: int, steps: int, kv_context: str) -> None:
-        """Start a stream; it makes nothing before it has room.
+    def open(
+        self,
+        session: int,
+        conditioning: Tensor,
+        *,
+        seed: int,
+        epoch: int,
+        steps: int,
+        kv_context: str,
+        background: bool = False,
+    ) -> None:
+        """Start a stream; nothing is made before `set_frame_credit`. With `background` it takes what others leave,
+        in the ring and of the decoder's time.
 
         Raises:
             ValueError: a bad KV context, or the session is open.
@@ -128,58 +134,59 @@ class StreamingPipeline:
         """
         if steps not in self.model.spec.steps:
             raise RequestError(
-                "steps", f"steps is {steps}; model {self.info.name} has {', '.join(map(str, self.model.spec.steps))}"
+                "steps", f"steps is {steps}; model {self.info.model} has {', '.join(map(str, self.model.spec.steps))}"
             )
         need = self._budget.need(steps=steps, kv_context=kv_context) if self._budget is not None else []
-        self._ring.open(session, conditioning, seed=seed, epoch=epoch, steps=steps, kv_context=kv_context)
+        self.ring.open(
+            session,
+            conditioning,
+            seed=seed,
+            epoch=epoch,
+            steps=steps,
+            kv_context=kv_context,
+            background=background,
+        )
         if self._budget is not None:
             self._budget.take(session, need)
-        self._begin(session)
+        self._begin(session, background)
 
     def check_switch(self, session: int, switch: str) -> None:
-        """Raises RequestError for a change of prompt that the session cannot have: an unknown one, or `recache` in a
-        KV context without a clean pass."""
-        if switch == "reset":
-            return
-        try:
-            self._ring.head.check_switch(session, switch)
-        except ValueError as error:
-            raise RequestError("switch", str(error)) from error
+        """Raises RequestError for a change of prompt that the session cannot have: an unknown one, or one of
+        RECACHES in a KV context without a clean pass."""
+        if switch != "reset":
+            self.ring.sampler.check_switch(session, switch)
 
     def set_conditioning(self, session: int, conditioning: Tensor, *, epoch: int, switch: str = "keep") -> None:
         """Use this conditioning from the next admitted chunk on; `switch` as in `RingExecutor.set_text`."""
-        self._ring.set_text(session, epoch, conditioning, switch)
+        self.ring.set_text(session, epoch, conditioning, switch)
 
     def reset(self, session: int, conditioning: Tensor, *, seed: int, epoch: int) -> None:
-        """Drop what is in flight and start afresh at chunk 0; the session has no room until it is set again."""
-        self._ring.reset(session, conditioning, seed=seed, epoch=epoch)
-        self._begin(session)
+        """Drop what is in flight and start afresh at chunk 0; the frame credit is 0 until it is set again."""
+        self.ring.reset(session, conditioning, seed=seed, epoch=epoch)
+        self._begin(session, self._streams[session].background)
 
     def check_steps(self, session: int, steps: int) -> None:
         """Raises RequestError for a number of steps that the session cannot go on in."""
-        try:
-            self._ring.check_steps(session, steps)
-        except ValueError as error:
-            raise RequestError("steps", str(error)) from error
+        self.ring.check_steps(session, steps)
 
     def set_steps(self, session: int, steps: int, *, epoch: int) -> None:
         """Make chunks in `steps` steps from the next one on that is admitted after those in flight, see
         `RingExecutor.set_steps`. Needs no more memory."""
-        self._ring.set_steps(session, epoch, steps)
+        self.ring.set_steps(session, epoch, steps)
 
     def set_paused(self, session: int, paused: bool) -> None:
-        self._ring.scheduler.set_paused(session, paused)
+        self.ring.scheduler.set_paused(session, paused)
 
-    def set_room(self, session: int, frames: int) -> None:
+    def set_frame_credit(self, session: int, frames: int) -> None:
         """Let `frames` frames come beyond those `step` has returned; those in flight or decoding count.
 
         A chunk is admitted when it fits whole.
         """
-        self._ring.scheduler.set_room(session, frames - self._streams[session].ahead_frames)
+        self.ring.scheduler.set_frame_credit(session, frames - self._streams[session].ahead_frames)
 
     def close_session(self, session: int) -> None:
         """End a stream and free its state; no more frames of it come out."""
-        self._ring.close(session)
+        self.ring.close(session)
         if self._budget is not None:
             self._budget.give_back(session)
         self._end(session)
@@ -202,21 +209,27 @@ class StreamingPipeline:
         rows, finished = self._turn()
         for row in rows:
             if row.step == 0:
-                self._streams[row.session].chunks[row.chunk] = _Chunk(now_s, row.epoch, self._work(row))
+                cost = (row.steps + 1) / (self.info.steps + 1)  # a pass per step, and the clean one
+                self._streams[row.session].chunks[row.chunk] = _Chunk(now_s, row.epoch, cost)
                 self._streams[row.session].ahead_frames += self.info.chunk_frames
         for row, latents in finished:
-            self._pending += 1
-            self._decoding.submit(self._streams[row.session].number, row.chunk, latents)
+            stream = self._streams[row.session]
+            if stream.background:
+                self._put_off.append((stream.number, row.chunk, latents))
+            else:
+                self._decode(stream.number, row.chunk, latents)
+        if self._put_off and not self._pending:  # one at a time, so that another's chunk waits for no more than that
+            self._decode(*self._put_off.popleft())
         frames = self._collect(wait_s if not rows and not finished else 0.0)
-        if self._works:
-            self._meter.finished(clock.monotonic_s(), self.busy_s(), self._works)
-            self._works = []
+        if self._finished_costs:
+            self._meter.finished(clock.monotonic_s(), self.busy_s(), self._finished_costs)
+            self._finished_costs = []
         return frames
 
     @property
     def busy(self) -> bool:
         """Whether a step can run now, or something is decoding or decoded and not handed out yet."""
-        return self._ring.has_work or self._pending > 0 or not self._ready.empty()
+        return self.ring.has_work or self._pending > 0 or bool(self._put_off) or not self._ready.empty()
 
     def unfinished(self) -> set[tuple[int, int, int]]:
         """(session, chunk, epoch) of every chunk that is in the ring or decoding."""
@@ -234,7 +247,7 @@ class StreamingPipeline:
 
     def busy_s(self) -> list[float]:
         """Seconds that each rank's device was at work since its process began, decoding included where it is done."""
-        return self._workers.busy_s() if self._workers is not None else [self._ring.worker.timer.busy_s]
+        return self._workers.busy_s() if self._workers is not None else [self.ring.worker.timer.busy_s]
 
     def work_s(self) -> float | None:
         """Seconds of work in a chunk in the default number of steps, as the latest ones tell: of the busiest rank."""
@@ -247,13 +260,13 @@ class StreamingPipeline:
         return self._budget.fits(steps=self.info.steps, kv_context=self.info.kv_context)
 
     def measure_from_here(self) -> None:
-        """Forget what was measured: it was warming up. Mutates: self."""
+        """Restart the measurement, so that warm-up does not count. Mutates: self."""
         if self._workers is not None:
             self._workers.hear()
         self._meter = ChunkCostMeter(clock.monotonic_s(), self.busy_s())
 
     def measure_to_here(self) -> None:
-        """Take in what the ranks have worked until now, of which a ring's tell only now and then. Mutates: self."""
+        """Include the ranks' work until now, which they report only with heartbeats. Mutates: self."""
         if self._workers is not None:
             self._workers.hear()
             self._meter.finished(clock.monotonic_s(), self.busy_s(), [])
@@ -262,31 +275,31 @@ class StreamingPipeline:
         """End decoding and the other ranks."""
         if self.hook is not None:
             self.hook.close()
-        self._decoding.close(abandon=self._ring.worker.timer.hung)
+        self._decoding.close(abandon=self.ring.worker.timer.hung)
         if self._workers is not None:
             self._workers.leave()
+
+    def _decode(self, stream: int, chunk: int, latents: Tensor) -> None:
+        self._pending += 1
+        self._decoding.submit(stream, chunk, latents)
 
     def _turn(self) -> tuple[list[MicroStep], list[Finished]]:
         if self._workers is None:
             self._check_device()
-            return self._ring.turn()
+            return self.ring.turn()
         self._workers.check()
         try:
-            return self._ring.turn()
+            return self.ring.turn()
         except LinkClosed as error:
             raise self._workers.broken(error) from error
 
     def _check_device(self) -> None:
-        """Raise EngineFailure if the device of the only rank does not get on; in a ring each rank's watch does."""
-        if (stuck := self._ring.worker.timer.stuck(clock.monotonic_s(), self._hang_s)) is not None:
-            raise EngineFailure(f"rank 0 hangs: {stuck}; in the ring: {self._ring.contents}")
-
-    def _work(self, row: MicroStep) -> float:
-        """What a chunk in the steps of `row` costs: a chunk is so many passes as it has steps, and the clean one."""
-        return (row.steps + 1) / (self.info.steps + 1)
+        """Raise EngineFailure if the device of a single rank hangs; in a ring each rank's monitor checks that."""
+        if (stuck := self.ring.worker.timer.stuck(clock.monotonic_s(), self._hang_s)) is not None:
+            raise EngineFailure(f"rank 0 hangs: {stuck}; in the ring: {self.ring.contents}")
 
     def _wake(self) -> None:
-        """Let a waiting `step` look again. From any thread."""
+        """Wake a waiting `step`. From any thread."""
         self._ready.put(None)
 
     def _decode_where(self, model: Model, workers: WorkerGroup | None, device: torch.device, at_once: int) -> Decoding:
@@ -295,26 +308,27 @@ class StreamingPipeline:
             return remote
         if model.decoder is None:
             raise ValueError("a runtime that decodes needs a model with a decoder")
-        timer = self._ring.worker.timer
+        timer = self.ring.worker.timer
         return LocalDecoding(model.decoder, self._deliver, self._wake, device, at_once, timer)
 
-    def _begin(self, session: int) -> None:
+    def _begin(self, session: int, background: bool) -> None:
         self._end(session)
-        self._streams[session] = _Stream(next(self._numbers), session)
+        self._streams[session] = _Stream(next(self._numbers), session, background)
 
     def _end(self, session: int) -> None:
         if (stream := self._streams.pop(session, None)) is not None:
+            self._put_off = deque(each for each in self._put_off if each[0] != stream.number)
             self._decoding.forget(stream.number)
 
     def _deliver(self, piece: Piece) -> None:
-        """Take in what is decoded. From a thread."""
+        """Queue a decoded piece. From a decoder thread."""
         self._ready.put((piece, clock.monotonic_s()))
 
     def _collect(self, wait_s: float) -> list[Frames]:
         """Everything decoded so far; waits up to `wait_s` while something is decoding or in the ring."""
         out: list[Frames] = []
         while True:
-            wait = wait_s if (self._pending or self._ring.waiting) and not out else 0.0
+            wait = wait_s if (self._pending or self.ring.waiting) and not out else 0.0
             try:
                 item = self._ready.get(timeout=wait) if wait > 0 else self._ready.get_nowait()
             except queue.Empty:
@@ -336,11 +350,11 @@ class StreamingPipeline:
         chunk = stream.chunks.pop(piece.chunk) if piece.last else stream.chunks[piece.chunk]
         chunk_s = ready_s - chunk.admitted_s if piece.last else None
         if piece.last:
-            self._works.append(chunk.work)
+            self._finished_costs.append(chunk.cost)
         return [Frames(stream.session, piece.chunk, chunk.epoch, piece.pictures, piece.last, chunk_s)]
 
     def _look(self) -> None:
-        """Raise what went wrong where decoding is done, on the caller's thread."""
+        """Re-raise a decoding error on the caller's thread."""
         try:
             self._decoding.check()
         except LinkClosed as error:

@@ -16,7 +16,7 @@ _FEW = 4
 
 
 class _Mark(NamedTuple):
-    """Until `at_s`, `chunks` were finished, and each rank was at work for `busy_s`."""
+    """Totals at a time: chunks finished, and busy seconds of each rank."""
 
     at_s: float
     chunks: float
@@ -31,7 +31,7 @@ class ChunkCostMeter:
     """
 
     def __init__(self, now_s: float, busy_s: Sequence[float]) -> None:
-        """Begin, with what the ranks have worked until now."""
+        """`busy_s`: busy seconds of each rank until now."""
         self._marks = deque([_Mark(now_s, 0.0, tuple(busy_s))])
 
     def finished(self, now_s: float, busy_s: Sequence[float], chunks: Sequence[float]) -> None:

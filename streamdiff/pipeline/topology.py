@@ -6,7 +6,9 @@ Edge i leads from stage i to stage i + 1, the last one back to the head. All ran
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -17,16 +19,24 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model, StageModel
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decode_worker import latents_layout, pictures_layout
-from streamdiff.pipeline.distributed.gloo import GlooReceiver, GlooSender
 from streamdiff.pipeline.distributed.link import Receiver, Sender
 from streamdiff.pipeline.distributed.message import MessageLayout
-from streamdiff.pipeline.distributed.nccl import NcclReceiver, NcclSender, edge_groups, warm_up
+from streamdiff.pipeline.distributed.nccl import NcclEnd, NcclReceiver, NcclSender, edge_groups, warm_up
+from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
 from streamdiff.pipeline.executor import RingExecutor, rows_carried
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.worker import Worker
 from streamdiff.video.pixel_format import PictureKind
 
 Link = Literal["gloo", "nccl"]
+OnEdge = Callable[[str, int], None]
+"""Told which phase of the start comes next, and which edge in it; see `start_progress`."""
+
+
+def _ignore(phase: str, edge: int) -> None:
+    """Nobody wants to know."""
+
+
 _LATENTS_TAG, _PICTURES_TAG = 1_000_001, 1_000_002  # beyond those of any ring's edges
 
 
@@ -44,7 +54,7 @@ class StageTopology:
 
     @classmethod
     def of(cls, config: ModelConfig, rank: int, device: torch.device) -> StageTopology:
-        """The place of a configuration. Raises ConfigError as `pick_link`."""
+        """That of a configuration. Raises ConfigError as `pick_link`."""
         return cls(rank, config.stages, link=link_of(config, device), clean_with_next=config.clean_with_next)
 
     def carried(self, spec: ModelSpec) -> int:
@@ -64,40 +74,55 @@ class StageTopology:
 
 
 def connect(
-    model: StageModel, place: StageTopology, device: torch.device, group: dist.ProcessGroup | None = None
+    model: StageModel,
+    topology: StageTopology,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    on_edge: OnEdge = _ignore,
 ) -> tuple[Sender, Receiver]:
     """This rank's ends of its two edges. `group` is one of gloo, the default one when it is None. With `nccl` all ranks
-    of the default group have to call this, and it returns when the neighbours have."""
+    of the default group have to call this or `join_edges`, it returns when all have, and `on_edge` is told which edge
+    is next."""
 
     def layout(edge: int) -> MessageLayout:
-        carried = place.carried(model.spec)
-        back = edge == place.stages - 1
+        carried = topology.carried(model.spec)
+        back = edge == topology.stages - 1
         return MessageLayout.back_to_head(model, carried) if back else MessageLayout.between_stages(model, carried)
 
-    if place.link == "nccl":
-        return _connect_nccl(place, device, layout(place.edge_out), layout(place.edge_in), group)
-    after, before = (place.rank + 1) % place.stages, (place.rank - 1) % place.stages
-    sender = GlooSender(layout(place.edge_out), after, place.tag(place.edge_out), group)
-    receiver = GlooReceiver(layout(place.edge_in), before, place.tag(place.edge_in), device, group)
+    if topology.link == "nccl":
+        return _connect_nccl(topology, device, layout(topology.edge_out), layout(topology.edge_in), group, on_edge)
+    after, before = (topology.rank + 1) % topology.stages, (topology.rank - 1) % topology.stages
+    receiver = TcpReceiver(layout(topology.edge_in), before, topology.tag(topology.edge_in), device, group)
+    sender = TcpSender(layout(topology.edge_out), after, topology.tag(topology.edge_out), group)
     return sender, receiver
 
 
 def _connect_nccl(
-    place: StageTopology,
+    topology: StageTopology,
     device: torch.device,
-    wire_out: MessageLayout,
-    wire_in: MessageLayout,
+    layout_out: MessageLayout,
+    layout_in: MessageLayout,
     records: dist.ProcessGroup | None,
+    on_edge: OnEdge,
 ) -> tuple[NcclSender, NcclReceiver]:
-    """Communicators of all edges, this rank's ends, and a message each way before anything depends on one."""
-    groups = edge_groups(place.stages, device)
-    out, into = groups[place.edge_out], groups[place.edge_in]
+    """Communicators of all edges, this rank's ends, and a message over every edge before anything depends on one."""
+    groups = edge_groups(topology.stages, device, on_edge=partial(on_edge, "communicators"))
+    out, into = groups[topology.edge_out], groups[topology.edge_in]
     assert out is not None and into is not None
-    after, before = (place.rank + 1) % place.stages, (place.rank - 1) % place.stages
-    sender = NcclSender(wire_out, after, place.tag(place.edge_out), device, out, records)
-    receiver = NcclReceiver(wire_in, before, place.tag(place.edge_in), device, into, records)
-    warm_up(sender, receiver)
+    after, before = (topology.rank + 1) % topology.stages, (topology.rank - 1) % topology.stages
+    receiver = NcclReceiver(NcclEnd(layout_in, before, topology.tag(topology.edge_in), device, into, records))
+    sender = NcclSender(NcclEnd(layout_out, after, topology.tag(topology.edge_out), device, out, records))
+    warm_up(sender, receiver, topology.rank, topology.stages, partial(on_edge, "first transfers"))
+    on_edge("graphs", 0)
+    dist.barrier(records)
     return sender, receiver
+
+
+def join_edges(topology: StageTopology, device: torch.device) -> None:
+    """What a rank without an edge does while the others `connect`: all ranks make groups together."""
+    if topology.link == "nccl":
+        edge_groups(topology.stages, device)
+        dist.barrier()
 
 
 def link_of(config: ModelConfig, device: torch.device) -> Link:
@@ -138,17 +163,19 @@ def pick_link(wanted: str, device: torch.device, shared_device: bool = False) ->
     return "nccl" if wanted == "nccl" else "gloo"
 
 
-def head_ring(model: Model, place: StageTopology, device: torch.device) -> RingExecutor:
+def head_ring(model: Model, topology: StageTopology, device: torch.device, on_edge: OnEdge = _ignore) -> RingExecutor:
     """The ring, for rank 0. `model` has the blocks of rank 0 only."""
-    links = connect(model, place, device) if place.stages > 1 else None
-    stage = ModelRunner(model, device, place.rank, place.stages)
-    return RingExecutor(model, device, place.rows, stage=stage, links=links, clean_with_next=place.clean_with_next)
+    links = connect(model, topology, device, None, on_edge) if topology.stages > 1 else None
+    stage = ModelRunner(model, device, topology.rank, topology.stages)
+    return RingExecutor(
+        model, device, topology.rows, stage=stage, links=links, clean_with_next=topology.clean_with_next
+    )
 
 
-def follower(model: StageModel, place: StageTopology, device: torch.device) -> Worker:
+def follower(model: StageModel, topology: StageTopology, device: torch.device, on_edge: OnEdge = _ignore) -> Worker:
     """The loop of any other rank. `model` has this rank's blocks only."""
-    sender, receiver = connect(model, place, device)
-    return Worker(receiver, ModelRunner(model, device, place.rank, place.stages), sender)
+    sender, receiver = connect(model, topology, device, None, on_edge)
+    return Worker(receiver, ModelRunner(model, device, topology.rank, topology.stages), sender)
 
 
 def decode_links(
@@ -158,11 +185,12 @@ def decode_links(
     device: torch.device,
     kind: PictureKind = "rgb",
     group: dist.ProcessGroup | None = None,
-) -> tuple[GlooSender, GlooReceiver]:
+) -> tuple[TcpSender, TcpReceiver]:
     """The ends, on the head or on the rank that decodes, of the edges between the two: latents there, pictures of
     `kind` back."""
     there, back = latents_layout(spec), pictures_layout(spec, kind)
     if rank == 0:
-        sender = GlooSender(there, decode_rank, _LATENTS_TAG, group)
-        return sender, GlooReceiver(back, decode_rank, _PICTURES_TAG, torch.device("cpu"), group)
-    return GlooSender(back, 0, _PICTURES_TAG, group), GlooReceiver(there, 0, _LATENTS_TAG, device, group)
+        receiver = TcpReceiver(back, decode_rank, _PICTURES_TAG, torch.device("cpu"), group)
+        return TcpSender(there, decode_rank, _LATENTS_TAG, group), receiver
+    receiver = TcpReceiver(there, 0, _LATENTS_TAG, device, group)
+    return TcpSender(back, 0, _PICTURES_TAG, group), receiver

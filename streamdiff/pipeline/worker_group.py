@@ -1,4 +1,4 @@
-"""The other ranks, as the head sees them: how busy they are, whether they are well, how to end together."""
+"""Rank 0's view of the other ranks: their busy time, their health, and an orderly end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.runner.worker import LEAVE_S
-from streamdiff.pipeline.worker_main import gone, leave
+from streamdiff.pipeline.worker_main import exit_now, link_fault
 
 _NOTICE_S = 2.0
 """How long ranks may take to tell why a link is closed."""
@@ -24,7 +24,7 @@ _STUCK_S = 5.0
 
 
 class WorkerGroup:
-    """The head's side of a ring over several processes."""
+    """Rank 0's side of a ring over several processes."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class WorkerGroup:
     def start(self, wake: Callable[[], None]) -> None:
         """Begin to watch; `wake` is called, from another thread, when there is a fault."""
         self._wake = wake
-        atexit.register(leave)
+        atexit.register(exit_now)
         self._watch.start()
 
     def decoding(self, spec: ModelSpec, deliver: Deliver, wake: Callable[[], None]) -> RemoteDecoding | None:
@@ -63,8 +63,8 @@ class WorkerGroup:
             raise self._failure(self._fault)
 
     def broken(self, error: LinkClosed) -> EngineFailure:
-        """What a closed link means: the fault that was told first, else that the neighbour is gone."""
-        own = gone(error, self.context.rank, self._watch)
+        """The failure behind a closed link: the first fault reported, else that the neighbour is gone."""
+        own = link_fault(error, self.context.rank, self._watch)
         self._fault = self._watch.fault(_NOTICE_S) or self._watch.report(own)
         return self._failure(self._fault)
 
@@ -86,7 +86,7 @@ class WorkerGroup:
         return [beat.busy_s if beat is not None else 0.0 for beat in beats]
 
     def hear(self) -> None:
-        """Wait until every rank has told anew how it does, or the ring has a fault; at most `LEAVE_S`."""
+        """Wait for a new heartbeat of every rank, or a fault; at most `LEAVE_S`."""
         known = {rank: beat.number for rank in range(self.context.ranks) if (beat := self._watch.last_heartbeat(rank))}
         end_s = clock.monotonic_s() + LEAVE_S
         for rank in range(self.context.ranks):
@@ -105,7 +105,7 @@ class WorkerGroup:
             raise self.broken(error) from error
         self._watch.finish()
         self._watch.await_ends(LEAVE_S)
-        atexit.unregister(leave)
+        atexit.unregister(exit_now)
 
     def _on_fault(self, fault: str) -> None:
         self._fault = fault
@@ -114,4 +114,4 @@ class WorkerGroup:
             threading.Event().wait(_STUCK_S)
             if self.ring.worker.now is not None:
                 print(f"streamdiff: rank {self.context.rank} ends: {fault}", file=sys.stderr)
-                leave()
+                exit_now()

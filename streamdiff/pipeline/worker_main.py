@@ -1,4 +1,4 @@
-"""What every rank but the head runs: its stage's loop, from the start to the end of the ring."""
+"""Main function of every rank but rank 0: its stage's loop, from the start to the end of the ring."""
 
 from __future__ import annotations
 
@@ -14,44 +14,43 @@ from types import FrameType
 import torch
 
 from streamdiff.config import ModelConfig
-from streamdiff.device import bind
+from streamdiff.device import bind, own_device
 from streamdiff.pipeline import topology
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, DecodeWorker
-from streamdiff.pipeline.distributed.compile_progress import Progress
 from streamdiff.pipeline.distributed.heartbeat import HealthMonitor
 from streamdiff.pipeline.distributed.link import LinkClosed
-from streamdiff.pipeline.distributed.nccl import edge_groups
 from streamdiff.pipeline.distributed.rendezvous import RankContext
-from streamdiff.pipeline.rank_loader import RankLoader, own_device
+from streamdiff.pipeline.distributed.start_progress import StartProgress
+from streamdiff.pipeline.rank_loader import RankLoader
 from streamdiff.pipeline.runner.worker import Worker
 
 EXIT_FAULT = 1
 GRACE_S = 10.0
-"""How long a rank that was told to end waits for the head to end the ring."""
+"""How long a rank waits after SIGTERM for rank 0 to end the ring."""
 
 
-def follow(config: ModelConfig) -> None:
-    """Work as a stage until the head stops the ring. The process ends with exit code 1 when the ring breaks.
+def run_worker(config: ModelConfig) -> None:
+    """Run a stage until rank 0 stops the ring. The process ends with exit code 1 when the ring breaks.
 
     Raises:
         ConfigError: the ring cannot be built as configured.
     """
     loader = RankLoader(config, own_device(config.device))
-    device, context = loader.device, loader.join()
+    config, device, context = loader.config, loader.device, loader.join()
     place = topology.StageTopology.of(config, context.rank, device)
-    decoder = loader.load_decoder() if context.rank == config.decode_rank else None
+    progress = start_progress(context, config.stages)
+    loaded = loader.load(context)
+    decoder = loaded.decoder
     workers: list[Worker | DecodeWorker] = []
-    progress = Progress(context, config.stages)
-    if context.rank < config.stages:
-        model, _ = loader.load_share(context, loader.load_stage, decoder)
-        context.send_memory(memory := loader.session_memory(decoder))
-        worker = topology.follower(model, place, device)
-        loader.compile_stage(worker.stage, memory, progress)
+    context.send_memory(loaded.memory)
+    if loaded.model is not None:
+        worker = topology.follower(loaded.model, place, device, progress.enter)
+        progress.enter("graphs")
+        loader.compile_stage(worker.stage, loaded.memory, progress)
         workers.append(worker)
     else:
-        context.send_memory(loader.session_memory(decoder))
-        if place.link == "nccl":
-            edge_groups(config.stages, device)  # all ranks make them together, also who has none
+        progress.enter("graphs")
+        topology.join_edges(place, device)
     if decoder is not None:
         # Beside a stage it has a thread of its own, alone it is the process.
         threads = DECODE_THREADS if workers else torch.get_num_threads()
@@ -61,19 +60,26 @@ def follow(config: ModelConfig) -> None:
         )
         timer = workers[0].timer if workers else None
         workers.append(DecodeWorker(decoder, receiver, sender, device, loader.decode_latents, timer))
-    context.meet(progress.made)
-    _work(workers, context, config.hang_s, device)
+    progress.finish()
+    work(workers, context, config.hang_s, device)
 
 
-def _work(workers: Sequence[Worker | DecodeWorker], context: RankContext, hang_s: float, device: torch.device) -> None:
-    """Run the loops of this rank to their end, each but the first on a thread of its own."""
+def start_progress(context: RankContext, stages: int) -> StartProgress:
+    """A start that ends this process when a rank of the ring stands still: its own thread may be what hangs."""
+    return StartProgress(context, stages, lambda fault: exit_now(f"rank {context.rank} ends: {fault}"))
+
+
+def work(workers: Sequence[Worker | DecodeWorker], context: RankContext, hang_s: float, device: torch.device) -> None:
+    """Run the loops of this rank to their end, each but the first on a thread of its own. Mutates: the process's signal
+    handlers."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _told_to_end)
-    atexit.register(leave)
-    watch = HealthMonitor(context, workers, lambda fault: leave(f"rank {context.rank} ends: {fault}"), hang_s)
+        signal.signal(number, _exit_later)
+    atexit.register(exit_now)
+    watch = HealthMonitor(context, workers, lambda fault: exit_now(f"rank {context.rank} ends: {fault}"), hang_s)
     watch.start()
     others = [
-        threading.Thread(target=_beside, args=(worker, watch, context, device), daemon=True) for worker in workers[1:]
+        threading.Thread(target=_run_on_thread, args=(worker, watch, context, device), daemon=True)
+        for worker in workers[1:]
     ]
     for thread in others:
         thread.start()
@@ -81,21 +87,23 @@ def _work(workers: Sequence[Worker | DecodeWorker], context: RankContext, hang_s
     for thread in others:
         thread.join()
     watch.finish()
-    atexit.unregister(leave)
+    atexit.unregister(exit_now)
 
 
-def _beside(worker: Worker | DecodeWorker, watch: HealthMonitor, context: RankContext, device: torch.device) -> None:
-    """A loop on a thread; the rank does not go on without it."""
+def _run_on_thread(
+    worker: Worker | DecodeWorker, watch: HealthMonitor, context: RankContext, device: torch.device
+) -> None:
+    """Run a second loop on a thread; the rank ends with it."""
     torch.set_num_threads(DECODE_THREADS)
     bind(device)
-    threading.excepthook = _die
+    threading.excepthook = _exit_on_error
     _run(worker, watch, context)
 
 
-def _die(raised: threading.ExceptHookArgs) -> None:
+def _exit_on_error(raised: threading.ExceptHookArgs) -> None:
     if raised.exc_value is not None:
         traceback.print_exception(raised.exc_value)
-    leave()
+    exit_now()
 
 
 def _run(worker: Worker | DecodeWorker, watch: HealthMonitor, context: RankContext) -> None:
@@ -103,19 +111,19 @@ def _run(worker: Worker | DecodeWorker, watch: HealthMonitor, context: RankConte
     try:
         worker.run()
     except LinkClosed as error:
-        leave(f"rank {context.rank} ends: {watch.report(gone(error, context.rank, worker))}")
+        exit_now(f"rank {context.rank} ends: {watch.report(link_fault(error, context.rank, worker))}")
     except Exception as error:
         error.add_note(f"on rank {context.rank}, {worker.where()}")
         watch.report(f"rank {context.rank} failed {worker.where()}: {type(error).__name__}: {error}")
         raise
 
 
-def gone(error: LinkClosed, rank: int, worker: Worker | DecodeWorker | HealthMonitor) -> str:
-    """The fault that a closed link means to `rank`."""
+def link_fault(error: LinkClosed, rank: int, worker: Worker | DecodeWorker | HealthMonitor) -> str:
+    """The fault that a closed link means, as `rank` reports it."""
     return f"rank {error.peer} is gone ({error}); rank {rank} noticed it {worker.where()}"
 
 
-def leave(message: str | None = None) -> None:
+def exit_now(message: str | None = None) -> None:
     """End the process at once: its posted receives would abort the interpreter."""
     if message is not None:
         print(f"streamdiff: {message}", file=sys.stderr)
@@ -124,8 +132,8 @@ def leave(message: str | None = None) -> None:
     os._exit(EXIT_FAULT)
 
 
-def _told_to_end(number: int, frame: FrameType | None) -> None:
-    """Launcher and terminal tell all ranks at once; the head then ends the ring in order, which takes a moment."""
-    timer = threading.Timer(GRACE_S, leave)
+def _exit_later(number: int, frame: FrameType | None) -> None:
+    """Exit after `GRACE_S`: launcher and terminal signal all ranks at once, and rank 0 then ends the ring in order."""
+    timer = threading.Timer(GRACE_S, exit_now)
     timer.daemon = True
     timer.start()

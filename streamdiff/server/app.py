@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib import resources
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
@@ -16,13 +19,12 @@ from streamdiff.config import Config
 from streamdiff.engine.messages import Ready
 from streamdiff.server.app_state import AppState
 from streamdiff.server.auth import read_tokens
-from streamdiff.server.hosts import HostPolicy
 from streamdiff.server.media import codecs as known_codecs
 from streamdiff.server.media.codecs import Format
 from streamdiff.server.middleware import GuardMiddleware, LoadingStatus
 from streamdiff.server.outputs import target
 from streamdiff.server.problem import Problem, respond
-from streamdiff.server.routes import control, health, sessions, whep
+from streamdiff.server.routes import control, health, outputs, sessions, videos, whep
 from streamdiff.server.sessions.manager import EngineConnection
 from streamdiff.version import __version__
 
@@ -31,26 +33,36 @@ CORS_REQUEST_HEADERS = ("Authorization", "Content-Type", "If-Match")
 CORS_ANSWER_HEADERS = ("Location", "Link", "Accept-Post", "Accept-Patch", "Allow", "Retry-After", "WWW-Authenticate")
 
 
+class _App(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """The API's description, without the 422 that FastAPI adds where an operation has parameters: all are text."""
+        described = super().openapi()
+        for operation in (operation for path in described["paths"].values() for operation in path.values()):
+            if operation["responses"].get("422", {}).get("description") == "Validation Error":
+                del operation["responses"]["422"]
+        return described
+
+
 def create_app(config: Config) -> FastAPI:
     """The application. It answers that the model is loading until an engine is attached (`attach_engine`)."""
-    app = FastAPI(
-        title="streamdiff",
-        version=__version__,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url="/api/openapi.json",
-    )
+    app = _App(title="streamdiff", version=__version__, docs_url=None, redoc_url=None, openapi_url="/api/openapi.json")
     app.state.app_state, app.state.loading = None, LoadingStatus()
-    routers = [part.router() for part in (whep, sessions, control, health)]
+    routers = [module.router for module in (whep, sessions, outputs, control, health, videos)]
     app.add_api_route("/", _page, methods=["GET", "HEAD"], include_in_schema=False)
     app.mount("/static", StaticFiles(packages=[("streamdiff.server", "static")]), name="static")
     routes = [*app.routes, *(route for router in routers for route in router.routes)]
     _add_errors(app, [route for route in routes if isinstance(route, Route)])
     for router in routers:
         app.include_router(router)
-    app.add_middleware(GuardMiddleware, hosts=HostPolicy.of(config.serve), origins=config.serve.cors_origins)
-    if config.serve.cors_origins:
-        _allow_origins(app, config.serve.cors_origins)
+    app.add_middleware(GuardMiddleware, config=config.serve)
+    if config.serve.cors_origins:  # without this a browser keeps the pages of other origins out
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.serve.cors_origins,
+            allow_methods=["GET", "HEAD", "OPTIONS", "POST", "PATCH", "DELETE"],
+            allow_headers=list(CORS_REQUEST_HEADERS),
+            expose_headers=list(CORS_ANSWER_HEADERS),
+        )
     return app
 
 
@@ -58,24 +70,28 @@ def create_app(config: Config) -> FastAPI:
 async def attach_engine(
     app: FastAPI, config: Config, connection: EngineConnection, ready: Ready
 ) -> AsyncIterator[AppState]:
-    """Serve the sessions of a warm engine, meanwhile. Mutates: app, which answers that it loads until the default
-    session was asked for.
+    """Context manager: serve the sessions of a warm engine. Mutates: app, which answers that the model is loading until
+    the default session was requested.
 
     Raises:
         ConfigError: no codec, a size that cannot be encoded, tokens that cannot be used, or an output that cannot be
-            written.
+            written, a folder for jobs that cannot be used.
     """
-    codecs, encoder = known_codecs.usable(config.serve.codec, config.serve.encoder)
+    codecs, encoder = known_codecs.choose(config.serve.codec, config.serve.encoder)
     config = config.model_copy(update={"serve": config.serve.model_copy(update={"encoder": encoder})})
     Format(ready.width, ready.height, config.playback.fps, config.scale, config.serve.bitrate)  # or its error
-    outputs = target.parse_all(config.serve.outputs)
-    state = AppState(config, connection, ready, codecs, read_tokens(config.serve), outputs)
+    targets = target.parse_all(config.serve.outputs)
+    state = AppState(config, connection, ready, codecs, read_tokens(config.serve), targets)
     await state.manager.start()
+    if state.jobs is not None:
+        await state.jobs.start()
     app.state.app_state = state
     try:
         yield state
     finally:
-        await state.outputs.stop()
+        if state.jobs is not None:
+            await state.jobs.stop()
+        await asyncio.gather(state.session_outputs.stop(), *(output.stop() for output in state.outputs))
         await state.viewers.stop()
         await state.manager.stop()
 
@@ -83,9 +99,15 @@ async def attach_engine(
 def _add_errors(app: FastAPI, routes: list[Route]) -> None:
     """Every error is a problem document. Mutates: app."""
 
-    async def on_problem(_: Request, problem: Exception) -> Response:
+    async def on_problem(request: Request, problem: Exception) -> Response:
         assert isinstance(problem, Problem)
-        return respond(problem)
+        return respond(problem, request.url.path)
+
+    async def on_invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        name = str(first["loc"][-1])
+        return respond(Problem(400, f"`{name}`: {first['msg']}.", code="invalid", field=name), request.url.path)
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -95,21 +117,11 @@ def _add_errors(app: FastAPI, routes: list[Route]) -> None:
             path = request.url.path
             known = {method for route in routes if route.path_regex.match(path) for method in route.methods or ()}
             headers["allow"] = ", ".join(sorted(known or {"GET", "HEAD"}))
-        return respond(Problem(error.status_code, str(error.detail), headers))
+        return respond(Problem(error.status_code, str(error.detail), headers), request.url.path)
 
     app.add_exception_handler(Problem, on_problem)
+    app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)
-
-
-def _allow_origins(app: FastAPI, origins: list[str]) -> None:
-    """Let pages of these origins use the server; without it a browser keeps them out. Mutates: app."""
-    app.add_middleware(
-        CORSMiddleware,
-        allow_origins=origins,
-        allow_methods=["GET", "HEAD", "OPTIONS", "POST", "PATCH", "DELETE"],
-        allow_headers=list(CORS_REQUEST_HEADERS),
-        expose_headers=list(CORS_ANSWER_HEADERS),
-    )
 
 
 async def _page() -> Response:

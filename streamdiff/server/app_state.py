@@ -1,9 +1,10 @@
-"""What the routes share: sessions, viewers, metrics, and who may do what. Knows nothing about paths or bodies."""
+"""State shared by all routes: sessions, viewers, metrics, access checks. Knows nothing about paths or bodies."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from prometheus_client import Counter
 from starlette.requests import HTTPConnection
@@ -11,15 +12,19 @@ from starlette.requests import HTTPConnection
 from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine.messages import Ready
-from streamdiff.server.auth import Access, Role, Tokens
+from streamdiff.server.auth import Role, Tokens, role_of
+from streamdiff.server.jobs.runner import JobRunner
+from streamdiff.server.jobs.store import JobStore
 from streamdiff.server.media.codecs import Codec
 from streamdiff.server.metrics import Metrics
-from streamdiff.server.outputs.output import Outputs
+from streamdiff.server.outputs.output import Output
+from streamdiff.server.outputs.session_outputs import AllowedTargets, SessionOutputs
 from streamdiff.server.outputs.target import Target
 from streamdiff.server.peers import PerAddressLimiter, SlotPool, address_of
 from streamdiff.server.problem import Problem
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.manager import DEFAULT_SESSION, EngineConnection, SessionManager
+from streamdiff.server.webrtc.ice_servers import IceServers
 from streamdiff.server.webrtc.viewers import Viewers
 
 REQUESTS_PER_S, REQUEST_BURST = 50.0, 200.0
@@ -29,7 +34,7 @@ SOCKET_PROTOCOL, TOKEN_PROTOCOL = "streamdiff", "streamdiff.token."
 
 
 class AppState:
-    """What the routes share. Made on the running event loop."""
+    """State shared by all routes. Made on the running event loop."""
 
     def __init__(
         self,
@@ -43,40 +48,71 @@ class AppState:
         self.config = config
         self.metrics = Metrics()
         self.codecs = codecs
-        self.access = Access(tokens)
+        self._tokens = tokens
         serve = config.serve
         self.sockets = SlotPool(MAX_SOCKETS, serve.address_share, "sockets", "control WebSockets")
         self._requests = PerAddressLimiter(REQUESTS_PER_S, REQUEST_BURST)
         self.manager = SessionManager(config, connection, ready, self.metrics)
         slots = SlotPool(serve.max_viewers, serve.address_share, "viewers", "serve.max_viewers")
-        self.viewers = Viewers(slots, self.codecs, self.metrics, serve.ice_servers)
-        self.manager.on_end = self.viewers.end_session
-        self.outputs = Outputs(targets, lambda: self.manager.get(DEFAULT_SESSION), self.metrics)
+        self.ice_servers = IceServers(serve.ice_servers)
+        self.viewers = Viewers(slots, self.codecs, self.metrics, self.ice_servers)
+        self.session_outputs = SessionOutputs(AllowedTargets(serve.output_targets), self.metrics)
+        self.manager.on_end = self._session_ends
+        self.started_s = int(clock.wall_s())
+        self.jobs: JobRunner | None = None
+        """None: this server makes no videos."""
+        if serve.jobs_dir is not None:
+            self.jobs = self._make_jobs(JobStore(Path(serve.jobs_dir).expanduser(), serve.name), connection)
+        self.outputs = [Output(target, lambda: self.manager.get(DEFAULT_SESSION), self.metrics) for target in targets]
+
+    async def _session_ends(self, session: LiveSession, reason: str) -> None:
+        """End what takes a session's video."""
+        await self.viewers.end_session(session, reason)
+        await self.session_outputs.end_session(session)
+
+    def _make_jobs(self, store: JobStore, connection: EngineConnection) -> JobRunner:
+        """The runner of the server's jobs, told of what the engine says. Mutates: manager."""
+        # A `clean` session has one step in the ring at most, so it takes one for each stage to leave none idle.
+        stages = self.config.model.stages if self.config.model.kv_context == "clean" else 1
+        runner = JobRunner(
+            store, self.config.serve, connection.send, lambda: self.manager.ready, self.metrics, at_once=stages
+        )
+        self.manager.on_event, self.manager.make_room = runner.take, runner.make_room
+        return runner
 
     def update_metrics(self) -> None:
-        """Bring what is not counted where it happens into the metrics."""
+        """Copy the figures that other objects hold into the metrics."""
         for session in self.manager.sessions:
             session.update_metrics()
+        self.metrics.sessions.set(len(self.manager.sessions))
         self.viewers.update_metrics()
         free = self.manager.free_sessions()
-        self.metrics.room.set(float("nan") if free is None else free)
+        self.metrics.free_sessions.set(float("nan") if free is None else free)
         self.metrics.engine_up.set(self.manager.engine.running)
         self.metrics.sockets.set(self.sockets.count)
 
     def role(self, request: HTTPConnection, session: LiveSession | None = None) -> Role:
         """What a caller may do with a session, or with the server."""
-        return self.access.role(_token_of(request), session.tokens if session else None)
+        return role_of(_token_of(request), self._tokens, session.tokens if session else None)
 
     def require(self, request: HTTPConnection, needed: Role, session: LiveSession | None = None) -> None:
         """Raises Problem: 401 for a missing or wrong token, 403 for one that is good for less."""
-        role = self.role(request, session)
+        self._require(request, needed, self.role(request, session))
+
+    def require_for_jobs(self, request: HTTPConnection, needed: Role) -> None:
+        """The same for jobs, which are nobody's default session: where the server has a token, all of it takes one.
+        Where it has none, any is as good: clients of OpenAI's API always show a key."""
+        if self._tokens != Tokens():
+            self._require(request, needed, role_of(_token_of(request), self._tokens, Tokens()))
+
+    def _require(self, request: HTTPConnection, needed: Role, role: Role) -> None:
         if role is Role.NOBODY or (role < needed and _token_of(request) is None):
             raise Problem(401, "This takes a token: send it as `Authorization: Bearer ...`.", _BEARER, code="token")
         if role < needed:
             raise Problem(403, "You may watch, not steer: that takes the control token.", code="forbidden")
 
     def watchable(self, request: HTTPConnection) -> list[LiveSession]:
-        """The open sessions that a caller may watch, oldest first: of no other is it told that it exists."""
+        """The open sessions that a caller may watch, oldest first; the others stay unknown to it."""
         return [session for session in self.manager.sessions if self.role(request, session) >= Role.VIEWER]
 
     def may_control(self, request: HTTPConnection, session: LiveSession) -> bool:
@@ -153,8 +189,8 @@ def _token_of(request: HTTPConnection) -> str | None:
 
 
 @contextlib.contextmanager
-def refusals(counter: Counter) -> Iterator[None]:
-    """Count every Problem that is raised inside by its reason; it goes on."""
+def count_refusals(counter: Counter) -> Iterator[None]:
+    """Count a Problem that is raised inside by its code; it is raised further."""
     try:
         yield
     except Problem as problem:
@@ -163,7 +199,7 @@ def refusals(counter: Counter) -> Iterator[None]:
 
 
 def state_of(connection: HTTPConnection) -> AppState:
-    """What the routes share, while an engine is attached (`app.attach_engine`)."""
+    """The state of the application, while an engine is attached (`app.attach_engine`)."""
     state = connection.app.state.app_state
     assert isinstance(state, AppState)
     return state

@@ -33,18 +33,18 @@ class Role(IntEnum):
 
 @dataclass(frozen=True)
 class Tokens:
-    """A token for each role; None: there is none for it."""
+    """One token per role, or None."""
 
     view: str | None = field(default=None, repr=False)
     control: str | None = field(default=None, repr=False)
 
     @classmethod
     def fresh(cls) -> Tokens:
-        """Two that nobody can guess."""
+        """Two random tokens."""
         return cls(secrets.token_urlsafe(24), secrets.token_urlsafe(24))
 
     def role_of(self, token: str) -> Role:
-        """What a token is good for. Takes the same time whatever the token is."""
+        """The role that a token grants. Takes the same time whatever the token is."""
         given = token.encode("utf-8", "replace")
         control = hmac.compare_digest(given, (self.control or "").encode()) and self.control is not None
         view = hmac.compare_digest(given, (self.view or "").encode()) and self.view is not None
@@ -90,23 +90,17 @@ def _read(path: str | None, key: str) -> str | None:
     return token
 
 
-@dataclass(frozen=True)
-class Access:
-    """Grants roles. `server`: the server's own tokens."""
+def role_of(token: str | None, server: Tokens, session: Tokens | None = None) -> Role:
+    """What a caller with `token` may do with a session that has tokens `session` (None: the default session).
 
-    server: Tokens
-
-    def role(self, token: str | None, session: Tokens | None = None) -> Role:
-        """What a caller may do with a session that has tokens `session` (None: the default session, or the server).
-
-        The server's tokens open every session. Without a token everybody may steer the default session where the
-        server has no token, and watch it where it has none to watch. A session with tokens of its own may be watched
-        by everybody where the server has no token at all; else that takes one.
-        """
-        if token is not None:
-            return max(self.server.role_of(token), session.role_of(token) if session else Role.NOBODY)
-        if self.server.view is not None:
-            return Role.NOBODY
-        if self.server.control is not None:
-            return Role.VIEWER if session is None else Role.NOBODY
-        return Role.CONTROLLER if session is None else Role.VIEWER
+    The tokens of `server` open every session. Without a token everybody may steer the default session where the server
+    has no token, and watch it where it has none to watch. A session with tokens of its own may be watched by everybody
+    where the server has no token at all; else that takes one.
+    """
+    if token is not None:
+        return max(server.role_of(token), session.role_of(token) if session else Role.NOBODY)
+    if server.view is not None:
+        return Role.NOBODY
+    if server.control is not None:
+        return Role.VIEWER if session is None else Role.NOBODY
+    return Role.CONTROLLER if session is None else Role.VIEWER

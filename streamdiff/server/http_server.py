@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
-from ipaddress import ip_address, ip_network
+from ipaddress import ip_network
 from typing import Any, Literal, cast
 
 import h11
@@ -15,9 +15,12 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from streamdiff.config import ServeConfig
-from streamdiff.server.peers import group_of, share_of
+from streamdiff.server.peers import group_of, parse_address, share_of
 from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
+from streamdiff.server.tls import certificate_of
 
+CERTIFICATE_TICKS = 100
+"""Of a tenth of a second, after which the certificate's files are looked at again."""
 SPARE = 16
 """Connections above the limits, in which health is answered and nothing else."""
 Admission = Literal["served", "crowded", "refused"]
@@ -26,8 +29,8 @@ Admission = Literal["served", "crowded", "refused"]
 class Connections:
     """Open HTTP connections by address. WebSockets are counted where they are accepted.
 
-    A newcomer above a limit takes the place of the oldest connection that waits for a request: an address's own where
-    the address holds its share, else one of the address that holds most. Trusted proxies hold as many as there are.
+    A connection above a limit replaces the oldest one that waits for a request: one of its own address where that
+    holds its share, else one of the address that holds most. Trusted proxies hold as many as there are.
     """
 
     def __init__(self, limit: int, share: float, proxies: Sequence[str]) -> None:
@@ -64,14 +67,12 @@ class Connections:
             self._open.pop(group_of(host), None)
 
     def _is_proxy(self, host: str) -> bool:
-        try:
-            return any(ip_address(host) in network for network in self._proxies)
-        except ValueError:
-            return False
+        address = parse_address(host)
+        return address is not None and any(address in network for network in self._proxies)
 
 
 class BoundedProtocol(H11Protocol):
-    """One HTTP connection: the head of a request, and then its body, has to be here within `limit_s`.
+    """One HTTP connection, closed when the head of a request, or then its body, takes longer than `limit_s` to arrive.
 
     uvicorn itself has no limit. `waiting`: whether it waits for (the rest of) a request.
     """
@@ -151,6 +152,11 @@ class HttpServer(uvicorn.Server):
     """
 
     def __init__(self, app: ASGIApp, serve: ServeConfig) -> None:
+        """
+        Raises:
+            ConfigError: a certificate that cannot be used.
+        """
+        self._certificate = certificate_of(serve)
         connections = Connections(serve.max_connections, serve.address_share, serve.trusted_proxies)
         protocol = partial(BoundedProtocol, connections=connections, limit_s=serve.request_s)
         super().__init__(
@@ -170,6 +176,13 @@ class HttpServer(uvicorn.Server):
                 ws_per_message_deflate=False,
             )
         )
+        self.config.load()
+        self.config.ssl = None if self._certificate is None else self._certificate.context
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._certificate is not None and counter % CERTIFICATE_TICKS == 0:
+            self._certificate.refresh()
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -14,9 +14,9 @@ from typing import Any, TextIO
 
 from streamdiff.config import ServeConfig
 
-console = logging.getLogger("streamdiff.says")
-"""For whoever started the server: where it listens, that it ends. Text goes to standard output."""
-fatal = logging.getLogger("streamdiff.complains")
+console = logging.getLogger("streamdiff.console")
+"""For the person who started the server: where it listens, that it ends. Text goes to standard output."""
+fatal = logging.getLogger("streamdiff.fatal")
 """Why the server cannot go on."""
 prompt_log = logging.getLogger("streamdiff.prompts")
 """Where prompts are written, if that is asked for."""
@@ -45,8 +45,8 @@ class JsonFormatter(logging.Formatter):
 
 
 @contextlib.contextmanager
-def configured(config: ServeConfig) -> Iterator[None]:
-    """Log as `config` says, meanwhile.
+def configure(config: ServeConfig) -> Iterator[None]:
+    """Context manager: log as `config` says.
 
     As text: what a person must know, and warnings, as plain lines. As JSON: everything on standard error, and also
     which sessions and viewers come and go.

@@ -14,6 +14,7 @@ import sys
 import threading
 import webbrowser
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from ipaddress import ip_address
 from typing import Any
 
@@ -23,13 +24,15 @@ from streamdiff.engine.messages import Ready
 from streamdiff.engine.process.engine_process import EngineHandle, EngineProcess
 from streamdiff.engine.process.fetching import Progress, fetch
 from streamdiff.engine.process.supervisor import EngineSupervisor, RestartPolicy
-from streamdiff.errors import ConfigError, EngineFailure, StreamdiffError
+from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.server.app import attach_engine, create_app
 from streamdiff.server.app_state import AppState
 from streamdiff.server.auth import Tokens, read_tokens
 from streamdiff.server.http_server import HttpServer
-from streamdiff.server.logging_setup import configured, console, fatal, log_fields
+from streamdiff.server.logging_setup import configure, console, fatal, log_fields
 from streamdiff.server.middleware import LoadingStatus
+from streamdiff.server.sessions.agent_check import serve_agent
+from streamdiff.server.webrtc.udp_ports import UdpPortLoop
 
 EXIT_OK, EXIT_ENGINE, EXIT_USAGE = 0, 1, 2
 UNREAD_S = 20
@@ -50,29 +53,21 @@ def run(config: Config, *, supervise: Callable[[Config], EngineHandle] = EngineP
     cannot be used, for example a port that is taken; one line on standard error says which. `supervise` makes
     an engine process, each time one is started; `fetch` gets what the model needs, before the first one.
     """
-    with configured(config.serve):
-        return _run(config, supervise, fetch)
-
-
-def _run(config: Config, supervise: Callable[[Config], EngineHandle], fetch: Fetch) -> int:
-    try:
-        tokens = read_tokens(config.serve)
-        listener = listen(config.serve.host, config.serve.port)
-    except StreamdiffError as error:
-        return _fail(error, EXIT_USAGE)
-    with listener:
+    with configure(config.serve):
         try:
-            _check_exposed(config.serve, listener, tokens)
-            return asyncio.run(_serve(config, listener, supervise, fetch))
-        except ConfigError as error:
-            return _fail(error, EXIT_USAGE)
-        except EngineFailure as error:
-            return _fail(error, EXIT_ENGINE)
+            tokens = read_tokens(config.serve)
+            with listen(config.serve.host, config.serve.port) as listener:
+                _check_exposed(config.serve, listener, tokens)
+                with asyncio.Runner(loop_factory=_loop_factory(config.serve)) as runner:
+                    return runner.run(_serve(config, listener, supervise, fetch))
+        except (ConfigError, EngineFailure) as error:
+            fatal.error("%s", error)
+            return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_ENGINE
 
 
-def _fail(error: StreamdiffError, code: int) -> int:
-    fatal.error("%s", error)
-    return code
+def _loop_factory(serve: ServeConfig) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Makes the event loop; None: asyncio's own choice."""
+    return None if serve.media_ports is None else partial(UdpPortLoop, serve.media_ports)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -116,13 +111,13 @@ def _is_loopback(listener: socket.socket) -> bool:
     return ip_address(listener.getsockname()[0].split("%")[0]).is_loopback
 
 
-def address_of(listener: socket.socket) -> str:
+def address_of(listener: socket.socket, scheme: str = "http") -> str:
     """The URL that a browser on this machine opens."""
     host, port = listener.getsockname()[:2]
     address = ip_address(host.split("%")[0])
     if address.is_unspecified:
         address = ip_address("127.0.0.1" if address.version == 4 else "::1")
-    return f"http://[{address}]:{port}/" if address.version == 6 else f"http://{address}:{port}/"
+    return f"{scheme}://[{address}]:{port}/" if address.version == 6 else f"{scheme}://{address}:{port}/"
 
 
 class ShutdownRequest:
@@ -153,7 +148,10 @@ async def _serve(
     try:
         if not await _unless_shut_down(_start_engine(config, engine, app.state.loading, fetch), shutdown):
             return EXIT_OK
-        async with attach_engine(app, config, engine, engine.ready) as state:
+        async with (
+            attach_engine(app, config, engine, engine.ready) as state,
+            serve_agent(config.serve.host, config.serve.agent_port, state.manager),
+        ):
             try:
                 _announce(config, listener, engine.ready)
                 return await _serve_engine(config, state, engine, serving, shutdown)
@@ -239,7 +237,7 @@ async def _drain(state: AppState, limit_s: float, shutdown: ShutdownRequest) -> 
 
 
 def _announce(config: Config, listener: socket.socket, ready: Ready) -> None:
-    url = address_of(listener)
+    url = address_of(listener, "http" if config.serve.tls_cert is None else "https")
     size = f"{ready.width}x{ready.height}"
     console.info("%s on %s, %s, %g frames per second", ready.model, ready.device, size, config.playback.fps)
     if not _is_loopback(listener):
@@ -252,14 +250,8 @@ def _announce(config: Config, listener: socket.socket, ready: Ready) -> None:
         console.info("steering takes the token in %s: open %s#token=TOKEN", config.serve.control_token_file, url)
     console.info("open %s (Ctrl-C ends)", url, extra=log_fields(url=url))
     if config.serve.open_browser and _has_display():
-        _open_browser(url)
+        threading.Thread(target=webbrowser.open, args=(url,), name="open-browser", daemon=True).start()
 
 
 def _has_display() -> bool:
-    if sys.platform in ("darwin", "win32"):
-        return True
-    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
-
-
-def _open_browser(url: str) -> None:
-    threading.Thread(target=webbrowser.open, args=(url,), name="open-browser", daemon=True).start()
+    return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))

@@ -5,8 +5,10 @@ model loads.
 from __future__ import annotations
 
 import html
-from collections.abc import Collection
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from ipaddress import IPv6Address
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
@@ -14,7 +16,8 @@ from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from streamdiff.server.hosts import HostPolicy
+from streamdiff.config import ServeConfig
+from streamdiff.server.peers import parse_address
 from streamdiff.server.problem import Problem, is_own_page, respond
 
 SECURITY_HEADERS = {
@@ -33,6 +36,9 @@ _LOADING = """<!doctype html><html lang="en"><meta charset="utf-8"><title>stream
 <meta name="viewport" content="width=device-width">
 <p role="status">{} This page looks again by itself.
 """
+_HOST = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::\d{0,5})?")
+_SHOWN = 80
+"""Characters of a name that the answer repeats."""
 
 
 @dataclass
@@ -43,6 +49,41 @@ class LoadingStatus:
     code: str = "loading"
 
 
+class HostPolicy:
+    """Check of the Host header against DNS rebinding. Accepts `localhost`, any IP address, `serve.host` and
+    `serve.hosts`, in any case and with any port.
+
+    A page whose name is made to point at this machine is, to the browser, of the same origin as this server; the Host
+    header still has that name. Addresses cannot be made to point elsewhere, so they need not be listed.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._names = {"localhost", *(_plain(name) for name in (config.host, *config.hosts))}
+
+    def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Check a request's headers (names in lower case).
+
+        Raises:
+            Problem: 400 without exactly one well-formed Host header, 421 for another server's name.
+        """
+        given = [value.decode("latin-1") for name, value in headers if name == b"host"]
+        if len(given) != 1:
+            raise Problem(400, f"A request has one Host header; this one has {len(given)}.", code="host")
+        found = _HOST.fullmatch(given[0])
+        if found is None or (found["v6"] is not None and not isinstance(parse_address(found["v6"]), IPv6Address)):
+            raise Problem(400, f"The Host header {given[0][:_SHOWN]!r} is no name or address.", code="host")
+        name = found["name"]
+        if name is None or parse_address(name) is not None or _plain(name) in self._names:
+            return
+        shown = name[:_SHOWN]
+        message = f"This server is not known as {shown!r}. If it should be: --allowed-host {shown}, or serve.hosts."
+        raise Problem(421, message, code="host")
+
+
+def _plain(name: str) -> str:
+    return name.lower().removesuffix(".")
+
+
 class GuardMiddleware:
     """Pure ASGI, for HTTP and WebSockets. The application's `state.app_state` is None until an engine is
     attached; until then its `state.loading` is the answer.
@@ -50,11 +91,9 @@ class GuardMiddleware:
     An exception of the application is answered with a problem document and goes on to the server, which logs it.
     """
 
-    def __init__(self, app: ASGIApp, hosts: HostPolicy, origins: Collection[str]) -> None:
-        """`origins`: pages of other origins that may use the server (`serve.cors_origins`)."""
-        self._app = app
-        self._hosts = hosts
-        self._origins = origins
+    def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
+        """`config`: names of the server, and the other origins whose pages may use it."""
+        self._app, self._hosts, self._origins = app, HostPolicy(config), config.cors_origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -77,7 +116,7 @@ class GuardMiddleware:
         except Exception:
             if scope["type"] == "http" and not started:
                 problem = Problem(500, "The server failed at this; its log says where.", code="internal")
-                await respond(problem)(scope, receive, send_guarded)
+                await respond(problem, scope["path"])(scope, receive, send_guarded)
             raise
 
     def _answer(self, scope: Scope) -> Response | None:
@@ -88,7 +127,7 @@ class GuardMiddleware:
         except Problem as problem:
             if scope["type"] == "websocket" and state is not None:
                 state.metrics.sockets_refused.labels(problem.code).inc()
-            return respond(problem)
+            return respond(problem, scope["path"])
         return None if state is not None or scope["path"] == HEALTH else _loading(scope)
 
     def _check(self, scope: Scope) -> None:
@@ -120,4 +159,4 @@ def _loading(scope: Scope) -> Response:
     headers: dict[str, Any] = {"Retry-After": _RETRY_S}
     if scope["type"] == "http" and scope["path"] == "/" and scope["method"] in ("GET", "HEAD"):
         return HTMLResponse(_LOADING.format(html.escape(loading.text)), 503, headers | {"Refresh": _RETRY_S})
-    return respond(Problem(503, loading.text, headers, code=loading.code))
+    return respond(Problem(503, loading.text, headers, code=loading.code), scope["path"])

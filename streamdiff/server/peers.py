@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from ipaddress import IPv6Address, ip_address, ip_network
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from math import ceil
 
 from starlette.requests import HTTPConnection
@@ -22,15 +22,20 @@ def address_of(connection: HTTPConnection) -> str:
 
 def group_of(address: str) -> str:
     """An IPv4 address as it is, the /64 network of an IPv6 one, since whoever has one address there has all of it."""
-    try:
-        parsed = ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
+    parsed = parse_address(address.partition("%")[0])
     if not isinstance(parsed, IPv6Address):
-        return str(parsed)
+        return str(parsed or address)
     if parsed.ipv4_mapped is not None:
         return str(parsed.ipv4_mapped)
     return str(ip_network((parsed, 64), strict=False))
+
+
+def parse_address(text: str) -> IPv4Address | IPv6Address | None:
+    """The IP address that `text` is; None: it is none."""
+    try:
+        return ip_address(text)
+    except ValueError:
+        return None
 
 
 def share_of(limit: int, share: float) -> int:

@@ -1,4 +1,6 @@
-"""Errors over HTTP as `application/problem+json` (RFC 9457), and reading of bodies."""
+"""Errors over HTTP as `application/problem+json` (RFC 9457), below /v1 as OpenAI's clients read them; and reading of
+bodies.
+"""
 
 from __future__ import annotations
 
@@ -10,35 +12,75 @@ from fastapi.responses import JSONResponse
 from starlette.requests import HTTPConnection, Request
 
 DRAIN_BYTES = 1024 * 1024
-DOCUMENT: dict[str, Any] = {
+_PROPERTIES: dict[str, Any] = {
+    "type": {"type": "string"},
+    "title": {"type": "string"},
+    "status": {"type": "integer"},
+    "detail": {"type": "string", "description": "for people"},
+    "code": {"type": "string", "description": "for programs"},
+    "field": {"type": "string", "description": "the field at fault, or empty"},
+}
+_SCHEMA = {"type": "object", "properties": _PROPERTIES, "required": ["type", "title", "status", "detail"]}
+DOCUMENT: dict[str, Any] = {"content": {"application/problem+json": {"schema": _SCHEMA}}}
+"""A problem in the API's description."""
+Responses = dict[int | str, dict[str, Any]]
+_MEANINGS = {
+    400: "The body is not JSON, or no object",
+    401: "This takes a token",
+    403: "The token is good for watching only, or the page is of another origin",
+    404: "No such session",
+    409: "The session has another revision than `if_rev`",
+    410: "The session has ended; `reason` says why",
+    413: "The body is too large",
+    415: "The body is of another type",
+    422: "A field is wrong, and `field` names it, or the model has refused",
+    429: "Too many requests from one address; Retry-After: when to go on",
+    503: "The engine has ended or is started again; Retry-After: when to ask again",
+    504: "The engine took no command in time; this one may still be carried out",
+}
+
+
+def problem_responses(*statuses: int, **others: str) -> Responses:
+    """OpenAPI responses of the problems that a route may answer: `problem_responses(401, s404="No such viewer")`."""
+    texts = {status: _MEANINGS[status] for status in statuses} | {int(key[1:]): text for key, text in others.items()}
+    return {status: {"description": text, **DOCUMENT} for status, text in sorted(texts.items())}
+
+
+OPENAI = "/v1/"
+"""Addresses below it answer in the words of OpenAI's API."""
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_OPENAI_DOCUMENT: dict[str, Any] = {
     "content": {
-        "application/problem+json": {
+        "application/json": {
             "schema": {
                 "type": "object",
                 "properties": {
-                    "type": {"type": "string"},
-                    "title": {"type": "string"},
-                    "status": {"type": "integer"},
-                    "detail": {"type": "string", "description": "for people"},
-                    "code": {"type": "string", "description": "for programs"},
-                    "field": {"type": "string", "description": "the field at fault, or empty"},
+                    "error": {
+                        "type": "object",
+                        "properties": {
+                            "message": {"type": "string", "description": "for people"},
+                            "type": {"type": "string"},
+                            "param": {"type": ["string", "null"], "description": "the field at fault"},
+                            "code": {"type": "string", "description": "for programs"},
+                        },
+                        "required": ["message", "type", "param", "code"],
+                    },
+                    "detail": {"type": "string", "description": "the message once more"},
                 },
-                "required": ["type", "title", "status", "detail"],
+                "required": ["error", "detail"],
             }
         }
     }
 }
-"""A problem in the API's description."""
-Responses = dict[int | str, dict[str, Any]]
 
 
-def described(**problems: str) -> Responses:
-    """OpenAPI responses of the problems that a route may answer: `described(s404="No such session")`."""
-    return {int(name[1:]): {"description": text, **DOCUMENT} for name, text in problems.items()}
+def openai_problem_responses(**texts: str) -> Responses:
+    """The same as `problem_responses` for routes below /v1: `openai_problem_responses(s404="No such video")`."""
+    return {int(key[1:]): {"description": text, **_OPENAI_DOCUMENT} for key, text in texts.items()}
 
 
 class Problem(Exception):
-    """An answer other than success. `extra` goes into the body beside title, status and detail."""
+    """An error that becomes an HTTP response. `extra`: further fields of the body, such as `code` and `field`."""
 
     def __init__(self, status: int, detail: str, headers: dict[str, str] | None = None, **extra: Any) -> None:
         super().__init__(detail)
@@ -49,12 +91,17 @@ class Problem(Exception):
 
     @property
     def code(self) -> str:
-        """A word for programs; the status where there is none."""
+        """Machine-readable reason; the status where there is none."""
         return str(self.extra.get("code", self.status))
 
 
-def respond(problem: Problem) -> JSONResponse:
-    """The response that says so."""
+def respond(problem: Problem, path: str = "") -> JSONResponse:
+    """The HTTP response of a problem, to a request for `path`."""
+    if path.startswith(OPENAI):
+        kind = _OPENAI_TYPES.get(problem.status, "server_error" if problem.status >= 500 else "invalid_request_error")
+        param = problem.extra.get("field") or None
+        error = {"message": problem.detail, "type": kind, "param": param, "code": problem.code}
+        return JSONResponse({"error": error, "detail": problem.detail}, problem.status, problem.headers)
     body = {
         "type": "about:blank",
         "title": HTTPStatus(problem.status).phrase,

@@ -1,9 +1,9 @@
-"""What a picture's bytes mean, told by the array's shape: no array can be taken for the other kind. Needs no torch.
+"""Pixel formats of pictures, RGB and YUV420, which an array's shape tells apart. Needs no torch.
 
 - *RGB*: uint8 `[H, W, 3]`.
 - *YUV420*: uint8 `[3 H / 2, W]`, H and W even: H rows of brightness, then the two planes of colour, `[H / 2, W / 2]`
   each, one value for 2 x 2 pixels, their mean. BT.709, limited range (16 to 235, colour to 240): what H.264 is told
-  here, and half the bytes of RGB. `streamdiff.models.autoencoder.stepped_decoder.yuv420p` makes it.
+  here, and half the bytes of RGB. `streamdiff.models.autoencoder.picture_decoder.yuv420p` makes it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PictureKind = Literal["rgb", "yuv420"]
 
 
 def kind_of(shape: Sequence[int]) -> PictureKind:
-    """Of one picture's shape. Raises ValueError for what is neither."""
+    """The format of a picture of this shape. Raises ValueError for neither."""
     if len(shape) == 3 and shape[2] == 3 and 0 not in shape:
         return "rgb"
     if len(shape) == 2 and shape[0] % 3 == 0 and shape[1] % 2 == 0 and 0 not in shape:
@@ -24,7 +24,7 @@ def kind_of(shape: Sequence[int]) -> PictureKind:
 
 
 def shape_of(kind: PictureKind, height: int, width: int) -> tuple[int, ...]:
-    """Of one picture of that size. Raises ValueError for sides that YUV420 cannot have."""
+    """Array shape of a picture of this format and size. Raises ValueError for sides that YUV420 cannot have."""
     if kind == "rgb":
         return height, width, 3
     if height % 2 or width % 2:

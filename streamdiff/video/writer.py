@@ -1,4 +1,4 @@
-"""Frames to a file: mp4, webm, or numbered PNG pictures. What is at the target is whole, or is what was there before.
+"""Frames to a file: mp4, webm, or numbered PNG pictures. The target is replaced only by a complete file.
 
 Everything is written beside the target under a temporary name and moved into place at the end; an error or Ctrl-C on
 the way leaves nothing. Knows nothing about sessions or models.
@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import av
@@ -92,7 +94,7 @@ def _plan(target: Path, is_folder: bool) -> _Plan:
             raise ConfigError(f"{target} is a file, so it cannot be a folder of pictures; {_HOW}")
         if target.is_dir() and any(target.iterdir()):
             raise ConfigError(f"the folder {target} is not empty; name a new one, so that pictures do not mix")
-        return _Plan(_png_writer("%05d.png"), lambda temporary: _move(temporary, target))
+        return _Plan(_png_writer("%05d.png"), partial(os.replace, dst=target))  # may take an empty one's place
     if suffix == ".png":
         pattern = target.name.replace("*", "%05d")
         if len(_NUMBER.findall(pattern)) != 1 or pattern.count("%") != 1:
@@ -100,7 +102,7 @@ def _plan(target: Path, is_folder: bool) -> _Plan:
         return _Plan(_png_writer(pattern), lambda temporary: _spread(temporary, target.parent))
     if suffix not in _VIDEO:
         raise ConfigError(f"{target} has the unknown ending {target.suffix!r}; {_HOW}")
-    return _Plan(_video_writer(suffix), lambda temporary: _move(temporary, target))
+    return _Plan(_video_writer(suffix), partial(os.replace, dst=target))
 
 
 def _checked(frames: Iterable[Frame]) -> Iterator[Frame]:
@@ -134,18 +136,13 @@ def _video_writer(suffix: str) -> Callable[[Path, Iterator[Frame], Fraction], No
             assert isinstance(stream, VideoStream)
             height, width = first.shape[:2]
             stream.height, stream.width, stream.pix_fmt = height + height % 2, width + width % 2, "yuv420p"
-            for number, frame in enumerate(_chain(first, frames)):
+            for number, frame in enumerate(chain((first,), frames)):
                 picture = av.VideoFrame.from_ndarray(_even(frame), format="rgb24")
                 picture.pts, picture.time_base = number, 1 / rate
                 container.mux(stream.encode(picture))
             container.mux(stream.encode(None))
 
     return write
-
-
-def _chain(first: Frame, rest: Iterator[Frame]) -> Iterator[Frame]:
-    yield first
-    yield from rest
 
 
 def _even(frame: Frame) -> Frame:
@@ -164,10 +161,6 @@ def _png_writer(pattern: str) -> Callable[[Path, Iterator[Frame], Fraction], Non
 
 
 # ---- moving into place ------------------------------------------------------------------------------------------
-
-
-def _move(temporary: Path, target: Path) -> None:
-    os.replace(temporary, target)  # a folder may take the place of an empty one
 
 
 def _spread(temporary: Path, folder: Path) -> None:

@@ -58,6 +58,7 @@ def test_a_verdict_knows_which_direction_is_better(
     assert compare.Row(CASE, name, before, after).verdict == verdict
 
 
+@pytest.mark.slow
 def test_figures_are_compared_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.json"
     before, after = result(fps=40.0, ttff_s=0.4, text_s=None), result(fps=50.0, ttff_s=0.5, text_s=None)

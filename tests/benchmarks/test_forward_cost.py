@@ -14,13 +14,13 @@ from benchmarks.forward_cost import Ceilings, Part, forward
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.output import ModelInfo
-from streamdiff.pipeline.planner.model_sizes import ModelSizes, facts_from
+from streamdiff.pipeline.planner.model_sizes import ModelSizes, sizes_from
 from tests.small import CPU, small_model
 
 
-def facts_of(model: Model) -> ModelSizes:
+def sizes_of(model: Model) -> ModelSizes:
     config: Any = model.denoiser.model.config
-    return facts_from(dict(config), model.spec)
+    return sizes_from(dict(config), model.spec)
 
 
 def counted(model: Model, kv_context: str) -> int:
@@ -30,43 +30,46 @@ def counted(model: Model, kv_context: str) -> int:
     ring = RingExecutor(model, CPU)
     ring.open(0, torch.zeros(model.spec.text_shape), epoch=0, steps=2, kv_context=kv_context)
     while True:
-        ring.scheduler.set_room(0, 10**6)
+        ring.scheduler.set_frame_credit(0, 10**6)
         with FlopCounterMode(display=False) as counter:
             rows, _ = ring.turn()
         if rows and rows[0].step == 1 and rows[0].chunk > model.spec.window_chunks(kv_context):
             return counter.get_total_flops()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", ["clean", "matched", "staircase"])
 @pytest.mark.parametrize("sizes", [{}, {"layers": 3, "heads": 3, "chunk": 1, "window": 4, "sink": 1, "planes": 0}])
 def test_torch_counts_as_many_operations(kv_context: str, sizes: dict[str, int]) -> None:
     model = small_model(**sizes)
-    assert sum(part.flops for part in forward(facts_of(model), kv_context)) == counted(model, kv_context)
+    assert sum(part.flops for part in forward(sizes_of(model), kv_context)) == counted(model, kv_context)
 
 
 def test_weights_are_read_once() -> None:
     """With a chunk's and the cache's numbers taken off, what is left is what is stored."""
     model = small_model(layers=3, heads=3)
-    facts = facts_of(model)
+    sizes = sizes_of(model)
     stored = sum(weight.numel() for weight in model.denoiser.model.parameters())
-    text = facts.text_dim * facts.width + facts.width + facts.width**2 + facts.width  # once per prompt
-    text += facts.blocks * (2 * (facts.width**2 + facts.width) + facts.width)  # its keys and values
-    small = facts.blocks * 8 * facts.width  # modulation tables and the norm before cross-attention
-    values = sum(part.values for part in forward(facts, "clean"))
-    half = sum(part.values for part in forward(small_tokens(facts), "clean"))
+    text = sizes.text_dim * sizes.width + sizes.width + sizes.width**2 + sizes.width  # once per prompt
+    text += sizes.blocks * (2 * (sizes.width**2 + sizes.width) + sizes.width)  # its keys and values
+    time = sizes.freq_dim * sizes.width + sizes.width**2 + 2 * sizes.width  # once per session
+    small = sizes.blocks * 8 * sizes.width  # modulation tables and the norm before cross-attention
+    values = sum(part.values for part in forward(sizes, "clean"))
+    half = sum(part.values for part in forward(small_tokens(sizes), "clean"))
     weights = 2 * half - values  # numbers that do not double with the chunk
-    frames = facts.freq_dim + 8 * facts.width
-    assert weights == pytest.approx(stored - text - small + extra(facts), abs=2 * frames * facts.spec.chunk_latents)
+    frames = 7 * sizes.width
+    expected = stored - text - time - small + extra(sizes)
+    assert weights == pytest.approx(expected, abs=2 * frames * sizes.spec.chunk_latents)
 
 
-def extra(facts: ModelSizes) -> int:
+def extra(sizes: ModelSizes) -> int:
     """What does not grow with a chunk beside the weights: the text's keys and values."""
-    return facts.blocks * 2 * facts.text_tokens * facts.width
+    return sizes.blocks * 2 * sizes.text_tokens * sizes.width
 
 
-def small_tokens(facts: ModelSizes) -> ModelSizes:
+def small_tokens(sizes: ModelSizes) -> ModelSizes:
     """The same model with half the tokens in a chunk."""
-    return replace(facts, spec=replace(facts.spec, latent_height=facts.spec.latent_height // 2))
+    return replace(sizes, spec=replace(sizes.spec, latent_height=sizes.spec.latent_height // 2))
 
 
 def test_a_part_takes_as_long_as_its_slower_side() -> None:

@@ -59,7 +59,7 @@ def test_one_and_two_stages_are_measured_and_told(tmp_path: Path, capsys: pytest
     ("number", "code", "stages"),
     [
         (signal.SIGTERM, fps_ttff.TERMINATED, 2),
-        (signal.SIGKILL, -signal.SIGKILL, 2),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, 2, marks=pytest.mark.soak),
         (signal.SIGKILL, -signal.SIGKILL, 1),
     ],
 )

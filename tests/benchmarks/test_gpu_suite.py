@@ -117,6 +117,7 @@ def test_time_runs_out() -> None:
     assert Deadline(10).left_s(60) == 60 and Deadline(0).left_s(60) <= 0
 
 
+@pytest.mark.slow
 def test_the_checks_hold_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main(["decoder:tiny", "--device", "cpu"]) == gpu_check.HOLDS
     assert gpu_check.main(["sync:clean", "--device", "cpu"]) == gpu_check.NOT_HERE
@@ -126,6 +127,7 @@ def test_the_checks_hold_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "decoder:tiny: off by 0 levels" in told and "nothing waits" in told
 
 
+@pytest.mark.slow
 def test_a_wrong_decoder_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     moved = gpu_check._moved
 
@@ -159,6 +161,8 @@ def test_a_rehearsal_writes_what_it_finds(
     """One context is said to be wrong: it is left out, and the other is measured."""
     monkeypatch.setattr(gpu_check, "NAMES", ("decoder:tiny", "sync:clean"))
     monkeypatch.setattr(gpu_suite, "_TESTS", "cpu:staircase")
+    least = Amount(openings=1, chunks=2, margin=1, prompts=1, rounds=1)
+    monkeypatch.setattr(gpu_suite.stream_options, "QUICK", least)
     real = gpu_suite.check
     monkeypatch.setattr(
         gpu_suite, "check", lambda name, *rest: Found(name, False, "made up") if ":s" in name else real(name, *rest)

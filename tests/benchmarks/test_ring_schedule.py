@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import ring_schedule
-from benchmarks.ring_schedule import Done, Plan, figures_of
+from benchmarks.ring_schedule import Done, Plan, Ran, figures_of
 from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 
 
@@ -19,8 +19,9 @@ def test_two_stages_are_compared_with_one(tmp_path: Path, capsys: pytest.Capture
     assert ring_schedule.main(words) == 0
     stored = json.loads(out.read_text())
     assert stored["plan"]["stages"] == 2 and "sleep" in stored["claim"]
+    results = stored["results"]["20 ms"]
     for context, sessions in (("clean", 2), ("staircase", 1), ("matched", 1)):
-        found = stored["results"][context]
+        found = results[context]
         assert found["sessions"] == sessions
         for name in ("one_stage", "stages"):
             assert found[name]["chunks_per_s"] > 0
@@ -28,8 +29,12 @@ def test_two_stages_are_compared_with_one(tmp_path: Path, capsys: pytest.Capture
             assert found[name]["first_chunk_s"] >= 0.04
         # Of two stages twice the rate is the best; what is judged is the share of it.
         assert found["ideal_rate_ratio"] == pytest.approx(2, rel=0.34)
-        assert found["met"]["rate"] == (found["rate_ratio"] >= 3.7 / 4 * found["ideal_rate_ratio"])
+        assert found["met"]["rate"] == (found["rate_ratio"] >= 3.5 / 4 * found["ideal_rate_ratio"])
         assert found["met"]["latency"] == (found["latency_of_ideal"] <= 1.15)
+        # A rank's round is its sleep, its own work and its waiting; no message arrives before it was sent.
+        hop = found["hop"]
+        assert all(hop[name] > 0 for name in ("head_own_us", "others_own_us", "transport_us", "cpu_us"))
+        assert min(hop["head_waits_us"], hop["others_wait_us"], hop["overslept_us"]) >= 0
     printed = capsys.readouterr().out
     assert "| matched" in printed and len([line for line in printed.splitlines() if "times" in line]) == 6
 
@@ -55,7 +60,7 @@ def test_the_ideal_of_the_design_is_four_times_the_chunks_at_the_same_latency() 
 @pytest.mark.parametrize(("rate", "latency", "words"), [(3.71, 1.15, ["met", "met"]), (3.69, 1.16, ["MISSED"] * 2)])
 def test_what_is_missed_is_said(rate: float, latency: float, words: list[str]) -> None:
     figures = {"chunks_per_s": rate, "latency_s": 4 * latency, "mean_gap_s": 1.0, "longest_gap_s": 1.5}
-    found = ring_schedule.judged(Plan(forward_s=1.0), {**figures, "chunks_per_s": 1.0}, figures)
+    found = ring_schedule.judged(Plan(forward_s=1.0), {**figures, "chunks_per_s": 1.0}, Ran(figures, {}))
     lines = ring_schedule.verdicts({"matched": found})
     assert [line.split()[0] for line in lines] == words
 

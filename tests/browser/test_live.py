@@ -22,6 +22,15 @@ pytestmark = pytest.mark.browser
 NOTHING = "\N{EN DASH}"
 
 
+ITS_OWN = pytest.mark.parametrize(
+    "server",
+    [pytest.param(PAINTED, id="painted"), pytest.param(SERVE, id="model", marks=pytest.mark.soak)],
+    indirect=True,
+    scope="module",
+)
+"""What the page does by itself is the same whatever makes the pictures."""
+
+
 @pytest.fixture(scope="module", params=[pytest.param(PAINTED, id="painted"), pytest.param(SERVE, id="model")])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with running_server(request.param) as server:
@@ -49,6 +58,7 @@ def test_frames_are_decoded_and_move(page: WebDriver) -> None:
         until(page, lambda seen, before=before: seen["inbound"]["framesDecoded"] >= before + 20)  # type: ignore[misc]
 
 
+@ITS_OWN
 def test_a_reloaded_tab_calls_itself_the_same(page: WebDriver) -> None:
     """The server then knows which dead connection is its own."""
 
@@ -101,6 +111,7 @@ def test_unknown_words_get_a_friendly_answer(page: WebDriver) -> None:
     until(page, lambda seen: seen["inbound"]["framesDecoded"] > before + 20)
 
 
+@ITS_OWN
 def test_an_empty_prompt_is_answered_beside_the_box(page: WebDriver) -> None:
     box = page.find_element("id", "prompt")
     box.clear()
@@ -136,6 +147,7 @@ def test_reset_with_a_seed(page: WebDriver, server: Server) -> None:
     assert page.find_element("id", "seed-error").text
 
 
+@ITS_OWN
 def test_leaving_the_page_frees_its_place(page: WebDriver, server: Server) -> None:
     def viewers(_: object = None) -> int:
         return int(httpx.get(server.url + "api/state", timeout=20).json()["viewers"])
@@ -210,6 +222,7 @@ def test_the_page_names_the_engines_end(browser: WebDriver) -> None:
     console_errors(browser)
 
 
+@ITS_OWN
 def test_nothing_is_wider_than_the_screen_and_all_is_big_enough_for_a_thumb(page: WebDriver) -> None:
     try:
         for width in (320, 390, 768, 1280):
@@ -226,6 +239,7 @@ def test_nothing_is_wider_than_the_screen_and_all_is_big_enough_for_a_thumb(page
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@ITS_OWN
 def test_everything_has_a_name_and_the_keyboard_gets_everywhere(page: WebDriver) -> None:
     nameless = page.execute_script(
         "return [...document.querySelectorAll('button, input, textarea, select, meter, video')]"

@@ -63,6 +63,7 @@ def expected_video(autoencoder: AutoencoderKLWan) -> Tensor:
     return video
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", ["", "--chunk-frames 1", "--chunk-frames 4", "--chunk-frames 99"])
 def test_decode_gives_diffusers_tensor(
     place: Path, capsys: pytest.CaptureFixture[str], autoencoder: AutoencoderKLWan, chunk: str
@@ -123,10 +124,26 @@ def test_raw_latents_are_the_networks_own_and_decode_as_the_others_do(
     assert relative_error(tensor("raw.safetensors", "latents"), raw) <= 1e-5
     for name, space in (("plain", "model"), ("raw", "no")):
         with safe_open(place / f"{name}.safetensors", "pt") as file:
-            assert file.metadata() == {"normalised": space}
+            assert file.metadata().keys() == {"normalised", "motion"} and file.metadata()["normalised"] == space
         run(capsys, f"decode --vae vae.pth --latents {name}.safetensors --out {name}-video.safetensors")
     plain, seen = (tensor(f"{name}-video.safetensors", "video") for name in ("plain", "raw"))
     assert relative_error(seen, plain) <= 1e-5
+
+
+@pytest.mark.parametrize(("vae", "lengths"), [("vae.pth", [1, 4, 4]), ("taew2_1.pth", [4, 4, 1])])
+@pytest.mark.parametrize("chunk", ["", "--chunk-frames 1"])
+def test_encode_notes_how_the_pixels_move(
+    place: Path, capsys: pytest.CaptureFixture[str], vae: str, lengths: list[int], chunk: str
+) -> None:
+    """Of each latent frame the largest step between two of its frames, or from the frame before it."""
+    torch.save(TAEHV(Config()).state_dict(), "taew2_1.pth")
+    run(capsys, f"encode --vae {vae} --video video.safetensors --out out.safetensors {chunk}")
+    video = tensor("video.safetensors", "video").double()
+    steps = [0.0] + [float((video[:, n] - video[:, n - 1]).square().mean().sqrt()) for n in range(1, 9)]
+    expected = [max(steps[sum(lengths[:k]) : sum(lengths[: k + 1])]) for k in range(3)]
+    with safe_open(place / "out.safetensors", "pt") as file:
+        got = [float(each) for each in file.metadata()["motion"].split()]
+    assert got == pytest.approx(expected, rel=1e-6) and len(set(got)) == 3
 
 
 def test_an_autoencoder_that_knows_no_raw_latents_says_so(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,6 +159,7 @@ def test_an_autoencoder_that_knows_no_raw_latents_says_so(place: Path, capsys: p
         assert sorted(path.name for path in place.iterdir()) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["frames", "clip.mp4", "clip.webm"])
 def test_encode_reads_pictures_and_videos(place: Path, capsys: pytest.CaptureFixture[str], source: str) -> None:
     """The frames of a lossy video are what a reader sees, so it is compared with them as a tensor."""
@@ -159,6 +177,7 @@ def test_encode_reads_pictures_and_videos(place: Path, capsys: pytest.CaptureFix
     assert relative_error(tensor("a.safetensors", "latents"), tensor("b.safetensors", "latents")) <= 1e-5
 
 
+@pytest.mark.slow
 def test_the_embedded_model_there_and_back(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A picture of its own world comes back, as near as a small autoencoder comes."""
     video = world.empty(torch.tensor([1]))[0, :, None].repeat(1, 8, 1, 1) * 2 - 1
@@ -205,6 +224,7 @@ DECODE = "decode --vae vae.pth --out out.mp4 --latents "
 ENCODE = "encode --vae vae.pth --out out.safetensors --video "
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -277,6 +297,7 @@ def test_a_length_that_shows_only_at_the_end_leaves_nothing(place: Path, capsys:
     assert sorted(path.name for path in place.iterdir()) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("out", ["out.mp4", "out.safetensors", "frames"])
 @pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, 130), (OSError, 1)])
 def test_an_end_on_the_way_keeps_what_was_there(
@@ -288,7 +309,7 @@ def test_an_end_on_the_way_keeps_what_was_there(
     status: int,
 ) -> None:
     """In the middle of the clip, the network fails or the user has had enough."""
-    from streamdiff.models.autoencoder.stepped_decoder import DecoderState
+    from streamdiff.models.autoencoder.picture_decoder import DecoderState
     from streamdiff.models.autoencoder.wan import WanDecoder
 
     if out != "frames":

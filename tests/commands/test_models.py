@@ -56,6 +56,7 @@ def rows(text: str) -> dict[str, dict[str, str]]:
     return {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines[1:]}
 
 
+@pytest.mark.slow
 def test_the_list_has_every_model_that_streams_and_what_is_on_disk(tmp_path: Path) -> None:
     download(tmp_path, "krea/krea-realtime-video", "krea-realtime-video-14b.safetensors")
     download(tmp_path, "Efficient-Large-Model/LongLive-1.3B", "models/longlive_base.pt")
@@ -68,6 +69,7 @@ def test_the_list_has_every_model_that_streams_and_what_is_on_disk(tmp_path: Pat
     assert set(states.values()) == {"no"}
 
 
+@pytest.mark.slow
 def test_what_the_authors_do_not_normalise_is_told_with_the_way_to_do_so_too(tmp_path: Path) -> None:
     text = alone(tmp_path, "streamdiffusionv2-1.3b")
     assert "normalised when encoded: not by the authors' code, see below (as theirs: encode --raw)" in text
@@ -75,6 +77,7 @@ def test_what_the_authors_do_not_normalise_is_told_with_the_way_to_do_so_too(tmp
     assert "normalised when encoded: yes" in alone(tmp_path, "self-forcing")
 
 
+@pytest.mark.slow
 def test_one_model_says_what_to_download_and_under_which_licence(tmp_path: Path) -> None:
     download(tmp_path, "Efficient-Large-Model/LongLive-1.3B", "models/longlive_base.pt")
     text = alone(tmp_path, "longlive-1.3b")
@@ -94,6 +97,7 @@ def test_one_model_says_what_to_download_and_under_which_licence(tmp_path: Path)
         assert f"  {stages}" in text
 
 
+@pytest.mark.slow
 def test_json_has_the_same_for_programs(tmp_path: Path) -> None:
     snapshot = download(tmp_path, "gdhe17/Self-Forcing", "checkpoints/self_forcing_dmd.pt")
     tree = json.loads(alone(tmp_path, "self-forcing", "--json"))

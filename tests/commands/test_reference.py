@@ -2,78 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from streamdiff.cli import main
-from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.models.spec import ModelSpec
 from streamdiff.models.transformer.wan import WanDenoiser
-from tests.models.layouts import original
+from tests.commands.conftest import CHUNK, CHUNKS, SIDE, STEPS, TOKENS, Given
 from tests.pipeline.reference import Reference
-from tests.small import LATENT_CHANNELS, RED, small_transformer
-
-STEPS = (1000.0, 833.0, 500.0)
-CHUNKS, CHUNK, SIDE, TOKENS = 6, 3, 4, 5
-
-
-@dataclass
-class Given:
-    """A small checkpoint in original Wan's layout, and the files that go with it."""
-
-    folder: Path
-    model: WanTransformer3DModel
-
-    @property
-    def text(self) -> Tensor:
-        return load_file(self.folder / "text.safetensors")["prompt_embeds"]
-
-    def command(self, *extra: str, steps: str = "1000,833,500", chunks: int = CHUNKS) -> list[str]:
-        parts = [
-            "generate",
-            "--model",
-            "wan.pt",
-            "--model-config",
-            "config.json",
-            "--prompt-embeds",
-            "text.safetensors",
-        ]
-        parts += ["--noise", "noise.safetensors", "--steps", steps, "--chunks", str(chunks), "--no-decode"]
-        return [str(self.folder / part) if "." in part and "," not in part else part for part in parts] + [
-            "--latents-out",
-            str(self.folder / "out.safetensors"),
-            *extra,
-        ]
-
-    def latents(self, *extra: str, steps: str = "1000,833,500", chunks: int = CHUNKS) -> Tensor:
-        assert main.main(self.command(*extra, steps=steps, chunks=chunks)) == 0
-        return load_file(self.folder / "out.safetensors")["latents"]
-
-
-@pytest.fixture
-def given(tmp_path: Path) -> Given:
-    model = small_transformer(5, layers=3, planes=0)
-    torch.save({"generator": original(model.state_dict()), "step": 7}, tmp_path / "wan.pt")
-    config = {"num_attention_heads": model.config.num_attention_heads}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"attention_head_dim": model.config.attention_head_dim}))
-    shape = (LATENT_CHANNELS, CHUNK, SIDE, SIDE)
-    draw = lambda chunk, step: sampling.noise(shape, seed=3, chunk=chunk, step=step)  # noqa: E731
-    initial = torch.stack([draw(chunk, 0) for chunk in range(CHUNKS)])
-    renoise = torch.stack([torch.stack([draw(chunk, step) for step in (1, 2)]) for chunk in range(CHUNKS)])
-    save_file({"initial": initial, "renoise": renoise}, tmp_path / "noise.safetensors")
-    generator = torch.Generator().manual_seed(2)
-    for name in ("text", "other"):
-        rows = torch.randn(1, TOKENS, model.config.text_dim, generator=generator)
-        save_file({"prompt_embeds": rows}, tmp_path / f"{name}.safetensors")
-    return Given(tmp_path, model)
+from tests.small import LATENT_CHANNELS, RED
 
 
 @torch.inference_mode()
@@ -87,6 +30,7 @@ def test_one_chunk_over_a_whole_clip_equals_diffusers(given: Given) -> None:
     torch.testing.assert_close(got, noise - 0.9 * flow, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
 @pytest.mark.parametrize(("window", "sink"), [(0, 0), (9, 0), (9, 3), (8, 2)])
 def test_a_stream_equals_the_uncached_reference(given: Given, window: int, sink: int, kv_context: str) -> None:
@@ -129,14 +73,15 @@ def test_stages_do_not_matter(given: Given) -> None:
         assert torch.equal(one, given.latents(*switch, "--stages", stages))
 
 
+@pytest.mark.slow
 def test_a_prompt_switch_changes_what_comes_after_it(given: Given) -> None:
     plain, other = given.latents(), str(given.folder / "other.safetensors")
     results = {}
-    for policy in ("", ":keep", ":flush", ":recache", ":reset"):
+    for policy in ("", ":keep", ":flush", ":recache", ":recache-causal", ":reset"):
         results[policy] = given.latents("--prompt-switch", f"2:{other}{policy}")
         assert torch.equal(results[policy][:2], plain[:2]) and not torch.equal(results[policy][2], plain[2])
     assert torch.equal(results[""], results[":keep"])
-    distinct = [results[policy][2] for policy in (":keep", ":flush", ":recache")]
+    distinct = [results[policy][2] for policy in (":keep", ":flush", ":recache", ":recache-causal")]
     assert all(not torch.equal(a, b) for i, a in enumerate(distinct) for b in distinct[:i])
     flushed, fresh = results[":flush"], results[":reset"]
     torch.testing.assert_close(flushed, fresh, rtol=1e-4, atol=1e-5, msg="without a sink both see nothing")
@@ -176,6 +121,27 @@ def test_chunks_start_from_encoded_video(given: Given) -> None:
     assert (given.latents(steps="700,500,400") - in_chunks).abs().max() > 0.1
 
 
+def test_motion_is_that_of_pixels_where_the_file_says_it(given: Given, capsys: pytest.CaptureFixture[str]) -> None:
+    draw = torch.randn(LATENT_CHANNELS, CHUNKS * CHUNK, SIDE, SIDE, generator=torch.Generator().manual_seed(2))
+    path = given.folder / "video.safetensors"
+    options = ["--video-latents", str(path), "--chunk-frames", str(CHUNK), "--strength", "0.9", "--motion-noise"]
+    made, steps = {}, "700,500,400"
+    for motion in ("", " ".join(["0"] * CHUNKS * CHUNK), " ".join(["0", "2", "0"] * CHUNKS)):
+        save_file({"latents": draw}, path, {"motion": motion} if motion else None)
+        made[motion] = given.latents(*options, steps=steps, chunks=2)
+        assert ("does not say how its pixels move" in capsys.readouterr().err) == (not motion)
+    unknown, still, moving = made.values()
+    assert torch.equal(unknown, moving), "the motion of these latents is the most, too"
+    assert torch.equal(still[0], moving[0]) and (still[1] - moving[1]).abs().max() > 1e-3
+    nearest = given.latents(*options, "--nearest", "--shift", "8", steps=steps, chunks=2)
+    assert 0 < (nearest - moving).abs().max() < 0.05
+    for wrong in ("1 1", " ".join(["3"] * CHUNKS * CHUNK), " ".join(["much"] * CHUNKS * CHUNK)):
+        save_file({"latents": draw}, path, {"motion": wrong})
+        assert main.main(given.command(*options, steps=steps, chunks=2)) == 2
+        assert "`motion` in its header must be a number from 0 to 2 for each of its 18" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
 def test_an_averaged_sink_takes_in_what_leaves(given: Given, kv_context: str) -> None:
     parts = ["--window", "6", "--sink", "3", "--kv-context", kv_context]
@@ -208,6 +174,7 @@ def test_bfloat16_runs_and_is_near(given: Given) -> None:
     assert (plain - low).norm() < 0.05 * plain.norm()
 
 
+@pytest.mark.slow
 def test_the_embedded_model_writes_latents_and_video(tmp_path: Path) -> None:
     latents, video = tmp_path / "l.safetensors", tmp_path / "video.mp4"
     command = ["generate", "--chunks", "2", "--latents-out", str(latents), "--output", str(video), "--seed", "4"]
@@ -216,6 +183,7 @@ def test_the_embedded_model_writes_latents_and_video(tmp_path: Path) -> None:
     assert video.stat().st_size > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
@@ -246,7 +214,7 @@ def test_the_embedded_model_writes_latents_and_video(tmp_path: Path) -> None:
         (["--averaged-sink", "0.9", "--adaptive-sink", "0", "--window", "9", "--sink", "3"], "two ways to change"),
         (["--dtype", "int8"], "--dtype is 'int8', but must be one of auto, float32, bfloat16"),
         (["--prompt-switch", "soon"], "--prompt-switch is 'soon'; it must be CHUNK:FILE"),
-        (["--prompt-switch", "2:/nowhere:forget"], "POLICY can be keep, flush, recache, reset"),
+        (["--prompt-switch", "2:/nowhere:forget"], "POLICY can be keep, recache, recache-causal, flush, reset"),
         (["--chunks", "7"], "initial"),
         (["--chunks", "0"], "--chunks is 0; at least 1"),
         (["--chunk-frames", "2"], "initial"),

@@ -109,7 +109,7 @@ def test_the_unit_s_command_is_one_that_we_know() -> None:
     words = _unit()["Service"]["ExecStart"].split()
     assert words[0].endswith("/streamdiff")
     arguments = cli_parsers.parse(words[1:])
-    assert arguments.command == "serve" and arguments.no_browser
+    assert arguments.command == "serve" and getattr(arguments, "serve.open_browser") is False
     assert getattr(arguments, "serve.log_format") == "json"
     assert getattr(arguments, "serve.control_token_file").endswith("/control.token")
 
@@ -128,9 +128,17 @@ def test_the_unit_lets_viewers_finish_and_is_hardened() -> None:
 # ---- Kubernetes ------------------------------------------------------------------------------------------------------
 
 
+ONE_SERVER, FLEET, SCALER, RING = (
+    DEPLOY / "kubernetes" / f"{name}.yaml" for name in ("one-server", "fleet", "autoscaling", "ring")
+)
+
+
+def _documents(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+
+
 def _kubernetes() -> dict[str, Any]:
-    text = (DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")
-    return {each["kind"]: each for each in yaml.safe_load_all(text)}
+    return {each["kind"]: each for each in _documents(ONE_SERVER)}
 
 
 def _config(folder: Path | None = None) -> Config:
@@ -156,12 +164,12 @@ def test_the_config_map_is_a_configuration_and_nothing_is_open_by_accident(tmp_p
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     assert set(mounts.values()) == set(volumes)
     secret = volumes[mounts[folder]]["secret"]["secretName"]
-    text = (DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")
+    text = ONE_SERVER.read_text(encoding="utf-8")
     assert f"kubectl create secret generic {secret} --from-literal={name}=" in text
 
 
 def test_what_the_example_makes_the_token_with_is_a_token(tmp_path: Path) -> None:
-    text = (DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")
+    text = ONE_SERVER.read_text(encoding="utf-8")
     [command] = re.findall(r'--from-literal=control\.token="\$\((.+)\)"', text)
     made = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout
     (tmp_path / "token").write_text(made, encoding="ascii")
@@ -176,7 +184,7 @@ def test_the_pod_s_command_port_and_probes_are_the_program_s() -> None:
     assert mounts[str(arguments.config.parent)] == "config" and arguments.config.name == "config.yaml"
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"http": config.serve.port}
-    known = {getattr(route, "path", "") for route in health.router().routes}
+    known = {getattr(route, "path", "") for route in health.router.routes}
     probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")}
     assert {probe["path"] for probe in probes.values()} <= known and {probe["port"] for probe in probes.values()} == {
         "http"
@@ -202,6 +210,100 @@ def test_the_service_finds_the_pod() -> None:
     assert port["targetPort"] in {each["name"] for each in _container()["ports"]}
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in DEPLOY.iterdir()))
+# ---- several servers, and a ring over several nodes ------------------------------------------------------------------
+
+
+def _fleet(kind: str, name: str = "streamdiff") -> dict[str, Any]:
+    [found] = [each for each in _documents(FLEET) if (each["kind"], each["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def test_pods_of_a_fleet_are_the_one_server_s_with_a_name_each(tmp_path: Path) -> None:
+    fleet, one = _fleet("StatefulSet")["spec"], _kubernetes()["Deployment"]["spec"]
+    [container], [alone] = (each["template"]["spec"]["containers"] for each in (fleet, one))
+    index = next(each for each in container["env"] if each["name"] == "POD_INDEX")
+    assert index["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.labels['apps.kubernetes.io/pod-index']"
+    assert container["args"] == [*alone["args"], "--server-name", "$(POD_INDEX)"]
+    assert getattr(cli_parsers.parse([*alone["args"], "--server-name", "3"]), "serve.name") == "3"
+    assert [each for each in container["env"] if each != index] == alone["env"]
+    for part in (container, alone):
+        del part["args"], part["env"]
+    assert fleet["template"] == one["template"]
+    path = tmp_path / "config.yaml"
+    path.write_text(_fleet("ConfigMap")["data"]["config.yaml"], encoding="utf-8")
+    config, single = load(path).serve, _config().serve
+    own = {"agent_port", "hosts", "trusted_proxies"}
+    assert config.model_dump(exclude=own) == single.model_dump(exclude=own)
+    assert config.agent_port and config.trusted_proxies and config.media_ports
+
+
+def test_the_fleet_s_balancer_is_haproxy_cfg_with_the_pods_as_servers(tmp_path: Path) -> None:
+    wanted = (DEPLOY / "haproxy.cfg").read_text(encoding="utf-8")
+    given = _fleet("ConfigMap", "streamdiff-balancer")["data"]["haproxy.cfg"]
+    pods = _fleet("Service", "streamdiff-pods")
+    assert pods["spec"]["clusterIP"] == "None" and pods["spec"]["publishNotReadyAddresses"] is True
+    assert _fleet("StatefulSet")["spec"]["serviceName"] == "streamdiff-pods"
+    own = ("# A pod that is", "default-server resolvers", "resolvers cluster", "parse-resolv-conf", "hold valid")
+    lines = [line.strip() for line in given.splitlines() if line.strip() and not line.strip().startswith(own)]
+    named = re.compile(r'server (\d) "streamdiff-\1\.streamdiff-pods\.\$\{NAMESPACE\}\.svc\.cluster\.local:8000"')
+    rest = [named.sub(lambda found: f"server {found[1]}", line) for line in lines]
+    plain = [re.sub(r"(server \w) 10\.0\.0\.\d:8000", r"\1", line.strip()) for line in wanted.splitlines()]
+    plain = [line for line in plain[plain.index("global") :] if line]
+    is_server = re.compile(r"server \w( |$)").match
+    assert [line for line in rest if not is_server(line)] == [line for line in plain if not is_server(line)]
+    servers = [line for line in rest if is_server(line)]
+    ends = [line.removeprefix("server a") for line in plain if line.startswith("server a")]
+    most = next(each for each in _documents(SCALER))["spec"]["maxReplicaCount"]
+    assert servers == [f"server {number}{end}" for end in ends for number in range(most)], (
+        "one for each pod there may be"
+    )
+    balancer = _fleet("Deployment", "streamdiff-balancer")["spec"]["template"]
+    assert _fleet("Service")["spec"]["selector"] == balancer["metadata"]["labels"]
+    [container] = balancer["spec"]["containers"]
+    assert f"bind :{container['ports'][0]['containerPort']}" in lines
+    assert container["env"][0]["name"] == "NAMESPACE"
+
+
+def test_what_scales_the_fleet_asks_for_a_figure_that_exists() -> None:
+    [scaler] = _documents(SCALER)
+    [trigger] = scaler["spec"]["triggers"]
+    assert scaler["spec"]["scaleTargetRef"]["name"] == _fleet("StatefulSet")["metadata"]["name"]
+    assert re.findall(r"streamdiff_\w+", trigger["metadata"]["query"]) == ["streamdiff_sessions"]
+    assert "streamdiff_sessions" in _exported()
+    assert _fleet("PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
+
+
+def test_a_ring_over_several_nodes_is_a_command_that_we_know_and_nobody_else_reaches_it() -> None:
+    job, service, policy = _documents(RING)
+    spec = job["spec"]
+    [container] = spec["template"]["spec"]["containers"]
+    split = container["args"].index("--module")
+    torchrun = dict(word.removeprefix("--").split("=") for word in container["args"][:split])
+    assert container["args"][split + 1] == "streamdiff"
+    arguments = cli_parsers.parse(container["args"][split + 2 :])
+    ranks = int(torchrun["nnodes"]) * int(torchrun["nproc-per-node"])
+    assert arguments.command == "generate" and getattr(arguments, "model.stages") == ranks
+    assert spec["completions"] == spec["parallelism"] == int(torchrun["nnodes"]) and spec["completionMode"] == "Indexed"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(torchrun["nproc-per-node"])
+    first = f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert torchrun["master-addr"] == first and spec["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    assert torchrun["rdzv-backend"] == "static", "c10d keeps pickles where whoever reaches it can write"
+    [rule] = policy["spec"]["ingress"]
+    labels = spec["template"]["metadata"]["labels"]
+    assert policy["spec"]["podSelector"]["matchLabels"] == service["spec"]["selector"] == labels
+    assert rule == {"from": [{"podSelector": {"matchLabels": labels}}]}
+
+
+def test_the_image_is_made_of_the_wheel_and_runs_the_command() -> None:
+    lines = (DEPLOY / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    words = dict(line.split(" ", 1) for line in lines if line and not line.startswith("#"))
+    assert words["COPY"].startswith("dist/streamdiff-*.whl ") and words["USER"] == "10001"
+    command = json.loads(words["ENTRYPOINT"]) + json.loads(words["CMD"])
+    assert command[0] == "streamdiff" and cli_parsers.parse(command[1:]).command == "serve"
+    python = re.fullmatch(r"python:(3\.\d+)-slim", words["FROM"])
+    assert python is not None and tuple(map(int, python[1].split("."))) >= (3, 11)
+
+
+@pytest.mark.parametrize("name", sorted(str(path.relative_to(DEPLOY)) for path in DEPLOY.rglob("*") if path.is_file()))
 def test_each_file_is_explained(name: str) -> None:
     assert f"deploy/{name}" in (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")

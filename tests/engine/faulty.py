@@ -16,8 +16,8 @@ from torch import Tensor
 from streamdiff.engine.process import main as engine
 from streamdiff.pipeline import device_timer
 from streamdiff.pipeline.decode import host_copy
-from streamdiff.pipeline.distributed.gloo import GlooSender
 from streamdiff.pipeline.distributed.message import StageMessage
+from streamdiff.pipeline.distributed.tcp import TcpSender
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.stage_forward import Tensors
 from streamdiff.pipeline.scheduler.step import MicroStep
@@ -56,7 +56,7 @@ class DeviceEvent(device_timer.HostEvent):
         return not self._never
 
 
-class DeviceSender(GlooSender):
+class DeviceSender(TcpSender):
     def send(self, work: StageMessage) -> None:
         if not Device.stuck:
             super().send(work)
@@ -82,7 +82,7 @@ if __name__ == "__main__":
         from streamdiff.pipeline.decode import decode_worker
 
         topology.ModelRunner = executor.ModelRunner = FaultyStage  # type: ignore[misc]
-        topology.GlooSender = DeviceSender  # type: ignore[misc]
+        topology.TcpSender = DeviceSender  # type: ignore[misc]
         decode_worker.decode_chunk = decode_chunk
         device_timer.HostEvent = DeviceEvent  # type: ignore[misc]
     engine.main_and_end()

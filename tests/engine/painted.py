@@ -15,8 +15,7 @@ from zlib import crc32
 
 import numpy as np
 
-from streamdiff.config import ModelConfig
-from streamdiff.engine.messages import SWITCHES
+from streamdiff.config import PROMPT_POLICIES, ModelConfig
 from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.process.main import main
 from streamdiff.errors import ConfigError, RequestError
@@ -81,12 +80,22 @@ class PaintedPipeline:
         self.calls: list[tuple[object, ...]] = []
         self.closed = False
 
-    def minimum_lead(self, *, steps: int, kv_context: str) -> int:
+    def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
         if kv_context not in ("clean", "staircase", "matched"):
             raise ValueError(f"kv_context is {kv_context!r}; it must be clean, staircase or matched")
         return CHUNK_FRAMES
 
-    def open(self, session: int, conditioning: object, *, seed: int, epoch: int, steps: int, kv_context: str) -> None:
+    def open(
+        self,
+        session: int,
+        conditioning: object,
+        *,
+        seed: int,
+        epoch: int,
+        steps: int,
+        kv_context: str,
+        background: bool = False,
+    ) -> None:
         assert isinstance(conditioning, str) and session not in self.streams
         if steps not in (2, 4):
             raise RequestError("steps", f"steps is {steps}; it must be 2 or 4")
@@ -94,7 +103,7 @@ class PaintedPipeline:
         self.calls.append(("open", session, conditioning, steps, kv_context))
 
     def check_switch(self, session: int, switch: str) -> None:
-        known = ("keep", "flush", "reset") if self.streams[session].kv_context == "matched" else SWITCHES
+        known = ("keep", "flush", "reset") if self.streams[session].kv_context == "matched" else PROMPT_POLICIES
         if switch not in known:
             raise RequestError("switch", f"the painter cannot {switch}")
 
@@ -124,7 +133,7 @@ class PaintedPipeline:
         self.streams[session].paused = paused
         self.calls.append(("set_paused", session, paused))
 
-    def set_room(self, session: int, frames: int) -> None:
+    def set_frame_credit(self, session: int, frames: int) -> None:
         assert frames >= 0
         self.streams[session].room = frames
 

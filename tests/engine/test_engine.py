@@ -8,10 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from streamdiff.config import ModelConfig
+from streamdiff.config import PROMPT_POLICIES, RECACHES, ModelConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import (
-    SWITCHES,
     Accepted,
     Applied,
     Close,
@@ -26,7 +25,7 @@ from streamdiff.engine.messages import (
     Refused,
     Reset,
     Resume,
-    SetLead,
+    SetMaxAhead,
     SetPrompt,
     SetSteps,
     Shown,
@@ -47,7 +46,7 @@ def real() -> Iterator[Pipeline]:
     pipeline.close()
 
 
-@pytest.fixture(params=["painted", "real"])
+@pytest.fixture(params=["painted", pytest.param("real", marks=pytest.mark.slow)])
 def pipeline(request: pytest.FixtureRequest) -> Pipeline:
     if request.param == "painted":
         return PaintedPipeline()
@@ -60,8 +59,8 @@ def start(pipeline: Pipeline) -> Iterator[Callable[[int], Engine]]:
     """Engines on `pipeline` with a lead of so many chunks; their sessions are closed afterwards."""
     engines: list[Engine] = []
 
-    def start(lead_chunks: int = 2) -> Engine:
-        engines.append(Engine(pipeline, lead_chunks * pipeline.info.chunk_frames))
+    def start(max_ahead_chunks: int = 2) -> Engine:
+        engines.append(Engine(pipeline, max_ahead_chunks * pipeline.info.chunk_frames))
         return engines[-1]
 
     yield start
@@ -376,6 +375,7 @@ def test_a_prompt_with_each_switch_is_applied(start: Start, switch: str) -> None
     assert (applied.chunk == 0) == (switch == "reset")
 
 
+@pytest.mark.slow
 def test_switches_make_different_pictures(real: Pipeline) -> None:
     """Chunks of the new prompt see the past, a past written again, or none: pixels must tell."""
     seen = {}
@@ -398,8 +398,8 @@ def test_a_session_tells_which_switches_it_can_have(start: Start, kv_context: st
     engine = start(2)
     opened = ask(engine, Open("a", RED, kv_context=kv_context), Opened)
     assert isinstance(opened, Opened)
-    assert set(opened.switches) == {*SWITCHES} - ({"recache"} if kv_context == "matched" else set())
-    for switch in SWITCHES:
+    assert set(opened.switches) == {*PROMPT_POLICIES} - ({*RECACHES} if kv_context == "matched" else set())
+    for switch in PROMPT_POLICIES:
         answer = engine.handle(SetPrompt("a", BLUE, "r", switch))
         assert isinstance(answer[0], Accepted if switch in opened.switches else Refused)
 
@@ -417,13 +417,14 @@ def test_a_switch_that_cannot_be_is_refused_and_the_stream_goes_on(start: Start)
 def test_a_session_has_the_lead_it_asks_for(start: Start) -> None:
     engine = start(2)
     size = engine.ready().chunk_frames
-    engine.handle(Open("a", RED, lead_frames=4 * size))
+    engine.handle(Open("a", RED, max_ahead_frames=4 * size))
     made = count(settle(engine))
     assert 3 * size < made <= 4 * size
-    engine.handle(SetLead("a", 6 * size))
+    engine.handle(SetMaxAhead("a", 6 * size))
     assert 5 * size < made + count(settle(engine)) <= 6 * size
 
 
+@pytest.mark.slow
 def test_the_engine_says_what_a_chunk_costs(real: Pipeline) -> None:
     engine = Engine(real, 2 * real.info.chunk_frames)
     ready = engine.ready()
@@ -463,6 +464,7 @@ def test_steps_change_from_a_chunk_on_and_the_frames_before_it_stay(start: Start
     assert np.array_equal(pictures(every)[:boundary], plain[:boundary]), "frames already made stay"
 
 
+@pytest.mark.slow
 def test_other_steps_make_other_pictures_and_a_reset_keeps_them(real: Pipeline) -> None:
     engine = Engine(real, 2 * real.info.chunk_frames)
     engine.handle(Open("few", RED, 7, steps=2))

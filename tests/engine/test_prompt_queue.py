@@ -470,6 +470,7 @@ def test_an_opening_that_fails_frees_the_pipeline(pipeline: SlowPipeline) -> Non
     assert pipeline.closed
 
 
+@pytest.mark.slow
 def test_the_real_model_streams_with_wans_text_encoder(tmp_path: Path) -> None:
     """Its transformer knows nothing of these words; but a prompt changes what it shows, and each is encoded once."""
     pipeline = _load_runtime(ModelConfig(steps=2))
@@ -498,6 +499,7 @@ def test_the_real_model_streams_with_wans_text_encoder(tmp_path: Path) -> None:
     assert (counts.misses, counts.hits, counts.bytes) == (2, 1, 2 * length * width * 4) and not encoder.loaded
 
 
+@pytest.mark.slow
 def test_slowness_changes_no_frame_of_the_real_model() -> None:
     """A prompt is in force from the same chunk on, whether it is encoded at once or on a thread."""
 

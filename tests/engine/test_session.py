@@ -34,12 +34,12 @@ class Recorder:
 
 
 def start(**given: Any) -> Session:
-    more = {"text": "red", "seed": 3, "kv_context": "clean", "epoch": 0, "lead_frames": 12} | given
+    more = {"text": "red", "seed": 3, "kv_context": "clean", "epoch": 0, "max_ahead_frames": 12} | given
     return Session("s", Recorder(), SLOT, str, **more)  # type: ignore[arg-type]
 
 
-def session(lead_frames: int = 12, epoch: int = 0) -> Session:
-    return start(lead_frames=lead_frames, epoch=epoch)
+def session(max_ahead_frames: int = 12, epoch: int = 0) -> Session:
+    return start(max_ahead_frames=max_ahead_frames, epoch=epoch)
 
 
 def calls(session: Session) -> list[tuple[object, ...]]:
@@ -64,7 +64,7 @@ def make(session: Session, *, epoch: int, chunk: int, count: int = CHUNK, chunk_
 def test_opening_gives_room_and_tells_how_the_prompt_was_read() -> None:
     s = session(epoch=5)
     assert s.open("a notice") == [Opened("s", 5, "red", "a notice")]
-    assert calls(s) == [("set_room", 12)]
+    assert calls(s) == [("set_frame_credit", 12)]
 
 
 def test_a_prompt_is_accepted_now_and_applied_with_its_first_frames() -> None:
@@ -93,12 +93,12 @@ def test_of_prompts_that_wait_the_latest_wins() -> None:
 
 
 def test_frames_are_numbered_over_chunks_pieces_and_resets() -> None:
-    s = session(lead_frames=100)
+    s = session(max_ahead_frames=100)
     batches = [*make(s, epoch=0, chunk=0, count=1), *make(s, epoch=0, chunk=0, count=3, chunk_s=0.5)]
     batches += make(s, epoch=0, chunk=1)
     calls(s)
     assert s.reset(None, "r") == [Accepted("s", "r", 1, "red")]
-    assert calls(s) == [("reset", "red", 3, 1), ("set_paused", False), ("set_room", 100)]
+    assert calls(s) == [("reset", "red", 3, 1), ("set_paused", False), ("set_frame_credit", 100)]
     assert make(s, epoch=0, chunk=2) == [], "frames of before the reset"
     batches += make(s, epoch=1, chunk=0)
     numbers = [(b.epoch, b.chunk, b.first, b.chunk_s) for b in batches if isinstance(b, FrameBatch)]
@@ -125,7 +125,7 @@ def test_pausing_twice_does_nothing_more() -> None:
 
 
 def test_room_is_what_the_lead_leaves() -> None:
-    s = session(lead_frames=10)
+    s = session(max_ahead_frames=10)
 
     def shown(frames: int) -> list[tuple[object, ...]]:
         s.shown(frames)
@@ -133,11 +133,11 @@ def test_room_is_what_the_lead_leaves() -> None:
 
     make(s, epoch=0, chunk=0)
     make(s, epoch=0, chunk=1)
-    assert calls(s) == [("set_room", 6), ("set_room", 2)]
-    assert shown(5) == [("set_room", 7)]
+    assert calls(s) == [("set_frame_credit", 6), ("set_frame_credit", 2)]
+    assert shown(5) == [("set_frame_credit", 7)]
     assert shown(5) == [], "nothing new"
     assert shown(3) == [], "never back"
-    assert shown(1_000_000) == [("set_room", 10)], "never more than was made"
+    assert shown(1_000_000) == [("set_frame_credit", 10)], "never more than was made"
     assert shown(-1) == []
 
 
@@ -172,13 +172,13 @@ ACTS = st.sampled_from(["chunk", "chunk", "chunk", "show", "prompt", "steps", "t
 @given(st.lists(ACTS, max_size=60))
 def test_whatever_is_asked(acts: list[str]) -> None:
     """Numbers without gaps, epochs that never go back, one `Applied` per epoch seen, room never broken."""
-    s = session(lead_frames=3 * CHUNK)
+    s = session(max_ahead_frames=3 * CHUNK)
     outputs: list[Event] = s.open()
     pipeline_epoch, chunk, shown = 0, 0, 0
     for act in acts:
         made = sum(len(o.pictures) for o in outputs if isinstance(o, FrameBatch))
         match act:
-            case "chunk" if s.room_frames >= CHUNK:
+            case "chunk" if s.frame_credit >= CHUNK:
                 outputs += make(s, epoch=pipeline_epoch, chunk=chunk)
                 chunk += 1
             case "show":
@@ -198,7 +198,7 @@ def test_whatever_is_asked(acts: list[str]) -> None:
                 pipeline_epoch, chunk = s.epoch, 0
             case "pause" | "resume":
                 s.set_paused(act == "pause")
-        assert 0 <= s.room_frames <= 3 * CHUNK
+        assert 0 <= s.frame_credit <= 3 * CHUNK
     batches = [o for o in outputs if isinstance(o, FrameBatch)]
     assert [b.first for b in batches] == [CHUNK * n for n in range(len(batches))]
     epochs = [b.epoch for b in batches]
@@ -228,11 +228,11 @@ def test_a_prompt_may_begin_the_stream_afresh() -> None:
 
 
 def test_the_lead_may_change_but_not_below_what_the_pipeline_needs() -> None:
-    stream = start(lead_frames=12, least_lead_frames=6)
-    stream.set_lead(24)
-    stream.set_lead(1)
-    assert calls(stream) == [("set_room", 24), ("set_room", 6)]
-    assert start(lead_frames=1, least_lead_frames=6).room_frames == 6
+    stream = start(max_ahead_frames=12, min_ahead_frames=6)
+    stream.set_max_ahead(24)
+    stream.set_max_ahead(1)
+    assert calls(stream) == [("set_frame_credit", 24), ("set_frame_credit", 6)]
+    assert start(max_ahead_frames=1, min_ahead_frames=6).frame_credit == 6
 
 
 def test_a_session_taken_up_goes_on_counting_and_has_room_for_what_was_not_shown() -> None:
@@ -242,13 +242,13 @@ def test_a_session_taken_up_goes_on_counting_and_has_room_for_what_was_not_shown
     assert applied == Applied("s", 9, 0, 100)
     assert isinstance(batch, FrameBatch) and batch.first == 100
     s.shown(98)
-    assert calls(s) == [("set_room", 7), ("set_room", 3), ("set_room", 6)]
+    assert calls(s) == [("set_frame_credit", 7), ("set_frame_credit", 3), ("set_frame_credit", 6)]
 
 
 def test_steps_are_accepted_now_and_applied_with_their_first_frames_beside_a_prompt() -> None:
     s = session()
     assert s.set_steps(2, 0, "r1") == [Accepted("s", "r1", 1, "")]
-    assert calls(s) == [("set_room", 12)]
+    assert calls(s) == [("set_frame_credit", 12)]
     s.set_prompt("blue", "", "r2")
     s.set_steps(4, 0, "r3")
     latest = [("set_conditioning", "blue", 2, "keep"), ("set_steps", 4, 3)]
@@ -270,7 +270,7 @@ def test_a_reset_takes_the_steps_that_wait_with_it() -> None:
 
 
 def test_more_steps_may_need_a_longer_lead_and_fewer_give_it_back() -> None:
-    s = session(lead_frames=6)
+    s = session(max_ahead_frames=6)
     s.set_steps(4, 20, "")
     s.set_steps(2, 4, "")
-    assert calls(s) == [("set_room", 20), ("set_room", 6)], "what was asked for when it was opened"
+    assert calls(s) == [("set_frame_credit", 20), ("set_frame_credit", 6)], "what was asked for when it was opened"

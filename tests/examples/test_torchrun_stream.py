@@ -65,22 +65,31 @@ def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
 ARGUMENTS = ("--prompt", PROMPT, "--seed", "3", "--steps", "2", "--seconds", str(FRAMES / 40), "--output", "out")
 
 
-def test_four_ranks_make_the_very_frames_of_one(tmp_path: Path, plain: list[np.ndarray], nothing_left: None) -> None:
-    process = start("--nproc-per-node", "4", str(EXAMPLE), *ARGUMENTS, cwd=tmp_path)
+LAST, OWN_RANK = ("--decode", "last"), ("--decode", "own-rank")
+SOAK = pytest.mark.soak
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (3, LAST),
+        pytest.param(4, (), marks=SOAK),
+        pytest.param(2, LAST, marks=SOAK),
+        pytest.param(2, OWN_RANK, marks=SOAK),
+    ],
+    ids=["three, the last decodes", "four", "two, the last decodes", "two, one decodes"],
+)
+def test_ranks_make_the_very_frames_of_one(
+    tmp_path: Path, plain: list[np.ndarray], nothing_left: None, ranks: int, more: tuple[str, ...]
+) -> None:
+    """Whichever of them decodes; `test_two_nodes` has the first do it."""
+    process = start("--nproc-per-node", str(ranks), str(EXAMPLE), *ARGUMENTS, *more, cwd=tmp_path)
     said, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, said
     assert re.search(rf"{FRAMES} frames, [\d.]+ frames per second; first frame after [\d.]+ s", said)
     shares = [int(share) for share in re.findall(r"rank \d: +(\d+)% of the time at work", said)]
-    assert len(shares) == 4
+    assert len(shares) == ranks
     assert all(0 < share <= 100 for share in shares)
-    assert same(pictures(tmp_path / "out"), plain)
-
-
-@pytest.mark.parametrize("place", ["last", "own-rank"])
-def test_another_rank_decodes(tmp_path: Path, plain: list[np.ndarray], nothing_left: None, place: str) -> None:
-    process = start("--nproc-per-node", "2", str(EXAMPLE), *ARGUMENTS, "--decode", place, cwd=tmp_path)
-    said, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, said
     assert same(pictures(tmp_path / "out"), plain)
 
 
@@ -122,29 +131,37 @@ def address(process: subprocess.Popen[str]) -> str:
     return found[1]
 
 
-def test_torchrun_starts_a_killed_rank_again_as_often_as_it_is_told(tmp_path: Path, nothing_left: None) -> None:
-    """All ranks, and the web server with them, at the port it had; then it is over, and nothing stays."""
+@pytest.mark.parametrize("end", ["ctrl-c", pytest.param("killed", marks=SOAK)])
+def test_live_torchrun_starts_a_killed_rank_again_as_often_as_it_is_told(
+    tmp_path: Path, nothing_left: None, end: str
+) -> None:
+    """All ranks, and the web server with them, at the port it had. After Ctrl-C, or when one is killed once too often,
+    it is over, and nothing stays."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     again = ("--nproc-per-node", "2", "--max-restarts", "1")
     process = start(*again, str(EXAMPLE), "--serve", "--port", port, cwd=tmp_path)
-    killed: list[psutil.Process] = []
-    for _ in range(2):
-        assert httpx.get(address(process) + "readyz", timeout=60).status_code == 200
+
+    def rank_1() -> psutil.Process:
         ranks = [child for child in psutil.Process(process.pid).children() if child.environ().get("RANK") == "1"]
-        assert len(ranks) == 1 and ranks[0] not in killed
-        killed += ranks
-        ranks[0].kill()
-    said, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 1
-    assert "rank 1 is gone" in said and "open http" not in said, said
+        assert len(ranks) == 1
+        return ranks[0]
 
-
-def test_live(tmp_path: Path, nothing_left: None) -> None:
-    process = start("--nproc-per-node", "2", str(EXAMPLE), "--serve", "--port", "0", cwd=tmp_path)
-    assert "<video" in httpx.get(address(process)).text
-    process.send_signal(signal.SIGINT)
+    assert httpx.get(address(process) + "readyz", timeout=60).status_code == 200
+    first = rank_1()
+    first.kill()
+    assert "<video" in httpx.get(address(process), timeout=60).text
+    assert rank_1() != first
+    if end == "ctrl-c":
+        process.send_signal(signal.SIGINT)
+    else:
+        rank_1().kill()
     said, _ = process.communicate(timeout=LIMIT_S)
-    assert "streamdiff:" not in said, "no complaint at the end"
-    assert re.search(r"rank 1: ", said), said
+    assert "open http" not in said
+    if end == "ctrl-c":
+        assert "streamdiff:" not in said, "no complaint at the end"
+        assert re.search(r"rank 1: ", said), said
+    else:
+        assert process.returncode == 1
+        assert "rank 1 is gone" in said, said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,19 +18,20 @@ from streamdiff import clock
 from streamdiff.models.model import Model
 from streamdiff.pipeline.distributed.link import Receiver, Sender
 from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, StageMessage
-from streamdiff.pipeline.distributed.nccl import NcclReceiver, NcclSender, edge_groups, warm_up
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.topology import StageTopology, follower, head_ring
 from tests.gpu.nccl_ring import finding
-from tests.pipeline.distributed.scenarios import SCENARIOS
+from tests.pipeline.distributed.scenarios import SCENARIOS, all_send_first, connect_often, nccl_ends
 from tests.pipeline.playing import CHUNKS_LONG, THREE, play, same
 from tests.small import small_model
 
 MIB = 2**20
 STEADY = MessageLayout(1, (((16 * MIB,), torch.uint8),), None)
 MESSAGES = 100
+LOCK_S = 30.0
+"""How long ranks may take to connect before that counts as a lock."""
 
 
 class OnDevice:
@@ -51,21 +53,25 @@ class OnDevice:
         self.sender.flush(limit_s)
 
 
-def ends(rank: int, tag: int, wire: MessageLayout, device: torch.device) -> tuple[NcclSender, NcclReceiver]:
-    """As in `tests/pipeline/distributed/scenarios.py`, over NCCL."""
-    groups = edge_groups(2, device)
-    out, into = groups[rank], groups[1 - rank]
-    assert out is not None and into is not None
-    sender = NcclSender(wire, 1 - rank, 2 * tag + rank, device, out)
-    receiver = NcclReceiver(wire, 1 - rank, 2 * tag + 1 - rank, device, into)
-    warm_up(sender, receiver)
-    return sender, receiver
+def order(rank: int, ranks: int, device: torch.device) -> None:
+    """What every rank of a ring must not do; ends this process, since a thread in NCCL cannot be called back."""
+
+    def end() -> None:
+        print("all sending first locks", flush=True)
+        os._exit(0)
+
+    timer = threading.Timer(LOCK_S, end)
+    timer.daemon = True
+    timer.start()
+    nccl_ends(rank, 0, STEADY, device, ranks, all_send_first)
+    print("all sending first does not lock here", flush=True)
+    os._exit(0)
 
 
 def links(rank: int, ranks: int, device: torch.device) -> None:
     """The contract of links, from rank 1 to rank 0; the last scenario ends with the sender's process."""
     for tag, (name, (wire, send, receive)) in enumerate(SCENARIOS.items()):
-        sender, receiver = ends(rank, tag, wire, device)
+        sender, receiver = nccl_ends(rank, tag, wire, device)
         if rank == 0:
             receive(receiver)
             print(f"{name} passed", flush=True)
@@ -93,7 +99,7 @@ def steady(rank: int, ranks: int, device: torch.device) -> None:
     """Messages of 16 MiB from rank 1 to rank 0 without a host that waits for its device, and how long one takes."""
     works = [numbered(number, device) for number in range(MESSAGES)]
     seen = torch.empty(MESSAGES, 2, dtype=torch.uint8, device=device)
-    sender, receiver = ends(rank, 0, STEADY, device)
+    sender, receiver = nccl_ends(rank, 0, STEADY, device)
     torch.cuda.current_stream(device).synchronize()
     dist.barrier()
     started_s = clock.monotonic_s()
@@ -174,7 +180,9 @@ def main(rank: int, part: str, ranks: int, port: int) -> None:
     torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=timedelta(seconds=300))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(days=3650))
-    {"links": links, "steady": steady, "ring": ring}[part](rank, ranks, device)
+    {"order": order, "connect": connect_often, "links": links, "steady": steady, "ring": ring}[part](
+        rank, ranks, device
+    )
     dist.barrier()
     os._exit(0)  # links have receives posted that will never be answered
 

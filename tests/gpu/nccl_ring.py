@@ -23,8 +23,9 @@ from tests.pipeline.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_FROM = (2, 30)
+VARIABLES = ("NCCL_", "TORCH_NCCL_", "CUDA_")
 KV_CONTEXTS = ("clean", "staircase", "matched")
-PARTS = {"links": 2, "steady": 2, "ring": None}
+PARTS = {"order": 2, "connect": None, "links": 2, "steady": 2, "ring": None}
 """Programs of `nccl_rank.py` and how many ranks play them; None: as many as there are stages."""
 
 
@@ -75,17 +76,30 @@ def check_same(said: str) -> None:
         assert same == "True", f"{kv_context} makes something else over the ring: {more}"
 
 
-def environment(ranks: int, devices: int) -> dict[str, str]:
-    """Of a rank. Ranks that share a GPU have to share its blocks, else NCCL hangs."""
+def environment(ranks: int, devices: int, log: Path | None = None) -> dict[str, str]:
+    """Of a rank. Ranks that share a GPU have to share its blocks, else NCCL hangs. NCCL writes into the folder `log`
+    what it uses for each edge, a file for each process."""
     shared = {
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",
         "NCCL_MAX_CTAS": str(max(1, 8 // ranks)),
         "NCCL_NVLS_ENABLE": "0",
     }
-    return {**os.environ, "OMP_NUM_THREADS": "1", **(shared if devices < ranks else {})}
+    debug = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log / "nccl.%p.log")} if log is not None else {}
+    return {**os.environ, "OMP_NUM_THREADS": "1", **debug, **(shared if devices < ranks else {})}
 
 
-def play(part: str, ranks: int, limit_s: float = 500.0) -> str:
+def describe(log: Path) -> None:
+    """Write down what a stranger has to know of this machine: how GPUs are linked, versions, variables."""
+    log.mkdir(parents=True, exist_ok=True)
+    lines = [f"torch {torch.__version__}, NCCL {loaded_nccl()}"]
+    lines += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)]
+    for command in (["nvidia-smi"], ["nvidia-smi", "topo", "-m"]):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        lines += ["", " ".join(command), done.stdout or done.stderr]
+    (log / "machine.txt").write_text("\n".join(lines) + "\n")
+
+
+def play(part: str, ranks: int, limit_s: float = 500.0, log: Path | None = None) -> str:
     """Run a part on so many processes; what all of them said.
 
     Raises:
@@ -95,7 +109,7 @@ def play(part: str, ranks: int, limit_s: float = 500.0) -> str:
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.gpu.nccl_rank", str(rank), *arguments],
-            cwd=ROOT, env=environment(ranks, torch.cuda.device_count()), text=True,
+            cwd=ROOT, env=environment(ranks, torch.cuda.device_count(), log), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for rank in range(ranks)
@@ -121,6 +135,7 @@ def play(part: str, ranks: int, limit_s: float = 500.0) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="The NCCL link on real GPUs: is it right, and how long does it take?")
     parser.add_argument("--stages", type=int, default=2, help="ranks of the ring (default: 2)")
+    parser.add_argument("--log", type=Path, metavar="DIR", help="folder for facts of the machine and NCCL's own log")
     options = parser.parse_args()
     reason = refused(options.stages)
     if reason:
@@ -129,8 +144,10 @@ def main() -> int:
     print(
         f"NCCL {loaded_nccl()}, torch {torch.__version__}, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     )
+    if options.log is not None:
+        describe(options.log)
     for part, ranks in PARTS.items():
-        said = play(part, ranks or options.stages)
+        said = play(part, ranks or options.stages, log=options.log)
         print(f"== {part}\n{said}", flush=True)
         if part == "ring":
             check_same(said)

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from streamdiff.models.autoencoder.normalisation import Normalisation
-from streamdiff.models.autoencoder.stepped_decoder import Layout, VideoDecoder, rgb24, yuv420p
+from streamdiff.models.autoencoder.picture_decoder import Layout, PictureDecoder, VideoDecoder, rgb24, yuv420p
 from streamdiff.models.autoencoder.taehv_codec import StreamingTaehv, TaehvDecoder
 from streamdiff.models.autoencoder.wan import WanDecoder
 from streamdiff.models.model import Model
-from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding, Piece
 from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.runner.torch_compile import one_graph
 from tests.pipeline.playing import CHUNKS_LONG, Order, play
 from tests.small import RED, WHITE, small_autoencoder, small_model
 from tests.small_vae import small_wan_autoencoder
@@ -91,11 +91,11 @@ def test_a_micro_step_makes_no_host_sync(model: Model, kv_context: str, compiled
     ring.open(0, model.text.encode(RED), seed=1, epoch=0, steps=4, kv_context=kv_context)
     frames, done = ring.scheduler.chunk_frames, 0
     while done < 6:
-        ring.scheduler.set_room(0, frames)
+        ring.scheduler.set_frame_credit(0, frames)
         done += len(ring.turn()[1])
     with no_host_sync():
         while done < 12:
-            ring.scheduler.set_room(0, frames)
+            ring.scheduler.set_frame_credit(0, frames)
             done += len(ring.turn()[1])
 
 
@@ -103,11 +103,13 @@ def test_a_micro_step_makes_no_host_sync(model: Model, kv_context: str, compiled
 def test_pictures_decoded_on_a_stream_of_their_own_are_the_same_while_the_device_is_busy(at_once: int) -> None:
     """Nothing of a chunk is read before it is there, and no pinned buffer is written before it was read."""
     model, device = small_model(2), torch.device("cuda")
-    assert isinstance(model.decoder, TaehvDecoder)
-    model.decoder.model.autoencoder.to(device)
-    statistics = model.decoder.model.normalisation
+    assert model.decoder is not None
+    network = model.decoder.network
+    assert isinstance(network, TaehvDecoder)
+    network.model.autoencoder.to(device)
+    statistics = network.model.normalisation
     assert statistics is not None
-    decoder = TaehvDecoder(StreamingTaehv(model.decoder.model.autoencoder, on(statistics, device)))
+    decoder = PictureDecoder(TaehvDecoder(StreamingTaehv(network.model.autoencoder, on(statistics, device))))
     chunks = [torch.randn(model.spec.chunk_shape, device=device) for _ in range(20)]
     memory = decoder.new_memory()
     expected = torch.cat([decoder.decode(chunk[None], memory) for chunk in chunks]).cpu().numpy()
@@ -145,7 +147,7 @@ def test_a_compiled_decoder_with_channels_last_makes_the_plain_pictures(
     fast.lay_out(channels_last=True)
     decoder = PictureDecoder(fast, layout)
     with ThreadPoolExecutor(1, initializer=lambda: torch.set_num_threads(DECODE_THREADS)) as alike:
-        alike.submit(decoder.compile, torch.zeros(shape, device=device), shape[1]).result()
+        alike.submit(decoder.compile, torch.zeros(shape, device=device), shape[1], one_graph).result()
     chunks = [torch.randn(shape, device=device) for _ in range(4)]
     pieces: list[Piece] = []
     decoding = LocalDecoding(decoder, pieces.append, lambda: None, device, shape[1])

@@ -15,6 +15,13 @@ def skip_where_it_cannot_run(ranks: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_edges_connect_whoever_comes_late(stages: int) -> None:
+    skip_where_it_cannot_run(stages)
+    assert play("connect", stages).count("connected 20 times") == stages
+
+
+@pytest.mark.gpu
 def test_the_contract_of_links() -> None:
     skip_where_it_cannot_run(2)
     said = play("links", 2)

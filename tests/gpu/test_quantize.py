@@ -9,7 +9,7 @@ import torch
 
 from streamdiff.models.transformer.quantization import FP8_CAPABILITY
 from streamdiff.models.transformer.wan import WanDenoiser, attend
-from streamdiff.models.transformer.weights import load_transformer
+from streamdiff.models.transformer.weights import load_transformer, open_transformer
 from tests.small import LATENT_CHANNELS, small_transformer
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,9 @@ def test_it_is_near_the_model_in_bfloat16(mode: str, tmp_path: Path) -> None:
     small_transformer(3, layers=3, heads=4, head_dim=16).save_pretrained(tmp_path)
     flows = []
     for kind in ("none", mode):
-        denoiser = WanDenoiser(load_transformer(tmp_path, device=gpu, dtype=torch.bfloat16, quantize=kind))
+        denoiser = WanDenoiser(
+            load_transformer(open_transformer(tmp_path), device=gpu, dtype=torch.bfloat16, quantize=kind)
+        )
         generator = torch.Generator().manual_seed(1)
         latents = torch.randn(1, LATENT_CHANNELS, 3, 8, 8, generator=generator).to(gpu, torch.bfloat16)
         text = torch.randn(1, 16, denoiser.text_width, generator=generator).to(gpu, torch.bfloat16)

@@ -16,7 +16,7 @@ from torch import Tensor
 from streamdiff.models.checkpoint.checkpoint import Checkpoint
 from streamdiff.models.transformer import rope
 from streamdiff.models.transformer.wan import WanDenoiser, attend
-from streamdiff.models.transformer.weights import load_transformer
+from streamdiff.models.transformer.weights import load_transformer, open_transformer
 from tests.small import CPU, LATENT_CHANNELS, small_transformer
 
 State = dict[str, Tensor]
@@ -190,7 +190,9 @@ HEADS = {"num_attention_heads": 2}
 
 def load(path: Path, **options: object) -> WanTransformer3DModel:
     """The whole model in float32, the number of heads given, unless `options` say otherwise."""
-    return load_transformer(path, **{"device": CPU, "dtype": torch.float32, "config": HEADS, **options})  # type: ignore[arg-type]
+    config = options.pop("config", HEADS)
+    file = open_transformer(path, options.pop("container", None), config)  # type: ignore[arg-type]
+    return load_transformer(file, **{"device": CPU, "dtype": torch.float32, **options})  # type: ignore[arg-type]
 
 
 def small_state(layers: int = 2) -> State:

@@ -101,8 +101,9 @@ def test_what_cannot_be_read_is_asked_about(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ConfigError, match=name):
             recognition.entry_of(tmp_path / name)
+    (folder := tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="name the file, or say --model"):
-        recognition.entry_of(tmp_path / "..")
+        recognition.entry_of(folder)
 
 
 def test_no_pickle_is_opened(tmp_path: Path) -> None:

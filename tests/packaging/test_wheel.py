@@ -1,7 +1,8 @@
 """The wheel works by itself: weights and page inside, the command runs away from the repository.
 
 The quick variant takes the dependencies from the environment that runs the tests (a .pth file points there), so that
-nothing is downloaded; the package itself comes from the wheel alone. `test_from_nothing` installs everything anew.
+nothing is downloaded; the package itself comes from the wheel alone. `test_from_nothing`, of `make soak`, installs
+everything anew.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("streamdiff", "pyproject.toml", "README.md", "LICENSE")
 
-pytestmark = [pytest.mark.packaging, pytest.mark.slow]
+pytestmark = [pytest.mark.packaging, pytest.mark.slow, pytest.mark.xdist_group("wheel")]
 
 
 @pytest.fixture(scope="session")
@@ -38,11 +39,11 @@ class Installed:
     """An environment with the wheel in it."""
 
     def __init__(self, folder: Path, wheel: Path, *, borrow: bool) -> None:
-        venv.create(folder, with_pip=True, symlinks=True)
+        venv.create(folder, with_pip=False, symlinks=True)
         self.python = folder / "bin" / "python"
         self.command = folder / "bin" / "streamdiff"
-        pip = [str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, *(["--no-deps"] if borrow else []), str(wheel)], check=True)
+        pip = [sys.executable, "-m", "pip", "--python", str(self.python), "--disable-pip-version-check", "--quiet"]
+        subprocess.run([*pip, "install", *(["--no-deps"] if borrow else []), str(wheel)], check=True)
         if borrow:
             (site,) = folder.glob("lib/python*/site-packages")
             # Read after the environment's own packages: what the wheel brought comes first.
@@ -109,6 +110,7 @@ def test_the_command_runs_away_from_the_repository(installed: Installed, tmp_pat
     assert make_a_video(installed, tmp_path) == 20
 
 
+@pytest.mark.soak
 def test_from_nothing(wheel: Path, tmp_path: Path) -> None:
     """As `pip install streamdiff` does it: every dependency by the wheel's own word."""
     installed = Installed(tmp_path / "venv", wheel, borrow=False)

@@ -1,10 +1,10 @@
 """Does a ring of real processes grow? `python -m tests.pipeline.growth_process --chunks 10000` plays and says.
 
-Three sessions, one per KV context, play legs of LEG chunks each. On the way prompts change, sessions are reset, closed
+Three sessions, one per KV context, play legs of some chunks each. On the way prompts change, sessions are reset, closed
 and opened. After each leg the ring runs dry, and a control that means nothing goes around: every rank that meets it
 counts what its process holds. What is held after the first legs must be what is held at the end.
 
-As a rank: `RANK STAGES PORT CHUNKS`; it prints its counts as JSON.
+As a rank: `RANK STAGES PORT LEGS LEG`; it prints its counts as JSON.
 """
 
 from __future__ import annotations
@@ -13,29 +13,27 @@ import argparse
 import gc
 import json
 import sys
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
-from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
 from streamdiff.pipeline import topology
-from streamdiff.pipeline.distributed import gloo as links_gloo
-from streamdiff.pipeline.distributed.gloo import GlooReceiver, GlooSender
+from streamdiff.pipeline.distributed.link import SLOTS
 from streamdiff.pipeline.distributed.message import StageMessage
+from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.worker import Worker
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 from tests.pipeline.processes import run_ranks
 from tests.small import BLUE, CPU, RED, small_model
 
 LEG, WARM_LEGS = 100, 5
+KV_CONTEXTS = ("clean", "staircase", "matched")
 MARK = 2**20  # no session has this number
 LEAVE_S = 60.0
 SLACK = {
@@ -45,8 +43,7 @@ SLACK = {
     "objects": 200,
     "tensors": 20,
     "sessions": 0,
-    "transfers": 2 * links_gloo.SLOTS,
-    "queued": 2 * links_gloo.SLOTS,
+    "queued": 2 * SLOTS,
     "texts": 4,
     "latents": 6,
     "in_ring": 1,
@@ -56,32 +53,14 @@ SLACK = {
 Counts = dict[str, int]
 
 
-class Transfers:
-    """The `isend` and `irecv` that are alive: stands between the links and torch.distributed."""
-
-    def __init__(self) -> None:
-        self.alive: weakref.WeakSet[dist.Work] = weakref.WeakSet()
-
-    def isend(self, *words: Any, **options: Any) -> dist.Work | None:
-        return self._noted(dist.isend(*words, **options))
-
-    def irecv(self, *words: Any, **options: Any) -> dist.Work | None:
-        return self._noted(dist.irecv(*words, **options))
-
-    def _noted(self, work: dist.Work | None) -> dist.Work | None:
-        if work is not None:
-            self.alive.add(work)
-        return work
-
-
 class Counter(Worker):
     """A rank that counts what it holds when the mark goes by. `ring` is for the head."""
 
     ring: RingExecutor | None = None
 
-    def __init__(self, stage: ModelRunner, sender: GlooSender, receiver: GlooReceiver, transfers: Transfers) -> None:
+    def __init__(self, stage: ModelRunner, sender: TcpSender, receiver: TcpReceiver) -> None:
         super().__init__(receiver, stage, sender)
-        self.links, self.transfers, self.process = (sender, receiver), transfers, psutil.Process()
+        self.links, self.process = (sender, receiver), psutil.Process()
         self.found: list[Counts] = []
 
     def turn(self, wait_s: float | None = 0.0) -> StageMessage | None:
@@ -94,7 +73,7 @@ class Counter(Worker):
         gc.collect()
         sender, receiver = self.links
         sessions, objects = self.stage.sessions.values(), gc.get_objects()
-        heads = self.ring.head.sessions.values() if self.ring else ()
+        heads = self.ring.sampler.sessions.values() if self.ring else ()
         return {
             "resident_bytes": self.process.memory_info().rss,
             "files": self.process.num_fds(),
@@ -102,19 +81,18 @@ class Counter(Worker):
             "objects": len(objects),
             "tensors": sum(isinstance(each, torch.Tensor) for each in objects),
             "sessions": len(sessions) + len(heads),
-            "transfers": len(self.transfers.alive),
-            "queued": sender._full.qsize() + receiver._arrived.qsize() + receiver._posted.qsize(),
+            "queued": sender._leaving.qsize() + receiver._arrived.qsize(),
             "texts": sum(len(session.text) for session in sessions),
             "latents": sum(len(session.latents) for session in heads),
-            "in_ring": len(self.ring._admission.works) if self.ring else 0,
+            "in_ring": len(self.ring._admission.in_ring) if self.ring else 0,
         }
 
 
 class Show:
     """The sessions of a head, by number; `epochs` never repeat."""
 
-    def __init__(self, ring: RingExecutor, texts: Sequence[torch.Tensor], frames: int) -> None:
-        self.ring, self.texts, self.frames, self.epochs = ring, texts, frames, count()
+    def __init__(self, ring: RingExecutor, texts: Sequence[torch.Tensor], frames: int, leg: int) -> None:
+        self.ring, self.texts, self.frames, self.chunks, self.epochs = ring, texts, frames, leg, count()
         for name in range(len(KV_CONTEXTS)):
             self.open(name)
 
@@ -122,44 +100,43 @@ class Show:
         self.ring.open(name, self.texts[0], seed=name, epoch=next(self.epochs), steps=2, kv_context=KV_CONTEXTS[name])
 
     def leg(self, number: int) -> None:
-        """LEG chunks, then nothing is in the ring. Mutates: the ring, on all ranks."""
-        done = 0
-        while done < LEG:
+        """So many chunks, then nothing is in the ring. Mutates: the ring, on all ranks."""
+        done, often = 0, self.chunks // 4
+        while done < self.chunks:
             for name in range(len(KV_CONTEXTS)):
-                self.ring.scheduler.set_room(name, self.frames)
+                self.ring.scheduler.set_frame_credit(name, self.frames)
             for _ in self.ring.turn(LEAVE_S)[1]:
                 done += 1
-                if done % 25 == 0:
-                    self.ring.set_text(done // 25 % 3, next(self.epochs), self.texts[done // 25 % 2])
+                if done % often == 0:
+                    self.ring.set_text(done // often % 3, next(self.epochs), self.texts[done // often % 2])
         name = number % 3
         self.ring.close(name)
         self.open(name)
         self.ring.reset((name + 1) % 3, self.texts[1], seed=number, epoch=next(self.epochs))
         for each in range(len(KV_CONTEXTS)):
-            self.ring.scheduler.set_room(each, 0)
+            self.ring.scheduler.set_frame_credit(each, 0)
         while self.ring.has_work:
             self.ring.turn(LEAVE_S)
 
 
-def main(rank: int, stages: int, port: int, chunks: int) -> list[Counts]:
+def main(rank: int, stages: int, port: int, legs: int, leg: int) -> list[Counts]:
     """One rank, from start to end; what it counted after each leg."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, stages, rank == 0, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=stages, timeout=timedelta(days=3650))
-    links_gloo.dist = transfers = Transfers()  # type: ignore[assignment]
     model = small_model(6, layers=stages, heads=1, chunk=1, window=3, planes=0)
     part, place = model.part(*split_evenly(model.blocks, stages)[rank]), topology.StageTopology(rank, stages)
     stage, links = ModelRunner(part, CPU, rank, stages), topology.connect(part, place, CPU)
-    worker = Counter(stage, *links, transfers)
+    worker = Counter(stage, *links)
     gc.collect()
     gc.freeze()  # what was imported is not counted, and is not looked at again and again
     if rank > 0:
         worker.run()
         return worker.found
     ring = RingExecutor(part, CPU, stage=stage, links=links)
-    worker.receiver, worker.ring, ring._worker = ring._admission, ring, worker
-    show = Show(ring, [model.text.encode(text) for text in (RED, BLUE)], model.spec.chunk_frames)
-    for number in range(chunks // LEG):
+    worker.receiver, worker.ring, ring.worker = ring._admission, ring, worker
+    show = Show(ring, [model.text.encode(text) for text in (RED, BLUE)], model.spec.chunk_frames, leg)
+    for number in range(legs):
         show.leg(number)
         ring.close(MARK)
         while ring.has_work:
@@ -172,16 +149,16 @@ def faults(found: Sequence[Counts]) -> list[str]:
     """What grew: counts after later legs against those after the first WARM_LEGS."""
     before, later = found[WARM_LEGS - 1], found[WARM_LEGS:]
     return [
-        f"{name}: {before[name]} after {WARM_LEGS * LEG} chunks, {most} later"
+        f"{name}: {before[name]} after {WARM_LEGS} legs, {most} later"
         for name, slack in SLACK.items()
         if (most := max(counts[name] for counts in later)) > before[name] + slack
     ]
 
 
-def grow(stages: int, chunks: int, limit_s: float) -> list[list[Counts]]:
-    """What each rank of a ring of so many processes counted after each leg."""
+def grow(stages: int, legs: int, leg: int, limit_s: float) -> list[list[Counts]]:
+    """What each rank of a ring of so many processes counted after each of so many legs of `leg` chunks."""
     module = "tests.pipeline.growth_process"
-    return [json.loads(said) for said in run_ranks(module, [str(chunks)], stages, limit_s)]
+    return [json.loads(said) for said in run_ranks(module, [str(legs), str(leg)], stages, limit_s)]
 
 
 def play(argv: Sequence[str]) -> int:
@@ -193,7 +170,7 @@ def play(argv: Sequence[str]) -> int:
     if options.chunks <= WARM_LEGS * LEG or options.stages < 2:
         parser.error(f"--chunks must be more than {WARM_LEGS * LEG}, --stages at least 2")
     grown = 0
-    for rank, found in enumerate(grow(options.stages, options.chunks, 24 * 3600.0)):
+    for rank, found in enumerate(grow(options.stages, options.chunks // LEG, LEG, 24 * 3600.0)):
         for name in SLACK:
             middle = found[(WARM_LEGS + len(found)) // 2]
             print(f"rank {rank}  {name:15} {found[WARM_LEGS - 1][name]:>12} {middle[name]:>12} {found[-1][name]:>12}")
@@ -204,7 +181,7 @@ def play(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 5 and sys.argv[1].isdigit():
+    if len(sys.argv) == 6 and sys.argv[1].isdigit():
         print(json.dumps(main(*(int(word) for word in sys.argv[1:]))))
     else:
         sys.exit(play(sys.argv[1:]))

@@ -10,13 +10,13 @@ from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import RingExecutor
 from tests.small import BLUE, RED, WHITE
 
-CHUNKS, CHUNKS_LONG = 8, 30  # with a window of three chunks: evictions
+CHUNKS, CHUNKS_LONG = 8, 16  # with a window of three chunks: evictions
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a session is opened with, and the chunk before which `play` changes its prompt, or, with `then_steps`, its
-    number of steps."""
+    """What a session is opened with, and the chunk before which `play` changes its prompt by `switch`, or, with
+    `then_steps`, its number of steps."""
 
     text: str
     seed: int
@@ -24,6 +24,7 @@ class Order:
     kv_context: str
     change_at: int = 4
     then_steps: int | None = None
+    switch: str = "keep"
 
 
 def play(
@@ -41,11 +42,11 @@ def play(
             if admitted == order.change_at and name not in changed:
                 changed.add(name)
                 if order.then_steps is None:
-                    ring.set_text(name, 1, model.text.encode(BLUE))
+                    ring.set_text(name, 1, model.text.encode(BLUE), order.switch)
                 else:
                     ring.set_steps(name, 1, order.then_steps)
             limit = chunks + 6 if name in changed else order.change_at  # a staircase needs newcomers
-            ring.scheduler.set_room(name, (limit - admitted) * model.spec.chunk_frames)
+            ring.scheduler.set_frame_credit(name, (limit - admitted) * model.spec.chunk_frames)
         assert ring.has_work, "the ring stands still"
         for row, latents in ring.turn(1.0)[1]:
             assert row.chunk == len(done[row.session])
@@ -58,7 +59,11 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-THREE = {0: Order(RED, 5, 4, "clean"), 1: Order(WHITE, 6, 4, "staircase"), 2: Order(RED, 7, 4, "matched")}
+THREE = {
+    0: Order(RED, 5, 4, "clean", switch="recache"),
+    1: Order(WHITE, 6, 4, "staircase", switch="recache"),
+    2: Order(RED, 7, 4, "matched"),
+}
 OTHER_STEPS = {
     3: Order(RED, 8, 4, "clean", 5, then_steps=2),
     4: Order(WHITE, 9, 4, "staircase", 5, then_steps=2),

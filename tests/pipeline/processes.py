@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,42 +27,41 @@ def free_port() -> int:
         return port
 
 
-def run_ranks(module: str, arguments: Sequence[str], stages: int, limit_s: float) -> list[str]:
+def run_ranks(
+    module: str, arguments: Sequence[str], stages: int, limit_s: float, port: int | None = None, forked: bool = True
+) -> list[str]:
     """Run `python -m module RANK STAGES PORT ARGUMENTS...` once per rank, one thread each; what they print, by rank.
+    `port` is by default one that is free.
 
+    They are `forked` (see `forked_ranks`), so that the seconds of an import pass once, which CUDA does not bear.
     However it ends, no process is left.
 
     Raises:
         RankFailed: as soon as one rank ends with an error, or after `limit_s` seconds.
     """
-    port = str(free_port())
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks: list[subprocess.Popen[str]] = []
-
-    def listen(rank: int) -> str:
-        said, complaint = ranks[rank].communicate()
-        if ranks[rank].returncode != 0:
-            raise RankFailed(f"rank {rank} of {module} ended with {ranks[rank].returncode}:\n{complaint}")
-        return said
-
-    with ThreadPoolExecutor(stages) as pool:
+    with tempfile.TemporaryDirectory() as folder:
+        how = "fork" if forked else "spawn"
+        command = [sys.executable, "-m", "tests.pipeline.forked_ranks", how, folder, str(limit_s), module, str(stages)]
+        process = subprocess.Popen(
+            [*command, str(free_port() if port is None else port), *arguments],
+            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, stderr=subprocess.PIPE,
+            start_new_session=True,
+        )  # fmt: skip
         try:
-            for rank in range(stages):
-                command = [sys.executable, "-m", module, str(rank), str(stages), port, *arguments]
-                ranks.append(
-                    subprocess.Popen(
-                        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-                    )
-                )
-            heard = [pool.submit(listen, rank) for rank in range(stages)]
-            ended, late = wait(heard, timeout=limit_s, return_when=FIRST_EXCEPTION)
-        finally:  # before the pool waits for its threads, which listen to these
-            for process in ranks:
-                process.kill()
-    failed = [each for each in ended if each.exception() is not None]
-    if failed or late:
-        numbers = ", ".join(str(rank) for rank, each in enumerate(heard) if each in late)
-        headline = [] if failed else [f"rank {numbers} of {module} did not end within {limit_s:g} s"]
-        others = [each for each in heard if each not in failed and each.exception() is not None]  # ended by us
-        raise RankFailed("\n".join([*headline, *(str(each.exception()) for each in [*failed, *others])]))
-    return [each.result() for each in heard]
+            _, complaint = process.communicate()
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and all its ranks before it
+                os.killpg(process.pid, signal.SIGKILL)
+        if process.returncode != 0:
+            raise RankFailed(f"{module} ended before its ranks, with {process.returncode}:\n{complaint}")
+        codes: list[int | None] = json.loads((Path(folder) / "codes.json").read_text())
+        said, complaints = (
+            [(Path(folder) / f"{rank}.{kind}").read_text() for rank in range(stages)] for kind in ("out", "err")
+        )
+    if any(codes) or None in codes:
+        late = [str(rank) for rank, code in enumerate(codes) if code is None]
+        headline = [f"rank {', '.join(late)} of {module} did not end within {limit_s:g} s"] if late else []
+        by_fault = sorted(range(stages), key=lambda rank: codes[rank] in (None, 0, -signal.SIGKILL))
+        ends = [f"rank {rank} of {module} ended with {codes[rank]}:\n{complaints[rank]}" for rank in by_fault]
+        raise RankFailed("\n".join([*headline, *ends]))
+    return said

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,11 +15,10 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
 from streamdiff.models.model import Model
 from streamdiff.pipeline import topology
-from streamdiff.pipeline.distributed import nccl as links_nccl
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.topology import StageTopology, follower, head_ring
+from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
 from tests.pipeline.distributed.rough import BROKEN, LANES, LINKS
-from tests.pipeline.distributed.scenarios import HostStreams
 from tests.pipeline.playing import CHUNKS, CHUNKS_LONG, OTHER_STEPS, THREE, play
 from tests.small import CPU, small_model
 
@@ -59,14 +57,13 @@ class Case(NamedTuple):
 
 def main(rank: int, stages: int, port: int, out: str, cases: list[str]) -> None:
     torch.set_num_threads(1)
-    topology.edge_groups = partial(links_nccl.edge_groups, backend="gloo")
-    links_nccl.CudaStreams = lambda device: HostStreams()  # type: ignore[misc, assignment]
+    use_rendezvous()
     store = dist.TCPStore("127.0.0.1", port, stages, rank == 0, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=stages, timeout=timedelta(days=3650))
     results = {}
     for number, text in enumerate(cases):
         case = Case.of(text)
-        topology.GlooSender, topology.GlooReceiver = LINKS[case.links]  # type: ignore[misc]
+        topology.TcpSender, topology.TcpReceiver = LINKS[case.links]  # type: ignore[misc]
         model = model_of(case.dtype)
         place = StageTopology(rank, stages, number, case.max_rows, "nccl" if case.links == LANES else "gloo")
         part = model.part(*split_evenly(model.blocks, stages)[rank])

@@ -14,17 +14,17 @@ from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.balance import Measured, measure, share_out
 from streamdiff.pipeline.distributed.rendezvous import RankContext
-from streamdiff.pipeline.planner.model_sizes import read_facts
+from streamdiff.pipeline.planner.model_sizes import read_sizes
 from tests.small import CPU, small_model
 
 
 def agree(config: ModelConfig, everybody: list[Measured | None]) -> set[tuple[tuple[int, int], ...]]:
     """What the ranks come to, each in a thread of its own."""
     store, stages = dist.HashStore(), len(everybody)
-    facts = read_facts(config.name)
+    sizes = read_sizes(config.name)
     with ThreadPoolExecutor(stages) as pool:
         members = [RankContext(rank, stages, store) for rank in range(stages)]
-        asked = [pool.submit(share_out, config, facts, *each) for each in zip(members, everybody, strict=True)]
+        asked = [pool.submit(share_out, config, sizes, *each) for each in zip(members, everybody, strict=True)]
         return {each.result(timeout=60) for each in asked}
 
 

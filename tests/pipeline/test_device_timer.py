@@ -125,7 +125,7 @@ def test_one_figure_the_device_s_is_what_metrics_show_and_capacity_counts_with()
     runtime.open(0, runtime.text.encode(RED), seed=1, epoch=0, steps=4, kv_context="clean")
     chunks = 0
     while chunks < 3:
-        runtime.set_room(0, CHUNK)
+        runtime.set_frame_credit(0, CHUNK)
         chunks += sum(frames.last for frames in runtime.step(0.1))
     runtime.close()
     work_s, (busy_s,) = runtime.work_s(), runtime.busy_s()
@@ -160,7 +160,7 @@ def stuck() -> Iterator[StreamingPipeline]:
 
 def test_the_only_rank_says_that_its_device_is_stuck(stuck: StreamingPipeline) -> None:
     stuck.open(0, stuck.text.encode(RED), seed=1, epoch=0, steps=4, kv_context="clean")
-    stuck.set_room(0, 10**6)
+    stuck.set_frame_credit(0, 10**6)
     told = r"rank 0 hangs: its device (is at|waits to begin) (session 0, chunk \d|decoding chunk \d).*in the ring: "
     with pytest.raises(EngineFailure, match=told):
         for _ in range(100_000):

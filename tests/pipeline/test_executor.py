@@ -23,12 +23,14 @@ def alone() -> dict[int, list[torch.Tensor]]:
     return {name: play(RingExecutor(MODEL, CPU), MODEL, {name: order})[name] for name, order in THREE.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("name", THREE)
 def test_stages_change_nothing(stages: int, name: int, alone: dict[int, list[torch.Tensor]]) -> None:
     assert same(play(LocalRing(MODEL, CPU, stages), MODEL, {name: THREE[name]})[name], alone[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_sessions_of_all_contexts_share_the_ring(stages: int, alone: dict[int, list[torch.Tensor]]) -> None:
     together = play(LocalRing(MODEL, CPU, stages), MODEL, THREE)
@@ -58,17 +60,17 @@ def test_what_is_in_the_ring_at_a_reset_is_nobodys() -> None:
     ring = LocalRing(MODEL, CPU, 4)
     order = THREE[1]
     ring.open(0, MODEL.text.encode(order.text), seed=1, epoch=0, steps=4, kv_context="staircase")
-    ring.scheduler.set_room(0, 10**6)
-    while len(ring._admission.works) < 2 or ring.scheduler.next_chunk(0) < 3:
+    ring.scheduler.set_frame_credit(0, 10**6)
+    while len(ring._admission.in_ring) < 2 or ring.scheduler.next_chunk(0) < 3:
         ring.turn()
     ring.reset(0, MODEL.text.encode(RED), seed=9, epoch=7)
-    ring.scheduler.set_room(0, 12 * MODEL.spec.chunk_frames)
+    ring.scheduler.set_frame_credit(0, 12 * MODEL.spec.chunk_frames)
     got: list[torch.Tensor] = []
     while ring.has_work:
         got += [done.latents for done in ring.turn()[1]]
     fresh = RingExecutor(MODEL, CPU)
     fresh.open(0, MODEL.text.encode(RED), seed=9, epoch=7, steps=4, kv_context="staircase")
-    fresh.scheduler.set_room(0, 12 * MODEL.spec.chunk_frames)
+    fresh.scheduler.set_frame_credit(0, 12 * MODEL.spec.chunk_frames)
     expected: list[torch.Tensor] = []
     while fresh.has_work:
         expected += [done.latents for done in fresh.turn()[1]]
@@ -99,7 +101,7 @@ def test_what_cannot_be_reset_goes_on() -> None:
     made: list[list[torch.Tensor]] = []
     for each in (ring, undisturbed):
         each.open(0, MODEL.text.encode(RED), seed=1, epoch=0, steps=4, kv_context="clean")
-        each.scheduler.set_room(0, 2 * MODEL.spec.chunk_frames)
+        each.scheduler.set_frame_credit(0, 2 * MODEL.spec.chunk_frames)
         latents: list[torch.Tensor] = []
         while len(latents) < 1:
             latents += [done.latents for done in each.turn()[1]]
@@ -112,6 +114,7 @@ def test_what_cannot_be_reset_goes_on() -> None:
     assert len(made[0]) == 2 and same(made[0], made[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_sessions_that_come_change_pause_and_go_at_random_are_as_if_alone(seed: int) -> None:
     """Three slots on three stages; every finished chunk equals that of the same session with the ring to itself."""
@@ -145,7 +148,7 @@ def test_sessions_that_come_change_pause_and_go_at_random_are_as_if_alone(seed: 
             live[slot].paused = not live[slot].paused
             ring.scheduler.set_paused(slot, live[slot].paused)
         else:
-            ring.scheduler.set_room(slot, chance.choice((0, 1, 3)) * MODEL.spec.chunk_frames)
+            ring.scheduler.set_frame_credit(slot, chance.choice((0, 1, 3)) * MODEL.spec.chunk_frames)
         for _ in range(chance.randrange(4)):
             for row, latents in ring.turn()[1]:
                 live[row.session].done.append(latents.clone())
@@ -157,7 +160,7 @@ def test_sessions_that_come_change_pause_and_go_at_random_are_as_if_alone(seed: 
     assert sum(len(life.done) for life in past) > 15
     for life in past:
         assert same(life.done, life.alone())
-    assert not ring.scheduler._sessions and not ring.head.sessions
+    assert not ring.scheduler._sessions and not ring.sampler.sessions
     assert not any(part.sessions for part in (ring.stage, *(worker.stage for worker in ring.others)))
 
 
@@ -188,7 +191,7 @@ class Life:
                 ring.set_steps(0, epoch, steps.pop(0)[1])
             # A staircase needs newcomers.
             ahead = min([each[0][0] for each in (changes, steps) if each], default=admitted + 6) - admitted
-            ring.scheduler.set_room(0, ahead * MODEL.spec.chunk_frames)
+            ring.scheduler.set_frame_credit(0, ahead * MODEL.spec.chunk_frames)
             done += [latents for _, latents in ring.turn()[1]]
         return done[: len(self.done)]
 

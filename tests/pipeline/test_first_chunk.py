@@ -12,7 +12,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import RingExecutor
-from streamdiff.pipeline.reference_run import ReferenceRun, Switch, play
+from streamdiff.pipeline.reference_run import ReferenceRun, Switch, run_reference
 from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from tests.pipeline.reference import Reference
@@ -33,9 +33,10 @@ def script_of(model: Model, kv_context: str, steps: int = 2) -> ReferenceRun:
 
 
 def played(model: Model, script: ReferenceRun, stages: int = 1) -> Tensor:
-    return torch.stack(list(play(model, CPU, script, stages=stages)))
+    return torch.stack([latents for latents, _ in run_reference(model, CPU, script, stages=stages)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rope", ["relative", "absolute"])
 @pytest.mark.parametrize(
     ("first", "chunk", "window", "sink"), [(2, 1, 6, 3), (2, 1, 4, 1), (3, 1, 5, 0), (2, 2, 7, 3), (2, 2, 4, 0)]
@@ -67,6 +68,7 @@ def test_together_they_are_one_chunk_of_their_length(kv_context: str) -> None:
     torch.testing.assert_close(torch.cat(list(got[:3]), 1), whole, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("kv_context", CONTEXTS)
 def test_any_number_of_stages_gives_the_same(kv_context: str, stages: int) -> None:
@@ -98,11 +100,11 @@ def test_those_made_together_have_the_level_without_motion() -> None:
 
 
 @pytest.mark.parametrize("kv_context", ["clean", "staircase"])
-def test_recache_runs_them_together_again(kv_context: str) -> None:
-    """A new prompt with `recache` while both are in the window: as if their clean pass had been under it from the
-    start. The reference's texts are those of the clean passes then."""
+def test_recache_causal_runs_them_together_again(kv_context: str) -> None:
+    """A new prompt with `recache-causal` while both are in the window: as if their clean pass had been under it from
+    the start. The reference's texts are those of the clean passes then."""
     model = beginning_with(2, window=5)
-    switch = Switch(2, model.text.encode(BLUE), "recache")
+    switch = Switch(2, model.text.encode(BLUE), "recache-causal")
     got = played(model, replace(script_of(model, kv_context), switches=(switch,)))
     reference = Recached(model, kv_context)
     torch.testing.assert_close(got[:4], torch.stack(reference.chunks(4)), rtol=1e-4, atol=1e-4)
@@ -124,9 +126,9 @@ class Recached(Reference):
 def test_all_passes_of_those_made_together_enter_before_the_next_chunk() -> None:
     scheduler = StreamBatchScheduler(stages=4, chunk_frames=4, first_chunks=2)
     scheduler.open(0, steps=3, kv_context="matched", epoch=0)
-    scheduler.set_room(0, 7)
+    scheduler.set_frame_credit(0, 7)
     assert not scheduler.has_work, "there is room for one of them"
-    scheduler.set_room(0, 100)
+    scheduler.set_frame_credit(0, 100)
     for step in range(3):
         rows = scheduler.next()
         assert [(row.chunk, row.step) for row in rows] == [(0, step), (1, step)]
@@ -136,10 +138,11 @@ def test_all_passes_of_those_made_together_enter_before_the_next_chunk() -> None
     assert scheduler.next_chunk(0) > 2
     scheduler = StreamBatchScheduler(stages=4, chunk_frames=4, first_chunks=2)
     scheduler.open(0, steps=1, kv_context="matched", epoch=0)
-    scheduler.set_room(0, 100)
+    scheduler.set_frame_credit(0, 100)
     assert [[row.chunk for row in scheduler.next()] for _ in range(3)] == [[0, 1], [2], [3]]
 
 
+@pytest.mark.slow
 def test_sessions_beside_it_are_as_if_alone() -> None:
     """Two streams of all contexts in one ring, with two rows to a forward and with one."""
     model = beginning_with(2, window=6, sink=3)
@@ -150,7 +153,7 @@ def test_sessions_beside_it_are_as_if_alone() -> None:
             ring.open(name, model.text.encode(RED), seed=SEED, epoch=0, steps=2, kv_context=context)
         while any((name, CHUNKS - 1) not in done for name in range(3)):
             for name in range(3):
-                ring.scheduler.set_room(name, model.spec.room(ring.scheduler.next_chunk(name)))
+                ring.scheduler.set_frame_credit(name, model.spec.admitted_frames(ring.scheduler.next_chunk(name)))
             done |= {(row.session, row.chunk): latents for row, latents in ring.turn()[1]}
         for name, context in enumerate(CONTEXTS):
             got = torch.stack([done[name, chunk] for chunk in range(CHUNKS)])

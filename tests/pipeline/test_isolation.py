@@ -38,7 +38,7 @@ def run(ring: RingExecutor, sessions: list[int], chunks: int) -> dict[int, list[
     while any(len(latents) < chunks for latents in done.values()):
         for session in sessions:
             ahead = chunks + 6 - ring.scheduler.next_chunk(session)
-            ring.scheduler.set_room(session, ahead * MODEL.spec.chunk_frames)
+            ring.scheduler.set_frame_credit(session, ahead * MODEL.spec.chunk_frames)
         rows, finished = ring.turn()
         assert rows, "nothing is ready"
         for row, latents in finished:
@@ -79,15 +79,15 @@ def test_a_session_that_comes_and_one_that_goes_do_not_disturb() -> None:
     open_session(ring, 0, ORDERS[0])
     got = run(ring, [0], 2)[0]
     open_session(ring, 1, ORDERS[1])
-    ring.scheduler.set_room(1, MODEL.spec.chunk_frames)
+    ring.scheduler.set_frame_credit(1, MODEL.spec.chunk_frames)
     ring.turn()
     ring.close(1)
     open_session(ring, 1, ORDERS[2], epoch=1)
-    ring.scheduler.set_room(0, MODEL.spec.chunk_frames)
+    ring.scheduler.set_frame_credit(0, MODEL.spec.chunk_frames)
     finished: list[torch.Tensor] = []
     while len(finished) < 2:
         for session in (0, 1):
-            ring.scheduler.set_room(session, MODEL.spec.chunk_frames)
+            ring.scheduler.set_frame_credit(session, MODEL.spec.chunk_frames)
         rows, latest = ring.turn()
         assert rows, "nothing is ready"
         finished += [latents for row, latents in latest if row.session == 0]
@@ -108,7 +108,7 @@ def test_a_prompt_change_touches_later_chunks_only_and_no_chunk_mixes(kv_context
         if turns == 9:  # in the middle of a chunk
             first_new = ring.scheduler.next_chunk(0)
             ring.set_text(0, 1, MODEL.text.encode(BLUE))
-        ring.scheduler.set_room(0, MODEL.spec.chunk_frames)
+        ring.scheduler.set_frame_credit(0, MODEL.spec.chunk_frames)
         rows, finished = ring.turn()
         assert rows, "the stream stands still"
         for row in rows:
@@ -127,12 +127,13 @@ def test_texts_of_past_epochs_are_forgotten() -> None:
     texts = [MODEL.text.encode(RED), MODEL.text.encode(BLUE)]
     for epoch in range(1, 30):
         ring.set_text(0, epoch, texts[epoch % 2])
-        ring.scheduler.set_room(0, MODEL.spec.chunk_frames)
+        ring.scheduler.set_frame_credit(0, MODEL.spec.chunk_frames)
         for _ in range(4):
             ring.turn()
         assert len(ring.stage.sessions[0].text) <= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turns", [0, 1, 3, 4, 5, 11, 17])
 @pytest.mark.parametrize("kv_context", CONTEXTS)
 def test_a_reset_stream_is_a_fresh_one_bit_for_bit(kv_context: str, turns: int) -> None:
@@ -141,7 +142,7 @@ def test_a_reset_stream_is_a_fresh_one_bit_for_bit(kv_context: str, turns: int) 
     ring = RingExecutor(MODEL, CPU)
     open_session(ring, 0, Order(RED, 1, 4, kv_context))
     for _ in range(turns):
-        ring.scheduler.set_room(0, MODEL.spec.chunk_frames)
+        ring.scheduler.set_frame_credit(0, MODEL.spec.chunk_frames)
         ring.turn()
     ring.reset(0, MODEL.text.encode(WHITE), seed=8, epoch=1)
     assert same(run(ring, [0], 4)[0], alone(order, 4))

@@ -10,7 +10,7 @@ import torch
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.models.transformer.wan import KeyValue
-from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.reference import Explicit, Reference, window
@@ -30,7 +30,7 @@ def streamed(
     while len(done) < chunks:
         if ring.scheduler.next_chunk(0) == CHANGE_AT:
             ring.set_text(0, 1, model.text.encode(BLUE))
-        ring.scheduler.set_room(0, model.spec.chunk_frames)
+        ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
         rows, finished = ring.turn()
         assert rows, "the stream stands still"
         done |= {row.chunk: latents for row, latents in finished}
@@ -43,6 +43,7 @@ def referenced(model: Model, *, steps: int, kv_context: str) -> list[torch.Tenso
     return Reference(model, text, seed=11, steps=steps, kv_context=kv_context).chunks(CHUNKS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sink", [0, 2])
 @pytest.mark.parametrize(
     ("kv_context", "steps"), [("clean", 4), ("clean", 2), ("staircase", 4), ("staircase", 2), ("matched", 2)]
@@ -56,6 +57,7 @@ def test_a_stream_equals_the_uncached_reference(kv_context: str, steps: int, sin
         torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rope", ["relative", "absolute"])
 @pytest.mark.parametrize(
     ("kv_context", "chunk", "window", "sink"),
@@ -108,6 +110,7 @@ def test_the_past_may_be_shown_with_a_little_noise(kv_context: str) -> None:
     assert not torch.allclose(got[-1], plain[-1], atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "sink"), [(4, 0), (5, 0), (6, 2), (7, 3)])
 @pytest.mark.parametrize("kv_context", ["clean", "staircase"])
 def test_a_past_may_be_kept_without_what_was_before_it(kv_context: str, window: int, sink: int) -> None:
@@ -139,6 +142,70 @@ def test_with_a_window_of_two_chunks_that_is_a_past_computed_anew(rope: str) -> 
             tokens = denoiser.run_blocks(tokens, text, Explicit([[0], [0, 1]], spec.chunk_latents, grid))
             x0 = sampling.clean_from_flow(x_t, denoiser.head(tokens, spec.chunk_shape[1:])[-1], sigma)
     torch.testing.assert_close(got[chunk], x0, rtol=1e-4, atol=1e-4)
+
+
+ANCHORS = [(2, 0, 2), (2, 3, 2), (0, 2, 4), (3, 2, 2)]
+"""Latent frames of the sink, every how many chunks an anchor, steps."""
+
+
+def anchored(sink: int, every: int) -> Model:
+    model = small_model(1, sink=sink, window=8)
+    return replace(model, spec=replace(model.spec, anchor_every=every))
+
+
+@pytest.mark.parametrize(("sink", "every", "steps"), ANCHORS)
+def test_anchors_are_seen_clean_as_the_uncached_reference_has_it(sink: int, every: int, steps: int) -> None:
+    model = anchored(sink, every)
+    got = streamed(model, steps=steps, kv_context="anchored")
+    for one, expected in zip(got, referenced(model, steps=steps, kv_context="anchored"), strict=True):
+        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-5)
+    assert (got[-1] - streamed(model, steps=steps, kv_context="matched")[-1]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(("sink", "every", "steps"), ANCHORS)
+def test_anchors_are_the_same_on_any_number_of_stages_and_after_a_flush(sink: int, every: int, steps: int) -> None:
+    """Fewer stages than steps, as many and more; several rows to a rounding; fewer steps from chunk 6 on."""
+    model = anchored(sink, every)
+    blue = model.text.encode(BLUE)
+
+    def stream(ring: RingExecutor) -> torch.Tensor:
+        ring.open(0, model.text.encode(RED), seed=11, epoch=0, steps=steps, kv_context="anchored")
+        done: dict[int, torch.Tensor] = {}
+        changes = {4: lambda: ring.set_text(0, 1, blue, "flush"), 6: lambda: ring.set_steps(0, 2, 6 - steps)}
+        while len(done) < CHUNKS:
+            admitted = ring.scheduler.next_chunk(0)
+            if change := changes.pop(admitted, None):
+                change()
+            limit = min([*changes, CHUNKS])
+            ring.scheduler.set_frame_credit(0, (limit - admitted) * model.spec.chunk_frames)
+            rows, finished = ring.turn()
+            assert rows or finished or ring.waiting, "the stream stands still"
+            done |= {row.chunk: latents for row, latents in finished}
+        assert ring.sampler.sessions[0].kept.keys() <= {CHUNKS - 1}, "a clean pass is run once, then nothing is kept"
+        return torch.stack([done[chunk] for chunk in range(CHUNKS)])
+
+    model = replace(model, denoiser=small_model(1, layers=3).denoiser)
+    alone = stream(RingExecutor(model, CPU))
+    for stages in (2, 3):
+        assert torch.equal(alone, stream(LocalRing(model, CPU, stages)))
+    torch.testing.assert_close(stream(LocalRing(model, CPU, 2, max_rows=4)), alone, rtol=1e-4, atol=1e-4)
+
+
+def test_anchors_need_a_sink_or_a_number_and_nothing_else_done_with_the_sink() -> None:
+    plain = small_model(1)
+    text = plain.text.encode(RED)
+    with pytest.raises(ValueError, match="small-1 has no sink, so no chunk would be an anchor; give --anchor-every N"):
+        RingExecutor(plain, CPU).open(0, text, epoch=0, steps=2, kv_context="anchored")
+    averaged = small_model(1, sink=2)
+    averaged = replace(averaged, spec=replace(averaged.spec, averaged_sink=0.9))
+    ring = RingExecutor(averaged, CPU)
+    with pytest.raises(ValueError, match=r"changes its sink, .*; use matched"):
+        ring.open(0, text, epoch=0, steps=2, kv_context="anchored")
+    assert not ring.scheduler.has_work
+    with pytest.raises(ValueError, match="recache needs a KV context with a clean pass: clean or staircase"):
+        ring = RingExecutor(small_model(1, sink=2), CPU)
+        ring.open(0, text, epoch=0, steps=2, kv_context="anchored")
+        ring.set_text(0, 1, text, "recache")
 
 
 def test_the_contexts_are_different_streams() -> None:
@@ -178,7 +245,7 @@ def test_a_causal_forward_over_chunks_equals_one_block_causal_forward(sink: int)
     stage.set_text(0, 0, embeddings, oldest=0)
     parts = []
     for chunk in range(count):
-        given = latents[chunk : chunk + 1], timestep[chunk : chunk + 1]
+        given = latents[chunk : chunk + 1], denoiser.time_embedding(timestep[chunk : chunk + 1])
         parts += stage.forward([MicroStep(0, chunk, 4, 4, 0)], given)
 
     text = [KeyValue(*layer) for layer in denoiser.text(embeddings[None].expand(count, -1, -1))]
@@ -197,9 +264,10 @@ def test_a_chunk_far_into_a_stream_is_computed_as_one_of_the_first() -> None:
         stage.open(0, steps=4, kv_context="clean")
         stage.set_text(0, 0, model.text.encode(RED), oldest=0)
         generator = torch.Generator().manual_seed(4)
+        time = model.denoiser.time_embedding(torch.zeros(1, model.spec.chunk_latents))
         for chunk in [0, *range(first, first + 5)]:  # the sink, then chunks until none of those skipped is in view
             latents = torch.randn(1, *model.spec.chunk_shape, generator=generator)
-            (flow,) = stage.forward([MicroStep(0, chunk, 4, 4, 0)], (latents, torch.zeros(1, model.spec.chunk_latents)))
+            (flow,) = stage.forward([MicroStep(0, chunk, 4, 4, 0)], (latents, time))
         return flow
 
     early, late = last(5), last(3_000_000)

@@ -25,7 +25,7 @@ def run(ring: RingExecutor, model: Model, chunks: int, first_epoch: int) -> None
     texts = [model.text.encode(RED), model.text.encode(BLUE)]
     done = 0
     while done < chunks:
-        ring.scheduler.set_room(0, model.spec.chunk_frames)
+        ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
         finished = ring.turn()[1]
         if finished and done % 50 == 0:
             ring.set_text(0, first_epoch + done, texts[done // 50 % 2])
@@ -34,14 +34,14 @@ def run(ring: RingExecutor, model: Model, chunks: int, first_epoch: int) -> None
 
 def kept(ring: RingExecutor) -> dict[str, int]:
     """Lengths of everything that could grow, and the addresses of what must stay where it is."""
-    stage, head = ring.stage.sessions[0], ring.head.sessions[0]
+    stage, head = ring.stage.sessions[0], ring.sampler.sessions[0]
     state = ring.scheduler._sessions[0]
     assert len(stage.text) <= 3 and len(head.latents) <= 5 and len(state.chunks) <= 5
     return {
         "key": stage.state.key.data_ptr(),
         "value": stage.state.value.data_ptr(),
         "bytes": stage.state.nbytes,
-        "sessions": len(ring.scheduler._sessions) + len(ring.head.sessions) + len(ring.stage.sessions),
+        "sessions": len(ring.scheduler._sessions) + len(ring.sampler.sessions) + len(ring.stage.sessions),
         "files": PROCESS.num_fds(),
         "threads": PROCESS.num_threads(),
     }
@@ -59,7 +59,7 @@ def flat(chunks: int, kv_context: str) -> None:
     assert kept(ring) == before
     assert len(gc.get_objects()) - objects < 200
     assert PROCESS.memory_info().rss - memory < 8 * MEBIBYTE
-    assert all(torch.isfinite(latents).all() for latents in ring.head.sessions[0].latents.values())
+    assert all(torch.isfinite(latents).all() for latents in ring.sampler.sessions[0].latents.values())
 
 
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
@@ -68,8 +68,8 @@ def test_memory_files_and_lists_are_flat(kv_context: str, capfd: pytest.CaptureF
     assert capfd.readouterr() == ("", ""), "calm: no micro-step prints a line"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kv_context", "chunks"), [("clean", 4_000), ("staircase", 3_000)])
+@pytest.mark.soak
+@pytest.mark.parametrize(("kv_context", "chunks"), [("clean", 10_000), ("staircase", 10_000)])
 def test_memory_files_and_lists_are_flat_over_thousands_of_chunks(
     kv_context: str, chunks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,7 +85,7 @@ def test_the_decoding_side_is_flat_too() -> None:
     def play(chunks: int) -> None:
         done = 0
         while done < chunks:
-            runtime.set_room(0, 3 * model.spec.chunk_frames)
+            runtime.set_frame_credit(0, 3 * model.spec.chunk_frames)
             done += sum(piece.last for piece in runtime.step(wait_s=5.0))
 
     play(40)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from streamdiff.config import ModelConfig
-from streamdiff.pipeline import build, worker_main
-from streamdiff.pipeline.rank_loader import RankLoader, own_device
+from streamdiff.device import own_device
+from streamdiff.pipeline import build, rank_loader, worker_main
+from streamdiff.pipeline.rank_loader import RankLoader
 from streamdiff.pipeline.topology import link_of
 
 CUDA = torch.device("cuda")
@@ -46,7 +47,7 @@ def stop(*arguments: object) -> None:
     raise FirstStep
 
 
-@pytest.mark.parametrize("begin", [worker_main.follow, build.load_runtime])
+@pytest.mark.parametrize("begin", [worker_main.run_worker, build.load_runtime])
 def test_a_rank_binds_its_device_before_anything_else(
     devices: Devices, monkeypatch: pytest.MonkeyPatch, begin: Any
 ) -> None:
@@ -63,11 +64,12 @@ def test_a_process_of_its_own_leaves_the_device_as_it_is(devices: Devices, monke
 
 def test_the_thread_that_compiles_the_decoder_is_bound_too(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     class Decoder:
-        def compile(self, latents: torch.Tensor, at_once: int) -> None:
+        def compile(self, latents: torch.Tensor, at_once: int, one_graph: object, capture: object) -> None:
             self.bound = list(devices.bound)
 
     decoder, zeros = Decoder(), torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda shape, device: zeros(shape))
+    monkeypatch.setattr(rank_loader, "capture_on", lambda device: None)
     loader = RankLoader(ModelConfig(compile="on"), torch.device("cuda", 3))
     loader.compile_decoder(decoder, 1)  # type: ignore[arg-type]
     ((thread, device),) = decoder.bound
@@ -84,7 +86,7 @@ def test_a_thread_that_decodes_beside_a_stage_is_bound_too(devices: Devices, mon
     monkeypatch.setattr(worker_main, "_run", run)
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     rest: Any = (None, None, torch.device("cuda", 3))
-    thread = threading.Thread(target=worker_main._beside, args=(worker, *rest), name="beside")
+    thread = threading.Thread(target=worker_main._run_on_thread, args=(worker, *rest), name="beside")
     thread.start()
     thread.join()
     assert seen == [worker]

@@ -80,7 +80,7 @@ def play(pipeline: StreamingPipeline, chunks: int) -> list[Frames]:
     made: list[Frames] = []
     while (done := sum(frames.last for frames in made)) < chunks:
         begun = sum(len(frames.pictures) for frames in made) % pipeline.info.chunk_frames
-        pipeline.set_room(0, min(2, chunks - done) * pipeline.info.chunk_frames - begun)
+        pipeline.set_frame_credit(0, min(2, chunks - done) * pipeline.info.chunk_frames - begun)
         made += pipeline.step(1.0)
     return made
 
@@ -95,6 +95,7 @@ def profiled(folder: Path, chunks: int) -> StreamingPipeline:
     return pipeline
 
 
+@pytest.mark.slow
 def test_a_traced_stream_is_the_same_and_leaves_its_files(tmp_path: Path) -> None:
     plain, traced = runtime(), profiled(tmp_path / "new", 2)
     before = play(plain, 8)
@@ -154,6 +155,7 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
         profiled(tmp_path / "file", 1)
 
 
+@pytest.mark.slow
 def test_a_configuration_with_a_folder_is_traced(tmp_path: Path) -> None:
     plain, traced = (
         load_pipeline(ModelConfig()),
@@ -162,7 +164,9 @@ def test_a_configuration_with_a_folder_is_traced(tmp_path: Path) -> None:
     try:
         assert plain.hook is None
         assert isinstance(traced.hook, Profiler) and traced.hook.folder.is_dir() and traced.hook.chunks == 3
-        assert traced.minimum_lead(steps=4, kv_context="clean") == plain.minimum_lead(steps=4, kv_context="clean")
+        assert traced.min_ahead_frames(steps=4, kv_context="clean") == plain.min_ahead_frames(
+            steps=4, kv_context="clean"
+        )
     finally:
         plain.close()
         traced.close()

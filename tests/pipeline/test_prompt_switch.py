@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from streamdiff.config import RECACHES
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
-from streamdiff.pipeline.runner.noise import SeededNoise
-from streamdiff.pipeline.runner.sampler import PROMPT_SWITCHES
+from streamdiff.pipeline.runner.noise import PrefetchedNoise, SeededNoise
 from tests.pipeline.reference import Explicit
 from tests.small import BLUE, CPU, RED, small_model
 
@@ -33,7 +33,7 @@ def streamed(
         if not changed and ring.scheduler.next_chunk(0) == at:
             ring.set_text(0, 1, model.text.encode(BLUE), policy)
             changed = True
-        ring.scheduler.set_room(0, model.spec.chunk_frames)
+        ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
         rows, finished = ring.turn()
         assert rows or finished or ring.waiting, "the stream stands still"
         done |= {row.chunk: latents for row, latents in finished if row.chunk < CHUNKS}
@@ -62,13 +62,14 @@ def next_chunk(model: Model, chunk: int, past: Tensor, hidden: int = 0) -> Tenso
     return x0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", ["clean", "staircase"])
 @pytest.mark.parametrize("sink", [0, 2])
 @pytest.mark.parametrize("at", [1, 2, 6])
-def test_recache_equals_the_window_run_afresh_under_the_new_prompt(at: int, sink: int, kv_context: str) -> None:
+def test_recache_causal_equals_the_window_run_afresh_under_the_new_prompt(at: int, sink: int, kv_context: str) -> None:
     """A window of three chunks; at chunk 6 the caches have rolled over."""
     model = small_model(1, sink=sink)
-    got = streamed(model, "recache", at, kv_context)
+    got = streamed(model, "recache-causal", at, kv_context)
     window, first = model.spec.window_chunks(kv_context), sink // model.spec.chunk_latents
     seen = [chunk for chunk in range(at) if chunk < first or chunk > at - (window - first)]
     torch.testing.assert_close(got[at], next_chunk(model, at, got[seen]), rtol=1e-4, atol=1e-4)
@@ -77,10 +78,10 @@ def test_recache_equals_the_window_run_afresh_under_the_new_prompt(at: int, sink
     assert (got[at] - kept[at]).abs().max() > 1e-3, "the policy makes a difference"
 
 
-def test_recache_of_a_window_that_cuts_a_chunk() -> None:
+def test_recache_causal_of_a_window_that_cuts_a_chunk() -> None:
     """Chunk 6, of frames 12 and 13, sees frames 9 to 13: chunk 4 runs again whole, and shows its last frame."""
     model = small_model(1, window=5)
-    got = streamed(model, "recache", 6)
+    got = streamed(model, "recache-causal", 6)
     torch.testing.assert_close(got[6], next_chunk(model, 6, got[4:6], hidden=1), rtol=1e-4, atol=1e-4)
     assert (got[6] - next_chunk(model, 6, got[4:6])).abs().max() > 1e-3
 
@@ -104,8 +105,9 @@ def test_flush_keeps_the_sink_and_nothing_else() -> None:
             chunk = ring.scheduler.next_chunk(0)
             if chunk == 6 and 1 not in ring.stage.sessions[0].text:
                 ring.set_text(0, 1, model.text.encode(BLUE), "flush")
-            ring.head.sessions[0].noise = SeededNoise(model.spec.chunk_shape, 99 if chunk == change else SEED)
-            ring.scheduler.set_room(0, model.spec.chunk_frames)
+            noise = SeededNoise(model.spec.chunk_shape, 99 if chunk == change else SEED)
+            ring.sampler.sessions[0].noise = PrefetchedNoise(noise, CPU, 0, ring.sampler._thread)
+            ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
             finished = {}
             while ring.scheduler.next_chunk(0) == chunk or ring.scheduler.has_work:
                 finished |= {row.chunk: latents for row, latents in ring.turn()[1]}
@@ -116,12 +118,13 @@ def test_flush_keeps_the_sink_and_nothing_else() -> None:
     assert not torch.equal(last(change=0), last(change=-1))
 
 
-@pytest.mark.parametrize("policy", PROMPT_SWITCHES)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["keep", "recache", "recache-causal", "flush"])
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
 def test_any_number_of_stages_gives_the_same(policy: str, kv_context: str) -> None:
     model = small_model(3, layers=3, sink=2)
-    if (policy, kv_context) == ("recache", "matched"):
-        with pytest.raises(ValueError, match="recache needs a KV context with a clean pass"):
+    if policy in RECACHES and kv_context == "matched":
+        with pytest.raises(ValueError, match=f"{policy} needs a KV context with a clean pass"):
             streamed(model, policy, 5, kv_context)
         return
     one = streamed(model, policy, 5, kv_context)
@@ -137,18 +140,18 @@ def test_only_what_the_next_chunk_may_see_is_kept(kv_context: str, kept: list[in
     ring.open(0, model.text.encode(RED), seed=SEED, epoch=0, steps=STEPS, kv_context=kv_context)
     done = 0
     while done < 20:
-        ring.scheduler.set_room(0, model.spec.chunk_frames)
+        ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
         done += len(ring.turn()[1])
-    assert sorted(ring.head.sessions[0].kept) == kept
+    assert sorted(ring.sampler.sessions[0].kept) == kept
 
 
 def test_an_unknown_policy_is_refused_and_changes_nothing() -> None:
     model = small_model(1)
     ring = RingExecutor(model, CPU)
     ring.open(0, model.text.encode(RED), seed=SEED, epoch=0, steps=STEPS, kv_context="clean")
-    with pytest.raises(ValueError, match="prompt switch is 'forget'; it can be keep, flush, recache"):
+    with pytest.raises(ValueError, match="prompt switch is 'forget'; it can be keep, recache, recache-causal, flush"):
         ring.set_text(0, 1, model.text.encode(BLUE), "forget")
-    ring.scheduler.set_room(0, model.spec.chunk_frames)
+    ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
     assert ring.turn()[0][0].epoch == 0
 
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 
 from streamdiff.config import ModelConfig
+from streamdiff.models.model_loader import Kernels
+from streamdiff.models.transformer import attention_trial, quantization
+from streamdiff.models.transformer.attention_backend import AttentionShape
+from streamdiff.models.transformer.attention_trial import Trial, Tried
+from streamdiff.pipeline.planner import model_sizes
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
-from streamdiff.pipeline.rank_loader import RankLoader
+from streamdiff.pipeline.rank_loader import RankLoader, try_kernels
+from streamdiff.pipeline.runner.torch_compile import one_graph
 from tests.small import CPU
 
 CUDA = torch.device("cuda")
@@ -25,3 +36,88 @@ def test_caches_wait_for_as_many_sessions_as_keep_a_ring_of_gpus_busy(
     on_cpu = RankLoader(config, CPU).preallocated
     assert on_cpu == PreallocatedCaches(1, 4, kv_context), "on a CPU nothing is bound to them"
     assert RankLoader(config.model_copy(update={"compile": "off"}), CUDA).preallocated is None
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that can be compiled for, as far as it is asked before it is used."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: object() if name == "triton" else find(name))
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
+def test_a_gpu_s_defaults_are_what_a_rank_runs(hopper: None) -> None:
+    loader = RankLoader(ModelConfig(), CUDA)
+    assert (loader.config.compile, loader.config.clean_with_next) == ("on", True)
+    assert loader.preallocated == PreallocatedCaches(1, 4, "clean")
+    assert loader.rank_facts()["model.compile"] == "on", "ranks that settle otherwise are not alike"
+    plain = RankLoader(ModelConfig(preset="plain"), CUDA)
+    assert plain.preallocated is None and not plain.config.clean_with_next
+    assert RankLoader(ModelConfig(preset="fast"), CUDA).steps == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "keys"),
+    [({"name": "self-forcing"}, 21 * 1560), ({"name": "longlive-1.3b"}, 12 * 1560)],
+)
+def test_attention_is_tried_at_the_model_s_sizes(
+    hopper: None, monkeypatch: pytest.MonkeyPatch, given: Any, keys: int
+) -> None:
+    """What it takes is told, with the times."""
+    asked: list[object] = []
+    expected = AttentionShape(heads=12, head_dim=128, queries=4680, keys=keys)
+
+    def trial(*given: object) -> Trial:
+        asked.append(given)
+        return Trial(expected, torch.bfloat16, (Tried("sdpa", 0.003), Tried("cudnn", 0.001)))
+
+    monkeypatch.setattr(attention_trial, "try_attention", trial)
+    config = ModelConfig.model_validate(given)
+    sizes = model_sizes.sizes_of(config)
+    kernels, told = try_kernels(config, sizes, CUDA, torch.bfloat16)
+    assert asked == [(expected, CUDA, torch.bfloat16)]
+    assert kernels == Kernels("cudnn", "none")
+    assert str(told[0]).startswith("attention: cudnn (tried at 4,680 of ") and "cudnn 1 ms" in str(told[0])
+    assert try_kernels(ModelConfig(attention="flash"), sizes, CUDA, torch.bfloat16) == (Kernels("flash", "none"), ())
+
+
+def test_fp8_is_tried_as_it_will_be_computed(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def trial(*given: Any) -> tuple[str, str]:
+        asked.append(given)
+        return "fp8", "tried"
+
+    monkeypatch.setattr(quantization, "try_fp8", trial)
+    sizes = model_sizes.sizes_of(ModelConfig(name="self-forcing"))
+    for path, compiled in (("on", one_graph), ("off", None)):
+        config = ModelConfig(attention="sdpa", quantize="auto", compile=path)  # type: ignore[arg-type]
+        kernels, told = try_kernels(config, sizes, CUDA, torch.bfloat16)
+        assert kernels.quantize == "fp8" and str(told[0]) == "quantize: fp8 (tried)"
+        matrices, *rest = asked.pop()
+        assert rest == [4680, CUDA, torch.bfloat16, compiled]
+        assert matrices == {(1536, 1536): 6, (8960, 1536): 1, (1536, 8960): 1}
+
+
+@torch.inference_mode()
+def test_what_was_taken_is_what_the_transformer_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The CPU's kernels, with times that are given; every choice is on standard error before weights are read."""
+    monkeypatch.setattr(attention_trial, "CANDIDATES", ("sdpa", "math", "flash"))
+    times = iter((3.0, 1.0, 2.0))
+    trial = partial(
+        attention_trial.try_attention,
+        candidates=("sdpa", "math", "flash"),
+        stopwatch=lambda call, device: (call(), next(times))[1],
+    )
+    monkeypatch.setattr(attention_trial, "try_attention", trial)
+    loader = RankLoader(ModelConfig(), CPU)
+    loader.config = loader.config.model_copy(update={"attention": "auto"})
+    loaded = loader.load()
+    assert loaded.model is not None and loaded.model.denoiser.attention == "math"
+    lines = capsys.readouterr().err.splitlines()
+    assert "streamdiff: compile: off (CPU: compiling takes long there; --compile on asks for it)" in lines
+    assert any(line.startswith("streamdiff: attention: math (tried at ") for line in lines)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from streamdiff.config import PROMPT_POLICIES, RECACHES
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
-from streamdiff.pipeline.reference_run import POLICIES, ReferenceRun, Switch, play
+from streamdiff.pipeline.reference_run import ReferenceRun, Switch, run_reference
 from tests.pipeline.reference import Reference
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
@@ -29,7 +30,7 @@ def plain(model: Model) -> ReferenceRun:
 
 
 def played(model: Model, script: ReferenceRun, stages: int = 1) -> Tensor:
-    return torch.stack(list(play(model, CPU, script, stages=stages)))
+    return torch.stack([latents for latents, _ in run_reference(model, CPU, script, stages=stages)])
 
 
 def given(model: Model, script: ReferenceRun) -> ReferenceRun:
@@ -54,6 +55,7 @@ def test_noise_from_tensors_is_used_instead_of_the_seed(model: Model, plain: Ref
     assert not torch.equal(played(model, replace(plain, seed=999)), played(model, plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
 def test_noise_is_scaled_where_it_is_drawn_and_not_where_it_is_given(
@@ -74,6 +76,7 @@ def test_noise_is_scaled_where_it_is_drawn_and_not_where_it_is_given(
     assert torch.equal(played(model, short, stages), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize(
     ("policy", "kv_context"),
@@ -131,13 +134,14 @@ def test_beyond_the_given_noise_the_seed_goes_on(model: Model, plain: ReferenceR
     assert torch.equal(played(model, replace(short, seed=11)), one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "kv_context"),
     [
         (policy, context)
-        for policy in POLICIES
+        for policy in PROMPT_POLICIES
         for context in ("clean", "staircase", "matched")
-        if (policy, context) != ("recache", "matched")  # refused, see below
+        if policy not in RECACHES or context != "matched"  # refused, see below
     ],
 )
 def test_any_number_of_stages_gives_the_same(model: Model, plain: ReferenceRun, policy: str, kv_context: str) -> None:
@@ -148,6 +152,7 @@ def test_any_number_of_stages_gives_the_same(model: Model, plain: ReferenceRun, 
     assert not torch.equal(one[2], played(model, replace(plain, kv_context=kv_context))[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
 def test_a_first_chunk_with_a_schedule_of_its_own(plain: ReferenceRun, kv_context: str) -> None:
     """Four steps and two, against the reference, from tensors, on three stages, and after a reset again."""
@@ -178,10 +183,11 @@ def test_windows_that_cut_chunks_are_the_same_on_any_number_of_stages(plain: Ref
 
 def test_a_reset_equals_a_fresh_stream(model: Model, plain: ReferenceRun) -> None:
     """With a seed its noise begins again; noise that is given by chunk goes on."""
-    blue, fresh = model.text.encode(BLUE), []
+    blue = model.text.encode(BLUE)
     script = replace(plain, switches=(Switch(4, blue, "reset"),))
-    got = torch.stack(list(play(model, CPU, script, fresh=lambda: fresh.append(True))))
-    assert fresh == [True]
+    chunks = list(run_reference(model, CPU, script))
+    got = torch.stack([latents for latents, _ in chunks])
+    assert [chunk for chunk, (_, begins) in enumerate(chunks) if begins] == [0, 4]
     alone = replace(plain, embeddings=blue, chunks=3)
     assert torch.equal(got[:4], played(model, plain)[:4]) and torch.equal(got[4:], played(model, alone))
     with_noise = given(model, script)
@@ -203,11 +209,12 @@ def test_own_timesteps_and_sigmas_are_used(model: Model, plain: ReferenceRun) ->
 @pytest.mark.parametrize(
     ("switches", "kv_context", "words"),
     [
-        ([(3, "forget")], "clean", "'forget'; it can be keep, flush, recache, reset"),
+        ([(3, "forget")], "clean", "'forget'; it can be keep, recache, recache-causal, flush, reset"),
         ([(0, "keep")], "clean", "at chunk 0, but must be after chunk 0"),
         ([(7, "keep")], "clean", "at chunk 7, but must be after chunk 0 and before chunk 7, the end"),
         ([(3, "keep"), (3, "keep")], "clean", "at chunk 3, but must be after chunk 3"),
         ([(3, "recache")], "matched", "recache needs a KV context with a clean pass"),
+        ([(3, "recache-causal")], "matched", "recache-causal needs a KV context with a clean pass"),
     ],
 )
 def test_switches_that_cannot_be_are_refused(

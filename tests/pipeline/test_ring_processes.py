@@ -1,4 +1,4 @@
-"""Partition invariance over real processes and gloo: the numbers do not depend on how many ranks there are."""
+"""Partition invariance over real processes and TCP: the numbers do not depend on how many ranks there are."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from tests.pipeline.processes import RankFailed, run_ranks
 from tests.pipeline.ring_process import Case, model_of
 from tests.small import CPU
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ring processes")]
 LIMIT_S = 900.0  # ends what hangs; a busy machine takes minutes
 ALONE = [f"{dtype}/1/{name}" for dtype in ("float32", "bfloat16") for name in THREE]
 TOGETHER = ["float32/1/0,1,2", "bfloat16/1/0,1,2"]
 SEVERAL_ROWS = ["float32/4/1", "float32/4/0,1,2"]
 ROUGH, EAGER, HASTY, OVER_LANES = (f"float32/1/0,1,2/{links}" for links in ("rough", "eager", "hasty", LANES))
+STEPS_CHANGE = f"float32/1/{','.join(map(str, OTHER_STEPS))}"
 CASES = {
     2: [*TOGETHER, "float32/1/1", OVER_LANES],
-    3: [*TOGETHER, "float32/1/1", OVER_LANES],
-    4: [*ALONE, *TOGETHER, *SEVERAL_ROWS, ROUGH, EAGER],
+    3: [*TOGETHER, "float32/1/1", OVER_LANES, "float32/4/0,1,2", ROUGH, EAGER, STEPS_CHANGE],
+    4: [*ALONE, *TOGETHER, *SEVERAL_ROWS, ROUGH, EAGER, OVER_LANES],
 }
+"""Of so many ranks. Three, with unequal parts of four blocks, have a case of each kind."""
+RINGS = [3, *(pytest.param(stages, marks=pytest.mark.soak) for stages in (2, 4))]
 Latents = dict[int, list[torch.Tensor]]
 
 
@@ -37,7 +40,7 @@ def make(stages: int, cases: list[str], folder: Path) -> dict[str, Latents]:
     return results
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=RINGS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Latents]:
     stages: int = request.param
     return make(stages, CASES[stages], tmp_path_factory.mktemp("ring"))
@@ -57,28 +60,26 @@ def plain() -> dict[tuple[str, int], list[torch.Tensor]]:
 def test_latents_are_bit_identical(made: dict[str, Latents], plain: dict[tuple[str, int], list[torch.Tensor]]) -> None:
     for case, sessions in made.items():
         dtype, max_rows, names, links = Case.of(case)
-        if max_rows > 1 or links in BROKEN:
+        if max_rows > 1 or links in BROKEN or case == STEPS_CHANGE:
             continue
         for name in names:
             assert len(sessions[name]) == CHUNKS_LONG
             assert same(sessions[name], plain[dtype, name]), f"{case}: session {name}"
 
 
-@pytest.mark.parametrize("stages", [3])
-def test_a_change_of_steps_is_the_same_change_on_any_number_of_ranks(stages: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", [3], indirect=True)
+def test_a_change_of_steps_is_the_same_change_on_any_number_of_ranks(made: dict[str, Latents]) -> None:
     """Five sessions at once, each of which goes on in another number of steps, beside each one by itself on one."""
-    case = f"float32/1/{','.join(map(str, OTHER_STEPS))}"
-    made = make(stages, [case], tmp_path)[case]
     model = model_of("float32")
     for name, order in OTHER_STEPS.items():
         alone = play(RingExecutor(model, CPU), model, {name: order}, CHUNKS_LONG)[name]
-        assert same(made[name], alone), f"session {name}: {order}"
+        assert same(made[STEPS_CHANGE][name], alone), f"session {name}: {order}"
 
 
 def test_several_rows_agree_within_a_rounding(
     made: dict[str, Latents], plain: dict[tuple[str, int], list[torch.Tensor]]
 ) -> None:
-    """Kernels for more rows sum in another order: 1e-4 over 30 chunks, each of which sees the ones before it."""
+    """Kernels for more rows sum in another order: 1e-4 over 16 chunks, each of which sees the ones before it."""
     for case, sessions in made.items():
         dtype, max_rows, names, _ = Case.of(case)
         for name in names if max_rows > 1 else []:
@@ -86,7 +87,7 @@ def test_several_rows_agree_within_a_rounding(
                 torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("made", [4], indirect=True)
+@pytest.mark.parametrize("made", [3], indirect=True)
 def test_a_slot_that_is_given_away_while_it_is_read_is_seen(
     made: dict[str, Latents], plain: dict[tuple[str, int], list[torch.Tensor]]
 ) -> None:
@@ -98,4 +99,4 @@ def test_a_slot_that_is_given_away_while_it_is_read_is_seen(
 def test_a_slot_that_is_free_before_its_message_has_left_is_seen(tmp_path: Path) -> None:
     """Receives are posted late, so messages wait; what arrives of an outbox that does not is rubbish."""
     with pytest.raises(RankFailed, match=r"is not a valid MessageKind|a link brought message"):
-        make(3, [HASTY], tmp_path)
+        make(2, [HASTY], tmp_path)

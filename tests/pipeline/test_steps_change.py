@@ -25,6 +25,7 @@ def plain(model: Model, order: Order) -> list[torch.Tensor]:
     return play(RingExecutor(model, CPU), model, {0: replace(order, change_at=10**6, then_steps=None)}, CHUNKS)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", OTHER_STEPS.values(), ids=lambda order: f"{order.kv_context}-{order.steps}")
 def test_chunks_before_the_change_stay_and_those_after_equal_the_reference(order: Order) -> None:
     model = small_model(1, sink=2)
@@ -46,6 +47,7 @@ def test_chunks_before_the_change_stay_and_those_after_equal_the_reference(order
         torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_next", [False, True])
 @pytest.mark.parametrize("stages", [2, 3])
 def test_any_number_of_stages_and_any_company_gives_the_same(stages: int, with_next: bool) -> None:
@@ -68,11 +70,12 @@ def entered(ring: RingExecutor, orders: dict[int, int], turns: int) -> list[Micr
     for _ in range(turns):
         for name, limit in orders.items():
             chunks = limit - ring.scheduler.next_chunk(name)
-            ring.scheduler.set_room(name, chunks * ring.scheduler.chunk_frames)
+            ring.scheduler.set_frame_credit(name, chunks * ring.scheduler.chunk_frames)
         rows += ring.turn()[0]
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [RingExecutor, lambda model, device: LocalRing(model, device, 3)])
 def test_in_a_staircase_no_chunk_overtakes_and_other_sessions_go_on(make: Callable[..., RingExecutor]) -> None:
     model = small_model(3, layers=3)
@@ -107,7 +110,7 @@ def test_the_latest_of_several_changes_holds_and_a_prompt_meanwhile_too() -> Non
     ring.set_steps(0, 5, 2)
     done: dict[int, torch.Tensor] = {}
     while len(done) < 6:
-        ring.scheduler.set_room(0, 4 * model.spec.chunk_frames)
+        ring.scheduler.set_frame_credit(0, 4 * model.spec.chunk_frames)
         rows, finished = ring.turn()
         assert rows or finished, "the stream stands still"
         assert all((row.epoch, row.steps) == ((0, 4) if row.chunk < 3 else (5, 2)) for row in rows)
@@ -141,7 +144,7 @@ def test_steps_that_no_chunk_was_made_in_leave_nothing() -> None:
     done: dict[int, torch.Tensor] = {}
     for limit, steps in ((3, 2), (3, 4), (CHUNKS, 0)):
         while ring.scheduler.next_chunk(0) < limit or ring.has_work:
-            ring.scheduler.set_room(0, (limit - ring.scheduler.next_chunk(0)) * model.spec.chunk_frames)
+            ring.scheduler.set_frame_credit(0, (limit - ring.scheduler.next_chunk(0)) * model.spec.chunk_frames)
             done |= {row.chunk: latents for row, latents in ring.turn()[1]}
         if steps:
             ring.set_steps(0, steps, steps)  # any epochs that grow
@@ -160,7 +163,7 @@ def test_a_reset_begins_in_the_steps_that_were_asked_for_last(waiting: bool) -> 
     ring.reset(0, model.text.encode(RED), seed=5, epoch=2)
     done: dict[int, torch.Tensor] = {}
     while len(done) < 5:
-        ring.scheduler.set_room(0, 3 * model.spec.chunk_frames)
+        ring.scheduler.set_frame_credit(0, 3 * model.spec.chunk_frames)
         done |= {row.chunk: latents for row, latents in ring.turn()[1] if row.epoch == 2}
     fresh = play(RingExecutor(model, CPU), model, {0: Order(RED, 5, 2, "staircase", 10**6)}, 5)[0]
     assert same([done[chunk] for chunk in range(5)], fresh)
@@ -196,6 +199,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
     assert {row.steps for row in rows if row.session == 0} == {4} and {row.epoch for row in rows} == {0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [RingExecutor, lambda model, device: LocalRing(model, device, 3)])
 def test_a_past_cached_again_is_the_same_before_and_after_the_steps_change(make: Callable[..., RingExecutor]) -> None:
     """A context with noise, which is drawn by the number of the step: by that which the chunk was made in."""
@@ -216,7 +220,7 @@ def test_a_past_cached_again_is_the_same_before_and_after_the_steps_change(make:
                     ring.set_text(0, 2, model.text.encode(BLUE), "recache")
                 turns += 1
             limit = 8 if turns > prompt_after_turns else 4
-            ring.scheduler.set_room(0, (limit - admitted) * model.spec.chunk_frames)
+            ring.scheduler.set_frame_credit(0, (limit - admitted) * model.spec.chunk_frames)
             done |= {row.chunk: latents for row, latents in ring.turn()[1]}
         return [done[chunk] for chunk in range(7)]
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from streamdiff.config import Config, ModelConfig, ServeConfig
+from streamdiff.device import own_device
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.stepped_decoder import yuv420p
+from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, yuv420p
 from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline.build import load_runtime
 from streamdiff.pipeline.output import Frames
-from streamdiff.pipeline.rank_loader import own_device
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.small import (
     AUTOENCODER,
@@ -60,7 +60,7 @@ def take(runtime: StreamingPipeline, session: int, chunks: int, room: int = 10 *
     """Pieces until `chunks` more chunks of the session are out; other sessions' pieces are dropped."""
     pieces: list[Frames] = []
     while sum(piece.last for piece in pieces) < chunks:
-        runtime.set_room(session, room)
+        runtime.set_frame_credit(session, room)
         pieces += [piece for piece in runtime.step(wait_s=5.0) if piece.session == session]
     return pieces
 
@@ -108,29 +108,32 @@ def test_the_frames_are_the_decoded_latents(runtime: StreamingPipeline) -> None:
 def test_no_room_no_frames_and_room_counts_what_is_under_way(runtime: StreamingPipeline) -> None:
     open_session(runtime)
     assert runtime.step() == [] and not runtime.busy
-    runtime.set_room(0, CHUNK - 1)
+    runtime.set_frame_credit(0, CHUNK - 1)
     assert not runtime.busy and drain(runtime) == []
-    runtime.set_room(0, 2 * CHUNK + 1)
+    runtime.set_frame_credit(0, 2 * CHUNK + 1)
     runtime.step()
-    runtime.set_room(0, 2 * CHUNK + 1)  # said again while a chunk is under way: still two chunks in all
+    runtime.set_frame_credit(0, 2 * CHUNK + 1)  # said again while a chunk is under way: still two chunks in all
     pieces = drain(runtime)
     assert sum(len(piece.pictures) for piece in pieces) == 2 * CHUNK
-    runtime.set_room(0, CHUNK)
+    runtime.set_frame_credit(0, CHUNK)
     assert {piece.chunk for piece in drain(runtime)} == {2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", CONTEXTS)
 @pytest.mark.parametrize("trimmed", [0, 3])
 def test_exactly_the_minimum_lead_keeps_the_stream_going(kv_context: str, trimmed: int) -> None:
     """Frames are shown one by one, and frames made but not shown never exceed the lead."""
     autoencoder = small_autoencoder(0, replace(AUTOENCODER, frames_to_trim=trimmed))
     parts = small_parts(4)
-    runtime = StreamingPipeline(replace(MODEL, decoder=small_decoder(autoencoder, parts.mean, parts.std)), CPU)
+    runtime = StreamingPipeline(
+        replace(MODEL, decoder=PictureDecoder(small_decoder(autoencoder, parts.mean, parts.std))), CPU
+    )
     open_session(runtime, kv_context=kv_context)
-    lead = runtime.minimum_lead(steps=4, kv_context=kv_context)
+    lead = runtime.min_ahead_frames(steps=4, kv_context=kv_context)
     made = shown = 0
     while shown < 6 * CHUNK:
-        runtime.set_room(0, lead - (made - shown))
+        runtime.set_frame_credit(0, lead - (made - shown))
         made += sum(len(piece.pictures) for piece in runtime.step(wait_s=5.0))
         assert made - shown <= lead
         if made > shown:
@@ -140,7 +143,7 @@ def test_exactly_the_minimum_lead_keeps_the_stream_going(kv_context: str, trimme
     if kv_context != "staircase":  # whose chunks in flight wait for followers
         # What the trimmed first chunk did not show must not stay booked as frames under way.
         drain(runtime)
-        runtime.set_room(0, CHUNK)
+        runtime.set_frame_credit(0, CHUNK)
         assert runtime.busy
     runtime.close()
 
@@ -148,7 +151,7 @@ def test_exactly_the_minimum_lead_keeps_the_stream_going(kv_context: str, trimme
 def test_a_pause_stops_the_stream_and_its_end_goes_on_where_it_was(runtime: StreamingPipeline) -> None:
     open_session(runtime)
     before = take(runtime, 0, 1)
-    runtime.set_room(0, 10 * CHUNK)
+    runtime.set_frame_credit(0, 10 * CHUNK)
     runtime.step()
     runtime.set_paused(0, True)
     late = drain(runtime)
@@ -166,20 +169,21 @@ def test_a_closed_session_gives_no_more_frames_even_in_the_middle_of_decoding(ru
     open_session(runtime, 0)
     open_session(runtime, 1, BLUE)
     while not runtime._pending:  # the thread that decodes may be faster than one look
-        runtime.set_room(0, CHUNK)
+        runtime.set_frame_credit(0, CHUNK)
         runtime._collect(0.0)
         runtime.step()
     runtime.close_session(0)
     assert all(piece.session != 0 for piece in drain(runtime))
     assert {piece.session for piece in take(runtime, 1, 1)} == {1}
     open_session(runtime, 0, WHITE, seed=3)  # the slot can be used again
-    reopened = pictures(take(runtime, 0, 1))
+    reopened = pictures(take(runtime, 0, 1))[:CHUNK]  # one look may find more than one chunk decoded
     fresh = StreamingPipeline(MODEL, CPU)
     open_session(fresh, 0, WHITE, seed=3)
-    assert np.array_equal(reopened, pictures(take(fresh, 0, 1)))
+    assert np.array_equal(reopened, pictures(take(fresh, 0, 1))[:CHUNK])
     fresh.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_before", [1, 4, 6, 9])
 @pytest.mark.parametrize("kv_context", ["clean", "staircase"])
 def test_after_a_reset_come_the_frames_of_a_fresh_stream(
@@ -187,10 +191,10 @@ def test_after_a_reset_come_the_frames_of_a_fresh_stream(
 ) -> None:
     open_session(runtime, text=RED, kv_context=kv_context)
     for _ in range(steps_before):
-        runtime.set_room(0, 10 * CHUNK)
+        runtime.set_frame_credit(0, 10 * CHUNK)
         runtime.step()
     runtime.reset(0, runtime.text.encode(BLUE), seed=9, epoch=4)
-    assert not runtime._ring.scheduler.has_work, "a reset session waits for room"
+    assert not runtime.ring.scheduler.has_work, "a reset session waits for room"
     pieces = take(runtime, 0, 3)
     assert {piece.epoch for piece in pieces} == {4} and pieces[0].chunk == 0
     fresh = StreamingPipeline(MODEL, CPU)
@@ -218,7 +222,9 @@ def test_a_prompt_change_leaves_the_frames_before_it_alone(runtime: StreamingPip
 def test_an_error_while_decoding_comes_out_of_step() -> None:
     """A decoder for other latents than the model's: real parts that do not fit together."""
     wrong = small_autoencoder(0, replace(AUTOENCODER, latent_channels=5))
-    runtime = StreamingPipeline(replace(MODEL, decoder=small_decoder(wrong, torch.zeros(5), torch.ones(5))), CPU)
+    runtime = StreamingPipeline(
+        replace(MODEL, decoder=PictureDecoder(small_decoder(wrong, torch.zeros(5), torch.ones(5)))), CPU
+    )
     open_session(runtime)
     with pytest.raises(ValueError, match=r"expected \[B, 5, F, h, w\]"):
         take(runtime, 0, 1)
@@ -241,7 +247,7 @@ def test_bad_values_are_refused_and_leave_nothing_behind(
 def test_info_says_what_runs_here(runtime: StreamingPipeline) -> None:
     info = runtime.info
     assert (info.width, info.height, info.chunk_frames) == (MODEL.spec.width, MODEL.spec.height, CHUNK)
-    assert (info.name, info.device, info.native_fps) == ("small-4", "cpu", 40.0)
+    assert (info.model, info.device, info.native_fps) == ("small-4", "cpu", 40.0)
     assert info.steps == 4 and info.kv_context == "clean"
 
 
@@ -260,6 +266,7 @@ def save_model(folder: Path) -> None:
     tiny.save(folder, parts.autoencoder, parts.mean, parts.std, (parts.text, parts.transformer), stream)
 
 
+@pytest.mark.slow
 def test_a_server_may_have_yuv420_of_the_same_pictures(tmp_path: Path) -> None:
     """Over the product's own way from its configuration; nobody else gets it."""
     save_model(tmp_path)
@@ -305,3 +312,39 @@ def test_an_unknown_model_or_device_is_refused(tmp_path: Path) -> None:
         assert own_device("auto") == CPU
         with pytest.raises(ConfigError, match="no CUDA device"):
             own_device("cuda")
+
+
+def test_a_background_chunk_is_decoded_only_when_no_other_waits(
+    runtime: StreamingPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of a job's chunks decodes; its next ones stay behind a live chunk that is finished after them."""
+    kinds: dict[int, str] = {}
+    submitted: list[str] = []
+    held: list[tuple[int, int, torch.Tensor]] = []
+
+    def submit(stream: int, chunk: int, latents: torch.Tensor) -> None:
+        submitted.append(f"{kinds[stream]} {chunk}")
+        held.append((stream, chunk, latents))
+
+    decode = runtime._decoding.submit
+    monkeypatch.setattr(runtime._decoding, "submit", submit)
+    runtime.open(0, runtime.text.encode(RED), seed=1, epoch=0, steps=4, kv_context="clean", background=True)
+    kinds[runtime._streams[0].number] = "job"
+    runtime.set_frame_credit(0, 3 * CHUNK)
+    while runtime.ring.has_work:
+        runtime.step()
+    assert submitted == ["job 0"], "its other chunks wait, though they are finished"
+    open_session(runtime, 1)
+    kinds[runtime._streams[1].number] = "live"
+    runtime.set_frame_credit(1, CHUNK)
+    while runtime.ring.has_work:
+        runtime.step()
+    assert submitted == ["job 0", "live 0"]
+    while len(submitted) < 4 or held:
+        for each in held:
+            decode(*each)
+        held.clear()
+        runtime.step(wait_s=0.05)
+    assert submitted == ["job 0", "live 0", "job 1", "job 2"]
+    drain(runtime)
+    assert not runtime.busy

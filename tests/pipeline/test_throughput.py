@@ -50,6 +50,7 @@ def test_in_a_ring_the_busiest_rank_decides() -> None:
     assert meter.work_s() == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_the_runtime_knows_after_warming_up_what_a_chunk_takes() -> None:
     runtime = load_runtime(ModelConfig())
     work_s, fits = runtime.work_s(), runtime.sessions_fit()

@@ -19,7 +19,10 @@ IMPORT_NAMES = {
 # Comes with another one of ours by contract: a part of it, not a choice of its own.
 COMES_WITH = {"starlette": "fastapi", "annotated_types": "pydantic", "pydantic_core": "pydantic", "h11": "uvicorn"}
 # Needed at run time by a library that we call, though we do not import it ourselves.
-INDIRECT: dict[str, str] = {"wsproto": "uvicorn speaks WebSocket with it"}
+INDIRECT: dict[str, str] = {
+    "python-multipart": "starlette reads forms with it",
+    "wsproto": "uvicorn speaks WebSocket with it",
+}
 
 
 def declared(extra: str = "") -> set[str]:

@@ -21,22 +21,25 @@ COLD = {
     "streamdiff.models.tiny.training": "training and its parts",
     "streamdiff.models.tiny.world": "draws the training world",
     "streamdiff.models.tiny.weights": "files",
+    "streamdiff.models.checkpoint.first_steps": "files",
     "streamdiff.models.checkpoint.tensor_file": "files",
     "streamdiff.pipeline.balance": "measures before the first chunk",
 }
 ALLOWED = {
-    "streamdiff.models.transformer.attention_backend:_fault": "tries a kernel out before the first chunk",
+    "streamdiff.models.transformer.attention_backend:_off": "tries a kernel out before the first chunk",
     "streamdiff.models.transformer.attention_backend:_formula": "what it is compared with",
     "streamdiff.models.tiny.text_encoder:tokens": "a prompt's, on the CPU",
     "streamdiff.models.text_encoder.wan:_beside": "on the thread that encodes text",
     "streamdiff.pipeline.distributed.cuda_streams:drain": "for the start and the end",
     "streamdiff.models.autoencoder.normalisation:__init__": "a decoder's constants",
-    "streamdiff.pipeline.runner.sampler:_levels": "a session's noise levels",
+    "streamdiff.pipeline.runner.sampler:_times": "a session's noise levels",
     "streamdiff.models.tiny.model:save": "writes files",
-    "streamdiff.pipeline.distributed.gloo:receive": "a record in host memory, where gloo put it",
+    "streamdiff.pipeline.distributed.tcp:__init__": "slots in host memory",
+    "streamdiff.pipeline.distributed.tcp:_accept_invitation": "once, in host memory",
+    "streamdiff.pipeline.distributed.tcp:receive": "a record in host memory, where the kernel put it",
     "streamdiff.pipeline.decode.host_copy:fetch": "on a decoding thread: here alone pictures leave the device",
     "streamdiff.pipeline.decode.decode_worker:_decode": "pictures in host memory",
-    "streamdiff.pipeline.decode.decode_worker:_receive": "pictures in host memory, where gloo put them",
+    "streamdiff.pipeline.decode.decode_worker:_receive": "pictures in host memory, where the kernel put them",
 }
 
 

@@ -26,7 +26,7 @@ PACKAGE = (
     ("video",),
     ("config_file",),
     ("config", "device", "atomic_write"),
-    ("errors", "clock", "version", "child_process"),
+    ("errors", "clock", "version", "child_process", "heavy_import"),
 )
 SERVER = (
     ("web_process",),
@@ -34,11 +34,11 @@ SERVER = (
     ("app",),
     ("routes",),
     ("app_state",),
-    ("outputs",),
+    ("jobs", "outputs"),
     ("http_server", "webrtc"),
     ("middleware", "sessions"),
-    ("hosts", "media", "peers"),
-    ("auth", "logging_setup", "metrics", "problem", "rate_limit"),
+    ("media", "peers"),
+    ("auth", "logging_setup", "metrics", "problem", "rate_limit", "tls"),
 )
 PIPELINE = (
     ("build",),
@@ -54,12 +54,12 @@ PIPELINE = (
     ("device_timer", "output", "scheduler", "throughput"),
 )
 MODELS = (
-    ("model_loader",),
-    ("download", "random_weights", "tiny"),
+    ("model_loader", "text_loader"),
+    ("download", "tiny"),
     ("model",),
     ("autoencoder",),
     ("resolve",),
-    ("recognition", "text_encoder"),
+    ("defaults", "random_weights", "recognition", "text_encoder"),
     ("transformer",),
     ("checkpoint", "interfaces"),
     ("catalogue",),
@@ -95,6 +95,7 @@ TORCH_FREE = (
     "streamdiff.engine.process.ipc",
     "streamdiff.engine.session",
     "streamdiff.models.catalogue.entries",
+    "streamdiff.models.defaults",
     "streamdiff.models.recognition",
     "streamdiff.models.download",
     "streamdiff.models.checkpoint.safetensors_header",
@@ -102,6 +103,9 @@ TORCH_FREE = (
     "streamdiff.models.sampling",
     "streamdiff.models.transformer.tensor_names",
     "streamdiff.pipeline.planner.costs",
+    "streamdiff.pipeline.planner.fit",
+    "streamdiff.pipeline.planner.forecast",
+    "streamdiff.pipeline.planner.gpus",
     "streamdiff.pipeline.planner.memory",
     "streamdiff.pipeline.planner.model_sizes",
     "streamdiff.pipeline.planner.simulator",

@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -21,16 +22,20 @@ from streamdiff.server import main as server
 from streamdiff.server.app import attach_engine, create_app
 from streamdiff.server.app_state import AppState
 from streamdiff.server.http_server import HttpServer
+from streamdiff.server.media import pacer
 from tests.server.scripted import Painter
+
+LIMIT_S = 60.0
+"""Ends what hangs; a busy machine takes long."""
 
 
 class InMemoryClient:
     """The real engine on a thread of this process: the client's end without sockets."""
 
-    def __init__(self, painter: Painter, lead_frames: int = 24) -> None:
+    def __init__(self, painter: Painter, max_ahead_frames: int = 24) -> None:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
-        self._engine = Engine(painter, lead_frames)
+        self._engine = Engine(painter, max_ahead_frames)
         self._lock = threading.Condition()
         self._commands: list[Command] = []
         self._stopping = False
@@ -110,7 +115,7 @@ class Peer:
 
     async def message(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """The first message that has all the wanted fields; waits for it."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             while True:
                 for message in self.messages:
                     if wanted.items() <= message.items():
@@ -119,7 +124,7 @@ class Peer:
                 await self.arrived.wait()
 
     async def frame(self) -> Any:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             return await self.track.recv()
 
 
@@ -201,7 +206,7 @@ class Site:
 
     async def until(self, condition: Any) -> None:
         """Wait until `condition()` is true."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             while not condition():
                 await asyncio.sleep(0.01)
 
@@ -220,7 +225,7 @@ async def open_site(config: Config | None = None, painter: Painter | None = None
     try:
         async with (
             attach_engine(app, config, client, client.ready) as state,
-            httpx.AsyncClient(base_url=base, timeout=20, limits=limits) as http,
+            httpx.AsyncClient(base_url=base, timeout=LIMIT_S, limits=limits) as http,
         ):
             site = Site(base, http, client, state, http_server)
             await site.until(lambda: site.state.manager.get("default").opened)  # type: ignore[union-attr]
@@ -240,6 +245,19 @@ async def open_site(config: Config | None = None, painter: Painter | None = None
 def small() -> Config:
     """A configuration with few places."""
     return Config(serve=ServeConfig(max_viewers=8, address_share=1.0))
+
+
+@pytest.fixture
+def regular_stamps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time stamps are those of the media clock, also where the machine is so busy that they lag behind real time."""
+    monkeypatch.setattr(pacer, "SLACK_S", 1000.0)
+
+
+def in_slots(stamps: list[int], ticks: int) -> bool:
+    """Whether frames are whole slots of so many ticks apart. A busy machine may skip a slot; a step is then two or
+    more of them, never something in between."""
+    steps = [after - before for before, after in pairwise(stamps)]
+    return bool(steps) and all(step > 0 and step % ticks == 0 for step in steps)
 
 
 @pytest.fixture(autouse=True)

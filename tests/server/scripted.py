@@ -21,16 +21,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig
-from streamdiff.engine.messages import SWITCHES
+from streamdiff.config import PROMPT_POLICIES, Config, ModelConfig, PlaybackConfig, ServeConfig
 from streamdiff.engine.process import main as engine_main
 from streamdiff.engine.process import private_folder
-from streamdiff.engine.process.engine_process import EngineProcess
 from streamdiff.errors import RequestError
 from streamdiff.models.catalogue import entries
 from streamdiff.models.interfaces import Reading
 from streamdiff.pipeline.output import Frames, ModelInfo
-from streamdiff.server import main as server
 
 COLOURS = {
     "red": (214, 48, 49),
@@ -94,10 +91,20 @@ class Painter:
     _streams: dict[int, _Stream] = field(default_factory=dict)
     _made: int = 0
 
-    def minimum_lead(self, *, steps: int, kv_context: str) -> int:
+    def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
         return self.info.chunk_frames
 
-    def open(self, session: int, conditioning: object, *, seed: int, epoch: int, steps: int, kv_context: str) -> None:
+    def open(
+        self,
+        session: int,
+        conditioning: object,
+        *,
+        seed: int,
+        epoch: int,
+        steps: int,
+        kv_context: str,
+        background: bool = False,
+    ) -> None:
         if steps not in self.info.steps_known:
             raise RequestError("steps", f"steps is {steps}; the painter has {self.info.steps_known}")
         if self.fits is not None and len(self._streams) >= self.fits:
@@ -106,7 +113,7 @@ class Painter:
 
     def check_switch(self, session: int, switch: str) -> None:
         matched = self._streams[session].kv_context == "matched"
-        if switch not in (("keep", "flush", "reset") if matched else SWITCHES):
+        if switch not in (("keep", "flush", "reset") if matched else PROMPT_POLICIES):
             raise RequestError("switch", f"the painter cannot {switch}")
 
     def set_conditioning(self, session: int, conditioning: object, *, epoch: int, switch: str = "keep") -> None:
@@ -131,7 +138,7 @@ class Painter:
     def set_paused(self, session: int, paused: bool) -> None:
         self._streams[session].paused = paused
 
-    def set_room(self, session: int, frames: int) -> None:
+    def set_frame_credit(self, session: int, frames: int) -> None:
         self._streams[session].room = frames
 
     def close_session(self, session: int) -> None:
@@ -196,12 +203,22 @@ def load(config: ModelConfig, painter: Painter) -> Painter:
     return painter
 
 
+def paint(painter: Painter) -> int:
+    """Be an engine process that paints. Mutates: what a spare imports beforehand, as a painter needs nothing."""
+    engine_main._HEAVY = "tests.server.scripted"
+    return engine_main.main(load=partial(load, painter=painter))
+
+
 def main() -> int:
     """`serve`: a whole server. Anything else: the engine process of one."""
     if sys.argv[1] != "serve":
         name = _model_config().name
         dies = int(name.split("-")[1]) if name.startswith("dies-") else None
-        return engine_main.main(load=partial(load, painter=Painter(die_after_chunks=dies)))
+        return paint(Painter(die_after_chunks=dies))
+    # The web server's half is for its own process, engines start without.
+    from streamdiff.engine.process.engine_process import EngineProcess
+    from streamdiff.server import main as server
+
     parser = argparse.ArgumentParser()
     parser.add_argument("command")
     parser.add_argument("--port", type=int, default=0)
@@ -218,6 +235,13 @@ def main() -> int:
     parser.add_argument("--log-prompts", action="store_true")
     parser.add_argument("--log-format", default="text")
     parser.add_argument("--no-browser", action="store_true")
+    parser.add_argument("--jobs-dir")
+    parser.add_argument("--tls-cert")
+    parser.add_argument("--tls-key")
+    parser.add_argument("--udp-ports")
+    parser.add_argument("--server-name")
+    parser.add_argument("--agent-port", type=int)
+    parser.add_argument("--load", type=float, default=0.9)
     arguments = parser.parse_args()
     serve = ServeConfig(
         host=arguments.host,
@@ -233,6 +257,14 @@ def main() -> int:
         log_prompts=arguments.log_prompts,
         log_format=arguments.log_format,
         open_browser=not arguments.no_browser,
+        jobs_dir=arguments.jobs_dir,
+        tls_cert=arguments.tls_cert,
+        tls_key=arguments.tls_key,
+        udp_ports=arguments.udp_ports,
+        name=arguments.server_name,
+        agent_port=arguments.agent_port,
+        load=arguments.load,
+        trusted_proxies=["127.0.0.1"] if arguments.server_name else [],
     )
     config = Config(serve=serve, playback=PlaybackConfig(), model=ModelConfig(name=arguments.name))
     published = {} if arguments.name in entries.entries() else {"fetch": _nothing}

@@ -9,7 +9,7 @@ import pytest
 
 from streamdiff.config import ServeConfig
 from streamdiff.errors import ConfigError
-from streamdiff.server.auth import Access, Role, Tokens, read_tokens
+from streamdiff.server.auth import Role, Tokens, read_tokens, role_of
 
 VIEW, CONTROL, OWN_VIEW, OWN_CONTROL = (f"{name}-token-of-some-length" for name in ("v", "c", "ov", "oc"))
 NOBODY, VIEWER, CONTROLLER = Role
@@ -36,9 +36,8 @@ NOBODY, VIEWER, CONTROLLER = Role
     ],
 )
 def test_what_each_token_is_good_for(server: Tokens, session: Tokens | None, roles: tuple[Role, ...]) -> None:
-    access = Access(server)
     shown = (None, VIEW, CONTROL, OWN_VIEW, OWN_CONTROL, "wrong\ud800\N{SNOWMAN}", "")
-    assert tuple(access.role(token, session) for token in shown) == roles
+    assert tuple(role_of(token, server, session) for token in shown) == roles
 
 
 def test_tokens_are_read_from_files_and_not_printed(tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from streamdiff.config import ServeConfig
-from streamdiff.server.hosts import HostPolicy
+from streamdiff.server.middleware import HostPolicy
 from streamdiff.server.problem import Problem
 
-POLICY = HostPolicy.of(ServeConfig(host="Studio.local", hosts=["stream.example.org"]))
+POLICY = HostPolicy(ServeConfig(host="Studio.local", hosts=["stream.example.org"]))
 
 
 def status(*hosts: str) -> int:

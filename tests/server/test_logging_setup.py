@@ -78,10 +78,10 @@ def test_as_json_every_line_is_an_object_and_only_comings_and_goings_are_told(as
     ours = [record for record in records if record.get("session") == session["id"] and "prompt" not in record["logger"]]
     whispered = session["viewer"][:6]
     assert [(each["logger"].rpartition(".")[2], each.get("viewer"), each.get("end")) for each in ours] == [
-        ("hub", None, None),
-        ("whep", whispered, None),
-        ("whep", whispered, "delete"),
-        ("hub", None, None),
+        ("manager", None, None),
+        ("viewers", whispered, None),
+        ("viewers", whispered, "delete"),
+        ("manager", None, None),
     ]
     text = json.dumps(records)
     for secret in (session["viewer"], session["control_token"], session["view_token"]):
@@ -96,7 +96,7 @@ def test_as_json_the_engine_s_last_words_and_the_end_are_objects_too() -> None:
     records = _records(complaints)
     assert any(r["logger"] == "streamdiff.engine.output" and "out of paint" in r["message"] for r in records)
     last = records[-1]
-    assert (last["logger"], last["level"]) == ("streamdiff.complains", "error")
+    assert (last["logger"], last["level"]) == ("streamdiff.fatal", "error")
     assert "out of paint" in last["message"] and "session 'default'" in last["message"]
 
 
@@ -118,8 +118,8 @@ def test_as_text_comings_and_goings_are_not_told() -> None:
 
 
 def test_a_warning_has_its_facts_and_a_fault_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    logger = logging.getLogger("streamdiff.serve.some")
-    with logging_setup.configured(ServeConfig(log_format="json")):
+    logger = logging.getLogger("streamdiff.server.some")
+    with logging_setup.configure(ServeConfig(log_format="json")):
         logger.warning("low %s", "ink", extra=logging_setup.log_fields(left_ml=3, path=os))
         try:
             raise ValueError("no\nink")
@@ -133,7 +133,7 @@ def test_a_warning_has_its_facts_and_a_fault_its_traceback(capsys: pytest.Captur
 
 
 def test_afterwards_logging_is_as_it_was() -> None:
-    names = ["", "streamdiff", "streamdiff.says", "streamdiff.complains", "streamdiff.prompts"]
+    names = ["", "streamdiff", "streamdiff.console", "streamdiff.fatal", "streamdiff.prompts"]
 
     def state() -> list[object]:
         loggers = [logging.getLogger(name) for name in names]
@@ -141,6 +141,6 @@ def test_afterwards_logging_is_as_it_was() -> None:
 
     before = state()
     for kind in ("text", "json"):
-        with logging_setup.configured(ServeConfig(log_format=kind, log_prompts=True)):  # type: ignore[arg-type]
+        with logging_setup.configure(ServeConfig(log_format=kind, log_prompts=True)):  # type: ignore[arg-type]
             assert state() != before
         assert state() == before

@@ -37,10 +37,10 @@ def start(*options: str) -> subprocess.Popen[str]:
     )
 
 
-def _address(process: subprocess.Popen[str]) -> str:
+def printed_address(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     for line in process.stdout:
-        if found := re.search(r"http://\S+/", line):
+        if found := re.search(r"https?://\S+/", line):
             return found.group(0)
     raise AssertionError(process.communicate()[1])
 
@@ -49,7 +49,7 @@ def _address(process: subprocess.Popen[str]) -> str:
 def running() -> Iterator[Running]:
     process = start()
     try:
-        yield process, _address(process)
+        yield process, printed_address(process)
     finally:
         process.kill()
         process.communicate()
@@ -58,7 +58,7 @@ def running() -> Iterator[Running]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_serves_and_ends_clean(number: signal.Signals) -> None:
     process = start()
-    url = _address(process)
+    url = printed_address(process)
     engine, spare = sorted(psutil.Process(process.pid).children(), key=psutil.Process.create_time)
     assert httpx.get(url + "readyz", timeout=20).status_code == 200
     assert "streamdiff" in httpx.get(url, timeout=20).text
@@ -116,7 +116,7 @@ def test_others_are_let_in_only_with_a_token_or_knowingly(host: str, tmp_path: P
     (tmp_path / "token").write_text("a-token-of-some-length")
     for options in (["--insecure"], ["--control-token-file", str(tmp_path / "token")]):
         process = start("--host", host, *options)
-        status = httpx.post(_address(process) + "api/control", json={"type": "pause"}, timeout=20).status_code
+        status = httpx.post(printed_address(process) + "api/control", json={"type": "pause"}, timeout=20).status_code
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)
         assert (process.returncode, status) == (0, 200 if options == ["--insecure"] else 401)
@@ -133,7 +133,7 @@ def test_a_token_that_cannot_be_read_is_one_line_and_exit_code_2(tmp_path: Path)
 @pytest.mark.parametrize("asked", [False, True])
 def test_prompts_are_in_the_log_only_when_asked_for(asked: bool) -> None:
     process = start(*(["--log-prompts"] if asked else []))
-    url = _address(process)
+    url = printed_address(process)
     session = httpx.post(url + "api/sessions", json={"prompt": "blue secret\nwhisper"}, timeout=20).json()
     httpx.post(url + "api/control", json={"type": "prompt", "prompt": "green secret"}, timeout=20)
     httpx.post(url + "api/control", json={"type": "prompt", "prompt": "green secret", "oops": 1}, timeout=20)
@@ -146,7 +146,7 @@ def test_prompts_are_in_the_log_only_when_asked_for(asked: bool) -> None:
 
 def test_viewers_may_finish_while_no_session_is_opened_any_more() -> None:
     process = start("--drain-s", "60")
-    url = _address(process)
+    url = printed_address(process)
 
     async def scene() -> None:
         pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
@@ -174,7 +174,7 @@ def test_viewers_may_finish_while_no_session_is_opened_any_more() -> None:
 
 def test_an_engine_that_dies_is_named_and_ends_the_server_where_it_is_not_started_again() -> None:
     process = start("--restarts", "0")
-    _address(process)
+    printed_address(process)
     [engine] = psutil.Process(process.pid).children()
     os.kill(engine.pid, signal.SIGKILL)
     _, complaints = process.communicate(timeout=30)

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from streamdiff.server.routes import apply
+from streamdiff.server.routes import control
 from tests.server.conftest import Site, open_site
 from tests.server.scripted import Painter, Text
 
@@ -35,7 +35,7 @@ class SlowText(Text):
 @pytest.fixture(autouse=True)
 def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     SlowText.free.clear()
-    monkeypatch.setattr(apply, "ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(control, "ANSWER_TIMEOUT_S", 0.5)
 
 
 def _run(scene: Callable[[Site], Awaitable[None]]) -> None:
@@ -88,7 +88,7 @@ def test_a_change_of_several_things_says_of_each_how_far_it_is() -> None:
 
 def test_what_fails_in_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(site: Site) -> None:
-        monkeypatch.setattr(apply, "ANSWER_TIMEOUT_S", 20)
+        monkeypatch.setattr(control, "ANSWER_TIMEOUT_S", 20)
         answer = await site.http.post("/api/control", json={"type": "prompt", "prompt": "all yellow"})
         assert answer.status_code == 422
         assert "no memory" in answer.json()["detail"]

@@ -27,6 +27,7 @@ from streamdiff.engine.messages import Event, Failed, Ready, Shutdown
 from streamdiff.engine.process import private_folder, standby
 from streamdiff.engine.process.ipc import EXIT_CONFIG, EngineClient
 from streamdiff.errors import ConfigError, EngineFailure
+from streamdiff.models.defaults import may_compile
 
 output_log = logging.getLogger("streamdiff.engine.output")
 """What the engine writes, where the log is JSON; else it goes on to our own standard error as it is."""
@@ -54,8 +55,8 @@ def name_exit(code: int) -> str:
 
 
 def loading_limit_s(config: Config) -> float:
-    """How long an engine may be silent while it loads: much longer where it makes graphs."""
-    return _START_LIMIT_S if config.model.compile == "off" else _COMPILE_LIMIT_S
+    """How long an engine may be silent while it loads: much longer where it may make graphs."""
+    return _COMPILE_LIMIT_S if may_compile(config.model) else _START_LIMIT_S
 
 
 def ending_limit_s(config: Config) -> float:
@@ -68,16 +69,21 @@ def ending_limit_s(config: Config) -> float:
 class EngineHandle(Protocol):
     """The engine, as the web process sees it: `EngineProcess` starts one, `ParentEngine` belongs to one."""
 
+    _ready: Ready | None = None
+
     @property
     def ready(self) -> Ready:
         """What the engine said of itself; after `start`."""
+        assert self._ready is not None, "start the engine first"
+        return self._ready
 
     @property
     def alive(self) -> bool:
         """Whether there is a process; after `prepare`."""
 
     async def prepare(self) -> None:
-        """Do, before `start`, what takes time and needs no model; may be left out."""
+        """Do, before `start`, what takes time and needs no model, if there is anything; may be left out."""
+        return
 
     async def ended(self) -> str:
         """Wait until the process has ended; returns how, after the word "ended". After `prepare` or `start`."""
@@ -89,7 +95,7 @@ class EngineHandle(Protocol):
         """End the engine. May be called at any time, and again."""
 
 
-class EngineProcess:
+class EngineProcess(EngineHandle):
     """One engine process, from start to end."""
 
     def __init__(
@@ -114,26 +120,19 @@ class EngineProcess:
         self._folder: Path | None = None
         self._process: Process | None = None
         self._client: EngineClient | None = None
-        self._ready: Ready | None = None
         self._watching: asyncio.Task[int] | None = None
-        self._listening: asyncio.Task[None] | None = None
+        self._silence_watch: asyncio.Task[None] | None = None
         self._hang_s = config.model.hang_s + (0.0 if config.model.ranks == 1 else _RANKS_HANG_S)
         self._hung = False
         self._stopping = False
-        self._begin: int | None = None
+        self._start_pipe: int | None = None
         self._written = 0  # bytes, by the process
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
 
     @property
-    def ready(self) -> Ready:
-        """What the engine said of itself; after `start`."""
-        assert self._ready is not None, "start the supervisor first"
-        return self._ready
-
-    @property
     def pid(self) -> int:
         """The engine's process id; after `start`."""
-        assert self._process is not None, "start the supervisor first"
+        assert self._process is not None, "start the engine first"
         return self._process.pid
 
     @property
@@ -145,7 +144,7 @@ class EngineProcess:
         """Start a process that only imports what it needs, and begins with `start`."""
         self._folder = private_folder.make()
         try:
-            self._begin = standby.open_pipe(self._folder)
+            self._start_pipe = standby.open_pipe(self._folder)
             await self._launch("--spare")
         except BaseException:
             await self.stop()
@@ -158,16 +157,18 @@ class EngineProcess:
             ConfigError: the engine refuses the configuration (an unknown model, for example).
             EngineFailure: it ended, or was silent for too long; the message carries the last lines it wrote.
         """
-        assert self._listening is None, "one supervisor starts one engine; make another"
+        assert self._silence_watch is None, "one EngineProcess starts one engine; make another"
         try:
-            if self._begin is not None:
-                standby.tell(self._begin)
+            if self._start_pipe is not None:
+                standby.tell(self._start_pipe)
             else:
                 self._folder = private_folder.make()
                 await self._launch()
             assert self._process is not None and self._client is not None
             await self._wait_until_ready(self._client)
-            self._listening = asyncio.create_task(self._listen(self._process, self._client), name="engine-listen")
+            self._silence_watch = asyncio.create_task(
+                self._kill_when_silent(self._process, self._client), name="engine-listen"
+            )
         except BaseException:
             await self.stop()
             raise
@@ -177,9 +178,9 @@ class EngineProcess:
         assert self._folder is not None
         private_folder.write_config(self._folder, self._config)
         self._client = EngineClient(self._folder)
+        launcher = ("streamdiff.engine.process.launcher", "--module") if self._config.model.ranks > 1 else ()
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *self._program(),
+            *(sys.executable, "-m", *launcher, self._module),
             *("--address", str(self._folder), *more),
             stdin=PIPE,
             stdout=PIPE,
@@ -190,14 +191,8 @@ class EngineProcess:
         )
         self._watching = asyncio.create_task(self._watch(self._process), name="engine-watch")
 
-    def _program(self) -> tuple[str, ...]:
-        """What to run: the engine's module, or the launcher of as many of them as there are stages."""
-        if self._config.model.ranks == 1:
-            return "-m", self._module
-        return "-m", "streamdiff.engine.process.launcher", "--module", self._module
-
     async def _wait_until_ready(self, client: EngineClient) -> None:
-        waiting = asyncio.create_task(self._first_word(client), name="engine-first-word")
+        waiting = asyncio.create_task(self._first_event(client), name="engine-first-word")
         silent = asyncio.create_task(_until_silent(self._start_limit_s, lambda: (client.heard, self._written)))
         try:
             done, _ = await asyncio.wait({waiting, silent}, return_when=asyncio.FIRST_COMPLETED)
@@ -205,7 +200,7 @@ class EngineProcess:
             waiting.cancel()
             silent.cancel()
         if waiting not in done:
-            message = f"the engine said nothing for {self._start_limit_s:g} s while it was loading{self._lines()}"
+            message = f"the engine said nothing for {self._start_limit_s:g} s while it was loading{self._last_output()}"
             raise EngineFailure(message)
         event, code = waiting.result()
         if isinstance(event, Ready):
@@ -216,7 +211,7 @@ class EngineProcess:
         reason = event.reason if isinstance(event, Failed) else f"the engine sent {event!r:.80} before Ready"
         raise EngineFailure(f"the engine did not start: {reason}")
 
-    async def _first_word(self, client: EngineClient) -> tuple[Event | None, int]:
+    async def _first_event(self, client: EngineClient) -> tuple[Event | None, int]:
         """The engine's first event, and how the process ended where that is not `Ready`."""
         async with aclosing(client.events()) as events:
             event = await anext(events, None)
@@ -231,42 +226,44 @@ class EngineProcess:
         while data := await process.stdout.read(8192):
             self._written += len(data)
             text = decoder.decode(data)
-            self._pass_on(text)
+            self._forward_output(text)
             *lines, rest = _LINE_END.split(rest + text)
-            self._keep(lines)
+            self._keep_lines(lines)
             rest = rest[-_LINE_CHARACTERS:]
-        self._keep([rest])
+        self._keep_lines([rest])
         code = await process.wait()
-        self._client.end(None if self._stopping else Failed(self._why(code)))
+        self._client.end(None if self._stopping else Failed(self._end_reason(code)))
         return code
 
-    def _why(self, code: int) -> str:
+    def _end_reason(self, code: int) -> str:
         if self._hung:
             more = "a machine so slow needs a larger model.hang_s"
-            return f"the engine hung: it said nothing for {self._hang_s:g} s, and was ended ({more}){self._lines()}"
-        return f"the engine ended {name_exit(code)}{self._lines()}"
+            return (
+                f"the engine hung: it said nothing for {self._hang_s:g} s, and was ended ({more}){self._last_output()}"
+            )
+        return f"the engine ended {name_exit(code)}{self._last_output()}"
 
-    async def _listen(self, process: Process, client: EngineClient) -> None:
+    async def _kill_when_silent(self, process: Process, client: EngineClient) -> None:
         """End an engine that says nothing any more."""
         await _until_silent(self._hang_s, lambda: client.heard)
         self._hung = True
         with contextlib.suppress(ProcessLookupError):  # it has ended by itself
             process.kill()
 
-    def _pass_on(self, text: str) -> None:
+    def _forward_output(self, text: str) -> None:
         if self._config.serve.log_format == "text":
             with contextlib.suppress(OSError):  # nobody reads our own standard error: go on keeping the last lines
                 sys.stderr.write(text)
                 sys.stderr.flush()
 
-    def _keep(self, lines: list[str]) -> None:
+    def _keep_lines(self, lines: list[str]) -> None:
         """Keep whole lines for a last word, and put them into a log of JSON. Mutates: self."""
         for line in filter(str.strip, lines):
             self._last_lines.append(line)
             if self._config.serve.log_format == "json":
                 output_log.info("%s", line)
 
-    def _lines(self) -> str:
+    def _last_output(self) -> str:
         if not self._last_lines:
             return "; it wrote nothing"
         return "; the last it wrote:\n" + "\n".join(f"  {line[:_LINE_CHARACTERS]}" for line in self._last_lines)
@@ -277,18 +274,18 @@ class EngineProcess:
 
     async def wait(self) -> int:
         """Wait until the engine process has ended, for whatever reason; returns its exit code (negative: a signal)."""
-        assert self._watching is not None, "start the supervisor first"
+        assert self._watching is not None, "start the engine first"
         return await asyncio.shield(self._watching)
 
     async def stop(self) -> None:
         """End the engine, gently and then by force; removes what `start` made. May be called at any time, and again."""
         self._stopping = True
-        if self._listening is not None:
-            self._listening.cancel()
-        if self._begin is not None:
+        if self._silence_watch is not None:
+            self._silence_watch.cancel()
+        if self._start_pipe is not None:
             # Ends a spare that nobody told, which may have outlived its launcher and then holds our pipes open.
-            os.close(self._begin)
-            self._begin = None
+            os.close(self._start_pipe)
+            self._start_pipe = None
         process, client = self._process, self._client
         if process is not None and self._watching is not None:
             try:

@@ -45,10 +45,10 @@ async def fetch(config: ModelConfig, tell: Callable[[Progress], None]) -> None:
         process.stdin.write(config.model_dump_json().encode() + b"\n")
         await process.stdin.drain()
         while line := await process.stdout.readline():
-            told = json.loads(line)
-            if "error" in told:
-                raise ConfigError(told["error"])
-            tell(Progress(**told))
+            report = json.loads(line)
+            if "error" in report:
+                raise ConfigError(report["error"])
+            tell(Progress(**report))
         if code := await process.wait():
             raise EngineFailure(f"the process that fetches the model's files ended {name_exit(code)}")
     finally:

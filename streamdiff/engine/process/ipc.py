@@ -1,11 +1,11 @@
 """The bridge between the web process and the engine process: one pyzmq PAIR over ipc in a private folder.
 
-Knows nothing about sessions or pictures' meaning; `wire` turns messages into bytes.
+Knows nothing about sessions or pictures' meaning; `serializer` turns messages into bytes.
 
 Nothing here can pile up without limit. Both directions hold at most `HIGH_WATER` messages per side; then the web
 side's `send` waits (its callers are held back), and the engine's `send` waits up to `stall_s` and then gives up,
 because a web process that reads nothing for so long is broken. Pictures, the only large messages, are held to fewer
-than that by the engine's lead: a session makes at most `lead_frames` frames beyond those reported in `Shown`.
+than that by back-pressure: a session makes at most `max_ahead_frames` frames beyond those reported in `Shown`.
 """
 
 from __future__ import annotations

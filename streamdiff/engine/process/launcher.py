@@ -18,14 +18,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not listed for checkers
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
-from torch.distributed.elastic.multiprocessing.api import RunProcsResult
-
 from streamdiff import child_process
 from streamdiff.engine.process import private_folder
 from streamdiff.engine.process.engine_process import name_exit
 from streamdiff.engine.process.ipc import EXIT_CONFIG
+from streamdiff.heavy_import import heavy_import
+
+with heavy_import():
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not listed for checkers
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
+    from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 
 EXIT_FAILED = 1
 _ELASTIC = "torch.distributed.elastic"
@@ -81,7 +83,6 @@ def _place(rank: int, ranks: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 is to use the launcher's store, not to bring another
         "GLOO_SOCKET_IFNAME": _INTERFACE,
         "NCCL_SOCKET_IFNAME": f"={_INTERFACE}",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),  # as torchrun
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # ranks share this machine; each sets its own later
     }
 

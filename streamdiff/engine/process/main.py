@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
@@ -27,6 +28,7 @@ from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.process import private_folder, standby
 from streamdiff.engine.process.ipc import EXIT_CONFIG, EngineServer
 from streamdiff.errors import ConfigError, EngineFailure
+from streamdiff.heavy_import import heavy_import
 
 # How long `step` may wait for a decode with nothing else to do: the most by which a command can be late then.
 _DECODE_WAIT_S = 0.01
@@ -92,18 +94,13 @@ class Stop:
 
 
 def _load_runtime(config: ModelConfig) -> Pipeline:
-    from streamdiff.pipeline.build import load_pipeline  # torch takes seconds to import
+    with heavy_import():
+        from streamdiff.pipeline.build import load_pipeline  # torch takes seconds to import
 
     return load_pipeline(config)
 
 
-def _follow(config: ModelConfig) -> None:
-    from streamdiff.pipeline.worker_main import follow
-
-    follow(config)
-
-
-def lead_frames(config: Config) -> int:
+def max_ahead_frames(config: Config) -> int:
     """How many frames the engine may make ahead of what is shown."""
     return math.ceil(config.playback.lead_s * config.playback.fps)
 
@@ -136,7 +133,7 @@ def main(argv: Sequence[str] | None = None, *, load: Callable[[ModelConfig], Pip
     if arguments.spare:
         standby.wait(arguments.address, _HEAVY)
     if int(os.environ.get("RANK", "0")) > 0:
-        return be_follower(private_folder.read_config(arguments.address).served_model())
+        return run_as_worker(private_folder.read_config(arguments.address).served_model())
     stop = Stop(arguments.address)
     stop.listen()
     stop.watch_parent()
@@ -157,7 +154,7 @@ def run(
     engine: Engine | None = None
     try:
         config = private_folder.read_config(address)
-        engine = Engine(load(config.served_model()), lead_frames(config))
+        engine = Engine(load(config.served_model()), max_ahead_frames(config))
         stop.loading = False
         server.send(engine.ready())
         _serve(server, engine, stop, tap)
@@ -178,10 +175,18 @@ def run(
     return 0
 
 
-def be_follower(config: ModelConfig) -> int:
+def run_as_worker(config: ModelConfig) -> int:
     """Work for rank 0, which says what is wrong with the configuration; returns the exit code."""
+    with heavy_import():
+        from streamdiff.pipeline.worker_main import run_worker  # torch takes seconds to import
+
+    return work_for_rank_0(partial(run_worker, config))
+
+
+def work_for_rank_0(work: Callable[[], None]) -> int:
+    """`work`, and the exit code: where it raises ConfigError rank 0 does so too, says what is wrong, and ends all."""
     try:
-        _follow(config)
+        work()
     except ConfigError:
         threading.Event().wait(_ORPHAN_LIMIT_S)
         return EXIT_CONFIG

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from streamdiff.engine.messages import Failed, Ready, Shutdown
+from streamdiff.engine.process.engine_process import EngineHandle
 from streamdiff.engine.process.ipc import EngineClient
 from streamdiff.errors import EngineFailure
 
@@ -17,28 +18,18 @@ BYE = b"bye"
 """What the engine writes to standard input when it ends in order."""
 
 
-class ParentEngine:
+class ParentEngine(EngineHandle):
     """The engine that is this process's parent: it waits at the IPC socket, and is gone when standard input ends."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._client: EngineClient | None = None
-        self._ready: Ready | None = None
         self._watching: asyncio.Task[None] | None = None
-
-    @property
-    def ready(self) -> Ready:
-        """What the engine said of itself; after `start`."""
-        assert self._ready is not None, "start first"
-        return self._ready
 
     @property
     def alive(self) -> bool:
         """Whether the engine is there: it has started this process."""
         return self._watching is None or not self._watching.done()
-
-    async def prepare(self) -> None:
-        """Nothing: it loads already."""
 
     async def ended(self) -> str:
         """Wait until the engine has ended; after `start`."""
@@ -54,11 +45,8 @@ class ParentEngine:
         """
         client = self._client = EngineClient(self._folder)
         self._watching = asyncio.create_task(self._watch(client))
-        events = client.events()
-        try:
+        async with contextlib.aclosing(client.events()) as events:
             event = await anext(events, None)
-        finally:
-            await events.aclose()
         if not isinstance(event, Ready):
             raise EngineFailure(event.reason if isinstance(event, Failed) else "the engine ended before it was ready")
         self._ready = event

@@ -39,7 +39,7 @@ def _schema(kind: type) -> dict[str, object]:
 
 
 def _fits(value: object, hint: object) -> bool:
-    """Whether a JSON value may stand for `hint`: str, int, float, None, unions of them, tuple of one of them."""
+    """Whether a JSON value may stand for `hint`: str, bool, int, float, None, unions of them, tuple of one of them."""
     if isinstance(hint, UnionType):
         return any(_fits(value, option) for option in get_args(hint))
     if get_origin(hint) is tuple:
@@ -48,9 +48,9 @@ def _fits(value: object, hint: object) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
-    if hint is str or hint is NoneType:
+    if hint is str or hint is bool or hint is NoneType:
         return isinstance(value, hint)
-    raise TypeError(f"messages may hold str, int, float, None, tuples of these and Pictures, not {hint!r}")
+    raise TypeError(f"messages may hold str, bool, int, float, None, tuples of these and Pictures, not {hint!r}")
 
 
 def _check(kind: type, name: str, value: object, hint: object) -> object:
@@ -83,13 +83,18 @@ def _checked_pictures(kind: type, name: str, value: object) -> Pictures:
     if not isinstance(value, np.ndarray) or value.dtype != np.uint8:
         what = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
         raise WireError(f"{kind.__name__}.{name} is {what}, expected uint8 [count, ...]")
-    if value.size == 0:
-        raise WireError(f"{kind.__name__}.{name} has no pictures: its shape is {list(value.shape)}")
-    try:
-        kind_of(value.shape[1:])
-    except ValueError as error:
-        raise WireError(f"{kind.__name__}.{name} is uint8 {list(value.shape)}: {error}") from error
+    _check_shape(f"{kind.__name__}.{name}", list(value.shape))
     return value
+
+
+def _check_shape(name: str, shape: list[int]) -> None:
+    """Raises WireError unless `shape` is that of one or more pictures of a kind that there is."""
+    try:
+        kind_of(shape[1:])
+    except ValueError as error:
+        raise WireError(f"{name} has shape {shape}: {error}") from error
+    if 0 in shape:
+        raise WireError(f"{name} has no pictures: its shape is {shape}")
 
 
 def _header(data: Part) -> dict[str, Any]:
@@ -129,10 +134,7 @@ def _pictures(kind: type, shape: object, raw: list[Part]) -> Pictures:
     if not isinstance(shape, list) or not valid or not raw:
         raise WireError(f"{kind.__name__}: pictures of shape {shape!r:.80} with {len(raw)} raw parts")
     data = raw.pop(0)
-    try:
-        kind_of(shape[1:])
-    except ValueError as error:
-        raise WireError(f"{kind.__name__}: pictures of shape {shape}: {error}") from error
+    _check_shape(f"{kind.__name__}.pictures", shape)
     if len(data) != math.prod(shape):
         raise WireError(f"{kind.__name__}: {len(data)} bytes for pictures of shape {shape}")
     return np.frombuffer(memoryview(data).toreadonly(), dtype=np.uint8).reshape(shape)

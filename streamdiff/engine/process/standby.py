@@ -1,4 +1,4 @@
-"""A spare engine process: it has imported everything, which takes seconds with torch, and waits to be the next engine.
+"""A standby engine process: has imported everything, which takes seconds with torch, and waits to take over.
 
 The IPC folder has a pipe, which the web process holds open and writes to when the spare is needed; that ends
 unwritten when the web process is gone, however it went. Torch-free itself; holds no model and no CUDA context.
@@ -13,6 +13,8 @@ import shutil
 import sys
 import threading
 from pathlib import Path
+
+from streamdiff.heavy_import import heavy_import
 
 _PIPE = "begin"
 _EVERYBODY = b"." * 1024
@@ -43,15 +45,15 @@ def wait(folder: Path, module: str) -> None:
         os._exit(0)  # another rank has seen it, and removed the folder
     importing: threading.Thread | None = None
     try:
-        told = os.read(pipe, 1)  # empty: who could tell is gone already, which `select` would not say
+        byte = os.read(pipe, 1)  # empty: the web process is gone already, which `select` would not say
     except BlockingIOError:
         news, _, _ = select.select([pipe], [], [], _SETTLE_S)
         if not news:
             importing = threading.Thread(target=_import, args=(module,), name="import", daemon=True)
             importing.start()
         os.set_blocking(pipe, True)
-        told = os.read(pipe, 1)
-    if not told:
+        byte = os.read(pipe, 1)
+    if not byte:
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
     os.close(pipe)
@@ -62,4 +64,5 @@ def wait(folder: Path, module: str) -> None:
 def _import(module: str) -> None:
     if sys.platform == "linux":  # where this is of one thread: the engine itself shall not be as modest
         os.nice(_NICE)
-    importlib.import_module(module)
+    with heavy_import():
+        importlib.import_module(module)

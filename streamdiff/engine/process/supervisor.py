@@ -38,18 +38,19 @@ class Restarting:
 
 
 class EngineSupervisor:
-    """An engine that comes back. `make` gives a new engine process, not started; `restarts` says how often."""
+    """Starts an engine, and restarts it when it fails. `make` gives a new engine process, not started; `restarts` says
+    how often."""
 
     def __init__(self, make: Callable[[], EngineHandle], restarts: RestartPolicy, *, spare: bool = False) -> None:
         """`spare`: beside every engine that runs, another one waits, prepared."""
         self._make, self._restarts = make, restarts
         self._engine = make()
-        self._with_spare = spare and restarts.most > 0
-        self._spare: EngineHandle | None = None
-        self._minding: asyncio.Task[None] | None = None
+        self._keep_standby = spare and restarts.most > 0
+        self._standby: EngineHandle | None = None
+        self._standby_watch: asyncio.Task[None] | None = None
         self._client: EngineClient | None = None
-        self._down = "it has not been started"
-        self._took_s: dict[bool, float] = {}
+        self._down_reason = "it has not been started"
+        self._start_times_s: dict[bool, float] = {}
         """How long the last start took, by whether it was a spare's."""
         self.gave_up = False
         """Whether it failed once more than it is started again."""
@@ -60,21 +61,21 @@ class EngineSupervisor:
         return self._engine.ready
 
     async def start(self) -> None:
-        """Start the engine for the first time; a fault here is told, and nothing is tried again.
+        """Start the engine for the first time; a failure here is raised, and nothing is retried.
 
         Raises:
             ConfigError, EngineFailure: see `EngineHandle.start`.
         """
         begun_s = clock.monotonic_s()
         self._client = await self._engine.start()
-        self._took_s[False] = clock.monotonic_s() - begun_s
-        await self._renew_spare()
+        self._start_times_s[False] = clock.monotonic_s() - begun_s
+        await self._start_standby()
 
     async def stop(self) -> None:
         """End the engine, and the spare at the same time. May be called at any time, and again, but not while
         `events` is read."""
-        await self._leave_spare()
-        await asyncio.gather(*(each.stop() for each in (self._engine, self._spare) if each is not None))
+        await self._stop_standby_watch()
+        await asyncio.gather(*(each.stop() for each in (self._engine, self._standby) if each is not None))
 
     async def send(self, command: Command) -> None:
         """Send `command` to the engine that runs.
@@ -83,7 +84,7 @@ class EngineSupervisor:
             EngineFailure: none does.
         """
         if self._client is None:
-            raise EngineFailure(self._down)
+            raise EngineFailure(self._down_reason)
         await self._client.send(command)
 
     async def events(self) -> AsyncGenerator[Event | Restarting, None]:
@@ -99,85 +100,84 @@ class EngineSupervisor:
                     yield event
             self._client = None
             if reason is not None:
-                async for word in self._again(reason):
+                async for word in self._restart(reason):
                     yield word
 
-    async def _again(self, reason: str) -> AsyncGenerator[Ready | Failed | Restarting, None]:
-        """Start engines until one runs or there were too many."""
+    async def _restart(self, reason: str) -> AsyncGenerator[Ready | Failed | Restarting, None]:
+        """Start engines until one runs or the restart limit is reached."""
         failed_s, known = clock.monotonic_s(), self._engine.ready
         while self._client is None:
-            self._down = reason
+            self._down_reason = reason
             wait_s = self._restarts.fault(clock.monotonic_s())
             if wait_s is None:
                 self.gave_up = self._restarts.most > 0
-                yield Failed(self._enough(reason))
+                yield Failed(self._final_reason(reason))
                 await self.stop()  # the spare too: nothing is started any more
                 return
-            logger.warning("%s\nThe engine is started again in %g s (%s).", reason, wait_s, self._which())
-            yield Restarting(_line(reason), max(1, math.ceil(wait_s + self._expected_s())))
+            which = (
+                f"restart {self._restarts.count} of at most {self._restarts.most} within {self._restarts.window_s:g} s"
+            )
+            logger.warning("%s\nThe engine is started again in %g s (%s).", reason, wait_s, which)
+            yield Restarting(_first_line(reason), max(1, math.ceil(wait_s + self._expected_s())))
             await self._engine.stop()
             await asyncio.sleep(wait_s)
-            self._engine, was_spare = await self._next()
+            self._engine, was_standby = await self._next_engine()
             begun_s = clock.monotonic_s()
             try:
                 client = await self._engine.start()
-                _check_same(known, self._engine.ready)
+                _check_same_model(known, self._engine.ready)
             except (EngineFailure, ConfigError) as error:
                 reason = str(error)
             else:
                 self._client = client
-                self._took_s[was_spare] = clock.monotonic_s() - begun_s
+                self._start_times_s[was_standby] = clock.monotonic_s() - begun_s
         logger.warning("The engine runs again after %.1f s.", clock.monotonic_s() - failed_s)
-        await self._renew_spare()
+        await self._start_standby()
         yield self._engine.ready
 
     def _expected_s(self) -> float:
         """How long the next start may take: as long as the last of its kind, where there was one."""
-        spare = self._spare is not None and self._spare.alive
-        return self._took_s.get(spare, self._took_s[False])
+        spare = self._standby is not None and self._standby.alive
+        return self._start_times_s.get(spare, self._start_times_s[False])
 
-    async def _next(self) -> tuple[EngineHandle, bool]:
-        """The spare, if it is well, else a new one; and whether it is the spare."""
-        await self._leave_spare()
-        if self._spare is not None and not self._spare.alive:
-            await self._spare.stop()
-            self._spare = None
-        waiting, self._spare = self._spare, None
+    async def _next_engine(self) -> tuple[EngineHandle, bool]:
+        """The standby engine if it is alive, else a new one; and which of them it is."""
+        await self._stop_standby_watch()
+        if self._standby is not None and not self._standby.alive:
+            await self._standby.stop()
+            self._standby = None
+        waiting, self._standby = self._standby, None
         return waiting or self._make(), waiting is not None
 
-    async def _renew_spare(self) -> None:
+    async def _start_standby(self) -> None:
         """Have another spare wait. That there is none, for want of processes or files, is no fault of the engine."""
-        if not self._with_spare:
+        if not self._keep_standby:
             return
-        self._spare = self._make()
+        self._standby = self._make()
         try:
-            await self._spare.prepare()
+            await self._standby.prepare()
         except OSError as error:
-            self._spare = None
+            self._standby = None
             logger.warning("No spare engine waits, the next restart takes longer: %s", error)
         else:
-            self._minding = asyncio.create_task(self._mind(self._spare), name="spare-mind")
+            self._standby_watch = asyncio.create_task(self._watch_standby(self._standby), name="spare-mind")
 
-    async def _mind(self, spare: EngineHandle) -> None:
-        """Where the spare dies, have another; not at once, for often there is no memory left."""
+    async def _watch_standby(self, spare: EngineHandle) -> None:
+        """Replace a standby engine that dies, after a pause, as memory may be short."""
         how = await spare.ended()
         logger.warning("The spare engine ended %s; another starts in %g s.", how, SPARE_AGAIN_S)
         await spare.stop()
         await asyncio.sleep(SPARE_AGAIN_S)
-        await self._renew_spare()
+        await self._start_standby()
 
-    async def _leave_spare(self) -> None:
-        """Nobody looks after the spare any more: it is needed, or all ends. Mutates: self."""
-        if self._minding is not None:
-            self._minding.cancel()
-            await asyncio.wait({self._minding})
-            self._minding = None
+    async def _stop_standby_watch(self) -> None:
+        """Stop watching the standby engine. Mutates: self."""
+        if self._standby_watch is not None:
+            self._standby_watch.cancel()
+            await asyncio.wait({self._standby_watch})
+            self._standby_watch = None
 
-    def _which(self) -> str:
-        most, window_s = self._restarts.most, self._restarts.window_s
-        return f"restart {self._restarts.count} of at most {most} within {window_s:g} s"
-
-    def _enough(self, reason: str) -> str:
+    def _final_reason(self, reason: str) -> str:
         most, window_s = self._restarts.most, self._restarts.window_s
         if most == 0:
             return reason
@@ -187,12 +187,12 @@ class EngineSupervisor:
         )
 
 
-def _line(reason: str) -> str:
+def _first_line(reason: str) -> str:
     """The first line of a reason, without a word on what the engine wrote."""
     return reason.split("\n", 1)[0].removesuffix("; the last it wrote:").removesuffix("; it wrote nothing")
 
 
-def _check_same(before: Ready, after: Ready) -> None:
+def _check_same_model(before: Ready, after: Ready) -> None:
     """Raises EngineFailure for pictures of another kind: encoders and viewers are set up for those before."""
     fields = ("model", "width", "height", "native_fps", "chunk_frames")
     differs = [f"{name} {getattr(before, name)} before, {getattr(after, name)} now" for name in fields
@@ -220,7 +220,8 @@ class RestartPolicy:
         return len(self._at_s)
 
     def fault(self, now_s: float) -> float | None:
-        """The engine has failed: how long to wait before it is started again; None: not any more. Mutates: self."""
+        """Record a failure at `now_s`; returns the seconds to wait before the restart, or None: no further restart.
+        Mutates: self."""
         while self._at_s and now_s - self._at_s[0] >= self.window_s:
             self._at_s.popleft()
         if len(self._at_s) >= self.most:

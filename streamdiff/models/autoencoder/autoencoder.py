@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from torch import Tensor, nn
 
 from streamdiff.config import EMBEDDED
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder import wan_weights
 from streamdiff.models.autoencoder.normalisation import Normalisation
-from streamdiff.models.autoencoder.stepped_decoder import VideoDecoder
+from streamdiff.models.autoencoder.picture_decoder import VideoDecoder
+from streamdiff.models.autoencoder.taehv import TAEHV, Config
 from streamdiff.models.autoencoder.taehv_codec import (
+    TAEHV_CLASS,
     StreamingTaehv,
     TaehvDecoder,
     TaehvEncoder,
-    from_tensors,
     is_taehv,
-    load_folder,
-    space_of,
+    read_taehv,
 )
 from streamdiff.models.autoencoder.wan import WanDecoder, WanEncoder
+from streamdiff.models.autoencoder.wan_weights import Half
 from streamdiff.models.catalogue import entries
 from streamdiff.models.checkpoint import hub
 from streamdiff.models.checkpoint.checkpoint import read_tensors
 from streamdiff.models.checkpoint.json_file import read_object
+from streamdiff.models.checkpoint.module import load_module
+from streamdiff.models.random_weights import draw
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.transformer.weights import FILE
 
 WAN_FPS = 16.0
+_RANDOM: dict[str, Callable[[], nn.Module]] = {
+    f"{entries.RANDOM}wan2.1": lambda: AutoencoderKLWan.from_config({}),
+    f"{entries.RANDOM}taew2_1": lambda: TAEHV(Config()),
+}
 
 
 class VideoEncoder(Protocol):
@@ -41,6 +51,10 @@ class VideoEncoder(Protocol):
     spatial: int
     temporal: int
     device: torch.device
+
+    @property
+    def first_frames(self) -> int:
+        """Frames of a stream's first latent frame; each later one has `temporal`."""
 
     @property
     def normalisation(self) -> Normalisation | None: ...
@@ -65,9 +79,10 @@ def load_decoder(
     """The decoder half of the autoencoder at `path`.
 
     Args:
-        path: `tiny`, the embedded model's; a published one's name (`catalogue.autoencoders`), which is fetched if it is
-            not there; a folder with `config.json` and weights, or one that has it in `vae/`; or a
-            .safetensors or .pth file: `Wan2.1_VAE.pth`, `taew2_1.pth` and their like.
+        path: `tiny`, the embedded model's; `random:wan2.1` or `random:taew2_1`, whose weights are drawn; a published
+            one's name (`catalogue.autoencoders`), which is fetched if it is not there; a folder with `config.json` and
+            weights, or one that has it in `vae/`; or a .safetensors or .pth file: `Wan2.1_VAE.pth`, `taew2_1.pth` and
+            their like.
         latent_space: for TAEHV files, `normalised` or `raw`; None: by the file's published name.
 
     Raises:
@@ -83,6 +98,46 @@ def load_encoder(
     """The encoder half of the autoencoder at `path`; as `load_decoder`."""
     model = _load(path, "encoder", device, dtype, latent_space)
     return TaehvEncoder(model) if isinstance(model, StreamingTaehv) else WanEncoder(model)
+
+
+@dataclass(frozen=True)
+class FirstFrameReencoder:
+    """Krea's way against a past that wears down (github.com/krea-ai/realtime-video): what goes into the cache of a
+    finished chunk has its first latent frame encoded again. Holds weights only; a stream's memory is an argument.
+
+    It decodes every chunk, beside whoever decodes for viewers.
+    """
+
+    decoder: VideoDecoder
+    encoder: VideoEncoder
+
+    @classmethod
+    def load(cls, path: str | Path, device: torch.device, dtype: torch.dtype = torch.float32) -> FirstFrameReencoder:
+        """With both halves of the autoencoder at `path`; see `load_decoder`."""
+        return cls(load_decoder(path, device, dtype), load_encoder(path, device, dtype))
+
+    def new_memory(self) -> Any:
+        """The memory of a stream that has not begun."""
+        return self.decoder.new_memory()
+
+    def stream_bytes(self, height: int, width: int) -> int:
+        """Bytes that the memory of a running stream has, for latents of `height` x `width`."""
+        return self.decoder.stream_bytes(height, width)
+
+    @torch.inference_mode()
+    def reencode(self, chunk: int, latents: Tensor, memory: Any) -> Tensor:
+        """`latents` `[C, F, h, w]` of a stream's next chunk, number `chunk`, normalised, with the first latent frame
+        encoded by itself from the last of its pictures; those of chunk 0 as they are, since they begin with one picture
+        anyway. Nothing is read back to the host. Mutates: memory."""
+        video = self.decoder.decode_video(latents[None], memory)
+        if chunk == 0:
+            return latents
+        last = video.shape[2] - (latents.shape[1] - 1) * self.decoder.temporal - 1
+        own = self.encoder.new_memory()
+        first = self.encoder.encode(video[:, :, last : last + 1], own)
+        rest = self.encoder.finish(own) if first.shape[2] == 0 else None
+        first = first if rest is None else rest
+        return torch.cat([first[0, :, :1].to(latents), latents[:, 1:]], 1)
 
 
 def normalisation(half: VideoDecoder | VideoEncoder, path: str | Path) -> Normalisation:
@@ -115,8 +170,10 @@ def locate(path: str | Path) -> Path:
     need not be there.
 
     Raises:
-        ConfigError: a published one that cannot be fetched.
+        ConfigError: a published one that cannot be fetched, or random weights that there are not.
     """
+    if entries.is_random(str(path)) and str(path) not in _RANDOM:
+        raise ConfigError(f"there is no autoencoder {path}; it can be {' or '.join(_RANDOM)}")
     given = EMBEDDED_WEIGHTS if str(path) == EMBEDDED else Path(path)
     if not given.exists() and (files := entries.autoencoders().get(str(path))) is not None:
         return hub.fetch(files)[0]
@@ -126,37 +183,75 @@ def locate(path: str | Path) -> Path:
 
 
 def _load(
-    path: str | Path, half: wan_weights.Half, device: torch.device, dtype: torch.dtype, latent_space: str | None
+    path: str | Path, half: Half, device: torch.device, dtype: torch.dtype, latent_space: str | None
 ) -> StreamingTaehv | Any:
-    place = locate(path)
+    """The network; Wan's has weights for one `half` alone."""
+    place, drawn = locate(path), entries.is_random(str(path))
+    config = None if drawn else _read_config(place)
+    if drawn:
+        with torch.device("meta"):
+            module = _RANDOM[str(path)]()
+        needed = ("",) if isinstance(module, TAEHV) else wan_weights.PREFIXES[half]
+        tensors, latent_space = draw(module, needed, device, dtype), "normalised"
+    else:
+        tensors = read_tensors(place / FILE if place.is_dir() else place)
+        taehv = place.is_file() and is_taehv(tensors)
+        if latent_space is not None and not taehv:
+            raise ConfigError(f"--latent-space is for TAEHV files; {place} says itself which latents it takes")
+        config = None if taehv else config
+    return build(place, tensors, config, half, latent_space, device, dtype)
+
+
+def build(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any] | None,
+    half: Half,
+    latent_space: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> StreamingTaehv | Any:
+    """The network of these tensors: TAEHV, or Wan's with weights for one `half`, the other on the meta device.
+
+    Args:
+        path: for messages, and see `taehv_codec.space_of`.
+        config: its `config.json`; None: read from names and shapes.
+        latent_space: of a TAEHV without `config`, see `taehv_codec.space_of`.
+
+    Raises:
+        ConfigError: tensors missing, unexpected, misshapen or not finite, which are listed; or sizes, or a latent
+            space, that nothing tells.
+    """
+    normalisation, taehv = None, is_taehv(tensors) if config is None else config.get("_class_name") == TAEHV_CLASS
+    if taehv:
+        shape, normalisation = read_taehv(path, tensors, config, latent_space, device)
+        if half == "encoder" and not shape.has_encoder:
+            raise ConfigError(f"{path} has a decoder alone, so it cannot encode; use a file with both halves")
+    else:
+        tensors, config = wan_weights.read(path, tensors, config)
+    with torch.device("meta"):
+        network: Any = TAEHV(shape) if taehv else AutoencoderKLWan.from_config(config)
+    load_module(network, path, tensors, device, dtype, ("",) if taehv else wan_weights.PREFIXES[half])
+    if not taehv:
+        return network
+    network.lay_out(torch.channels_last)
+    return StreamingTaehv(network, normalisation)
+
+
+def _read_config(place: Path) -> dict[str, Any] | None:
+    """The configuration in a folder, or beside a file. None where that is another model's: the original repositories
+    keep the transformer's beside the autoencoder."""
     if not place.exists():
         raise ConfigError(
             f"there is no autoencoder at {place}; it can be {', '.join(names())}, a folder with config.json and "
             f"{FILE}, or a .safetensors or .pth file"
         )
-    if place.is_dir():
-        _refuse_space(place, latent_space)
-        return _load_folder(place, half, device, dtype)
-    tensors = read_tensors(place)
-    if is_taehv(tensors):
-        return from_tensors(place, tensors, space_of(place, latent_space), device, dtype)
-    _refuse_space(place, latent_space)
-    return wan_weights.load(place, half, device, dtype, tensors)
-
-
-def _refuse_space(place: Path, latent_space: str | None) -> None:
-    if latent_space is not None:
-        raise ConfigError(f"--latent-space is for TAEHV files; {place} says itself which latents it takes")
-
-
-def _load_folder(
-    folder: Path, half: wan_weights.Half, device: torch.device, dtype: torch.dtype
-) -> StreamingTaehv | Any:
-    if wan_weights.read_config(folder / "config.json") is not None:
-        return wan_weights.load(folder, half, device, dtype)
-    path = folder / "config.json"
+    path = (place if place.is_dir() else place.parent) / "config.json"
     stored = read_object(path) if path.is_file() else {}
-    if stored.get("_class_name") != "TAEHV":
-        held = f"_class_name {stored.get('_class_name')!r}" if stored else "nothing"
-        raise ConfigError(f"{path} says {held}; an autoencoder's says {wan_weights.CLASS} or TAEHV")
-    return load_folder(folder, device, dtype)
+    kind = stored.get("_class_name")
+    if kind in (wan_weights.CLASS, TAEHV_CLASS):
+        return stored
+    if place.is_dir():
+        held = f"_class_name {kind!r}" if stored else "nothing"
+        raise ConfigError(f"{path} says {held}; an autoencoder's says {wan_weights.CLASS} or {TAEHV_CLASS}")
+    return None

@@ -14,34 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True)
-class Config:
-    """Shape of the autoencoder. The defaults are TAEHV for Wan2.1 (taew2_1).
-
-    Strides are (space, space, space) and (time, time, time) of the three decoder stages, the encoder mirrors them.
-    `frames_to_trim`: leading decoded frames that a stream's first chunk does not show (Wan's 1 + 4n convention: 3).
-    """
-
-    latent_channels: int = 16
-    patch_size: int = 1
-    decoder_widths: tuple[int, int, int, int] = (256, 128, 64, 64)
-    decoder_blocks: tuple[int, int, int] = (3, 3, 3)
-    decoder_space: tuple[int, int, int] = (2, 2, 2)
-    decoder_time: tuple[int, int, int] = (1, 2, 2)
-    encoder_widths: tuple[int, int, int, int] = (64, 64, 64, 64)
-    encoder_blocks: tuple[int, int, int] = (3, 3, 3)
-    frames_to_trim: int = 3
-
-    @property
-    def spatial(self) -> int:
-        """Pixels per latent pixel, each way."""
-        return self.patch_size * self.decoder_space[0] * self.decoder_space[1] * self.decoder_space[2]
-
-    @property
-    def temporal(self) -> int:
-        """Frames per latent frame."""
-        return self.decoder_time[0] * self.decoder_time[1] * self.decoder_time[2]
+from streamdiff.models.autoencoder.memory_size import Config as Config
 
 
 def _conv(n_in: int, n_out: int, *, bias: bool = True, stride: int = 1) -> nn.Conv2d:
@@ -118,11 +91,6 @@ class Memory:
     past: dict[int, Tensor] = field(default_factory=dict)
     first: bool = True
 
-    def reset(self) -> None:
-        """Forget the stream: the next call starts a new one."""
-        self.past.clear()
-        self.first = True
-
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.past.values())
@@ -168,7 +136,8 @@ class TAEHV(nn.Module):
         for i in range(3):
             layers += [TPool(e[i], time[i]), _conv(e[i], e[i + 1], stride=space[i], bias=False)]
             layers += [MemBlock(e[i + 1], e[i + 1]) for _ in range(eb[i])]
-        self.encoder = nn.Sequential(*layers, _conv(e[3], config.latent_channels))
+        layers.append(_conv(e[3], config.latent_channels))
+        self.encoder = nn.Sequential(*(layers if config.has_encoder else ()))
 
         d, db = config.decoder_widths, config.decoder_blocks
         layers = [Clamp(), _conv(config.latent_channels, d[0]), nn.ReLU(inplace=True)]

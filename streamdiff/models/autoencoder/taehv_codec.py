@@ -9,8 +9,9 @@ so it is a field, never a guess. (Words: `streamdiff/models/autoencoder/normalis
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -18,14 +19,12 @@ import torch
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.memory_size import taehv_values
 from streamdiff.models.autoencoder.normalisation import WAN_CHANNELS, WAN_MEAN, WAN_STD, Normalisation, split_whole
-from streamdiff.models.autoencoder.stepped_decoder import DecoderState, decode_by, rgb24
+from streamdiff.models.autoencoder.picture_decoder import DecoderState
 from streamdiff.models.autoencoder.taehv import TAEHV, Config, Memory
-from streamdiff.models.checkpoint.checkpoint import check_finite, check_fit, read_tensors
-from streamdiff.models.checkpoint.json_file import read_object
-from streamdiff.models.transformer.weights import FILE
 
+TAEHV_CLASS = "TAEHV"
+"""What `config.json` calls it."""
 LatentSpace = Literal["normalised", "raw"]
 _RAW_NAME, _NORMALISED_NAME = "lighttae", "tae"
 
@@ -68,7 +67,7 @@ class _Half:
 
 
 class TaehvDecoder(_Half):
-    """Latents to frames, behind the `StreamDecoder` protocol."""
+    """Latents to frames, a `VideoDecoder`."""
 
     def new_memory(self) -> Memory:
         return Memory()
@@ -79,24 +78,14 @@ class TaehvDecoder(_Half):
 
     def stream_bytes(self, height: int, width: int) -> int:
         """Bytes of a running stream's memory, for latents of `height` x `width`."""
-        shape = self.config
-        values = taehv_values(shape.decoder_widths, shape.decoder_blocks, shape.decoder_space, height, width)
-        return self.dtype.itemsize * values
-
-    def decode(self, latents: Tensor, memory: Memory) -> Tensor:
-        """Normalised latents `[1, C, F, h, w]` to frames uint8 `[n, H, W, 3]`. Mutates: memory.
-
-        Raises:
-            ValueError: latents of another shape.
-        """
-        return decode_by(self.step, rgb24, self, latents, memory)
+        return self.dtype.itemsize * self.config.memory_values(height, width)
 
     @torch.inference_mode()
     def decode_video(self, latents: Tensor, memory: Memory) -> Tensor:
         """Normalised latents `[B, C, F, h, w]` to frames float32 `[B, 3, n, H, W]` in [-1, 1]. Mutates: memory.
 
         Raises:
-            ValueError: as `decode`.
+            ValueError: latents of another shape than that, or than the stream began with.
         """
         self._check(latents)
         frames = self.model.autoencoder.decode(self._taken(latents), memory).float().clamp(0, 1)
@@ -135,6 +124,10 @@ class TaehvDecoder(_Half):
 
 class TaehvEncoder(_Half):
     """Frames to latents. Each latent frame takes `temporal` frames, the first one too; others wait in the memory."""
+
+    @property
+    def first_frames(self) -> int:
+        return self.temporal
 
     def new_memory(self) -> EncodeMemory:
         return EncodeMemory()
@@ -184,7 +177,7 @@ class TaehvEncoder(_Half):
 
 def is_taehv(names: Mapping[str, Tensor]) -> bool:
     """Whether tensors of these names are in the published layout: numbered modules."""
-    return "encoder.0.weight" in names
+    return "decoder.1.weight" in names or "encoder.0.weight" in names
 
 
 def space_of(path: Path, given: str | None) -> LatentSpace:
@@ -207,38 +200,39 @@ def space_of(path: Path, given: str | None) -> LatentSpace:
     )
 
 
-def from_tensors(
-    path: Path, tensors: Mapping[str, Tensor], space: LatentSpace, device: torch.device, dtype: torch.dtype
-) -> StreamingTaehv:
-    """The autoencoder of a file in the published layout; channels, patch size and strides come from the shapes.
+def read_taehv(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    stored: Mapping[str, Any] | None,
+    latent_space: str | None,
+    device: torch.device,
+) -> tuple[Config, Normalisation | None]:
+    """The shape of the network, and what leads to the latents that it takes; `path` is for messages.
+
+    Args:
+        stored: a `config.json`: the fields of `Config`, latents_mean and latents_std. None: channels, widths, blocks,
+            patch size and strides in time come from names and shapes.
+        latent_space: without `stored`, see `space_of`.
 
     Raises:
-        ConfigError: tensors missing, unexpected, misshapen or not finite, which are listed; raw latents with another
-            number of channels than Wan2.1's, whose mean and standard deviation are then unknown.
+        ConfigError: raw latents with another number of channels than Wan2.1's, whose mean and standard deviation are
+            then unknown; a configuration that lacks what is in no tensor.
     """
-    config = _config_of(path, tensors)
-    normalisation = None
-    if space == "raw":
+    if stored is None:
+        config, space = _config_of(path, tensors), space_of(path, latent_space)
+        if space == "normalised":
+            return config, None
         if config.latent_channels != WAN_CHANNELS:
             raise ConfigError(
                 f"{path} has {config.latent_channels} latent channels; mean and standard deviation are known for "
                 f"{WAN_CHANNELS} only, so it can take normalised latents only"
             )
-        normalisation = Normalisation(WAN_MEAN, WAN_STD, device)
-    return StreamingTaehv(build(path, tensors, config, device, dtype), normalisation)
-
-
-def load_folder(folder: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> StreamingTaehv:
-    """The autoencoder of a folder with weights and a `config.json`: the fields of `Config`, latents_mean, latents_std.
-
-    Raises:
-        ConfigError: a file is missing or damaged; the configuration lacks what is in no tensor; as `build`.
-    """
-    stored, file = read_object(folder / "config.json"), folder / FILE
-    if missing := [key for key in ("latents_mean", "latents_std") if key not in stored]:
-        raise ConfigError(f"{folder / 'config.json'} has no {' and no '.join(missing)}")
-    autoencoder = build(file, read_tensors(file), config_from(stored), device, dtype)
-    return StreamingTaehv(autoencoder, Normalisation(stored["latents_mean"], stored["latents_std"], device))
+        mean, std = WAN_MEAN, WAN_STD
+    else:
+        if missing := [key for key in ("latents_mean", "latents_std") if key not in stored]:
+            raise ConfigError(f"{path / 'config.json'} has no {' and no '.join(missing)}")
+        config, mean, std = config_from(stored), stored["latents_mean"], stored["latents_std"]
+    return config, Normalisation(mean, std, device)
 
 
 def config_from(stored: Mapping[str, Any]) -> Config:
@@ -248,36 +242,59 @@ def config_from(stored: Mapping[str, Any]) -> Config:
     return Config(**values)
 
 
-def build(path: Path, tensors: Mapping[str, Tensor], config: Config, device: torch.device, dtype: torch.dtype) -> TAEHV:
-    """The module with these weights.
+def _config_of(path: Path, tensors: Mapping[str, Tensor]) -> Config:
+    """The shape that the names and sizes of the tensors tell. Strides in space are in none: 2 in each stage, as
+    published.
 
     Raises:
-        ConfigError: tensors missing, unexpected, misshapen or not finite, which are listed.
+        ConfigError: not the published layout.
     """
-    with torch.device("meta"):
-        autoencoder = TAEHV(config)
-    check_fit(path, tensors, {name: tensor.shape for name, tensor in autoencoder.state_dict().items()})
-    check_finite(path, tensors)
-    autoencoder.load_state_dict({name: tensor.to(device, dtype) for name, tensor in tensors.items()}, assign=True)
-    autoencoder.eval().requires_grad_(False).lay_out(torch.channels_last)
-    return autoencoder
-
-
-def _config_of(path: Path, tensors: Mapping[str, Tensor]) -> Config:
-    """The published shape, with what the tensors tell otherwise: channels, patch size and strides in time."""
 
     def size(name: str, axis: int) -> int:
         if name not in tensors or tensors[name].ndim != 4:
             raise ConfigError(
-                f"{path} has no tensor {name} [.., .., .., ..]; expected a TAEHV in the published layout (its wider "
-                "`super` decoders are not supported)"
+                f"{path} has no tensor {name} [.., .., .., ..]; expected a TAEHV in the published layout, of any width"
             )
         return tensors[name].shape[axis]
 
-    time = [size(f"decoder.{index}.conv.weight", 0) // size(f"decoder.{index}.conv.weight", 1) for index in (7, 13, 19)]
-    return Config(
+    grows = _stages(path, tensors, "decoder")
+    last = grows[2] + 3  # behind a convolution and a ReLU
+    time = [size(f"decoder.{index}.conv.weight", 0) // size(f"decoder.{index}.conv.weight", 1) for index in grows]
+    widths = [size(f"decoder.{index}.conv.weight", 1) for index in grows]
+    # Between stages stand a convolution, the blocks, and what enlarges, which has no weights.
+    blocks = [index - 1 - first for first, index in zip((3, grows[0] + 2, grows[1] + 2), grows, strict=True)]
+    config = Config(
         latent_channels=size("decoder.1.weight", 1),
-        patch_size=math.isqrt(size("encoder.0.weight", 1) // 3),
+        patch_size=math.isqrt(size(f"decoder.{last}.weight", 0) // 3),
+        decoder_widths=(widths[0], widths[1], widths[2], size(f"decoder.{last - 2}.weight", 0)),
+        decoder_blocks=(blocks[0], blocks[1], blocks[2]),
         decoder_time=(time[0], time[1], time[2]),
         frames_to_trim=math.prod(time) - 1,
     )
+    if not any(name.startswith("encoder.") for name in tensors):
+        return replace(config, has_encoder=False)
+    pools = _stages(path, tensors, "encoder")
+    ends = [*pools[1:], max(index for index in _numbers(tensors, r"encoder\.(\d+)\.weight"))]
+    blocks = [end - index - 2 for index, end in zip(pools, ends, strict=True)]
+    widths = [size(f"encoder.{index}.conv.weight", 0) for index in pools]
+    return replace(
+        config,
+        encoder_widths=(widths[0], widths[1], widths[2], size(f"encoder.{pools[2] + 1}.weight", 0)),
+        encoder_blocks=(blocks[0], blocks[1], blocks[2]),
+    )
+
+
+def _stages(path: Path, tensors: Mapping[str, Tensor], half: str) -> list[int]:
+    """Numbers of the three modules of a half that change the frame rate, one in each stage."""
+    found = _numbers(tensors, rf"{half}\.(\d+)\.conv\.weight")
+    if len(found) != 3:
+        numbers = ", ".join(map(str, found)) or "none"
+        raise ConfigError(
+            f"{path} has {len(found)} tensors {half}.N.conv.weight ({numbers}); a TAEHV in the published layout has 3"
+        )
+    return found
+
+
+def _numbers(tensors: Mapping[str, Tensor], pattern: str) -> list[int]:
+    """The numbers in the names that fit, rising."""
+    return sorted(int(match[1]) for name in tensors if (match := re.fullmatch(pattern, name)))

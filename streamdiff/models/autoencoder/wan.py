@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.memory_size import wan_values
 from streamdiff.models.autoencoder.normalisation import Normalisation, split_whole
-from streamdiff.models.autoencoder.stepped_decoder import DecoderState, decode_by, rgb24
+from streamdiff.models.autoencoder.picture_decoder import DecoderState
 
 
 @dataclass
@@ -50,10 +50,6 @@ class Memory:
     def nbytes(self) -> int:
         held = [*self.features, self.pending]
         return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
-
-    def reset(self) -> None:
-        """Forget the stream: the next call starts a new one."""
-        self.features, self.size, self.pending = [], None, None
 
 
 class _Half:
@@ -95,7 +91,7 @@ def _begins(past: DecoderState) -> bool:
 
 
 class WanDecoder(_Half):
-    """Latents to frames, behind the `StreamDecoder` protocol."""
+    """Latents to frames, a `VideoDecoder`."""
 
     def __init__(self, autoencoder: AutoencoderKLWan) -> None:
         super().__init__(autoencoder, autoencoder.decoder)
@@ -118,20 +114,12 @@ class WanDecoder(_Half):
         """Bytes of a running stream's memory, for latents of `height` x `width`."""
         return self.dtype.itemsize * wan_values(self.autoencoder.config, height, width)
 
-    def decode(self, latents: Tensor, memory: Memory) -> Tensor:
-        """Normalised latents `[1, C, F, h, w]` to frames uint8 `[n, H, W, 3]`. Mutates: memory.
-
-        Raises:
-            ValueError: latents of another shape than that, or than the stream began with.
-        """
-        return decode_by(self.step, rgb24, self, latents, memory)
-
     @torch.inference_mode()
     def decode_video(self, latents: Tensor, memory: Memory) -> Tensor:
         """Normalised latents `[B, C, F, h, w]` to frames float32 `[B, 3, n, H, W]` in [-1, 1]. Mutates: memory.
 
         Raises:
-            ValueError: as `decode`.
+            ValueError: latents of another shape than that, or than the stream began with.
         """
         _check("latents", latents, self.latent_channels, memory)
         return self.decode_raw(self.normalisation.undo(latents), memory).float()
@@ -141,7 +129,7 @@ class WanDecoder(_Half):
         """As `decode_video`, for raw latents, in the weights' dtype: `AutoencoderKLWan.decode`, piece by piece.
 
         Raises:
-            ValueError: as `decode`.
+            ValueError: latents of another shape than that, or than the stream began with.
         """
         past, parts = self.past(raw, memory), []
         for piece in self.pieces(raw, past):
@@ -190,6 +178,8 @@ class WanEncoder(_Half):
     Frames may come in any numbers. One frame makes the first latent frame, `temporal` each later one; what does not
     make a whole group waits in the memory for the next call.
     """
+
+    first_frames = 1
 
     def __init__(self, autoencoder: AutoencoderKLWan) -> None:
         super().__init__(autoencoder, autoencoder.encoder)

@@ -1,29 +1,27 @@
-"""Reads a Wan autoencoder: a diffusers folder, or one file with diffusers' or the original names (`Wan2.1_VAE.pth`).
+"""What the tensors of a Wan autoencoder are: their names in diffusers' `AutoencoderKLWan`, and its configuration.
 
-The layout is recognised from the names, and for a file alone the architecture from the shapes. The module is built
-without memory, and only the half that is wanted gets weights.
+Original names are those of `Wan2.1_VAE.pth`; shapes are the same. Only Wan2.1's layout: two residual blocks a level in
+the encoder, three in the decoder. Wan2.2's is nested otherwise.
+
+The layout is recognised from the names, and without a configuration the architecture from the shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.normalisation import WAN_CHANNELS
-from streamdiff.models.autoencoder.wan_names import is_original, to_diffusers
-from streamdiff.models.checkpoint.checkpoint import check_finite, check_fit, read_tensors
-from streamdiff.models.checkpoint.json_file import read_object
-from streamdiff.models.transformer.weights import FILE
+from streamdiff.models.checkpoint.json_file import some
 
 Half = Literal["decoder", "encoder"]
 CLASS = "AutoencoderKLWan"
-_PREFIXES: dict[Half, tuple[str, str]] = {
+PREFIXES: dict[Half, tuple[str, str]] = {
     "decoder": ("decoder.", "post_quant_conv."),
     "encoder": ("encoder.", "quant_conv."),
 }
@@ -31,46 +29,19 @@ _BLOCKS = 2
 """Residual blocks of a level, in every layout that this reads without a configuration."""
 
 
-def load(
-    path: Path, half: Half, device: torch.device, dtype: torch.dtype, tensors: Mapping[str, Tensor] | None = None
-) -> AutoencoderKLWan:
-    """The autoencoder at `path` with weights for one `half`; the other stays on the meta device.
-
-    Args:
-        path: a diffusers folder (`config.json` and `diffusion_pytorch_model.safetensors`), or a .safetensors or .pth
-            file; a diffusers `config.json` beside a file counts.
-        tensors: what `read_tensors` gave for the file, where it has been called before.
+def read(
+    path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None
+) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+    """The tensors in diffusers' names, and the configuration: `config`, or what the shapes tell. `path` is for
+    messages.
 
     Raises:
-        ConfigError: nothing there; tensors missing, unexpected, misshapen or not finite, which are listed; or sizes
-            that neither a configuration nor the shapes tell.
+        ConfigError: original names that are none of the layout; or sizes that neither a configuration nor the shapes
+            tell.
     """
-    file = path / FILE if path.is_dir() else path
-    found = dict(read_tensors(file) if tensors is None else tensors)
-    if is_original(found):
-        found = {target: found[name] for name, target in to_diffusers(found).items()}
-    config = read_config(file.with_name("config.json")) or _config_of(file, found)
-    with torch.device("meta"):
-        autoencoder: AutoencoderKLWan = AutoencoderKLWan.from_config(config)
-    check_fit(file, found, {name: tensor.shape for name, tensor in autoencoder.state_dict().items()})
-    wanted = {name: tensor for name, tensor in found.items() if name.startswith(_PREFIXES[half])}
-    check_finite(file, wanted)
-    moved = {name: tensor.to(device, dtype) for name, tensor in wanted.items()}
-    autoencoder.load_state_dict(moved, strict=False, assign=True)
-    return autoencoder.eval().requires_grad_(False)
-
-
-def read_config(path: Path) -> dict[str, Any] | None:
-    """The configuration in `path` if it is one of a Wan autoencoder; None if there is none, or another model's (the
-    original repositories keep the transformer's beside the autoencoder).
-
-    Raises:
-        ConfigError: it cannot be read, or is not a JSON object.
-    """
-    if not path.is_file():
-        return None
-    tree = read_object(path)
-    return tree if tree.get("_class_name") == CLASS else None
+    if is_original(tensors):
+        tensors = {target: tensors[name] for name, target in to_diffusers(tensors).items()}
+    return tensors, config or _config_of(path, tensors)
 
 
 def _config_of(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -103,3 +74,84 @@ def _config_of(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
             f"encoder.down_blocks.{index + step - 1}.time_conv.weight" in tensors for index in firsts[:-1]
         ],
     }
+
+
+# ---- original names -------------------------------------------------------------------------------------------------
+
+_LEAF = r"(?P<leaf>weight|bias)"
+_HALF = r"(?P<half>encoder|decoder)"
+_IN_BLOCK = {
+    "residual.0.gamma": "norm1.gamma",
+    "residual.2.weight": "conv1.weight",
+    "residual.2.bias": "conv1.bias",
+    "residual.3.gamma": "norm2.gamma",
+    "residual.6.weight": "conv2.weight",
+    "residual.6.bias": "conv2.bias",
+    "shortcut.weight": "conv_shortcut.weight",
+    "shortcut.bias": "conv_shortcut.bias",
+}
+_BLOCK = "(?P<block>" + "|".join(map(re.escape, _IN_BLOCK)) + ")"
+_RESAMPLE = r"(?P<resample>(?:resample\.1|time_conv)\.(?:weight|bias))"
+_ATTENTION = r"(?P<attention>norm\.gamma|(?:to_qkv|proj)\.(?:weight|bias))"
+# Decoder: three residual blocks and what enlarges, counted through.
+_LEVEL = 4
+
+_RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), target)
+    for pattern, target in (
+        (rf"conv1\.{_LEAF}", "quant_conv.{leaf}"),
+        (rf"conv2\.{_LEAF}", "post_quant_conv.{leaf}"),
+        (rf"{_HALF}\.conv1\.{_LEAF}", "{half}.conv_in.{leaf}"),
+        (rf"{_HALF}\.head\.0\.gamma", "{half}.norm_out.gamma"),
+        (rf"{_HALF}\.head\.2\.{_LEAF}", "{half}.conv_out.{leaf}"),
+        (rf"{_HALF}\.middle\.(?P<middle>[02])\.{_BLOCK}", "{half}.mid_block.resnets.{middle}.{block}"),
+        (rf"{_HALF}\.middle\.1\.{_ATTENTION}", "{half}.mid_block.attentions.0.{attention}"),
+        (rf"encoder\.downsamples\.(?P<index>\d+)\.{_BLOCK}", "encoder.down_blocks.{index}.{block}"),
+        (rf"encoder\.downsamples\.(?P<index>\d+)\.{_RESAMPLE}", "encoder.down_blocks.{index}.{resample}"),
+        (rf"decoder\.upsamples\.(?P<index>\d+)\.{_BLOCK}", "decoder.up_blocks.{level}.resnets.{place}.{block}"),
+        (rf"decoder\.upsamples\.(?P<index>\d+)\.{_RESAMPLE}", "decoder.up_blocks.{level}.upsamplers.0.{resample}"),
+    )
+)
+_ORIGINAL = re.compile(r"(?:encoder\.downsamples|decoder\.upsamples|(?:encoder|decoder)\.(?:middle|head))\..*")
+
+
+def is_original(names: Iterable[str]) -> bool:
+    """Whether any of the names is one of the original layout that diffusers does not have."""
+    return any(_ORIGINAL.fullmatch(name) for name in names)
+
+
+def to_diffusers(names: Iterable[str]) -> dict[str, str]:
+    """diffusers' name of each original name, in the same order.
+
+    Raises:
+        ConfigError: lists names that are none of the layout.
+    """
+    found = {name: _renamed(name) for name in names}
+    unknown = [name for name, target in found.items() if target is None]
+    if unknown:
+        raise ConfigError(
+            f"{len(unknown)} of {len(found)} tensor names are not those of Wan2.1_VAE.pth: {some(unknown)}; a Wan2.2 "
+            "autoencoder can be used as a diffusers folder"
+        )
+    return {name: target for name, target in found.items() if target is not None}
+
+
+def _renamed(name: str) -> str | None:
+    for pattern, target in _RULES:
+        if match := pattern.fullmatch(name):
+            return _filled(target, match.groupdict())
+    return None
+
+
+def _filled(target: str, parts: dict[str, str]) -> str | None:
+    """The target's name; None where a block stands in the place of what enlarges, or the other way round."""
+    if "block" in parts:
+        parts["block"] = _IN_BLOCK[parts["block"]]
+    if "middle" in parts:
+        parts["middle"] = str(int(parts["middle"]) // 2)
+    if "{level}" in target:
+        level, place = divmod(int(parts["index"]), _LEVEL)
+        if ("block" in parts) != (place < _LEVEL - 1):
+            return None
+        parts |= {"level": str(level), "place": str(place)}
+    return target.format(**parts)

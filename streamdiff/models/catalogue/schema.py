@@ -7,10 +7,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from streamdiff.config import KVContext
+from streamdiff.config import KVContext, PromptPolicy
 from streamdiff.models.sampling import Schedule, published
 
-PromptPolicy = Literal["keep", "recache", "flush", "reset"]
 Rope = Literal["absolute", "relative"]
 
 
@@ -212,13 +211,14 @@ class Context(_Section):
     `noise` is the timestep told in the clean pass, None where there is none. `alone`: that pass sees nothing before the
     chunk but the sink. With a window of two chunks this is what comes of computing the past anew for every chunk.
     `pictures`: from the second chunk on it is shown a first latent frame that was encoded again, by itself, from the
-    last of its pictures."""
+    last of its pictures. `source`: where the contexts can be read, the authors' code."""
 
     trained: KVContext | None
     works: tuple[KVContext, ...] = ()
     noise: float | None = Field(ge=0, le=1000)
     alone: bool = False
     pictures: bool = False
+    source: str | None = None
 
     @property
     def default(self) -> KVContext:

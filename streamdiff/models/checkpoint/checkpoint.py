@@ -6,22 +6,20 @@ must not be written to, and the file must not be changed in place while it is in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint.json_file import read_object, some
-from streamdiff.models.checkpoint.tensor_store import Entry, Loaded, SafetensorsFile, Shards, Store, unpickle
+from streamdiff.models.checkpoint.json_file import read_object
+from streamdiff.models.checkpoint.tensor_store import INDEX, PICKLES, SAFETENSORS, Entry, Loaded, Store, open_file
 
 CONTAINERS = ("generator_ema", "generator", "model", "state_dict", "module")
 """Names of what holds the tensors in a file, the preferred first. Which one is right is a fact of the file that its
 catalogue entry states; this order is for files without one."""
 LORA_CONTAINERS = ("generator_lora", *CONTAINERS)
-SAFETENSORS, INDEX, PICKLES = ".safetensors", ".safetensors.index.json", (".pt", ".pth", ".bin")
 _ALSO_PREFIXES = ("model", "module")
 _USUAL = "diffusion_pytorch_model"
 
@@ -96,24 +94,14 @@ def open_checkpoint(
         ConfigError: nothing there, several files that could be meant, a damaged file, a pickle that `weights_only`
             refuses, no such container, or several and none of them known.
     """
-    if path.is_dir():
-        folder, path = _weights_folder(path, names)
-        config = folder / "config.json"
-        own = read_object(config) if config.is_file() else None
-    else:
-        own = None
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file or folder")
-    way: list[str] = []
-    if path.name.endswith(INDEX):
-        store: Store = Shards(path)
-    elif path.suffix == SAFETENSORS:
-        store = SafetensorsFile(path)
-    elif path.suffix in PICKLES:
-        way, store, found = _choose(path, unpickle(path, old=old), container, order)
+    in_folder = path.is_dir()
+    path = _weights_file(path, names) if in_folder else path
+    store, way = open_file(path, old=old), list[str]()
+    config = path.parent / "config.json"
+    own = read_object(config) if in_folder and config.is_file() else None
+    if isinstance(store, Mapping):
+        way, store, found = _choose(path, store, container, order)
         container = None if found else container
-    else:
-        raise ConfigError(f"{path}: a checkpoint ends in {SAFETENSORS}, {INDEX} or {', '.join(PICKLES)}")
     prefix, counting = _narrow(path, store, container, order)
     return Checkpoint(path, store, counting, ".".join(way + prefix), own)
 
@@ -131,19 +119,19 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 # ---- folders -------------------------------------------------------------------------------------------------------
 
 
-def _weights_folder(folder: Path, stems: Sequence[str]) -> tuple[Path, Path]:
-    """The folder that holds the weights, and the file in it to open."""
+def _weights_file(folder: Path, stems: Sequence[str]) -> Path:
+    """The file to open of those in a folder, or in `transformer` in it."""
     if not _weight_files(folder) and (folder / "transformer").is_dir():
         folder = folder / "transformer"
     files = _weight_files(folder)
     for stem in stems:
         for ending in (INDEX, SAFETENSORS, *PICKLES):
             if folder / (stem + ending) in files:
-                return folder, folder / (stem + ending)
+                return folder / (stem + ending)
     for endings in ((INDEX,), (SAFETENSORS,), PICKLES):
         if found := [path for path in files if path.name.endswith(endings)]:
             if len(found) == 1:
-                return folder, found[0]
+                return found[0]
             some = ", ".join(path.name for path in found[:4])
             raise ConfigError(f"{folder}: has {len(found)} files that could be meant ({some}); name one of them")
     raise ConfigError(f"{folder}: has no weights ({SAFETENSORS}, {INDEX} or {', '.join(PICKLES)})")
@@ -156,14 +144,14 @@ def _weight_files(folder: Path) -> list[Path]:
 # ---- containers ----------------------------------------------------------------------------------------------------
 
 
-def _choose(path: Path, tree: object, container: str | None, order: Sequence[str]) -> tuple[list[str], Loaded, bool]:
+def _choose(
+    path: Path, tree: Mapping[Any, object], container: str | None, order: Sequence[str]
+) -> tuple[list[str], Loaded, bool]:
     """Go down to the tensors. Returns the way there, the tensors, and whether `container` is on the way."""
     way: list[str] = []
     while True:
-        if not isinstance(tree, Mapping):
-            raise ConfigError(f"{path}: holds a {type(tree).__name__} instead of tensors by name")
         tensors = {str(key): value for key, value in tree.items() if isinstance(value, Tensor)}
-        inner = {str(key): value for key, value in tree.items() if _has_tensors(value)}
+        inner = {str(key): value for key, value in tree.items() if isinstance(value, Mapping) and _has_tensors(value)}
         wanted = container if container not in way else None
         if tensors and wanted not in inner:
             return way, Loaded(tensors), container in way
@@ -191,50 +179,9 @@ def _narrow(path: Path, store: Store, container: str | None, order: Sequence[str
     return [full[0]], inside[full[0]]
 
 
-def _has_tensors(tree: object) -> bool:
-    return isinstance(tree, Mapping) and any(isinstance(leaf, Tensor) for leaf in _leaves(tree))
-
-
-def _leaves(tree: Mapping[Any, object]) -> Iterator[object]:
-    for value in tree.values():
-        if isinstance(value, Mapping):
-            yield from _leaves(value)
-        else:
-            yield value
+def _has_tensors(tree: Mapping[Any, object]) -> bool:
+    return any(_has_tensors(v) if isinstance(v, Mapping) else isinstance(v, Tensor) for v in tree.values())
 
 
 def _no_container(path: Path, wanted: str, found: Sequence[str]) -> ConfigError:
     return ConfigError(f"{path}: has no container {wanted!r}; there is {', '.join(found)}")
-
-
-def check_fit(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, torch.Size]) -> None:
-    """That `found` has the tensors `wanted`, no others, and in their shapes.
-
-    Raises:
-        ConfigError: lists how many are missing, unexpected and misshapen, the first few by name.
-    """
-    missing = [name for name in wanted if name not in found]
-    unexpected = [name for name in found if name not in wanted]
-    misshapen = [
-        f"{name} {list(found[name].shape)} instead of {list(shape)}"
-        for name, shape in wanted.items()
-        if name in found and found[name].shape != shape
-    ]
-    faults = [
-        f"{len(names)} {what} ({some(names)})"
-        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen))
-        if names
-    ]
-    if faults:
-        raise ConfigError(f"{path}: of {len(wanted)} tensors expected, {len(found)} found: {'; '.join(faults)}")
-
-
-def check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """That all values are numbers; reads them all.
-
-    Raises:
-        ConfigError: lists the tensors that hold NaN or infinity, or that are no floating-point numbers.
-    """
-    bad = [name for name, tensor in tensors.items() if not (tensor.is_floating_point() and tensor.isfinite().all())]
-    if bad:
-        raise ConfigError(f"{path}: {len(bad)} tensors hold NaN, infinity or no floating-point numbers: {some(bad)}")

@@ -44,12 +44,6 @@ class Header:
     metadata: dict[str, str]
 
 
-def read_header(path: Path) -> bytes:
-    """The header of a safetensors file, JSON: 8 bytes of length come before it, the weights after it."""
-    with path.open("rb") as file:
-        return file.read(min(int.from_bytes(file.read(LENGTH_BYTES), "little"), path.stat().st_size))
-
-
 def parse_header(path: Path, max_bytes: int | None = None) -> Header:
     """The header of a safetensors file whose tensors fill the rest of the file without gap or overlap. Of a file with
     more than `max_bytes` bytes not even the header is read.

@@ -34,6 +34,9 @@ NORMALISED = {"normalised": "model"}
 """What the header of a file with latents says of them: they are normalised as the model has them."""
 RAW = {"normalised": "no"}
 """They are as the autoencoder's network gives them."""
+MOTION = "motion"
+"""Where that header says how video that was encoded moves: for each latent frame the largest root mean square
+difference, over pixels in [-1, 1], of one of its frames from the frame before."""
 _MOST_PARTS = 10**12  # the header has room for this count
 _ALIGN_BYTES = 8
 _HEADER_BYTES = 2**20  # room for a header where a limit is computed from shapes

@@ -34,6 +34,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+SAFETENSORS, INDEX, PICKLES = ".safetensors", ".safetensors.index.json", (".pt", ".pth", ".bin")
 _OLD_START = b"\x80\x02"
 # What torch's reader raises, as it does not look whether a pickle is whole before it uses it.
 _DAMAGED = (
@@ -166,6 +167,26 @@ class Loaded:
 
     def metadata(self) -> Mapping[str, str]:
         return {}
+
+
+def open_file(path: Path, *, old: bool = False) -> Store | Mapping[Any, object]:
+    """The tensors of a file, of the files behind an index, or what a torch file holds; `old`: see `unpickle`.
+
+    Raises:
+        ConfigError: no such file, one of another kind, or as the classes here and `unpickle`.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file or folder")
+    if path.suffix == SAFETENSORS:
+        return SafetensorsFile(path)
+    if path.suffix in PICKLES:
+        tree = unpickle(path, old=old)
+        if not isinstance(tree, Mapping):
+            raise ConfigError(f"{path}: holds a {type(tree).__name__} instead of tensors by name")
+        return tree
+    if not path.name.endswith(INDEX):
+        raise ConfigError(f"{path}: a checkpoint ends in {SAFETENSORS}, {INDEX} or {', '.join(PICKLES)}")
+    return Shards(path)
 
 
 def unpickle(path: Path, *, old: bool = False) -> object:

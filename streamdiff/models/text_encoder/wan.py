@@ -5,9 +5,7 @@ caches, files given by a user, or sessions."""
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import html
-import json
 import os
 import re
 import threading
@@ -19,13 +17,12 @@ import ftfy
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoTokenizer
 from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.interfaces import Reading
 from streamdiff.models.text_encoder import wan_files
-from streamdiff.models.text_encoder.wan_files import TOKENIZER_FILES, TextFiles
+from streamdiff.models.text_encoder.wan_files import TextFiles
 
 TEXT_TOKENS = 512
 EXAMPLES = (
@@ -55,7 +52,7 @@ class WanText:
         *,
         length: int = TEXT_TOKENS,
         width: int | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         output: torch.device | str | None = None,
         keep: bool = True,
@@ -67,9 +64,10 @@ class WanText:
             path: a model in diffusers' layout, or original Wan's: the folder, or the encoder's file.
             length: text tokens T that the model was trained with.
             width: text width that the transformer asks for; None: whatever the encoder has.
-            device: where the encoder runs; the CPU leaves a GPU's memory to the transformer.
+            device: where the encoder runs; None: on `output` where it takes a third of the free memory or less, else on
+                the CPU.
             dtype: of weights and embeddings; None: bfloat16 on a GPU, float32 on the CPU.
-            output: where embeddings are put; None: `device`.
+            output: where embeddings are put; None: `device`, or the CPU.
             keep: keep the weights after a text, or free them and read them again for the next one.
             revision: of the checkpoint, where it is known; else one is made of the files' names, sizes and times.
 
@@ -78,14 +76,14 @@ class WanText:
         """
         self.path, self.length, self.keep = path, length, keep
         self._files = wan_files.find(path)
-        self.device = torch.device(device)
+        self.width, words = wan_files.read_sizes(self._files, width)
+        self.output = torch.device(output or device or "cpu")
+        self.device = wan_files.choose_device(self._files, self.output) if device is None else torch.device(device)
         self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else torch.bfloat16)
-        self.output = self.device if output is None else torch.device(output)
-        self.width, words = _sizes(self._files, width)
         self.identity = f"{path.resolve()} {self.dtype}"
         """With `revision`, what tells its embeddings from other encoders'."""
-        self.revision = revision or _revision(self._files)
-        self._tokenizer = _load_tokenizer(self._files.tokenizer, words)
+        self.revision = revision or wan_files.revision(self._files)
+        self._tokenizer = wan_files.load_tokenizer(self._files.tokenizer, words)
         # Padding and truncation are settings of the tokenizer's own, so two threads must not use it at once.
         self._tokenizing, self._encoding = threading.Lock(), threading.Lock()
         self._encoder: UMT5EncoderModel | None = None
@@ -141,7 +139,7 @@ class WanText:
 
     def awaited_bytes(self, device: torch.device) -> int:
         """What the weights will take on `device` once they are loaded; 0 when they are, or go elsewhere."""
-        return 0 if self.loaded or self.device.type != device.type else self._files.values() * self.dtype.itemsize
+        return 0 if self.loaded or self.device.type != device.type else self._files.values * self.dtype.itemsize
 
     def release(self) -> None:
         """Free the weights; the next text reads them again. Mutates: self."""
@@ -187,61 +185,10 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _sizes(files: TextFiles, width: int | None) -> tuple[int, int]:
-    """Width and number of words of the encoder; the width must be `width` if that is given."""
-    if files.original:
-        path, sizes = files.weights, wan_files.original_sizes(files.weights)
-        found, words = sizes.d_model, sizes.vocab_size
-    else:
-        path = files.weights / "config.json"
-        found, words = _read_config(path)
-    if width is not None and found != width:
-        raise ConfigError(
-            f"{path}: the text encoder is {found} wide (d_model), but the transformer asks for {width} (text_dim)"
-        )
-    return found, words
-
-
-def _read_config(path: Path) -> tuple[int, int]:
-    """Width and number of words of the encoder in a folder."""
-    try:
-        config: Any = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read: {error.strerror or error}; diffusers' layout has the text encoder there"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from None
-    kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind != "umt5" or not all(isinstance(config.get(key), int) for key in ("d_model", "vocab_size")):
-        raise ConfigError(
-            f"{path}: expected a UMT5 encoder (model_type umt5, with d_model and vocab_size), got model_type {kind!r}"
-        )
-    return config["d_model"], config["vocab_size"]
-
-
-def _load_tokenizer(path: Path, words: int) -> Any:
-    """The tokenizer of an encoder that knows `words` words."""
-    if not path.is_dir():
-        raise ConfigError(f"{path}: there is no such folder; diffusers' layout has the tokenizer there")
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):  # transformers would make one without words
-        raise ConfigError(f"{path}: no tokenizer that can be read: expected {' or '.join(TOKENIZER_FILES)}")
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, padding_side="right")
-    except Exception as error:  # a damaged file makes the tokenizers library raise just that
-        raise ConfigError(f"{path}: no tokenizer that can be read: {error}") from error
-    if len(tokenizer) > words:
-        raise ConfigError(
-            f"{path}: the tokenizer has {len(tokenizer):,} words, but the text encoder beside it knows {words:,}; they "
-            "do not belong together"
-        )
-    return tokenizer
-
-
 def _load_encoder(files: TextFiles, device: torch.device, dtype: torch.dtype) -> UMT5EncoderModel:
     path = files.weights
     if files.original:
-        return wan_files.load_original(path, device, dtype)
+        return wan_files.load_original(files, device, dtype)
     try:
         loaded: Any = UMT5EncoderModel.from_pretrained(
             path, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
@@ -275,12 +222,3 @@ def _tie(encoder: UMT5EncoderModel, missing: set[str]) -> None:
     elif _WORDS[0] in missing:
         encoder.set_input_embeddings(encoder.encoder.embed_tokens)
     missing.difference_update(_WORDS)
-
-
-def _revision(files: TextFiles) -> str:
-    """Of the files as they are now; weights are not read."""
-    digest = hashlib.sha256()
-    for path in sorted(files.paths()):
-        state = path.stat()
-        digest.update(f"{path.name} {state.st_size} {state.st_mtime_ns}\n".encode())
-    return digest.hexdigest()[:16]

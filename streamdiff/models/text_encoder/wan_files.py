@@ -6,19 +6,25 @@ shapes. The names are those of github.com/Wan-Video/Wan2.1 (wan/modules/t5.py).
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import UMT5Config
+from transformers import AutoTokenizer, UMT5Config
 from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint.checkpoint import Checkpoint, check_fit, open_checkpoint
+from streamdiff.models.checkpoint.checkpoint import open_checkpoint
+from streamdiff.models.checkpoint.module import check_fit
 
+_SHARE = 3  # the rest of a GPU's free memory is for sessions
 TOKENIZER_FILES = ("tokenizer.json", "spiece.model")
 _WEIGHTS = "models_t5*.pth"
 _TOKENIZERS = ("google/umt5-xxl", "umt5-xxl", "tokenizer", ".")
@@ -50,14 +56,20 @@ class TextFiles:
         """Whether it is the original file."""
         return not self.weights.is_dir()
 
-    def values(self) -> int:
-        """How many numbers the encoder's weights are. Reads headers, no weights.
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the weights, by their stored names. Reads headers, no weights.
 
         Raises:
             ConfigError: there are no weights, or they are damaged.
         """
         checkpoint = open_checkpoint(self.weights, names=("model",))
-        return sum(prod(checkpoint.entry(name).shape) for name in checkpoint.names)
+        return {name: checkpoint.entry(name).shape for name in checkpoint.names}
+
+    @property
+    def values(self) -> int:
+        """How many numbers the encoder's weights are; ConfigError as `shapes`."""
+        return sum(map(prod, self.shapes.values()))
 
     def paths(self) -> Iterator[Path]:
         """Every file."""
@@ -95,23 +107,67 @@ def _tokenizer_beside(file: Path) -> Path:
     )
 
 
-def original_sizes(file: Path) -> UMT5Config:
+def read_sizes(files: TextFiles, width: int | None) -> tuple[int, int]:
+    """Width and number of words of the encoder; the width must be `width` if that is given.
+
+    Raises:
+        ConfigError: no encoder of this kind, or another width.
+    """
+    if files.original:
+        path, sizes = files.weights, original_sizes(files)
+        found, words = sizes.d_model, sizes.vocab_size
+    else:
+        path = files.weights / "config.json"
+        found, words = _read_config(path)
+    if width is not None and found != width:
+        raise ConfigError(
+            f"{path}: the text encoder is {found} wide (d_model), but the transformer asks for {width} (text_dim)"
+        )
+    return found, words
+
+
+def _read_config(path: Path) -> tuple[int, int]:
+    """Width and number of words of the encoder in a folder."""
+    try:
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read: {error.strerror or error}; diffusers' layout has the text encoder there"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from None
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind != "umt5" or not all(isinstance(config.get(key), int) for key in ("d_model", "vocab_size")):
+        raise ConfigError(
+            f"{path}: expected a UMT5 encoder (model_type umt5, with d_model and vocab_size), got model_type {kind!r}"
+        )
+    return config["d_model"], config["vocab_size"]
+
+
+def original_sizes(files: TextFiles) -> UMT5Config:
     """The configuration that the shapes in the original file tell.
 
     Raises:
         ConfigError: it is not that file.
     """
-    checkpoint = open_checkpoint(file)
-    words, width = _shape(checkpoint, "token_embedding.weight")
-    buckets, heads = _shape(checkpoint, "blocks.0.pos_embedding.embedding.weight")
-    inner, _ = _shape(checkpoint, "blocks.0.attn.q.weight")
-    wide, _ = _shape(checkpoint, "blocks.0.ffn.fc1.weight")
-    numbers = [int(found[1]) for name in checkpoint.names if (found := re.match(r"blocks\.(\d+)\.", name))]
+
+    def sides(name: str) -> Sequence[int]:
+        found = files.shapes.get(name, ())
+        if len(found) != 2:
+            raise ConfigError(
+                f"{files.weights}: not Wan's text encoder: expected {name} of two axes, found {list(found) or 'none'} "
+                f"among {len(files.shapes)} tensors ({', '.join([*files.shapes][:3])}, ...)"
+            )
+        return found
+
+    words, width = sides("token_embedding.weight")
+    buckets, heads = sides("blocks.0.pos_embedding.embedding.weight")
+    numbers = [int(found[1]) for name in files.shapes if (found := re.match(r"blocks\.(\d+)\.", name))]
     return UMT5Config(
         vocab_size=words,
         d_model=width,
-        d_kv=inner // heads,
-        d_ff=wide,
+        d_kv=sides("blocks.0.attn.q.weight")[0] // heads,
+        d_ff=sides("blocks.0.ffn.fc1.weight")[0],
         num_layers=1 + max(numbers),
         num_heads=heads,
         relative_attention_num_buckets=buckets,
@@ -120,19 +176,19 @@ def original_sizes(file: Path) -> UMT5Config:
     )
 
 
-def load_original(file: Path, device: torch.device, dtype: torch.dtype) -> UMT5EncoderModel:
+def load_original(files: TextFiles, device: torch.device, dtype: torch.dtype) -> UMT5EncoderModel:
     """The encoder in the original file.
 
     Raises:
         ConfigError: it is not that file; or tensors are missing, unexpected or misshapen, which are listed.
     """
-    checkpoint = open_checkpoint(file)
+    checkpoint = open_checkpoint(files.weights)
     with torch.device("meta"):
-        encoder = UMT5EncoderModel(original_sizes(file))
+        encoder = UMT5EncoderModel(original_sizes(files))
     found = {_name(name): checkpoint.read(name) for name in checkpoint.names}
     table = "encoder.embed_tokens.weight"  # the same as `shared`, by another name
     wanted = {name: tensor.shape for name, tensor in encoder.state_dict().items() if name != table}
-    check_fit(file, found, wanted)
+    check_fit(files.weights, found, wanted)
     encoder.load_state_dict({name: found.pop(name).to(device, dtype) for name in wanted}, strict=False, assign=True)
     encoder.set_input_embeddings(encoder.shared)
     encoder.requires_grad_(False)
@@ -148,12 +204,37 @@ def _name(original: str) -> str:
     return f"encoder.block.{match[1]}.{_BLOCK[match[2]]}.weight"
 
 
-def _shape(checkpoint: Checkpoint, name: str) -> Sequence[int]:
-    shape: Sequence[int] = checkpoint.entry(name).shape if name in checkpoint.names else ()
-    if len(shape) != 2:
-        found = ", ".join(checkpoint.names[:3])
+def load_tokenizer(path: Path, words: int) -> Any:
+    """The tokenizer of an encoder that knows `words` words."""
+    if not path.is_dir():
+        raise ConfigError(f"{path}: there is no such folder; diffusers' layout has the tokenizer there")
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):  # transformers would make one without words
+        raise ConfigError(f"{path}: no tokenizer that can be read: expected {' or '.join(TOKENIZER_FILES)}")
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, padding_side="right")
+    except Exception as error:  # a damaged file makes the tokenizers library raise just that
+        raise ConfigError(f"{path}: no tokenizer that can be read: {error}") from error
+    if len(tokenizer) > words:
         raise ConfigError(
-            f"{checkpoint}: not Wan's text encoder: expected {name} of two axes, found {list(shape) or 'none'} among "
-            f"{len(checkpoint.names)} tensors ({found}, ...)"
+            f"{path}: the tokenizer has {len(tokenizer):,} words, but the text encoder beside it knows {words:,}; they "
+            "do not belong together"
         )
-    return shape
+    return tokenizer
+
+
+def choose_device(files: TextFiles, device: torch.device) -> torch.device:
+    """Where the encoder runs beside a transformer on `device`, whose weights are there already."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        if files.values * torch.bfloat16.itemsize <= free // _SHARE:
+            return device
+    return torch.device("cpu")
+
+
+def revision(files: TextFiles) -> str:
+    """Of the files as they are now; weights are not read."""
+    digest = hashlib.sha256()
+    for path in sorted(files.paths()):
+        state = path.stat()
+        digest.update(f"{path.name} {state.st_size} {state.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]

@@ -3,27 +3,48 @@
 Names are torch's own kernels, and others that diffusers' dispatch knows (flash-attn, FlashAttention 3 and 4,
 SageAttention, xformers, kernels of the hub), where they are installed. A kernel that is fast and wrong gives a picture
 of noise and no error (a published one does so on Hopper GPUs), so the chosen one computes a small case at the start and
-is compared with the plain formula.
+is compared with the plain formula. Which is the fastest for a model is found out in `attention_trial`.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.attention as torch_attention
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
+from streamdiff.models.transformer.elementwise import multiply_add
 
 KERNELS = ("math", "flash", "efficient", "cudnn")
-"""torch's, by their names in `model.attention`; `auto` leaves the choice to torch."""
+"""torch's, by their names in `model.attention` and in the order of its numbers; `sdpa` leaves the choice to torch."""
+FREE = ("auto", "sdpa")
+"""torch's choice: `auto` until there was a trial."""
+
+
+class Implementation(NamedTuple):
+    """What torch's flash kernel may be in place of its own, for the whole process: torch's name of it, and the module
+    and package that have it."""
+
+    name: str
+    module: str
+    install: str
+
+
+IMPLEMENTATIONS = {
+    "fa3": Implementation("FA3", "flash_attn_interface", "flash-attn-3 of PyTorch's package index"),
+    "fa4": Implementation("FA4", "flash_attn.cute.interface", "pip install flash-attn-4"),
+}
+_TELLING = ("flash", "efficient", "cudnn", *IMPLEMENTATIONS)
+"""Those that tell the sum of the weights, so that keys may lie in pieces."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +74,18 @@ DISPATCHED = {
     "xformers": Dispatched("xformers", "xformers", "pip install xformers"),
 }
 """diffusers', by their names in `model.attention`. What is `flash` there is `flash_2` here, as torch has a `flash`."""
-NAMES = ("auto", *KERNELS, *DISPATCHED)
+NAMES = (*FREE, *KERNELS, *IMPLEMENTATIONS, *DISPATCHED)
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 _QUANTIZED = {"sage": 8e-2, "sage_fp16": 8e-2, "sage_hub": 8e-2}
 """Kernels that round to 8 bits inside are that much off by design."""
-_QUERIES, _KEYS = 64, 192
+_SAMPLES = 64
+"""Queries whose results are compared."""
 _REFUSALS = (RuntimeError, ValueError, AssertionError, NotImplementedError, ImportError, AttributeError, OSError)
 """What kernels, diffusers and the hub's client raise where one cannot be had."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttendParts = Callable[[Tensor, Sequence[tuple[Tensor, Tensor]]], Tensor]
+"""The same over keys and values in pieces."""
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -74,13 +98,30 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def kernel(name: str) -> Attend:
     """As `attend`, by the kernel of this name, one of `NAMES`. The choice is made in each call: torch's `sdpa_kernel`
     would set flags of the whole process, which other threads meet."""
-    if name == "auto":
+    if name in FREE:
         return attend
-    return _own_kernel(name) if name in KERNELS else _dispatching(DISPATCHED[name].backend)
+    return _dispatching(DISPATCHED[name].backend) if name in DISPATCHED else _own_kernel(name)
+
+
+def activate(name: str) -> None:
+    """Let torch's flash kernel be that of `name`, if it is one of `IMPLEMENTATIONS`, else torch's own again. Mutates:
+    torch's dispatch, for the whole process.
+
+    Raises:
+        what importing such a package may raise, see `_REFUSALS`.
+    """
+    implementation = IMPLEMENTATIONS.get(name)
+    current = _active()
+    if implementation is not None and current != implementation.name:
+        torch_attention.activate_flash_attention_impl(implementation.name)
+    elif implementation is None and current is not None:
+        torch_attention.restore_flash_attention_impl()
 
 
 def _own_kernel(name: str) -> Attend:
-    """One of torch's `KERNELS`, called by itself: raises RuntimeError or NotImplementedError where it cannot run."""
+    """One of torch's `KERNELS` or `IMPLEMENTATIONS`, called by itself: raises RuntimeError or NotImplementedError where
+    it cannot run."""
+    name = "flash" if name in IMPLEMENTATIONS else name
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -101,6 +142,57 @@ def _own_kernel(name: str) -> Attend:
     return run
 
 
+def over_parts(name: str) -> AttendParts:
+    """Attention by the kernel of this name over keys and values in several pieces of memory, which are not put side by
+    side: each piece by itself, then their results by the weights that their keys have. Kernels that do not tell these
+    weights (`math`, and those of diffusers' dispatch) get a copy."""
+    whole = kernel(name)
+
+    def run(query: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        if len(parts) == 1:
+            return whole(query, *parts[0])
+        own = _fused_kernel(query, *parts[0]) if name in FREE else name
+        if own not in _TELLING:
+            return whole(query, *(torch.cat(pieces, 1) for pieces in zip(*parts, strict=True)))
+        results = [_with_weights(own, query, *part) for part in parts]
+        return _merged([result for result, _ in results], torch.stack([weight for _, weight in results]))
+
+    return run
+
+
+def _fused_kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
+    """Which of `KERNELS` torch chooses."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    chosen: int = torch._fused_sdp_choice(q, k, v)
+    return KERNELS[chosen] if 0 <= chosen < len(KERNELS) else "math"
+
+
+def _with_weights(name: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention `[R, L, H, d]` and the logarithm of the sum of its weights, float32 `[R, L, H, 1]`."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    aten: Any = torch.ops.aten
+    name = "flash" if name in IMPLEMENTATIONS else name
+    if name == "flash" and query.device.type == "cpu":
+        mixed, weights = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[:2]
+    elif name == "flash":
+        mixed, weights = aten._scaled_dot_product_flash_attention(q, k, v)[:2]
+    elif name == "efficient":
+        mixed, weights = aten._scaled_dot_product_efficient_attention(q, k, v, None, True)[:2]
+    else:
+        mixed, weights = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)[:2]
+    weights = weights.flatten(2)[..., : query.shape[1]]  # one kernel pads them, another has a dimension more
+    return mixed.transpose(1, 2), weights.transpose(1, 2).unsqueeze(-1)
+
+
+def _merged(results: Sequence[Tensor], weights: Tensor) -> Tensor:
+    """Attention over all pieces from that over each, `[R, L, H, d]`, and its weights `[pieces, R, L, H, 1]`."""
+    shares = weights.float().softmax(0)
+    mixed = results[0] * shares[0]
+    for number, (result, share) in enumerate(zip(results[1:], shares[1:], strict=True), 2):
+        mixed = multiply_add(mixed, result, share, result.dtype if number == len(results) else torch.float32)
+    return mixed
+
+
 def _dispatching(name: str) -> Attend:
     backend = AttentionBackendName(name)
 
@@ -109,6 +201,46 @@ def _dispatching(name: str) -> Attend:
         return result
 
     return run
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Of a model's self-attention: a chunk's tokens, and those that it sees."""
+
+    heads: int
+    head_dim: int
+    queries: int = 64
+    keys: int = 192
+
+
+@dataclass(frozen=True)
+class Case:
+    """Random queries `[1, L, H, d]`, keys and values `[1, K, H, d]`; `expected` is the formula's result in float64, on
+    the CPU, for the `sampled` queries."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sampled: Tensor
+    expected: Tensor
+
+    @classmethod
+    def of(cls, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> Case:
+        generator = torch.Generator().manual_seed(0)
+        query, key, value = (
+            torch.randn(1, tokens, shape.heads, shape.head_dim, generator=generator).to(device, dtype)
+            for tokens in (shape.queries, shape.keys, shape.keys)
+        )
+        # The last is among them: where a kernel's last tile is a part of one.
+        sampled = torch.linspace(0, shape.queries - 1, min(_SAMPLES, shape.queries)).round().long().to(device)
+        return cls(query, key, value, sampled, _formula(query[:, sampled], key, value))
+
+    @property
+    def parts(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Keys and values in two pieces of unlike length, as those of a sink and a window."""
+        first = self.key.shape[1] // 3
+        pieces = tuple(zip(*(each.tensor_split([first], 1) for each in (self.key, self.value)), strict=True))
+        return cast("tuple[tuple[Tensor, Tensor], ...]", pieces)
 
 
 def probe(name: str, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int) -> None:
@@ -120,61 +252,91 @@ def probe(name: str, device: torch.device, dtype: torch.dtype, heads: int, head_
     """
     if name not in NAMES:
         raise ConfigError(f"model.attention is {name!r}; it can be {', '.join(NAMES)}")
-    if (fault := _fault(name, device, dtype, heads, head_dim)) is None:
+    if (found := fault(name, Case.of(AttentionShape(heads, head_dim), device, dtype))) is None:
         return
     others = [other for other, bad in survey(device, dtype, heads, head_dim).items() if bad is None and other != name]
     case = f"{device}, {str(dtype).removeprefix('torch.')}, head width {head_dim}"
-    raise ConfigError(f"attention kernel {name} {fault} ({case}); right here are: {', '.join(others) or 'none'}")
+    raise ConfigError(f"attention kernel {name} {found} ({case}); right here are: {', '.join(others) or 'none'}")
 
 
 def survey(device: torch.device, dtype: torch.dtype, heads: int, head_dim: int) -> dict[str, str | None]:
     """Every kernel: None where it runs here and its numbers are right, else why not. Kernels of the hub are not
     fetched for that."""
+    case = Case.of(AttentionShape(heads, head_dim), device, dtype)
     return {
         name: "would be fetched from the hub, and tried, when it is asked for"
         if name in DISPATCHED and DISPATCHED[name].hub and missing(name, device) is None
-        else _fault(name, device, dtype, heads, head_dim)
+        else fault(name, case)
         for name in NAMES
     }
 
 
-def _fault(name: str, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int) -> str | None:
-    """What is wrong with a kernel here; None if nothing is."""
-    if (reason := missing(name, device)) is not None:
+def fault(name: str, case: Case) -> str | None:
+    """What is wrong with a kernel here; None if nothing is. Over keys in two pieces it has to be right too."""
+    if (reason := missing(name, case.query.device)) is not None:
         return reason
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (
-        torch.randn(1, tokens, heads, head_dim, generator=generator).to(device, dtype)
-        for tokens in (_QUERIES, _KEYS, _KEYS)
-    )
+    before = _active()
     try:
         with torch.inference_mode():
             if name in DISPATCHED:
                 with attention_backend(DISPATCHED[name].backend):  # its requirements; fetches
                     pass
-            got = kernel(name)(query, key, value)
+            activate(name)
+            got = [kernel(name)(case.query, case.key, case.value), over_parts(name)(case.query, case.parts)]
+            found = [_off(each[:, case.sampled], case.expected) for each in got]
     except _REFUSALS as error:
         told = (str(error).strip() or type(error).__name__).splitlines()[0]
         return "cannot run here: " + (told.partition(". ")[0] if isinstance(error, NotImplementedError) else told)
-    expected = _formula(query, key, value)
-    off = float((got.double().cpu() - expected).norm() / expected.norm())
-    allowed = max(_TOLERANCE[dtype], _QUANTIZED.get(name, 0.0))
-    return None if off <= allowed else f"is wrong here: off by {off:.3g}, with {allowed:g} allowed"
+    finally:
+        activate(next((each for each, known in IMPLEMENTATIONS.items() if known.name == before), ""))
+    allowed = max(_TOLERANCE[case.query.dtype], _QUANTIZED.get(name, 0.0))
+    for off, over in zip(found, ("", " over keys in two pieces"), strict=True):
+        if not off <= allowed:
+            return f"is wrong here{over}: off by {off:.3g}, with {allowed:g} allowed"
+    return None
 
 
 def missing(name: str, device: torch.device) -> str | None:
     """Why the kernel cannot be had on such a device, whatever the numbers: what is not installed, or another device
     that it is for. None where it may run; whether it does, and rightly, `probe` says."""
-    kernel = DISPATCHED.get(name)
-    if kernel is None:
+    known, newer = IMPLEMENTATIONS.get(name) or DISPATCHED.get(name), ""
+    if known is None:
         return None
-    if kernel.backend not in AttentionBackendName._value2member_map_:
-        return f"is not known to diffusers {importlib.metadata.version('diffusers')}, which has it in newer versions"
-    if importlib.util.find_spec(kernel.module) is None:
-        return f"is not installed (no module {kernel.module}; {kernel.install})"
+    if isinstance(known, Dispatched) and known.backend not in AttentionBackendName._value2member_map_:
+        newer = f"diffusers {importlib.metadata.version('diffusers')}"
+    if isinstance(known, Implementation) and known.name not in _implementations():
+        newer = f"torch {torch.__version__}"
+    if newer:
+        return f"is not known to {newer}, which has it in newer versions"
+    if not _is_installed(known.module):
+        return f"is not installed (no module {known.module}; {known.install})"
     if device.type != "cuda":
         return f"is for CUDA, and the device is {device.type}"
     return None
+
+
+def _implementations() -> list[str]:
+    """Those that torch knows, installed or not."""
+    known: list[str] = getattr(torch_attention, "list_flash_attention_impls", list)()
+    return known
+
+
+def _active() -> str | None:
+    """The implementation of torch's flash kernel in force, by torch's name; None: its own."""
+    name: str | None = getattr(torch_attention, "current_flash_attention_impl", lambda: None)()
+    return name
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # of the package around it
+        return False
+
+
+def _off(got: Tensor, expected: Tensor) -> float:
+    """By how much a result differs, as a share of what is expected."""
+    return float((got.double().cpu() - expected).norm() / expected.norm())
 
 
 def _formula(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -1,20 +1,27 @@
 """Weights of the blocks' linear layers in 8 bits, by torchao: half the memory of bfloat16, a quarter of float32.
 
 `int8` rounds the weights, a scale per row, and computes as before; it saves memory, not time. `fp8` rounds weights and,
-as they come, activations, a scale per row of each, and multiplies in 8 bits. What stays as it is: patch, time and text
-embedding, modulation, norms, biases and the output layer, which are small and which a picture is sensitive to.
+as they come, activations, a scale per row of each, and multiplies in 8 bits; whether that is faster differs between
+GPUs and sizes, and `try_fp8` finds out. What stays as it is: patch, time and text embedding, modulation, norms, biases
+and the output layer, which are small and which a picture is sensitive to.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from streamdiff.device import seconds_per_call
 from streamdiff.errors import ConfigError
 
 MODES = ("none", "fp8", "int8")
+MARGIN = 0.03
+"""Share of the time that fp8 has to save, or it is not taken."""
 FP8_CAPABILITY = (8, 9)
 """Compute capability from which on NVIDIA GPUs multiply in fp8: Ada, Hopper, Blackwell."""
 INSTALL = "install it with: pip install 'streamdiff[quantize]'"
@@ -75,6 +82,60 @@ def quantize(weight: Tensor, mode: str, name: str) -> Tensor:
     if type(layer.weight.data) is Tensor:
         raise ConfigError(f"{name} {list(weight.shape)} cannot be quantised to {mode}; use another --quantize, or none")
     return layer.weight
+
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""Activations `[L, in]` and a weight `[out, in]` to `[L, out]`."""
+
+
+def try_fp8(
+    matrices: Mapping[tuple[int, int], int],
+    tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    compiled: Callable[[Product], Product] | None = None,
+    stopwatch: Callable[[Callable[[], object], torch.device], float] = seconds_per_call,
+) -> tuple[str, str]:
+    """`fp8` if the products of a block are faster in it than in `dtype` by `MARGIN`, else `none`; and why, for people.
+
+    Args:
+        matrices: how often a block has a weight of this shape (out, in).
+        compiled: compiles a product, where the model will be: fused, rounding the activations costs less.
+    """
+    if (reason := unsuited("fp8", device, dtype)) is not None:
+        return "none", f"fp8 {reason}"
+    try:
+        times = [_time_products(matrices, tokens, device, dtype, fp8, compiled, stopwatch) for fp8 in (False, True)]
+    except (ConfigError, RuntimeError, AssertionError, ValueError) as error:
+        return "none", f"fp8 cannot be had here: {(str(error) or type(error).__name__).splitlines()[0]}"
+    own_s, fp8_s = times
+    told = f"tried at a block's sizes and {tokens:,} tokens: fp8 {1000 * fp8_s:.3g} ms, without {1000 * own_s:.3g} ms"
+    return "fp8" if fp8_s < (1 - MARGIN) * own_s else "none", told
+
+
+@torch.inference_mode()
+def _time_products(
+    matrices: Mapping[tuple[int, int], int],
+    tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    fp8: bool,
+    compiled: Callable[[Product], Product] | None,
+    stopwatch: Callable[[Callable[[], object], torch.device], float],
+) -> float:
+    """Seconds of a block's products."""
+    found = 0.0
+    for (out, width), count in matrices.items():
+
+        def product(given: Tensor, weight: Tensor) -> Tensor:
+            return F.linear(given, weight)
+
+        weight = torch.randn(out, width, device=device).to(dtype)
+        given = torch.randn(tokens, width, device=device).to(dtype)
+        weight = quantize(weight, "fp8", "a weight") if fp8 else weight
+        run = product if compiled is None else compiled(product)
+        found += count * stopwatch(partial(run, given, weight), device)
+    return found
 
 
 def _no_fp8(device: torch.device) -> str | None:

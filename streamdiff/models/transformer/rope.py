@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from streamdiff.models.transformer.elementwise import multiply_add
+
 THETA = 10000.0
 
 
@@ -45,19 +47,27 @@ class Grid:
         return _join(time, self._plane)
 
 
-def rotate(x: Tensor, factors: Tensor) -> Tensor:
-    """Turn each interleaved pair of channels of `x` `[..., tokens, heads, head_dim]` by its token's factor.
+def matrices(factors: Tensor) -> Tensor:
+    """Complex `factors` `[..., n]` as real matrices `[2, ..., n, 2]`: what a pair's first number is multiplied with,
+    and its second."""
+    return torch.stack([torch.view_as_real(factors.resolve_conj()), torch.view_as_real(1j * factors)])
 
-    `factors` are complex, or the same as pairs of real numbers `[..., head_dim / 2, 2]`. As it stands this is one
-    complex product, on a CPU seven times faster than four real ones. A compiler is given real ones, as it fuses four
-    real products and cannot read complex numbers.
+
+def rotate(x: Tensor, factors: Tensor) -> Tensor:
+    """Turn each interleaved pair of channels of `x` `[..., tokens, heads, head_dim]` by its token's factor, in float32.
+
+    `factors` are complex, or as `matrices` has them. In float32 this is one complex product, on a CPU seven times
+    faster than real ones. Elsewhere it is two real products with matrices, which read and round `x` as it is, and which
+    a compiler fuses with what stands around.
     """
-    pairs = x.float().unflatten(-1, (-1, 2))
-    if not torch.compiler.is_compiling():
-        factors = factors if factors.is_complex() else torch.view_as_complex(factors)
-        return torch.view_as_real(torch.view_as_complex(pairs) * factors).flatten(-2).type_as(x)
-    (a, b), (c, d) = pairs.unbind(-1), factors.unbind(-1)
-    return torch.stack((a * c - b * d, a * d + b * c), -1).flatten(-2).type_as(x)
+    pairs = x.unflatten(-1, (-1, 2))
+    if not factors.is_complex():
+        if x.dtype is not torch.float32 or torch.compiler.is_compiling():
+            first, second = factors
+            turned = multiply_add(first * pairs[..., :1], pairs[..., 1:].expand_as(pairs), second, x.dtype)
+            return turned.flatten(-2)
+        factors = torch.view_as_complex(factors[0])
+    return torch.view_as_real(torch.view_as_complex(pairs.float()) * factors).flatten(-2).type_as(x)
 
 
 def _factors(positions: Tensor, dim: int) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from functools import lru_cache, partial
-from math import pi, prod
+from math import prod
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -22,8 +22,9 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel,
 from torch import Tensor, nn
 
 from streamdiff.models.transformer import attention_backend
-from streamdiff.models.transformer.attention_backend import Attend
+from streamdiff.models.transformer.attention_backend import Attend, AttendParts
 from streamdiff.models.transformer.attention_backend import attend as attend
+from streamdiff.models.transformer.elementwise import gelu, multiply_add
 
 
 class KeyValue(NamedTuple):
@@ -61,20 +62,40 @@ class BlockWeights(NamedTuple):
     fused: Fused | None
 
 
+class BlockSource(Protocol):
+    """Where weights of blocks come from that do not all lie on the device."""
+
+    def weights(self, layer: int) -> BlockWeights:
+        """Those of block `layer`, on the device for the work that is given to it until the next call."""
+
+    def part(self, first: int, last: int) -> BlockSource:
+        """The same of blocks `first` to `last` (exclusive) only."""
+
+
 # In a graph they are the very numbers that the plain path has.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def position_planes(count: int, height: int, width: int, device: torch.device | None = None) -> Tensor:
-    """`count` fixed planes `[count, h, w]` that tell where a latent pixel lies; fed beside the latents.
+def position_planes(
+    count: int,
+    height: int,
+    width: int,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+    frames: int | None = None,
+) -> Tensor:
+    """`count` fixed planes `[count, h, w]` that tell where a latent pixel lies; fed beside the latents. With `frames`
+    `[1, count, F, h, w]`, the same for each.
 
     Rotary positions are relative, so a small model cannot know the picture's borders without them. They use the same
     door as the condition channels of Wan's image-to-video models: more input than output channels. Not to be written.
     """
-    return _position_planes(count, height, width, device)
+    return _position_planes(count, height, width, device, dtype, frames)
 
 
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)
-def _position_planes(count: int, height: int, width: int, device: torch.device | None) -> Tensor:
+def _position_planes(
+    count: int, height: int, width: int, device: torch.device | None, dtype: torch.dtype, frames: int | None
+) -> Tensor:
     planes: list[Tensor] = []
     y = (torch.arange(height) + 0.5) / height
     x = (torch.arange(width) + 0.5) / width
@@ -82,7 +103,8 @@ def _position_planes(count: int, height: int, width: int, device: torch.device |
         for wave in (torch.cos, torch.sin):
             planes.append(wave(torch.pi * order * y)[:, None].expand(height, width))
             planes.append(wave(torch.pi * order * x)[None, :].expand(height, width))
-    return (torch.stack(planes[:count]) if count else torch.zeros(0, height, width)).to(device)
+    made = (torch.stack(planes[:count]) if count else torch.zeros(0, height, width)).to(device, dtype)
+    return made if frames is None else made[None, :, None].expand(-1, -1, frames, -1, -1)
 
 
 class WanDenoiser:
@@ -104,16 +126,20 @@ class WanDenoiser:
         """One per block after `fuse`, else empty."""
         self.tables: Tensor | None = None
         """The blocks' modulation tables `[blocks, 1, 1, 6, D]` after `fuse`."""
+        self.source: BlockSource | None = None
+        """Where weights of `blocks` are taken from, if not from the modules: these lie in host memory then."""
 
     def part(self, first: int, last: int) -> WanDenoiser:
         """The same weights with blocks `first` to `last` (exclusive) only: what a stage runs."""
         part = copy(self)
         part.blocks, part.fused = self.blocks[first:last], self.fused[first:last]
         part.tables = self.tables[first:last] if self.tables is not None else None
+        part.source = self.source.part(first, last) if self.source is not None else None
         return part
 
     def fuse(self) -> WanDenoiser:
-        """Let query, key and value be one product, and all blocks' modulation one sum. Nothing is held twice: the
+        """Let query, key and value be one product, all blocks' modulation one sum, and the norm before text one kernel,
+        which takes its weights in the model's dtype, as the models' own code has them. Nothing is held twice: the
         modules' own weights become views of the fused ones, so both ways of running go on. Not to be moved afterwards.
         Weights in 8 bits (`models.transformer.quantization`) stay three products. Mutates: self, the memory of the
         model's weights.
@@ -131,6 +157,8 @@ class WanDenoiser:
         self.tables = torch.stack([block.scale_shift_table.detach() for block in self.blocks])[:, None]
         for block, table in zip(self.blocks, self.tables, strict=True):
             block.scale_shift_table.data = table[0]
+            for weight in block.norm2.parameters():
+                weight.data = weight.data.to(self.dtype)
         return self
 
     @property
@@ -151,23 +179,32 @@ class WanDenoiser:
         """Cross-attention keys and values of each of the blocks for text embeddings `[R, T, text_dim]`."""
         context: Tensor = self.model.condition_embedder.text_embedder(embeddings)
         result = []
-        for block in self.blocks:
-            cross = block.attn2
+        for layer in range(len(self.blocks)):
+            cross = self.weights(layer).block.attn2
             key, value = cross.norm_k(cross.to_k(context)), cross.to_v(context)
             result.append(KeyValue(self._split(key), self._split(value)))
         return result
 
     def embed(self, latents: Tensor, timestep: Tensor) -> Tokens:
         """Latents `[R, C, F, h, w]` and timesteps in [0, 1000] `[R, F]` to tokens."""
+        hidden = self.patches(latents)
+        return Tokens(hidden, self.time_embedding(timestep).type_as(hidden))
+
+    def patches(self, latents: Tensor) -> Tensor:
+        """Latents `[R, C, F, h, w]` to hidden states `[R, L, D]`."""
         if self.extra_channels:
-            planes = position_planes(self.extra_channels, *latents.shape[-2:], latents.device).to(latents)
-            planes = planes[None, :, None].expand(latents.shape[0], -1, latents.shape[2], -1, -1)
-            latents = torch.cat([latents, planes], 1)
-        hidden = self.model.patch_embedding(latents).flatten(2).transpose(1, 2).contiguous()
+            rows, _, frames, height, width = latents.shape
+            planes = position_planes(self.extra_channels, height, width, latents.device, latents.dtype, frames)
+            latents = torch.cat([latents, planes.expand(rows, -1, -1, -1, -1) if rows > 1 else planes], 1)
+        hidden: Tensor = self.model.patch_embedding(latents).flatten(2).transpose(1, 2).contiguous()
+        return hidden
+
+    def time_embedding(self, timestep: Tensor) -> Tensor:
+        """Timesteps in [0, 1000] `[R, F]` to time embeddings `[R, F, D]`, in the dtype of the layer that makes them."""
         embedder = self.model.condition_embedder
         waves = embedder.timesteps_proj(timestep.flatten()).unflatten(0, timestep.shape)
-        time = embedder.time_embedder(waves.to(embedder.time_embedder.linear_1.weight.dtype))
-        return Tokens(hidden, time.type_as(hidden))
+        time: Tensor = embedder.time_embedder(waves.to(embedder.time_embedder.linear_1.weight.dtype))
+        return time
 
     def modulation(self, time: Tensor) -> Tensor:
         """Shift, scale and gate of both halves of a block, before the block's own table: `[R, F, 6, D]`."""
@@ -188,14 +225,21 @@ class WanDenoiser:
         """The kernel that attention runs with."""
         return attention_backend.kernel(self.attention)
 
+    @property
+    def attend_parts(self) -> AttendParts:
+        """The same over keys and values in pieces."""
+        return attention_backend.over_parts(self.attention)
+
     def weights(self, layer: int) -> BlockWeights:
-        """What `run_block` needs of a block."""
+        """What `run_block` needs of a block, for use until the next call."""
+        if self.source is not None:
+            return self.source.weights(layer)
         return BlockWeights(self.blocks[layer], self.fused[layer] if self.fused else None)
 
     def head(self, tokens: Tokens, grid: tuple[int, int, int]) -> Tensor:
         """Tokens to the predicted flow `[R, C, F, h, w]`; `grid` is (F, h, w) in latent units."""
         shift, scale = (self.model.scale_shift_table.unsqueeze(0) + tokens.time.unsqueeze(2)).unbind(2)
-        normal = _modulate(self.model.norm_out(tokens.hidden.float()), shift, scale).type_as(tokens.hidden)
+        normal = _modulate(self.model.norm_out(tokens.hidden.float()), shift, 1 + scale, tokens.hidden.dtype)
         flow: Tensor = self.model.proj_out(normal)
         (frames, height, width), (pt, ph, pw) = grid, self.patch
         flow = flow.reshape(-1, frames // pt, height // ph, width // pw, pt, ph, pw, self.latent_channels)
@@ -206,10 +250,10 @@ class WanDenoiser:
         return heads
 
     def _modulation_of_blocks(self, modulation: Tensor) -> Sequence[Tensor]:
-        """The modulation `[R, F, 6, D]` of each block, once per forward."""
+        """The modulation `[R, F, 6, D]` of each block, see `block_modulation`, once per forward."""
         if self.tables is not None:
-            return (self.tables + modulation).unbind()
-        return [block.scale_shift_table + modulation for block in self.blocks]
+            return block_modulation(self.tables, modulation).unbind()
+        return [block_modulation(block.scale_shift_table, modulation) for block in self.blocks]
 
     def run_block(
         self, weights: BlockWeights, hidden: Tensor, modulation: Tensor, text: KeyValue, mix: Attend, attend: Attend
@@ -219,26 +263,46 @@ class WanDenoiser:
 
         Args:
             hidden: `[R, L, D]`.
-            modulation: the block's own, `[R, F, 6, D]`.
+            modulation: the block's own, `[R, F, 6, D]`, see `block_modulation`.
             mix: self-attention, as `SelfAttention` is of this block.
             attend: the kernel of cross-attention.
         """
-        block, fused = weights
-        shift, scale, gate, ff_shift, ff_scale, ff_gate = modulation.unbind(2)
+        query, key, value = self.before_attention(weights, hidden, modulation)
+        return self.after_attention(weights, hidden, modulation, text, mix(query, key, value), attend)
 
-        own = block.attn1
-        normal = _modulate(block.norm1(hidden.float()), shift, scale).type_as(hidden)
-        query, key, value = _query_key_value(own, fused, normal)
-        mixed = mix(self._split(query), self._split(key), self._split(value))
-        hidden = _gated(hidden, own.to_out[0](mixed.flatten(2)), gate)
+    def before_attention(
+        self, weights: BlockWeights, hidden: Tensor, modulation: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A block up to its self-attention: queries, keys and values `[R, L, H, d]`, not rotated."""
+        block, fused = weights
+        shift, scale, _, _, _, _ = modulation.unbind(2)
+        normal = _modulate(block.norm1(hidden.float()), shift, scale, hidden.dtype)
+        query, key, value = _query_key_value(block.attn1, fused, normal)
+        return self._split(query), self._split(key), self._split(value)
+
+    def after_attention(
+        self, weights: BlockWeights, hidden: Tensor, modulation: Tensor, text: KeyValue, mixed: Tensor, attend: Attend
+    ) -> Tensor:
+        """The rest of a block, from `mixed`, what its self-attention returned, and `hidden`, what came into it."""
+        block = weights.block
+        _, _, gate, ff_shift, ff_scale, ff_gate = modulation.unbind(2)
+        hidden = _gated(hidden, block.attn1.to_out[0](mixed.flatten(2)), gate)
 
         cross = block.attn2
-        query = self._split(cross.norm_q(cross.to_q(block.norm2(hidden.float()).type_as(hidden))))
+        query = self._split(cross.norm_q(cross.to_q(_norm_before_text(block.norm2, hidden))))
         hidden = hidden + cross.to_out[0](attend(query, text.key, text.value).flatten(2))
 
-        normal = _modulate(block.norm3(hidden.float()), ff_shift, ff_scale).type_as(hidden)
+        normal = _modulate(block.norm3(hidden.float()), ff_shift, ff_scale, hidden.dtype)
         widen, _, narrow = cast(Any, block.ffn.net)
         return _gated(hidden, narrow(gelu(widen.proj(normal))), ff_gate)
+
+
+def block_modulation(table: Tensor, modulation: Tensor) -> Tensor:
+    """A block's shift, scale and gate of both halves `[R, F, 6, D]` from its table and what all blocks have in common;
+    one is added to the scales, so that a normalised activation is multiplied by them as they are."""
+    own = table + modulation
+    own[..., 1::3, :] += 1
+    return own
 
 
 def _query_key_value(own: Any, fused: Fused | None, normal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -249,20 +313,21 @@ def _query_key_value(own: Any, fused: Fused | None, normal: Tensor) -> tuple[Ten
     return own.norm_q(query), own.norm_k(key), value
 
 
-def gelu(x: Tensor) -> Tensor:
-    """GELU in its tanh form, x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)): torch's kernel for it is slow on CPUs."""
-    if x.device.type != "cpu" or torch.is_grad_enabled():
-        return F.gelu(x, approximate="tanh")
-    twice = 2 * (2 / pi) ** 0.5
-    return torch.square(x).mul_(0.044715 * twice).add_(twice).mul_(x).sigmoid_().mul_(x)
+def _norm_before_text(norm: nn.Module, hidden: Tensor) -> Tensor:
+    """The norm before cross-attention. After `fuse` one kernel, which computes in float32 inside. Some models have
+    none."""
+    if not isinstance(norm, nn.LayerNorm) or norm.weight.dtype != hidden.dtype:
+        return cast(Tensor, norm(hidden))
+    return F.layer_norm(hidden, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
 
 
-def _modulate(normal: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """`normal * (1 + scale) + shift` with one shift and scale `[R, F, D]` per latent frame."""
+def _modulate(normal: Tensor, shift: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`normal * scale + shift` with one shift and scale `[R, F, D]` per latent frame, in `dtype`."""
     frames: Tensor = normal.unflatten(1, (shift.shape[1], -1))
-    return (frames * (1 + scale.unsqueeze(2)) + shift.unsqueeze(2)).flatten(1, 2)
+    return multiply_add(shift.unsqueeze(2), frames, scale.unsqueeze(2), dtype).flatten(1, 2)
 
 
 def _gated(hidden: Tensor, update: Tensor, gate: Tensor) -> Tensor:
-    frames: Tensor = update.float().unflatten(1, (gate.shape[1], -1)) * gate.unsqueeze(2)
-    return (hidden.float() + frames.flatten(1, 2)).type_as(hidden)
+    """`hidden + update * gate` with one gate `[R, F, D]` per latent frame."""
+    frames = hidden.unflatten(1, (gate.shape[1], -1))
+    return multiply_add(frames, update.unflatten(1, frames.shape[1:3]), gate.unsqueeze(2), hidden.dtype).flatten(1, 2)

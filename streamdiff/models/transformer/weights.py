@@ -27,24 +27,12 @@ from streamdiff.models.transformer.lora import Adapter, Lora, open_lora
 from streamdiff.models.transformer.tensor_names import Names, block_count, block_of, recognise, translate
 
 FILE = "diffusion_pytorch_model.safetensors"
-
-
 LARGE = 256 * 2**20
 """Bytes from which on reading is worth a progress bar."""
-
-
 _SELDOM_S = 10.0  # in a log; a supervisor takes it for a sign of life
-
-
 _FIRST_ONLY = ("patch_embedding.", "condition_embedder.time_embedder.")
-
-
 _LAST_ONLY = ("proj_out.", "scale_shift_table")
-
-
 _BLOCK = "blocks."
-
-
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -57,24 +45,59 @@ class Target(NamedTuple):
 
 
 Blocks = tuple[int, int]
-
-
 Shapes = dict[str, tuple[int, ...]]
 
 
-def load_blocks(folder: Path, device: torch.device, blocks: Blocks | None = None) -> WanTransformer3DModel:
-    """`load_transformer` in float32, as the embedded model is used."""
-    return load_transformer(folder, device=device, dtype=torch.float32, blocks=blocks)
+class WanCheckpoint(NamedTuple):
+    """A Wan transformer's checkpoint: what its names mean, and arguments of diffusers' `WanTransformer3DModel`."""
+
+    checkpoint: Checkpoint
+    names: Names
+    architecture: dict[str, Any]
+
+
+def open_transformer(
+    source: Path | Checkpoint, container: str | None = None, config: Mapping[str, Any] | None = None
+) -> WanCheckpoint:
+    """Open a checkpoint and read headers, no weights.
+
+    Args:
+        source: a file or folder (see `open_checkpoint`), in original Wan's or diffusers' names.
+        container: which set of tensors to take from a file with several; None for the usual one.
+        config: of diffusers or original Wan; goes before the folder's own `config.json`. What neither says is read from
+            the tensors' shapes.
+
+    Raises:
+        ConfigError: no such file, or one that cannot be used; no Wan transformer, or one whose sizes nothing tells.
+    """
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, container)
+    layout = recognise(checkpoint.names)
+    if layout is None:
+        raise ConfigError(
+            f"{checkpoint}: not a Wan transformer; expected names such as blocks.0.self_attn.q.weight (original Wan) "
+            f"or blocks.0.attn1.to_q.weight (diffusers), found {some(checkpoint.names) or 'no tensors'}"
+        )
+    names = translate(checkpoint.names, layout)
+
+    def shape(name: str) -> tuple[int, ...] | None:
+        if (source := names.sources.get(name)) is None:
+            return None
+        rows, *rest = checkpoint.entry(source.name).shape or (1,)
+        return (rows // source.parts, *rest)
+
+    try:
+        architecture = read_architecture(shape, block_count(names.sources), config, checkpoint.config)
+    except ConfigError as error:
+        raise ConfigError(f"{checkpoint}: {error}") from None
+    return WanCheckpoint(checkpoint, names, architecture)
 
 
 def load_transformer(
-    source: Path | Checkpoint,
+    file: WanCheckpoint,
     *,
     device: torch.device,
     dtype: torch.dtype,
     blocks: Blocks | None = None,
-    container: str | None = None,
-    config: Mapping[str, Any] | None = None,
     loras: Sequence[Lora] = (),
     quantize: str = "none",
     progress: bool | None = None,
@@ -85,24 +108,17 @@ def load_transformer(
     modulation come always. What does not come stays on the meta device, and using it is an error.
 
     Args:
-        source: a file or folder (see `open_checkpoint`), in original Wan's or diffusers' names.
         dtype: of the weights; with bfloat16 or float16, those that diffusers keeps in float32 are float32 here too.
-        container: which set of tensors to take from a file with several; None for the usual one.
-        config: of diffusers or original Wan; goes before the folder's own `config.json`. What neither says is read from
-            the tensors' shapes.
         loras: merged into the weights, in float32, block by block.
         quantize: of the blocks' linear layers, see `models.transformer.quantization`; each weight as it is read.
         progress: show a bar on standard error; None for large files. What is no terminal gets a line now and then.
 
     Raises:
-        ConfigError: no such file, or one that cannot be used; tensors that are missing, unexpected (also those of other
-            blocks), misshapen, not floating point or not finite; a LoRA that does not fit; a way to quantise that
-            cannot be had here. Nothing is loaded then.
+        ConfigError: tensors that are missing, unexpected (also those of other blocks), misshapen, not floating point or
+            not finite; a LoRA that does not fit; a way to quantise that cannot be had here. Nothing is loaded then.
     """
     quantization.check(quantize, device, dtype)
-    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, container)
-    names = _names(checkpoint)
-    architecture = _architecture(checkpoint, names, config)
+    checkpoint, names, architecture = file
     count = architecture["num_layers"]
     first, last = blocks or (0, count)
     if not 0 <= first < last <= count:
@@ -115,42 +131,11 @@ def load_transformer(
     whole = _whole(shapes, first, count)
     _check(checkpoint, names, wanted, whole, architecture)
     adapters = [open_lora(lora, whole) for lora in loras]
+    places = {_renumbered(name, -first): name for name in wanted}
     found = _read(checkpoint, names, wanted, adapters, Target(device, dtype, quantize), progress)
-    model.load_state_dict({_renumbered(name, -first): found.pop(name) for name in wanted}, strict=False, assign=True)
+    model.load_state_dict({place: found.pop(name) for place, name in places.items()}, strict=False, assign=True)
     model.eval()
     return model
-
-
-def read_config(
-    source: Path | Checkpoint, container: str | None = None, config: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Arguments of diffusers' `WanTransformer3DModel` for a checkpoint; arguments and errors as for `load_transformer`.
-    Reads headers, no weights."""
-    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, container)
-    return _architecture(checkpoint, _names(checkpoint), config)
-
-
-def _names(checkpoint: Checkpoint) -> Names:
-    layout = recognise(checkpoint.names)
-    if layout is None:
-        raise ConfigError(
-            f"{checkpoint}: not a Wan transformer; expected names such as blocks.0.self_attn.q.weight (original Wan) "
-            f"or blocks.0.attn1.to_q.weight (diffusers), found {some(checkpoint.names) or 'no tensors'}"
-        )
-    return translate(checkpoint.names, layout)
-
-
-def _architecture(checkpoint: Checkpoint, names: Names, config: Mapping[str, Any] | None) -> dict[str, Any]:
-    def shape(name: str) -> tuple[int, ...] | None:
-        if (source := names.sources.get(name)) is None:
-            return None
-        rows, *rest = checkpoint.entry(source.name).shape or (1,)
-        return (rows // source.parts, *rest)
-
-    try:
-        return read_architecture(shape, block_count(names.sources), config, checkpoint.config)
-    except ConfigError as error:
-        raise ConfigError(f"{checkpoint}: {error}") from None
 
 
 def _whole(shapes: Shapes, first: int, count: int) -> Shapes:
@@ -271,7 +256,3 @@ def _renumbered(name: str, shift: int) -> str:
         return name
     number, rest = name.removeprefix(_BLOCK).split(".", 1)
     return f"{_BLOCK}{int(number) + shift}.{rest}"
-
-
-SPATIAL, TEMPORAL = 8, 4
-"""Pixels per latent pixel each way and frames per latent frame of Wan2.1's autoencoder, and of its small ones."""

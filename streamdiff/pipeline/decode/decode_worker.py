@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from streamdiff.models.interfaces import StreamDecoder
+from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.host_copy import TransferStream, decode_chunk
 from streamdiff.pipeline.device_timer import DeviceTimer
@@ -68,7 +68,7 @@ class Decoding(Protocol):
 class _Memories:
     """What the decoder remembers of each stream."""
 
-    def __init__(self, decoder: StreamDecoder, lane: TransferStream, at_once: int, timer: DeviceTimer) -> None:
+    def __init__(self, decoder: PictureDecoder, lane: TransferStream, at_once: int, timer: DeviceTimer) -> None:
         self._decoder, self._lane, self._at_once = decoder, lane, at_once
         self._timed = timer.stream()
         self._memories: dict[int, Any] = {}
@@ -88,7 +88,7 @@ class LocalDecoding:
 
     def __init__(
         self,
-        decoder: StreamDecoder,
+        decoder: PictureDecoder,
         deliver: Deliver,
         wake: Callable[[], None],
         device: torch.device = CPU,
@@ -205,7 +205,7 @@ class DecodeWorker:
 
     def __init__(
         self,
-        decoder: StreamDecoder,
+        decoder: PictureDecoder,
         receiver: Receiver,
         sender: Sender,
         device: torch.device = CPU,

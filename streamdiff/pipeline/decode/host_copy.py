@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamdiff.models.interfaces import StreamDecoder
+from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 
 
 class TransferStream:
@@ -70,7 +70,7 @@ class TransferStream:
 
 
 def decode_chunk(
-    decoder: StreamDecoder,
+    decoder: PictureDecoder,
     latents: Tensor,
     memory: Any,
     lane: TransferStream,

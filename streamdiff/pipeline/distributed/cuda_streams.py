@@ -3,7 +3,7 @@
 The host only enqueues. Computing runs on the caller's current stream, transfers on a stream of the lane; what runs when
 is said by events, both ways: nobody sends or reads what is still being written, and nobody writes what is still being
 sent or read. Streams, events and transfers are given, so that tests can play an adversary
-(`tests/pipeline/distributed/test_cuda_streams.py`), and so that the same code runs over gloo.
+(`tests/pipeline/distributed/test_cuda_streams.py`), and so that the same code runs without a GPU.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CudaStreams:
         return torch.cuda.current_stream(self.device)
 
     def new(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.device)
+        return torch.cuda.Stream(self.device, priority=-1)  # of the pool from which nobody takes who must not wait
 
     def event(self) -> Event:
         event: Event = torch.cuda.Event()
@@ -158,6 +158,11 @@ class ReceiveLane:
             self._read[self._released % SLOTS].record(self._streams.current())
             self._released += 1
         self._post()
+
+    def drain(self) -> None:
+        """Wait on the host until everything that was taken has been received. For the start, never in a micro-step."""
+        for received in self._received:
+            received.synchronize()
 
     def _post(self) -> None:
         while self._posted < min(self._released + SLOTS, self._announced):

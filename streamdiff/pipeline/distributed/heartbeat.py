@@ -23,7 +23,6 @@ from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 
 HEARTBEAT_S = 0.5
-_FAULT = "fault"
 _HOST = socket.gethostname()
 
 
@@ -79,18 +78,14 @@ class HealthMonitor:
 
     def report(self, fault: str) -> str:
         """Tell everybody of a fault; returns the first that anybody has told."""
-        first: bytes = self._context.store.compare_set(_FAULT, "", fault)
-        return first.decode()
+        return self._context.report_fault(fault)
 
     def fault(self, wait_s: float = 0.0) -> str | None:
         """The fault that ends the ring, if there is one; waits up to `wait_s` for it."""
         end_s = clock.monotonic_s() + wait_s
-        while not self._context.store.check([_FAULT]):
-            if clock.monotonic_s() >= end_s:
-                return None
+        while (fault := self._context.fault()) is None and clock.monotonic_s() < end_s:
             threading.Event().wait(HEARTBEAT_S / 10)
-        first: bytes = self._context.store.get(_FAULT)
-        return first.decode()
+        return fault
 
     def where(self) -> str:
         """What this rank is at, for messages."""

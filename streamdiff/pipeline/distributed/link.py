@@ -31,6 +31,14 @@ class Sender(Protocol):
     def ready(self) -> bool:
         """Whether `send` would return at once."""
 
+    def announce(self, work: StageMessage) -> None:
+        """`work` is what `send` will be given next, with other tensors, which need not be there yet. Where the record
+        goes ahead of the tensors, it goes now.
+
+        Raises:
+            LinkClosed: the link was closed or its other end is gone.
+        """
+
     def send(self, work: StageMessage) -> None:
         """Copy `work` and start to send it; its tensors may be written again afterwards.
 

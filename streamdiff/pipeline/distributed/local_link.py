@@ -20,6 +20,9 @@ class NoLink:
     def __init__(self) -> None:
         self._works: deque[StageMessage] = deque()
 
+    def announce(self, work: StageMessage) -> None:
+        """Nobody is ahead."""
+
     def send(self, work: StageMessage) -> None:
         self._works.append(work)
 
@@ -54,6 +57,9 @@ class LocalLink:
     @property
     def ready(self) -> bool:
         return bool(self._free) or self._closed
+
+    def announce(self, work: StageMessage) -> None:
+        """Nothing: the record goes with the tensors."""
 
     def send(self, work: StageMessage) -> None:
         with self._changed:

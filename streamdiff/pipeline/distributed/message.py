@@ -75,6 +75,11 @@ class StageMessage:
     control: SessionUpdate | None = None
     tensors: tuple[Tensor, ...] = ()
 
+    @property
+    def bare(self) -> StageMessage:
+        """The same without its tensors."""
+        return StageMessage(self.kind, self.rows, self.control)
+
     def __str__(self) -> str:
         """What it is about, for messages: `session 0, chunk 17, step 2`."""
         if self.control is not None:
@@ -136,31 +141,37 @@ class MessageLayout:
 
     def read(self, record: Sequence[int], buffer: Tensor) -> tuple[int, StageMessage]:
         """Sequence number and work of a message; its tensors are views of `buffer`."""
+        sequence, kind, rows, control = self.parse(record)
+        return sequence, StageMessage(kind, rows, control, self.views(buffer, kind, len(rows)))
+
+    def parse(self, record: Sequence[int]) -> tuple[int, MessageKind, tuple[MicroStep, ...], SessionUpdate | None]:
+        """What a record says: the sequence number, and a work without its tensors."""
         kind = MessageKind(record[0])
         if kind is MessageKind.ROWS:
             sequence, rows = unpack(record[1 : 1 + record_length(self.max_rows)], self.max_rows)
-            return sequence, self.attach(StageMessage(kind, tuple(rows)), buffer)
-        return record[1], self.attach(StageMessage(kind, (), SessionUpdate.of(record[2 : 2 + CONTROL_LENGTH])), buffer)
+            return sequence, kind, tuple(rows), None
+        return record[1], kind, (), SessionUpdate.of(record[2 : 2 + CONTROL_LENGTH])
 
     def attach(self, work: StageMessage, buffer: Tensor) -> StageMessage:
         """`work` with tensors that are views of `buffer` `[nbytes]` uint8."""
-        return replace(work, tensors=tuple(self._views(buffer, work.kind, len(work.rows))))
+        return replace(work, tensors=self.views(buffer, work.kind, len(work.rows)))
 
     def write(self, work: StageMessage, buffer: Tensor) -> None:
         """Copy the tensors of `work` into `buffer` `[nbytes]` uint8. Mutates: buffer."""
-        for view, tensor in zip(self._views(buffer, work.kind, len(work.rows)), work.tensors, strict=False):
+        for view, tensor in zip(self.views(buffer, work.kind, len(work.rows)), work.tensors, strict=False):
             view.copy_(tensor, non_blocking=True)
 
-    def _views(self, buffer: Tensor, kind: MessageKind, count: int) -> list[Tensor]:
+    def views(self, buffer: Tensor, kind: MessageKind, count: int) -> tuple[Tensor, ...]:
+        """The tensors of a work of `count` rows, as views of `buffer`."""
         if kind is MessageKind.TEXT and self.text is not None:
             shape, dtype = self.text
-            return [buffer[: prod(shape) * dtype.itemsize].view(dtype).view(shape)]
+            return (buffer[: prod(shape) * dtype.itemsize].view(dtype).view(shape),)
         views, offset = [], 0
         for shape, dtype in self.rows if kind is MessageKind.ROWS else ():
             size = prod(shape) * count * dtype.itemsize
             views.append(buffer[offset : offset + size].view(dtype).view(count, *shape))
             offset += _padded(prod(shape) * self.max_rows * dtype.itemsize)
-        return views
+        return tuple(views)
 
 
 def _padded(nbytes: int) -> int:

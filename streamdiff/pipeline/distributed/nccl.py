@@ -1,49 +1,78 @@
-"""The NCCL link: tensors stay on the device, records go over gloo.
+"""The NCCL link: tensors stay on the device, records go over TCP.
 
-Each edge of the ring has a communicator of two ranks. The record of a message goes ahead over a gloo link; it orders,
-bounds and ends the traffic, and announces one transfer of the edge's full size, whatever the work is, so that both ends
-always start the same transfers in the same order. Nothing waits for the device and nothing is read from it; who may
-touch a slot when is said by events (`cuda_streams.py`).
+Each edge of the ring has a communicator of two ranks. The record of a message goes ahead over a TCP link, before this
+rank's host has even handed the work to its device; it orders and ends the traffic, and announces one transfer of the
+edge's full size, whatever the work is, so that both ends always start the same transfers in the same order. Nothing
+waits for the device and nothing is read from it; who may touch a slot when is said by events (`cuda_streams.py`).
 """
 
 from __future__ import annotations
 
-from collections import deque
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from streamdiff.pipeline.distributed.cuda_streams import CudaStreams, ReceiveLane, SendLane, Streams, Transfer
-from streamdiff.pipeline.distributed.gloo import GlooReceiver, GlooSender
 from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed
 from streamdiff.pipeline.distributed.message import MessageLayout, StageMessage
+from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
 
 # A receive waits for as long as nobody wants a picture; who is gone is told by the records.
 FOREVER = timedelta(days=3650)
+MAX_CTAS = 4
+"""Bounds the multiprocessors that a transfer holds while it waits for its match: NCCL gives one to point-to-point for
+every two. `NCCL_MAX_CTAS` in the environment wins. Reason: docs/decisions/0023."""
+ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+"""torch's watchdog aborts transfers, whose readers then see garbage, or ends the process without a word. Here records
+and heartbeats find who fails, and say it; so the watchdog only watches."""
 
 
-def edge_groups(stages: int, device: torch.device, backend: str = "nccl") -> list[dist.ProcessGroup | None]:
+def edge_groups(
+    stages: int, device: torch.device, backend: str = "nccl", on_edge: Callable[[int], None] = lambda edge: None
+) -> list[dist.ProcessGroup | None]:
     """The process group of every edge by its number, None for edges of other ranks.
 
     All ranks of the default group call this, together and as often. Communicators are made here and not at the first
     message, when the other rank may be busy. Two stages have two edges between the same ranks, and a group for each.
+    `on_edge` is told which edge is next. Mutates: this process's environment, by `ENVIRONMENT`.
 
     Raises:
         ValueError: the default group has fewer ranks than `stages`.
     """
     if dist.get_world_size() < stages:
         raise ValueError(f"there are {dist.get_world_size()} ranks; a ring of {stages} stages needs {stages}")
+    os.environ.update(ENVIRONMENT)
     bound = None
     if device.type == "cuda":
         bound = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     groups: list[dist.ProcessGroup | None] = []
     for edge in range(stages if stages > 1 else 0):
         ranks = [edge, (edge + 1) % stages]
-        group = dist.new_group(ranks, timeout=FOREVER, backend=backend, device_id=bound, group_desc=f"edge {edge}")
+        if dist.get_rank() in ranks:
+            on_edge(edge)
+        options = _options() if backend == "nccl" else None
+        group = dist.new_group(
+            ranks, timeout=FOREVER, backend=backend, pg_options=options, device_id=bound, group_desc=f"edge {edge}"
+        )
         groups.append(group if dist.get_rank() in ranks else None)
     return groups
+
+
+def _options() -> dist.ProcessGroupNCCL.Options:
+    """Of one group: torch writes the group's name and ranks into them."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # of a pool that nothing else takes from
+    options._timeout = FOREVER
+    options.config.blocking = 1  # otherwise torch polls, and the caller waits all the same
+    options.config.max_ctas = MAX_CTAS
+    return options
 
 
 class _Transfer:
@@ -65,49 +94,57 @@ class _Transfer:
             raise LinkClosed(f"the link is closed: {error}") from error
 
 
-def _slots(layout: MessageLayout, device: torch.device) -> list[torch.Tensor]:
-    return [torch.empty(layout.nbytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+@dataclass(frozen=True)
+class NcclEnd:
+    """One end of an edge, with rank `peer` at the other: tensors go over the edge's `group`, records over `records`,
+    one of gloo or the default one, with `tag`. `streams` are those of `device`."""
+
+    layout: MessageLayout
+    peer: int
+    tag: int
+    device: torch.device
+    group: dist.ProcessGroup
+    records: dist.ProcessGroup | None = None
+    streams: Streams | None = None
+
+    def slots(self, operation: Callable[..., dist.Work | None]) -> tuple[list[torch.Tensor], Callable[[int], Transfer]]:
+        """The buffers of the slots `[nbytes]`, and what starts the transfer of one by `dist.isend` or `dist.irecv`."""
+        buffers = [torch.empty(self.layout.nbytes, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
+        operations = [dist.P2POp(operation, buffer, self.peer, self.group) for buffer in buffers]
+        return buffers, lambda slot: _Transfer(operations[slot])
 
 
 class NcclSender:
-    """The sending end of an edge to rank `peer`, over the edge's `group`; records go over `records`.
+    """The sending end of an edge.
 
-    `ready` and the waiting of `send` are those of the records: a rank is never more than a few messages ahead of what
-    its neighbour has taken in. How far it is ahead of its own device is bounded by the ring, not here.
+    `ready` and the waiting of `announce` are those of the records. How far a rank is ahead of its neighbour and of its
+    own device is bounded by the ring, not here.
     """
 
-    def __init__(
-        self,
-        layout: MessageLayout,
-        peer: int,
-        tag: int,
-        device: torch.device,
-        group: dist.ProcessGroup,
-        records: dist.ProcessGroup | None = None,
-        streams: Streams | None = None,
-    ) -> None:
-        """`streams` are the device's."""
-        self.layout = layout
-        self._buffers = _slots(layout, device)
-        self._sends = [dist.P2POp(dist.isend, buffer, peer, group) for buffer in self._buffers]
-        self._lane = SendLane(streams or CudaStreams(device), self._start)
-        self._records = GlooSender(layout.bare, peer, tag, records)
+    def __init__(self, end: NcclEnd) -> None:
+        self._layout = end.layout
+        self._buffers, start = end.slots(dist.isend)
+        self._lane = SendLane(end.streams or CudaStreams(end.device), start)
+        self._records = TcpSender(end.layout.bare, end.peer, end.tag, end.records)
+        self._announced = False
 
     @property
     def ready(self) -> bool:
         return self._records.ready
 
-    def send(self, work: StageMessage) -> None:
+    def announce(self, work: StageMessage) -> None:
         self._records.send(work)
-        self._lane.send(lambda slot: self.layout.write(work, self._buffers[slot]))
+        self._announced = True
+
+    def send(self, work: StageMessage) -> None:
+        if not self._announced:
+            self._records.send(work)
+        self._announced = False
+        self._lane.send(lambda slot: self._layout.write(work, self._buffers[slot]))
 
     def warm_up(self) -> None:
-        """Send a message per slot that nobody asks for; the other end's `warm_up` takes them. Returns at once."""
-        for _ in range(SLOTS):
-            self._lane.send(lambda slot: None)
-
-    def drain(self) -> None:
-        """Wait on the host until everything has been sent."""
+        """Send one slot of no meaning to the other end's `warm_up`, and wait on the host until it has been sent."""
+        self._lane.send(lambda slot: None)
         self._lane.drain()
 
     def close(self) -> None:
@@ -123,76 +160,57 @@ class NcclSender:
         if not self._records.broken:
             self._lane.drain()
 
-    def _start(self, slot: int) -> Transfer:
-        return _Transfer(self._sends[slot])
-
 
 class NcclReceiver:
-    """The receiving end of an edge from rank `peer`; see `NcclSender`.
+    """The receiving end of an edge.
 
     What was received is read on the stream that is current when it is received, and again at the next `receive`.
     """
 
-    def __init__(
-        self,
-        layout: MessageLayout,
-        peer: int,
-        tag: int,
-        device: torch.device,
-        group: dist.ProcessGroup,
-        records: dist.ProcessGroup | None = None,
-        streams: Streams | None = None,
-    ) -> None:
-        self.layout = layout
-        self._buffers = _slots(layout, device)
-        self._receives = [dist.P2POp(dist.irecv, buffer, peer, group) for buffer in self._buffers]
-        self._lane = ReceiveLane(streams or CudaStreams(device), self._start)
-        self._records = GlooReceiver(layout.bare, peer, tag, torch.device("cpu"), records)
-        self._announced: deque[StageMessage] = deque()
+    def __init__(self, end: NcclEnd) -> None:
+        self._layout = end.layout
+        self._buffers, start = end.slots(dist.irecv)
+        self._lane = ReceiveLane(end.streams or CudaStreams(end.device), start)
+        self._records = TcpReceiver(end.layout.bare, end.peer, end.tag, torch.device("cpu"), end.records)
 
     def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
         self._lane.release()
-        self._listen(wait_s)
-        if not self._announced:
+        # One record at a time: a receive that stands on the device is of the work that this host carries out next.
+        work = self._records.receive(wait_s)
+        if work is None:
             return None
-        return self.layout.attach(self._announced.popleft(), self._buffers[self._lane.take()])
+        self._lane.announce()
+        return self._layout.attach(work, self._buffers[self._lane.take()])
 
     def warm_up(self) -> None:
-        """Take what the other end's `warm_up` sends."""
-        for _ in range(SLOTS):
-            self._lane.announce()
-            self._lane.take()
-            self._lane.release()
+        """Take what the other end's `warm_up` sends, and wait on the host until it is there."""
+        self._lane.announce()
+        self._lane.take()
+        self._lane.release()
+        self._lane.drain()
 
     def notify(self, call: Callable[[], None]) -> None:
         self._records.notify(call)
 
     def close(self, limit_s: float = 0.0) -> None:
-        self._announced.clear()
         self._records.close(limit_s)
 
-    def _start(self, slot: int) -> Transfer:
-        return _Transfer(self._receives[slot])
 
-    def _listen(self, wait_s: float | None) -> None:
-        """Take in records, as many as there are slots; wait for the first only. Mutates: self."""
-        try:
-            while len(self._announced) < SLOTS:
-                work = self._records.receive(0.0 if self._announced else wait_s)
-                if work is None:
-                    return
-                self._announced.append(work)
-                self._lane.announce()
-        except LinkClosed:  # what came before still counts
-            if not self._announced:
-                raise
+def warm_up(
+    sender: NcclSender,
+    receiver: NcclReceiver,
+    rank: int,
+    stages: int,
+    on_edge: Callable[[int], None] = lambda edge: None,
+) -> None:
+    """Have every edge of a ring carry one message, edge by edge in ascending order; all its ranks call this.
 
-
-def warm_up(sender: NcclSender, receiver: NcclReceiver) -> None:
-    """Send and take messages that say nothing, on all ranks of a ring, and wait for them.
-
-    A communicator connects its ranks at their first transfer; no later one may find its neighbour busy.
+    A communicator connects its ranks at their first transfer, where the host of each waits for the other's: both ends
+    of an edge come to it together, and never all ranks with a send, which would each wait for the next
+    (docs/decisions/0023). Afterwards nothing is under way on the device. `on_edge` is told which edge is next.
     """
-    sender.warm_up()
-    receiver.warm_up()
-    sender.drain()
+    for edge in range(stages):
+        for end, number in ((sender, rank), (receiver, (rank - 1) % stages)):
+            if edge == number:
+                on_edge(edge)
+                end.warm_up()

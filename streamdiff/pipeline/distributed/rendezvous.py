@@ -23,10 +23,9 @@ from streamdiff import clock
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.pipeline.planner.kv_budget import RankMemory
 
-START_LIMIT = timedelta(minutes=10)
-"""How long ranks wait for each other while weights are loaded."""
-STILL_S = 1800.0
-"""How long they wait for one that gets no further: a single graph of a large model takes minutes."""
+START_LIMIT = timedelta(minutes=4)
+"""How long ranks wait for each other to come."""
+_FAULT = "fault"
 _LOOK_S = 0.05
 _FOR_EVER = timedelta(days=3650)  # a receive is posted long before anybody has to send; `HealthMonitor` finds who hangs
 
@@ -47,32 +46,22 @@ class RankContext:
         """The memory for sessions of all ranks; waits for them."""
         return [RankMemory(*json.loads(self.store.get(f"memory/{rank}"))) for rank in range(self.ranks)]
 
-    def send_made(self, made: int) -> None:
-        """Tell rank 0 how many of its graphs this rank has made, see `compile_progress.Progress`."""
-        self.store.set(f"made/{self.rank}", str(made))
-
-    def receive_made(self, stages: int) -> list[int]:
-        """What the ranks of the stages have told last, 0 where one has told nothing yet."""
-        keys = [f"made/{rank}" for rank in range(stages)]
-        return [int(self.store.get(key)) if self.store.check([key]) else 0 for key in keys]
-
-    def meet(self, progress: Callable[[], int] = lambda: 0) -> None:
-        """Wait until all ranks are here, and nothing can be sent to one that compiles. Once per ring.
-
-        `progress` is how much all ranks have made so far. The wait is a row of looks, between which a signal is heard.
-
-        Raises:
-            EngineFailure: some are not here, and there was no progress for `STILL_S`; names them.
-        """
+    def meet(self, meanwhile: Callable[[], None]) -> None:
+        """Wait until all ranks have come here; `meanwhile` is called between looks, and once more. Once per ring."""
         self.store.set(f"met/{self.rank}", "")
-        made, since_s = progress(), clock.monotonic_s()
-        while missing := [rank for rank in range(self.ranks) if not self.store.check([f"met/{rank}"])]:
-            if (now := progress()) > made:
-                made, since_s = now, clock.monotonic_s()
-            if clock.monotonic_s() - since_s > STILL_S:
-                raise EngineFailure(f"rank {_names(missing)} did not get ready: no progress for {STILL_S:g} s")
+        while not all(self.store.check([f"met/{rank}"]) for rank in range(self.ranks)):
+            meanwhile()
             threading.Event().wait(_LOOK_S)
-        progress()
+        meanwhile()
+
+    def report_fault(self, fault: str) -> str:
+        """Tell everybody of what ends the ring; returns the first that anybody has told."""
+        first: bytes = self.store.compare_set(_FAULT, "", fault)
+        return first.decode()
+
+    def fault(self) -> str | None:
+        """What ends the ring, if anybody has told it."""
+        return self.store.get(_FAULT).decode() if self.store.check([_FAULT]) else None
 
 
 def check_world(stages: int, ranks: int) -> None:
@@ -101,10 +90,11 @@ def join(facts: Mapping[str, str]) -> RankContext:
     store, rank, world = next(rendezvous("env://", timeout=START_LIMIT))
     store = _of_this_start(PrefixStore("streamdiff", store), rank, world)
     store.set(f"facts/{rank}", json.dumps(dict(facts)))
+    _await(store, {other: f"facts/{other}" for other in range(world)})
     everybody = [json.loads(store.get(f"facts/{other}")) for other in range(world)]
     store.set(f"read/{rank}", "")
     if rank == 0:  # the store may live in this process and goes with it: nobody leaves before all have read
-        store.wait([f"read/{other}" for other in range(world)])
+        _await(store, {other: f"read/{other}" for other in range(world)})
     for other, theirs in enumerate(everybody):
         for name in sorted({*everybody[0], *theirs}):
             if theirs.get(name) != everybody[0].get(name):
@@ -128,19 +118,34 @@ def _of_this_start(store: Store, rank: int, world: int) -> Store:
     own = uuid.uuid4().hex
     if rank > 0:
         store.set(f"hello/{rank}", own)
+        _await(store, {0: f"welcome/{own}"})
         part = PrefixStore(store.get(f"welcome/{own}").decode(), store)
         part.set(f"here/{rank}", "")
         return part
-    part, end_s = PrefixStore(own, store), clock.monotonic_s() + START_LIMIT.total_seconds()
-    while missing := [other for other in range(1, world) if not part.check([f"here/{other}"])]:
+    part = PrefixStore(own, store)
+
+    def welcome(missing: Sequence[int]) -> None:
         for other in missing:
             if store.check([f"hello/{other}"]):
                 store.set(f"welcome/{store.get(f'hello/{other}').decode()}", own)
-        if clock.monotonic_s() > end_s:
-            raise EngineFailure(f"rank {_names(missing)} did not come within {START_LIMIT.total_seconds():g} s")
-        threading.Event().wait(_LOOK_S)
+
+    _await(part, {other: f"here/{other}" for other in range(1, world)}, welcome)
     return part
 
 
-def _names(ranks: Sequence[int]) -> str:
-    return ", ".join(str(rank) for rank in ranks)
+def _await(
+    store: Store, keys: Mapping[int, str], meanwhile: Callable[[Sequence[int]], None] = lambda missing: None
+) -> None:
+    """Wait until each rank has set its key; `meanwhile` is told, between looks, who has not.
+
+    Raises:
+        EngineFailure: a rank did not within START_LIMIT.
+    """
+    end_s = clock.monotonic_s() + START_LIMIT.total_seconds()
+    while missing := [rank for rank, key in keys.items() if not store.check([key])]:
+        meanwhile(missing)
+        if clock.monotonic_s() > end_s:
+            ranks = ", ".join(map(str, missing))
+            limit_s = START_LIMIT.total_seconds()
+            raise EngineFailure(f"rank {ranks} did not come to the start's phase rendezvous within {limit_s:g} s")
+        threading.Event().wait(_LOOK_S)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.transformer import rope
-from streamdiff.models.transformer.attention_backend import Attend, attend
-from streamdiff.pipeline.kv_cache.cache import KVCache
+from streamdiff.models.transformer.attention_backend import AttendParts, over_parts
+from streamdiff.pipeline.kv_cache.adaptive_ring import AdaptiveRing, likeness, take_slot
+from streamdiff.pipeline.kv_cache.cache import KVCache, LayerCaches
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
 
 
@@ -30,37 +31,40 @@ class StaticMetadata:
     sink_frames: how many of the row's own frames, the first, belong to the sink.
     sink: frames of the sink that the row sees.
     window_frames: other cached frames that it sees, its own included.
-    contiguous_range: their first position and the one after the last, where they are adjacent; None: `gather_index`.
-    adapt: cosine below which the row replaces the least similar sink chunk.
+    ranges: where all these lie: first positions and those after the last, each range without a gap.
+    moves_sink: the sink is rotated to its place within the forward, after what rows before or the row itself do to it.
+    adapt: cosine below which the row is copied over the least similar sink chunk, after it has attended.
+    ring: of an adaptive ring, where the row is compared with the sink before it is written.
     fold: weight that the sink keeps when the evicted chunk is averaged into it.
     ahead: later rows of the forward that the row sees, since they are made together.
+    keeps: how many of the row's own frames, the first, are not written.
     """
 
     chunk: int
     sink_frames: int
     sink: int
     window_frames: int
-    contiguous_range: tuple[int, int] | None
+    ranges: tuple[tuple[int, int], ...]
+    moves_sink: bool = False
     adapt: float | None = None
+    ring: AdaptiveRing | None = None
     fold: float | None = None
     ahead: int = 0
+    keeps: int = 0
 
 
 class TensorMetadata(NamedTuple):
     """The part of a row's attention metadata that changes with chunk or session, all on the device.
 
-    keys, values: slots of each layer `[slots, tokens, H, d]`.
-    slot: the slot that the row writes `[1]`.
-    gather_index: latent frames `[n]` that it sees beyond the sink; None where they are contiguous.
-    query_rope: rotary factors of its queries and, except in the sink, its keys.
-    sink_rope: those of the sink's keys, which are cached un-rotated; None without a sink.
+    caches: of each layer.
+    slot: the slot that the row writes `[1]`; that of a full adaptive ring is found on the device.
+    query_rope: rotary factors of its queries and keys.
+    sink_rope: those of the sink's keys; None unless it is moved within the forward.
     inverse_rope: those that undo the rotation of the evicted chunk's keys; None where nothing is folded.
     """
 
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+    caches: LayerCaches
     slot: Tensor
-    gather_index: Tensor | None
     query_rope: Tensor
     sink_rope: Tensor | None
     inverse_rope: Tensor | None
@@ -78,11 +82,10 @@ class RollingAttention:
 
     Only differences of rotary positions matter, so a key is rotated once, at its place in the stream, with angles
     computed in float64 (no table that ends). The sink alone moves, unless positions are absolute: it stands right
-    before the window, and is re-placed at every read. Rows of different sessions never share keys; rows of one session
-    are served in order, so a row sees what the rows before it have written.
-
-    `compiled`: views for graphs that are made once for a `StaticMetadata`, so there are few of these. `attend`: the
-    kernel.
+    before the window. It lies rotated beside the window, and is rotated anew, from keys that are not, when it has moved
+    or changed: once per chunk where one window uses the cache. So keys and values are attended to where they lie. Rows
+    of different sessions never share keys; rows of one session are served in order, so a row sees what the rows before
+    it have written.
     """
 
     def __init__(
@@ -92,11 +95,11 @@ class RollingAttention:
         width: int,
         head_dim: int,
         device: torch.device,
-        compiled: bool = False,
-        attend: Attend = attend,
+        attend: AttendParts | None = None,
     ) -> None:
-        """`frames` latent frames of a chunk, each of `height` x `width` tokens."""
-        self.frames, self.device, self.compiled, self.attend = frames, device, compiled, attend
+        """`frames` latent frames of a chunk, each of `height` x `width` tokens; `attend` is the kernel, torch's choice
+        if it is None."""
+        self.frames, self.device, self.attend = frames, device, attend or over_parts("auto")
         self.rows: list[AttentionMetadata] = []
         self._grid = rope.Grid(height, width, head_dim, device)
         # All micro-steps of a chunk turn by the same angles; few chunks are in flight at once.
@@ -114,30 +117,78 @@ class RollingAttention:
         adapt: float | None = None,
         fold: float | None = None,
         ahead: int = 0,
+        before: Sequence[AttentionMetadata] = (),
+        end_chunk: int | None = None,
+        keep_sink: bool = False,
+        clean: frozenset[int] = frozenset(),
     ) -> AttentionMetadata:
-        """Attention metadata of one row, that of `chunk`.
+        """Attention metadata of one row, that of `chunk`, which is run next. Mutates: the cache, where its sink moves.
 
         Args:
             visible_from_chunk: first visible chunk outside the sink.
-            adapt: replace the least similar sink chunk where its cosine to this one is below this.
+            adapt: replace the least similar sink chunk where its cosine to this one is below this; None: do not look.
             fold: weight that the sink keeps when the evicted chunk is averaged into it.
             ahead: number of later rows of this forward that are visible.
+            before: the rows before it in this forward.
+            end_chunk: the newest chunk that is visible; None: the last of those ahead.
+            keep_sink: frames of the sink are not written.
+            clean: anchors outside the sink whose clean keys it sees, or, itself among them, writes.
         """
-        sink, first = plan.frames(chunk + ahead, visible_from_chunk)
-        begin, end, gone = chunk * plan.chunk, (chunk + ahead + 1) * plan.chunk, plan.evicted(chunk)
-        places = tuple(sorted(plan.place(frame) for frame in range(first, end)))
-        contiguous, sink_frames = self._contiguous(plan, places), min(max(plan.sink - begin, 0), plan.chunk)
+        if plan.adaptive:
+            return self._adaptive(plan, state, cache, chunk, visible_from_chunk, adapt, ahead)
+        end_chunk = chunk + ahead if end_chunk is None else end_chunk
+        sink, first = plan.frames(end_chunk, visible_from_chunk)
+        begin, end, gone = chunk * plan.chunk, (end_chunk + 1) * plan.chunk, plan.evicted(chunk)
+        sink_frames = min(max(plan.sink - begin, 0), plan.chunk)
+        sink_frames, keeps = (0, sink_frames) if keep_sink else (sink_frames, 0)
         adapt = adapt if plan.sink and not sink_frames else None
         fold = fold if gone >= max(plan.pinned, visible_from_chunk) else None
-        shape = StaticMetadata(plan.chunk, sink_frames, sink, len(places), contiguous, adapt, fold, ahead)
-        keys, values = state.layers(cache)
-        slot, gather_index = self._index((plan.slot(chunk),)), self._index(places) if contiguous is None else None
+        caches = state.layers(cache)
         # Relative: the sink's last frame is followed by the window's first, so count back from there.
-        sink_rope = self._table(0 if plan.absolute else first - sink, sink) if sink else None
+        sink_at = 0 if plan.absolute else first - sink
+        moved = sink > 0 and state.move_sink(cache, sink_at)
+        changed = fold is not None or (sink_frames > 0 and sink_at > 0)  # by the row itself
+        sink_rope = self._table(sink_at, sink) if moved or changed else None
+        if sink_rope is not None and not changed and not any(row.tensors.caches is caches for row in before):
+            for layer in range(len(caches.keys)):
+                move_sink(caches, layer, sink, plan.chunk, sink_rope)
+            sink_rope = None
+        if adapt is not None:
+            state.move_sink(cache, None)
+        ranges = _ranges([*range(sink), *(plan.place(frame, clean) for frame in range(first, end))])
+        moves = sink_rope is not None
+        shape = StaticMetadata(
+            plan.chunk, sink_frames, sink, end - first, ranges, moves, adapt, fold=fold, ahead=ahead, keeps=keeps
+        )
         inverse_rope = self._table(gone * plan.chunk, plan.chunk, True) if fold is not None else None
-        query_rope = self._table(begin, plan.chunk)
-        tensors = TensorMetadata(keys, values, slot, gather_index, query_rope, sink_rope, inverse_rope)
-        return AttentionMetadata(shape, tensors)
+        slot, query_rope = self._index((plan.slot(chunk, chunk in clean),)), self._table(begin, plan.chunk)
+        return AttentionMetadata(shape, TensorMetadata(caches, slot, query_rope, sink_rope, inverse_rope))
+
+    def _adaptive(
+        self,
+        plan: CacheGeometry,
+        state: KVCache,
+        cache: int,
+        chunk: int,
+        visible_from_chunk: int,
+        threshold: float | None,
+        ahead: int,
+    ) -> AttentionMetadata:
+        """`view` of an adaptive ring: it is filled slot by slot, anew after a flush; then a row sees all of it. Keys
+        stay as they were rotated, also those in the sink. Mutates: the cache, where a ring begins."""
+        rolling, begins = plan.slots - plan.pinned, max(plan.pinned, visible_from_chunk)
+        if chunk == begins > plan.pinned:
+            state.begin_ring(cache)
+        full = chunk - begins >= rolling
+        slot = chunk if chunk < plan.pinned else plan.pinned + min(chunk - begins, rolling - 1)
+        seen = min(slot + 1 + ahead, plan.slots) * plan.chunk
+        sink = min(plan.sink, seen)
+        ring = None if threshold is None else AdaptiveRing(threshold, plan.pinned, rolling, full)
+        shape = StaticMetadata(plan.chunk, 0, sink, seen - sink, ((0, seen),), ring=ring, ahead=ahead)
+        query_rope = self._table(chunk * plan.chunk, plan.chunk)
+        return AttentionMetadata(
+            shape, TensorMetadata(state.layers(cache), self._index((slot,)), query_rope, None, None)
+        )
 
     def on(self, rows: list[AttentionMetadata]) -> RollingAttention:
         """Point at the rows of the next forward. Mutates: self."""
@@ -148,13 +199,6 @@ class RollingAttention:
         """See `models.transformer.wan.SelfAttention`; `layer` counts the stage's blocks. Mutates: the rows' states."""
         return attend_rows(self.rows, layer, query, key, value, self.attend)
 
-    def _contiguous(self, plan: CacheGeometry, places: tuple[int, ...]) -> tuple[int, int] | None:
-        """First position and the one after the last, where `places` are adjacent; compiled only where they are all."""
-        first = places[0] if places else plan.sink
-        whole = len(places) in (0, (plan.slots - plan.pinned) * plan.chunk)
-        adjacent = places == tuple(range(first, first + len(places)))
-        return (first, first + len(places)) if adjacent and (whole or not self.compiled) else None
-
     def _make_index(self, places: tuple[int, ...]) -> Tensor:
         index = torch.tensor(places)
         if self.device.type == "cuda":  # from pageable memory the host would wait for the copy
@@ -163,11 +207,11 @@ class RollingAttention:
 
     def _make_table(self, first: int, count: int, inverse: bool = False) -> Tensor:
         factors = self._grid.factors(range(first, first + count))
-        return torch.view_as_real(factors.conj().resolve_conj() if inverse else factors).contiguous()
+        return rope.matrices(factors.conj() if inverse else factors)
 
 
 def attend_rows(
-    rows: Sequence[AttentionMetadata], layer: int, query: Tensor, key: Tensor, value: Tensor, attend: Attend = attend
+    rows: Sequence[AttentionMetadata], layer: int, query: Tensor, key: Tensor, value: Tensor, attend: AttendParts
 ) -> Tensor:
     """Each row in turn writes its keys and values and attends to its view, by the kernel `attend`; those that it sees
     of the rows after it are written before. All `[R, L, H, d]`. Mutates: the caches."""
@@ -176,53 +220,58 @@ def attend_rows(
         while written <= index + shape.ahead:
             _write(rows[written], layer, key[written], value[written])
             written += 1
-        keys, values = row.keys[layer], row.values[layer]
-        seen_keys, seen_values = _window(keys, shape, row), _window(values, shape, row)
         if row.sink_rope is not None:
-            sink = rope.rotate(_frames(keys, shape)[: shape.sink].flatten(0, 1), row.sink_rope)
-            seen_keys = torch.cat([sink, seen_keys])
-            seen_values = torch.cat([_frames(values, shape)[: shape.sink].flatten(0, 1), seen_values])
-        turned = rope.rotate(query[index], row.query_rope)
-        mixed.append(attend(turned[None], seen_keys[None], seen_values[None]))
+            move_sink(row.caches, layer, shape.sink, shape.chunk, row.sink_rope)
+        keys, values = (_frames(each[layer], shape.chunk) for each in row.caches[:2])
+        seen = [(keys[a:b].flatten(0, 1)[None], values[a:b].flatten(0, 1)[None]) for a, b in shape.ranges]
+        mixed.append(attend(rope.rotate(query[index], row.query_rope)[None], seen))
         if shape.adapt is not None:
-            count = shape.sink // shape.chunk
-            adapt_sink((keys[:count], values[:count]), (key[index], value[index]), shape.adapt)
+            sink = row.caches.sink_keys[layer]
+            adapt_sink((sink, row.caches.values[layer][: len(sink)]), (key[index], value[index]), shape.adapt)
     return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
 
 
 def _write(view: AttentionMetadata, layer: int, key: Tensor, value: Tensor) -> None:
     """Put a row's keys and values `[L, H, d]` into its slot. Mutates: the caches."""
     shape, row = view
-    keys, values = row.keys[layer], row.values[layer]
+    keys, values, sink_keys, queue = (each[layer] for each in row.caches)
     if shape.fold is not None and row.inverse_rope is not None:
         gone = rope.rotate(keys.index_select(0, row.slot)[0], row.inverse_rope), values.index_select(0, row.slot)[0]
-        fold_into_sink((keys[0], values[0]), gone, shape.fold)
-    keys.index_copy_(0, row.slot, _cached_keys(shape, row, key)[None])
-    values.index_copy_(0, row.slot, value[None])
+        fold_into_sink((sink_keys[0], values[0]), gone, shape.fold)
+    rotated, slot = rope.rotate(key, row.query_rope), row.slot
+    if (ring := shape.ring) is not None:
+        slot = take_slot(ring, queue, (keys[: ring.sink], values[: ring.sink]), (rotated, value), row.slot)
+    if shape.keeps:
+        kept = shape.keeps * len(key) // shape.chunk
+        rotated, value = (
+            torch.cat([own.index_select(0, slot)[0, :kept], new[kept:]])
+            for own, new in ((keys, rotated), (values, value))
+        )
+    keys.index_copy_(0, slot, rotated[None])
+    values.index_copy_(0, slot, value[None])
+    if shape.sink_frames:
+        sink_keys.index_copy_(0, row.slot, key[None])
 
 
-def _cached_keys(shape: StaticMetadata, row: TensorMetadata, key: Tensor) -> Tensor:
-    """A row's keys `[tokens, H, d]` as they are kept: rotated, but for those of the sink."""
-    if shape.sink_frames == shape.chunk:
-        return key
-    turned = rope.rotate(key, row.query_rope)
-    sink = shape.sink_frames * len(key) // shape.chunk
-    return torch.cat([key[:sink], turned[sink:]]) if sink else turned
+def move_sink(caches: LayerCaches, layer: int, sink: int, chunk: int, factors: Tensor) -> None:
+    """Rotate the sink's keys, its first `sink` latent frames, to where `factors` say, next to the window. Slots hold
+    `chunk` frames. Mutates: the keys."""
+    kept, rotated = (_frames(each[layer], chunk)[:sink] for each in (caches.sink_keys, caches.keys))
+    rotated.copy_(rope.rotate(kept.flatten(0, 1), factors).view_as(rotated))
 
 
-def _frames(slots: Tensor, shape: StaticMetadata) -> Tensor:
-    """Slots `[slots, tokens, H, d]` as latent frames `[slots * chunk, tokens of one, H, d]`."""
-    frames: Tensor = slots.unflatten(1, (shape.chunk, -1))
+def _ranges(places: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Positions, each once, as ranges without gaps, in order."""
+    there = set(places)
+    begins = sorted(place for place in there if place - 1 not in there)
+    ends = sorted(place + 1 for place in there if place + 1 not in there)
+    return tuple(zip(begins, ends, strict=True))
+
+
+def _frames(slots: Tensor, chunk: int) -> Tensor:
+    """Slots `[slots, tokens, H, d]` of `chunk` latent frames each as these `[slots * chunk, tokens of one, H, d]`."""
+    frames: Tensor = slots.unflatten(1, (chunk, -1))
     return frames.flatten(0, 1)
-
-
-def _window(slots: Tensor, shape: StaticMetadata, row: TensorMetadata) -> Tensor:
-    """Keys or values that a row sees beyond the sink, `[tokens, H, d]`."""
-    frames = _frames(slots, shape)
-    if shape.contiguous_range is not None:
-        return frames[slice(*shape.contiguous_range)].flatten(0, 1)
-    assert row.gather_index is not None
-    return frames.index_select(0, row.gather_index).flatten(0, 1)
 
 
 def adapt_sink(sink: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], threshold: float) -> None:
@@ -237,13 +286,9 @@ def adapt_sink(sink: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], threshol
 
     Mutates: sink.
     """
-    alike = sum(
-        torch.cosine_similarity(kept.float().mean(1).flatten(1), new.float().mean(0).flatten()[None], dim=1)
-        for kept, new in zip(sink, own, strict=True)
-    )
-    assert isinstance(alike, Tensor)
+    alike = likeness(sink, own)
     place = torch.arange(len(alike), device=alike.device) == alike.argmin()
-    replace = (place & (alike / 2 < threshold)).view(-1, 1, 1, 1)
+    replace = (place & (alike < threshold)).view(-1, 1, 1, 1)
     for kept, new in zip(sink, own, strict=True):
         kept.copy_(torch.where(replace, new, kept))
 

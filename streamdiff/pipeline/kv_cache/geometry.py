@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 
-from streamdiff.models.spec import ModelSpec
-from streamdiff.pipeline.scheduler.kv_context import most_steps, spare_slots
+from streamdiff.models.spec import ModelSpec, check_anchors
+from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS, Anchors, most_steps, spare_slots
 
 
 def cache_geometry(spec: ModelSpec, kv_context: str, *, steps: int) -> CacheGeometry:
-    """The geometry of a session's caches, the same on every stage, and whatever number of steps it changes to."""
+    """The geometry of a session's caches, the same on every stage, and whatever number of steps it changes to.
+
+    Raises:
+        ConfigError: KV context `anchored` of a model that can have no anchors.
+    """
     spare, absolute = spare_slots(kv_context, steps=most_steps(steps, spec.steps)), spec.rope == "absolute"
-    return CacheGeometry(spec.sink_latents, spec.window(kv_context), spare, absolute, spec.chunk_latents)
+    anchors = anchors_of(spec) if kv_context == "anchored" else NO_ANCHORS
+    adaptive = spec.adaptive_ring(kv_context)
+    return CacheGeometry(
+        spec.sink_latents, spec.window(kv_context), spare, absolute, spec.chunk_latents, anchors, adaptive
+    )
+
+
+def anchors_of(spec: ModelSpec) -> Anchors:
+    """The anchors of a model's streams. Raises ConfigError where it can have none."""
+    check_anchors(spec)
+    return Anchors(-(-spec.sink_latents // spec.chunk_latents), spec.anchor_every)
 
 
 @dataclass(frozen=True)
@@ -19,13 +34,17 @@ class CacheGeometry:
     """Geometry of a ring, in latent frames: `sink` first frames that stay, `window` frames that a chunk of `chunk`
     frames sees (sink and itself included); `spare` slots, in chunks, beyond that for newer chunks that are in flight at
     the same time. Where positions are `absolute` the sink's keys keep theirs, otherwise the sink stands right before
-    the window."""
+    the window. Clean keys of `anchors` other than the sink's have slots of their own, behind the others. `adaptive`:
+    the sink takes chunks in, so that once the ring is full which slot a chunk takes, and which chunks are in sight, is
+    known on the device alone (`adaptive_ring`); it sees all slots then."""
 
     sink: int
     window: int
     spare: int = 0
     absolute: bool = False
     chunk: int = 1
+    anchors: Anchors = NO_ANCHORS
+    adaptive: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.sink <= self.window - self.chunk or self.chunk < 1 or self.spare < 0:
@@ -33,6 +52,11 @@ class CacheGeometry:
                 f"a ring of window {self.window}, sink {self.sink} and chunks of {self.chunk} latent frames with "
                 f"{self.spare} spare slots cannot be: the window holds at least the sink and one chunk, nothing is "
                 "negative"
+            )
+        if self.adaptive and (self.spare or self.sink % self.chunk or self.window % self.chunk):
+            raise ValueError(
+                f"an adaptive ring of window {self.window}, sink {self.sink} and chunks of {self.chunk} latent frames "
+                f"with {self.spare} spare slots cannot be: it holds whole chunks, and no slot is spare"
             )
 
     @property
@@ -44,15 +68,43 @@ class CacheGeometry:
     def slots(self) -> int:
         return self.pinned - (self.sink - self.window) // self.chunk + self.spare
 
-    def slot(self, chunk: int) -> int:
-        """Where chunk `chunk` (from 0) is kept."""
+    @property
+    def all_slots(self) -> int:
+        """Slots of a cache, those of anchors included."""
+        return self.slots + self.anchors.slots(self.slots - self.pinned)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Slots of a cache, slots whose keys are kept un-rotated too (none where the sink does not move), and length of
+        the queue of slots."""
+        return (self.all_slots, 0, queue_length(self.slots)) if self.adaptive else (self.all_slots, self.pinned, 0)
+
+    @property
+    def period(self) -> int:
+        """Chunks after which what a chunk sees lies where it lay, once the window is full."""
+        ring, anchors = self.slots - self.pinned, self.all_slots - self.slots
+        return lcm(ring, anchors * self.anchors.every) if anchors else ring if self.spare else 1
+
+    def slot(self, chunk: int, clean: bool = False) -> int:
+        """Where chunk `chunk` (from 0) is kept; with `clean` the clean keys of an anchor outside the sink."""
+        if clean:
+            return self.slots + chunk // self.anchors.every % (self.all_slots - self.slots)
         if chunk < self.pinned:
             return chunk
         return self.pinned + (chunk - self.pinned) % (self.slots - self.pinned)
 
-    def place(self, frame: int) -> int:
-        """Where latent frame `frame` of the stream is kept: frames of the slots, one after the other."""
-        return self.slot(frame // self.chunk) * self.chunk + frame % self.chunk
+    def place(self, frame: int, clean: frozenset[int] = frozenset()) -> int:
+        """Where latent frame `frame` of the stream is kept: frames of the slots, one after the other. Of chunks `clean`
+        the clean keys."""
+        chunk = frame // self.chunk
+        return self.slot(chunk, chunk in clean) * self.chunk + frame % self.chunk
+
+    def seen_clean(self, chunk: int, step: int, steps: int, visible_from_chunk: int = 0) -> frozenset[int]:
+        """The anchors outside the sink that `chunk` sees clean in `step` of `steps`; in its own clean pass itself."""
+        if not self.anchors.every:
+            return frozenset()
+        seen = self.visible(chunk, visible_from_chunk)
+        return frozenset(c for c in seen if c >= self.pinned and self.anchors.seen_clean(c, chunk, step, steps))
 
     def frames(self, chunk: int, visible_from_chunk: int = 0) -> tuple[int, int]:
         """Which latent frames of the stream `chunk` sees: the length of the sink, and the first frame of the window,
@@ -65,7 +117,24 @@ class CacheGeometry:
         """The chunk whose slot `chunk` takes; below `pinned` if there is none."""
         return chunk - (self.slots - self.pinned) if chunk >= self.pinned else -1
 
+    def full(self, chunk: int) -> bool:
+        """Whether the stream had more frames than the window when `chunk` was made."""
+        return (chunk + 1) * self.chunk > self.window
+
+    def recached(self, chunk: int, visible_from_chunk: int = 0) -> list[int]:
+        """Chunks that are run again together after `chunk`, oldest first: those with frames in its own window, and the
+        sink's as long as the window is not `full`."""
+        sink, first = self.frames(chunk, visible_from_chunk)
+        kept = () if self.full(chunk) else range(-(-sink // self.chunk))
+        return sorted({*kept, *range(first // self.chunk, chunk + 1)})
+
     def visible(self, chunk: int, visible_from_chunk: int = 0) -> list[int]:
         """Chunks of which `chunk` sees a frame or more, oldest first, itself last."""
         sink, first = self.frames(chunk, visible_from_chunk)
         return sorted({*range(-(-sink // self.chunk)), *range(first // self.chunk, chunk), chunk})
+
+
+def queue_length(slots: int) -> int:
+    """Length of a layer's queue in an adaptive ring: the next rolling slot, how many sink slots wait, and which, the
+    newest last. A ring of `slots` slots is filled by as many chunks, each of which lets one wait at most."""
+    return 2 + slots

@@ -1,4 +1,4 @@
-"""Before anything runs: which rank gets which blocks, where the decoder goes, what it takes in memory and time.
+"""Plans a ring before it runs: which rank gets which blocks, where the decoder goes, memory and throughput.
 
-From facts and costs alone, and from the scheduler under virtual time; only `kv_budget` looks at a device.
+Works from sizes and costs, and simulates the scheduler under virtual time; only `kv_budget` looks at a device.
 """

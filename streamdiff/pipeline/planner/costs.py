@@ -1,4 +1,4 @@
-"""How long the parts of a forward take: from a measured profile, or by an estimate from sizes and device ceilings.
+"""Compute time of a forward's parts: from a measured profile, or estimated from sizes and device ceilings.
 
 Knows nothing about stages: which blocks go where is decided in `stage_layout`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,12 +22,6 @@ PROFILE_KEYS = {
     "decode_s": "seconds of decoding one chunk",
     "link_s": "seconds of a message from one stage to the next",
 }
-PROFILE_HELP = """A profile is a JSON object with these keys, all times in seconds:
-  block_s   a list, one entry per block
-  embed_s   embedding, on the first rank      head_s   output layer, on the last rank
-  decode_s  one chunk's decode                link_s   one message between stages
-An entry of block_s, embed_s or head_s is a number (one row; more rows in proportion) or a list: 1 row, 2 rows, ..."""
-
 # About thirty kernels at a few microseconds each: less than this no block takes, however small it is.
 _BLOCK_FLOOR_S = 1e-4
 # Setting up a message and noticing that it has come.
@@ -36,8 +30,8 @@ _LINK_FLOOR_S = 2e-5
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds. Entry r - 1 of a row list is a forward of r rows; `link_s` is the same between all stages, and
-    `flow_s` that of the way back. `source` says where the numbers are from."""
+    """Seconds of each part of a forward. Entry r - 1 of a row list is a forward of r rows; `link_s` is the same between
+    all stages, and `flow_s` that of the way back. `source` says where the numbers are from."""
 
     source: str
     block_s: tuple[tuple[float, ...], ...]
@@ -53,6 +47,9 @@ class Ceilings:
     """What a device reaches at best in real work (not on its data sheet): 10^12 operations, 10^9 bytes of memory
     traffic, 10^9 bytes over a link, per second. The defaults fit one H100-class GPU in bfloat16 and PCIe links.
 
+    `attention_tflops` and `decode_tflops` are those of attention and of the decoder, where they are not `tflops`;
+    `elementwise` is what a block's element-wise kernels move beside, in hidden states of a chunk; `device` its name.
+
     Raises:
         ConfigError: a value is not above 0.
     """
@@ -60,24 +57,51 @@ class Ceilings:
     tflops: float = 400.0
     gbps: float = 2500.0
     link_gbps: float = 25.0
+    attention_tflops: float | None = None
+    decode_tflops: float | None = None
+    elementwise: float = 0.0
+    device: str | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("--tflops", self.tflops), ("--gbps", self.gbps), ("--link-gbps", self.link_gbps)):
             if not 0 < value < math.inf:
                 raise ConfigError(f"{name} is {value:g}, but must be a number above 0")
 
-    def seconds(self, flops: float, size: float) -> float:
-        """The roofline: whichever of computing `flops` and moving `size` bytes takes longer."""
-        return max(flops / (self.tflops * 1e12), size / (self.gbps * 1e9))
+    def seconds(self, flops: float, size: float, attention_flops: float = 0.0) -> float:
+        """The roofline: whichever of computing `flops` and those of attention, and moving `size` bytes takes longer."""
+        computing = flops / self.tflops + attention_flops / (self.attention_tflops or self.tflops)
+        return max(computing / 1e12, size / (self.gbps * 1e9))
+
+    @property
+    def words(self) -> str:
+        """What they are, for people."""
+        rates = f"{self.tflops:g} TFLOP/s, {self.gbps:g} GB/s and links of {self.link_gbps:g} GB/s"
+        if self.device is None:
+            return f"an estimate from FLOPs and bytes at {rates}; not a measurement"
+        return (
+            f"an estimate for {self.device} from FLOPs and bytes: matrix products at {self.tflops:.4g}, attention at "
+            f"{self.attention_tflops:.4g}, decoding at {self.decode_tflops:.4g} TFLOP/s, memory at {self.gbps:.4g} and "
+            f"links at {self.link_gbps:.4g} GB/s; not a measurement"
+        )
 
 
-def estimate(facts: ModelSizes, ceilings: Ceilings, *, kv_context: str, max_rows: int, value_bytes: int) -> Costs:
-    """Costs from sizes alone: every part at the device's ceiling, window full. Real times are longer."""
-    tokens, width, ffn = facts.tokens, facts.width, facts.ffn_dim
-    seen = tokens * facts.spec.window(kv_context) // facts.spec.chunk_latents
+def estimate(
+    sizes: ModelSizes,
+    ceilings: Ceilings,
+    *,
+    kv_context: str,
+    max_rows: int,
+    value_bytes: int,
+    block_copy_s: float = 0.0,
+) -> Costs:
+    """Costs from sizes alone: every part at the device's ceiling, window full. Real times are longer. Where blocks are
+    offloaded, `block_copy_s` is what a block's copy takes: one is copied while another computes."""
+    tokens, width, ffn = sizes.tokens, sizes.width, sizes.ffn_dim
+    seen = tokens * sizes.spec.window(kv_context) // sizes.spec.chunk_latents
     # Eight projections of width x width minus the text's own keys and values, the feed-forward's two, the attentions.
-    flops = 2.0 * tokens * (6 * width**2 + 2 * width * ffn + 2 * width * (seen + facts.text_tokens))
-    moved = 2 * width * (seen + facts.text_tokens) + 10 * tokens * width + 2 * tokens * ffn
+    flops = 2.0 * tokens * (6 * width**2 + 2 * width * ffn)
+    attention_flops = 2.0 * tokens * 2 * width * (seen + sizes.text_tokens)
+    moved = 2 * width * (seen + sizes.text_tokens) + 10 * tokens * width + 2 * tokens * ffn
     rows = range(1, max_rows + 1)
 
     def part(values: int, row_flops: float, row_values: float, floor_s: float) -> tuple[float, ...]:
@@ -86,24 +110,28 @@ def estimate(facts: ModelSizes, ceilings: Ceilings, *, kv_context: str, max_rows
             max(floor_s, ceilings.seconds(r * row_flops, (values + r * row_values) * value_bytes)) for r in rows
         )
 
-    block = part(facts.block_values, flops, moved, _BLOCK_FLOOR_S)
+    def block(r: int) -> float:
+        computing = ceilings.seconds(r * flops, (sizes.block_values + r * moved) * value_bytes, r * attention_flops)
+        between = ceilings.seconds(0.0, r * ceilings.elementwise * tokens * width * value_bytes)
+        return max(_BLOCK_FLOOR_S, block_copy_s, computing + between)
+
     message = max_rows * value_bytes / (ceilings.link_gbps * 1e9)
+    decode_tflops = ceilings.decode_tflops or ceilings.tflops
     return Costs(
-        source=(
-            f"an estimate from FLOPs and bytes at {ceilings.tflops:g} TFLOP/s, {ceilings.gbps:g} GB/s and links of "
-            f"{ceilings.link_gbps:g} GB/s; not a measurement"
-        ),
-        block_s=(block,) * facts.blocks,
-        embed_s=part(facts.embed_values, 2.0 * tokens * facts.embed_values, 2 * tokens * width, _BLOCK_FLOOR_S / 4),
-        head_s=part(facts.output_values, 2.0 * tokens * facts.output_values, 2 * tokens * width, _BLOCK_FLOOR_S / 4),
-        decode_s=facts.spec.chunk_latents * ceilings.seconds(facts.decode_flops, 0.0),
-        link_s=_LINK_FLOOR_S + facts.hidden_values * message,
-        flow_s=_LINK_FLOOR_S + facts.flow_values * message,
+        source=ceilings.words,
+        block_s=(tuple(map(block, rows)),) * sizes.blocks,
+        embed_s=part(sizes.embed_values, 2.0 * tokens * sizes.embed_values, 2 * tokens * width, _BLOCK_FLOOR_S / 4),
+        head_s=part(sizes.output_values, 2.0 * tokens * sizes.output_values, 2 * tokens * width, _BLOCK_FLOOR_S / 4),
+        decode_s=sizes.spec.chunk_latents * sizes.decoder.flops / (decode_tflops * 1e12),
+        link_s=_LINK_FLOOR_S + sizes.hidden_values * message,
+        flow_s=_LINK_FLOOR_S + sizes.flow_values * message,
     )
 
 
-def read_profile(path: Path, facts: ModelSizes, *, max_rows: int) -> Costs:
-    """Costs as they were measured, see `PROFILE_HELP`. The flow's way back counts like any other link.
+def read_profile(path: Path, sizes: ModelSizes, *, max_rows: int) -> Costs:
+    """Costs as they were measured, from a JSON object with PROFILE_KEYS: `block_s` is a list with an entry per block;
+    an entry of it, `embed_s` and `head_s` are a number (one row; more rows in proportion) or a list: 1 row, 2 rows, ...
+    The flow's way back counts like any other link.
 
     Raises:
         ConfigError: unreadable file, a key that is missing or unknown, a time that cannot be, or another number of
@@ -112,25 +140,25 @@ def read_profile(path: Path, facts: ModelSizes, *, max_rows: int) -> Costs:
     tree = read_object(path)
     missing = [key for key in PROFILE_KEYS if key not in tree]
     if missing:
-        told = ", ".join(f"{key!r} ({PROFILE_KEYS[key]})" for key in missing)
-        raise ConfigError(f"--profile {path}: missing {told}")
+        meanings = ", ".join(f"{key!r} ({PROFILE_KEYS[key]})" for key in missing)
+        raise ConfigError(f"--profile {path}: missing {meanings}")
     unknown = [key for key in tree if key not in PROFILE_KEYS]
     if unknown:
         raise ConfigError(f"--profile {path}: unknown key {unknown[0]!r}; known are {', '.join(PROFILE_KEYS)}")
     blocks = tree["block_s"]
-    if not isinstance(blocks, list) or len(blocks) != facts.blocks:
-        told = f"{len(blocks)} entries" if isinstance(blocks, list) else json.dumps(blocks)[:60]
+    if not isinstance(blocks, list) or len(blocks) != sizes.blocks:
+        found = f"{len(blocks)} entries" if isinstance(blocks, list) else json.dumps(blocks)[:60]
         raise ConfigError(
-            f"--profile {path}: block_s is {told}, but must be a list of {facts.blocks}, one per block of "
-            f"{facts.spec.name}"
+            f"--profile {path}: block_s is {found}, but must be a list of {sizes.blocks}, one per block of "
+            f"{sizes.spec.name}"
         )
-    link_s = _seconds(path, tree, "link_s")
+    link_s = _time(path, "link_s", tree["link_s"])
     return Costs(
         source=f"the profile {path}",
         block_s=tuple(_rows(path, f"block_s[{n}]", value, max_rows, above=True) for n, value in enumerate(blocks)),
         embed_s=_rows(path, "embed_s", tree["embed_s"], max_rows),
         head_s=_rows(path, "head_s", tree["head_s"], max_rows),
-        decode_s=_seconds(path, tree, "decode_s"),
+        decode_s=_time(path, "decode_s", tree["decode_s"]),
         link_s=link_s,
         flow_s=link_s,
     )
@@ -158,13 +186,9 @@ def _rows(path: Path, key: str, value: object, max_rows: int, above: bool = Fals
     return tuple(_time(path, f"{key}[{n}]", item, above) for n, item in enumerate(value[:max_rows]))
 
 
-def _seconds(path: Path, tree: Mapping[str, object], key: str) -> float:
-    return _time(path, key, tree[key], above=False)
-
-
-def _time(path: Path, key: str, value: object, above: bool) -> float:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-    if not isinstance(value, int | float) or not good or (above and value == 0):
+def _time(path: Path, key: str, value: object, above: bool = False) -> float:
+    number = -1.0 if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+    if not 0 <= number < math.inf or (above and number == 0):
         limit = "above 0" if above else "of 0 or more"
         raise ConfigError(f"--profile {path}: {key} is {json.dumps(value)[:60]}, but must be seconds {limit}")
-    return float(value)
+    return number

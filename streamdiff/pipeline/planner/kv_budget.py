@@ -1,7 +1,6 @@
-"""Memory for sessions (their caches, and what the decoder remembers): what every rank has, what a session needs, the
-refusal of one too many.
+"""Memory budget for sessions (KV caches and decoder state) on every rank; refuses a session that does not fit.
 
-Pure: bytes in, an error out. The head keeps it for all ranks, since it opens the sessions.
+Pure, but for `free_bytes`. Rank 0 keeps it for all ranks, since it opens the sessions.
 """
 
 from __future__ import annotations
@@ -14,21 +13,22 @@ import psutil
 import torch
 
 from streamdiff.errors import RequestError
+from streamdiff.pipeline.planner.memory import cache_bytes
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
 
 _KEPT_BACK = 0.1
-"""Share of the free memory that is left for everything else."""
+"""Share of a CPU's free memory that is left for everything else."""
 _GB = 1e9
 
 
 class RankMemory(NamedTuple):
-    """A rank's `free` bytes for sessions, and the bytes that its decoder, if it has one, remembers of each."""
+    """A rank's `free` bytes for sessions, and the bytes of decoder state of each session, if this rank decodes."""
 
     free: int
     decoding: int = 0
 
     def holds(self, sessions: int, nbytes: int) -> int:
-        """How many of so many sessions there is room for whose caches have `nbytes`."""
+        """How many of `sessions` sessions fit whose caches have `nbytes` each."""
         return min(sessions, self.free // max(1, nbytes + self.decoding))
 
 
@@ -43,12 +43,12 @@ class PreallocatedCaches(NamedTuple):
 
 @dataclass
 class KVCacheBudget:
-    """Bytes of KV caches on every rank: `room[r]` is what rank r had before anything was allocated, which runs
+    """Bytes of KV caches on every rank: `memory[r]` is what rank r had before anything was allocated, which runs
     `blocks[r]` blocks; numbers in caches have `value_bytes` bytes. Preallocated caches count whether sessions use them
     or not."""
 
-    facts: ModelSizes
-    room: Sequence[RankMemory]
+    sizes: ModelSizes
+    memory: Sequence[RankMemory]
     blocks: Sequence[int]
     value_bytes: int
     waiting: PreallocatedCaches | None = None
@@ -62,7 +62,7 @@ class KVCacheBudget:
         """
         need = self._need(steps, kv_context)
         for rank, wanted in enumerate(need):
-            free, decoding = self.room[rank]
+            free, decoding = self.memory[rank]
             left = free - sum(taken[rank] for taken in self._taken.values()) - self._unused(need)[rank]
             also = f" and {decoding / _GB:.3g} GB of decoder's memory" if decoding else ""
             if wanted > left:
@@ -76,42 +76,43 @@ class KVCacheBudget:
         return need
 
     def fits(self, *, steps: int, kv_context: str) -> int:
-        """How many sessions like this there is room for, with none open."""
-        return min(room.free // need for room, need in zip(self.room, self._need(steps, kv_context), strict=True))
+        """How many sessions like this fit, with none open."""
+        return min(rank.free // need for rank, need in zip(self.memory, self._need(steps, kv_context), strict=True))
 
     def _unused(self, need: list[int]) -> list[int]:
-        """Bytes of caches on every rank that still wait for other sessions when one that needs so much has come."""
+        """Bytes on every rank of preallocated caches that stay unused when a session with this `need` is opened."""
         if self.waiting is None:
             return [0] * len(need)
         sessions, steps, kv_context = self.waiting
         kind = self._need(steps, kv_context)
         there = sum(each == kind for each in (*self._taken.values(), need))
         unused = []
-        for each, room in zip(kind, self.room, strict=True):
-            nbytes = each - room.decoding
-            unused.append(max(0, max(1, room.holds(sessions, nbytes)) - there) * nbytes)
+        for each, rank in zip(kind, self.memory, strict=True):
+            nbytes = each - rank.decoding
+            unused.append(max(0, max(1, rank.holds(sessions, nbytes)) - there) * nbytes)
         return unused
 
     def _need(self, steps: int, kv_context: str) -> list[int]:
         return [
-            room.decoding + self.value_bytes * self.facts.cache_values(count, steps=steps, kv_context=kv_context)
-            for room, count in zip(self.room, self.blocks, strict=True)
+            rank.decoding
+            + cache_bytes(self.sizes, count, steps=steps, kv_context=kv_context, value_bytes=self.value_bytes)
+            for rank, count in zip(self.memory, self.blocks, strict=True)
         ]
 
     def take(self, session: int, need: list[int]) -> None:
-        """The session is open. Mutates: self."""
+        """Reserve the bytes of a session. Mutates: self."""
         self._taken[session] = need
 
     def give_back(self, session: int) -> None:
-        """The session is closed. Mutates: self."""
+        """Release the bytes of a session. Mutates: self."""
         self._taken.pop(session, None)
 
 
-def free_bytes(device: torch.device, sharers: int, memory_gb: float | None) -> int:
-    """What this rank has for caches: `memory_gb`, or what is free now less a tenth; on a CPU `sharers` share that."""
+def free_bytes(device: torch.device, sharers: int, memory_gb: float | None, work: int = 0) -> int:
+    """What this rank has for caches: `memory_gb`, or what is free now, less on a GPU the `work` bytes that computing
+    will take, and on a CPU, which `sharers` share, a tenth."""
     if memory_gb is not None:
         return round(memory_gb * _GB)
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * (1 - _KEPT_BACK))
+        return max(0, torch.cuda.mem_get_info(device)[0] - work)
     return int(psutil.virtual_memory().available * (1 - _KEPT_BACK) / sharers)

@@ -1,72 +1,149 @@
-"""Memory of every rank: weights, caches, activations, decoder. Pure: sizes in, bytes out."""
+"""Memory of every rank, counted from shapes before anything is loaded: weights, text encoder, caches, what a forward
+and a call of the decoder take, what the decoder remembers. Pure: sizes in, bytes out.
+
+Everybody who asks for memory asks here: `streamdiff plan` and `models`, the check before loading (`fit`), the budget of
+running sessions (`kv_budget`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from streamdiff.models.catalogue.schema import Entry
-from streamdiff.pipeline.planner.model_sizes import BFLOAT16, ModelSizes, known_facts
+from streamdiff.pipeline.planner.model_sizes import BFLOAT16, ModelSizes, entry_sizes
 from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.planner.stage_layout import Layout, Workload
+from streamdiff.pipeline.planner.stage_layout import Blocks, Layout, Workload
+
+OFFLOAD_BUFFERS = 2
+"""Blocks that lie on the device where blocks are offloaded: one computes, one is copied."""
+LIBRARIES_BYTES = 600_000_000
+"""What cuBLAS and cuDNN take to work in, and what torch's allocator cannot hand out: an assumption, not measured."""
+# Tensors that are alive at a block's widest moment, of width D, by the norms in float32, or D and the feed-forward's.
+# Measured without compilation (tests/pipeline/planner/test_memory.py).
+_NORM_WIDTHS, _FFN_WIDTHS, _FFN = 20, 6, 3
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a model is kept: bytes of a number, of the decoder's (None: the same), `quantize` and `offload` as in the
+    configuration, `text_bytes` of a text encoder on rank 0's device, and latent frames per call of the decoder (None:
+    a chunk)."""
+
+    value_bytes: int
+    quantize: str = "none"
+    offload: str = "none"
+    text_bytes: int = 0
+    decode_latents: int | None = None
+    decoder_bytes: int | None = None
+
+    @property
+    def bytes_per_decoder_value(self) -> int:
+        """Of the decoder's weights and memory."""
+        return self.decoder_bytes or self.value_bytes
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. Activations are the link's slots and the widest moment of a block, an estimate; `decoding` is
-    what the decoder remembers of streams."""
+    """Bytes of one rank: the transformer's part and the decoder as `weights`; caches of all sessions; `activations` are
+    the link's slots and the widest moment of a block; `decoding` is what the decoder remembers of all sessions, and
+    `decode_work` what a call of it takes beside that."""
 
     rank: int
     role: str
     weights: int
+    text_encoder: int
     caches: int
     activations: int
     decoding: int
+    decode_work: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.caches + self.activations + self.decoding
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by name."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("rank", "role")}
+
+    @property
+    def work(self) -> int:
+        """What computing takes beside weights and sessions."""
+        return self.activations + self.decode_work
 
 
-def memory(
-    facts: ModelSizes, layout: Layout, load: Workload, value_bytes: int, quantize: str = "none"
-) -> tuple[Memory, ...]:
-    """Memory of every rank, with numbers of `value_bytes` bytes, but for the blocks' matrices where `quantize` (see
-    `models.transformer.quantization`) has them in 8 bits.
+def cache_bytes(sizes: ModelSizes, blocks: int, *, steps: int, kv_context: str, value_bytes: int) -> int:
+    """Keys and values of one session on a stage of `blocks` blocks."""
+    return value_bytes * sizes.cache_values(blocks, steps=steps, kv_context=kv_context)
 
-    The text encoder lives on the head; the decoder on the head too, unless it has the last rank or one of its own.
+
+def block_weights(sizes: ModelSizes, storage: Storage) -> int:
+    """Bytes of one block's weights."""
+    saved = 0
+    if storage.quantize != "none":  # a number of a matrix takes one byte, every row five for its scale and zero
+        saved = (storage.value_bytes - 1) * sizes.linear_values - 5 * sizes.linear_rows
+    return storage.value_bytes * sizes.block_values - saved
+
+
+def offloaded_bytes(sizes: ModelSizes, blocks: int, storage: Storage) -> int:
+    """What every forward copies from host memory to the device where `blocks` blocks are offloaded; 0 where they all
+    have a buffer."""
+    return blocks * block_weights(sizes, storage) if blocks > OFFLOAD_BUFFERS else 0
+
+
+def memory(sizes: ModelSizes, layout: Layout, load: Workload, storage: Storage) -> tuple[Memory, ...]:
+    """Memory of every rank.
+
+    The text encoder is on rank 0; so is the decoder, unless it is on the last rank or one of its own.
     Caches, and what the decoder remembers, are of all sessions. A link has two slots at each of its ends, for the rows
     of a full forward.
     """
     last, found = load.stages - 1, []
-    decoding = value_bytes * load.sessions * facts.decoder_memory_values
     home = {"last": last, "own-rank": load.stages}.get(layout.decode, 0)
-    block_peak = facts.tokens * (2 * facts.width + max(4 * facts.width, facts.ffn_dim))
+    decoder = _decoder(sizes, load, storage)
+    values = storage.value_bytes
     for rank, (first, end) in enumerate(layout.blocks):
         count = end - first
-        weights = facts.shared_values + count * facts.block_values
-        saved = 0 if quantize == "none" else count * _saved(facts, value_bytes)
-        weights += facts.embed_values + facts.text_values if rank == 0 else 0
-        weights += facts.output_values if rank == last else 0
-        weights += facts.decoder_values if rank == home else 0
-        caches = load.sessions * facts.cache_values(count, steps=load.steps, kv_context=load.kv_context)
-        received = facts.flow_values if rank == 0 else facts.hidden_values
-        sent = facts.flow_values if rank == last else facts.hidden_values
-        slots = 2 * (received + sent) if load.stages > 1 else 0
-        activations = load.max_rows * (slots + block_peak)
+        other = sizes.shared_values
+        other += sizes.embed_values + sizes.text_values if rank == 0 else 0
+        other += sizes.output_values if rank == last else 0
+        on_device = count if storage.offload == "none" else min(count, OFFLOAD_BUFFERS)
+        weights = values * other + on_device * block_weights(sizes, storage)
         role = " ".join(
             word for word, here in (("head", rank == 0), ("output", rank == last), ("decode", rank == home)) if here
         )
-        remembered = decoding if rank == home else 0
-        sizes = value_bytes * weights - saved, value_bytes * caches, value_bytes * activations, remembered
-        found.append(Memory(rank, role, *sizes))
+        caches = cache_bytes(sizes, count, steps=load.steps, kv_context=load.kv_context, value_bytes=values)
+        decoding = decoder if rank == home else (0, 0, 0)
+        found.append(
+            Memory(
+                rank,
+                role,
+                weights + decoding[0],
+                storage.text_bytes if rank == 0 else 0,
+                load.sessions * caches,
+                values * load.max_rows * _activations(sizes, rank, load.stages),
+                *decoding[1:],
+            )
+        )
     if home == load.stages:
-        found.append(Memory(home, "decode", value_bytes * facts.decoder_values, 0, 0, decoding))
+        found.append(Memory(home, "decode", decoder[0], 0, 0, 0, *decoder[1:]))
     return tuple(found)
 
 
-def _saved(facts: ModelSizes, value_bytes: int) -> int:
-    """Bytes that 8 bits save in a block: a number of a matrix takes one, and every row five for its scale and zero."""
-    return (value_bytes - 1) * facts.linear_values - 5 * facts.linear_rows
+def _activations(sizes: ModelSizes, rank: int, stages: int) -> int:
+    """Numbers of one row: the link's slots, and the widest moment of a block."""
+    received = sizes.flow_values if rank == 0 else sizes.hidden_values
+    sent = sizes.flow_values if rank == stages - 1 else sizes.hidden_values
+    slots = 2 * (received + sent) if stages > 1 else 0
+    return slots + sizes.tokens * max(_NORM_WIDTHS * sizes.width, _FFN_WIDTHS * sizes.width + _FFN * sizes.ffn_dim)
+
+
+def _decoder(sizes: ModelSizes, load: Workload, storage: Storage) -> tuple[int, int, int]:
+    """Bytes of the decoder's weights, of what it remembers of all sessions, and of a call."""
+    values, chunk = storage.bytes_per_decoder_value, sizes.spec.chunk_latents
+    latents = min(chunk, storage.decode_latents or chunk)
+    work = sizes.decoder.work(latents) if sizes.decoder.work_per_latent else 0
+    return values * sizes.decoder.weights, values * load.sessions * sizes.decoder.remembered, values * work
 
 
 def stage_memory(entry: Entry, stages: int, quantize: str = "none") -> tuple[Memory, ...]:
@@ -74,15 +151,37 @@ def stage_memory(entry: Entry, stages: int, quantize: str = "none") -> tuple[Mem
     (`models.transformer.quantization`), and the caches and decoder's memory of one session at the model's own
     picture, window and KV context.
 
-    Blocks are spread evenly. An estimate: it leaves out the text encoder, the autoencoder, and what the libraries take;
-    a model that cannot stream has no caches.
+    Blocks are spread evenly. It leaves out the text encoder, the decoder's weights and calls (`decoder_bytes`), and
+    what the libraries take; a model that cannot stream has no caches.
 
     Raises:
         ConfigError: more stages than blocks.
     """
-    facts = known_facts(entry)
-    layout = Layout(split_evenly(facts.blocks, stages), (), "head", 0.0)
+    sizes = entry_sizes(entry)
+    blocks: Blocks = split_evenly(sizes.blocks, stages)
     sessions = 0 if entry.stream is None else 1
     kv_context = entry.context.default if entry.context else "clean"
-    steps = facts.spec.steps[0] if facts.spec.steps else 1
-    return memory(facts, layout, Workload(stages, sessions, steps, kv_context, 1), BFLOAT16, quantize)
+    steps = sizes.spec.steps[0] if sizes.spec.steps else 1
+    load = Workload(stages, sessions, steps, kv_context, 1)
+    whole = memory(sizes, Layout(blocks, (), "head", 0.0), load, Storage(BFLOAT16, quantize))
+    decoder = BFLOAT16 * sizes.decoder.weights if entry.weights is not None else 0
+    return tuple(
+        Memory(
+            each.rank,
+            each.role,
+            each.weights - (decoder if each.rank == 0 else 0),
+            0,
+            each.caches,
+            each.activations,
+            each.decoding,
+            0,
+        )
+        for each in whole
+    )
+
+
+def decoder_bytes(entry: Entry, vae: str | None = None) -> int:
+    """Bytes of the decoder's weights and of a call for a chunk, in bfloat16: of the model's own, or the one called
+    `vae`."""
+    sizes = entry_sizes(entry, vae=vae)
+    return BFLOAT16 * (sizes.decoder.weights + sizes.decoder.work(sizes.spec.chunk_latents))

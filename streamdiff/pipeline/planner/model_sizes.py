@@ -1,36 +1,30 @@
-"""What a model's folder tells about sizes: layers, widths, caches, bytes. Read as JSON, without torch or weights."""
+"""Sizes of a model: layers, widths, caches, bytes; from its catalogue entry or its folder, without torch or weights."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from streamdiff.config import EMBEDDED
+from streamdiff.config import EMBEDDED, ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.memory_size import taehv_values, wan_values
+from streamdiff.models.autoencoder.memory_size import NO_DECODER, DecoderSizes, wan_decoder
+from streamdiff.models.autoencoder.memory_size import Config as TaehvConfig
 from streamdiff.models.catalogue import entries
 from streamdiff.models.catalogue.schema import Entry
-from streamdiff.models.checkpoint.json_file import read_object
-from streamdiff.models.checkpoint.safetensors_header import read_header
+from streamdiff.models.checkpoint.safetensors_header import parse_header
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
-from streamdiff.models.spec import ModelSpec
-from streamdiff.pipeline.scheduler.kv_context import cache_count, most_steps, spare_slots
-
-_INTEGERS = (
-    "num_layers", "num_attention_heads", "attention_head_dim", "ffn_dim", "text_dim", "freq_dim", "in_channels",
-    "out_channels",
-)  # fmt: skip
+from streamdiff.models.spec import ModelSpec, parse_size
+from streamdiff.models.tiny.folder import read_folder
+from streamdiff.pipeline.scheduler.kv_context import Anchors, cache_count, most_steps, spare_slots
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A model's facts, and the sizes of its parts. `*_values` count stored numbers, 0 where unknown: of the decoder's
-    weights, and what it remembers of a stream. `decode_flops` are those of decoding one latent frame, 0 where unknown.
-    """
+    """A model's spec, and the sizes of its parts. `text_values` are numbers of a small text encoder's weights; those of
+    `decoder` are 0 where nothing is known of it."""
 
     spec: ModelSpec
     blocks: int
@@ -44,9 +38,7 @@ class ModelSizes:
     patch: tuple[int, int, int]
     cross_attn_norm: bool
     text_values: int = 0
-    decoder_values: int = 0
-    decoder_memory_values: int = 0
-    decode_flops: float = 0.0
+    decoder: DecoderSizes = NO_DECODER
 
     @property
     def width(self) -> int:
@@ -91,7 +83,7 @@ class ModelSizes:
 
     @property
     def linear_values(self) -> int:
-        """Of a block's numbers, those that can be had in 8 bits: the matrices of attention and feed-forward."""
+        """Numbers of a block that can be quantised to 8 bits: the matrices of attention and feed-forward."""
         return 8 * self.width**2 + 2 * self.width * self.ffn_dim
 
     @property
@@ -118,6 +110,11 @@ class ModelSizes:
 
     # ---- caches, in numbers ------------------------------------------------------------------------------------
 
+    @property
+    def anchors(self) -> Anchors:
+        """Those of KV context `anchored`: the sink's chunks, and every so many."""
+        return Anchors(-(-self.spec.sink_latents // self.spec.chunk_latents), self.spec.anchor_every)
+
     def cache_values(self, blocks: int, *, steps: int, kv_context: str) -> int:
         """Keys and values that one session keeps on a stage of `blocks` blocks: each cache with its window and spare
         slots, and the text's for one epoch. The number of stages does not matter, and a session in few steps keeps as
@@ -125,11 +122,16 @@ class ModelSizes:
         steps = most_steps(steps, self.spec.steps)
         slots = self.spec.window_chunks(kv_context) + spare_slots(kv_context, steps=steps)
         caches = cache_count(kv_context, steps=steps)
-        return 2 * blocks * self.width * (caches * slots * self.tokens + self.text_tokens)
+        pinned = self.anchors.sink
+        if kv_context == "anchored":
+            slots += self.anchors.slots(slots - pinned)
+        # Slots whose keys are kept un-rotated too, as they move.
+        sink = 0 if self.spec.adaptive_ring(kv_context) else pinned
+        return blocks * self.width * (caches * (2 * slots + sink) * self.tokens + 2 * self.text_tokens)
 
 
-def read_facts(model: str) -> ModelSizes:
-    """The facts of `tiny`, the embedded model, or of a folder in the same layout.
+def read_sizes(model: str) -> ModelSizes:
+    """Sizes of `tiny`, the embedded model, or of a folder in the same layout.
 
     Raises:
         ConfigError: no such folder, a part that cannot be read, or a value that is missing or of the wrong kind.
@@ -139,41 +141,11 @@ def read_facts(model: str) -> ModelSizes:
         raise ConfigError(
             f"--model is {model!r}; it can be `tiny`, a name that `streamdiff models` lists, or a model's folder"
         )
-    index = _Table(folder / "model_index.json")
-    stream = index.table("stream")
-    transformer, decoder = _Table(folder / "transformer" / "config.json"), _Table(folder / "vae" / "config.json")
-    height, width = stream.integer("latent_height"), stream.integer("latent_width")
-    widths, blocks = decoder.integers("decoder_widths", 4), decoder.integers("decoder_blocks", 3, low=0)
-    space, time = decoder.integers("decoder_space", 3), decoder.integers("decoder_time", 3)
-    patch_size, channels = decoder.integer("patch_size"), decoder.integer("latent_channels")
-    spatial = patch_size * prod(space)
-    clean_window = stream.integer("clean_window_latents") if "clean_window_latents" in stream.values else None
-    spec = ModelSpec(
-        name=model,
-        latent_channels=channels,
-        latent_height=height,
-        latent_width=width,
-        chunk_latents=stream.integer("chunk_latents"),
-        window_latents=stream.integer("window_latents"),
-        clean_window_latents=clean_window,
-        sink_latents=stream.integer("sink_latents", low=0) if "sink_latents" in stream.values else 0,
-        frames_per_latent=prod(time),
-        width=width * spatial,
-        height=height * spatial,
-        native_fps=stream.number("native_fps"),
-        shift=stream.number("shift"),
-        steps=stream.integers("steps"),
-        text_shape=(_text_tokens(folder / "tokenizer" / "tokenizer.json"), transformer.integer("text_dim")),
-    )
-    architecture: dict[str, Any] = {key: transformer.integer(key) for key in _INTEGERS}
-    architecture["patch_size"] = transformer.integers("patch_size", 3)
-    architecture["cross_attn_norm"] = bool(transformer.values.get("cross_attn_norm", True))
-    sizes = replace(
-        facts_from(architecture, spec, taehv_values(widths, blocks, space, height, width)),
-        text_values=stored_values(folder / "text_encoder"),
-        decoder_values=stored_values(folder / "vae"),
-        decode_flops=_taehv_flops((channels, *widths, 3 * patch_size**2), blocks, space, time, height * width),
-    )
+    found = read_folder(folder, model)
+    spec, side = found.spec, (found.spec.latent_height, found.spec.latent_width)
+    # The whole autoencoder is loaded, whose numbers the file says.
+    decoder = replace(found.decoder.decoder(*side), weights=stored_values(folder / "vae"))
+    sizes = replace(sizes_from(found.architecture, spec, decoder), text_values=stored_values(folder / "text_encoder"))
     if sizes.tokens < 1 or min(map(spec.window, ("matched", "clean"))) < spec.sink_latents + spec.chunk_latents:
         raise ConfigError(
             f"{folder}: a chunk has {sizes.tokens} tokens, and a window must hold at least the sink and one chunk"
@@ -181,25 +153,9 @@ def read_facts(model: str) -> ModelSizes:
     return sizes
 
 
-def _taehv_flops(
-    widths: Sequence[int], blocks: Sequence[int], space: Sequence[int], time: Sequence[int], pixels: int
-) -> float:
-    """Floating-point operations of TAEHV's decoder for one latent frame of so many latent pixels. `widths` are the
-    channels of the latents, of the stages' inputs, of the last stage's output, and of the picture."""
-    latent, *inner, picture = widths
-    frames, macs = 1, 9 * latent * inner[0] * pixels
-    for i, (count, grows, lasts) in enumerate(zip(blocks, space, time, strict=True)):
-        # A block is three 3x3 convolutions, the first of which sees the frame before too; then time grows by a 1x1.
-        macs += (count * 36 + lasts) * inner[i] ** 2 * pixels * frames
-        pixels, frames = pixels * grows**2, frames * lasts
-        macs += 9 * inner[i] * inner[i + 1] * pixels * frames
-    return 2.0 * (macs + 9 * inner[-1] * picture * pixels * frames)
-
-
-def facts_from(architecture: Mapping[str, Any], spec: ModelSpec, decoder_memory_values: int = 0) -> ModelSizes:
-    """The facts of a model with a transformer of this architecture (arguments of diffusers' `WanTransformer3DModel`),
-    and a decoder that remembers so many numbers. Weights of text encoder and autoencoder count as 0, and nothing is
-    said of how long decoding takes."""
+def sizes_from(architecture: Mapping[str, Any], spec: ModelSpec, decoder: DecoderSizes = NO_DECODER) -> ModelSizes:
+    """Sizes of a model with a transformer of this architecture (arguments of diffusers' `WanTransformer3DModel`) and
+    this decoder. Weights of a text encoder count as 0."""
     given: Any = architecture
     return ModelSizes(
         spec=spec,
@@ -213,7 +169,7 @@ def facts_from(architecture: Mapping[str, Any], spec: ModelSpec, decoder_memory_
         out_channels=given["out_channels"],
         patch=tuple(given["patch_size"]),
         cross_attn_norm=given["cross_attn_norm"],
-        decoder_memory_values=decoder_memory_values,
+        decoder=decoder,
     )
 
 
@@ -225,89 +181,59 @@ def stored_values(folder: Path) -> int:
     """
     count = 0
     for path in sorted(folder.glob("*.safetensors")):
-        try:
-            header = json.loads(read_header(path))
-            count += sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path}: not a readable safetensors file: {error}") from None
+        count += sum(prod(entry.shape) for entry in parse_header(path).entries.values())
     return count
-
-
-class _Table:
-    """A JSON object whose entries are asked for by name and kind."""
-
-    def __init__(self, path: Path, values: Mapping[str, Any] | None = None) -> None:
-        self.path, self.values = path, read_object(path) if values is None else values
-
-    def table(self, key: str) -> _Table:
-        value = self._get(key)
-        if not isinstance(value, dict):
-            raise self._wrong(key, value, "an object with keys")
-        return _Table(self.path, value)
-
-    def integer(self, key: str, low: int = 1) -> int:
-        value = self._get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise self._wrong(key, value, f"a whole number, at least {low}")
-        return value
-
-    def integers(self, key: str, count: int | None = None, low: int = 1) -> tuple[int, ...]:
-        value = self._get(key)
-        good = isinstance(value, list) and all(type(item) is int and item >= low for item in value) and value
-        if not good or count not in (None, len(value)):
-            raise self._wrong(key, value, f"a list of {count or 'some'} whole numbers, each at least {low}")
-        return tuple(value)
-
-    def number(self, key: str) -> float:
-        value = self._get(key)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise self._wrong(key, value, "a number above 0")
-        return float(value)
-
-    def _get(self, key: str) -> Any:
-        if key not in self.values:
-            raise ConfigError(f"{self.path}: the key {key!r} is missing")
-        return self.values[key]
-
-    def _wrong(self, key: str, value: object, allowed: str) -> ConfigError:
-        return ConfigError(f"{self.path}: {key} is {json.dumps(value)[:60]}, but must be {allowed}")
-
-
-def _text_tokens(path: Path) -> int:
-    """The length to which texts are padded; 0 where the tokenizer's file does not say."""
-    try:
-        length = read_object(path)["padding"]["strategy"]["Fixed"]
-    except (ConfigError, KeyError, TypeError):
-        return 0
-    return length if isinstance(length, int) else 0
 
 
 BFLOAT16 = 2  # bytes of a number
 
 
-def facts_of(name: str) -> ModelSizes:
-    """Of a model of the catalogue, or of a folder of the embedded kind.
+def sizes_of(model: ModelConfig) -> ModelSizes:
+    """Sizes of a model of the catalogue, of random weights, or of a folder of the embedded kind, with the picture and
+    autoencoder that the configuration asks for.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: none of these; or a size that it cannot have.
     """
-    entry = entries.entries().get(name)
-    return known_facts(entry) if entry is not None else read_facts(name)
+    entry = entries.find(model.name) if entries.is_random(model.name) else entries.entries().get(model.name)
+    if entry is None or entry.weights is None:
+        if model.size is not None:
+            raise ConfigError(f"the size of {model.name} is fixed; leave --size out")
+        return read_sizes(model.name)
+    width, height = parse_size(model.size) if model.size is not None else (None, None)
+    return entry_sizes(entry, height=height, width=width, vae=model.vae)
 
 
-def known_facts(entry: Entry, *, height: int | None = None, width: int | None = None) -> ModelSizes:
-    """Sizes of the model at `height` x `width` pixels, by default its own picture.
+def entry_sizes(
+    entry: Entry, *, height: int | None = None, width: int | None = None, vae: str | None = None
+) -> ModelSizes:
+    """Sizes of the model at `height` x `width` pixels, by default its own picture, with the autoencoder `vae`, see
+    `decoder_sizes`.
 
-    As `facts_from` has them, and what the decoder remembers of a stream. A model that makes whole clips counts as a
-    chunk of one latent frame that sees itself.
+    A model that makes whole clips counts as a chunk of one latent frame that sees itself.
     """
     if entry.weights is None:
-        return read_facts(entry.name)
+        return read_sizes(entry.name)
     architecture = entries.transformer_arguments(entry)
     spec = entries.make_spec(entry.name, entry, architecture, (width or entry.width, height or entry.height))
     if entry.stream is None:
         spec = replace(spec, chunk_latents=1, window_latents=1)
-    decoder = entries.parts().autoencoders[entry.autoencoder].config
-    remembered = wan_values(decoder, spec.latent_height, spec.latent_width) if decoder else 0
-    # Whose past is seen again from its pictures decodes every chunk a second time.
-    return facts_from(architecture, spec, remembered * (2 if spec.context_pictures else 1))
+    return sizes_from(architecture, spec, decoder_sizes(spec, entry.autoencoder, vae))
+
+
+SMALL = "taew2_1"
+"""The small autoencoder that is proposed where the large one does not fit."""
+
+
+def decoder_sizes(spec: ModelSpec, own: str, vae: str | None = None) -> DecoderSizes:
+    """The decoder that the configuration's `vae` means (None: the catalogue's autoencoder `own`), for pictures of
+    `spec`. A file is a small one where its name says so, as the published ones' do; else it is Wan's, as `own` is."""
+    small = any(each.name == vae for known in entries.parts().autoencoders.values() for each in known.tiny)
+    config = entries.parts().autoencoders[own].config
+    if config is None or small or "tae" in Path(vae or "").name.removeprefix(entries.RANDOM):
+        found = TaehvConfig(spec.latent_channels).decoder(spec.latent_height, spec.latent_width)
+    else:
+        found = wan_decoder(config, spec.latent_height, spec.latent_width)
+    # Whose past is seen again from its pictures decodes every chunk a second time, with a decoder of its own.
+    times = 2 if spec.context_pictures else 1
+    return replace(found, weights=times * found.weights, remembered=times * found.remembered, flops=times * found.flops)

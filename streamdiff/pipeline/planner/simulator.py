@@ -1,22 +1,21 @@
 """The ring under virtual time: the real scheduler, with stages, links and a decoder that only take time.
 
 Reads no clock and computes no tensor, so a run is exact and repeats itself. Not modelled: the two slots of a link (a
-stage never waits for room behind it; that would not change which stage is the slowest), and the way of finished latents
-to a decoder on another rank.
+stage never waits for a free slot behind it; that would not change which stage is the slowest), and the transfer of
+finished latents to a decoder on another rank.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline.scheduler.kv_context import in_flight_limit, minimum_lead
+from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS, Anchors, in_flight_limit, min_ahead_frames
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 
@@ -28,17 +27,19 @@ _PER_SECOND = 10**12
 class Stream:
     """A session to simulate.
 
-    `lead_chunks`: chunks admitted and not yet shown, at most; None is the least with which the ring can run, and one
-    more that is being decoded (without that one, a decode of half a forward costs `matched` 6 % of its throughput).
+    `max_ahead_chunks`: chunks admitted and not yet shown, at most; None is the least with which the ring can run, and
+    one more that is being decoded (without that one, a decode of half a forward costs `matched` 6 % of its throughput).
     `first_steps`: steps of the first chunk, where it has more.
+    `anchors`: those of KV context `anchored`.
     `show_s`: seconds for which viewers look at a chunk; 0 takes each chunk away as soon as it is finished.
     """
 
     steps: int
     kv_context: str
-    lead_chunks: int | None = None
+    max_ahead_chunks: int | None = None
     show_s: float = 0.0
     first_steps: int | None = None
+    anchors: Anchors = NO_ANCHORS
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Setup:
     """What is simulated; times in seconds.
 
     `stage_s[p][r - 1]`: stage p on a forward of r rows, above 0, for every r up to `max_rows`.
-    `link_s[p]`: a message from stage p to the next; the last one is the flow's way back to the head. Empty: links cost
+    `link_s[p]`: a message from stage p to the next; the last one is the flow's way back to rank 0. Empty: links cost
     nothing. One stage has no links, and its entry must be 0 or missing.
     `decode_s`: a chunk's decode, on stage `decode_stage`, or beside the stages when that is None (its own rank or
     stream). Decodes run one at a time, in the order in which the chunks were finished.
@@ -87,16 +88,17 @@ class Setup:
         _check(self.chunks >= 8, f"chunks is {self.chunks}; at least 8 are needed to see a steady state")
         for stream in self.streams:
             in_flight_limit(stream.kv_context, steps=stream.steps, stages=stages)  # refuses unknown KV contexts
-            lead, first = stream.lead_chunks, stream.first_steps
+            ahead, first = stream.max_ahead_chunks, stream.first_steps
             _check(
                 first is None or first >= stream.steps, f"first_steps is {first}; at least {stream.steps} are needed"
             )
-            _check(lead is None or lead >= 1, f"lead_chunks is {lead}; at least 1 is needed")
+            _check(ahead is None or ahead >= 1, f"max_ahead_chunks is {ahead}; at least 1 is needed")
 
 
 @dataclass(frozen=True)
 class Span:
-    """Who worked on what, and when. `step` is None for a decode, `stage` is None where that runs beside the stages.
+    """One row of a forward on a stage, or a decode. `step` is None for a decode, `stage` is None where that runs beside
+    the stages.
 
     The rows of one forward have the same `forward`, begin and end; a decode has -1.
     """
@@ -130,7 +132,7 @@ class Gaps:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a run comes to. Rates, latency, gaps and occupancy are of the steady state: the first quarter of the
+    """Results of a simulation. Rates, latency, gaps and occupancy are of the steady state: the first quarter of the
     chunks is left out.
 
     `first_chunk_s` and `second_chunk_s` are from the start, of the session that waits longest. `occupancy` is the share
@@ -161,16 +163,18 @@ def simulate(setup: Setup) -> Run:
     """Run the scheduler over a ring of `setup`'s times.
 
     Raises:
-        ConfigError: the ring stands still before the horizon: a session's lead is too small.
+        ConfigError: the ring stands still before the horizon: a session's `max_ahead_chunks` is too small.
     """
     ring = _Ring(setup)
     ring.run()
-    spans = sorted(ring.spans, key=lambda span: (span.begin_s, -1 if span.stage is None else span.stage))
+    end_s = ring.agenda.now / _PER_SECOND  # jobs that wait then are left out
+    begun = (span for span in ring.spans if span.begin_s <= end_s)
+    spans = sorted(begun, key=lambda span: (span.begin_s, -1 if span.stage is None else span.stage))
     return Run(tuple(spans), tuple(ring.done), _figures(setup, spans, ring.done))
 
 
 class _Agenda:
-    """What happens when; at the same instant, in the order in which it was noted down."""
+    """Event queue; events of the same instant run in the order in which they were added."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -182,7 +186,7 @@ class _Agenda:
         self._noted += 1
 
     def instant(self) -> bool:
-        """Carry out all of the next instant; False when nothing is left. Mutates: self."""
+        """Run all events of the next instant; False when there are none. Mutates: self."""
         if not self._heap:
             return False
         self.now = self._heap[0][0]
@@ -192,43 +196,34 @@ class _Agenda:
 
 
 class _Server:
-    """Does one job at a time, in the order in which they came: a stage, a link, a decoder."""
+    """A stage, a link or a decoder: a FIFO queue that does one job at a time."""
 
     def __init__(self, agenda: _Agenda) -> None:
-        self._agenda, self._busy = agenda, False
-        self._queue: deque[tuple[int, Callable[[int, int], None], Callable[[], None]]] = deque()
+        self._agenda, self._free = agenda, 0
 
-    def put(self, ticks: int, begun: Callable[[int, int], None], ended: Callable[[], None]) -> None:
-        """`begun(begin, end)` is called when the job's turn comes, `ended()` at its end."""
-        self._queue.append((ticks, begun, ended))
-        if not self._busy:
-            self._start()
-
-    def _start(self) -> None:
-        ticks, begun, ended = self._queue.popleft()
-        self._busy = True
-        begun(self._agenda.now, self._agenda.now + ticks)
-        self._agenda.at(self._agenda.now + ticks, partial(self._end, ended))
-
-    def _end(self, ended: Callable[[], None]) -> None:
-        self._busy = False
-        if self._queue:  # who waits goes before whatever `ended` brings
-            self._start()
-        ended()
+    def put(self, ticks: int, ended: Callable[[], None]) -> tuple[int, int]:
+        """Enqueue a job of `ticks`; returns when it begins and ends. `ended` is called at its end. Mutates: self,
+        agenda."""
+        begin = max(self._agenda.now, self._free)
+        self._free = begin + ticks
+        self._agenda.at(self._free, ended)
+        return begin, self._free
 
 
 class _Ring:
     def __init__(self, setup: Setup) -> None:
         self.setup, self.stages = setup, len(setup.stage_s)
         self.limit = setup.forwards or self.stages + 1
-        # A chunk counts as one frame: room and lead are then in chunks.
+        # A chunk counts as one frame: frame credits are then in chunks.
         self.scheduler = StreamBatchScheduler(stages=self.stages, chunk_frames=1, max_rows=setup.max_rows)
-        self.lead = []
+        self.max_ahead = []
         for number, stream in enumerate(setup.streams):
             steps, first, context = stream.steps, stream.first_steps, stream.kv_context
-            self.scheduler.open(number, steps=steps, first_steps=first, kv_context=context, epoch=0)
-            least = minimum_lead(stream.kv_context, steps=stream.steps, stages=self.stages, chunk_frames=1)
-            self.lead.append(least + 1 if stream.lead_chunks is None else stream.lead_chunks)
+            self.scheduler.open(
+                number, steps=steps, first_steps=first, kv_context=context, epoch=0, anchors=stream.anchors
+            )
+            least = min_ahead_frames(stream.kv_context, steps=stream.steps, stages=self.stages, chunk_frames=1)
+            self.max_ahead.append(least + 1 if stream.max_ahead_chunks is None else stream.max_ahead_chunks)
         self.agenda = _Agenda()
         self.stage = [_Server(self.agenda) for _ in range(self.stages)]
         self.link = [_Server(self.agenda) for _ in range(self.stages)]
@@ -241,21 +236,21 @@ class _Ring:
         self.done: list[Done] = []
 
     def run(self) -> None:
-        """Until the horizon. Mutates: self."""
+        """Run until the horizon. Mutates: self."""
         horizon = self.setup.chunks * len(self.setup.streams)
         self._feed()
         while len(self.done) < horizon:
             if not self.agenda.instant():
                 raise ConfigError(
-                    f"the ring stands still after {len(self.done)} chunks: a lead of {min(self.lead)} chunks is too "
-                    "small for the chunks that wait for each other; leave lead_chunks out for the least that works"
+                    f"the ring stands still after {len(self.done)} chunks: max_ahead_chunks is {min(self.max_ahead)}, "
+                    "too small for chunks that wait for each other; leave it out for the least that works"
                 )
             self._feed()
 
     def _feed(self) -> None:
-        """Hand out forwards while the ring has place for one."""
-        for number, lead in enumerate(self.lead):
-            self.scheduler.set_room(number, lead - self.unshown[number])
+        """Let forwards enter the ring while fewer than `limit` are in it. Mutates: self."""
+        for number, max_ahead in enumerate(self.max_ahead):
+            self.scheduler.set_frame_credit(number, max_ahead - self.unshown[number])
         while self.in_ring < self.limit and (rows := self.scheduler.next()):
             for row in rows:
                 if row.step == 0:
@@ -266,21 +261,19 @@ class _Ring:
             self.forwards += 1
 
     def _arrive(self, stage: int, rows: Sequence[MicroStep], forward: int) -> None:
-        def begun(begin: int, end: int) -> None:
-            for row in rows:
-                self._note(stage, begin, end, row, row.step, forward)
-
         ticks = _ticks(self.setup.stage_s[stage][len(rows) - 1])
-        self.stage[stage].put(ticks, begun, partial(self._send, stage, rows, forward))
+        times = self.stage[stage].put(ticks, partial(self._send, stage, rows, forward))
+        for row in rows:
+            self._note(stage, times, row, row.step, forward)
 
     def _send(self, stage: int, rows: Sequence[MicroStep], forward: int) -> None:
         last = stage == self.stages - 1
         received = partial(self._back, rows) if last else partial(self._arrive, stage + 1, rows, forward)
         ticks = _ticks(self.setup.link_s[stage]) if self.setup.link_s else 0
-        self.link[stage].put(ticks, lambda begin, end: None, received)
+        self.link[stage].put(ticks, received)
 
     def _back(self, rows: Sequence[MicroStep]) -> None:
-        """A forward has come back to the head."""
+        """A forward has come back to rank 0. Mutates: self."""
         self.in_ring -= 1
         for row in rows:
             self.scheduler.returned(row)
@@ -288,13 +281,10 @@ class _Ring:
                 self._decode(row)
 
     def _decode(self, row: MicroStep) -> None:
-        def begun(begin: int, end: int) -> None:
-            if end > begin:
-                self._note(self.setup.decode_stage, begin, end, row, None, -1)
-
         ticks = _ticks(self.setup.decode_s)
         if ticks:
-            self.decoder.put(ticks, begun, partial(self._finish, row))
+            times = self.decoder.put(ticks, partial(self._finish, row))
+            self._note(self.setup.decode_stage, times, row, None, -1)
         else:  # nothing to wait for, not even for a busy stage
             self._finish(row)
 
@@ -308,9 +298,9 @@ class _Ring:
     def _show(self, session: int) -> None:
         self.unshown[session] -= 1
 
-    def _note(self, stage: int | None, begin: int, end: int, row: MicroStep, step: int | None, forward: int) -> None:
-        times = begin / _PER_SECOND, end / _PER_SECOND
-        self.spans.append(Span(stage, *times, row.session, row.chunk, step, forward))
+    def _note(self, stage: int | None, times: tuple[int, int], row: MicroStep, step: int | None, forward: int) -> None:
+        begin_s, end_s = (time / _PER_SECOND for time in times)
+        self.spans.append(Span(stage, begin_s, end_s, row.session, row.chunk, step, forward))
 
 
 def _figures(setup: Setup, spans: Sequence[Span], done: Sequence[Done]) -> Figures:

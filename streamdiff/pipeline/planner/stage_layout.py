@@ -1,15 +1,19 @@
-"""Blocks per stage, the place of decode, memory per rank: decided from costs before the first chunk, never moved after.
+"""Stage layout: blocks per stage and where decoding runs, chosen from costs before the first chunk and never changed.
 
-Pure: costs and sizes in, a plan out. No torch, no clock.
+Pure: costs in, a layout out. No torch, no clock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from streamdiff.pipeline.planner.costs import Costs, total
 from streamdiff.pipeline.planner.partition import check_stages, split_blocks
+from streamdiff.pipeline.scheduler.kv_context import PER_STEP
 
+Blocks = tuple[tuple[int, int], ...]
+"""(first, last) of each stage's run of blocks, last exclusive."""
 PLACES = ("head", "last", "own-rank", "own-stream")
 
 
@@ -22,11 +26,15 @@ class Workload:
     steps: int
     kv_context: str
     max_rows: int
+    anchor_every: int = 0
 
     @property
-    def passes(self) -> int:
-        """Forwards that a chunk takes."""
-        return self.steps if self.kv_context == "matched" else self.steps + 1
+    def passes(self) -> float:
+        """Forwards that a chunk takes, on average."""
+        if self.kv_context in PER_STEP:
+            every = self.anchor_every if self.kv_context == "anchored" else 0
+            return self.steps + (1 / every if every else 0)
+        return self.steps + 1
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,7 @@ class Layout:
     included.
     """
 
-    blocks: tuple[tuple[int, int], ...]
+    blocks: Blocks
     stage_s: tuple[tuple[float, ...], ...]
     decode: str
     slowest_s: float
@@ -45,11 +53,16 @@ class Layout:
     @property
     def decode_stage(self) -> int | None:
         """The stage that decoding keeps busy, or None where it runs beside the stages."""
-        return {"head": 0, "last": len(self.blocks) - 1}.get(self.decode)
+        return decode_stage(self.decode, len(self.blocks))
+
+
+def decode_stage(place: str, stages: int) -> int | None:
+    """The stage that decoding at `place` keeps busy; None where it runs beside the stages."""
+    return {"head": 0, "last": stages - 1}.get(place)
 
 
 def lay_out(costs: Costs, load: Workload, decode: str = "auto") -> Layout:
-    """The fastest split of blocks; for `auto` also decode's place: the head or the last rank, whichever is faster.
+    """The fastest split of blocks; for `auto` also decode's place: rank 0 or the last rank, whichever is faster.
 
     Times are compared for full forwards. A chunk's decode counts with its share of one forward: it comes once in so
     many forwards as the chunk has passes, per row.
@@ -57,20 +70,29 @@ def lay_out(costs: Costs, load: Workload, decode: str = "auto") -> Layout:
     Raises:
         ConfigError: more stages than blocks.
     """
-    places = ("head", "last") if decode == "auto" else (decode,)
-    return min((_lay_out(costs, load, place) for place in places), key=lambda layout: layout.slowest_s)
+    check_stages(load.stages, len(costs.block_s))
+    return fastest(decode, lambda place: _lay_out(costs, load, place))
+
+
+def fastest(decode: str, layout: Callable[[str], Layout]) -> Layout:
+    """The layout with decoding at the place `decode`, or for `auto` at the better of two."""
+    return min(map(layout, ("head", "last") if decode == "auto" else (decode,)), key=lambda each: each.slowest_s)
+
+
+def layout_of(
+    blocks: Blocks, stage_s: Sequence[tuple[float, ...]], decode: str, load: Workload, decode_s: float
+) -> Layout:
+    """The layout of stages whose blocks and seconds are known, with a chunk decoded in `decode_s`."""
+    share = _decode_share(decode, load, decode_s)
+    slowest = max(times[load.max_rows - 1] + extra for times, extra in zip(stage_s, share, strict=True))
+    return Layout(blocks, tuple(stage_s), decode, slowest)
 
 
 def _lay_out(costs: Costs, load: Workload, decode: str) -> Layout:
-    check_stages(load.stages, len(costs.block_s))
-    full = load.max_rows - 1
-    last = load.stages - 1
-    extra = [0.0] * load.stages
+    full, last = load.max_rows - 1, load.stages - 1
+    extra = _decode_share(decode, load, costs.decode_s)
     extra[0] += costs.embed_s[full]
     extra[last] += costs.head_s[full]
-    place = {"head": 0, "last": last}.get(decode)
-    if place is not None:
-        extra[place] += costs.decode_s * load.max_rows / load.passes
     blocks = split_blocks([times[full] for times in costs.block_s], extra)
     stage_s = []
     for rank, (first, end) in enumerate(blocks):
@@ -78,6 +100,10 @@ def _lay_out(costs: Costs, load: Workload, decode: str) -> Layout:
         parts += [costs.embed_s] if rank == 0 else []
         parts += [costs.head_s] if rank == last else []
         stage_s.append(total(parts))
-    decode_share = [costs.decode_s * load.max_rows / load.passes if rank == place else 0.0 for rank in range(last + 1)]
-    slowest = max(times[full] + share for times, share in zip(stage_s, decode_share, strict=True))
-    return Layout(blocks, tuple(stage_s), decode, slowest)
+    return layout_of(blocks, stage_s, decode, load, costs.decode_s)
+
+
+def _decode_share(decode: str, load: Workload, decode_s: float) -> list[float]:
+    """Seconds that decoding takes of each stage per full forward."""
+    share, place = decode_s * load.max_rows / load.passes, decode_stage(decode, load.stages)
+    return [share if rank == place else 0.0 for rank in range(load.stages)]

@@ -1,4 +1,4 @@
-"""A simulated run as a Chrome/Perfetto trace and as a picture: who works on which session's chunk's step, and when.
+"""A simulation as a Chrome/Perfetto trace and as a plot: when each stage works on which step of which chunk.
 
 One track per stage and one for decoding. A decode that keeps a stage busy stands on both tracks.
 """

@@ -1,10 +1,11 @@
-"""A stage as graphs: one block compiled for all blocks, for a window that is full; on CUDA also whole forwards replayed
-as CUDA graphs.
+"""A stage as graphs: what stands between two self-attentions compiled once for all blocks; on CUDA also whole forwards
+replayed as CUDA graphs.
 
-Beside it stands the plain path, `StageForward` as it is written; `ModelRunner` falls back on it for a shape that no
-graph was made for, as while a window fills. A *key* is what graphs are made for: how many rows, and what each sees.
-Whatever else changes from chunk to chunk and block to block (slots, positions, prompts, weights) comes in tensors, so
-nothing is ever compiled again.
+Self-attention stays as it is: it reads and writes the caches where they lie, whatever a row sees, which no compiled
+code has to know. Beside it stands the plain path, `StageForward` as it is written; `ModelRunner` falls back on it for
+what no graph was made for, as while a window fills. A *key* is what graphs are captured for: how many rows, and what
+each sees. Whatever else changes from chunk to chunk and block to block (slots, positions, prompts, weights) comes in
+tensors, so nothing is ever compiled again.
 """
 
 from __future__ import annotations
@@ -17,21 +18,20 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from streamdiff.models.transformer.wan import BlockWeights, KeyValue, Tokens
+from streamdiff.models.transformer.wan import BlockWeights, KeyValue, Tokens, block_modulation
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, StaticMetadata, TensorMetadata, attend_rows
+from streamdiff.pipeline.kv_cache.cache import LayerCaches
 from streamdiff.pipeline.runner.cuda_graph_cache import GraphCache
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
 from streamdiff.pipeline.runner.torch_compile import one_graph
 
-Caches = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
-"""Keys and values of each layer of one session."""
 Texts = Sequence[Sequence[KeyValue]]
 """Of each row, of each layer."""
 
 
 class Key(NamedTuple):
-    """What a graph is made for: for each row, which of the forward's sessions it belongs to and what it sees; for each
-    session, the slots of its caches."""
+    """Key of a compiled forward. `sessions`: of each row, the index of its session in the forward; `shapes`: of each
+    row, what it sees; `slots`: of each session, the slots of its KV cache."""
 
     sessions: tuple[int, ...]
     shapes: tuple[StaticMetadata, ...]
@@ -39,10 +39,9 @@ class Key(NamedTuple):
 
 
 class RowInputs(NamedTuple):
-    """What of a row changes from chunk to chunk, see `TensorMetadata`."""
+    """Tensor inputs of a row that change from chunk to chunk, see `TensorMetadata`."""
 
     slot: Tensor
-    gather_index: Tensor | None
     query_rope: Tensor
     sink_rope: Tensor | None
     inverse_rope: Tensor | None
@@ -53,11 +52,11 @@ class RowInputs(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Everything that a forward reads and, of `caches`, writes; caches of one session are in it once."""
+    """All tensors that a forward reads; `caches`, once per session, are also written."""
 
     given: Tensors
     texts: tuple[tuple[KeyValue, ...], ...]
-    caches: tuple[Caches, ...]
+    caches: tuple[LayerCaches, ...]
     rows: tuple[RowInputs, ...]
 
 
@@ -65,133 +64,170 @@ Run = Callable[[Inputs], Tensors]
 
 
 class CompiledStage:
-    """The graphs of one stage. While it is `learning`, a key that is new gets graphs, which takes long."""
+    """The compiled forwards of one stage, by key. While `learning` is true, a new key is compiled, which is slow."""
 
     def __init__(self, forward: StageForward, device: torch.device, live: bool) -> None:
         """`live`: whether forwards of sessions that are opened later may be captured, see `Captured`."""
         self._forward = forward
         self._graphs: dict[Key, Run] = {}
+        self._parts: dict[int, CompiledParts] = {}  # by the number of rows
         self._captured = captured_on(device, live)
         self.learning = False
 
     @property
     def keys(self) -> frozenset[Key]:
-        """What there are graphs for."""
+        """Keys of the compiled forwards."""
         return frozenset(self._graphs)
 
     @property
     def captured_sessions(self) -> int:
-        """Of how many sessions' caches there are captured graphs."""
+        """Number of sessions whose caches have captured CUDA graphs."""
         return len(self._captured.kept.homes) if self._captured is not None else 0
 
     def captured_of(self, caches: Tensor) -> int:
-        """How many captured graphs a session has, whose caches' keys are `caches`."""
+        """Number of captured CUDA graphs of the session whose cache keys are `caches`."""
         return self._captured.kept.count(home_of(caches)) if self._captured is not None else 0
 
     def forget(self, caches: Tensor) -> None:
-        """Drop the captured graphs of a session whose caches are given up. Mutates: self."""
+        """Drop the captured CUDA graphs of a session before its caches are freed. Mutates: self."""
         if self._captured is not None:
             self._captured.forget(home_of(caches))
 
     def run(self, given: Tensors, texts: Texts, views: Sequence[AttentionMetadata]) -> Tensors | None:
-        """What the plain path computes, or None where there is no graph for it. Mutates: the rows' caches."""
-        key, inputs = _sort(given, texts, views)
+        """The result of the plain path by a compiled forward, or None if there is none for this key. Mutates: the rows'
+        caches."""
+        key, inputs = _split(given, texts, views)
         if key not in self._graphs:
             if not self.learning:
                 return None
-            self._graphs[key] = compiled(self._forward, key)
+            rows = len(key.shapes)
+            self._parts[rows] = self._parts.get(rows) or compiled(self._forward)
+            self._graphs[key] = partial(run_parts, self._forward, self._parts[rows], key)
         run = self._graphs[key]
         if self._captured is not None:
             return self._captured.run(key, run, inputs, texts, self.learning)
         return run(inputs)
 
 
-def compiled(forward: StageForward, key: Key) -> Run:
-    """The stage for one key, by graphs that are compiled when they are called first: of one block, which does for all
-    of them as its weights are arguments, of what stands before the blocks and of what stands behind."""
-    sessions, shapes, _ = key
+class CompiledParts(NamedTuple):
+    """A stage's forward without its self-attentions, as graphs that are compiled when they are called first: up to the
+    first, from one to the next, and from the last on. Queries, keys and values are `[R, L, H, d]`."""
+
+    begin: Callable[[BlockWeights, Tensors], tuple[Tensor, ...]]
+    between: Callable[..., tuple[Tensor, ...]]
+    end: Callable[..., Tensors]
+
+
+def compiled(forward: StageForward) -> CompiledParts:
+    """The stage for one number of rows. Weights of blocks are arguments, so one graph does for all of them."""
     denoiser, attend = forward.denoiser, forward.denoiser.attend
 
-    def begin(given: Tensors) -> tuple[Tensor, ...]:
-        tokens = denoiser.embed(*given) if forward.first else Tokens(*given)
-        modulation = denoiser.modulation(tokens.time).float()
-        return (*tokens, modulation) if forward.first else (modulation,)
+    def before(weights: BlockWeights, hidden: Tensor, modulation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        own = block_modulation(weights.block.scale_shift_table, modulation)
+        return denoiser.before_attention(weights, hidden, own)
 
-    def block(
+    def after(
+        weights: BlockWeights, hidden: Tensor, modulation: Tensor, texts: tuple[KeyValue, ...], mixed: Tensor
+    ) -> Tensor:
+        own = block_modulation(weights.block.scale_shift_table, modulation)
+        return denoiser.after_attention(weights, hidden, own, concat_rows(texts), mixed, attend)
+
+    def begin(weights: BlockWeights, given: Tensors) -> tuple[Tensor, ...]:
+        tokens = forward.enter(given)
+        modulation = denoiser.modulation(tokens.time).float()
+        made = (tokens.hidden,) if forward.first else ()  # what is given is not handed back
+        return (*made, modulation, *before(weights, tokens.hidden, modulation))
+
+    def between(
         weights: BlockWeights,
+        following: BlockWeights,
         hidden: Tensor,
         modulation: Tensor,
         texts: tuple[KeyValue, ...],
-        caches: tuple[tuple[Tensor, Tensor], ...],
-        rows: tuple[RowInputs, ...],
-    ) -> Tensor:
-        views = []
-        for session, shape, row in zip(sessions, shapes, rows, strict=True):
-            keys, values = caches[session]
-            tensors = TensorMetadata((keys,), (values,), *row)
-            views.append(AttentionMetadata(shape, tensors))
-        mix = partial(attend_rows, views, 0, attend=attend)
-        own_modulation = weights.block.scale_shift_table + modulation
-        return denoiser.run_block(weights, hidden, own_modulation, beside(texts), mix, attend)
+        mixed: Tensor,
+    ) -> tuple[Tensor, ...]:
+        hidden = after(weights, hidden, modulation, texts, mixed)
+        return hidden, *before(following, hidden, modulation)
 
-    def end(hidden: Tensor, time: Tensor) -> Tensor:
-        return denoiser.head(Tokens(hidden, time), forward.grid)
+    def end(
+        weights: BlockWeights,
+        hidden: Tensor,
+        time: Tensor,
+        modulation: Tensor,
+        texts: tuple[KeyValue, ...],
+        mixed: Tensor,
+    ) -> Tensors:
+        hidden = after(weights, hidden, modulation, texts, mixed)
+        return (denoiser.head(Tokens(hidden, time), forward.grid),) if forward.last else (hidden,)
 
-    begin, block, end = one_graph(begin), one_graph(block), one_graph(end)
-
-    def run(inputs: Inputs) -> Tensors:
-        given = tuple(map(_of_this_mode, inputs.given))
-        *tokens, modulation = begin(given)
-        hidden, time = tokens or given
-        for layer in range(len(denoiser.blocks)):
-            texts = tuple(text[layer] for text in inputs.texts)
-            caches = tuple((keys[layer], values[layer]) for keys, values in inputs.caches)
-            hidden = block(denoiser.weights(layer), hidden, modulation, texts, caches, inputs.rows)
-        return (end(hidden, time),) if forward.last else (hidden, time)
-
-    return run
+    return CompiledParts(one_graph(begin), one_graph(between), one_graph(end))
 
 
-def beside(texts: Sequence[KeyValue]) -> KeyValue:
-    """One layer's text keys and values of several rows, side by side; those of one row as they are, without a copy."""
+def run_parts(forward: StageForward, parts: CompiledParts, key: Key, inputs: Inputs) -> Tensors:
+    """The stage's forward by its compiled parts, and self-attention between them. Mutates: the caches."""
+    denoiser, views = forward.denoiser, _views(key, inputs)
+    attend, weights = denoiser.attend_parts, [denoiser.weights(layer) for layer in range(len(denoiser.blocks))]
+    given = tuple(map(_as_inference_tensor, inputs.given))
+    *made, modulation, query, keys, values = parts.begin(weights[0], given)
+    hidden, time = made[0] if made else given[0], given[1]
+    last = len(weights) - 1
+    for layer, own in enumerate(weights):
+        mixed = attend_rows(views, layer, query, keys, values, attend)
+        texts = tuple(text[layer] for text in inputs.texts)
+        if layer < last:
+            hidden, query, keys, values = parts.between(own, weights[layer + 1], hidden, modulation, texts, mixed)
+    result = parts.end(weights[last], hidden, time, modulation, texts, mixed)
+    return result if forward.last else (*result, time)
+
+
+def _views(key: Key, inputs: Inputs) -> list[AttentionMetadata]:
+    """The rows' attention metadata, put together again."""
+    return [
+        AttentionMetadata(shape, TensorMetadata(inputs.caches[session], *row))
+        for session, shape, row in zip(key.sessions, key.shapes, inputs.rows, strict=True)
+    ]
+
+
+def concat_rows(texts: Sequence[KeyValue]) -> KeyValue:
+    """Concatenate one layer's text keys and values of several rows; those of one row are returned without a copy."""
     return texts[0] if len(texts) == 1 else KeyValue(*(torch.cat(parts) for parts in zip(*texts, strict=True)))
 
 
-def side_by_side(texts: Texts) -> list[KeyValue]:
-    """The same for all layers."""
-    return [beside(layer) for layer in zip(*texts, strict=True)]
+def concat_layers(texts: Texts) -> list[KeyValue]:
+    """`concat_rows` for every layer."""
+    return [concat_rows(layer) for layer in zip(*texts, strict=True)]
 
 
-def _sort(given: Tensors, texts: Texts, views: Sequence[AttentionMetadata]) -> tuple[Key, Inputs]:
-    """What holds for many forwards, and what is this one's.
+def _split(given: Tensors, texts: Texts, views: Sequence[AttentionMetadata]) -> tuple[Key, Inputs]:
+    """The key of a forward, and its tensor inputs.
 
     A graph must not find out that two of its inputs happen to be the same tensor, which would be another graph: rows of
     one session share its caches always, and everything else is handed over as a tensor object of its own.
     """
-    caches: list[Caches] = []
+    caches: list[LayerCaches] = []
     sessions = []
     for view in views:
-        own = view.tensors.keys, view.tensors.values
-        place = next((i for i, each in enumerate(caches) if each[0] is own[0]), len(caches))
+        own = view.tensors.caches
+        place = next((i for i, each in enumerate(caches) if each is own), len(caches))
         caches[place:] = caches[place:] or [own]
         sessions.append(place)
-    rows = tuple(RowInputs(*view.tensors[2:]).map(_another) for view in views)
-    others = tuple(tuple(KeyValue(_another(kv.key), _another(kv.value)) for kv in text) for text in texts)
-    key = Key(tuple(sessions), tuple(view.shape for view in views), tuple(len(keys[0]) for keys, _ in caches))
+    rows = tuple(RowInputs(*view.tensors[1:]).map(_fresh_view) for view in views)
+    others = tuple(tuple(KeyValue(_fresh_view(kv.key), _fresh_view(kv.value)) for kv in text) for text in texts)
+    key = Key(tuple(sessions), tuple(view.shape for view in views), tuple(len(each.keys[0]) for each in caches))
     return key, Inputs(given, others, tuple(caches), rows)
 
 
-def _another(tensor: Tensor) -> Tensor:
+def _fresh_view(tensor: Tensor) -> Tensor:
     return tensor.view(tensor.shape)
 
 
 def home_of(caches: Tensor) -> int:
-    """The memory that all keys of a session's caches are in, see `cuda_graph_cache`."""
+    """Address of the storage that holds all keys of a session's caches, see `cuda_graph_cache`."""
     return caches.untyped_storage().data_ptr()
 
 
-def _of_this_mode(tensor: Tensor) -> Tensor:
-    """Links hand over tensors that were made outside of inference mode, which would be another graph."""
+def _as_inference_tensor(tensor: Tensor) -> Tensor:
+    """`tensor` as an inference tensor: links deliver others, which would compile to another graph."""
     return tensor if tensor.is_inference() else tensor.clone()
 
 
@@ -209,10 +245,13 @@ carries it out by itself, so that everything is compiled and at hand."""
 
 class CudaRecord:
     """The `Record` of CUDA. All graphs share a pool of memory, since they are replayed one after the other, and what
-    one leaves is used up before the next begins."""
+    one leaves is used up before the next begins. Their kernels have the priority of the stream that they were captured
+    on, whatever stream they are replayed on (torch instantiates graphs so)."""
 
-    def __init__(self) -> None:
+    def __init__(self, priority: int = 0) -> None:
+        """`priority` is as of `torch.cuda.Stream`: 0 is the lowest, that of streams for which none is given."""
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(priority=priority)  # one: memory of the pool is used again by stream
 
     def __call__(self, run: Run, inputs: Inputs, warm_up: bool) -> tuple[Recorded, Tensors]:
         if warm_up:
@@ -224,25 +263,26 @@ class CudaRecord:
             torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # The thread that decodes goes on meanwhile: what it allocates and waits for is no fault of this capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = run(inputs)
         return graph, result
 
 
 def captured_on(device: torch.device, live: bool) -> Captured | None:
-    """Where there are graphs of CUDA; `live` as `Captured` has it."""
-    return Captured(CudaRecord(), live) if device.type == "cuda" else None
+    """The CUDA graph cache for a CUDA device, else None; `live` as in `Captured`. Its graphs go before decoding, which
+    is captured without a priority and has time until pictures are due."""
+    return Captured(CudaRecord(priority=-1), live) if device.type == "cuda" else None
 
 
 @dataclass
-class TextPlace:
-    """Where graphs look for the text of a row, and `whose` copy is there."""
+class TextBuffer:
+    """Static buffers of a row's text keys and values; `whose` is the object that was copied there last."""
 
     layers: tuple[KeyValue, ...]
     whose: object = None
 
     def put(self, text: Sequence[KeyValue]) -> None:
-        """Copy the text there, if it is another one. Mutates: self."""
+        """Copy `text` into the buffers unless it is there already. Mutates: self."""
         if self.whose is text:
             return
         for to_layer, layer in zip(self.layers, text, strict=True):
@@ -252,11 +292,11 @@ class TextPlace:
 
 
 class Replayed(NamedTuple):
-    """A captured graph, where it looks for what it reads, and where it puts its result."""
+    """A captured CUDA graph with its static input buffers and its output tensors."""
 
     graph: Recorded
     static: Inputs
-    texts: tuple[TextPlace, ...]
+    texts: tuple[TextBuffer, ...]
     result: Tensors
 
 
@@ -272,34 +312,29 @@ class Captured:
     def __init__(self, record: Record, live: bool) -> None:
         """`live` is False where a capture, for which the device is waited for, could wait for another rank."""
         self._record, self._live = record, live
-        self._kept: GraphCache[Replayed] = GraphCache()
-        self._texts: dict[tuple[int, int], TextPlace] = {}  # by the session's home, and row
+        self.kept: GraphCache[Replayed] = GraphCache()
+        self._texts: dict[tuple[int, int], TextBuffer] = {}  # by the session's home, and row
         self._given: dict[tuple[int, torch.Size], Tensor] = {}  # by place among what is given, and shape
 
-    @property
-    def kept(self) -> GraphCache[Replayed]:
-        """What is captured for whom."""
-        return self._kept
-
     def forget(self, home: int) -> None:
-        """Drop what there is for caches that are about to be freed. Mutates: self."""
-        self._kept.forget(home)
+        """Drop graphs and buffers of caches that are about to be freed. Mutates: self."""
+        self.kept.forget(home)
         self._texts = {place: text for place, text in self._texts.items() if place[0] != home}
 
     def run(self, key: Key, run: Run, inputs: Inputs, texts: Texts, learning: bool) -> Tensors:
         """`run(inputs)`, replayed where there is a graph: then it lies where the next replay puts its own. `texts` are
         those of `inputs`, the objects that they are known by. Mutates: the caches."""
-        place = key, tuple((keys[0].data_ptr(), values[0].data_ptr()) for keys, values in inputs.caches)
-        found = self._kept.find(place)
+        place = key, tuple((each.keys[0].data_ptr(), each.values[0].data_ptr()) for each in inputs.caches)
+        found = self.kept.find(place)
         if found is None:
-            homes = tuple(home_of(keys[0]) for keys, _ in inputs.caches)
-            if not (learning or self._live) or not self._kept.is_due(place, homes, learning=learning):
+            homes = tuple(home_of(each.keys[0]) for each in inputs.caches)
+            if not (learning or self._live) or not self.kept.should_capture(place, homes, learning=learning):
                 return run(inputs)
             found = self._capture(run, inputs, [homes[session] for session in key.sessions], learning)
-            self._kept.keep(place, homes, found)
+            self.kept.keep(place, homes, found)
         for row, text in zip(found.texts, texts, strict=True):
             row.put(text)
-        _hand_over(found.static, inputs)
+        _copy_inputs(found.static, inputs)
         found.graph.replay()
         return found.result
 
@@ -315,18 +350,19 @@ class Captured:
         return Replayed(graph, static, texts, result)
 
     def _place(self, index: int, tensor: Tensor) -> Tensor:
-        """Where all graphs look for what is given at this place in this shape; it is there. Mutates: self."""
+        """The static buffer for input `index` of this shape, shared by all graphs, with `tensor` copied into it.
+        Mutates: self."""
         return self._given.setdefault((index, tensor.shape), torch.empty_like(tensor)).copy_(tensor)
 
-    def _text(self, place: tuple[int, int], text: tuple[KeyValue, ...]) -> TextPlace:
-        """Where all graphs of a session look for the text of this row. Mutates: self."""
+    def _text(self, place: tuple[int, int], text: tuple[KeyValue, ...]) -> TextBuffer:
+        """The text buffer of a row of a session, shared by its graphs. Mutates: self."""
         if place not in self._texts:
-            self._texts[place] = TextPlace(tuple(KeyValue(kv.key.clone(), kv.value.clone()) for kv in text))
+            self._texts[place] = TextBuffer(tuple(KeyValue(kv.key.clone(), kv.value.clone()) for kv in text))
         return self._texts[place]
 
 
-def _hand_over(static: Inputs, inputs: Inputs) -> None:
-    """Copy what changes from forward to forward. Mutates: static."""
+def _copy_inputs(static: Inputs, inputs: Inputs) -> None:
+    """Copy a forward's inputs into the static buffers. Mutates: static."""
     for there, here in zip((static.given, *static.rows), (inputs.given, *inputs.rows), strict=True):
         for to, source in zip(there, here, strict=True):
             if to is not None and source is not None:

@@ -19,7 +19,7 @@ HOMES = 4
 
 
 class GraphCache(Generic[Graph]):
-    """The graphs of at most `most` homes, whoever comes first; sessions beyond that go without."""
+    """CUDA graphs of at most `most` homes, first come, first served; further sessions run without."""
 
     def __init__(self, most: int = HOMES) -> None:
         self._most = most
@@ -28,20 +28,19 @@ class GraphCache(Generic[Graph]):
 
     @property
     def places(self) -> frozenset[Place]:
-        """What there are graphs for."""
+        """Places that have a graph."""
         return frozenset(self._graphs)
 
     @property
     def homes(self) -> frozenset[int]:
-        """Whose memory there are graphs for."""
+        """Homes that have a graph."""
         return frozenset(home for homes, _ in self._graphs.values() for home in homes)
 
     def find(self, place: Place) -> Graph | None:
-        """The graph of this place."""
-        found = self._graphs.get(place)
-        return found[1] if found is not None else None
+        """The graph of this place, if there is one."""
+        return self._graphs[place][1] if place in self._graphs else None
 
-    def is_due(self, place: Place, homes: Homes, *, learning: bool) -> bool:
+    def should_capture(self, place: Place, homes: Homes, *, learning: bool) -> bool:
         """Whether a graph that is not there shall be captured now: while learning always, later when the place is met
         for the second time, since what is met once is not worth it, and where no home is one too many. Mutates: self.
         """
@@ -56,14 +55,14 @@ class GraphCache(Generic[Graph]):
         return False
 
     def keep(self, place: Place, homes: Homes, graph: Graph) -> None:
-        """From now on `graph` is this place's; it holds the caches of `homes`. Mutates: self."""
+        """Add the graph of a place; it keeps the caches of `homes` alive. Mutates: self."""
         self._graphs[place] = homes, graph
 
     def count(self, home: int) -> int:
-        """How many graphs this memory has."""
+        """Number of graphs of a home."""
         return sum(home in homes for homes, _ in self._graphs.values())
 
     def forget(self, home: int) -> None:
-        """Drop all that has to do with this memory, which is about to be freed. Mutates: self."""
+        """Drop the graphs of a home before its memory is freed. Mutates: self."""
         self._graphs = {place: kept for place, kept in self._graphs.items() if home not in kept[0]}
         self._met = {place: homes for place, homes in self._met.items() if home not in homes}

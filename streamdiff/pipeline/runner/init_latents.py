@@ -1,4 +1,4 @@
-"""Video to video: encoded input in the place of pure noise, and how much noise is mixed into it."""
+"""Video to video: initial latents from an encoded video, and how much noise is mixed into them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from streamdiff.models.sampling import TIMESTEPS, add_noise
+from streamdiff.models.sampling import TIMESTEPS, Schedule, add_noise, grid
 
 FULL_MOTION = 0.2
 """Root mean square difference of neighbouring frames that counts as full motion; published for pixels in [-1, 1]."""
 REACH = 0.1
 """How far full motion lowers the noise level."""
 TIMESTEP_OFFSET = 0.1
-"""How much less noise the model is told of than was mixed in, by the same authors, on purpose."""
+"""How far the timestep given to the model lies below the noise mixed in, over 1000; on purpose, by the same authors."""
 _SMOOTHING = 0.9
 """Share of a chunk's own level in what is used; the rest is the level of the chunk before."""
 
@@ -24,9 +24,9 @@ class InitLatents:
     """Encoded input that a stream's chunks start from. Chunks beyond n begin as the last one.
 
     latents: clean and normalised as the model has them, `[n, C, F, h, w]`.
-    noise_level: 0 to 1, float32 `[n]`: noise mixed into each chunk for its first step.
-    timestep: 0 to 1000, float32 `[n]`: what the model is given at that step. x0 is made from timestep / 1000
-    (StreamDiffusionV2's code rounds that to its grid, by up to 0.001).
+    noise_level: 0 to 1, float32 `[n]`: noise mixed into each chunk for its first step; or `[n, F]`, by latent frame.
+    timestep: 0 to 1000, float32 `[n]`: what the model is given at that step. x0 is made with the noise level that the
+    schedule has for it, see `levels_of`.
     """
 
     latents: Tensor
@@ -41,11 +41,10 @@ class InitLatents:
 
     @classmethod
     def following_motion(
-        cls, latents: Tensor, strength: float, frames: Tensor | None = None, together: int = 1
+        cls, latents: Tensor, strength: float, together: int = 1, motion: Tensor | None = None
     ) -> InitLatents:
-        """The more motion, the less noise, see `motion_levels`; `timestep` is `TIMESTEP_OFFSET` lower. Motion is that
-        of `frames` `[n, C, F, H, W]`, such as pixels, or of the latents themselves."""
-        levels = motion_levels(latents if frames is None else frames, strength, together)
+        """The more the input moves, the less noise, see `motion_levels`; `timestep` is `TIMESTEP_OFFSET` lower."""
+        levels = motion_levels(latents, strength, together, motion)
         timestep = (levels * TIMESTEPS).floor() - TIMESTEP_OFFSET * TIMESTEPS
         return cls(latents, levels.float(), timestep.float())
 
@@ -54,19 +53,34 @@ class InitLatents:
         return replace(self, noise_level=self.noise_level.to(device), timestep=self.timestep.to(device))
 
     def begin(self, chunk: int, noise: Tensor) -> Tensor:
-        """What the first step of `chunk` receives, `[C, F, h, w]` like `noise`."""
+        """Input of the first step of `chunk`: latents with `noise` mixed in, both `[C, F, h, w]`."""
         at = self._at(chunk)
-        return add_noise(self.latents[at].to(noise), noise, self.noise_level[at])
+        level = self.noise_level[at]
+        return add_noise(self.latents[at].to(noise), noise, level[:, None, None] if level.ndim else level)
 
-    def level(self, chunk: int) -> Tensor:
-        """The timestep that the model is told at the first step, without dimensions."""
+    def timestep_of(self, chunk: int) -> Tensor:
+        """The timestep that the model is given at the first step of `chunk`, without dimensions."""
         return self.timestep[self._at(chunk)]
+
+    def of_chunk(self, values: Tensor, chunk: int) -> Tensor:
+        """That of `chunk` among `values` `[n]`, without dimensions."""
+        return values[self._at(chunk)]
 
     def _at(self, chunk: int) -> int:
         return min(chunk, len(self.latents) - 1)
 
 
-def motion_levels(frames: Tensor, strength: float, together: int = 1) -> Tensor:
+def levels_of(timesteps: Tensor, schedule: Schedule) -> Tensor:
+    """The noise levels of any timesteps `[n]` of a schedule, float32: that of its first step, the nearest of its grid,
+    or timestep / 1000. Reads nothing back to the host."""
+    levels = timesteps.double() / TIMESTEPS
+    if schedule.grid_shift is not None:
+        points = torch.tensor(grid(schedule.grid_shift), dtype=torch.float64).to(timesteps.device)
+        levels = points[(points - levels[:, None]).abs().argmin(1)]
+    return torch.where(timesteps == schedule.timesteps[0], schedule.sigmas[0], levels).float()
+
+
+def motion_levels(frames: Tensor, strength: float, together: int = 1, motion: Tensor | None = None) -> Tensor:
     """StreamDiffusionV2's noise controller (github.com/chenfengxu714/StreamDiffusionV2, `inference.py`): with m the
     largest root mean square difference of a chunk's neighbouring frames, the one before the chunk included, over
     `FULL_MOTION` and at most 1, the level is 0.9 (strength - 0.1 m) + 0.1 (the level before). Theirs looks at pixels.
@@ -75,15 +89,18 @@ def motion_levels(frames: Tensor, strength: float, together: int = 1) -> Tensor:
     Args:
         frames: `[n, C, F, h, w]`.
         strength: level without motion, 0 to 1.
+        motion: `[n]`, the largest differences where they are known, of pixels; None: those of `frames`.
 
     Returns:
         float64 `[n]` on the device of `frames`, from `strength - 0.1` to `strength`.
     """
     count, length = len(frames), frames.shape[2]
-    line = frames.double().movedim(2, 1).flatten(0, 1)
-    steps = (line[1:] - line[:-1]).square().flatten(1).mean(1).sqrt()
-    motion = torch.cat([steps.new_zeros(1), steps]).view(count, length).amax(1) / FULL_MOTION
-    levels = [motion.new_full((), strength)] * min(together, count)
-    for share in motion.clamp(0, 1)[together:]:
+    if motion is None:
+        line = frames.double().movedim(2, 1).flatten(0, 1)
+        steps = (line[1:] - line[:-1]).square().flatten(1).mean(1).sqrt()
+        motion = torch.cat([steps.new_zeros(1), steps]).view(count, length).amax(1)
+    shares = (motion.double() / FULL_MOTION).clamp(0, 1)
+    levels = [shares.new_full((), strength)] * min(together, count)
+    for share in shares[together:]:
         levels.append(_SMOOTHING * (strength - REACH * share) + (1 - _SMOOTHING) * levels[-1])
     return torch.stack(levels)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -19,9 +20,9 @@ from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, RollingAtt
 from streamdiff.pipeline.kv_cache.cache import KVCache
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
 from streamdiff.pipeline.planner.kv_budget import RankMemory
-from streamdiff.pipeline.runner.compiled_stage import CompiledStage, side_by_side
+from streamdiff.pipeline.runner.compiled_stage import CompiledStage, concat_layers
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
-from streamdiff.pipeline.scheduler.kv_context import cache_count, most_steps
+from streamdiff.pipeline.scheduler.kv_context import PER_STEP, cache_count, most_steps
 from streamdiff.pipeline.scheduler.step import MicroStep
 
 _TRIAL = -1
@@ -30,15 +31,18 @@ _TRIAL = -1
 
 @dataclass
 class RunnerSession:
-    """What a stage keeps of a session: its KV cache, its steps per chunk (without the first chunk's extra ones), and by
+    """A session's state on one stage: its KV cache, its steps per chunk (without the first chunk's extra ones), and by
     epoch still in use the cross-attention keys and values, and the first chunk that is visible outside the sink."""
 
-    plan: CacheGeometry
+    geometry: CacheGeometry
     state: KVCache
     steps: int
     matched: bool
+    """Whether each step has a cache of its own: `matched`, `anchored`."""
     cached_steps: int
-    """Of `matched`: the steps that the caches are of, until the first row of others."""
+    """Of those: the steps that the caches are of, until the first row of others."""
+    newest: int = -1
+    """Of other contexts: the newest chunk that has written its slot."""
     text: dict[int, list[KeyValue]] = field(default_factory=dict)
     visible_from_chunk: dict[int, int] = field(default_factory=dict)
 
@@ -55,7 +59,9 @@ class ModelRunner:
             raise ValueError(f"a patch has {patch[0]} latent frames; it must have 1, as windows count latent frames")
         self.frames = spec.chunk_latents
         self.grid = (spec.latent_height // patch[1], spec.latent_width // patch[2])
-        self.attention = self._attention(compiled=False)
+        self.attention = RollingAttention(
+            self.frames, *self.grid, self.denoiser.head_dim, device, self.denoiser.attend_parts
+        )
         self._forward = StageForward(self.denoiser, spec.chunk_shape[1:], index == 0, index == stages - 1)
         self.compiled: CompiledStage | None = None
         self.sessions: dict[int, RunnerSession] = {}
@@ -63,17 +69,17 @@ class ModelRunner:
         self._most_waiting = 0
 
     @torch.inference_mode()
-    def carry_out(self, work: StageMessage) -> StageMessage:
-        """Do what `work` says; returns what the next rank gets. Mutates: self."""
-        control = work.control
+    def carry_out(self, message: StageMessage) -> StageMessage:
+        """Execute a stage message; returns the message for the next rank. Mutates: self."""
+        control = message.control
         if control is None:
-            return StageMessage(work.kind, work.rows, None, self.forward(work.rows, work.tensors))
-        match work.kind:
+            return StageMessage(message.kind, message.rows, None, self.forward(message.rows, message.tensors))
+        match message.kind:
             case MessageKind.OPEN:
                 self.open(control.session, steps=control.steps, kv_context=control.kv_context)
             case MessageKind.TEXT:
                 self.set_text(
-                    control.session, control.epoch, work.tensors[0], control.oldest, control.visible_from_chunk
+                    control.session, control.epoch, message.tensors[0], control.oldest, control.visible_from_chunk
                 )
             case MessageKind.RESET:
                 self.reset(control.session)
@@ -81,29 +87,28 @@ class ModelRunner:
                 self.set_steps(control.session, control.epoch, control.steps)
             case MessageKind.CLOSE:
                 self.close(control.session)
-        return work
+        return message
 
     @torch.inference_mode()
     def open(self, session: int, *, steps: int, kv_context: str) -> None:
         """Allocate the session's caches. Mutates: self."""
-        plan = cache_geometry(self.spec, kv_context, steps=steps)
+        geometry = cache_geometry(self.spec, kv_context, steps=steps)
         caches = cache_count(kv_context, steps=most_steps(steps, self.spec.steps))
-        sizes = [tuple(state.key.shape[::2][:2]) for state in self._waiting]
-        if (caches, plan.slots) in sizes:
-            state = self._waiting.pop(sizes.index((caches, plan.slots)))
+        alike = [number for number, state in enumerate(self._waiting) if state.serves(geometry, caches)]
+        if alike:
+            state = self._waiting.pop(alike[0])
             state.reset()
-            self.sessions[session] = RunnerSession(plan, state, steps, kv_context == "matched", steps)
-            return
-        state = KVCache.allocate(
-            plan,
-            caches=caches,
-            layers=len(self.denoiser.blocks),
-            tokens=self.frames * self.grid[0] * self.grid[1],
-            heads=self.denoiser.heads,
-            head_dim=self.denoiser.head_dim,
-            like=torch.empty(0, dtype=self.denoiser.dtype, device=self.device),  # weights may be quantised
-        )
-        self.sessions[session] = RunnerSession(plan, state, steps, kv_context == "matched", steps)
+        else:
+            state = KVCache.allocate(
+                geometry,
+                caches=caches,
+                layers=len(self.denoiser.blocks),
+                tokens=self.frames * self.grid[0] * self.grid[1],
+                heads=self.denoiser.heads,
+                head_dim=self.denoiser.head_dim,
+                like=torch.empty(0, dtype=self.denoiser.dtype, device=self.device),  # weights may be quantised
+            )
+        self.sessions[session] = RunnerSession(geometry, state, steps, kv_context in PER_STEP, steps)
 
     def close(self, session: int) -> None:
         """Free the session's KV cache. With CUDA graphs, keep as many caches as `compile` preallocated, those with most
@@ -123,6 +128,7 @@ class ModelRunner:
         self.sessions[session].state.reset()
         self.sessions[session].text.clear()
         self.sessions[session].visible_from_chunk.clear()
+        self.sessions[session].newest = -1
 
     @torch.inference_mode()
     def set_text(self, session: int, epoch: int, embeddings: Tensor, oldest: int, visible_from_chunk: int = 0) -> None:
@@ -145,7 +151,7 @@ class ModelRunner:
         kept.steps = steps
 
     def _fit_caches(self, session: RunnerSession) -> None:
-        """KV context `matched` only: after a change of step count, give each step the cache of the old step with the
+        """Where each step has a cache: after a change of step count, give each step the cache of the old step with the
         nearest timestep. Runs on the first row that needs it. Mutates: session."""
         if session.matched and session.cached_steps != session.steps:
             before, now = self.spec.schedule(session.cached_steps), self.spec.schedule(session.steps)
@@ -156,13 +162,15 @@ class ModelRunner:
     def forward(self, rows: Sequence[MicroStep], given: Tensors) -> Tensors:
         """Run this stage for `rows`, see `StageForward`. With graphs of CUDA what it returns is overwritten by the next
         forward: whoever keeps it copies it. Mutates: the rows' caches."""
-        views = [self._view(row, self._ahead(rows, index)) for index, row in enumerate(rows)]
+        views: list[AttentionMetadata] = []
+        for index, row in enumerate(rows):
+            views.append(self._view(row, self._ahead(rows, index), views))
         texts = [self.sessions[row.session].text[row.epoch] for row in rows]
         done = self.compiled.run(given, texts, views) if self.compiled is not None else None
         if done is None:
-            done = self._forward(given, side_by_side(texts), self.attention.on(views))
+            done = self._forward(given, concat_layers(texts), self.attention.on(views))
         for row in rows:
-            if row.chunk < self.spec.first_chunks > 1:
+            if row.chunk < self.spec.first_chunks > 1 or row.clean:
                 self._share(row)
         return done
 
@@ -189,16 +197,18 @@ class ModelRunner:
         # In a ring a receive may stand on the device until another rank has sent (docs/decisions/0010), and a capture
         # waits for the device: there nothing is captured once streams run.
         self.compiled = CompiledStage(self._forward, self.device, live=self.stages == 1)
-        self.attention = self._attention(compiled=True)
         trials = self._try_out(sessions, memory, steps=steps, kv_context=kv_context)
-        # From here on every chunk takes the slot of another.
-        chunk = max(self.sessions[_TRIAL].plan.slots, self.spec.first_chunks)
+        # From here on every chunk takes the slot of another. Where slots are spare, what is seen lies otherwise with
+        # each of them.
+        geometry = self.sessions[_TRIAL].geometry
+        full = max(geometry.slots, self.spec.first_chunks)
+        chunks = range(full, full + geometry.period)
         self.compiled.learning = True
         kinds = (False, True) if clean_with_next else (False,)
         on_progress(0, len(kinds))
         for made, with_next in enumerate(kinds, 1):
-            for trial in trials:
-                for rows in _met(trial, chunk, steps, kv_context != "matched", with_next):
+            for trial, chunk in product(trials, chunks):
+                for rows in _met(trial, chunk, steps, kv_context, chunk in geometry.anchors, with_next):
                     self.forward(rows, self._forward.zeros(len(rows), self.device))
             on_progress(made, len(kinds))
         self.compiled.learning = False
@@ -206,12 +216,8 @@ class ModelRunner:
         for trial in trials:
             self.close(trial)
 
-    def _attention(self, compiled: bool) -> RollingAttention:
-        denoiser = self.denoiser
-        return RollingAttention(self.frames, *self.grid, denoiser.head_dim, self.device, compiled, denoiser.attend)
-
     def _try_out(self, sessions: int, memory: RankMemory | None, *, steps: int, kv_context: str) -> list[int]:
-        """Open sessions to make graphs with, see `compile`. Mutates: self."""
+        """Open trial sessions whose forwards are compiled, see `compile`. Mutates: self."""
         trials: list[int] = []
         most = sessions
         while len(trials) < max(most, 1):
@@ -223,8 +229,10 @@ class ModelRunner:
         return trials
 
     def _ahead(self, rows: Sequence[MicroStep], index: int) -> int:
-        """Rows after this one that are made together with it."""
+        """Number of later rows in this forward that row `index` may attend to: chunks that are made together."""
         row, count = rows[index], self.spec.first_chunks
+        if row.recaches:
+            return len(rows) - 1 - index
         if row.chunk + 1 >= count:  # as good as always
             return 0
         return sum(
@@ -234,34 +242,53 @@ class ModelRunner:
 
     def _share(self, row: MicroStep) -> None:
         """What was made together is seen by every step as its last one left it (StreamDiffusionV2's start: it runs
-        through all steps on one cache, which is copied then). Mutates: the row's caches."""
+        through all steps on one cache, which is copied then), an anchor as its clean pass did. Mutates: the row's
+        caches."""
         session = self.sessions[row.session]
-        if session.matched and row.last:
-            session.state.share(self._cache(session, row), session.plan.slot(row.chunk))
+        if session.matched and (row.last or row.clean):
+            slot = session.geometry.slot(row.chunk, row.clean and row.chunk >= session.geometry.pinned)
+            session.state.share(self._cache(session, row), slot)
 
     def _cache(self, session: RunnerSession, row: MicroStep) -> int:
-        """A first chunk may have more steps: those before the others' first write where that one will."""
-        return max(0, row.step - (row.steps - session.steps)) if session.matched else 0
+        """A first chunk may have more steps: those before the others' first write where that one will. A clean pass
+        sees what the last step sees."""
+        return min(max(0, row.step - (row.steps - session.steps)), session.steps - 1) if session.matched else 0
 
-    def _view(self, row: MicroStep, ahead: int) -> AttentionMetadata:
+    def _view(self, row: MicroStep, ahead: int, before: Sequence[AttentionMetadata]) -> AttentionMetadata:
         session = self.sessions[row.session]
         self._fit_caches(session)
         cache = self._cache(session, row)
         # Where there is a clean pass, only what that writes stays.
         adapt = self.spec.adaptive_sink if session.matched or row.clean else None
+        if session.geometry.adaptive and row.chunk < self.spec.first_chunks > 1:
+            adapt = None  # published: chunks that are made together are not compared with the sink
         # A chunk leaves when the one that takes its slot first writes there.
-        fold = self.spec.averaged_sink if session.matched or row.step == 0 else None
+        fold = self.spec.averaged_sink if session.matched or row.chunk > session.newest else None
+        session.newest = max(session.newest, row.chunk)
         visible_from = session.visible_from_chunk[row.epoch]
+        if row.recaches:
+            # All see each other. A sink that the window has moved on from keeps the keys that it has.
+            geometry, end = session.geometry, row.recache_end
+            return self.attention.view(
+                geometry, session.state, cache, row.chunk, visible_from, ahead=ahead, before=before,
+                end_chunk=end, keep_sink=geometry.full(end),
+            )  # fmt: skip
         if row.clean and self.spec.context_alone:
             visible_from = max(visible_from, row.chunk)
-        return self.attention.view(session.plan, session.state, cache, row.chunk, visible_from, adapt, fold, ahead)
+        clean = session.geometry.seen_clean(row.chunk, row.step, row.steps, visible_from)
+        return self.attention.view(
+            session.geometry, session.state, cache, row.chunk, visible_from, adapt, fold, ahead, before, clean=clean
+        )
 
 
-def _met(trial: int, chunk: int, steps: int, clean: bool, with_next: bool) -> Iterator[list[MicroStep]]:
-    """Rows of the forwards of one of the session's chunks: the first step, and the clean pass; where there is none,
-    every step, as each has a cache of its own. Or of that which takes the next chunk's first step with it."""
+def _met(
+    trial: int, chunk: int, steps: int, kv_context: str, anchor: bool, with_next: bool
+) -> Iterator[list[MicroStep]]:
+    """Rows of the forwards of one of the session's chunks: the first step, and the clean pass; where each step has a
+    cache of its own every step, and an `anchor`'s clean pass. Or of that which takes the next chunk's first step with
+    it."""
     if with_next:
         yield [MicroStep(trial, chunk, steps, steps, 0), MicroStep(trial, chunk + 1, 0, steps, 0)]
         return
-    for step in (0, steps) if clean else range(steps):
+    for step in range(steps + anchor) if kv_context in PER_STEP else (0, steps):
         yield [MicroStep(trial, chunk, step, steps, 0)]

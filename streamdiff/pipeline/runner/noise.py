@@ -1,4 +1,4 @@
-"""Where a session's noise comes from: its seed, or tensors that somebody gives; and how it gets to the device."""
+"""Noise of a session: drawn from its seed, or given as tensors; and prefetched to the device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Noise(Protocol):
 
 @dataclass(frozen=True)
 class SeededNoise:
-    """Noise that follows from `seed`; `shape` is that of a chunk."""
+    """Noise drawn from `seed`; `shape` `[C, F, h, w]` is that of a chunk."""
 
     shape: tuple[int, int, int, int]
     seed: int
@@ -61,8 +61,8 @@ class TensorNoise:
 
 
 class PrefetchedNoise:
-    """Noise on the device, without a host that waits: while the device computes, a thread draws what is wanted next,
-    into pinned memory, from where the copy needs nobody.
+    """Noise on the device without blocking the host: while a stage computes, a thread draws what is needed next,
+    for a GPU into pinned memory, from where it is copied asynchronously.
 
     torch lends pinned memory again once the copy out of it is through, so there are no buffers here to take turns.
     """
@@ -72,13 +72,14 @@ class PrefetchedNoise:
         self._noise, self._device, self._draws, self._thread = noise, device, draws, thread
         self._drawn: dict[tuple[int, int], Future[Tensor]] = {}
 
+    def prefetch(self, chunk: int, step: int) -> None:
+        """Have the noise of a step drawn that will be asked for; of one that does not exist, none. Mutates: self."""
+        if step < self._draws and (chunk, step) not in self._drawn:
+            self._drawn[chunk, step] = self._thread.submit(self._pinned, chunk, step)
+
     def draw(self, chunk: int, step: int) -> Tensor:
         """As `Noise`, on the device. Mutates: self."""
         drawn = self._drawn.pop((chunk, step), None)
-        # What is wanted next: this chunk's next step, and the chunk after it, which may begin before this one ends.
-        for following in ((chunk, step + 1), (chunk + 1, 0)) if step == 0 else ((chunk, step + 1),):
-            if following[1] < self._draws and following not in self._drawn:
-                self._drawn[following] = self._thread.submit(self._pinned, *following)
         noise = drawn.result() if drawn is not None else self._pinned(chunk, step)
         return noise.to(self._device, non_blocking=True)
 

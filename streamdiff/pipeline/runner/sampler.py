@@ -13,12 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from streamdiff.config import PROMPT_POLICIES, RECACHES
+from streamdiff.errors import RequestError
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
-from streamdiff.pipeline.runner.init_latents import InitLatents
+from streamdiff.pipeline.runner.init_latents import InitLatents, levels_of
 from streamdiff.pipeline.runner.noise import Noise, PrefetchedNoise
+from streamdiff.pipeline.runner.step_levels import StepLevels
+from streamdiff.pipeline.scheduler.kv_context import PER_STEP
 from streamdiff.pipeline.scheduler.step import MicroStep
 
 
@@ -29,23 +33,19 @@ class Finished(NamedTuple):
     latents: Tensor
 
 
-PROMPT_SWITCHES = ("keep", "flush", "recache")
-"""What a new prompt may do to the past, see `RingExecutor.set_text`. To start afresh is `RingExecutor.reset`."""
-
-
 @dataclass
-class HeadSession:
+class SamplerSession:
     """What rank 0 keeps of one stream."""
 
     given: Noise
     """Noise as it was supplied."""
-    noise: Noise
-    """The same, prefetched to the device where that pays."""
+    noise: PrefetchedNoise
+    """The same, drawn ahead and on the device."""
     schedule: Schedule
     kv_context: str
-    plan: CacheGeometry
-    levels: tuple[Tensor, Tensor]
-    """Timesteps `[steps + 1, F]` on the device, the clean pass last: of the first chunk, and of the others."""
+    geometry: CacheGeometry
+    times: tuple[Tensor, Tensor]
+    """Time embeddings `[steps + 1, F, D]`, the clean pass last: of the first chunk, and of the others."""
     latents: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """By (chunk, epoch) in flight: x_t, or x0 for the clean pass, `[C, F, h, w]`. A result without an entry belongs to
     a stream that was reset or closed."""
@@ -56,82 +56,132 @@ class HeadSession:
     """The first chunk outside the sink that chunks admitted from now on see."""
     source: InitLatents | None = None
     """Encoded input that first steps start from; None: noise alone."""
+    source_levels: Tensor | None = None
+    """Noise levels that x0 of these first steps is made with, of each chunk of `source`."""
+    levels: StepLevels | None = None
+    """Timesteps and noise levels that go before those of schedule and source."""
+    given_latents: dict[int, Tensor] = field(default_factory=dict)
+    """By chunk: finished latents `[C, F, h, w]` that the stream goes on from. With a clean pass they leave when that
+    has been entered; in `matched` every step has them as its x0."""
+    begin_times: dict[int, Tensor] = field(default_factory=dict)
+    """By chunk that begins next: the time embedding `[F, D]` of its first step, where that is not the schedule's."""
     pictures: Any = None
     """Memory of the model's `past`."""
 
     @property
     def clean_pass(self) -> bool:
-        return self.kv_context != "matched"
+        """Whether all chunks have a clean pass."""
+        return self.kv_context not in PER_STEP
 
     def keep(self, row: MicroStep, latents: Tensor) -> None:
-        """Remember a finished chunk as long as a later one may see it. Mutates: self."""
+        """Remember a finished chunk for as long as a later one may see it. Mutates: self."""
         chunk = row.chunk
         self.kept[chunk] = latents, row.steps
-        if (gone := chunk - self.plan.slots) >= self.plan.pinned:
+        if (gone := chunk - self.geometry.slots) >= self.geometry.pinned:
             self.kept.pop(gone, None)
 
 
 class LatentSampler:
-    """Latents, noise and sampler of every open session."""
+    """Rank 0's sampler: latents, noise and schedule of every open session."""
 
     def __init__(self, model: Model, device: torch.device) -> None:
         self.dtype, self.spec, self.device, self.past = model.denoiser.dtype, model.spec, device, model.past
-        self.sessions: dict[int, HeadSession] = {}
-        # On a CPU a thread that draws would only take time from the one that computes.
-        self._thread = ThreadPoolExecutor(1, "noise") if device.type == "cuda" else None
+        self.sessions: dict[int, SamplerSession] = {}
+        self._embed = model.denoiser.time_embedding
+        self._zeros = torch.zeros(model.spec.chunk_latents, device=device)
+        self._thread = ThreadPoolExecutor(1, "noise")
 
     def prepare(
-        self, *, noise: Noise, schedule: Schedule, kv_context: str, source: InitLatents | None = None
-    ) -> HeadSession:
-        """A stream at its beginning; in `sessions` it starts."""
-        plan = cache_geometry(self.spec, kv_context, steps=schedule.steps)
-        levels, drawn = self._both_levels(schedule), self._drawn(noise, schedule)
-        return HeadSession(noise, drawn, schedule, kv_context, plan, levels, source=source and source.on(self.device))
+        self,
+        *,
+        noise: Noise,
+        schedule: Schedule,
+        kv_context: str,
+        source: InitLatents | None = None,
+        levels: StepLevels | None = None,
+        given_latents: Tensor | None = None,
+    ) -> SamplerSession:
+        """State of a new stream, which starts once it is put into `sessions`. `given_latents` `[n, C, F, h, w]` are
+        those of its first n chunks, which are finished.
+
+        Raises:
+            ValueError: some, but not all, of those that are made together are given.
+        """
+        if given_latents is not None and 0 < len(given_latents) < self.spec.first_chunks:
+            raise ValueError(
+                f"{len(given_latents)} chunks are given; the first {self.spec.first_chunks} are made together"
+            )
+        geometry = cache_geometry(self.spec, kv_context, steps=schedule.steps)
+        times, drawn = self._times(schedule), self._prefetched(noise, schedule)
+        state = SamplerSession(noise, drawn, schedule, kv_context, geometry, times)
+        if source is not None:
+            state.source = source.on(self.device)
+            state.source_levels = levels_of(source.timestep, schedule).to(self.device)
+        if levels is not None:
+            state.levels = levels.to(self.device)
+        if given_latents is not None:
+            state.given_latents = dict(enumerate(given_latents.to(self.device, torch.float32)))
+        self._prepare_begin(state, 0)
+        return state
 
     def set_steps(self, session: int, schedule: Schedule) -> None:
         """Chunks from now on have this schedule; none may be in flight. Mutates: self."""
         state = self.sessions[session]
-        state.schedule, state.levels = schedule, self._both_levels(schedule)
-        state.noise = self._drawn(state.given, schedule)
-
-    def close(self, session: int) -> None:
-        self.sessions.pop(session, None)
+        state.schedule, state.times = schedule, self._times(schedule)
+        state.noise = self._prefetched(state.given, schedule)
 
     def switch(self, session: int, chunk: int, policy: str) -> tuple[int, list[int]]:
-        """What `policy` means for a prompt in force from `chunk` on: the chunk before which nothing but the sink is
-        seen, and the chunks whose clean pass has to run again, oldest first. Mutates: self.
+        """Apply the prompt policy of a prompt in force from `chunk` on. Returns the first chunk outside the sink that
+        stays visible, and the chunks whose clean pass has to run again (`recache`: in one forward), oldest first.
+        Mutates: self.
 
         Raises:
-            ValueError: unknown policy, or one that the session's KV context cannot have.
+            RequestError: unknown policy, or one that the session's KV context cannot have.
         """
         self.check_switch(session, policy)
         state = self.sessions[session]
-        seen = state.plan.visible(chunk, state.visible_from_chunk)[:-1]
+        rerun: list[int] = []
         if policy == "flush":
             state.visible_from_chunk = chunk
-        elif policy == "recache":
-            state.visible_from_chunk = next((each for each in seen if each >= state.plan.pinned), chunk)
-        return state.visible_from_chunk, seen if policy == "recache" else []
+        elif policy == "recache" and chunk > 0:
+            rerun = state.geometry.recached(chunk - 1, state.visible_from_chunk)
+        elif policy == "recache-causal":
+            rerun = state.geometry.visible(chunk, state.visible_from_chunk)[:-1]
+            state.visible_from_chunk = next((each for each in rerun if each >= state.geometry.pinned), chunk)
+        return state.visible_from_chunk, rerun
 
     def check_switch(self, session: int, policy: str) -> None:
         """Raises what `switch` would."""
-        if policy not in PROMPT_SWITCHES:
-            raise ValueError(f"prompt switch is {policy!r}; it can be {', '.join(PROMPT_SWITCHES)}")
-        if policy == "recache" and not self.sessions[session].clean_pass:
-            raise ValueError("prompt switch recache needs a KV context with a clean pass: clean or staircase")
+        known = [each for each in PROMPT_POLICIES if each != "reset"]  # which is `RingExecutor.reset`
+        if policy not in known:
+            raise RequestError("switch", f"prompt switch is {policy!r}; it can be {', '.join(known)}")
+        if policy in RECACHES and not self.sessions[session].clean_pass:
+            raise RequestError(
+                "switch", f"prompt switch {policy} needs a KV context with a clean pass: clean or staircase"
+            )
 
     @torch.inference_mode()
     def inputs(self, rows: Sequence[MicroStep]) -> tuple[Tensor, Tensor]:
-        """What the first stage is given for `rows`: latents `[R, C, F, h, w]` in the model's dtype, timesteps `[R, F]`;
-        a chunk's first step draws its noise. Mutates: self."""
-        latents, levels = [], []
+        """Model inputs for `rows`: latents `[R, C, F, h, w]` and time embeddings `[R, F, D]` in the model's dtype; a
+        chunk's first step takes its noise. Mutates: self."""
+        latents, times = [], []
         for row in rows:
             session = self.sessions[row.session]
             if row.step == 0:
                 session.latents[row.chunk, row.epoch] = self._begin(row)
+            times.append(self._time(row))
             latents.append(self._context(row) if row.clean else session.latents[row.chunk, row.epoch])
-            levels.append(self._level(row))
-        return torch.stack(latents).to(self.dtype), torch.stack(levels)
+        return torch.stack(latents).to(self.dtype), torch.stack(times)
+
+    def look_ahead(self, rows: Sequence[MicroStep]) -> None:
+        """`rows` are about to enter: have prepared, while the stage computes, what their chunks' next steps need, and
+        the chunks after them, which may begin before these end. Mutates: self."""
+        begun = {(row.session, row.chunk) for row in rows if row.step == 0}
+        for row in rows:
+            self.sessions[row.session].noise.prefetch(row.chunk, row.step + 1)
+        for session, chunk in begun:
+            if (session, chunk + 1) not in begun:
+                self._prepare_begin(self.sessions[session], chunk + 1)
 
     @torch.inference_mode()
     def advance(self, rows: Sequence[MicroStep], flows: Tensor) -> list[Finished]:
@@ -140,71 +190,108 @@ class LatentSampler:
         Rows of sessions that were closed or reset while they were on their way are ignored.
         """
         finished = []
-        for row, flow in zip(rows, flows, strict=True):
+        for row, flow in zip(rows, flows.unbind(), strict=True):
             session, key = self.sessions.get(row.session), (row.chunk, row.epoch)
             if session is None or key not in session.latents:
                 continue
             x_t = session.latents.pop(key)
             if row.clean:
+                if not session.clean_pass:  # then nothing runs it again
+                    del session.kept[row.chunk]
                 continue
             x0 = sampling.clean_from_flow(x_t, flow.to(x_t.dtype), self._sigma(row, row.step))
+            if row.chunk in session.given_latents:  # known already: the step was run for what it leaves in its cache
+                x0 = session.given_latents[row.chunk]
             if row.last:
                 finished.append(Finished(row, x0))
                 if session.clean_pass:
                     session.keep(row, self._remembered(session, row.chunk, x0))
                     session.latents[key] = x0
+                elif row.chunk in session.geometry.anchors:
+                    session.kept[row.chunk], session.latents[key] = (x0, row.steps), x0
             else:
                 fresh = self._noise(row, row.step + 1)
                 session.latents[key] = sampling.add_noise(x0, fresh, self._sigma(row, row.step + 1))
         return finished
 
     def _begin(self, row: MicroStep) -> Tensor:
-        """What a chunk's first step receives: noise, or input with noise mixed in."""
+        """Input of a chunk's first step: noise, or latents that are given with noise mixed in."""
         session, noise = self.sessions[row.session], self._noise(row)
+        if row.chunk in session.given_latents:
+            return sampling.add_noise(session.given_latents[row.chunk], noise, self._sigma(row, 0))
         if session.source is not None:
             return session.source.begin(row.chunk, noise)
         scale = session.schedule.of(row.chunk).noise_scale
         return noise if scale == 1 or session.noise.is_unscaled(row.chunk) else noise * scale
 
-    def _level(self, row: MicroStep) -> Tensor:
-        """What the model is told, `[F]`."""
+    def _time(self, row: MicroStep) -> Tensor:
+        """The time embedding that the model is given for this row, `[F, D]`. Mutates: the session."""
         session = self.sessions[row.session]
-        if row.step == 0 and session.source is not None:
-            return session.source.level(row.chunk).expand(self.spec.chunk_latents)
-        return session.levels[row.chunk > 0][row.step]
+        # Of chunks that are made together only the first has one that is ready.
+        if row.step == 0 and (ready := session.begin_times.pop(row.chunk, None)) is not None:
+            return ready
+        if row.clean:
+            own = self._zeros if row.chunk in session.given_latents else None
+        else:
+            own = self._own_timesteps(session, row.chunk, row.step)
+        return session.times[row.chunk > 0][row.step] if own is None else self._embedded(own)
+
+    def _own_timesteps(self, session: SamplerSession, chunk: int, step: int) -> Tensor | None:
+        """The timesteps `[F]` of a denoise step of a chunk, where they are not the schedule's."""
+        if session.levels is not None and (own := session.levels.timestep(chunk, step)) is not None:
+            return own
+        if step == 0 and session.source is not None:
+            return session.source.timestep_of(chunk).expand(self.spec.chunk_latents)
+        return None
+
+    def _prepare_begin(self, session: SamplerSession, chunk: int) -> None:
+        """Have noise and time embedding of a chunk's first step ready before it may enter. Mutates: session."""
+        session.noise.prefetch(chunk, 0)
+        if (own := self._own_timesteps(session, chunk, 0)) is not None:
+            session.begin_times[chunk] = self._embedded(own)
+
+    @torch.inference_mode()
+    def _embedded(self, timesteps: Tensor) -> Tensor:
+        """Time embedding `[F, D]` of timesteps `[F]`."""
+        return self._embed(timesteps[None])[0].to(self.dtype)
 
     def _sigma(self, row: MicroStep, step: int) -> Tensor | float:
-        """The noise level of the row's chunk at one of its steps; at the first an input may have its own."""
+        """The noise level of the row's chunk at one of its steps, as `StepLevels.sigma`, or one for all its latent
+        frames; at the first an input may have its own."""
         session = self.sessions[row.session]
-        if step == 0 and session.source is not None:
-            return session.source.level(row.chunk) / sampling.TIMESTEPS
+        if session.levels is not None and (own := session.levels.sigma(row.chunk, step)) is not None:
+            return own
+        if step == 0 and session.source is not None and session.source_levels is not None:
+            return session.source.of_chunk(session.source_levels, row.chunk)
         return session.schedule.of(row.chunk).sigmas[step]
 
-    def _drawn(self, noise: Noise, schedule: Schedule) -> Noise:
-        """The noise on the device, drawn ahead where that pays."""
-        if self._thread is None:
-            return noise
+    def _prefetched(self, noise: Noise, schedule: Schedule) -> PrefetchedNoise:
         return PrefetchedNoise(noise, self.device, schedule.steps + (self.spec.context_sigma > 0), self._thread)
 
-    def _both_levels(self, schedule: Schedule) -> tuple[Tensor, Tensor]:
-        """What the model is told at each step of the first chunk and of the others, see `HeadSession`."""
-        return self._levels(schedule.of(0)), self._levels(schedule)
+    @torch.inference_mode()
+    def _times(self, schedule: Schedule) -> tuple[Tensor, Tensor]:
+        """See `SamplerSession.times`. One by one, so that a step has the same bits whatever the others are."""
+        clean, frames = self.spec.context_sigma * sampling.TIMESTEPS, self.spec.chunk_latents
+        both = ((*each.timesteps, clean) for each in (schedule.of(0), schedule))
+        timesteps = (torch.tensor(each, device=self.device)[:, None].expand(-1, frames) for each in both)
+        first, other = (torch.cat([self._embed(step[None]).to(self.dtype) for step in each]) for each in timesteps)
+        return first, other
 
-    def _levels(self, schedule: Schedule) -> Tensor:
-        """What the model is told at each step, and in the clean pass, `[steps + 1, F]`."""
-        told = [*schedule.timesteps, self.spec.context_sigma * sampling.TIMESTEPS]
-        return torch.tensor(told, device=self.device)[:, None].expand(-1, self.spec.chunk_latents)
-
-    def _remembered(self, session: HeadSession, chunk: int, x0: Tensor) -> Tensor:
-        """What the clean pass will be shown of a chunk, before noise. Mutates: session."""
+    def _remembered(self, session: SamplerSession, chunk: int, x0: Tensor) -> Tensor:
+        """The latents that the clean pass of a chunk gets, before noise is added. Mutates: session."""
         if self.past is None:
             return x0
         session.pictures = self.past.new_memory() if session.pictures is None else session.pictures
         return self.past.reencode(chunk, x0, session.pictures)
 
     def _context(self, row: MicroStep) -> Tensor:
-        """What the clean pass shows of a finished chunk, the first time or again."""
+        """Input of the clean pass of a finished chunk, or of its rerun. The first of a chunk that was given adds no
+        noise, as in Self-Forcing's code. Mutates: its session."""
         session, sigma = self.sessions[row.session], self.spec.context_sigma
+        if (given := session.given_latents.pop(row.chunk, None)) is not None:
+            x0 = self._remembered(session, row.chunk, given)
+            session.keep(row, x0)
+            return x0
         x0, steps = session.kept[row.chunk]  # the same noise again, whatever steps the session has by now
         return sampling.add_noise(x0, self._noise(row, steps), sigma) if sigma > 0 else x0
 

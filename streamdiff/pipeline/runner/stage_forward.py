@@ -1,4 +1,4 @@
-"""What a stage computes in a micro-step, from what the link before brings to what the link behind takes.
+"""The forward of one stage, from the tensors received to the tensors sent on.
 
 `ModelRunner` calls it as it is; `compiled_stage` makes graphs of the same pieces of `WanDenoiser`.
 """
@@ -30,21 +30,27 @@ class StageForward:
         """Run it. `text` holds one entry per block.
 
         Args:
-            given: on the first stage latents `[R, C, F, h, w]` and timesteps in [0, 1000] `[R, F]`, else `Tokens`.
+            given: on the first stage latents `[R, C, F, h, w]` and the time embedding `[R, F, D]`, else `Tokens`.
 
         Returns:
             On the last stage the flow `[R, C, F, h, w]` alone, else `Tokens`.
         """
-        tokens = self.denoiser.embed(*given) if self.first else Tokens(*given)
-        tokens = self.denoiser.run_blocks(tokens, text, attention)
+        return self.leave(self.denoiser.run_blocks(self.enter(given), text, attention))
+
+    def enter(self, given: Tensors) -> Tokens:
+        """What the first block gets of what the stage is given."""
+        first, time = given
+        return Tokens(self.denoiser.patches(first) if self.first else first, time)
+
+    def leave(self, tokens: Tokens) -> Tensors:
+        """What the stage sends of what the last block returns."""
         return (self.denoiser.head(tokens, self.grid),) if self.last else tuple(tokens)
 
     def zeros(self, rows: int, device: torch.device) -> Tensors:
-        """Something of the kind that it is given, for so many rows."""
+        """Zeros in the shape of the stage's inputs, for `rows` rows."""
         denoiser, (frames, height, width) = self.denoiser, self.grid
         like = torch.empty(0, dtype=denoiser.dtype, device=device)  # weights may be quantised
+        time = like.new_zeros(rows, frames, denoiser.width)
         if self.first:
-            timesteps = torch.zeros(rows, frames, device=device)
-            return like.new_zeros(rows, denoiser.latent_channels, frames, height, width), timesteps
-        hidden = like.new_zeros(rows, denoiser.tokens(self.grid), denoiser.width)
-        return hidden, like.new_zeros(rows, frames, denoiser.width)
+            return like.new_zeros(rows, denoiser.latent_channels, frames, height, width), time
+        return like.new_zeros(rows, denoiser.tokens(self.grid), denoiser.width), time

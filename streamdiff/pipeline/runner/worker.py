@@ -1,11 +1,14 @@
-"""The loop of every rank: take work, run it through the stage, pass it on.
+"""The loop of every rank: receive a message, run it through the stage, send the result on.
 
-The head's work comes from its scheduler, everybody else's from the link before it; nothing else is different.
+Rank 0 receives from its scheduler, every other rank from the link before it; nothing else is different.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
+
+import torch
 
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.link import Receiver, Sender
@@ -17,10 +20,10 @@ LEAVE_S = 5.0
 
 
 class Worker:
-    """One rank.
+    """One rank's loop.
 
-    `now` is what it hands to the device and `last` what it had handed over before: who has to say where an error
-    happened reads them, from any thread. `done` counts works.
+    `now` is the message being executed and `last` the one before; error messages read them, from any thread. `done`
+    counts messages.
     """
 
     def __init__(
@@ -33,29 +36,76 @@ class Worker:
         self.now: StageMessage | None = None
         self.last: StageMessage | None = None
         self.done = 0
+        self._come: list[StageMessage] = []  # rows of a long forward, until all have come
+        self._rest: deque[StageMessage] = deque()  # those that are still to be sent on
+
+    @property
+    def sending(self) -> bool:
+        """Whether rows of a long forward are still to be sent: `turn` does nothing else before they are."""
+        return bool(self._rest)
 
     def turn(self, wait_s: float | None = 0.0) -> StageMessage | None:
-        """Take one work, carry it out, hand the result on; returns what was taken."""
-        work = self.receiver.receive(wait_s)
-        if work is not None:
-            self.now = work
-            with self._timed.work(replace(work, tensors=())):
-                result = self.stage.carry_out(work)
+        """Receive one message, execute it, send the result on; returns the message, or None if there was none.
+
+        A link carries few rows at once. A forward with more of them (`MicroStep.recaches`) travels row by row, which
+        are executed together when all have come; of its result, which nobody needs, the last stage sends one."""
+        if self._rest:
+            self.sender.send(self._rest.popleft())
+            return None
+        message = self.receiver.receive(wait_s)
+        if message is not None:
             self.done += 1
-            self.now, self.last = None, work
-            self.sender.send(result)
-        return work
+        if message is not None and (whole := self._whole(message)) is not None:
+            self.now = whole
+            if not _is_long(whole):
+                self.sender.announce(whole)
+            with self._timed.work(whole.bare):
+                result = self.stage.carry_out(whole)
+            self.now, self.last = None, whole
+            first, *rest = self._as_sent(result)
+            self._rest.extend(rest)
+            self.sender.send(first)
+        return message
+
+    def _whole(self, message: StageMessage) -> StageMessage | None:
+        """The message to execute now that this one has come; None while rows of it are missing. Mutates: self."""
+        rows = message.rows
+        if not _is_long(message) or len(rows) > 1:
+            return message
+        # The link's buffers are written again before the last row has come.
+        self._come.append(replace(message, tensors=tuple(tensor.clone() for tensor in message.tensors)))
+        if rows[-1].chunk != rows[-1].recache_end:
+            return None
+        come, self._come = self._come, []
+        tensors = tuple(torch.cat(parts) for parts in zip(*(each.tensors for each in come), strict=True))
+        return replace(message, rows=tuple(row for each in come for row in each.rows), tensors=tensors)
+
+    def _as_sent(self, result: StageMessage) -> list[StageMessage]:
+        """The messages that a result travels as."""
+        rows = result.rows
+        if not _is_long(result):
+            return [result]
+        parts = [
+            replace(result, rows=(row,), tensors=tuple(tensor[i : i + 1] for tensor in result.tensors))
+            for i, row in enumerate(rows)
+        ]
+        return parts[-1:] if self.stage.index == self.stage.stages - 1 else parts
 
     def run(self) -> None:
-        """Work until the ring is stopped, then take leave of the neighbours. Mutates: everything."""
-        while (work := self.turn(None)) is None or work.kind is not MessageKind.STOP:
+        """Loop until the ring is stopped, then close the links. Mutates: everything."""
+        while (message := self.turn(None)) is None or message.kind is not MessageKind.STOP:
             pass
         self.sender.close()
         self.receiver.close(LEAVE_S)
         self.sender.flush(LEAVE_S)
 
     def where(self) -> str:
-        """What it is at, for messages."""
+        """What is being executed, for error messages."""
         if self.now is not None:
             return f"at {self.now}"
-        return f"after {self.last}" if self.last is not None else "before its first work"
+        return f"after {self.last}" if self.last is not None else "before its first message"
+
+
+def _is_long(message: StageMessage) -> bool:
+    """Whether its rows are of a forward that travels row by row."""
+    return bool(message.rows) and message.rows[-1].recaches

@@ -1,10 +1,45 @@
-"""KV contexts: what they cost in chunks in flight, caches and slots. Pure, no torch."""
+"""What each KV context needs: chunks in flight, KV caches, cache slots, frames ahead. Pure logic, no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
 
-KV_CONTEXTS = ("clean", "staircase", "matched")
+from streamdiff.config import KVContext
+
+KV_CONTEXTS: tuple[str, ...] = get_args(KVContext)
+PER_STEP = ("matched", "anchored")
+"""Those with a cache for each step."""
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """The chunks that have a clean pass in KV context `anchored`: the first `sink`, and with `every` N above 0 those
+    whose number N divides. Without either there are none."""
+
+    sink: int = 0
+    every: int = 0
+
+    def __contains__(self, chunk: object) -> bool:
+        return isinstance(chunk, int) and (chunk < self.sink or (self.every > 0 and chunk % self.every == 0))
+
+    def seen_clean(self, anchor: int, chunk: int, step: int, steps: int) -> bool:
+        """Whether `chunk` in `step` of `steps` sees `anchor` as its clean pass left it, else as in this step.
+
+        Those of the sink always: the next chunk waits for them. Others as soon as they can be finished while every
+        chunk is a step behind the one before it, so that nobody waits on as many stages as steps, or fewer; whatever
+        the number of stages, it is the same.
+        """
+        return anchor in self and (anchor < self.sink or step + chunk - anchor >= steps)
+
+    def slots(self, ring: int) -> int:
+        """Slots, in chunks, for anchors that are not the sink's, where a chunk sees `ring` chunks, itself included: one
+        is free again before the next needs it."""
+        return (ring - 1) // self.every + 1 if self.every else 0
+
+
+NO_ANCHORS = Anchors()
 
 
 def in_flight_limit(kv_context: str, *, steps: int, stages: int) -> int:
@@ -15,7 +50,7 @@ def in_flight_limit(kv_context: str, *, steps: int, stages: int) -> int:
     """
     if kv_context not in KV_CONTEXTS:
         raise ValueError(f"kv_context is {kv_context!r}; it can be {', '.join(KV_CONTEXTS)}")
-    return {"clean": 1, "staircase": steps + 1, "matched": stages}[kv_context]
+    return {"clean": 1, "staircase": steps + 1}.get(kv_context, stages)
 
 
 def sessions_to_fill(kv_context: str, *, steps: int, stages: int) -> int:
@@ -24,27 +59,27 @@ def sessions_to_fill(kv_context: str, *, steps: int, stages: int) -> int:
 
 
 def most_steps(steps: int, known: Sequence[int]) -> int:
-    """The steps that a session's caches are made for: it may change to any number that its model has (`known`), and
-    nothing is allocated while it plays."""
+    """The largest number of steps that a session may change to (`known`: those its model has). Its caches are sized for
+    it, so that nothing is allocated while it runs."""
     return max(steps, *known) if known else steps
 
 
 def cache_count(kv_context: str, *, steps: int) -> int:
-    """Caches of one session: `matched` keeps one per step."""
-    return steps if kv_context == "matched" else 1
+    """Caches of one session: `matched` and `anchored` keep one per step."""
+    return steps if kv_context in PER_STEP else 1
 
 
 def spare_slots(kv_context: str, *, steps: int) -> int:
     """Slots, in chunks, that a cache has beyond the window, for newer chunks in flight.
 
     Only a staircase's newcomers write into the cache that older chunks still read, so it needs one for each of them,
-    in-flight limit less one. A cache of `matched` holds one step, which chunks pass in order. So no cache depends on
-    the number of stages, and on any number the same keys are summed in the same order.
+    in-flight limit less one. A cache of `matched` or `anchored` holds one step, which chunks pass in order. So no cache
+    depends on the number of stages, and on any number the same keys are summed in the same order.
     """
     return in_flight_limit(kv_context, steps=steps, stages=1) - 1 if kv_context == "staircase" else 0
 
 
-def minimum_lead(kv_context: str, *, steps: int, stages: int, chunk_frames: int, first_chunks: int = 1) -> int:
-    """Frames a viewer's lead must allow so that the ring can run: the chunks in flight and one being shown, and at the
-    beginning those that are made together."""
+def min_ahead_frames(kv_context: str, *, steps: int, stages: int, chunk_frames: int, first_chunks: int = 1) -> int:
+    """Frames that must be allowed ahead of those shown so that the ring can run: the chunks in flight and one being
+    shown; at the beginning those that are made together."""
     return chunk_frames * max(in_flight_limit(kv_context, steps=steps, stages=stages) + 1, first_chunks)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
 
+from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS, PER_STEP, Anchors
 from streamdiff.pipeline.scheduler.step import MicroStep
 
 RERUN = -1
@@ -17,9 +18,10 @@ RERUN = -1
 
 @dataclass(slots=True)
 class ChunkInFlight:
-    """A chunk in flight: the last step that entered the ring, the last that came back; before any, `-1 - extra`.
+    """A chunk in flight. `entered` is the last step that entered the ring, `back` the last whose result has returned;
+    `-1 - extra` before any.
 
-    `tick` is where the timetable has its step 0, and `extra` the steps before that.
+    `tick` is the tick of its step 0 in the timetable, `extra` the number of steps before step 0.
     """
 
     number: int
@@ -32,14 +34,14 @@ class ChunkInFlight:
 
 @dataclass(slots=True)
 class ScheduledSession:
-    """`chunks` are those in flight, oldest first; their numbers have no holes, and the last is `next_chunk` - 1. A
+    """State of one session. `chunks` are those in flight, oldest first, numbered without gaps up to `next_chunk` - 1. A
     chunk has `steps` steps, the stream's first `first_extra` more; the first `first_chunks` are made together.
 
-    `rerun` are finished chunks whose clean pass is due once more, oldest first, before a new chunk is admitted. While
-    it is `draining` none is, and those in flight wait for no follower.
+    `rerun` are finished chunks whose clean pass is due once more, oldest first, before a new chunk is admitted; with
+    `rerun_as_one` as rows of one forward. While it is `draining` none is, and those in flight wait for no follower.
     `choice`: what is due next: an index into `chunks`, `len(chunks)` to admit one, RERUN, or None. Cached; `stale`
     invalidates it. `waiting_since` counts forwards: when there
-    first was a choice, or the last row was handed out.
+    first was a choice, or the last row was handed out. `frame_credit`: frames that may still be admitted.
     """
 
     name: int
@@ -52,36 +54,43 @@ class ScheduledSession:
     in_flight_limit: int
     waiting_since: int
     first_chunks: int = 1
-    room: int = 0
+    background: bool = False
+    frame_credit: int = 0
     paused: bool = False
     next_chunk: int = 0
     chunks: list[ChunkInFlight] = field(default_factory=list)
     rerun: list[int] = field(default_factory=list)
+    rerun_as_one: bool = False
     draining: bool = False
+    anchors: Anchors = NO_ANCHORS
     choice: int | None = None
     stale: bool = True
 
     @property
     def passes(self) -> int:
-        """Micro-steps of one chunk, from step 0 on; `matched` needs no clean pass."""
-        return self.steps if self.kv_context == "matched" else self.steps + 1
+        """Micro-steps of one chunk, from step 0 on, but for the clean pass of an anchor; `matched` needs none."""
+        return self.steps if self.kv_context in PER_STEP else self.steps + 1
+
+    def last_pass(self, chunk: int) -> int:
+        """The last micro-step of a chunk."""
+        return self.passes if chunk in self.anchors else self.passes - 1
 
     def extra(self, chunk: int) -> int:
         """Steps of a chunk before its step 0."""
         return self.first_extra if chunk == 0 else 0
 
     def together(self, chunk: int) -> int:
-        """Chunks that are made together from `chunk` on."""
+        """Number of chunks that run as rows of one forward, from `chunk` on."""
         return self.first_chunks if chunk == 0 else 1
 
     def next_tick(self, chunk: ChunkInFlight) -> int:
-        """Where the timetable has the chunk's next step."""
+        """Tick of the chunk's next step in the timetable."""
         return chunk.tick + (chunk.entered + 1) * self.stages
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for what would be admitted next."""
-        return self.room >= self.chunk_frames * self.together(self.next_chunk)
+        """Whether the frame credit covers the next admission."""
+        return self.frame_credit >= self.chunk_frames * self.together(self.next_chunk)
 
     @property
     def beginning(self) -> bool:
@@ -89,16 +98,20 @@ class ScheduledSession:
         return self.first_chunks > 1 and any(c.number == 0 and c.entered < self.passes - 1 for c in self.chunks)
 
     def choose(self) -> int | None:
-        """What `choice` should be now."""
+        """Compute `choice` from the session's state. Changes nothing."""
         count = len(self.chunks)
         held = bool(self.rerun) or self.draining or self.beginning
-        may_admit = self.fits and count < self.in_flight_limit and not held
+        # An anchor whose clean pass alone is on its way keeps nobody waiting.
+        unfinished = (
+            sum(chunk.back < self.steps - 1 for chunk in self.chunks) if self.kv_context == "anchored" else count
+        )
+        may_admit = self.fits and unfinished < self.in_flight_limit and not held
         if self.paused:
             return None
         if self.rerun and all(chunk.entered == self.passes - 1 for chunk in self.chunks):
             return RERUN  # whatever could read the old keys has gone ahead
-        if self.kv_context == "matched":
-            if may_admit and self._nothing_stands_before(self._tick_of_next()):
+        if self.kv_context in PER_STEP:
+            if may_admit and self._nothing_stands_before(self._tick_of_next()) and self._behind(count, 0):
                 return count
             ready = [index for index in range(count) if self._ready(index)]
             return min(ready, key=lambda index: self.next_tick(self.chunks[index]), default=None)
@@ -108,7 +121,7 @@ class ScheduledSession:
         return count if may_admit and self._behind(count, 0) else None
 
     def row(self, choice: int) -> MicroStep:
-        """The next step of the chunk at that index; changes nothing."""
+        """The micro-step for `choice` (see the class). Changes nothing."""
         if choice == RERUN:
             steps = self.steps + self.extra(self.rerun[0])
             return MicroStep(self.name, self.rerun[0], steps, steps, self.epoch)
@@ -119,15 +132,19 @@ class ScheduledSession:
         return MicroStep(self.name, chunk.number, step, steps, chunk.epoch)
 
     def rows(self, choice: int) -> list[MicroStep]:
-        """The same, with the rows of chunks that go together with it."""
+        """The micro-step for `choice`, and those of the chunks that run in the same forward with it."""
         row = self.row(choice)
         chunks: Sequence[int] = range(row.chunk, row.chunk + self.together(row.chunk))
+        if choice == RERUN and self.rerun_as_one:
+            counts = [(chunk, self.steps + self.extra(chunk)) for chunk in self.rerun]
+            end = self.rerun[-1]
+            return [MicroStep(self.name, chunk, steps, steps, self.epoch, end) for chunk, steps in counts]
         if choice == RERUN:  # the window may have left some of them
             chunks = [chunk for chunk in self.rerun if chunk in chunks]
         return [replace(row, chunk=chunk) for chunk in chunks] if len(chunks) > 1 else [row]
 
     def enter(self, choice: int) -> None:
-        """That step has entered the ring."""
+        """Record that the step for `choice` has entered the ring. Mutates: self."""
         if choice == RERUN:
             del self.rerun[: len(self.rows(choice))]
             self.choice, self.stale = None, True
@@ -137,13 +154,13 @@ class ScheduledSession:
             self.chunks.append(
                 ChunkInFlight(self.next_chunk, self.epoch, self._tick_of_next(), extra, -1 - extra, -1 - extra)
             )
-            self.room -= self.chunk_frames * self.together(self.next_chunk)
+            self.frame_credit -= self.chunk_frames * self.together(self.next_chunk)
             self.next_chunk += self.together(self.next_chunk)
         self.chunks[choice].entered += 1
         self.choice, self.stale = None, True
 
     def come_back(self, row: MicroStep) -> None:
-        """That step's result is here; nothing happens if it is not one of a chunk in flight."""
+        """Record that the result of `row` has returned; ignored if its chunk is not in flight. Mutates: self."""
         chunk = next((each for each in self.chunks if each.number == row.chunk), None)
         if chunk is None:  # also for those that go together with chunk 0, which stands for them
             return
@@ -151,25 +168,23 @@ class ScheduledSession:
         if chunk.epoch != row.epoch or chunk.back != step - 1 or chunk.entered < step:
             return
         chunk.back, self.stale = step, True
-        while self.chunks and self.chunks[0].back == self.passes - 1:
+        while self.chunks and self.chunks[0].back == self.last_pass(self.chunks[0].number):
             del self.chunks[0]
 
     def _tick_of_next(self) -> int:
         return timetable_tick(self.next_chunk, stages=self.stages, passes=self.passes)
 
     def _nothing_stands_before(self, tick: int) -> bool:
-        """Whether every step in flight that the timetable has before `tick`, a new chunk's, has entered.
-
-        Of a chunk whose steps have all entered the next would be P * S ticks after its first. That is after any chunk
-        that may be admitted while it is in flight.
-        """
-        return all(self.next_tick(chunk) > tick for chunk in self.chunks)
+        """Whether every step in flight that the timetable has before `tick`, a new chunk's, has entered; an anchor's
+        clean pass stands where the step after its last would, P * S ticks after its first."""
+        waiting = (chunk for chunk in self.chunks if chunk.entered < self.last_pass(chunk.number))
+        return all(self.next_tick(chunk) > tick for chunk in waiting)
 
     def _ready(self, index: int) -> bool:
         """Rules 1 and 2 of docs/design.md, section 4, for the next step of a chunk in flight."""
         chunk = self.chunks[index]
         step = chunk.entered + 1
-        if chunk.back != chunk.entered or step >= self.passes or not self._behind(index, step):
+        if chunk.back != chunk.entered or step > self.last_pass(chunk.number) or not self._behind(index, step):
             return False
         # Chunk n + k reads this one's step s - 1 in its own step s - 1 - k: all of those enter before step s does. They
         # have when chunk n + s - 1 is in flight, for it entered when the one before it was at step 1, and so on. Before
@@ -180,11 +195,19 @@ class ScheduledSession:
         return (bool(self.rerun) or self.draining) and all(reader.entered >= step - 1 - k for k, reader in readers)
 
     def _behind(self, index: int, step: int) -> bool:
-        """Whether the chunk before `index` is as far as its KV context wants it for `step`; finished chunks are."""
+        """Whether the chunk before `index` has progressed as far as the KV context requires for `step`, and anchors
+        that are seen clean have had their clean pass; finished chunks have."""
         if index == 0:
             return True
-        ahead = {"clean": self.steps, "staircase": step + 1, "matched": step}[self.kv_context]
-        return self.chunks[index - 1].entered >= min(ahead, self.passes - 1)
+        ahead = {"clean": self.steps, "staircase": step + 1}.get(self.kv_context, step)
+        if self.chunks[index - 1].entered < min(ahead, self.passes - 1):
+            return False
+        number, before = self.chunks[0].number + index, self.chunks[:index] if self.kv_context == "anchored" else ()
+        return all(
+            chunk.entered == self.steps
+            for chunk in before
+            if self.anchors.seen_clean(chunk.number, number, step, self.steps)
+        )
 
 
 def timetable_tick(chunk: int, *, stages: int, passes: int) -> int:

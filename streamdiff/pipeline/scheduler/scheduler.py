@@ -1,8 +1,8 @@
 """StreamBatchScheduler: decides which micro-step enters the ring next.
 
-Pure logic: no torch, no clock, no I/O. Events in (`open`, `returned`, `set_room`, ...), decisions out (`next`). The
-rules are in docs/design.md, section 4; what a micro-step attends to follows from them, never from timing. New chunks of
-`matched` sessions are paced, see `timetable_tick`; one session's part is in `scheduled_session`.
+Pure logic: no torch, no clock, no I/O. Events in (`open`, `returned`, `set_frame_credit`, ...), decisions out (`next`).
+The rules are in docs/design.md, section 4; what a micro-step attends to follows from them, never from timing. New
+chunks of `matched` sessions are paced, see `timetable_tick`; one session's part is in `scheduled_session`.
 
 **A first chunk with more steps.** Steps are numbered from the end: the last step and the clean pass have the same
 number in every chunk. A longer first chunk begins at a negative step, so rules compare steps equally far from the end.
@@ -13,13 +13,18 @@ each other. Here they are one chunk, number 0; the next chunk waits until their 
 **A change of step count.** It applies to chunks admitted after all those in flight have come back (`drain`,
 `set_steps`), so no chunk overtakes an earlier one, and no rule compares chunks with different step counts. Meanwhile
 the newest chunk in flight has no follower and waits for none, as before a rerun. Other sessions go on.
+
+**Background sessions** (jobs) take the forwards that no other session has a row for, and share none with others. What
+other sessions are handed, and in which order, is the same with and without them: no forward of theirs goes out while
+another session waits.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from streamdiff.pipeline.scheduler.kv_context import in_flight_limit
+from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS, PER_STEP, Anchors, in_flight_limit
 from streamdiff.pipeline.scheduler.scheduled_session import ScheduledSession
 from streamdiff.pipeline.scheduler.step import MicroStep, compatible
 
@@ -28,18 +33,19 @@ PATIENCE = 4
 
 
 class StreamBatchScheduler:
-    """Sessions in, micro-steps out.
+    """Picks the rows of the next forward from all open sessions.
 
-    Between sessions the one with the most room (the least playout slack) goes first, then the one that has waited
-    longest. Nobody starves: a session that has something to hand out gets a row in one of the next
-    `(PATIENCE + 1) * N` forwards, where N sessions are open, whatever the rooms are.
+    Background sessions come last. Among the others, and among these, the one with the most frame credit (the least
+    playout slack) goes first, then the one that has waited longest. Of the others nobody starves: one that has
+    something to hand out gets a row in one of the next `(PATIENCE + 1) * N` forwards, where N such are open, whatever
+    their frame credits are.
 
     A row that is ready is held back by paced admission alone, which concerns new chunks of `matched` sessions, and by
     its forward being full or not `compatible`.
 
     Args:
         stages: stages of the ring, P.
-        chunk_frames: frames that one chunk adds, the unit of `set_room`.
+        chunk_frames: frames that one chunk adds, the unit of `set_frame_credit`.
         first_chunks: chunks of a stream's beginning that are made together, in one forward whatever `max_rows`.
         max_rows: micro-steps that may share a forward.
         clean_with_next: whether a clean pass takes the next chunk's first step with it, as a row beyond `max_rows`
@@ -67,9 +73,20 @@ class StreamBatchScheduler:
         self._sessions: dict[int, ScheduledSession] = {}
         self._forwards = 0  # handed out so far: what waiting is counted in
 
-    def open(self, session: int, *, steps: int, kv_context: str, epoch: int, first_steps: int | None = None) -> None:
-        """Add a session; it has no room yet. `epoch` must be one that this slot never had, see `returned`; the stream's
-        first chunk has `first_steps` steps, by default as many as the others.
+    def open(
+        self,
+        session: int,
+        *,
+        steps: int,
+        kv_context: str,
+        epoch: int,
+        first_steps: int | None = None,
+        background: bool = False,
+        anchors: Anchors = NO_ANCHORS,
+    ) -> None:
+        """Add a session; its frame credit is 0. `epoch` must be one that this slot never had, see `returned`; the
+        stream's first chunk has `first_steps` steps, by default as many as the others. With `background` it takes what
+        others leave. `anchors` are those of KV context `anchored`.
 
         Raises:
             ValueError: the session is open already, or a value is out of range.
@@ -78,8 +95,9 @@ class StreamBatchScheduler:
             raise ValueError(f"session {session} is open already; close it first")
         extra, limit = _extra(steps, first_steps), self._limit(kv_context, steps)
         self._sessions[session] = ScheduledSession(
-            session, steps, extra, kv_context, epoch, self.stages, self.chunk_frames, limit, self._forwards,
-            self.first_chunks,
+            session, steps, extra, kv_context, epoch, self.stages, self.chunk_frames, limit,
+            self._forwards, self.first_chunks, background,
+            anchors=anchors if kv_context == "anchored" else NO_ANCHORS,
         )  # fmt: skip
 
     def close(self, session: int) -> None:
@@ -91,24 +109,34 @@ class StreamBatchScheduler:
         state = self._sessions[session]
         state.chunks.clear()
         state.rerun.clear()
-        state.next_chunk, state.epoch, state.room, state.stale = 0, epoch, 0, True
+        state.next_chunk, state.epoch, state.frame_credit, state.stale = 0, epoch, 0, True
 
     def set_epoch(self, session: int, epoch: int) -> None:
         """Chunks admitted from now on belong to `epoch`."""
         self._sessions[session].epoch = epoch
 
-    def rerun(self, session: int, chunks: Sequence[int]) -> None:
+    def rerun(self, session: int, chunks: Sequence[int], *, as_one: bool = False) -> None:
         """Let the clean pass of these finished chunks (or chunks in flight), oldest first, run once more under the
-        session's epoch before a new chunk is admitted. What is in flight runs to its end first; nothing is told of a
-        rerun's coming back.
+        session's epoch before a new chunk is admitted: one after the other, or `as_one`, the rows of a forward of
+        their own, whatever `max_rows`. What is in flight runs to its end first; a rerun's result is not reported.
 
         Raises:
             ValueError: the session's KV context has no clean pass.
         """
         state = self._sessions[session]
-        if state.kv_context == "matched":
-            raise ValueError("KV context matched has no clean pass that could run once more")
-        state.rerun, state.stale = list(chunks), True
+        if state.kv_context in PER_STEP:
+            raise ValueError(f"KV context {state.kv_context} has no clean pass of every chunk that could run once more")
+        state.rerun, state.rerun_as_one, state.stale = list(chunks), as_one, True
+
+    def go_on_from(self, session: int, chunk: int) -> None:
+        """Let a stream that has not begun begin at `chunk`: those before it are finished, and only their clean pass is
+        run, oldest first, before a chunk is admitted.
+
+        Raises:
+            ValueError: the session's KV context has no clean pass.
+        """
+        self.rerun(session, range(chunk))
+        self._sessions[session].next_chunk = chunk
 
     def drain(self, session: int) -> None:
         """Admit no chunk of the session before `set_steps`; what is in flight runs to its end."""
@@ -147,10 +175,10 @@ class StreamBatchScheduler:
         state = self._sessions[session]
         state.paused, state.stale = paused, True
 
-    def set_room(self, session: int, frames: int) -> None:
-        """How many more frames may be admitted now; admitting a chunk uses up `chunk_frames` of it."""
+    def set_frame_credit(self, session: int, frames: int) -> None:
+        """Set the number of frames that may still be admitted; admitting a chunk takes `chunk_frames` of it."""
         state = self._sessions[session]
-        did_fit, state.room = state.fits, frames
+        did_fit, state.frame_credit = state.fits, frames
         state.stale |= state.fits != did_fit
 
     @property
@@ -158,14 +186,15 @@ class StreamBatchScheduler:
         """Micro-steps that entered the ring and have not come back."""
         return sum(chunk.entered - chunk.back for state in self._sessions.values() for chunk in state.chunks)
 
-    def next(self) -> list[MicroStep]:
+    def next(self, *, background: bool = True) -> list[MicroStep]:
         """The rows of the next forward, at most `max_rows` (or `first_chunks`), possibly none. They count as entered.
+        Without `background` none of a background session.
 
         Within a session: oldest chunk first, `matched` by its timetable. A chunk gives at most one row, since its next
         step needs this one's result. All rows are `compatible` with the first.
         """
         rows: list[MicroStep] = []
-        while len(rows) < self.max_rows and (picked := self._pick(rows)):
+        while len(rows) < self.max_rows and not _recaches(rows) and (picked := self._pick(rows, background)):
             rows += picked
         if self.clean_with_next and (follower := self._follower(rows)):
             rows.append(follower)
@@ -174,9 +203,9 @@ class StreamBatchScheduler:
         return rows
 
     def returned(self, row: MicroStep) -> None:
-        """A micro-step's result has come back to the head. Results of closed or reset streams are ignored.
+        """Record that a micro-step's result has come back to rank 0. Results of closed or reset streams are ignored.
 
-        Streams that had the same slot one after the other are told apart by their epochs and by nothing else. So an
+        Successive streams of one slot differ in their epochs and in nothing else. So an
         epoch must never be used twice in a slot: not after `reset`, and not after `close` and `open`.
         """
         state = self._sessions.get(row.session)
@@ -193,14 +222,20 @@ class StreamBatchScheduler:
         limit = in_flight_limit(kv_context, steps=steps, stages=self.stages)
         return limit + 1 if kv_context == "clean" and self.clean_with_next else limit
 
-    def _pick(self, taken: list[MicroStep]) -> list[MicroStep]:
-        """Hand out one more row, or rows that go together, for the forward that has `taken`."""
-        waiting = [state for state in self._sessions.values() if self._choice(state) is not None]
-        for state in sorted(waiting, key=self._rank):
+    def _pick(self, taken: list[MicroStep], background: bool) -> list[MicroStep]:
+        """Take one more row, or rows that must share a forward, for the forward that has `taken`. Mutates: self."""
+        kinds = {self._sessions[taken[0].session].background} if taken else {False, background}
+        waiting = [
+            state for state in self._sessions.values() if state.background in kinds and self._choice(state) is not None
+        ]
+        open_sessions = Counter(state.background for state in self._sessions.values())
+        for state in sorted(waiting, key=lambda state: self._rank(state, open_sessions[state.background])):
             choice = state.choice
             assert choice is not None
             rows = state.rows(choice)
-            apart = not any(_same_chunk(row, other) for row in rows for other in taken)
+            apart = not any(_same_chunk(row, other) for row in rows for other in taken) and not _recaches(rows)
+            # What an anchor's clean pass writes is handed to all caches after its forward.
+            apart &= state.kv_context != "anchored" or not any(row.clean and row.session == state.name for row in taken)
             if not taken or (compatible(taken[0], rows[0]) and apart and len(taken) + len(rows) <= self.max_rows):
                 state.enter(choice)
                 state.waiting_since = self._forwards + 1
@@ -209,7 +244,7 @@ class StreamBatchScheduler:
 
     def _follower(self, rows: list[MicroStep]) -> MicroStep | None:
         """The first step of the chunk after a clean pass that is alone in its forward; hands it out."""
-        if len(rows) != 1 or not rows[0].clean:
+        if len(rows) != 1 or not rows[0].clean or _recaches(rows):
             return None
         state = self._sessions[rows[0].session]
         choice = self._choice(state) if state.kv_context == "clean" else None
@@ -219,13 +254,13 @@ class StreamBatchScheduler:
         state.enter(choice)
         return row
 
-    def _rank(self, state: ScheduledSession) -> tuple[bool, int, int, int]:
-        """Sessions with a smaller rank go first."""
-        patient = self._forwards - state.waiting_since < PATIENCE * len(self._sessions)
-        return patient, -state.room if patient else 0, state.waiting_since, state.name
+    def _rank(self, state: ScheduledSession, open_sessions: int) -> tuple[bool, bool, int, int, int]:
+        """Sessions with a smaller rank go first; `open_sessions` of the same kind are open."""
+        patient = self._forwards - state.waiting_since < PATIENCE * open_sessions
+        return state.background, patient, -state.frame_credit if patient else 0, state.waiting_since, state.name
 
     def _choice(self, state: ScheduledSession) -> int | None:
-        """The session's choice, found anew where something has happened to it. Mutates: state."""
+        """The session's `choice`, recomputed if it is stale. Mutates: state."""
         if state.stale:
             waited, state.choice, state.stale = state.choice is not None, state.choose(), False
             if not waited and state.choice is not None:
@@ -240,6 +275,11 @@ def _extra(steps: int, first_steps: int | None) -> int:
     if first_steps is not None and first_steps < steps:
         raise ValueError(f"first_steps is {first_steps}, but a first chunk has at least as many as the others, {steps}")
     return 0 if first_steps is None else first_steps - steps
+
+
+def _recaches(rows: Sequence[MicroStep]) -> bool:
+    """Whether these rows are a window that is run again, whose forward is its own."""
+    return bool(rows) and rows[0].recaches
 
 
 def _same_chunk(row: MicroStep, other: MicroStep) -> bool:

@@ -1,4 +1,5 @@
-"""MicroStep: one (session, chunk, step) through all blocks, the unit that the scheduler hands out; and its wire record.
+"""MicroStep: one (session, chunk, step) through all blocks, the unit that the scheduler hands out; and its fixed-size
+record.
 
 A field says by its metadata whether rows of one forward may differ in it. What may share a forward, and what a record
 looks like, is derived from the fields; neither is listed anywhere else.
@@ -7,7 +8,8 @@ looks like, is derived from the fields; neither is listed anywhere else.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 SHARED: Mapping[str, str] = {"in_a_forward": "shared"}
@@ -21,10 +23,11 @@ _HEAD = 2  # sequence number and count go before the rows
 
 @dataclass(frozen=True, order=True)
 class MicroStep:
-    """Integers only, so that later ranks can be told by a fixed-size record.
+    """One step of one chunk of one session; integers only, so that a forward's rows travel as a fixed-size record.
 
     `step` counts from 0; `step == steps` is the clean pass, which only rewrites the chunk's keys and values. `epoch`
-    is the session's epoch when the chunk was admitted: all of a chunk's steps use the same prompt.
+    is the session's epoch when the chunk was admitted: all of a chunk's steps use the same prompt. `recache_end` is the
+    newest chunk of a window that is run again in one forward, of which this is a row; -1: it is no such row.
     """
 
     session: int = field(metadata=PER_ROW)
@@ -32,11 +35,17 @@ class MicroStep:
     step: int = field(metadata=PER_ROW)
     steps: int = field(metadata=PER_ROW)
     epoch: int = field(metadata=PER_ROW)
+    recache_end: int = field(default=-1, metadata=PER_ROW)
 
     @property
     def clean(self) -> bool:
         """Whether this is the clean pass."""
         return self.step == self.steps
+
+    @property
+    def recaches(self) -> bool:
+        """Whether it is a row of a forward in which a window is run again, which has no other rows."""
+        return self.recache_end >= 0
 
     @property
     def last(self) -> bool:
@@ -68,6 +77,7 @@ def compatible(one: Any, other: Any) -> bool:
 
 _SHARED = shared_fields(MicroStep)
 _FIELDS = len(fields(MicroStep))
+_VALUES = attrgetter(*(each.name for each in fields(MicroStep)))
 
 
 def record_length(max_rows: int) -> int:
@@ -85,7 +95,7 @@ def pack(rows: Sequence[MicroStep], max_rows: int, sequence: int) -> list[int]:
         raise ValueError(f"there are {len(rows)} rows; a record for max_rows {max_rows} holds at most {max_rows}")
     record = [sequence, len(rows)]
     for row in rows:
-        record += astuple(row)
+        record += _VALUES(row)
     for place, value in enumerate(record):
         if not isinstance(value, int) or not _LEAST <= value <= _MOST:
             raise ValueError(f"{_name(place)} is {value!r}; a record holds integers from -2^63 to 2^63 - 1")
@@ -112,7 +122,7 @@ def unpack(record: Sequence[int], max_rows: int) -> tuple[int, list[MicroStep]]:
 
 
 def _name(place: int) -> str:
-    """What stands at a place of a record, for messages."""
+    """Name of the value at an index of a record, for error messages."""
     if place < _HEAD:
         return ("the sequence number", "the count")[place]
     row, index = divmod(place - _HEAD, _FIELDS)

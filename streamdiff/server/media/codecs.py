@@ -28,8 +28,6 @@ H264_CHOICES: dict[str, tuple[Library, ...]] = {
 }
 """Values of `serve.encoder`, and the libraries that are tried for H.264, best first."""
 
-H264_LIBRARY: dict[str, Library] = {"x264": "libx264", "nvenc": "h264_nvenc"}
-
 _MIN_BITRATE, _MAX_BITRATE = 1_000_000, 12_000_000
 _PROBE_SIDE = 256
 """Pixels; NVENC refuses pictures below about 145."""
@@ -37,7 +35,8 @@ _PROBE_SIDE = 256
 
 @dataclass(frozen=True)
 class Format:
-    """What is encoded: the size of the model's picture in pixels, the enlargement, the pace, the bit rate, by what."""
+    """Parameters of an encoder: the model's picture size in pixels, its enlargement, the frame rate,
+    the bit rate in bit/s (None: by size and frame rate), the H.264 library."""
 
     width: int
     height: int
@@ -63,7 +62,7 @@ class Format:
 
 
 def library(codec: Codec, fmt: Format) -> Library:
-    """What encodes `codec`."""
+    """The library that encodes `codec`."""
     return fmt.h264 if codec == "h264" else "libvpx"
 
 
@@ -94,49 +93,23 @@ def open_context(codec: Codec, fmt: Format) -> av.VideoCodecContext:
 
 def _options(name: Library, bitrate_bps: int) -> dict[str, str]:
     rate = str(bitrate_bps)
+    h264 = {"forced-idr": "1", "bf": "0", "maxrate": rate, "bufsize": str(bitrate_bps // 4)}
     match name:
         case "libx264":
-            return {
-                "preset": "ultrafast",
-                "tune": "zerolatency",
-                "forced-idr": "1",
-                "bf": "0",
-                "maxrate": rate,
-                "bufsize": str(bitrate_bps // 4),
-                "x264-params": "repeat-headers=1:scenecut=0",
-            }
+            repeat = {"x264-params": "repeat-headers=1:scenecut=0"}
+            return {"preset": "ultrafast", "tune": "zerolatency"} | h264 | repeat
         case "h264_nvenc":
-            return {
-                "preset": "p2",
-                "tune": "ull",
-                "profile": "baseline",
-                "zerolatency": "1",
-                "delay": "0",
-                "forced-idr": "1",
-                "no-scenecut": "1",
-                "bf": "0",
-                "rc": "cbr",
-                "maxrate": rate,
-                "bufsize": str(bitrate_bps // 4),
-            }
+            latency = {"zerolatency": "1", "delay": "0", "no-scenecut": "1", "rc": "cbr"}
+            return {"preset": "p2", "tune": "ull", "profile": "baseline"} | latency | h264
         case "libvpx":
-            return {
-                "deadline": "realtime",
-                "cpu-used": "-12",
-                "lag-in-frames": "0",
-                "static-thresh": "1",
-                "minrate": rate,
-                "maxrate": rate,
-                "qmin": "2",
-                "qmax": "56",
-            }
+            latency = {"deadline": "realtime", "cpu-used": "-12", "lag-in-frames": "0", "static-thresh": "1"}
+            return latency | {"minrate": rate, "maxrate": rate, "qmin": "2", "qmax": "56"}
 
 
 def fault(name: Library) -> str | None:
     """Why `name` cannot be used here, found by encoding one grey picture with it; None when it can.
 
-    NVENC is part of every PyAV wheel and of few machines: data-centre GPUs may have no encoder at all. Only opening
-    it tells.
+    NVENC is part of every PyAV wheel, but data-centre GPUs may have no encoder at all: only opening it shows that.
     """
     codec: Codec = "vp8" if name == "libvpx" else "h264"
     fmt = Format(_PROBE_SIDE, _PROBE_SIDE, 30.0, h264="libx264" if codec == "vp8" else name)
@@ -146,10 +119,8 @@ def fault(name: Library) -> str | None:
         frame = VideoFrame.from_ndarray(grey, format="rgb24").reformat(format="yuv420p")
         frame.pts = 0
         packets = [*context.encode(frame), *context.encode(None)]
-    except av.FFmpegError as error:
-        return error.strerror or str(error)
-    except ValueError as error:
-        return str(error)
+    except (av.FFmpegError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
     return None if packets else "it made no packet"
 
 
@@ -159,8 +130,9 @@ def choose_h264(wanted: str) -> Library | None:
     return next((name for name in H264_CHOICES[wanted] if fault(name) is None), None)
 
 
-def usable(wanted: str, encoder: str) -> tuple[tuple[Codec, ...], str]:
-    """The codecs to offer, best first, for values of `serve.codec` and `serve.encoder`, and the latter decided.
+def choose(wanted: str, encoder: str) -> tuple[tuple[Codec, ...], str]:
+    """The codecs to offer, best first, for values of `serve.codec` and `serve.encoder`; and the H.264 encoder, x264
+    or nvenc.
 
     Raises:
         ConfigError: what was asked for cannot be encoded here; says what can.
@@ -177,16 +149,12 @@ def usable(wanted: str, encoder: str) -> tuple[tuple[Codec, ...], str]:
     if wanted != "h264" and fault("libvpx") is None:
         found.append("vp8")
     if not found:
-        known = ", ".join(probe()) or "none of h264 and vp8: install another build of PyAV (pip install av)"
+        known = ", ".join(available()) or "none of h264 and vp8: install another build of PyAV (pip install av)"
         raise ConfigError(f"serve.codec is {wanted!r}, which cannot be encoded here; what can: {known}.")
     return tuple(found), "nvenc" if h264 == "h264_nvenc" else "x264"
 
 
-def probe() -> tuple[Codec, ...]:
+def available() -> tuple[Codec, ...]:
     """The codecs that can be encoded here, best first; found by opening them."""
-    found: list[Codec] = []
-    if choose_h264("auto") is not None:
-        found.append("h264")
-    if fault("libvpx") is None:
-        found.append("vp8")
-    return tuple(found)
+    libraries: dict[Codec, bool] = {"h264": choose_h264("auto") is not None, "vp8": fault("libvpx") is None}
+    return tuple(codec for codec, opens in libraries.items() if opens)

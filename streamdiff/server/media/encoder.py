@@ -97,14 +97,8 @@ class PictureEncoder:
             raise ValueError(f"The encoder was opened for pictures of {self._size}, not {size_of(picture.shape)}.")
         frame, rgb = frame_of(picture), kind_of(picture.shape) == "rgb"
         if rgb or self._colours != YUV_COLOURS or frame.width != self._width:
-            frame = frame.reformat(
-                self._width,
-                self._height,
-                "yuv420p",
-                src_colorspace=None if rgb else YUV_COLOURS,
-                dst_colorspace=self._colours,
-                interpolation=self._interpolation,
-            )
+            size, colours = (self._width, self._height), (None if rgb else YUV_COLOURS, self._colours)
+            frame = frame.reformat(*size, "yuv420p", *colours, self._interpolation)
         frame.pts, frame.time_base = pts, TIME_BASE
         frame.pict_type = PictureType.I if key else PictureType.NONE
         packets = self._context.encode(frame)
@@ -119,7 +113,6 @@ class EncoderCounters:
     pictures: int = 0
     dropped: int = 0
     key_frames: int = 0
-    failures: int = 0
     bitrate_bps: int = 0
 
 
@@ -203,6 +196,5 @@ class EncoderThread:
             return self._encoder.encode(picture, pts, key)
         except av.FFmpegError:
             logger.exception("The %s encoder failed and is opened again.", self.codec)
-            self.counters.failures += 1
             self._encoder = PictureEncoder(self.codec, self._format)
             return []

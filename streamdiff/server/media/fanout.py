@@ -6,8 +6,6 @@ Knows nothing about peer connections or sessions. Lives on the event loop; packe
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from functools import partial
 from typing import Protocol
 
 from streamdiff import clock
@@ -33,112 +31,121 @@ class Receiver(Protocol):
         """Its bandwidth estimate in bit/s; None where there is none."""
 
 
+class _Stream:
+    """The encoder of one codec, who receives its packets, and what was sent."""
+
+    def __init__(self, encoder: EncoderThread, fmt: Format) -> None:
+        self.receivers: set[Receiver] = set()
+        self.bits = Rate()
+        self.start(encoder, fmt)
+
+    def start(self, encoder: EncoderThread, fmt: Format) -> None:
+        """Go on with another encoder. Mutates: self."""
+        self.encoder, self.dropped = encoder, CounterDelta()
+        self.bitrate = BitrateController(fmt.bitrate_bps)
+
+
 class Fanout:
-    """Hands every packet of a codec to each viewer of that codec: encoded once, however many watch."""
+    """Hands every packet of a codec to each receiver of that codec: encoded once, however many there are."""
 
     def __init__(self, fmt: Format, pacer: Pacer, metrics: Metrics) -> None:
-        self._format = fmt
-        self._pacer = pacer
-        self._metrics = metrics
+        self._format, self._pacer, self._metrics = fmt, pacer, metrics
         self._loop = asyncio.get_running_loop()
-        self._encoders: dict[Codec, EncoderThread] = {}
-        self._viewers: dict[Codec, set[Receiver]] = {}
-        self._controllers: dict[Codec, BitrateController] = {}
-        self._dropped: dict[Codec, CounterDelta] = {}
+        self._streams: dict[Codec, _Stream] = {}
         self._adapted_s = 0.0
-        self._bits: defaultdict[Codec, Rate] = defaultdict(Rate)
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
         """The codecs that are encoded right now."""
-        return tuple(self._encoders)
-
-    def attach(self, codec: Codec, track: Receiver) -> None:
-        """Send `track` the stream, beginning with a key frame. Mutates: self."""
-        self._viewers.setdefault(codec, set()).add(track)
-        if codec in self._encoders:
-            self.request_key(codec)
-            return
-        self._encoders[codec] = self._new_encoder(codec, self._format)
-        self._controllers[codec] = BitrateController(self._format.bitrate_bps)
-        self._pacer.set_encoders(tuple(self._encoders.values()))
-
-    def detach(self, codec: Codec, track: Receiver) -> None:
-        """Forget `track`. Mutates: self."""
-        viewers = self._viewers.get(codec, set())
-        viewers.discard(track)
-        if viewers or codec not in self._encoders:
-            return
-        encoder = self._encoders.pop(codec)
-        self._pacer.set_encoders(tuple(self._encoders.values()))
-        encoder.stop()
-
-    def set_format(self, fmt: Format) -> None:
-        """Encode in another format from now on: new encoders, which begin with a key frame. Mutates: self."""
-        self._format = fmt
-        old = tuple(self._encoders.values())
-        self._encoders = {codec: self._new_encoder(codec, fmt) for codec in self._encoders}
-        self._pacer.set_encoders(tuple(self._encoders.values()))
-        self._controllers = {codec: BitrateController(fmt.bitrate_bps) for codec in self._encoders}
-        for encoder in old:
-            encoder.stop()
-
-    def _new_encoder(self, codec: Codec, fmt: Format) -> EncoderThread:
-        self._dropped[codec] = CounterDelta()
-        return EncoderThread(codec, fmt, partial(self._deliver, codec))
-
-    def request_key(self, codec: Codec) -> None:
-        """A viewer of `codec` can go on only from a key frame."""
-        encoder = self._encoders.get(codec)
-        if encoder is not None:
-            encoder.request_key()
-            self._pacer.wake()
-
-    def counters(self) -> dict[Codec, EncoderCounters]:
-        """What each running encoder has done."""
-        return {codec: encoder.counters for codec, encoder in self._encoders.items()}
+        return tuple(self._streams)
 
     @property
     def waiting(self) -> int:
         """Pictures that wait to be encoded."""
-        return sum(encoder.waiting for encoder in self._encoders.values())
+        return sum(stream.encoder.waiting for stream in self._streams.values())
+
+    def attach(self, codec: Codec, receiver: Receiver) -> None:
+        """Send `receiver` the stream, beginning with a key frame. Mutates: self."""
+        if codec in self._streams:
+            self._streams[codec].receivers.add(receiver)
+            self.request_key(codec)
+            return
+        self._streams[codec] = _Stream(self._new_encoder(codec), self._format)
+        self._streams[codec].receivers.add(receiver)
+        self._set_encoders()
+
+    def detach(self, codec: Codec, receiver: Receiver) -> None:
+        """Forget `receiver`. Mutates: self."""
+        stream = self._streams.get(codec)
+        if stream is None:
+            return
+        stream.receivers.discard(receiver)
+        if not stream.receivers:
+            del self._streams[codec]
+            self._set_encoders()
+            stream.encoder.stop()
+
+    def set_format(self, fmt: Format) -> None:
+        """Encode in another format from now on: new encoders, which begin with a key frame. Mutates: self."""
+        self._format = fmt
+        old = [stream.encoder for stream in self._streams.values()]
+        for codec, stream in self._streams.items():
+            stream.start(self._new_encoder(codec), fmt)
+        self._set_encoders()
+        for encoder in old:
+            encoder.stop()
+
+    def _new_encoder(self, codec: Codec) -> EncoderThread:
+        def deliver(encoded: EncodedFrame) -> None:  # on the encoder's thread
+            self._loop.call_soon_threadsafe(self._distribute, codec, encoded)
+
+        return EncoderThread(codec, self._format, deliver)
+
+    def _set_encoders(self) -> None:
+        self._pacer.set_encoders(tuple(stream.encoder for stream in self._streams.values()))
+
+    def request_key(self, codec: Codec) -> None:
+        """A receiver of `codec` can go on only from a key frame."""
+        if codec in self._streams:
+            self._streams[codec].encoder.request_key()
+            self._pacer.wake()
+
+    def counters(self) -> dict[Codec, EncoderCounters]:
+        """What each running encoder has done."""
+        return {codec: stream.encoder.counters for codec, stream in self._streams.items()}
+
+    def sent_bps(self, codec: Codec) -> float:
+        """Bit/s that each receiver of `codec` is sent."""
+        return self._streams[codec].bits.per_s(clock.monotonic_s()) if codec in self._streams else 0.0
 
     def stop(self) -> None:
         """End every encoder. Mutates: self."""
         self._pacer.set_encoders(())
-        for encoder in self._encoders.values():
-            encoder.stop()
-        self._encoders.clear()
-        self._viewers.clear()
-
-    def _deliver(self, codec: Codec, encoded: EncodedFrame) -> None:
-        """On the encoder's thread."""
-        self._loop.call_soon_threadsafe(self._distribute, codec, encoded)
-
-    def sent_bps(self, codec: Codec) -> float:
-        """Bit/s that each viewer of `codec` is sent."""
-        return self._bits[codec].per_s(clock.monotonic_s())
+        for stream in self._streams.values():
+            stream.encoder.stop()
+        self._streams.clear()
 
     def _distribute(self, codec: Codec, encoded: EncodedFrame) -> None:
-        self._bits[codec].add(8 * encoded.packet.size, clock.monotonic_s())
+        now_s = clock.monotonic_s()
         self._metrics.encoded_bytes.labels(codec).inc(encoded.packet.size)
         self._metrics.encode_s.labels(codec).observe(encoded.encode_s)
-        if encoded.key:
-            self._metrics.key_frames.labels(codec).inc()
-        if (encoder := self._encoders.get(codec)) is not None:
-            self._metrics.encoder_dropped.labels(codec).inc(self._dropped[codec].increase(encoder.counters.dropped))
-        for track in self._viewers.get(codec, set()):
-            track.put(encoded)
-        now_s = clock.monotonic_s()
+        self._metrics.key_frames.labels(codec).inc(encoded.key)
+        if (stream := self._streams.get(codec)) is None:
+            return
+        stream.bits.add(8 * encoded.packet.size, now_s)
+        dropped = stream.encoder.counters.dropped
+        self._metrics.encoder_dropped.labels(codec).inc(stream.dropped.increase(dropped))
+        for receiver in stream.receivers:
+            receiver.put(encoded)
         if now_s - self._adapted_s >= ADAPT_INTERVAL_S:
             self._adapted_s = now_s
             self._adapt_bitrates(now_s)
 
     def _adapt_bitrates(self, now_s: float) -> None:
         """Adapt each encoder's bit rate to the receivers' bandwidth estimates. Mutates: self."""
-        for codec, encoder in self._encoders.items():
-            estimates = [bps for track in self._viewers[codec] if (bps := track.line_bps(now_s)) is not None]
-            rate_bps = self._controllers[codec].decide(estimates, self.sent_bps(codec), now_s)
+        for codec, stream in self._streams.items():
+            estimates = [bps for each in stream.receivers if (bps := each.line_bps(now_s)) is not None]
+            rate_bps = stream.bitrate.decide(estimates, stream.bits.per_s(now_s), now_s)
             if rate_bps is not None:
-                encoder.set_bitrate(rate_bps)
-            self._metrics.bitrate.labels(codec).set(self._controllers[codec].rate_bps)
+                stream.encoder.set_bitrate(rate_bps)
+            self._metrics.bitrate.labels(codec).set(stream.bitrate.rate_bps)

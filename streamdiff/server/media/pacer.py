@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamdiff import clock
 from streamdiff.server.media.encoder import EncoderThread
-from streamdiff.server.media.playout import MEDIA_CLOCK_HZ, PlayoutBuffer, PlayoutSlot
+from streamdiff.server.media.playout import MEDIA_CLOCK_HZ, PlayoutBuffer, PlayoutSlot, Progress
 
 REPEAT_S = 0.2
 """While the engine makes nothing, the last picture is sent again this often, so that connections stay alive."""
@@ -60,20 +59,6 @@ class RtpClock:
     def _advance(self, stamp: int) -> int:
         self._last = max(stamp, self._last + 1)
         return self._last
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far the stream has come. Frames count from the session's start."""
-
-    frame: int
-    epoch: int
-    shown: int
-    repeated: int
-    dropped: int
-    missed: int
-    buffered: int
-    passed: int
 
 
 class Pacer:
@@ -123,7 +108,7 @@ class Pacer:
             self._hold()
 
     def set_encoders(self, encoders: tuple[EncoderThread, ...]) -> None:
-        """Who gets the pictures. With none, after the grace time, time stands still until somebody watches."""
+        """Set the encoders that get the pictures. With none, after the grace time, time stands still."""
         with self._changed:
             if self._encoders and not encoders:
                 self._until_s = clock.monotonic_s() + self._grace_s
@@ -143,25 +128,14 @@ class Pacer:
             return self._playout.paused
 
     def wake(self) -> None:
-        """Somebody wants a key frame: send one, even if nothing new is due."""
+        """A key frame was requested: send a picture, even if nothing new is due."""
         with self._changed:
             self._changed.notify()
 
     def progress(self) -> Progress:
-        """A snapshot of the counters."""
+        """The counters, as they are now."""
         with self._changed:
-            playout = self._playout
-            latest = playout.latest
-            return Progress(
-                frame=latest.frame if latest else -1,
-                epoch=latest.epoch if latest else -1,
-                shown=playout.shown,
-                repeated=playout.repeated,
-                dropped=playout.dropped,
-                missed=playout.slots_missed,
-                buffered=playout.buffered,
-                passed=playout.passed_frames,
-            )
+            return self._playout.progress
 
     def picture(self) -> NDArray[np.uint8] | None:
         """The picture on show, or the newest one made when nothing was shown yet."""

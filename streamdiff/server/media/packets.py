@@ -49,15 +49,11 @@ class PacketQueue:
 
     def put(self, encoded: EncodedFrame) -> bool:
         """Queue a packet, or drop it until the next key frame. True: ask the encoder for one. Mutates: self."""
-        if encoded.key:
-            self.dropped += len(self._waiting) if len(self._waiting) >= self._limit else 0
-            if len(self._waiting) >= self._limit:
-                self._waiting.clear()
-            self._needs_key = False
-        elif not self._needs_key and len(self._waiting) >= self._limit:
+        if len(self._waiting) >= self._limit:
             self.dropped += len(self._waiting)
             self._waiting.clear()
             self._needs_key = True
+        self._needs_key = self._needs_key and not encoded.key
         if self._needs_key:
             self.dropped += 1
             return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import numpy as np
@@ -37,6 +37,22 @@ class PlayoutSlot:
     repeated: bool
 
 
+@dataclass
+class Progress:
+    """How far the stream has come; frames count from the session's start. `frame`: the last one shown, -1 before.
+    `shown`: new frames handed out; `repeated`: slots that showed the last frame again, because the next was not there;
+    `dropped`: frames that came and were never shown; `missed`: slots that passed unseen because the caller asked too
+    late; `passed`: frames shown or dropped, what `Shown.frames` reports to the engine; `buffered`: frames that wait."""
+
+    frame: int = -1
+    shown: int = 0
+    repeated: int = 0
+    dropped: int = 0
+    missed: int = 0
+    passed: int = 0
+    buffered: int = 0
+
+
 @dataclass(frozen=True)
 class _Frame:
     picture: NDArray[np.uint8]
@@ -58,7 +74,7 @@ class PlayoutBuffer:
     """The buffer between an engine that makes frames in bursts and viewers who want them evenly.
 
     Frames are shown in order and none is left out, except by `clear_before` and when more than `capacity_frames`
-    wait (an engine that keeps to its lead never gets there); both are counted in `dropped`.
+    wait (an engine within its limit never gets there); both are counted in `dropped`.
 
     At the start, and after nothing came for `RESTART_S`, frames wait until `start_frames` are there, or until the
     first has waited `start_wait_s` (the engine may have stopped short of that number).
@@ -69,7 +85,7 @@ class PlayoutBuffer:
     while frames are left over when the next ones come.
 
     A caller who asks late by up to `catch_up_s` gets the slots it missed one by one, at once, with their regular
-    presentation times. Later than that, the missed slots pass without a picture (counted in `slots_missed`): the
+    presentation times. Later than that, the missed slots pass without a picture (counted in `missed`): the
     media clock goes on with real time and the next frame is the next one. A clock that goes back shifts the slots.
     """
 
@@ -87,16 +103,7 @@ class PlayoutBuffer:
             raise ValueError(f"start_frames is {start_frames}; it must be from 1 to capacity_frames {capacity_frames}")
         if not (start_wait_s >= 0 and catch_up_s >= 0):
             raise ValueError(f"start_wait_s {start_wait_s} and catch_up_s {catch_up_s} must not be negative")
-        self.shown = 0
-        """New frames handed out."""
-        self.repeated = 0
-        """Slots that showed the last frame again, because the next was not there."""
-        self.dropped = 0
-        """Frames that came and were never shown."""
-        self.slots_missed = 0
-        """Slots that passed unseen because the caller asked too late."""
-        self.passed_frames = 0
-        """Session frames that are shown or dropped: what `Shown.frames` reports to the engine."""
+        self._progress = Progress()
         self.latest: PlayoutSlot | None = None
         """The last slot handed out, to show to who joins."""
         self._catch_up_s = catch_up_s
@@ -121,6 +128,11 @@ class PlayoutBuffer:
         """Frames that wait."""
         return len(self._queue)
 
+    @property
+    def progress(self) -> Progress:
+        """The counters, as they are now."""
+        return replace(self._progress, buffered=self.buffered)
+
     def push(self, first: int, pictures: NDArray[np.uint8], *, epoch: int = 0) -> None:
         """Take consecutive frames, numbered from `first`; `pictures` uint8 `[n, ...]` is kept, not copied.
 
@@ -129,7 +141,7 @@ class PlayoutBuffer:
         Raises:
             ValueError: a frame number that came before.
         """
-        expected = self._queue[-1].frame + 1 if self._queue else self.passed_frames
+        expected = self._queue[-1].frame + 1 if self._queue else self._progress.passed
         if first < expected:
             raise ValueError(f"frames from {first} were pushed, but frames up to {expected - 1} came already")
         for offset, picture in enumerate(pictures):
@@ -147,8 +159,8 @@ class PlayoutBuffer:
         return before - len(self._queue)
 
     def _drop(self, waiting: _Frame) -> None:
-        self.dropped += 1
-        self.passed_frames = max(self.passed_frames, waiting.frame + 1)
+        self._progress.dropped += 1
+        self._progress.passed = max(self._progress.passed, waiting.frame + 1)
 
     # ---- slots out ----------------------------------------------------------------------------------------------
 
@@ -237,7 +249,7 @@ class PlayoutBuffer:
             return
         late_slots = math.floor(-early_s / slot_s)
         if late_slots > self._catch_up_slots:
-            self.slots_missed += late_slots
+            self._progress.missed += late_slots
             self._slot += late_slots
 
     def _begin_cycle(self, speed: float) -> None:
@@ -275,13 +287,13 @@ class PlayoutBuffer:
             self._watched += 1
             self._cycle_shown += 1
             waiting = self._queue.popleft()
-            self.shown += 1
-            self.passed_frames = waiting.frame + 1
+            self._progress.shown += 1
+            self._progress.frame, self._progress.passed = waiting.frame, waiting.frame + 1
             due = PlayoutSlot(waiting.picture, waiting.frame, waiting.epoch, self.pts(self._slot), repeated)
         else:
             last = self.latest
             assert last is not None, "slots begin with a frame"
-            self.repeated += 1
+            self._progress.repeated += 1
             due = PlayoutSlot(last.picture, last.frame, last.epoch, self.pts(self._slot), repeated)
         self._slot += 1
         self.latest = due

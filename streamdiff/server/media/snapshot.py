@@ -20,8 +20,8 @@ class Snapshot:
     """Encodes the frame on show once, on a thread, however many ask for it. Lives on the event loop."""
 
     def __init__(self, picture: Callable[[], NDArray[np.uint8] | None]) -> None:
-        """`picture` tells the frame on show, uint8 as in `streamdiff.video.pixel_format`: the same array until another
-        is."""
+        """`picture` returns the frame on show, uint8 as in `streamdiff.video.pixel_format`: the same array until the
+        next frame is shown."""
         self._picture = picture
         # Weak: a frame keeps the memory of its whole chunk.
         self._encoded: weakref.ref[NDArray[np.uint8]] | None = None

@@ -53,8 +53,8 @@ def write(source: BinaryIO) -> int:
         rate = Fraction(header.fps).limit_denominator(1001)
         stream = container.add_mux_stream(header.codec, rate=rate, width=header.width, height=header.height)
         stream.time_base = TIME_BASE
-        while len(head := source.read(RECORD.size)) == RECORD.size:
-            pts, key, length = RECORD.unpack(head)
+        while len(record := source.read(RECORD.size)) == RECORD.size:
+            pts, key, length = RECORD.unpack(record)
             packet = av.Packet(source.read(length))
             zero = pts if zero is None else zero
             packet.pts = packet.dts = pts - zero

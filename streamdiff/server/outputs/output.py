@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +22,7 @@ from streamdiff.server.outputs.target import Target
 from streamdiff.server.outputs.whip import Publication, WhipError
 from streamdiff.server.sessions.live_session import LiveSession
 
-logger = logging.getLogger("streamdiff.serve.outputs")  # public: programs that read JSON logs know the name
+logger = logging.getLogger(__name__)
 
 QUEUE_PACKETS = 80
 """Encoded frames that may wait for one output, 2 s at 40 FPS; beyond that it goes on at the next key frame."""
@@ -52,9 +52,7 @@ class Output:
 
     def __init__(self, target: Target, find_session: Callable[[], LiveSession | None], metrics: Metrics) -> None:
         self.status = OutputStatus(target.name)
-        self._target = target
-        self._find_session = find_session
-        self._metrics = metrics
+        self._target, self._find_session, self._metrics = target, find_session, metrics
         self._queue = PacketQueue(QUEUE_PACKETS)
         self._available = asyncio.Event()
         self._fanout: Fanout | None = None
@@ -68,6 +66,11 @@ class Output:
             self._fanout.request_key(self._target.codec)
         self._count(0, self._queue.dropped - dropped)
         self._available.set()
+
+    @property
+    def url(self) -> str:
+        """Where it goes."""
+        return self._target.url
 
     def line_bps(self, now_s: float) -> None:
         """An output does not say what its line carries: it must not lower the viewers' picture."""
@@ -111,10 +114,14 @@ class Output:
     async def _sleep(self, seconds: float) -> None:
         """Wait, or until the end is asked for."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while not self._stopping.is_set():
-                    self._available.clear()
-                    await self._available.wait()
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+
+    async def _poll(self) -> None:
+        """Wait for a packet, or `POLL_S`: session and writer may end without one."""
+        self._available.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(POLL_S):
+                await self._available.wait()
 
     async def _send(self, session: LiveSession, attempt: int) -> str | None:
         """Write the session until something fails; says what. None: the session has ended."""
@@ -131,7 +138,10 @@ class Output:
         session.playback.fanout.attach(self._target.codec, self)
         reason = ""
         try:
-            process.stdin.write(self._header(session, attempt).line())
+            fmt, target = session.playback.format, self._target
+            size, options = (fmt.width * fmt.scale, fmt.height * fmt.scale), dict(target.options)
+            where = (target.attempt(attempt), target.container, target.codec)
+            process.stdin.write(Header(*where, *size, fmt.fps, options).line())
             await self._feed(process, session)
         except TimeoutError:
             reason = f"the other side took nothing for {STUCK_S:g} s"
@@ -147,13 +157,6 @@ class Output:
         lines = (await stderr).decode(errors="replace").splitlines()
         return reason or (lines[-1] if lines else f"the writer ended with code {process.returncode}")
 
-    def _header(self, session: LiveSession, attempt: int) -> Header:
-        fmt, target = session.playback.format, self._target
-        width, height = fmt.width * fmt.scale, fmt.height * fmt.scale
-        return Header(
-            target.attempt(attempt), target.container, target.codec, width, height, fmt.fps, dict(target.options)
-        )
-
     async def _feed(self, process: asyncio.subprocess.Process, session: LiveSession) -> None:
         """Hand over packets until the end is asked for, the session ends or the writer does.
 
@@ -165,10 +168,7 @@ class Output:
         while not self._stopping.is_set() and not session.closed and process.returncode is None:
             encoded = self._queue.get()
             if encoded is None:
-                self._available.clear()
-                with contextlib.suppress(TimeoutError):  # nothing is made; perhaps the session or the writer has ended
-                    async with asyncio.timeout(POLL_S):
-                        await self._available.wait()
+                await self._poll()
                 continue
             now_s = clock.monotonic_s()
             if encoded.key:
@@ -177,7 +177,7 @@ class Output:
                 session.playback.fanout.request_key(self._target.codec)
             data = bytes(encoded.packet)
             process.stdin.write(RECORD.pack(encoded.pts, encoded.key, len(data)) + data)
-            async with asyncio.timeout(STUCK_S):
+            async with asyncio.timeout(STUCK_S):  # `wait_for` would make a task for every packet
                 await process.stdin.drain()
             self._count(1, 0)
 
@@ -190,10 +190,7 @@ class Output:
             while not self._stopping.is_set() and not session.closed:
                 if reason := publication.fault(clock.monotonic_s()):
                     return reason
-                self._available.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_S):
-                        await self._available.wait()
+                await self._poll()
                 track = publication.track
                 self._count(int(frames.increase(track.sent)), int(dropped.increase(track.dropped)))
         except WhipError as error:
@@ -216,25 +213,7 @@ class Output:
 async def _end(process: asyncio.subprocess.Process) -> None:
     """Wait for a writer whose input has ended; one that hangs is killed."""
     try:
-        async with asyncio.timeout(EXIT_S):
-            await process.wait()
+        await asyncio.wait_for(process.wait(), EXIT_S)
     except TimeoutError:
         process.kill()
         await process.wait()
-
-
-class Outputs:
-    """All outputs of a server. Made on the running event loop."""
-
-    def __init__(
-        self, targets: Sequence[Target], find_session: Callable[[], LiveSession | None], metrics: Metrics
-    ) -> None:
-        self._outputs = [Output(target, find_session, metrics) for target in targets]
-
-    def statuses(self) -> list[OutputStatus]:
-        """The status of each."""
-        return [output.status for output in self._outputs]
-
-    async def stop(self) -> None:
-        """Write what came so far, and end."""
-        await asyncio.gather(*(output.stop() for output in self._outputs))

@@ -17,10 +17,7 @@ from streamdiff.server.media.codecs import Codec
 # Short pieces, written at once: they can be played although the recording was cut off.
 _MP4 = {"movflags": "empty_moov+default_base_moof", "frag_duration": "1000000", "flush_packets": "1"}
 _WEBM = {"live": "1", "cluster_time_limit": "1000", "flush_packets": "1"}
-_FILES: dict[str, tuple[str, Codec, dict[str, str]]] = {
-    ".mp4": ("mp4", "h264", _MP4),
-    ".webm": ("webm", "vp8", _WEBM),
-}
+_FILES: dict[str, tuple[str, Codec, dict[str, str]]] = {".mp4": ("mp4", "h264", _MP4), ".webm": ("webm", "vp8", _WEBM)}
 _STREAMS = {
     **{"rtmp": "flv", "rtmps": "flv", "srt": "mpegts", "udp": "mpegts", "tcp": "mpegts"},
     **{"whip+https": "whip", "whip+http": "whip"},
@@ -48,7 +45,7 @@ class Target:
 
 
 def parse(text: str) -> Target:
-    """What `text` names.
+    """Parse one target.
 
     Raises:
         ConfigError: it names nothing that can be written here; says what can.
@@ -77,7 +74,7 @@ def parse(text: str) -> Target:
 
 
 def parse_all(texts: Sequence[str]) -> list[Target]:
-    """What the texts name, each under a name of its own.
+    """Parse all targets; each gets a unique name.
 
     Raises:
         ConfigError: see `parse`; or the same file twice.
@@ -93,7 +90,7 @@ def parse_all(texts: Sequence[str]) -> list[Target]:
 
 
 def _check_protocol(scheme: str) -> None:
-    """SRT is a library that FFmpeg may be built without; a port of 0 tells, for nothing is connected."""
+    """Raise ConfigError for SRT where FFmpeg was built without it. Opening port 0 shows that without connecting."""
     if scheme != "srt":
         return
     try:

@@ -93,11 +93,6 @@ class Publication:
             raise WhipError(f"the media server answered {response.status_code} {response.reason_phrase}")
         if "location" in response.headers:
             self._resource = urljoin(str(response.url), response.headers["location"])
-            if _origin(self._resource) != _origin(str(response.url)):
+            if urlsplit(self._resource)[:2] != urlsplit(str(response.url))[:2]:  # another origin
                 self._resource_headers = {}  # the token is for the server that took it
         return response.text
-
-
-def _origin(url: str) -> tuple[str, str]:
-    parts = urlsplit(url)
-    return parts.scheme, parts.netloc

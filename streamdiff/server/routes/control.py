@@ -3,55 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from streamdiff.server.app_state import state_of
-from streamdiff.server.problem import Problem, Responses, described, media_type, read_body
-from streamdiff.server.routes.apply import REFUSED, bad_control, carry_out, status_of
-from streamdiff.server.routes.openapi import BINARY, JSON, answer, body, needs
+from streamdiff.errors import EngineFailure
+from streamdiff.server.app_state import AppState
+from streamdiff.server.problem import Problem, Responses, media_type, problem_responses, read_body
+from streamdiff.server.routes.dependencies import BINARY, JSON, Controlled, State, Watched, answer, body, needs
 from streamdiff.server.routes.websocket import control_socket
-from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlError, parse
-from streamdiff.server.sessions.control_schema import control_message
+from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlError, ControlMessage, message_schema, parse
+from streamdiff.server.sessions.live_session import LiveSession, SessionEnded
+from streamdiff.server.sessions.receipts import Receipt
 
+ANSWER_TIMEOUT_S = 5.0
+"""How long a request waits for the engine's answer before it is answered with 202."""
+_NOT_SHOWN = problem_responses(401, 404, 410)
+_NO_FRAME = problem_responses(s503="No frame has been made yet; Retry-After: when to ask again")
 _LATER: Responses = {202: {"description": "The engine has it and carries it out later (receipt `asked`)"}}
+_REFUSED = problem_responses(400, 401, 403, 404, 409, 410, 413, 415, 422, 429, 503, 504)
+router = APIRouter(tags=["control"])
+router.add_api_websocket_route("/api/sessions/{session}/control", control_socket)
 
 
-_NOT_SHOWN = described(s401="This takes a token", s404="No such session", s410="The session has ended")
-
-
-_NO_FRAME = described(s503="No frame has been made yet; Retry-After: when to ask again")
-
-
-SessionQuery = Annotated[str | None, Query(description="which one; left out: the default session")]
-
-
-def router() -> APIRouter:
-    """`/api/state`, `/api/control` and `/frame.jpg`: the default session's, or that of `?session=`; and WebSockets."""
-    routes = APIRouter(tags=["control"])
-    routes.add_api_route(
-        "/api/state", _state, methods=["GET"], summary="Everything that a page needs to draw itself",
-        responses=_NOT_SHOWN, **needs("watch"),
-    )  # fmt: skip
-    routes.add_api_route(
-        "/api/control", _control, methods=["POST"], summary="Say one control message", responses=_LATER | REFUSED,
-        **needs("steer", **body(JSON, control_message())),
-    )  # fmt: skip
-    routes.add_api_route(
-        "/frame.jpg", _frame, methods=["GET"], summary="The frame on show", response_class=Response,
-        responses=answer("A JPEG file", "image/jpeg", BINARY) | _NOT_SHOWN | _NO_FRAME, **needs("watch"),
-    )  # fmt: skip
-    routes.add_api_websocket_route("/api/sessions/{session}/control", control_socket)
-    return routes
-
-
-async def _state(request: Request, session: SessionQuery = None) -> Response:
-    state = state_of(request)
-    live = state.session(request)
-    manager = state.manager
-    may_control = state.may_control(request, live)
+@router.get("/api/state", summary="Everything that a page needs to draw itself", responses=_NOT_SHOWN, **needs("watch"))
+async def show_state(request: Request, state: State, live: Watched) -> Response:
+    manager, may_control = state.manager, state.may_control(request, live)
     engine = manager.engine
     reason = None if engine.running else engine.reason_for(may_control)
     return JSONResponse(
@@ -62,29 +39,73 @@ async def _state(request: Request, session: SessionQuery = None) -> Response:
             "occupancy": list(manager.occupancy),
             "viewers": state.viewers.count,
             "max_viewers": state.config.serve.max_viewers,
-            "outputs": [asdict(status) for status in state.outputs.statuses()],
+            "outputs": [asdict(output.status) for output in state.outputs],
             "codecs_offered": list(state.codecs),
         }
     )
 
 
-async def _control(request: Request, session: SessionQuery = None) -> Response:
-    state = state_of(request)
-    live = state.controllable_session(request)
+@router.post(
+    "/api/control", summary="Say one control message", responses=_LATER | _REFUSED,
+    **needs("steer", **body(JSON, message_schema())),
+)  # fmt: skip
+async def control(request: Request, state: State, live: Controlled) -> Response:
     if media_type(request) != JSON:
         raise Problem(415, "A control message is application/json.")
     try:
-        control = parse(await read_body(request, MAX_BODY_BYTES))
+        message = parse(await read_body(request, MAX_BODY_BYTES))
     except ControlError as error:
-        raise bad_control(state, error) from error
-    if control.kind == "get":
+        raise _refused(state, error) from error
+    if message.type == "get":
         return JSONResponse(live.state(may_control=True))
-    receipt = await carry_out(state, live, control)
+    receipt = await carry_out(state, live, message)
     return JSONResponse(receipt.message(), status_of([receipt]))
 
 
-async def _frame(request: Request, session: SessionQuery = None) -> Response:
-    jpeg = await state_of(request).session(request).playback.snapshot.jpeg()
+@router.get(
+    "/frame.jpg", summary="The frame on show", response_class=Response,
+    responses=answer("A JPEG file", "image/jpeg", BINARY) | _NOT_SHOWN | _NO_FRAME, **needs("watch"),
+)  # fmt: skip
+async def frame(live: Watched) -> Response:
+    jpeg = await live.playback.snapshot.jpeg()
     if jpeg is None:
         raise Problem(503, "No frame has been made yet.", {"Retry-After": "1"})
     return Response(jpeg, media_type="image/jpeg")
+
+
+def status_of(receipts: list[Receipt]) -> int:
+    """200 when all was accepted, 202 while some is still to come."""
+    return 202 if any(receipt.stage == "asked" for receipt in receipts) else 200
+
+
+async def carry_out(state: AppState, session: LiveSession, message: ControlMessage) -> Receipt:
+    """Carry out a message; the receipt says `accepted`, or `asked` when the engine has it and takes its time.
+
+    Raises:
+        Problem: it was refused (422, 409), the session has ended (410) or the engine (503, 504).
+    """
+    try:
+        receipt = await session.control_and_wait(message, f"http-{id(message)}", ANSWER_TIMEOUT_S)
+    except ControlError as error:
+        raise _refused(state, error) from error
+    except TimeoutError as error:
+        text = f"The engine took no command for {ANSWER_TIMEOUT_S:g} s; this one may still be carried out."
+        raise Problem(504, text, code="engine") from error
+    except SessionEnded as error:
+        raise Problem(410, "The session has ended.", code="ended") from error
+    except EngineFailure as error:
+        raise Problem(503, f"The engine stopped: {error}", {"Retry-After": "5"}, code="engine") from error
+    if receipt.stage == "refused":
+        raise Problem(422, receipt.reason, code="refused", field=receipt.field, id=receipt.id)
+    return receipt
+
+
+def _refused(state: AppState, error: ControlError) -> Problem:
+    """The answer to a message that is refused. Mutates: the metrics."""
+    state.metrics.controls.labels("any", error.code).inc()
+    known = {"bad_json": 400, "bad_message": 400, "conflict": 409}
+    engine_s = state.manager.engine.retry_after_s
+    waits = {"no_capacity": state.manager.retry_after_s(), "restarting": engine_s, "engine_ended": engine_s}
+    headers = {"Retry-After": str(waits[error.code])} if error.code in waits else {}
+    status = 503 if error.code in waits else known.get(error.code, 422)
+    return Problem(status, str(error), headers, code=error.code, field=error.field, id=error.id)

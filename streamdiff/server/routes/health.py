@@ -7,15 +7,15 @@ from typing import Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
-from streamdiff.server.app_state import AppState, state_of
+from streamdiff.server.app_state import AppState
 from streamdiff.server.auth import Role
-from streamdiff.server.problem import Problem, described
-from streamdiff.server.routes.openapi import answer, needs, open_to_all
+from streamdiff.server.problem import Problem, problem_responses
+from streamdiff.server.routes.dependencies import State, answer, needs, open_to_all
 from streamdiff.server.sessions.live_session import STALLED_S
 from streamdiff.server.sessions.manager import DEFAULT_SESSION
 
-_WRONG_TOKEN = described(s401="This takes a token")
-_NOT_READY = described(s503="`code` says what is the matter, for those who may watch; Retry-After: when to ask again")
+_WRONG_TOKEN = problem_responses(401)
+_NOT_READY = problem_responses(s503="`code` says why, to those who may watch; Retry-After: when to ask again")
 
 
 class Health(BaseModel):
@@ -30,32 +30,21 @@ class Readiness(BaseModel):
     ready: Literal[True] = True
 
 
-def router() -> APIRouter:
-    """`/healthz`, `/readyz` and `/metrics`."""
-    routes = APIRouter(tags=["health"])
-    routes.add_api_route(
-        "/healthz", _healthz, methods=["GET"], summary="Whether the web process lives", response_model=Health,
-        **open_to_all(),
-    )  # fmt: skip
-    routes.add_api_route(
-        "/readyz", _readyz, methods=["GET"], summary="Whether viewers can be sent here", response_model=Readiness,
-        responses=_NOT_READY | _WRONG_TOKEN, **needs("steer", optional=True),
-    )  # fmt: skip
-    routes.add_api_route(
-        "/metrics", _metrics, methods=["GET"], summary="Figures for Prometheus", response_class=Response,
-        responses=answer("Prometheus' text format", "text/plain") | _WRONG_TOKEN, **needs("watch"),
-    )  # fmt: skip
-    return routes
+router = APIRouter(tags=["health"])
 
 
-async def _healthz() -> Health:
+@router.get("/healthz", summary="Whether the web process lives", **open_to_all())
+async def healthz() -> Health:
     return Health()
 
 
-async def _readyz(request: Request) -> Readiness:
-    """Everybody is answered: probes carry no token. Who may watch is told what is wrong, who may control in the
-    engine's own words."""
-    state = state_of(request)
+@router.get(
+    "/readyz", summary="Whether viewers can be sent here", responses=_NOT_READY | _WRONG_TOKEN,
+    **needs("steer", optional=True),
+)  # fmt: skip
+async def readyz(request: Request, state: State) -> Readiness:
+    """Answered without a token too, as probes have none. With a token that may watch it says what is wrong, with one
+    that may steer in the engine's own words."""
     role = state.role(request)
     problem = _unready(state, role is Role.CONTROLLER)
     if problem is None:
@@ -63,6 +52,17 @@ async def _readyz(request: Request) -> Readiness:
     if role is Role.NOBODY:
         raise Problem(problem.status, "The server is not ready.", problem.headers)
     raise problem
+
+
+@router.get(
+    "/metrics", summary="Figures for Prometheus", response_class=Response,
+    responses=answer("Prometheus' text format", "text/plain") | _WRONG_TOKEN, **needs("watch"),
+)  # fmt: skip
+async def metrics(request: Request, state: State) -> Response:
+    state.require(request, Role.VIEWER)
+    state.update_metrics()
+    sessions = {session.id for session in state.watchable(request)}
+    return Response(state.metrics.text(sessions), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _unready(state: AppState, may_control: bool) -> Problem | None:
@@ -82,11 +82,3 @@ def _unready(state: AppState, may_control: bool) -> Problem | None:
         message = f"The engine has made no frame for {stalled_s:.1f} s."
         return Problem(503, message, {"Retry-After": "1"}, code="stalled")
     return None
-
-
-async def _metrics(request: Request) -> Response:
-    state = state_of(request)
-    state.require(request, Role.VIEWER)
-    state.update_metrics()
-    sessions = {session.id for session in state.watchable(request)}
-    return Response(state.metrics.text(sessions), media_type="text/plain; version=0.0.4; charset=utf-8")

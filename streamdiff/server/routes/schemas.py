@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from streamdiff.config import KVContext
+from streamdiff.config import KVContext, PromptPolicy
 from streamdiff.engine.messages import Ready
 from streamdiff.server.problem import Problem
-from streamdiff.server.sessions.control import ControlMessage, steps_refusal
-from streamdiff.server.sessions.control_schema import Body, Fps, Prompt, Revision, Seed, Steps, Switch
+from streamdiff.server.sessions import control
+from streamdiff.server.sessions.control import Body, Fps, Prompt, Seed, Steps
 
 Size = Annotated[str, Field(pattern=r"^[0-9]{1,5}[x*][0-9]{1,5}$")]
 BodyT = TypeVar("BodyT", bound=Body)
@@ -42,11 +41,13 @@ class SessionChange(Body):
         }
     )
 
-    if_rev: Revision | None = Field(None, description="only while the state has this revision, else 409")
+    if_rev: control.Revision | None = Field(None, description="only while the state has this revision, else 409")
     fps: Fps | None = None
     steps: Steps | None = Field(None, description="from the next chunk on")
     prompt: Prompt | None = Field(None, description="from the next chunk on")
-    switch: Switch | None = Field(None, description="what the new prompt does to the past; null: what suits the model")
+    switch: PromptPolicy | None = Field(
+        None, description="what the new prompt does to the past; null: what suits the model"
+    )
     seed: Seed | None = Field(None, description="begins the stream afresh with it")
 
     @model_validator(mode="after")
@@ -67,7 +68,7 @@ class SessionInfo(BaseModel):
     notice: str = Field(description="the model's remark on the prompt, or empty")
     seed: int
     steps: int = Field(description="denoise steps of a chunk")
-    steps_known: list[int] = Field(description="those that `steps` may be changed to; empty: not told")
+    steps_known: list[int] = Field(description="those that `steps` may be changed to; empty: unknown")
     kv_context: str
     fps: float = Field(description="frames shown per second")
     native_fps: float = Field(description="frames per second at which motion looks as the model was trained")
@@ -85,7 +86,7 @@ class SessionInfo(BaseModel):
 
 
 class OpenedSession(SessionInfo):
-    """A session that was opened just now. Its tokens are told this once."""
+    """A session that was opened just now. Its tokens are shown only here."""
 
     view_token: str = Field(description="lets who shows it watch, where the server has a token")
     control_token: str = Field(description="lets who shows it steer and end the session")
@@ -112,6 +113,34 @@ class SessionList(BaseModel):
 
     sessions: list[SessionInfo]
     capacity: CapacityInfo
+
+
+class NewOutput(Body):
+    """Where to send a session too."""
+
+    target: str = Field(
+        min_length=1,
+        max_length=2000,
+        description="the name of a file, as show.mp4, or an address, as rtmp://host/app/key",
+    )
+
+
+class OutputInfo(BaseModel):
+    """An output of a session."""
+
+    id: str
+    name: str = Field(description="of an address scheme and host only, as the rest may be a secret")
+    state: str = Field(description="waiting, sending, retrying or ended")
+    frames: int = Field(description="handed to it")
+    dropped: int = Field(description="that it did not get")
+    restarts: int
+    reason: str = Field(description="why it broke off, or empty")
+
+
+class OutputList(BaseModel):
+    """The outputs that were asked for over the API."""
+
+    outputs: list[OutputInfo]
 
 
 class EndedSession(BaseModel):
@@ -141,20 +170,14 @@ def read(model: type[BodyT], body: bytes) -> BodyT:
     if any(each["type"] == "json_invalid" for each in problems):
         raise Problem(400, f"The body is not JSON: {problems[0]['msg'][:120]}.", code="bad_json")
     # What is wrong with the fields together has no place, but a type that is a field's name.
-    errors = [
-        {"field": ".".join(map(str, each["loc"])) or _together(each["type"], model), "message": each["msg"]}
-        for each in problems
-    ]
-    first = errors[0]
-    known = ", ".join(model.model_fields)
+    together = [each["type"] if each["type"] in model.model_fields else "" for each in problems]
+    fields = [".".join(map(str, each["loc"])) or name for each, name in zip(problems, together, strict=True)]
+    errors = [{"field": field, "message": each["msg"]} for field, each in zip(fields, problems, strict=True)]
+    first, known = errors[0], ", ".join(model.model_fields)
     detail = f"`{first['field'][:40]}`: {first['message']}." if problems[0]["loc"] else f"{first['message']}."
     if problems[0]["type"] == "extra_forbidden":
         detail = f"There is no field {first['field'][:40]!r}; known: {known}."
     raise Problem(422, detail, code="invalid", field=first["field"][:40], errors=errors[:20])
-
-
-def _together(kind: str, model: type[Body]) -> str:
-    return kind if kind in model.model_fields else ""
 
 
 def check_new(wanted: NewSession, ready: Ready) -> None:
@@ -166,25 +189,25 @@ def check_new(wanted: NewSession, ready: Ready) -> None:
 
 
 def _check_steps(steps: int | None, ready: Ready) -> None:
-    if steps is not None and (why := steps_refusal(steps, ready.steps_known, ready.model)):
+    if steps is not None and (why := control.steps_refusal(steps, ready)):
         raise Problem(422, why, code="invalid", field="steps")
 
 
-def controls_of(change: SessionChange, ready: Ready) -> list[ControlMessage]:
+def messages_of(change: SessionChange, ready: Ready) -> list[control.ControlMessage]:
     """The control messages that a change is made of, in their order.
 
     Raises:
         Problem: 422 for steps that the engine does not have.
     """
     _check_steps(change.steps, ready)
-    controls = []
+    messages: list[control.ControlMessage] = []
     if change.fps is not None:
-        controls.append(ControlMessage("fps", fps=change.fps))
+        messages.append(control.FpsMessage(type="fps", fps=change.fps))
     if change.steps is not None:
-        controls.append(ControlMessage("steps", steps=change.steps))
+        messages.append(control.StepsMessage(type="steps", steps=change.steps))
     if change.prompt is not None:
-        controls.append(ControlMessage("prompt", prompt=change.prompt, switch=change.switch or ""))
+        messages.append(control.PromptMessage(type="prompt", prompt=change.prompt, switch=change.switch))
     if change.seed is not None:
-        controls.append(ControlMessage("reset", seed=change.seed))
+        messages.append(control.ResetMessage(type="reset", seed=change.seed))
     # The revision goes up with the first of them, so only that one can ask for it.
-    return [replace(controls[0], if_rev=change.if_rev), *controls[1:]]
+    return [messages[0].model_copy(update={"if_rev": change.if_rev}), *messages[1:]]

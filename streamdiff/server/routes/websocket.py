@@ -53,20 +53,21 @@ class WebSocketConnection(ControlConnection):
         self._socket = socket
         self._outbox: asyncio.Queue[str] = asyncio.Queue()
         self._outbox_bytes = 0
-        self._slow, self._ended = asyncio.Event(), False
+        self._overflow: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        self._ended = False
         super().__init__(f"ws-{next(_numbers)}", session, metrics, may_control)
 
     async def run(self) -> End:
         """Receive and send until one side ends; says why."""
-        tasks = [asyncio.create_task(part) for part in (self._read(), self._write(), self._slow.wait())]
+        tasks = (self._overflow, asyncio.create_task(self._write()), asyncio.create_task(self._read()))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            end = next(task for task in tasks if task.done()).result()
         finally:
             self.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        end: End = "slow" if self._slow.is_set() else "session_ended" if self._ended else "gone"
         self._metrics.sockets_ended.labels(end).inc()
         return end
 
@@ -77,29 +78,24 @@ class WebSocketConnection(ControlConnection):
     def send_text(self, text: str) -> None:
         self._outbox.put_nowait(text)
         self._outbox_bytes += len(text)
-        if self._outbox_bytes > MAX_BUFFERED_BYTES:
-            self._slow.set()
+        if self._outbox_bytes > MAX_BUFFERED_BYTES and not self._overflow.done():
+            self._overflow.set_result("slow")
 
-    async def _read(self) -> None:
-        while True:
-            try:
-                message = await self._socket.receive()
-            except (WebSocketDisconnect, RuntimeError):
-                return
-            if message["type"] == "websocket.disconnect":
-                return
+    async def _read(self) -> End:
+        while (message := await self._socket.receive())["type"] != "websocket.disconnect":
             text = message.get("text")
             self.on_message(message["bytes"] if text is None else text)
+        return "gone"
 
-    async def _write(self) -> None:
+    async def _write(self) -> End:
         while not (self._ended and self._outbox.empty()):
             text = await self._outbox.get()
             try:
                 async with asyncio.timeout(SEND_LIMIT_S):
                     await self._socket.send_text(text)
             except TimeoutError:
-                self._slow.set()
-                return
+                return "slow"
             except (WebSocketDisconnect, RuntimeError):
-                return
+                return "gone"
             self._outbox_bytes -= len(text)
+        return "session_ended"

@@ -1,6 +1,6 @@
 """Limits of sessions: how many an engine can play, from what a chunk costs, and how long each may last. Pure.
 
-Memory is the engine's own affair: it refuses a session whose caches do not fit, see `pipeline/planner/kv_budget.py`.
+Memory is not counted here: the engine refuses a session whose caches do not fit, see `pipeline/planner/kv_budget.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Capacity:
             self.start_work_s, self._latest = work_s, None
 
     def measured(self, work_s: float, now_s: float) -> None:
-        """The engine has told what its latest chunks cost. Mutates: self."""
+        """Note the engine's latest measurement: seconds of work in a chunk. Mutates: self."""
         self._latest = work_s, now_s
 
     def work_s(self, now_s: float) -> float | None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from streamdiff import clock
 from streamdiff.errors import EngineFailure
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.rate_limit import TokenBucket
-from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES, MESSAGES_PER_S, ControlError, parse
+from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES, MESSAGES_PER_S, ChangeMessage, ControlError, parse
 from streamdiff.server.sessions.live_session import LiveSession
 
 STATS_INTERVAL_S = 0.5
@@ -26,12 +27,18 @@ class ControlConnection(ABC):
     """One peer's control messages, until `close`. A bad message is answered and changes nothing. Lives on the event
     loop; a subclass carries the text."""
 
-    def __init__(self, peer: str, session: LiveSession, metrics: Metrics, may_control: bool = True) -> None:
-        """`peer` is its name, one of a kind; `may_control`: whether it may change anything. Sends the state at once."""
-        self._peer = peer
-        self._session = session
-        self._metrics = metrics
-        self._may_control = may_control
+    def __init__(
+        self,
+        peer: str,
+        session: LiveSession,
+        metrics: Metrics,
+        may_control: bool = True,
+        network: Callable[[], str] = lambda: "unknown",
+    ) -> None:
+        """`peer` is its unique name; `may_control`: whether it may change anything; `network`: how good its line is,
+        unknown, poor or good. Sends the state at once."""
+        self._peer, self._session, self._metrics = peer, session, metrics
+        self._may_control, self._network = may_control, network
         self._messages = TokenBucket(MESSAGES_PER_S, MESSAGES_PER_S)
         self._rate_errors = TokenBucket(1, 1)
         self._inbox: asyncio.Queue[str | bytes] = asyncio.Queue(MESSAGES_PER_S)
@@ -44,10 +51,6 @@ class ControlConnection(ABC):
     @abstractmethod
     def send_text(self, text: str) -> None:
         """Send one message to the peer, or leave it out; never waits."""
-
-    def network(self) -> str:
-        """How good the peer's line is: unknown, poor or good."""
-        return "unknown"
 
     def send(self, message: dict[str, Any]) -> None:
         """Send one message as JSON."""
@@ -92,16 +95,16 @@ class ControlConnection(ABC):
         if isinstance(data, bytes):
             raise ControlError("binary", "Messages are JSON text in UTF-8, not binary.")
         control = parse(data)
-        if control.changes and not self._may_control:
+        if isinstance(control, ChangeMessage) and not self._may_control:
             raise ControlError("forbidden", "You may watch, not steer: that takes the control token.", id=control.id)
-        if control.kind == "get":
+        if control.type == "get":
             self.send(self._session.state(self._may_control) | {"id": control.id})
-        elif control.kind == "ping":
+        elif control.type == "ping":
             self.send({"type": "pong", "id": control.id})
         else:
             await self._session.control(control, self._peer)
 
     async def _send_stats(self) -> None:
         while True:
-            self.send(self._session.stats() | {"network": self.network()})
+            self.send(self._session.stats() | {"network": self._network()})
             await asyncio.sleep(STATS_INTERVAL_S)

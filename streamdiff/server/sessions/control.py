@@ -1,36 +1,142 @@
-"""Parses control messages, from data channels, WebSockets and HTTP alike.
+"""Control messages: what they are, and their parsing, from data channels, WebSockets and HTTP alike.
 
+The models below check messages and make the API's description; the bodies of `/api/sessions` share their field types.
 A message is checked whole before anything changes. Pure: knows nothing about sockets, the engine or the clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+import unicodedata
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails, from_json
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
-from streamdiff.server.sessions import control_schema
-from streamdiff.server.sessions.control_schema import MESSAGES
+from streamdiff.config import PromptPolicy
+from streamdiff.engine.messages import Ready
+from streamdiff.engine.validation import MAX_PROMPT_CHARACTERS, MAX_SEED
 
 Kind = Literal["prompt", "reset", "steps", "fps", "pause", "resume", "get", "ping"]
-
-
-Id = str | int | None
-
-
-MAX_MESSAGE_BYTES = 16 * 1024
-
-
-MAX_BODY_BYTES = 256 * 1024
-
-
+MAX_MESSAGE_BYTES, MAX_BODY_BYTES = 16 * 1024, 256 * 1024
 MESSAGES_PER_S = 50
 
+MAX_ID_CHARACTERS = 64
+MAX_SAFE_INTEGER = 2**53 - 1
+"""The largest that JavaScript represents exactly."""
+MAX_STEPS = 1000
+MIN_FPS, MAX_FPS = 1.0, 120.0
 
-_ID: TypeAdapter[Id] = TypeAdapter(control_schema.Id)
+
+def _clean_prompt(value: str) -> str:
+    """The prompt with its white space normalised."""
+    if "\0" in value:
+        raise PydanticCustomError("prompt", "a prompt has no NUL character")
+    words = "".join(" " if unicodedata.category(character) == "Cc" else character for character in value).split()
+    if not words:
+        raise PydanticCustomError("prompt", "it is empty; describe what you want to see")
+    return " ".join(words)
+
+
+Prompt = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=MAX_PROMPT_CHARACTERS,
+        # `_clean_prompt` in the words of JSON Schema: no NUL, and a character that is no white space.
+        json_schema_extra={"pattern": r"^[^\u0000]*[^\s\u0000-\u001f\u007f-\u009f][^\u0000]*$"},
+    ),
+    AfterValidator(_clean_prompt),
+]
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+Steps = Annotated[int, Field(ge=1, le=MAX_STEPS, description="denoise steps of a chunk, of those the model has")]
+Fps = Annotated[float, Field(ge=MIN_FPS, le=MAX_FPS, description="frames shown per second")]
+Revision = Annotated[int, Field(ge=0, le=MAX_SAFE_INTEGER)]
+Id = (
+    Annotated[int, Field(ge=-MAX_SAFE_INTEGER, le=MAX_SAFE_INTEGER)]
+    | Annotated[str, Field(max_length=MAX_ID_CHARACTERS)]
+    | None
+)
+
+
+class Body(BaseModel):
+    """Base of what clients send: strict types, and no unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _Message(Body):
+    id: Id = Field(None, description="said again in every answer to this message")
+
+
+class ChangeMessage(_Message):
+    """Base of messages that change the session."""
+
+    if_rev: Revision | None = Field(None, description="only while the session's state has this revision")
+
+
+class PromptMessage(ChangeMessage):
+    """Show something else."""
+
+    type: Literal["prompt"]
+    prompt: Prompt
+    switch: PromptPolicy | None = Field(None, description="what it does to the past; left out: what suits the model")
+
+
+class ResetMessage(ChangeMessage):
+    """Begin afresh."""
+
+    type: Literal["reset"]
+    seed: Seed | None = Field(None, description="left out: the session's")
+
+
+class StepsMessage(ChangeMessage):
+    """Make chunks in so many steps, from the next one on."""
+
+    type: Literal["steps"]
+    steps: Steps
+
+
+class FpsMessage(ChangeMessage):
+    """Show so many frames per second."""
+
+    type: Literal["fps"]
+    fps: Fps
+
+
+class PauseMessage(ChangeMessage):
+    """Hold the stream."""
+
+    type: Literal["pause"]
+
+
+class ResumeMessage(ChangeMessage):
+    """Let the stream go on."""
+
+    type: Literal["resume"]
+
+
+class GetMessage(_Message):
+    """Tell the state."""
+
+    type: Literal["get"]
+
+
+class PingMessage(_Message):
+    """Answer."""
+
+    type: Literal["ping"]
+
+
+ControlMessage = (
+    PromptMessage | ResetMessage | StepsMessage | FpsMessage | PauseMessage | ResumeMessage | GetMessage | PingMessage
+)
+MESSAGES: dict[str, type[ControlMessage]] = {
+    get_args(model.model_fields["type"].annotation)[0]: model for model in get_args(ControlMessage)
+}
+"""The models of control messages by their `type`."""
+
+
+_ID: TypeAdapter[Id] = TypeAdapter(Id)
 
 
 class ControlError(ValueError):
@@ -43,27 +149,9 @@ class ControlError(ValueError):
         self.id = id
 
 
-@dataclass(frozen=True)
-class ControlMessage:
-    """One valid message. `prompt` and `switch` are of kind `prompt`, `steps` of `steps`, `fps` of `fps`; `seed` may be
-    set for `reset`. An empty `switch` is the first of those that the session can have.
-
-    `if_rev`: carried out only while the session's state has this revision.
-    """
-
-    kind: Kind
-    id: Id = None
-    prompt: str = ""
-    seed: int | None = None
-    switch: str = ""
-    steps: int = 0
-    fps: float = 0.0
-    if_rev: int | None = None
-
-    @property
-    def changes(self) -> bool:
-        """Whether the session is another afterwards."""
-        return self.kind not in ("get", "ping")
+def message_schema() -> dict[str, Any]:
+    """JSON schema of a control message."""
+    return {"oneOf": [model.model_json_schema() for model in MESSAGES.values()]}
 
 
 def parse(data: str | bytes) -> ControlMessage:
@@ -83,10 +171,9 @@ def parse(data: str | bytes) -> ControlMessage:
         known = ", ".join(MESSAGES)
         raise ControlError("unknown_type", f"`type` must be one of {known}; got {_echo(kind)}.", "type", _id(message))
     try:
-        valid = MESSAGES[kind].model_validate(message)
+        return MESSAGES[kind].model_validate(message)
     except ValidationError as error:
         raise _refusal(kind, error.errors(include_url=False)[0], _id(message)) from error
-    return ControlMessage(valid.type, **valid.model_dump(exclude={"type"}, exclude_none=True))
 
 
 def _id(message: dict[str, Any]) -> Id:
@@ -111,11 +198,11 @@ def _refusal(kind: str, fault: ErrorDetails, id: Id) -> ControlError:
     return ControlError(code, f"`{field}` is {_echo(fault['input'])}: {fault['msg']}.", field, id)
 
 
-def steps_refusal(steps: int, known: Sequence[int], model: str) -> str:
-    """Why chunks cannot have so many steps; "" where they can, or the engine has not said which (`known` is empty)."""
-    if not known or steps in known:
+def steps_refusal(steps: int, ready: Ready) -> str:
+    """Why chunks cannot have so many steps; "" where they can, or the engine has not said which."""
+    if not ready.steps_known or steps in ready.steps_known:
         return ""
-    return f"`steps` is {_echo(steps)}; the model {model} has {', '.join(map(str, known))}."
+    return f"`steps` is {_echo(steps)}; the model {ready.model} has {', '.join(map(str, ready.steps_known))}."
 
 
 def _echo(value: Any) -> str:

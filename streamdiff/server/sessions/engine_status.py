@@ -1,4 +1,4 @@
-"""Whether the engine runs, and what callers are told when it does not."""
+"""State of the engine, and what callers may learn of a failure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class EngineStatus:
     """State of the engine. `reason`: why it does not run; `retry_after_s`: in how many seconds it may, as far as known.
 
     A reason may end with the last lines that the engine wrote: paths, addresses, what an exception held. Only callers
-    that may control a session are told; others learn that there is one.
+    that may control a session get it; others learn only that the engine failed.
     """
 
     state: Literal["running", "restarting", "failed"] = "running"
@@ -31,7 +31,7 @@ class EngineStatus:
         return "engine" if self.state == "failed" else self.state
 
     def reason_for(self, may_control: bool) -> str:
-        """The reason as a caller is told it; empty where there is none."""
+        """The reason that a caller may see; empty where there is none."""
         return self.reason if may_control or not self.reason else PLAIN_REASON
 
     def message(self, may_control: bool, consequence: str = "") -> str:

@@ -7,43 +7,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from streamdiff import clock
-from streamdiff.config import Config
-from streamdiff.engine.messages import (
-    SWITCHES,
-    Accepted,
-    Applied,
-    Closed,
-    Command,
-    FrameBatch,
-    Open,
-    Opened,
-    Pause,
-    Ready,
-    Refused,
-    Reset,
-    Resume,
-    SetLead,
-    SetPrompt,
-    SetSteps,
-    Shown,
-)
+from streamdiff.config import PROMPT_POLICIES, Config
+from streamdiff.engine import messages
+from streamdiff.engine.messages import Command, FrameBatch, Ready
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.logging_setup import log_fields, prompt_log
 from streamdiff.server.metrics import Metrics
+from streamdiff.server.sessions import control
 from streamdiff.server.sessions.capacity import Lifetime
-from streamdiff.server.sessions.control import ControlError, ControlMessage, Id, steps_refusal
+from streamdiff.server.sessions.control import ControlError, ControlMessage, Id
 from streamdiff.server.sessions.engine_status import EngineStatus
 from streamdiff.server.sessions.playback import Playback
 from streamdiff.server.sessions.receipts import Mailbox, Receipt, RequestTracker, Subscribers
 from streamdiff.server.sessions.stats import SessionStats
 
 STALLED_S = 2.0
-SessionEvent = Opened | Accepted | Applied | Refused | FrameBatch | Closed
+SessionEvent = messages.Opened | messages.Accepted | messages.Applied | messages.Refused | FrameBatch | messages.Closed
 
 
 class SessionEnded(StreamdiffError):
@@ -91,7 +75,7 @@ class LiveSession:
         self.rev = 0
         """Revision of the state: goes up with every request."""
         self.text = self.notice = ""
-        self.switches = SWITCHES
+        self.switches = PROMPT_POLICIES
         self.paused = False
         self.opened = False
         self.closed = False  # or about to be: nobody may join
@@ -105,7 +89,7 @@ class LiveSession:
         self._requests = RequestTracker()
         self._opening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.playback = Playback(
-            id, spec.fps, config, ready, metrics, self._take_shown, lambda frames: send(Shown(id, frames))
+            id, spec.fps, config, ready, metrics, self._take_shown, lambda frames: send(messages.Shown(id, frames))
         )
 
     @property
@@ -140,13 +124,17 @@ class LiveSession:
         text = self.text or self.prompt  # as it was read last: words that said nothing then say nothing now
         past = (self._epoch + 1, playback.made_frames, playback.pacer.progress().passed)
         ahead = playback.max_ahead_frames(self.fps)
-        await self._send(Open(self.id, text, self.seed, self.steps, self.kv_context, ahead, *past))
+        await self._send(messages.Open(self.id, text, self.seed, self.steps, self.kv_context, ahead, *past))
         if self.paused:
-            await self._send(Pause(self.id))
+            await self._send(messages.Pause(self.id))
 
     def _log(self, prompt: str) -> None:
         if self._log_prompts:
             prompt_log.info("session %s: prompt %r", self.id, prompt, extra=log_fields(session=self.id))
+
+    def open_again(self) -> None:
+        """Wait for another answer than the last: the session is asked for once more. Mutates: self."""
+        self._opening = asyncio.get_running_loop().create_future()
 
     async def wait_open(self, timeout_s: float) -> None:
         """Wait until the engine has opened it.
@@ -165,7 +153,7 @@ class LiveSession:
         self.opened, self.engine = False, engine
         self.subscribers.fail_pending(lambda: self._unavailable(None))
         self._end_opening(EngineFailure(engine.reason))
-        self._opening = asyncio.get_running_loop().create_future()
+        self.open_again()
         why = engine.message(may_control=True, consequence=", and this was not taken before")
         carried = self._epoch + 1 if engine.state == "restarting" else None
         made_frames = self.playback.made_frames
@@ -193,32 +181,34 @@ class LiveSession:
             case FrameBatch():
                 self.playback.push(event, now_s)
                 self._stats.made(len(event.pictures), event.chunk_s, now_s)
-            case Opened():
+            case messages.Opened():
                 self.opened, self.engine, self._epoch = True, EngineStatus(), event.epoch
                 self._end_opening(None)
                 self.text, self.notice, self.switches = event.text, event.notice or self.notice, event.switches
                 self._send_state()
-            case Accepted():
+            case messages.Accepted():
                 self._take_accepted(event, now_s)
-            case Applied():
+            case messages.Applied():
                 self.subscribers.deliver(self._requests.applied(event.epoch, event.first_frame, now_s, event.chunk))
-            case Refused() if not self.opened:
+            case messages.Refused() if not self.opened:
                 self._end_opening(RequestError(event.field, event.reason, event.code))
-            case Refused():
+            case messages.Refused():
                 self.subscribers.deliver(self._requests.refused(event.request, event.field, event.reason, now_s))
-            case Closed():
+            case messages.Closed():
                 self.opened = False
 
-    def _take_accepted(self, event: Accepted, now_s: float) -> None:
+    def _take_accepted(self, event: messages.Accepted, now_s: float) -> None:
         self._epoch = event.epoch
-        control = self._requests.find(event.request)
-        if control is not None and "reset" in (control.kind, control.switch):
-            self.playback.clear_before(event.epoch)
-            self.seed = self.seed if control.seed is None else control.seed
-        if control is not None and control.kind == "prompt":
-            self.prompt = control.prompt
-        if control is not None and control.kind == "steps":
-            self.steps = control.steps
+        match self._requests.find(event.request):
+            case control.ResetMessage(seed=seed):
+                self.playback.clear_before(event.epoch)
+                self.seed = self.seed if seed is None else seed
+            case control.PromptMessage(prompt=prompt, switch=switch):
+                self.prompt = prompt
+                if switch == "reset":
+                    self.playback.clear_before(event.epoch)
+            case control.StepsMessage(steps=steps):
+                self.steps = steps
         if event.text:  # what says nothing of the prompt leaves the remark on it too
             self.text, self.notice = event.text, event.notice
         receipts = self._requests.accepted(event.request, event.epoch, event.text, event.notice, now_s)
@@ -233,7 +223,7 @@ class LiveSession:
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
-    async def control(self, control: ControlMessage, owner: str) -> str:
+    async def control(self, message: ControlMessage, owner: str) -> str:
         """Carry out a valid message of `owner`; returns the request's name. Its receipts follow.
 
         Raises:
@@ -241,49 +231,45 @@ class LiveSession:
             EngineFailure: the engine has ended.
         """
         if not self.engine.running:
-            raise self._unavailable(control.id)
-        if control.if_rev is not None and control.if_rev != self.rev:
-            message = (
-                f"The session has changed: its state has revision {self.rev}, the request is for {control.if_rev}."
-            )
-            raise ControlError("conflict", message, "if_rev", control.id)
-        self._check_capacity(control)
-        if control.kind == "prompt" and not control.switch:
-            control = replace(control, switch=self.switches[0])
-        request = self._requests.begin(control, owner, clock.monotonic_s())
-        self.rev += control.changes
-        match control.kind:
-            case "prompt":
-                self._log(control.prompt)
-                await self._send(SetPrompt(self.id, control.prompt, request, control.switch))
-            case "reset":
-                await self._send(Reset(self.id, control.seed, request))
+            raise self._unavailable(message.id)
+        if isinstance(message, control.ChangeMessage) and message.if_rev not in (None, self.rev):
+            text = f"The session has changed: its state has revision {self.rev}, the request is for {message.if_rev}."
+            raise ControlError("conflict", text, "if_rev", message.id)
+        self._check_capacity(message)
+        if isinstance(message, control.PromptMessage) and message.switch is None:
+            message = message.model_copy(update={"switch": self.switches[0]})
+        request = self._requests.begin(message, owner, clock.monotonic_s())
+        self.rev += isinstance(message, control.ChangeMessage)
+        match message:
+            case control.PromptMessage(prompt=prompt, switch=switch):
+                self._log(prompt)
+                await self._send(messages.SetPrompt(self.id, prompt, request, switch or ""))
+            case control.ResetMessage(seed=seed):
+                await self._send(messages.Reset(self.id, seed, request))
                 if self.paused:
                     await self._set_paused(False)
-            case "steps":
-                await self._send(SetSteps(self.id, control.steps, request))
-            case "fps":
-                await self._send(SetLead(self.id, self.playback.max_ahead_frames(control.fps)))
-                self.playback.set_fps(control.fps)
-                self._send_state()
-                self._accept_at_once(request)
-            case "pause" | "resume":
-                await self._set_paused(control.kind == "pause")
-                self._accept_at_once(request)
-            case "get" | "ping":
+            case control.StepsMessage(steps=steps):
+                await self._send(messages.SetSteps(self.id, steps, request))
+            case _:
+                if isinstance(message, control.FpsMessage):
+                    await self._send(messages.SetMaxAhead(self.id, self.playback.max_ahead_frames(message.fps)))
+                    self.playback.set_fps(message.fps)
+                    self._send_state()
+                elif message.type in ("pause", "resume"):
+                    await self._set_paused(message.type == "pause")
                 self._accept_at_once(request)
         return request
 
-    def _check_capacity(self, control: ControlMessage) -> None:
+    def _check_capacity(self, message: ControlMessage) -> None:
         """Raises ControlError for steps that the model does not have, or for more work than there is time for."""
-        ready = self._ready
-        if control.kind == "steps" and (why := steps_refusal(control.steps, ready.steps_known, ready.model)):
-            raise ControlError("out_of_range", why, "steps", control.id)
-        fps, steps = control.fps or self.fps, control.steps or self.steps
+        fps = message.fps if isinstance(message, control.FpsMessage) else self.fps
+        steps = message.steps if isinstance(message, control.StepsMessage) else self.steps
+        if isinstance(message, control.StepsMessage) and (why := control.steps_refusal(steps, self._ready)):
+            raise ControlError("out_of_range", why, "steps", message.id)
         if (fps > self.fps or steps > self.steps) and (why := self._may_play(fps, steps)):
-            raise ControlError("no_capacity", why, control.kind, control.id)
+            raise ControlError("no_capacity", why, message.type, message.id)
 
-    async def control_and_wait(self, control: ControlMessage, owner: str, timeout_s: float) -> Receipt:
+    async def control_and_wait(self, message: ControlMessage, owner: str, timeout_s: float) -> Receipt:
         """Like `control`, and wait for the engine's answer: a receipt `accepted` or `refused`; `asked` when it has not
         answered after `timeout_s`, as while a large text encoder reads the prompt: it will be carried out later.
 
@@ -293,21 +279,19 @@ class LiveSession:
             EngineFailure: the engine has ended.
             SessionEnded: the session has.
         """
-        answer = self.subscribers.expect(owner)
         request = ""
-        try:
-            async with asyncio.timeout(timeout_s):
-                request = await self.control(control, owner)
-                return await answer
-        except TimeoutError:
-            if not request:
-                raise
-            return Receipt(request, owner, control.id, control.kind, "asked", timeout_s)
-        finally:
-            self.subscribers.forget(owner)
+        with self.subscribers.answer_to(owner) as answer:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    request = await self.control(message, owner)
+                    return await answer
+            except TimeoutError:
+                if not request:
+                    raise
+                return Receipt(request, owner, message.id, message.type, "asked", timeout_s)
 
     async def _set_paused(self, paused: bool) -> None:
-        await self._send(Pause(self.id) if paused else Resume(self.id))
+        await self._send(messages.Pause(self.id) if paused else messages.Resume(self.id))
         self.paused = paused
         self.playback.pacer.set_paused(paused)
         self._send_state()
@@ -340,7 +324,7 @@ class LiveSession:
         return figures | {"stalled": self.stalled_s() > STALLED_S, "occupancy": occupancy}
 
     def update_metrics(self) -> None:
-        """Bring what is not counted where it happens into the metrics. Mutates: the metrics."""
+        """Copy figures that other objects hold into the metrics. Mutates: the metrics."""
         playback = self.playback
         encoding = playback.fanout.waiting
         self._stats.update(playback.pacer.progress(), unanswered=self._requests.unanswered, encoding=encoding)

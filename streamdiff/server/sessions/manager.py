@@ -26,7 +26,7 @@ from streamdiff.server.sessions.capacity import Capacity, Lifetime
 from streamdiff.server.sessions.engine_status import EngineStatus
 from streamdiff.server.sessions.live_session import LiveSession, SessionEvent, SessionSpec
 
-logger = logging.getLogger("streamdiff.serve.hub")  # public: programs that read JSON logs know the name
+logger = logging.getLogger(__name__)
 
 DEFAULT_SESSION = "default"
 OPEN_TIMEOUT_S = 60.0
@@ -46,7 +46,7 @@ class EngineConnection(Protocol):
         """Hand a command to the engine."""
 
     def events(self) -> AsyncIterator[Event | Restarting]:
-        """What the engine says, until it ends; after `Restarting` a new one says it, which begins with `Ready`."""
+        """The engine's events, until it ends; after `Restarting` those of a new engine, beginning with `Ready`."""
 
 
 class SessionUnavailable(StreamdiffError):
@@ -70,8 +70,14 @@ class SessionManager:
         self.occupancy: tuple[float, ...] = ()
         self.on_end: Callable[[LiveSession, str], Awaitable[None]] | None = None
         """Called when a session ends, before its threads do: closes the connections of its viewers."""
+        self.on_event: Callable[[Event | Restarting], None] = lambda event: None
+        """Called with everything that the engine says, after the sessions have heard it."""
+        self.make_room: Callable[[], Awaitable[bool]] | None = None
+        """Has who can wait give back memory that a new session needs; says whether there was anything."""
         self.capacity = Capacity(ready.chunk_frames, ready.steps, config.serve.load, ready.work_s)
         self._config, self._connection, self._metrics = config, connection, metrics
+        name = config.serve.name
+        self._prefix = "s-" if name is None else f"s-{name}-"
         self._busy_s: defaultdict[int, CounterDelta] = defaultdict(CounterDelta)  # by stage
         self._sessions: dict[str, LiveSession] = {}
         self._end_reasons: dict[str, str] = {}
@@ -91,7 +97,11 @@ class SessionManager:
 
     def end_reason(self, id: str) -> str | None:
         """Why a session of that name ended; None if there never was one, or long ago."""
-        return self._end_reasons.get(id)
+        if id in self._sessions:
+            return None
+        # With a name of its own, a server knows an id that it gave out before it was started again.
+        is_own = self._config.serve.name is not None and id.startswith(self._prefix)
+        return self._end_reasons.get(id, "restart" if is_own else None)
 
     def free_sessions(self) -> int | None:
         """How many more sessions of the default kind could play; None: not measured yet."""
@@ -101,10 +111,10 @@ class SessionManager:
             return free
         return max(0, min(free, by_memory - len(self._sessions)))
 
-    def shares(self, but: str | None = None) -> list[float]:
-        """The share of the engine's time that each session takes, without that of `but`; 0 where nobody watches."""
+    def shares(self, excluding: str | None = None) -> list[float]:
+        """The share of the engine's time that each session but `excluding` takes; 0 where nobody watches."""
         now_s = clock.monotonic_s()
-        others = [session for session in self.sessions if session.id != but]
+        others = [session for session in self.sessions if session.id != excluding]
         return [self.share(each.fps, each.steps) if each.plays(now_s) else 0.0 for each in others]
 
     def share(self, fps: float, steps: int | None = None) -> float:
@@ -128,14 +138,13 @@ class SessionManager:
         if why := self.capacity.refusal(self.shares(), self.share(spec.fps, steps)):
             raise SessionUnavailable("time", why, self.retry_after_s())
         # Nothing is awaited between the look at the shares and this, which takes one.
-        session = self._add(f"s-{secrets.token_urlsafe(9)}", spec)
+        session = self._add(f"{self._prefix}{secrets.token_urlsafe(9)}", spec)
         serve, now_s = self._config.serve, clock.monotonic_s()
         session.lifetime = Lifetime(now_s, serve.idle_s, serve.lifetime_s)
         session.reserved_until_s = now_s + RESERVED_S
         session.tokens = Tokens.fresh()
         try:
-            await session.ask_open()
-            await session.wait_open(OPEN_TIMEOUT_S)
+            await self._open_on_engine(session)
         except BaseException as error:
             await self._drop(session)
             if not isinstance(error, RequestError):
@@ -149,8 +158,20 @@ class SessionManager:
         logger.info("Session %s was opened.", session.id, extra=fields)
         return session
 
+    async def _open_on_engine(self, session: LiveSession) -> None:
+        """Ask the engine for a session; once more where what can wait has given back memory. Mutates: session."""
+        try:
+            await session.ask_open()
+            await session.wait_open(OPEN_TIMEOUT_S)
+        except RequestError as error:
+            if error.code != "memory" or self.make_room is None or not await self.make_room():
+                raise
+            session.open_again()
+            await session.ask_open()
+            await session.wait_open(OPEN_TIMEOUT_S)
+
     async def end(self, id: str, reason: str) -> None:
-        """End a session and all who watch it; `reason` is a word or two. Does nothing for one that has ended."""
+        """End a session and all who watch it; `reason` is a short code. Does nothing for one that has ended."""
         session = self.get(id)
         if session is None:
             return
@@ -176,12 +197,11 @@ class SessionManager:
 
     def _add(self, id: str, spec: SessionSpec) -> LiveSession:
         def may_play(fps: float, steps: int) -> str:
-            return self.capacity.refusal(self.shares(but=id), self.share(fps, steps))
+            return self.capacity.refusal(self.shares(excluding=id), self.share(fps, steps))
 
         send = self._connection.send
         session = LiveSession(id, spec, self._config, self.ready, send, self._metrics, may_play, lambda: self.occupancy)
         self._sessions[id] = session
-        self._metrics.sessions.set(len(self._sessions))
         return session
 
     async def _drop(self, session: LiveSession) -> None:
@@ -189,7 +209,6 @@ class SessionManager:
         # Before anything is awaited: a viewer that is just being connected sees it and is refused.
         session.closed = True
         self._sessions.pop(session.id, None)
-        self._metrics.sessions.set(len(self._sessions))
         if self.on_end is not None:
             await self.on_end(session, self._end_reasons.get(session.id, "refused"))
         await session.close()
@@ -254,6 +273,7 @@ class SessionManager:
                     break
                 case _:
                     self._dispatch(event)
+            self.on_event(event)
         self.engine = EngineStatus("failed", reason, ENDED_RETRY_S)
 
     def _is_fatal(self, refused: Refused) -> bool:

@@ -1,4 +1,5 @@
-"""The media side of one session: frames from the engine to the encoders at an even rate, and word of it back."""
+"""The media side of one session: frames from the engine to the encoders at an even rate, and
+reports of what was shown."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine.messages import FrameBatch, Ready
 from streamdiff.errors import EngineFailure
-from streamdiff.server.media.codecs import H264_LIBRARY, Format
+from streamdiff.server.media.codecs import H264_CHOICES, Format
 from streamdiff.server.media.fanout import Fanout
 from streamdiff.server.media.pacer import Pacer
 from streamdiff.server.media.playout import PlayoutSlot
@@ -21,8 +22,7 @@ from streamdiff.server.metrics import Metrics
 class Playback:
     """Pacer, encoders and snapshot of a session. Lives on the event loop.
 
-    Back-pressure: the engine is told how many frames were shown or skipped, so that it makes no more than it may ahead
-    of them.
+    Back-pressure: it reports how many frames were shown or skipped, and the engine makes only so many beyond those.
     """
 
     def __init__(
@@ -37,13 +37,17 @@ class Playback:
     ) -> None:
         """`on_shown` is called with number, epoch and presentation time of every new frame on show; `report` sends the
         count of frames that were shown or skipped so far to the engine: when there is news, the latest count only."""
-        self._loop = asyncio.get_running_loop()
         self._on_shown, self._report = on_shown, report
         self._max_ahead_s = config.playback.lead_s
-        h264 = H264_LIBRARY.get(config.serve.encoder, "libx264")
+        h264 = H264_CHOICES[config.serve.encoder][-1]
         self.format = Format(ready.width, ready.height, fps, config.scale, config.serve.bitrate, h264)
         start_frames = min(ready.chunk_frames, self.max_ahead_frames(fps))
-        self.pacer = Pacer(fps, start_frames, self._shown_on_pacer, config.serve.grace_s)
+        loop = asyncio.get_running_loop()
+
+        def deliver(slot: PlayoutSlot) -> None:  # on the pacer's thread
+            loop.call_soon_threadsafe(self._shown, slot)
+
+        self.pacer = Pacer(fps, start_frames, deliver, config.serve.grace_s)
         self.fanout = Fanout(self.format, self.pacer, metrics)
         self.snapshot = Snapshot(self.pacer.picture)
         self._made_s = clock.monotonic_s()
@@ -82,12 +86,8 @@ class Playback:
         self.fanout.stop()
         self.pacer.stop()
 
-    def _shown_on_pacer(self, slot: PlayoutSlot) -> None:
-        """On the pacer's thread."""
-        self._loop.call_soon_threadsafe(self._shown, slot.frame, slot.epoch, slot.pts)
-
-    def _shown(self, frame: int, epoch: int, pts: int) -> None:
-        self._on_shown(frame, epoch, pts)
+    def _shown(self, slot: PlayoutSlot) -> None:
+        self._on_shown(slot.frame, slot.epoch, slot.pts)
         self._progressed.set()
 
     async def _report_progress(self) -> None:
@@ -101,4 +101,4 @@ class Playback:
                 try:
                     await self._report(passed)
                 except EngineFailure:
-                    continue  # the reader of the engine's events reports it; the next engine is told by `Open`
+                    continue  # the reader of the engine's events reports it; `Open` carries it to the next engine

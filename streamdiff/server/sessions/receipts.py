@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from streamdiff.server.sessions.control import ControlMessage, Id, Kind
+from streamdiff.server.sessions.control import ControlMessage, Id, Kind, PromptMessage
 
 Stage = Literal["asked", "accepted", "applied", "shown", "superseded", "refused"]
 Mailbox = Callable[[dict[str, Any]], None]
@@ -36,7 +37,7 @@ class Receipt:
     switch: str = ""
 
     def message(self) -> dict[str, Any]:
-        """The JSON message for viewers: without what is unset, and without who asked."""
+        """The JSON message for viewers, without unset fields and without `owner`."""
         body = asdict(self) | {"lag_s": round(self.lag_s, 4)}
         del body["owner"]
         known = {name: value for name, value in body.items() if name == "id" or value not in (None, "")}
@@ -56,8 +57,8 @@ class _Request:
     def receipt(self, stage: Stage, now_s: float, **more: Any) -> Receipt:
         control, lag_s = self.control, max(0.0, now_s - self.begun_s)
         reached = (self.epoch, self.frame, self.chunk)
-        switch = control.switch if control.kind == "prompt" else ""
-        return Receipt(self.name, self.owner, control.id, control.kind, stage, lag_s, *reached, switch=switch, **more)
+        switch = (control.switch or "") if isinstance(control, PromptMessage) else ""
+        return Receipt(self.name, self.owner, control.id, control.type, stage, lag_s, *reached, switch=switch, **more)
 
 
 class RequestTracker:
@@ -91,7 +92,7 @@ class RequestTracker:
         return request.control if request is not None else None
 
     def forget(self, name: str) -> None:
-        """Nothing more will come of it. Mutates: self."""
+        """Stop following a request. Mutates: self."""
         self._open.pop(name, None)
 
     def accepted(self, name: str, epoch: int, text: str, notice: str, now_s: float) -> list[Receipt]:
@@ -123,8 +124,8 @@ class RequestTracker:
         return receipts
 
     def applied(self, epoch: int, first_frame: int, now_s: float, chunk: int = 0) -> list[Receipt]:
-        """The first chunk of `epoch` is made; with it hold older requests too that have not come so far, but for those
-        that another took the place of. Mutates: self."""
+        """The first chunk of `epoch` is made. It applies older requests too that were not applied yet, except those
+        that a later one replaced. Mutates: self."""
         receipts = []
         reached = [each for each in self._open.values() if each.epoch is not None and each.epoch <= epoch]
         replaced = [each for each in reached if self._is_replaced(each, epoch)]
@@ -152,14 +153,14 @@ class RequestTracker:
         return receipts
 
     def _is_replaced(self, request: _Request, epoch: int | None = None) -> bool:
-        """Whether a later request, of those up to `epoch`, took the place of this one, which was accepted: one of the
-        same kind, or a reset that of a prompt. Other kinds hold beside each other."""
-        mine, kind = request.epoch or 0, request.control.kind
+        """Whether a later request, of those up to `epoch`, replaced this one, which was accepted: one of the same
+        kind, or a reset a prompt. Requests of other kinds do not affect each other."""
+        mine, kind = request.epoch or 0, request.control.type
         return any(
             other.epoch is not None
             and mine < other.epoch
             and (epoch is None or other.epoch <= epoch)
-            and (other.control.kind == kind or (kind, other.control.kind) == ("prompt", "reset"))
+            and (other.control.type == kind or (kind, other.control.type) == ("prompt", "reset"))
             for other in self._open.values()
         )
 
@@ -174,22 +175,21 @@ class Subscribers:
         self._answers: dict[str, asyncio.Future[Receipt]] = {}
 
     def join(self, name: str, mailbox: Mailbox, may_control: bool) -> None:
-        """Send messages to `name` from now on. Mutates: self."""
+        """Add a peer. Mutates: self."""
         self._mailboxes[name] = mailbox, may_control
 
     def leave(self, name: str) -> None:
-        """Send `name` nothing any more. Mutates: self."""
+        """Remove a peer. Mutates: self."""
         self._mailboxes.pop(name, None)
 
-    def expect(self, owner: str) -> asyncio.Future[Receipt]:
-        """The first answer to what `owner` requests; to be forgotten afterwards. Mutates: self."""
-        answer: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
-        self._answers[owner] = answer
-        return answer
-
-    def forget(self, owner: str) -> None:
-        """Nobody waits for `owner`'s answer any more. Mutates: self."""
-        del self._answers[owner]
+    @contextlib.contextmanager
+    def answer_to(self, owner: str) -> Iterator[asyncio.Future[Receipt]]:
+        """Context manager: a future of the first answer to what `owner` requests. Mutates: self."""
+        self._answers[owner] = asyncio.get_running_loop().create_future()
+        try:
+            yield self._answers[owner]
+        finally:
+            del self._answers[owner]
 
     def fail_pending(self, error: Callable[[], Exception]) -> None:
         """Raise an error in all who wait for an answer. Mutates: self."""
@@ -203,7 +203,7 @@ class Subscribers:
             mailbox(message if to_viewers is None or may_control else to_viewers)
 
     def deliver(self, receipts: Iterable[Receipt]) -> None:
-        """Send receipts to who made the requests. Mutates: self."""
+        """Send receipts to the peers that made the requests. Mutates: self."""
         for receipt in receipts:
             self._on_receipt(receipt)
             answer = self._answers.get(receipt.owner)

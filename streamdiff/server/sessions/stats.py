@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from streamdiff.server.media.pacer import Progress
+from streamdiff.server.media.playout import Progress
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.rate_limit import Rate
 from streamdiff.server.sessions.receipts import Receipt
@@ -59,16 +59,12 @@ class SessionStats:
         None before the first."""
         return {
             "type": "stats",
-            "frame": progress.frame,
             "shown_fps": round(self._shown.per_s(now_s), 1),
             "made_fps": round(self._made.per_s(now_s), 1),
             "chunk_ms": None if self._chunk_s is None else round(self._chunk_s * 1000),
             "prompt_lag_ms": None if self._lag_s is None else round(self._lag_s * 1000),
-            "buffered": progress.buffered,
-            "repeated": progress.repeated,
-            "dropped": progress.dropped,
-            "missed": progress.missed,
             "encoder_dropped": encoder_dropped,
+            **{name: getattr(progress, name) for name in ("frame", "buffered", "repeated", "dropped", "missed")},
         }
 
     def update(self, progress: Progress, *, unanswered: int, encoding: int) -> None:

@@ -116,7 +116,7 @@ function drawReceipt(text, stage = "") {
 const seconds = (ms) => `${(ms / 1000).toFixed(2)} s`;
 const AT_ONCE = ["pause", "resume", "fps"]; // nothing has to be made for these: accepted is all that comes
 const MADE = ["prompt", "reset", "steps"];
-const PAST = { recache: ", its past cached again", flush: ", the past flushed", reset: ", begun afresh" };
+const PAST = { recache: ", its past cached again", "recache-causal": ", its past cached again", flush: ", the past flushed", reset: ", begun afresh" };
 const quoted = (text) => (text.length > 60 ? `“${text.slice(0, 57)}…”` : `“${text}”`);
 
 function onReceipt(receipt) {

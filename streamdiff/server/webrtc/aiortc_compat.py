@@ -38,23 +38,13 @@ TESTED = ((1, 16), (1, 17))
 RETRANSMIT_PACKETS = 1024
 """RTP packets kept per viewer for retransmission: two seconds at 4 Mbit/s. aiortc keeps 128."""
 
-OFFER_ERRORS: tuple[type[Exception], ...] = (
-    ValueError,
-    AssertionError,
-    AttributeError,
-    KeyError,
-    IndexError,
-    TypeError,
-    StopIteration,
-    InternalError,
-    InvalidAccessError,
-    InvalidStateError,
-    OperationError,
-)
+_PARSER_ERRORS = (ValueError, AssertionError, AttributeError, KeyError, IndexError, TypeError, StopIteration)
+_STATE_ERRORS = (InternalError, InvalidAccessError, InvalidStateError, OperationError)
+OFFER_ERRORS: tuple[type[Exception], ...] = (*_PARSER_ERRORS, *_STATE_ERRORS)
 """What aiortc raises for an offer it cannot digest: it has no error type of its own for that."""
 
 RECEIVE_WINDOW_BYTES = 128 * 1024
-"""What a peer is told (SCTP's a_rwnd) that it may have under way on all its data channels together."""
+"""SCTP receive window (a_rwnd) announced to a peer, for all its data channels together."""
 HELD_CHUNKS = 256
 """SCTP data chunks that may wait for missing ones, or the rest of their message: 300 KB. aiortc has no bound, and its
 reassembly takes time with the square of their number."""
@@ -69,18 +59,6 @@ CANCEL_ROUNDS = 50
 good-bye and want a second one; those that wait for others take a few turns."""
 
 _ENCODER_ATTRIBUTE, _TRANSPORTS_ATTRIBUTE = "_RTCRtpSender__encoder", "_RTCPeerConnection__dtlsTransports"
-
-__all__ = [
-    "OFFER_ERRORS",
-    "Packetizer",
-    "bound_data",
-    "check",
-    "close",
-    "extend_history",
-    "hook_sender",
-    "host_addresses",
-    "negotiated_codec",
-]
 
 
 class Packetizer:
@@ -118,20 +96,18 @@ def hook_sender(
     codec: Any,
     on_key_request: Callable[[], None],
     on_estimate: Callable[[int], None],
-    on_report: Callable[[float | None], None],
+    on_report: Callable[[], None],
 ) -> None:
-    """Make `sender` pack what its track hands out, and report PLI / FIR, REMB, and what its peer received.
+    """Make `sender` pack what its track hands out, and report PLI / FIR, REMB, and every RTCP packet of its peer.
 
-    `on_report` is called for everything the peer says about the video: with the share of packets lost since its last
-    report (0 to 1), or None where it says nothing on that. Mutates: sender.
+    Mutates: sender.
     """
     setattr(sender, _ENCODER_ATTRIBUTE, Packetizer(codec, on_estimate))
     setattr(sender, "_send_keyframe", on_key_request)  # noqa: B010
     handle = sender._handle_rtcp_packet
 
     async def listen(packet: Any) -> None:
-        lost = [each.fraction_lost for each in getattr(packet, "reports", ()) if each.ssrc == sender._ssrc]
-        on_report(lost[0] / 256 if lost else None)
+        on_report()
         await handle(packet)
 
     setattr(sender, "_handle_rtcp_packet", listen)  # noqa: B010
@@ -146,7 +122,7 @@ DATA_ERRORS: tuple[type[Exception], ...] = (_TooMuchData, *OFFER_ERRORS, struct.
 
 
 def bound_data(sctp: RTCSctpTransport, max_message_bytes: int, on_misuse: Callable[[str], None]) -> None:
-    """Bound what the peer's data channels take in memory and time, and tell it how long a message may be.
+    """Bound what the peer's data channels take in memory and time, and announce the longest message.
 
     To be called between the offer and the answer. `on_misuse` is called once, with `data_limit` for a peer that sends
     more than the bounds above or `data_malformed` for packets that cannot be read; nothing that the peer sends
@@ -230,7 +206,7 @@ async def close(pc: RTCPeerConnection, limit_s: float) -> bool:
 
 
 def _drop_sockets(pc: RTCPeerConnection) -> None:
-    """Close the connection's sockets, with what waits to be sent; tell nobody. Mutates: pc."""
+    """Close the connection's sockets without a good-bye; what waits to be sent is lost. Mutates: pc."""
     pc.remove_all_listeners()
     for dtls in getattr(pc, _TRANSPORTS_ATTRIBUTE):
         for protocol in dtls.transport._connection._protocols:
@@ -281,7 +257,7 @@ def host_addresses(use_ipv4: bool, use_ipv6: bool) -> list[str]:
 
 
 def check() -> None:
-    """Make sure that this aiortc has what we lean on.
+    """Check that the installed aiortc has the private names used here.
 
     Raises:
         StreamdiffError: another version, or a private name is gone; names the tested range.
@@ -297,7 +273,6 @@ def check() -> None:
         hasattr(RTCRtpSender, "_next_encoded_frame"),
         inspect.iscoroutinefunction(getattr(RTCRtpSender, "_handle_rtcp_packet", None)),
         "_codecs" in RTCRtpTransceiver.__init__.__code__.co_names,
-        "_ssrc" in RTCRtpSender.__init__.__code__.co_names,
         hasattr(aiortc.rtcrtpsender, "RTP_HISTORY_SIZE"),
         hasattr(aioice.ice, "get_host_addresses"),
         _ENCODER_ATTRIBUTE in RTCRtpSender._next_encoded_frame.__code__.co_names,

@@ -23,9 +23,9 @@ class DataChannelConnection(ControlConnection):
         network: Callable[[], str],
         may_control: bool = True,
     ) -> None:
-        """`network` tells how good the viewer's line is. For the rest see `ControlConnection`."""
-        self._channel, self._network = channel, network
-        super().__init__(viewer, session, metrics, may_control)
+        """See `ControlConnection`."""
+        self._channel = channel
+        super().__init__(viewer, session, metrics, may_control, network)
         self._closed = False
         channel.on("message", self.on_message)
         channel.on("close", self.close)
@@ -34,9 +34,6 @@ class DataChannelConnection(ControlConnection):
     def open(self) -> bool:
         """Whether the viewer can still use it: neither side has begun to close it."""
         return self._channel.readyState in ("connecting", "open")
-
-    def network(self) -> str:
-        return self._network()
 
     def send_text(self, text: str) -> None:
         if self._channel.readyState == "open" and self._channel.bufferedAmount < MAX_BUFFERED_BYTES:

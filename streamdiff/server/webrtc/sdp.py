@@ -26,6 +26,7 @@ _MEDIA_LINE = re.compile(r"^m=(audio|video|application) ([0-9]{1,6}) ([A-Z/]+) (
 _FINGERPRINT = re.compile(r"^a=fingerprint:[A-Za-z0-9-]+ ([0-9A-Fa-f]{2}:)+[0-9A-Fa-f]{2}$")
 _CREDENTIAL = re.compile(r"^[A-Za-z0-9+/=_-]{4,256}$")
 _SETUP = {"actpass": "active", "active": "active", "passive": "passive"}
+_FRAGMENT_LINES = ("m=", "a=mid:", "a=ice-", "a=group:", "a=candidate:", "a=end-of-candidates")
 _DIRECTIONS = ("sendrecv", "sendonly", "recvonly", "inactive")
 
 
@@ -43,7 +44,6 @@ class Trickle:
 
     username: str | None
     candidates: tuple[RTCIceCandidate, ...]
-    complete: bool
 
 
 @dataclass
@@ -69,17 +69,12 @@ def check_offer(text: str) -> str:
         SdpError: says what is wrong with which section.
     """
     session, sections = _split(text)
-    videos = 0
-    wanted = []
-    for number, section in enumerate(sections):
-        kind = _check_section(number, section, session)
-        if kind == "video":
-            videos += 1
-            wanted.append(_direction(section))
+    kinds = [_check_section(number, section, session) for number, section in enumerate(sections)]
+    wanted = [_direction(section) for kind, section in zip(kinds, sections, strict=True) if kind == "video"]
     bundled = set((session.value("group") or "").split()[1:])
     if not bundled <= {section.value("mid") for section in sections}:
         raise SdpError("The offer's a=group:BUNDLE names a section that is not there.")
-    if videos == 0:
+    if not wanted:
         raise SdpError("The offer has no video section; offer one with a=recvonly.", unsatisfiable=True)
     if not any(direction in ("recvonly", "sendrecv") for direction in wanted):
         raise SdpError(
@@ -128,26 +123,21 @@ def parse_trickle(text: str) -> Trickle:
     lines = text.splitlines()
     if len(lines) > MAX_LINES:
         raise SdpError(f"The fragment has more than {MAX_LINES} lines.")
-    mid, username, complete = "0", None, False
+    mid, username = "0", None
     found: list[RTCIceCandidate] = []
-    known = 0
     for line in (raw.strip() for raw in lines):
-        if line.startswith(("m=", "a=mid:", "a=ice-", "a=group:", "a=candidate:", "a=end-of-candidates")):
-            known += 1
         if line.startswith("a=mid:"):
             mid = line[6:]
         elif line.startswith("a=ice-ufrag:"):
             username = line[12:]
-        elif line == "a=end-of-candidates":
-            complete = True
         elif line.startswith("a=candidate:") and (candidate := _candidate(line)) is not None:
             candidate.sdpMid = mid
             found.append(candidate)
-    if known == 0:
+    if not any(line.strip().startswith(_FRAGMENT_LINES) for line in lines):
         raise SdpError("The fragment has no ICE line; send a=ice-ufrag, a=ice-pwd and a=candidate lines (RFC 8840).")
     if len(found) > MAX_CANDIDATES:
         raise SdpError(f"The fragment has more than {MAX_CANDIDATES} candidates.")
-    return Trickle(username, tuple(found), complete)
+    return Trickle(username, tuple(found))
 
 
 def _split(text: str) -> tuple[_Section, list[_Section]]:

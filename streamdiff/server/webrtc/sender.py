@@ -109,10 +109,10 @@ class VideoSender:
         if self._adapts_bitrate:
             self.track.estimated(bitrate_bps, clock.monotonic_s())
         else:
-            self.track.reported(None, clock.monotonic_s())
+            self._take_report()
 
-    def _take_report(self, loss: float | None) -> None:
-        self.track.reported(loss, clock.monotonic_s())
+    def _take_report(self) -> None:
+        self.track.reported(clock.monotonic_s())
 
 
 def _codec_of(known: Any) -> Codec | None:

@@ -31,9 +31,7 @@ class ViewerTrack(MediaStreamTrack):
     ) -> None:
         """`on_first` is called once, with the seconds from the track's creation to its first packet."""
         super().__init__()
-        self._on_first = on_first
-        self._on_start: Callable[[ViewerTrack], None] | None = on_start
-        self._on_need_key = on_need_key
+        self._on_start, self._on_need_key, self._on_first = on_start, on_need_key, on_first
         self._queue = PacketQueue()
         self._available = asyncio.Event()
         self._idle = True
@@ -42,7 +40,6 @@ class ViewerTrack(MediaStreamTrack):
         self._started_s: float | None = None
         self._estimate = (float("-inf"), 0)
         self.sent = 0
-        self.loss = 0.0
 
     @property
     def dropped(self) -> int:
@@ -54,10 +51,9 @@ class ViewerTrack(MediaStreamTrack):
         """Encoded frames that wait for this viewer."""
         return len(self._queue)
 
-    def reported(self, loss: float | None, now_s: float) -> None:
-        """Note an RTCP report of the peer; `loss`: share of packets lost, 0 to 1, if it says so. Mutates: self."""
+    def reported(self, now_s: float) -> None:
+        """Note an RTCP report of the peer. Mutates: self."""
         self._reported_s = now_s
-        self.loss = self.loss if loss is None else loss
 
     def estimated(self, bitrate_bps: int, now_s: float) -> None:
         """Note the peer's bandwidth estimate (REMB). Mutates: self."""
@@ -88,10 +84,9 @@ class ViewerTrack(MediaStreamTrack):
     async def recv(self) -> Packet:
         """The next packet, as soon as there is one."""
         self._idle = True
-        if self._on_start is not None:
-            start, self._on_start = self._on_start, None
+        if self._started_s is None:
             self._started_s = clock.monotonic_s()
-            start(self)
+            self._on_start(self)
         while True:
             if self.readyState != "live":
                 raise MediaStreamError

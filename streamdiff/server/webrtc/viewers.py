@@ -8,34 +8,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiortc import RTCDataChannel, RTCIceServer, RTCSessionDescription
 
 from streamdiff import clock
-from streamdiff.config import IceServer
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.media.codecs import Codec
 from streamdiff.server.metrics import CounterDelta, Metrics
-from streamdiff.server.peers import PerAddressLimiter, SlotPool
+from streamdiff.server.peers import RETRY_AFTER_S, PerAddressLimiter, SlotPool
 from streamdiff.server.problem import Problem
 from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
 from streamdiff.server.sessions.live_session import LiveSession
-from streamdiff.server.webrtc import aiortc_compat
+from streamdiff.server.webrtc import aiortc_compat, sdp
 from streamdiff.server.webrtc.data_channel import DataChannelConnection
-from streamdiff.server.webrtc.sdp import (
-    MAX_CANDIDATES,
-    SdpError,
-    check_offer,
-    parse_trickle,
-    username_of,
-    video_codecs_of,
-)
+from streamdiff.server.webrtc.ice_servers import IceServers
 from streamdiff.server.webrtc.sender import VideoSender
 
-logger = logging.getLogger("streamdiff.serve.whep")  # public: programs that read JSON logs know the name
+logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
 TOMBSTONE_S = 60.0
@@ -47,8 +38,8 @@ CLOSE_S = 3.0
 """For the good-bye to a viewer whose connection is closed; without a bound it may take for ever."""
 CHECK_S = 1.0
 GHOST_S = 3.0
-"""One that said nothing for so long makes room, where all slots are taken, for the next connection of its own client:
-a page that was reloaded without a good-bye. Browsers report once a second."""
+"""A viewer that reported nothing for so long gives its slot, where all are taken, to the next connection of the same
+client: a page that was reloaded without a good-bye. Browsers report once a second."""
 
 
 @dataclass(eq=False)
@@ -71,13 +62,8 @@ class Viewer:
 class Viewers:
     """All WHEP viewers. Lives on the event loop."""
 
-    def __init__(
-        self, slots: SlotPool, codecs: tuple[Codec, ...], metrics: Metrics, ice_servers: Sequence[IceServer] = ()
-    ) -> None:
-        self._slots = slots
-        self._codecs = codecs
-        self._metrics = metrics
-        self._ice = [RTCIceServer(each.url, each.username, each.credential) for each in ice_servers]
+    def __init__(self, slots: SlotPool, codecs: tuple[Codec, ...], metrics: Metrics, ice_servers: IceServers) -> None:
+        self._slots, self._codecs, self._metrics, self._ice = slots, codecs, metrics, ice_servers
         self._viewers: dict[str, Viewer] = {}
         self._tombstones: dict[tuple[str, str], float] = {}
         self._offers = PerAddressLimiter(POSTS_PER_S, POST_BURST)
@@ -91,8 +77,9 @@ class Viewers:
         return self._slots.count
 
     def update_metrics(self) -> None:
-        """Bring what is not counted where it happens into the metrics. Mutates: self."""
+        """Copy figures that other objects hold into the metrics. Mutates: self."""
         viewers = self._viewers.values()
+        self._metrics.viewers.set(self.count)
         self._metrics.viewer_waiting.set(max((viewer.sender.track.waiting for viewer in viewers), default=0))
         for viewer in viewers:
             self._metrics.viewer_dropped.inc(viewer.drops.increase(viewer.sender.track.dropped))
@@ -109,17 +96,17 @@ class Viewers:
         """Connect a viewer; returns its id and the SDP answer.
 
         `may_control`: whether its data channel may steer. `client`: what the caller calls itself, the same whenever it
-        comes back; where all slots are taken a connection of that name which is dead makes room.
+        comes back; where all slots are taken, a dead connection of that name is ended for it.
 
         Raises:
             Problem: 400 or 422 for the offer, 429 and 503 with Retry-After.
         """
         wanted = self._wanted_codecs(codec)
         try:
-            checked = check_offer(offer)
-        except SdpError as error:
+            checked = sdp.check_offer(offer)
+        except sdp.SdpError as error:
             raise Problem(422 if error.unsatisfiable else 400, str(error), code="offer") from error
-        if not video_codecs_of(checked) & set(wanted):
+        if not sdp.video_codecs_of(checked) & set(wanted):
             names = " or ".join(codec.upper() for codec in wanted)
             raise Problem(422, f"The offer has no video codec that is sent here: offer {names}.", code="codec")
         refusal = self._slots.refusal(address)
@@ -129,14 +116,17 @@ class Viewers:
         self._offers.check(address, "connections", clock.monotonic_s())
         # From here to the registration below there are awaits: the slot is taken before the first of them.
         self._slots.take(address)
-        self._count()
         try:
             if ghost is not None:
                 await self._end(ghost, "ghost")
-            return await self._connect(session, checked, wanted, may_control, client, address)
+            fanout, on_first = session.playback.fanout, self._metrics.viewer_first_s.observe
+            ice = [RTCIceServer(each.url, each.username, each.credential) for each in self._ice.issue()]
+            sender = VideoSender(fanout, ice, on_first=on_first, on_key_request=self._count_key_request)
+            name = sdp.username_of(checked)
+            viewer = Viewer(secrets.token_urlsafe(24), session, sender, may_control, client, name, address)
+            return viewer.id, await self._connect(viewer, checked, wanted)
         except BaseException:
             self._slots.release(address)
-            self._count()
             raise
 
     async def trickle(self, session_id: str, id: str, fragment: str, address: str) -> None:
@@ -150,13 +140,13 @@ class Viewers:
         if viewer is None or viewer.session.id != session_id:
             raise Problem(404, "There is no such viewer; it may have ended. POST a new offer.")
         try:
-            trickle = parse_trickle(fragment)
-        except SdpError as error:
+            trickle = sdp.parse_trickle(fragment)
+        except sdp.SdpError as error:
             raise Problem(400, str(error)) from error
         if trickle.username is not None and trickle.username != viewer.username:
             raise Problem(422, "ICE restart is not supported: POST a new offer. This viewer goes on as it was.")
         for candidate in trickle.candidates:
-            if viewer.candidates >= MAX_CANDIDATES:
+            if viewer.candidates >= sdp.MAX_CANDIDATES:
                 return
             viewer.candidates += 1
             await viewer.sender.pc.addIceCandidate(candidate)
@@ -193,43 +183,36 @@ class Viewers:
 
     # ---- one viewer's life --------------------------------------------------------------------------------------
 
-    async def _connect(
-        self,
-        session: LiveSession,
-        offer: str,
-        codecs: tuple[Codec, ...],
-        may_control: bool,
-        client: str | None,
-        address: str,
-    ) -> tuple[str, str]:
-        first_s = self._metrics.viewer_first_s.observe
-        sender = VideoSender(
-            session.playback.fanout, self._ice, on_first=first_s, on_key_request=self._count_key_request
-        )
-        viewer = Viewer(secrets.token_urlsafe(24), session, sender, may_control, client, username_of(offer), address)
+    async def _connect(self, viewer: Viewer, offer: str, codecs: tuple[Codec, ...]) -> str:
+        """Register a viewer; returns the SDP answer."""
+        session, sender = viewer.session, viewer.sender
         sender.pc.on("connectionstatechange", lambda: self._state_changed(viewer))
         sender.pc.on("datachannel", lambda channel: self._channel_opened(viewer, channel))
         try:
             answer = await self._negotiate(viewer, offer, codecs)
             if session.closed:
                 raise Problem(410, f"The session {session.id!r} has ended.", code="ended")
-        except aiortc_compat.OFFER_ERRORS as error:
+        except BaseException as error:
             await sender.close(CLOSE_S)
+            if not isinstance(error, aiortc_compat.OFFER_ERRORS):
+                raise
             logger.debug("An offer was refused: %s: %s", type(error).__name__, error)
-            raise Problem(422, f"The offer cannot be answered: {_first_line(error)}", code="offer") from error
-        except BaseException:
-            await sender.close(CLOSE_S)
-            raise
+            first_line = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            raise Problem(422, f"The offer cannot be answered: {first_line}", code="offer") from error
         self._viewers[viewer.id] = viewer
         logger.info("A viewer joins session %s.", session.id, extra=_fields_of(viewer))
         loop = asyncio.get_running_loop()
         viewer.timeout = loop.call_later(CONNECT_TIMEOUT_S, self._end_soon, viewer, "connect_timeout")
         if self._check_timer is None:
             self._check_timer = loop.call_later(CHECK_S, self._check_viewers)
-        return viewer.id, answer
+        return answer
 
     async def _negotiate(self, viewer: Viewer, offer: str, codecs: tuple[Codec, ...]) -> str:
-        """The SDP answer to a checked offer. Raises ValueError, or another of `OFFER_ERRORS`. Mutates: viewer."""
+        """The SDP answer to a checked offer. Mutates: viewer.
+
+        Raises:
+            Problem: 503, no UDP port is free. ValueError, or another of `OFFER_ERRORS`: it cannot be answered.
+        """
         pc = viewer.sender.pc
         transceiver = viewer.sender.add_transceiver(codecs)
         await pc.setRemoteDescription(RTCSessionDescription(offer, "offer"))
@@ -238,7 +221,11 @@ class Viewers:
         if not viewer.sender.bind(transceiver):
             raise ValueError(f"no common video codec; offer {' or '.join(codec.upper() for codec in codecs)}")
         await pc.setLocalDescription(await pc.createAnswer())
-        return str(pc.localDescription.sdp)
+        answer = str(pc.localDescription.sdp)
+        if "\na=candidate:" not in answer:
+            message = "No UDP port is free for the video of one more viewer: those of serve.udp_ports are in use."
+            raise Problem(503, message, {"Retry-After": str(RETRY_AFTER_S)}, code="ports")
+        return answer
 
     def _count_key_request(self, is_met: bool) -> None:
         (self._metrics.keyframe_requests if is_met else self._metrics.keyframe_requests_refused).inc()
@@ -257,7 +244,7 @@ class Viewers:
             channel.close()
             return
         if viewer.channel is not None:
-            viewer.channel.close()  # closed by the viewer; aiortc may tell that after it tells of the new one
+            viewer.channel.close()  # closed by the viewer; aiortc may report that after the new one
         viewer.channel = DataChannelConnection(
             channel, viewer.id, viewer.session, self._metrics, lambda: _network(viewer), viewer.may_control
         )
@@ -289,7 +276,6 @@ class Viewers:
         self._metrics.viewer_dropped.inc(viewer.drops.increase(viewer.sender.track.dropped))
         self._metrics.viewers_ended.labels(end).inc()
         logger.info("A viewer has left: %s.", end, extra=_fields_of(viewer, end=end))
-        self._count()
         if not await viewer.sender.close(CLOSE_S):
             logger.warning("A viewer's connection was ended by force: no good-bye within %g s (%s).", CLOSE_S, end)
 
@@ -305,14 +291,11 @@ class Viewers:
         return found
 
     def _ghost_of(self, client: str | None) -> Viewer | None:
-        """The oldest connection of `client` that is dead, or never lived. Clients name themselves: one that reports is
-        left alone whatever it is called."""
+        """The oldest connection of `client` that is dead or never connected. Clients choose their names, so one that
+        still reports is left alone."""
         now_s = clock.monotonic_s()
         theirs = (viewer for viewer in self._viewers.values() if client is not None and viewer.client == client)
         return next((viewer for viewer in theirs if _is_dead(viewer, now_s)), None)
-
-    def _count(self) -> None:
-        self._metrics.viewers.set(self.count)
 
 
 def _is_dead(viewer: Viewer, now_s: float) -> bool:
@@ -320,7 +303,7 @@ def _is_dead(viewer: Viewer, now_s: float) -> bool:
 
 
 def _fields_of(viewer: Viewer, **more: object) -> dict[str, Any]:
-    """For the log: of the viewer's id only the beginning, since whoever knows it can end the viewer."""
+    """Log fields of a viewer; of its id only the beginning, since the id is all that it takes to end the viewer."""
     return log_fields(session=viewer.session.id, viewer=viewer.id[:6], codec=viewer.sender.codec, **more)
 
 
@@ -330,7 +313,3 @@ def _network(viewer: Viewer) -> str:
     if line_bps is None or codec is None:
         return "unknown"
     return "poor" if line_bps < POOR_NETWORK * viewer.session.playback.fanout.sent_bps(codec) else "good"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

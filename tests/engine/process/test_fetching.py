@@ -56,6 +56,7 @@ def fetched(home: Path) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.slow
 async def test_everything_that_is_missing_is_fetched_and_told(hub: Hub, tmp_path: Path) -> None:
     told: list[Progress] = []
     async with asyncio.timeout(LIMIT_S):
@@ -74,6 +75,7 @@ async def test_everything_that_is_missing_is_fetched_and_told(hub: Hub, tmp_path
     assert not told and not hub.transfers, "all of it is there"
 
 
+@pytest.mark.slow
 async def test_a_transfer_that_is_cut_goes_on_where_it_was(hub: Hub, tmp_path: Path) -> None:
     piece = 10 * 2**20  # what the client writes at a time
     data = hub.files["gdhe17/Self-Forcing"][WEIGHTS] = bytes(range(256)) * (3 * piece // 256)
@@ -84,6 +86,7 @@ async def test_a_transfer_that_is_cut_goes_on_where_it_was(hub: Hub, tmp_path: P
     assert fetched(tmp_path) == {WEIGHTS: data}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "files"),
     [
@@ -103,6 +106,7 @@ async def test_only_what_is_needed_is_fetched(
     assert set(fetched(tmp_path)) == files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -118,6 +122,7 @@ async def test_what_cannot_be_had_is_told_with_the_way_out(hub: Hub, name: str, 
             await fetch(ModelConfig(name=name), lambda progress: None)
 
 
+@pytest.mark.slow
 async def test_without_a_network_what_is_there_is_enough(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig(name="self-forcing")
     async with asyncio.timeout(LIMIT_S):
@@ -126,6 +131,7 @@ async def test_without_a_network_what_is_there_is_enough(hub: Hub, monkeypatch: 
         await fetch(config, lambda progress: None)
 
 
+@pytest.mark.slow
 async def test_a_cancelled_download_leaves_no_process(hub: Hub) -> None:
     hub.held.add(WEIGHTS)
     begun = asyncio.Event()

@@ -11,23 +11,28 @@ from safetensors.torch import save_file
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.autoencoder import load_decoder, load_encoder, native_fps
+from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.autoencoder.taehv import TAEHV, Config
 from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder, TaehvEncoder
 from streamdiff.models.autoencoder.wan import WanDecoder, WanEncoder
 from streamdiff.models.catalogue import entries
 from streamdiff.models.tiny import world
-from streamdiff.models.tiny.model import WEIGHTS, load
+from streamdiff.models.tiny.model import WEIGHTS, load_model
 from tests.hub_cache import lay
 from tests.small import CPU
 from tests.small_vae import original_layout, relative_error, small_wan_autoencoder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["tiny", WEIGHTS, WEIGHTS / "vae"], ids=["name", "model", "folder"])
 def test_the_embedded_models_decoder_is_the_one_that_streams(path: str | Path) -> None:
-    half, tiny = load_decoder(path, CPU), load(WEIGHTS, CPU).decoder
+    half, tiny = load_decoder(path, CPU), load_model(WEIGHTS, CPU).decoder
     assert isinstance(half, TaehvDecoder)
     latents = torch.randn(1, 8, 2, 16, 16, generator=torch.Generator().manual_seed(0))
-    pictures, expected = half.decode(latents, half.new_memory()), tiny.decode(latents, tiny.new_memory())
+    pictures, expected = (
+        PictureDecoder(half).decode(latents, half.new_memory()),
+        tiny.decode(latents, tiny.new_memory()),
+    )
     assert pictures.shape == expected.shape == (2 * half.temporal, 128, 128, 3)
     assert torch.equal(pictures, expected)
 

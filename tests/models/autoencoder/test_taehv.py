@@ -97,16 +97,6 @@ def test_only_the_first_piece_of_a_stream_is_trimmed(first: int) -> None:
     assert model.decode(latents[:, first : first + 2], memory).shape[1] == 8
 
 
-@pytest.mark.parametrize("config", [AUTOENCODER, TRIMMED], ids=["no-trim", "trim"])
-def test_a_reset_memory_is_a_fresh_one(config: Config) -> None:
-    model, latents, memory = small_autoencoder(0, config), latents_of(config, 1), Memory()
-    model.decode(latents.flip(1), memory)
-    assert memory.nbytes > 0
-    memory.reset()
-    assert memory.nbytes == 0
-    assert torch.equal(model.decode(latents, memory), model.decode(latents, Memory()))
-
-
 def test_memory_does_not_grow_and_is_not_tied_to_the_frames_it_came_from() -> None:
     model, latents, memory = small_autoencoder(0), latents_of(AUTOENCODER, 1), Memory()
     with torch.inference_mode():

@@ -16,29 +16,32 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.autoencoder import load_decoder, load_encoder
+from streamdiff.models.autoencoder.autoencoder import build, load_decoder, load_encoder
 from streamdiff.models.autoencoder.normalisation import WAN_MEAN, WAN_STD
+from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.autoencoder.taehv import TAEHV, Config
-from streamdiff.models.autoencoder.taehv_codec import LatentSpace, TaehvDecoder, TaehvEncoder, from_tensors, space_of
+from streamdiff.models.autoencoder.taehv_codec import LatentSpace, TaehvDecoder, TaehvEncoder, space_of
 from tests.small import CPU
 
 pytestmark = pytest.mark.slow
 
 LATENTS = 5
+PUBLISHED = Config()
 
 
 @cache
-def random_weights() -> dict[str, Tensor]:
+def random_weights(config: Config = PUBLISHED) -> dict[str, Tensor]:
     """As large and named as those of taew2_1, and so strong that what goes in is seen in what comes out."""
     generator = torch.Generator().manual_seed(3)
+    with torch.device("meta"):
+        wanted = TAEHV(config).state_dict()
+    last = max(wanted, key=lambda name: (name.startswith("decoder"), int(name.split(".")[1])))
 
     def draw(name: str, shape: torch.Size) -> Tensor:
         if len(shape) == 1:
-            return torch.rand(shape, generator=generator) * 0.1 + (0.4 if name == "decoder.22.bias" else 0.0)
+            return torch.rand(shape, generator=generator) * 0.1 + (0.4 if name == f"{last[:-7]}.bias" else 0.0)
         return torch.randn(shape, generator=generator) * (0.8 / shape[1:].numel()) ** 0.5
 
-    with torch.device("meta"):
-        wanted = TAEHV(Config()).state_dict()
     return {name: draw(name, tensor.shape) for name, tensor in wanted.items()}
 
 
@@ -54,11 +57,11 @@ def space(request: pytest.FixtureRequest) -> LatentSpace:
 
 
 def decoder(weights: dict[str, Tensor], space: LatentSpace = "normalised") -> TaehvDecoder:
-    return TaehvDecoder(from_tensors(Path("x.pth"), weights, space, CPU, torch.float32))
+    return TaehvDecoder(build(Path("x.pth"), weights, None, "decoder", space, CPU, torch.float32))
 
 
 def encoder(weights: dict[str, Tensor], space: LatentSpace = "normalised") -> TaehvEncoder:
-    return TaehvEncoder(from_tensors(Path("x.pth"), weights, space, CPU, torch.float32))
+    return TaehvEncoder(build(Path("x.pth"), weights, None, "encoder", space, CPU, torch.float32))
 
 
 def latents_of() -> Tensor:
@@ -84,30 +87,35 @@ def with_past(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     return (conv(weights, f"{name}.conv.4", y, padding=1) + x).relu()
 
 
-def plain_decode(weights: dict[str, Tensor], latents: Tensor) -> Tensor:
-    """Latents `[T, C, h, w]`, as the network takes them, to frames in [0, 1]; three leading frames are not shown."""
+def plain_decode(weights: dict[str, Tensor], latents: Tensor, blocks: tuple[int, ...] = (3, 3, 3)) -> Tensor:
+    """Latents `[T, C, h, w]`, as the network takes them, to frames in [0, 1]; three leading frames are not shown.
+    `blocks`: of each stage."""
     x = conv(weights, "decoder.1", (latents / 3).tanh() * 3, padding=1).relu()
-    for first in (3, 9, 15):
-        for index in range(first, first + 3):
+    first = 3
+    for count in blocks:
+        for index in range(first, first + count):
             x = with_past(weights, f"decoder.{index}", x)
         x = F.interpolate(x, scale_factor=2)
-        channels = x.shape[1]
-        x = conv(weights, f"decoder.{first + 4}.conv", x)
+        channels, grow = x.shape[1], first + count + 1
+        x = conv(weights, f"decoder.{grow}.conv", x)
         x = x.reshape(-1, channels, *x.shape[2:])
-        x = conv(weights, f"decoder.{first + 5}", x, padding=1)
-    return conv(weights, "decoder.22", x.relu(), padding=1).clamp(0, 1)[3:]
+        x = conv(weights, f"decoder.{grow + 1}", x, padding=1)
+        first = grow + 2
+    return conv(weights, f"decoder.{first + 1}", x.relu(), padding=1).clamp(0, 1)[3:]
 
 
-def plain_encode(weights: dict[str, Tensor], frames: Tensor) -> Tensor:
+def plain_encode(weights: dict[str, Tensor], frames: Tensor, blocks: tuple[int, ...] = (3, 3, 3)) -> Tensor:
     """Frames `[T, 3, H, W]` in [0, 1] to latents as the network gives them; the last frame fills the last four up."""
     frames = torch.cat([frames, frames[-1:].repeat(-len(frames) % 4, 1, 1, 1)])
     x = conv(weights, "encoder.0", frames, padding=1).relu()
-    for first, together in ((2, 2), (7, 2), (12, 1)):
-        x = conv(weights, f"encoder.{first}.conv", x.reshape(-1, together * x.shape[1], *x.shape[2:]))
-        x = conv(weights, f"encoder.{first + 1}", x, padding=1, stride=2)
-        for index in range(first + 2, first + 5):
+    pool = 2
+    for together, count in zip((2, 2, 1), blocks, strict=True):
+        x = conv(weights, f"encoder.{pool}.conv", x.reshape(-1, together * x.shape[1], *x.shape[2:]))
+        x = conv(weights, f"encoder.{pool + 1}", x, padding=1, stride=2)
+        for index in range(pool + 2, pool + 2 + count):
             x = with_past(weights, f"encoder.{index}", x)
-    return conv(weights, "encoder.17", x, padding=1)
+        pool += 2 + count
+    return conv(weights, f"encoder.{pool}", x, padding=1)
 
 
 def undo(latents: Tensor, space: LatentSpace) -> Tensor:
@@ -152,7 +160,7 @@ def test_decoding_in_any_pieces_equals_the_whole(cuts: set[int]) -> None:
     ]
     whole = half.decode_video(latents, half.new_memory())
     torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-5, atol=1e-5)
-    pictures = half.decode(latents, half.new_memory())
+    pictures = PictureDecoder(half).decode(latents, half.new_memory())
     assert (pictures.float() / 127.5 - 1 - whole[0].permute(1, 2, 3, 0)).abs().max() <= 0.5 / 127.5 + 1e-5
 
 
@@ -224,13 +232,51 @@ def test_other_channels_patches_and_strides_come_from_the_shapes(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    ("widths", "blocks"), [((96, 48, 32, 24), (3, 3, 3)), ((64, 64, 32, 16), (2, 4, 1)), ((40, 32, 24, 32), (0, 1, 5))]
+)
+def test_widths_and_blocks_come_from_names_and_shapes(
+    tmp_path: Path, widths: tuple[int, int, int, int], blocks: tuple[int, int, int]
+) -> None:
+    """Wider, narrower, deeper, and another encoder than decoder: against the layout written down plainly."""
+    config = Config(
+        decoder_widths=widths, decoder_blocks=blocks, encoder_widths=(24, 16, 32, 20), encoder_blocks=blocks[::-1]
+    )
+    stored = random_weights(config)
+    torch.save(stored, tmp_path / "taew2_1.pth")
+    half, latents = load_decoder(tmp_path / "taew2_1.pth", CPU), latents_of()
+    assert isinstance(half, TaehvDecoder) and half.config == config
+    expected = plain_decode(stored, latents[0].transpose(0, 1), blocks).transpose(0, 1)[None] * 2 - 1
+    assert expected.std() > 0.05
+    torch.testing.assert_close(half.decode_video(latents, half.new_memory()), expected, rtol=1e-5, atol=1e-5)
+    other, video = load_encoder(tmp_path / "taew2_1.pth", CPU), video_of(8)
+    expected = plain_encode(stored, (video[0].transpose(0, 1) + 1) / 2, blocks[::-1]).transpose(0, 1)
+    torch.testing.assert_close(other.encode(video, other.new_memory())[0], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_a_file_may_have_the_decoder_alone(tmp_path: Path, weights: dict[str, Tensor], suffix: str) -> None:
+    path, alone = tmp_path / f"taew2_1{suffix}", {n: w for n, w in weights.items() if n.startswith("decoder.")}
+    if suffix == ".pth":
+        torch.save(alone, path)
+    else:
+        save_file(alone, path)
+    half, whole, latents = load_decoder(path, CPU), decoder(weights), latents_of()
+    assert torch.equal(half.decode_video(latents, half.new_memory()), whole.decode_video(latents, whole.new_memory()))
+    with pytest.raises(ConfigError, match="has a decoder alone, so it cannot encode; use a file with both halves"):
+        load_encoder(path, CPU)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda w: w.pop("decoder.3.conv.0.bias"), r"1 missing \(decoder\.3\.conv\.0\.bias\)"),
         (lambda w: w.update(more=torch.zeros(1)), r"1 unexpected \(more\)"),
         (lambda w: w.update({"decoder.22.bias": torch.zeros(4)}), r"decoder\.22\.bias \[4\] instead of \[3\]"),
         (lambda w: w["decoder.22.bias"].fill_(float("inf")), r"1 tensors hold NaN, infinity .*: decoder\.22\.bias"),
-        (lambda w: w.pop("decoder.7.conv.weight"), r"no tensor decoder\.7\.conv\.weight"),
+        (lambda w: w.pop("decoder.7.conv.weight"), r"has 2 tensors decoder\.N\.conv\.weight \(13, 19\)"),
+        (lambda w: w.pop("decoder.20.weight"), r"no tensor decoder\.20\.weight"),
+        (lambda w: w.pop("encoder.12.conv.weight"), r"has 2 tensors encoder\.N\.conv\.weight \(2, 7\)"),
+        (lambda w: w.pop("decoder.9.conv.0.weight"), r"1 missing \(decoder\.9\.conv\.0\.weight\)"),
     ],
 )
 def test_what_is_wrong_with_the_tensors_is_listed(
@@ -247,7 +293,7 @@ def test_what_is_wrong_with_the_tensors_is_listed(
 def test_latents_of_another_shape_are_refused(weights: dict[str, Tensor], shape: tuple[int, ...]) -> None:
     half = decoder(weights)
     with pytest.raises(ValueError, match=r"expected \[B, 16, F, h, w\]"):
-        half.decode(torch.zeros(shape), half.new_memory())
+        PictureDecoder(half).decode(torch.zeros(shape), half.new_memory())
 
 
 def test_frames_of_another_shape_are_refused(weights: dict[str, Tensor]) -> None:

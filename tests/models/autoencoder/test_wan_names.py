@@ -8,7 +8,7 @@ from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.wan_names import is_original, to_diffusers
+from streamdiff.models.autoencoder.wan_weights import is_original, to_diffusers
 from tests.small_vae import original_layout
 
 

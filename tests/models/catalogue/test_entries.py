@@ -148,6 +148,15 @@ def test_what_a_new_prompt_does_to_the_past(name: str, switch: str) -> None:
     assert name == "tiny" or entries.make_spec(name, entry, entries.transformer_arguments(entry)).switch == switch
 
 
+def test_every_model_says_where_its_context_is_read() -> None:
+    """In code that its sources name, or in this package for the embedded one."""
+    streaming = {name: entry for name, entry in entries.entries().items() if entry.context is not None}
+    assert len(streaming) >= 12
+    for name, entry in streaming.items():
+        assert entry.context is not None and entry.context.source is not None, name
+        assert entry.context.source in entry.sources or name == "tiny", name
+
+
 def test_each_tiny_decoder_says_which_latents_it_takes() -> None:
     small = entries.parts().autoencoders["wan2.1"].tiny
     assert {each.files: each.latents for each in small} == {

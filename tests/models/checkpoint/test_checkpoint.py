@@ -124,6 +124,7 @@ def test_what_is_known_before_anything_is_read(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path / "a.pt").metadata() == {}
 
 
+@pytest.mark.slow
 def test_a_large_file_takes_no_memory_until_it_is_read(tmp_path: Path) -> None:
     """A file with a hole of 1 GiB: reading it would show in this process's memory."""
     size, small = 2**30, struct.pack("<3f", 1.0, 2.0, 3.0)

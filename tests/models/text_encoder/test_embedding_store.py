@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.models import model_loader
+from streamdiff.config import ModelConfig
 from streamdiff.models.catalogue import entries
-from streamdiff.models.model_loader import ModelLoader
 from streamdiff.models.resolve import ResolvedModel
 from streamdiff.models.text_encoder import wan as wan_text
 from streamdiff.models.text_encoder.embedding_cache import TextKey
 from streamdiff.models.text_encoder.embedding_store import EmbeddingFolder
+from streamdiff.models.text_encoder.wan_files import choose_device, find
+from streamdiff.models.text_loader import load_text_encoder
 from tests.models.text_encoder import umt5
 
 PROMPT = "a red fox trots"
@@ -48,11 +49,11 @@ def test_a_restart_asks_the_encoder_nothing(tmp_path: Path, monkeypatch: pytest.
     entry = entries.find("self-forcing")
     architecture = {**entries.transformer_arguments(entry), "text_dim": umt5.WIDTH}
     model = ResolvedModel(entry.name, tmp_path / "none", text_encoder=tmp_path / "text", entry=entry)
-    loader = ModelLoader(model, torch.device("cpu"))
-    loader.spec = entries.make_spec(entry.name, entry, architecture)
+    spec = entries.make_spec(entry.name, entry, architecture)
 
     def encode(on_disk: bool = True) -> Tensor:
-        return loader.text_encoder(on_disk=on_disk).encode(PROMPT)
+        config = ModelConfig(name=entry.name, keep_embeddings=on_disk)
+        return load_text_encoder(model, config, spec.text_shape, torch.device("cpu")).encode(PROMPT)
 
     umt5.write(tmp_path / "text")
     plain = encode(on_disk=False)
@@ -70,8 +71,8 @@ def test_a_gpu_with_room_for_it_runs_the_text_encoder(
     encoder = umt5.write(tmp_path)
     size = 2 * sum(parameter.numel() for parameter in encoder.parameters())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (round(share * size), 10**12))
-    assert model_loader._text_device(tmp_path, torch.device("cuda")) == torch.device(home)
-    assert model_loader._text_device(tmp_path, torch.device("cpu")) == torch.device("cpu")
+    assert choose_device(find(tmp_path), torch.device("cuda")) == torch.device(home)
+    assert choose_device(find(tmp_path), torch.device("cpu")) == torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

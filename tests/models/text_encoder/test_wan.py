@@ -198,6 +198,7 @@ def test_embeddings_may_be_written_to(text: WanText) -> None:
     assert not torch.equal(text.encode(FOX), first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("shared",), ("encoder.embed_tokens",), ("shared", "encoder.embed_tokens")])
 def test_the_table_of_words_may_have_either_name(
     text: WanText, changed: Callable[[Callable[[Names], object]], Path], names: tuple[str, ...]
@@ -304,6 +305,7 @@ def test_the_revision_follows_the_files(folder: Path, tmp_path: Path) -> None:
     assert WanText(tmp_path / "copy").revision != before
 
 
+@pytest.mark.slow
 def test_reading_and_encoding_at_once_do_not_disturb_each_other(folder: Path) -> None:
     """One tokenizer, whose padding and cutting are settings of its own; one encoder, loaded and freed again."""
     text = WanText(folder, length=LENGTH, keep=False)

@@ -32,6 +32,7 @@ def file_of(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_embeddings_are_those_of_the_folder(folders: tuple[Path, Path], dtype: torch.dtype) -> None:
     ours, theirs = folders

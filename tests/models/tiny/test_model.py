@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from streamdiff.errors import ConfigError
+from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.taehv import Memory
 from streamdiff.models.tiny import model
 from tests.small import AUTOENCODER, CPU, LATENT_CHANNELS, LATENT_SIDE, RED, small_parts
@@ -35,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_saved_model_loads_as_it_was_up_to_half_precision(folder: Path) -> None:
-    parts, loaded = small_parts(5), model.load(folder, CPU, "mine")
+    parts, loaded = small_parts(5), model.load_model(folder, CPU, "mine")
     spec = loaded.spec
     assert (spec.name, spec.chunk_latents, spec.window_latents, spec.sink_latents) == ("mine", 3, 15, 3)
     assert (spec.native_fps, spec.shift, spec.steps) == (24.0, 5.0, (4, 2))
@@ -52,7 +53,7 @@ def test_a_saved_model_loads_as_it_was_up_to_half_precision(folder: Path) -> Non
 
 def test_the_decoder_gives_the_same_pictures(folder: Path) -> None:
     parts = small_parts(5)
-    loaded = model.load(folder, CPU)
+    loaded = model.load_model(folder, CPU)
     latents = torch.randn(1, LATENT_CHANNELS, 2, LATENT_SIDE, LATENT_SIDE, generator=torch.Generator().manual_seed(0))
     pictures = loaded.decoder.decode(latents, loaded.decoder.new_memory())
     assert pictures.dtype == torch.uint8
@@ -94,20 +95,20 @@ def test_a_missing_part_is_named_with_the_way_out(folder: Path, tmp_path: Path, 
     target = broken / missing
     shutil.rmtree(target) if target.is_dir() else target.unlink()
     with pytest.raises(ConfigError) as caught:
-        model.load(broken, CPU)
+        model.load_model(broken, CPU)
     message = str(caught.value)
     assert str(broken) in message and missing in message and "--model tiny" in message
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
-        model.load(tmp_path / "nowhere", CPU)
+        model.load_model(tmp_path / "nowhere", CPU)
 
 
 def test_the_autoencoder_alone_can_be_saved(tmp_path: Path) -> None:
     parts = small_parts(6)
     model.save(tmp_path, parts.autoencoder, parts.mean, parts.std, None, STREAM)
-    decoder = model.load_decoder(tmp_path, CPU)
+    decoder = load_decoder(tmp_path, CPU)
     assert decoder.config == AUTOENCODER
     normalisation = decoder.model.normalisation
     assert normalisation is not None

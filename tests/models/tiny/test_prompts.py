@@ -101,6 +101,7 @@ def test_a_long_prompt_gets_a_short_answer() -> None:
     assert prompts.read("red " * 500, None).text == prompts.read("red", None).text
 
 
+@pytest.mark.slow
 @given(
     st.one_of(
         st.text(max_size=200),

@@ -31,6 +31,7 @@ def test_the_architecture_is_read_from_the_shapes(tmp_path: Path) -> None:
             assert getattr(config, key) == source.config[key], key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_the_published_architectures_are_read_from_their_shapes(size: str) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in published(size).items()}

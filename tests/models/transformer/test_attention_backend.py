@@ -22,7 +22,7 @@ from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.small import CPU, small_model
 
-HERE = ("auto", "math", "flash")  # on every CPU
+HERE = ("auto", "sdpa", "math", "flash")  # on every CPU
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -34,13 +34,15 @@ def test_kernels_that_run_here_pass(name: str, dtype: torch.dtype) -> None:
 def test_one_that_cannot_run_here_is_refused_with_the_way_out() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"cudnn cannot run here: .*\(cpu, float32.*right here are: auto, math, flash$",
+        match=r"cudnn cannot run here: .*\(cpu, float32.*right here are: auto, sdpa, math, flash$",
     ):
         attention_backend.probe("cudnn", CPU, torch.float32, heads=3, head_dim=64)
 
 
 def test_an_unknown_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'sag'; it can be auto, math, flash, efficient, cudnn, flash_2"):
+    with pytest.raises(
+        ConfigError, match="'sag'; it can be auto, sdpa, math, flash, efficient, cudnn, fa3, fa4, flash_2"
+    ):
         attention_backend.probe("sag", CPU, torch.float32, heads=3, head_dim=64)
 
 
@@ -72,7 +74,7 @@ def test_the_chosen_kernel_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(denoiser, "attention", name)
         return denoiser.run_blocks(tokens, [KeyValue(*layer) for layer in text], self_attention).hidden
 
-    for name in HERE[1:]:
+    for name in HERE[2:]:
         torch.testing.assert_close(run(name), run("auto"), rtol=1e-5, atol=1e-5)
     with pytest.raises(NotImplementedError, match=r"Could not run 'aten::_scaled_dot_product_cudnn_attention'"):
         run("cudnn")
@@ -95,7 +97,7 @@ def test_a_choice_in_force_changes_no_flag_that_another_thread_meets(name: str) 
         return RollingAttention.__call__(stage.attention, layer, query, key, value)
 
     stage.attention.on = lambda rows: (RollingAttention.on(stage.attention, rows), ask)[1]  # type: ignore[assignment]
-    given = torch.zeros(1, *model.spec.chunk_shape), torch.zeros(1, model.spec.chunk_latents)
+    given = torch.zeros(1, *model.spec.chunk_shape), torch.zeros(1, model.spec.chunk_latents, model.denoiser.width)
     stage.forward([MicroStep(0, 0, 0, 4, 0)], given)
     assert met == [before] * len(model.denoiser.blocks)
 
@@ -115,7 +117,7 @@ def test_the_chosen_kernel_runs_for_own_keys_and_for_text(name: str, operation: 
     stage = ModelRunner(model, CPU)
     stage.open(0, steps=4, kv_context="clean")
     stage.set_text(0, 0, model.text.encode("a red circle"), 0)
-    given = torch.zeros(1, *model.spec.chunk_shape), torch.zeros(1, model.spec.chunk_latents)
+    given = torch.zeros(1, *model.spec.chunk_shape), torch.zeros(1, model.spec.chunk_latents, model.denoiser.width)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         stage.forward([MicroStep(0, 0, 0, 4, 0)], given)
     kernels = {event.key: event.count for event in profiler.key_averages() if "scaled_dot_product" in event.key}
@@ -136,10 +138,10 @@ def test_diffusers_knows_each_of_them() -> None:
         assert AttentionBackendName(kernel.backend) in _AttentionBackendRegistry._backends
 
 
-@pytest.mark.parametrize("name", attention_backend.DISPATCHED)
+@pytest.mark.parametrize("name", [*attention_backend.DISPATCHED, *attention_backend.IMPLEMENTATIONS])
 def test_one_that_is_not_installed_is_refused_with_what_is_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
-    message = rf"{name} is not installed \(no module .*\) \(cpu, bfloat16.*\); right here are: auto, math, flash$"
+    message = rf"{name} is not installed \(no module .*\) \(cpu, bfloat16.*\); right here are: auto, sdpa, math, flash$"
     with pytest.raises(ConfigError, match=message):
         attention_backend.probe(name, CPU, torch.bfloat16, heads=2, head_dim=64)
     assert "is not installed" in str(attention_backend.missing(name, torch.device("cuda")))
@@ -153,7 +155,9 @@ def test_one_that_this_diffusers_does_not_have_is_refused(monkeypatch: pytest.Mo
 
 def test_one_for_cuda_is_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: object())
-    with pytest.raises(ConfigError, match=r"sage is for CUDA, and the device is cpu .*; right here are: auto, math"):
+    with pytest.raises(
+        ConfigError, match=r"sage is for CUDA, and the device is cpu .*; right here are: auto, sdpa, math"
+    ):
         attention_backend.probe("sage", CPU, torch.float32, heads=2, head_dim=64)
 
 
@@ -211,3 +215,30 @@ def test_the_survey_says_of_each_why_not() -> None:
     assert [name for name in HERE if found[name] is not None] == []
     assert "cannot run here" in str(found["cudnn"])
     assert all(found[name] for name in attention_backend.DISPATCHED)
+
+
+@pytest.mark.parametrize("name", ["auto", "math", "flash"])
+@pytest.mark.parametrize("cuts", [(), (3,), (3, 10)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_keys_in_pieces_are_attended_to_as_one(name: str, cuts: tuple[int, ...], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(2, n, 3, 12, generator=generator).to(dtype) for n in (5, 17, 17))
+    parts = list(zip(key.tensor_split(cuts, 1), value.tensor_split(cuts, 1), strict=True))
+    got = attention_backend.over_parts(name)(3 * query, parts)
+    expected = attention_backend._formula(3 * query, key, value)
+    assert got.dtype == dtype and got.shape == query.shape
+    assert float((got.double() - expected).norm() / expected.norm()) < (1e-6 if dtype is torch.float32 else 5e-3)
+
+
+def test_one_that_weighs_its_pieces_wrongly_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right by itself, and wrong where a sink lies apart from the window."""
+    right = attention_backend._with_weights
+
+    def unweighed(name: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        mixed, weights = right(name, query, key, value)
+        return mixed, torch.zeros_like(weights)
+
+    monkeypatch.setattr(attention_backend, "_with_weights", unweighed)
+    with pytest.raises(ConfigError, match="attention kernel flash is wrong here over keys in two pieces: off by"):
+        attention_backend.probe("flash", CPU, torch.float32, heads=3, head_dim=64)

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.transformer.weights import FILE, load_blocks
+from streamdiff.models.transformer.weights import FILE
 from tests.models.layouts import HEADS, State, fused, load, original, save, small_state
-from tests.small import CPU, small_transformer
+from tests.small import small_transformer
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +26,9 @@ def test_a_tensor_that_is_missing_is_named(folder: Path, tmp_path: Path) -> None
     del tensors["blocks.2.attn1.to_q.weight"]
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     save_file(tensors, tmp_path / FILE)
-    load_blocks(tmp_path, CPU, (0, 2))  # not this rank's business
+    load(tmp_path, config=None, blocks=(0, 2))  # not this rank's business
     with pytest.raises(ConfigError, match=r"1 tensor is missing, for example blocks\.2\.attn1\.to_q\.weight"):
-        load_blocks(tmp_path, CPU, (2, 4))
+        load(tmp_path, config=None, blocks=(2, 4))
 
 
 def test_a_tensor_of_another_shape_is_named(folder: Path, tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_a_tensor_of_another_shape_is_named(folder: Path, tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     save_file(tensors, tmp_path / FILE)
     with pytest.raises(ConfigError, match=r"blocks\.3\.ffn\.net\.2\.bias has shape \[7\], but \[24\] is expected"):
-        load_blocks(tmp_path, CPU, (2, 4))
+        load(tmp_path, config=None, blocks=(2, 4))
 
 
 def faulty(tmp_path: Path, changes: State, without: str = "nothing") -> Path:

@@ -71,6 +71,7 @@ def assert_weights(base: Path, loras: list[Lora], expected: State) -> None:
     assert len(factors()) == 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 0.5, -2.0, 0.0])
 @pytest.mark.parametrize("container", ["generator_lora", None])
 @pytest.mark.parametrize("adapter", ["", ".default"])

@@ -7,6 +7,7 @@ import sys
 import types
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.transformer import quantization
-from streamdiff.models.transformer.weights import load_transformer
-from streamdiff.pipeline.planner.memory import memory
-from streamdiff.pipeline.planner.model_sizes import ModelSizes, facts_from
+from streamdiff.models.transformer.weights import load_transformer, open_transformer
+from streamdiff.pipeline.planner.memory import Storage, memory
+from streamdiff.pipeline.planner.model_sizes import ModelSizes, sizes_from
 from streamdiff.pipeline.planner.stage_layout import Layout, Workload
 from tests.models.layouts import flow
 from tests.pipeline.processes import ROOT
@@ -36,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, mode: str, dtype: torch.dtype = torch.float32, **more: object) -> WanTransformer3DModel:
-    return load_transformer(folder, device=CPU, dtype=dtype, quantize=mode, **more)  # type: ignore[arg-type]
+    return load_transformer(open_transformer(folder), device=CPU, dtype=dtype, quantize=mode, **more)  # type: ignore[arg-type]
 
 
 def stored(tensor: Tensor) -> int:
@@ -47,8 +48,8 @@ def stored(tensor: Tensor) -> int:
     return sum(part.nbytes for part in parts if part is not None)
 
 
-def facts_of(model: WanTransformer3DModel) -> ModelSizes:
-    return facts_from(dict(model.config), small_model().spec)
+def sizes_of(model: WanTransformer3DModel) -> ModelSizes:
+    return sizes_from(dict(model.config), small_model().spec)
 
 
 @torch.inference_mode()
@@ -71,7 +72,7 @@ def test_the_memory_is_what_is_planned_with(folder: Path) -> None:
     """A quarter of float32 and half of bfloat16, and a scale and a zero per row."""
     for dtype, part in ((torch.float32, 4), (torch.bfloat16, 2)):
         plain, small = load(folder, "none", dtype), load(folder, "int8", dtype)
-        facts = facts_of(plain)
+        found = sizes_of(plain)
         sizes = [
             sum(
                 stored(tensor)
@@ -80,10 +81,12 @@ def test_the_memory_is_what_is_planned_with(folder: Path) -> None:
             )
             for model in (plain, small)
         ]
-        scales = 5 * facts.linear_rows * facts.blocks
-        assert sizes[0] == part * (sizes[1] - scales) == dtype.itemsize * facts.linear_values * facts.blocks
-        layout, load_ = Layout(((0, facts.blocks),), (), "head", 0.0), Workload(1, 0, 4, "clean", 1)
-        whole, eight = (memory(facts, layout, load_, dtype.itemsize, mode)[0].weights for mode in ("none", "int8"))
+        scales = 5 * found.linear_rows * found.blocks
+        assert sizes[0] == part * (sizes[1] - scales) == dtype.itemsize * found.linear_values * found.blocks
+        layout, load_ = Layout(((0, found.blocks),), (), "head", 0.0), Workload(1, 0, 4, "clean", 1)
+        whole, eight = (
+            memory(found, layout, load_, Storage(dtype.itemsize, mode))[0].weights for mode in ("none", "int8")
+        )
         assert whole - eight == sizes[0] - sizes[1]
 
 
@@ -170,3 +173,45 @@ def test_torchaos_remarks_on_other_machines_stay_out_of_the_way() -> None:
     program = "import streamdiff.models.transformer.wan, sys; print('torchao' in sys.modules)"
     process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert (process.stdout, process.stderr) == ("True\n", "")
+
+
+SMALL = {(64, 64): 6, (128, 64): 1, (64, 128): 1}
+
+
+def tried(monkeypatch: pytest.MonkeyPatch, own_s: float, fp8_s: float) -> tuple[str, str]:
+    """A trial on a CPU, which computes both ways, with times by the kind of weight."""
+    monkeypatch.setattr(quantization, "unsuited", lambda mode, device, dtype: None)
+    monkeypatch.setattr("torchao.quantization.quant_api._check_hardware_support", lambda granularity: None)
+    shapes: list[tuple[bool, tuple[int, ...]]] = []
+
+    def stopwatch(call: Any, device: torch.device) -> float:
+        given, weight = call.args
+        fp8 = type(weight) is not Tensor  # torchao's
+        assert call().shape == (10, weight.shape[0]) and given.shape == (10, weight.shape[1])
+        shapes.append((fp8, tuple(weight.shape)))
+        return fp8_s if fp8 else own_s
+
+    found = quantization.try_fp8(SMALL, 10, CPU, torch.bfloat16, None, stopwatch)
+    assert shapes == [(fp8, shape) for fp8 in (False, True) for shape in SMALL], "every matrix, both ways"
+    return found
+
+
+@pytest.mark.parametrize(("own_s", "fp8_s", "mode"), [(0.002, 0.001, "fp8"), (0.001, 0.001, "none"), (1, 0.98, "none")])
+def test_fp8_is_taken_only_where_a_block_is_faster_in_it(
+    monkeypatch: pytest.MonkeyPatch, own_s: float, fp8_s: float, mode: str
+) -> None:
+    found, told = tried(monkeypatch, own_s, fp8_s)
+    assert found == mode
+    assert told == f"tried at a block's sizes and 10 tokens: fp8 {8000 * fp8_s:.3g} ms, without {8000 * own_s:.3g} ms"
+
+
+def test_where_fp8_cannot_be_had_automatic_quantisation_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, told = quantization.try_fp8(SMALL, 10, CPU, torch.bfloat16)
+    assert found == "none" and told.startswith("fp8 takes an NVIDIA GPU of compute capability 8.9")
+    monkeypatch.setattr(quantization, "unsuited", lambda mode, device, dtype: None)
+
+    def refuses(weight: Tensor, mode: str, name: str) -> Tensor:
+        raise RuntimeError("no kernel\nfor this")
+
+    monkeypatch.setattr(quantization, "quantize", refuses)
+    assert quantization.try_fp8(SMALL, 10, CPU, torch.bfloat16) == ("none", "fp8 cannot be had here: no kernel")

@@ -66,6 +66,18 @@ def test_real_factors_turn_as_complex_ones_do(compiling: bool, monkeypatch: pyte
     factors = rope.table(torch.tensor([11]), 2, 3, 32)
     expected = rope.rotate(x, factors)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    got = rope.rotate(x, torch.view_as_real(factors))
+    got = rope.rotate(x, rope.matrices(factors))
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-6 if compiling else 0)
     assert not torch.allclose(got, x, atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_rounded_once(dtype: torch.dtype) -> None:
+    """By matrices, which never make a float32 copy, as by the complex product of one."""
+    x = torch.randn(2, 6, 3, 32, generator=torch.Generator().manual_seed(5)).to(dtype)
+    factors = rope.table(torch.tensor([11]), 2, 3, 32)
+    with torch.inference_mode():
+        got, expected = rope.rotate(x, rope.matrices(factors)), rope.rotate(x.float(), factors)
+    assert got.dtype == dtype and got.shape == x.shape
+    assert (got == expected.to(dtype)).float().mean() > 0.99, "float32 sums may differ in their last digit"
+    torch.testing.assert_close(got.float(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)

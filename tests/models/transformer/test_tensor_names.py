@@ -12,6 +12,7 @@ from tests.models.layouts import ORIGINAL_BLOCK, ORIGINAL_TOP, SIZES, original_n
 PLAIN = "blocks.3.self_attn.q.weight"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_every_tensor_of_the_published_sizes_is_known_in_both_layouts(size: str) -> None:
     tensors = published(size)

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from streamdiff.models.transformer import rope
-from streamdiff.models.transformer.wan import Tokens, WanDenoiser, attend, gelu, position_planes
+from streamdiff.models.transformer.elementwise import gelu
+from streamdiff.models.transformer.wan import KeyValue, Tokens, WanDenoiser, attend, position_planes
+from streamdiff.models.transformer.weights import kept_dtype
 from tests.small import LATENT_CHANNELS, small_transformer
 
 
@@ -115,3 +117,39 @@ def test_fused_query_key_value_and_modulation_equal_the_plain_ones_and_cost_no_m
     transformer.blocks[1].attn1.to_v.weight.mul_(1.5)  # one memory, so both see it
     assert relative_error(run(fused), run(plain)) <= 1e-6
     assert relative_error(run(fused), expected) > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_a_block_in_few_kernels_is_the_block_as_it_is_written_in_diffusers(dtype: torch.dtype) -> None:
+    """Norms, modulation and gates in float32 by steps, each rounded where diffusers rounds: few numbers round to a
+    neighbour, as products and sums are in one kernel."""
+    transformer = small_transformer(7, layers=1)
+    for name, weight in transformer.named_parameters():
+        weight.data = weight.data.to(kept_dtype(name, dtype))
+    denoiser = WanDenoiser(transformer).fuse()
+    generator = torch.Generator().manual_seed(8)
+    hidden = torch.randn(2, 24, 24, generator=generator).to(dtype)
+    modulation = torch.randn(2, 4, 6, 24, generator=generator)
+    text = KeyValue(*torch.randn(2, 2, 5, 2, 12, generator=generator).to(dtype))
+    before = hidden.clone()
+    (own,) = denoiser._modulation_of_blocks(modulation)
+    got = denoiser.run_block(denoiser.weights(0), hidden, own, text, attend, attend)
+
+    block = denoiser.blocks[0]
+    shift, scale, gate, ff_shift, ff_scale, ff_gate = (
+        each.repeat_interleave(6, 1) for each in (block.scale_shift_table + modulation).unbind(2)
+    )
+    normal = (block.norm1(hidden.float()) * (1 + scale) + shift).to(dtype)
+    heads = lambda x: x.unflatten(-1, (2, 12))  # noqa: E731
+    query, key = block.attn1.norm_q(block.attn1.to_q(normal)), block.attn1.norm_k(block.attn1.to_k(normal))
+    mixed = attend(heads(query), heads(key), heads(block.attn1.to_v(normal))).flatten(2)
+    expected = (hidden.float() + block.attn1.to_out[0](mixed).float() * gate).to(dtype)
+    query = block.attn2.norm_q(block.attn2.to_q(block.norm2(expected.float()).to(dtype)))
+    expected = expected + block.attn2.to_out[0](attend(heads(query), text.key, text.value).flatten(2))
+    normal = (block.norm3(expected.float()) * (1 + ff_scale) + ff_shift).to(dtype)
+    expected = (expected.float() + block.ffn(normal).float() * ff_gate).to(dtype)
+
+    assert torch.equal(hidden, before), "what is given is not written"
+    assert got.dtype == dtype
+    assert relative_error(got.float(), expected.float()) < (1e-6 if dtype is torch.float32 else 2e-3)

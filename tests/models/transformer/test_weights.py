@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint.checkpoint import open_checkpoint
 from streamdiff.models.transformer import weights
-from streamdiff.models.transformer.weights import FILE, load_blocks, load_transformer
+from streamdiff.models.transformer.weights import FILE, load_transformer, open_transformer
 from tests.models.layouts import (
     HEADS,
     Counting,
@@ -48,7 +48,7 @@ def test_parts_together_are_the_whole(folder: Path) -> None:
     whole = small_transformer(3, layers=4).state_dict()
     seen = set()
     for first, last in ((0, 1), (1, 3), (3, 4)):
-        for name, tensor in load_blocks(folder, CPU, (first, last)).state_dict().items():
+        for name, tensor in load(folder, config=None, blocks=(first, last)).state_dict().items():
             if tensor.is_meta:
                 continue
             if name.startswith("blocks."):
@@ -65,7 +65,7 @@ def test_parts_together_are_the_whole(folder: Path) -> None:
 def test_what_does_not_belong_to_a_stage_takes_no_memory(
     folder: Path, blocks: tuple[int, int], patch: bool, output: bool
 ) -> None:
-    model = load_blocks(folder, CPU, blocks)
+    model = load(folder, config=None, blocks=blocks)
     assert len(model.blocks) == blocks[1] - blocks[0]
     assert model.patch_embedding.weight.is_meta == (not patch)
     assert model.proj_out.weight.is_meta == (not output)
@@ -90,6 +90,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_torch_file_in_any_layout_is_the_same_model(layout: str, tmp_path: Path) -> None:
     torch.save({"generator_ema": LAYOUTS[layout](small_state())}, tmp_path / "model.pt")
@@ -147,7 +148,7 @@ def test_a_stage_reads_its_own_tensors_and_each_once(kind: str, blocks: tuple[in
     state, path = original(small_state(layers=4)), tmp_path / f"model.{kind}"
     (save_file if kind == "safetensors" else torch.save)(state, path)
     checkpoint = Counting(open_checkpoint(path))
-    load_transformer(checkpoint, device=CPU, dtype=torch.bfloat16, blocks=blocks, config=HEADS)
+    load_transformer(open_transformer(checkpoint, config=HEADS), device=CPU, dtype=torch.bfloat16, blocks=blocks)
     first, last = blocks or (0, 4)
     own = re.compile(
         rf"blocks\.[{first}-{last - 1}]\.|text_embedding|time_projection"
@@ -174,9 +175,9 @@ def test_a_stage_does_without_the_shards_of_others(tmp_path: Path) -> None:
 def test_weights_stored_as_they_are_needed_are_not_copied(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     name = "blocks.1.ffn.net.2.weight"
-    model = load_transformer(checkpoint, device=CPU, dtype=torch.float32)
+    model = load_transformer(open_transformer(checkpoint), device=CPU, dtype=torch.float32)
     assert model.get_parameter(name).data_ptr() == checkpoint.read(name).data_ptr()
-    half = load_transformer(checkpoint, device=CPU, dtype=torch.bfloat16)
+    half = load_transformer(open_transformer(checkpoint), device=CPU, dtype=torch.bfloat16)
     assert half.get_parameter(name).data_ptr() != checkpoint.read(name).data_ptr()
 
 
@@ -199,7 +200,7 @@ def test_a_stage_of_a_model_of_published_size_holds_its_own_part_only(tmp_path: 
     path = tmp_path / "model.safetensors"
     write_zeros(path, {name: [*shape] for name, shape in wan_1_3b().items()})
     before = psutil.Process().memory_info().rss
-    model = load_transformer(path, device=CPU, dtype=torch.bfloat16, blocks=(7, 8))
+    model = load_transformer(open_transformer(path), device=CPU, dtype=torch.bfloat16, blocks=(7, 8))
     grown = psutil.Process().memory_info().rss - before
     own = sum(tensor.nbytes for tensor in model.state_dict().values() if not tensor.is_meta)
     assert (model.config.num_attention_heads, model.config.attention_head_dim, model.config.ffn_dim) == (12, 128, 8960)

@@ -14,19 +14,24 @@ import torch
 from torch._dynamo.utils import counters
 
 from streamdiff.config import ModelConfig
-from streamdiff.models.autoencoder.stepped_decoder import Step, VideoDecoder
+from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, Step, VideoDecoder
 from streamdiff.models.autoencoder.wan import WanDecoder
 from streamdiff.pipeline.build import load_runtime
-from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding, Piece
 from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.rank_loader import RankLoader
+from streamdiff.pipeline.runner.torch_compile import one_graph
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from tests.pipeline.compiling import BACKENDS, COMPILED, TRACED, compiled_by
 from tests.pipeline.test_streaming_pipeline import open_session, pictures, save_model
 from tests.small import AUTOENCODER, BLUE, CPU, RED, small_autoencoder, small_decoder
 from tests.small_vae import small_wan_autoencoder
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("compiled decoder"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
+]
 
 TOLERANCE = 1e-5
 """Of what the layers remember, in float32, relative to the largest; the next latent frame moves it by more than 0.1."""
@@ -56,18 +61,24 @@ class Both(NamedTuple):
     graphs: int
 
 
-@pytest.fixture(scope="module", params=[taehv, wan])
+@pytest.fixture(
+    scope="module",
+    params=[(taehv, COMPILED), (wan, TRACED), pytest.param((wan, COMPILED), marks=pytest.mark.soak)],
+    ids=["taehv", "wan", "wan-compiled"],
+)
 def both(request: pytest.FixtureRequest) -> Both:
-    plain, shape, at_once = request.param()
+    made, backend = request.param
+    plain, shape, at_once = made()
     compiled, before = PictureDecoder(plain), counters["stats"]["unique_graphs"]
 
     def prepare() -> None:
         torch.set_num_threads(DECODE_THREADS)
-        compiled.compile(torch.empty(shape), at_once)
+        compiled.compile(torch.empty(shape), at_once, one_graph)
 
-    thread = threading.Thread(target=prepare)
-    thread.start()
-    thread.join()
+    with compiled_by(backend):
+        thread = threading.Thread(target=prepare)
+        thread.start()
+        thread.join()
     return Both(compiled, plain, shape, at_once, counters["stats"]["unique_graphs"] - before)
 
 
@@ -128,7 +139,7 @@ def test_pictures_and_what_is_remembered_are_those_of_the_plain_decoder(
             for stream, latents in enumerate((chunk, -chunk)):
                 for group in latents.split(at_once, 1):
                     got = compiled.decode(group[None], memories[0][stream]).int()
-                    expected = plain.decode(group[None], memories[1][stream]).int()
+                    expected = PictureDecoder(plain).decode(group[None], memories[1][stream]).int()
                     assert got.shape == expected.shape and expected.float().std() > 5
                     assert (got - expected).abs().max() <= 1, "a value between two levels may go either way"
                     differ, total = differ + int((got != expected).sum()), total + got.numel()
@@ -158,7 +169,7 @@ def test_a_decoding_thread_meets_nothing_that_is_compiled_again(
         decoding.check()
     decoding.close()
     memory = plain.new_memory()
-    expected = [part for chunk in given for part in plain.decode(chunk[None], memory).int().numpy()]
+    expected = [part for chunk in given for part in PictureDecoder(plain).decode(chunk[None], memory).int().numpy()]
     for stream in (0, 1):
         got = [picture for piece in pieces if piece.stream == stream for picture in piece.pictures]
         assert len(got) == len(expected)
@@ -172,16 +183,18 @@ def test_what_no_graph_was_made_for_is_decoded_the_plain_way(
     larger = torch.randn(1, shape[0], 3, shape[2] + 1, shape[3] + 2, generator=torch.Generator().manual_seed(1))
     with nothing_compiled():
         got = compiled.decode(larger, compiled.new_memory())
-    assert torch.equal(got, plain.decode(larger, plain.new_memory()))
+    assert torch.equal(got, PictureDecoder(plain).decode(larger, plain.new_memory()))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_product_compiles_it_before_it_is_ready_and_no_event_of_a_stream_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     """First chunks, a prompt switch, a reset, another session; the transformer's graphs have a test of their own."""
     save_model(tmp_path)
     monkeypatch.setattr(RankLoader, "compile_stage", lambda *given: None)
-    runtime = load_runtime(ModelConfig(name=str(tmp_path), device="cpu", compile="on", decode_at_once=2))
+    with compiled_by(backend):
+        runtime = load_runtime(ModelConfig(name=str(tmp_path), device="cpu", compile="on", decode_at_once=2))
     plain = load_runtime(ModelConfig(name=str(tmp_path), device="cpu", decode_at_once=2))
     assert isinstance(runtime.model.decoder, PictureDecoder) and isinstance(plain.model.decoder, PictureDecoder)
     assert len(runtime.model.decoder.keys) == 1 and not plain.model.decoder.keys
@@ -194,7 +207,7 @@ def test_the_product_compiles_it_before_it_is_ready_and_no_event_of_a_stream_doe
 def only(runtime: StreamingPipeline, session: int, chunks: int) -> list[Frames]:
     """So many chunks and no more: what else is begun meanwhile differs from run to run, and with it where a prompt sets
     in."""
-    runtime.set_room(session, chunks * runtime.info.chunk_frames)
+    runtime.set_frame_credit(session, chunks * runtime.info.chunk_frames)
     pieces: list[Frames] = []
     while sum(piece.last for piece in pieces) < chunks:
         pieces += [piece for piece in runtime.step(wait_s=5.0) if piece.session == session]
@@ -223,7 +236,7 @@ def test_both_layouts_give_the_same_pictures(made: Callable[[], tuple[VideoDecod
         decoder.lay_out(channels_last)
         memory = decoder.new_memory()
         groups = [group for chunk in chunks(shape) for group in chunk.split(at_once, 1)]
-        seen.append(torch.cat([decoder.decode(group[None], memory) for group in groups]).int())
+        seen.append(torch.cat([PictureDecoder(decoder).decode(group[None], memory) for group in groups]).int())
         left.append(remembered(memory))
         strides = {each.stride(1) for each in left[-1] if each.shape[1] > 1}
         assert (strides == {1}) is channels_last

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from streamdiff.models.autoencoder.stepped_decoder import yuv420p
-from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
+from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, yuv420p
 from streamdiff.pipeline.decode.decode_worker import (
     DecodeWorker,
     Decoding,
@@ -114,7 +113,7 @@ def test_pictures_are_those_of_the_whole_stream(heard: tuple[Decoding, Heard]) -
 
 def test_yuv420_comes_over_a_link_as_it_was_made() -> None:
     assert MODEL.decoder is not None
-    decoder, heard = PictureDecoder(MODEL.decoder, yuv420p), Heard()
+    decoder, heard = PictureDecoder(MODEL.decoder.network, yuv420p), Heard()
     there, back = LocalLink(latents_layout(SPEC)), LocalLink(pictures_layout(SPEC, "yuv420"))
     worker = threading.Thread(target=DecodeWorker(decoder, there, back).run)
     worker.start()
@@ -163,7 +162,7 @@ def test_a_decoding_rank_that_is_gone_is_noticed() -> None:
 def test_a_first_latent_frame_that_shows_less_is_a_piece_of_its_own(at_once: int) -> None:
     """As Wan's: one frame for the first latent frame of a stream, four for each later one."""
     autoencoder = small_autoencoder(3, replace(AUTOENCODER, frames_to_trim=3))
-    decoder = small_decoder(autoencoder, torch.zeros(4), torch.ones(4))
+    decoder = PictureDecoder(small_decoder(autoencoder, torch.zeros(4), torch.ones(4)))
     chunks = [torch.randn(4, 3, 4, 4, generator=torch.Generator().manual_seed(n)) for n in range(2)]
     whole, memory = decoder.decode(torch.cat(chunks, 1)[None], decoder.new_memory()), decoder.new_memory()
     pieces = [

@@ -1,4 +1,5 @@
-"""One rank that joins a group: `python -m tests.pipeline.group_process RANK STAGES PORT FACTS-BY-RANK`."""
+"""One rank that joins a group: `python -m tests.pipeline.distributed.group_process RANK STAGES PORT FACTS-BY-RANK
+WHETHER-A-LAUNCHER-HAS-THE-STORE`."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from streamdiff.errors import ConfigError
 from streamdiff.pipeline.distributed import rendezvous
 
 
-def main(rank: int, stages: int, port: int, facts: str) -> None:
+def main(rank: int, stages: int, port: int, facts: str, agent_store: str) -> None:
     os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(stages), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)
+        "RANK": str(rank), "WORLD_SIZE": str(stages), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": agent_store,
     }  # fmt: skip
     try:
         member = rendezvous.join(json.loads(facts)[rank])
@@ -23,4 +25,4 @@ def main(rank: int, stages: int, port: int, facts: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])

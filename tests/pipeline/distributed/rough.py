@@ -1,4 +1,4 @@
-"""Gloo links that do their worst within what a link may do, and two that do a little more.
+"""TCP links that do their worst within what a link may do, and two that do a little more.
 
 They change when things happen and what lies in slots that nobody may read; the loops are the product's own. What a ring
 computes over the rough ones must not differ by a bit. The hasty and the eager one each leave out one ordering.
@@ -11,11 +11,10 @@ from queue import SimpleQueue
 from threading import Event
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from streamdiff.pipeline.distributed.gloo import GlooReceiver, GlooSender
 from streamdiff.pipeline.distributed.message import StageMessage
+from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
 
 PAUSES_S = (0.0, 0.0, 0.001, 0.01)
 RUBBISH = 0x7F  # 3.4e38 as float32 and as bfloat16; no kind of work
@@ -34,41 +33,41 @@ class Pauses:
 class Scribbling(SimpleQueue[int | None]):
     """Free slots: fills a slot with rubbish as soon as it is declared free."""
 
-    def __init__(self, buffers: list[torch.Tensor]) -> None:
+    def __init__(self, slots: list[memoryview]) -> None:
         super().__init__()
-        self.buffers = buffers
+        self.slots = slots
 
     def put(self, slot: int | None, *rest: Any) -> None:
         if slot is not None:
-            self.buffers[slot].fill_(RUBBISH)
+            self.slots[slot][:] = bytes([RUBBISH]) * len(self.slots[slot])
         super().put(slot, *rest)
 
 
-class RoughSender(GlooSender):
+class RoughSender(TcpSender):
     """Messages leave late; a slot holds rubbish once it is free."""
 
     def __init__(self, wire: Any, peer: int, tag: int, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(wire, peer, tag, group)
-        self._pause, self._send = Pauses(tag), self._slots.send
-        self._free = Scribbling(self._slots.buffers)
-        for slot in range(len(self._slots.buffers)):
+        self._pause = Pauses(tag)
+        self._free = Scribbling(self._slots.bytes)
+        for slot in range(len(self._slots.bytes)):
             self._free.put(slot)
-        self._slots.send = self._send_late  # type: ignore[method-assign]
 
-    def _send_late(self, slot: int) -> None:
+    def _push(self, data: memoryview) -> int:
+        """Takes a part now and then, and leaves the rest to the thread."""
         self._pause()
-        self._send(slot)
+        return super()._push(data[: self._pause.chance.choice((0, 1000, len(data)))])
 
 
-class RoughReceiver(GlooReceiver):
-    """Receives are posted late, into a slot that holds rubbish."""
+class RoughReceiver(TcpReceiver):
+    """Slots are free late, and hold rubbish then."""
 
     def __init__(self, wire: Any, peer: int, tag: int, *rest: Any) -> None:
         self._pause = Pauses(-1 - tag)
         super().__init__(wire, peer, tag, *rest)
 
     def _post(self, slot: int) -> None:
-        self._slots.buffers[slot].fill_(RUBBISH)
+        self._slots.bytes[slot][:] = bytes([RUBBISH]) * len(self._slots.bytes[slot])
         self._pause()
         super()._post(slot)
 
@@ -76,13 +75,13 @@ class RoughReceiver(GlooReceiver):
 class HastySender(RoughSender):
     """Broken: does not wait until a message has left before its slot is free."""
 
-    def _send_late(self, slot: int) -> None:
-        slots = self._slots
-        self.sending = [*getattr(self, "sending", []), dist.isend(slots.buffers[slot], slots.peer, tag=slots.tag)]
+    def _start(self, slot: int) -> None:
+        self._free.put(slot)
+        self._connection.sendall(self._slots.bytes[slot])
 
 
 class EagerInbox(RoughReceiver):
-    """Broken: posts the next receive before what was received has been read."""
+    """Broken: gives a slot back before what was received has been read."""
 
     def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
         work = super().receive(wait_s)
@@ -90,13 +89,13 @@ class EagerInbox(RoughReceiver):
         return work
 
 
-LINKS: dict[str, tuple[type[GlooSender], type[GlooReceiver]]] = {
-    "plain": (GlooSender, GlooReceiver),
+LINKS: dict[str, tuple[type[TcpSender], type[TcpReceiver]]] = {
+    "plain": (TcpSender, TcpReceiver),
     "rough": (RoughSender, RoughReceiver),
     "hasty": (HastySender, RoughReceiver),
     "eager": (RoughSender, EagerInbox),
-    "lanes": (GlooSender, GlooReceiver),
+    "lanes": (TcpSender, TcpReceiver),
 }
 LANES = "lanes"
-"""The NCCL link, started as the product starts it, with gloo in the place of NCCL."""
+"""The NCCL link, started as the product starts it, over `rendezvous_backend`."""
 BROKEN = ("hasty", "eager")

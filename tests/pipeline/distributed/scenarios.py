@@ -1,24 +1,28 @@
 """What both ends of a link do in a scenario of the contract; played by two threads or by two processes.
 
-As a program (`python -m tests.pipeline.links.scenarios RANK 2 PORT KIND`) it plays one end of links between two
-processes, one per scenario. KIND is `gloo`; or `lanes`, the NCCL link with gloo in NCCL's place.
+As a program (`python -m tests.pipeline.distributed.scenarios RANK 2 PORT KIND`) it plays one end of links between two
+processes, one per scenario. KIND is `tcp`; or `lanes`, the NCCL link over `rendezvous_backend`.
 """
 
 from __future__ import annotations
 
+import random
 import sys
+import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from streamdiff.pipeline.distributed.gloo import GlooReceiver, GlooSender
+from streamdiff.pipeline import topology
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
 from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, SessionUpdate, StageMessage
-from streamdiff.pipeline.distributed.nccl import NcclReceiver, NcclSender, edge_groups, warm_up
+from streamdiff.pipeline.distributed.nccl import NcclEnd, NcclReceiver, NcclSender, warm_up
+from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
 from streamdiff.pipeline.scheduler.step import MicroStep
+from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
 from tests.small import CPU
 
 ROWS = 3
@@ -118,46 +122,56 @@ SCENARIOS: dict[str, tuple[MessageLayout, Callable[[Sender], None], Callable[[Re
 }
 
 
-class HostStreams:
-    """Of a device that has done everything when a call returns: who waits for a transfer waits on the host."""
-
-    def current(self) -> None:
-        pass
-
-    def new(self) -> None:
-        pass
-
-    def event(self) -> Done:
-        return Done()
-
-    def use(self, stream: None) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-class Done:
-    """An event of such a device."""
-
-    def record(self, stream: None) -> None:
-        pass
-
-    def wait(self, stream: None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
 def ends(kind: str, rank: int, tag: int, wire: MessageLayout) -> tuple[Sender, Receiver]:
     """The sending end to the other of two ranks and the receiving end from it. Called by both together."""
-    if kind == "gloo":
-        return GlooSender(wire, 1 - rank, 2 * tag + rank), GlooReceiver(wire, 1 - rank, 2 * tag + 1 - rank, CPU)
-    groups, streams = edge_groups(2, CPU, backend="gloo"), HostStreams()
-    out, into = groups[rank], groups[1 - rank]
+    if kind == "tcp":
+        receiver = TcpReceiver(wire, 1 - rank, 2 * tag + 1 - rank, CPU)
+        return TcpSender(wire, 1 - rank, 2 * tag + rank), receiver
+    use_rendezvous()
+    return nccl_ends(rank, tag, wire, CPU)
+
+
+def nccl_ends(
+    rank: int, tag: int, wire: MessageLayout, device: torch.device, ranks: int = 2, order: Callable[..., None] = warm_up
+) -> tuple[NcclSender, NcclReceiver]:
+    """As `ends`, of the NCCL link, to the rank after this one and from the one before it; warmed in this order."""
+    groups = topology.edge_groups(ranks, device)
+    before, after = (rank - 1) % ranks, (rank + 1) % ranks
+    out, into = groups[rank], groups[before]
     assert out is not None and into is not None and out is not into
-    sender = NcclSender(wire, 1 - rank, 2 * tag + rank, CPU, out, streams=streams)
-    receiver = NcclReceiver(wire, 1 - rank, 2 * tag + 1 - rank, CPU, into, streams=streams)
-    warm_up(sender, receiver)
+    receiver = NcclReceiver(NcclEnd(wire, before, ranks * tag + before, device, into))
+    sender = NcclSender(NcclEnd(wire, after, ranks * tag + rank, device, out))
+    order(sender, receiver, rank, ranks)
     return sender, receiver
+
+
+def all_send_first(sender: NcclSender, receiver: NcclReceiver, *rest: object) -> None:
+    """What the product did once: each rank waits for the next, all around."""
+    sender._lane.send(lambda slot: None)
+    receiver.warm_up()
+    sender._lane.drain()
+
+
+def all_receive_first(sender: NcclSender, receiver: NcclReceiver, *rest: object) -> None:
+    """As wrong, the other way round."""
+    receiver.warm_up()
+    sender.warm_up()
+
+
+def connect_often(rank: int, ranks: int, device: torch.device, times: int = 20) -> None:
+    """Make rings and warm them, each rank late by chance."""
+    chance = random.Random(rank)
+    for number in range(times):
+
+        def late(*given: Any) -> None:
+            threading.Event().wait(chance.choice((0.0, 0.0, 0.002, 0.05)))
+            warm_up(*given)
+
+        sender, receiver = nccl_ends(rank, number, SMALL, device, ranks, late)
+        sender.close()
+        receiver.close(LEAVE_S)
+        sender.flush(LEAVE_S)
+    print(f"connected {times} times", flush=True)
 
 
 def main(rank: int, port: int, kind: str) -> None:

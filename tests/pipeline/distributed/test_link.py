@@ -22,6 +22,7 @@ LIMIT_S = 900.0
 MODEL = small_model(1, layers=4, sink=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_local(scenario: str) -> None:
     """Sender and receiver on two threads."""
@@ -43,13 +44,14 @@ def test_local(scenario: str) -> None:
     assert not errors
 
 
-@pytest.fixture(scope="module", params=["gloo", "lanes"])
+@pytest.fixture(scope="module", params=["tcp", "lanes"])
 def said(request: pytest.FixtureRequest) -> str:
     """All scenarios between two processes; what the receiver says."""
     return run_ranks("tests.pipeline.distributed.scenarios", [request.param], 2, LIMIT_S)[0]
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("links of processes")
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_processes(scenario: str, said: str) -> None:
     assert f"{scenario} passed" in said, said
@@ -122,6 +124,7 @@ class Delaying(LocalLink):
         return None if self.chance.random() < 0.6 else super().receive(wait_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", [Scribbling, Delaying])
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_ring_over_bad_links_gives_the_same_numbers(link: type[LocalLink], stages: int) -> None:

@@ -1,10 +1,16 @@
 """The NCCL link where no GPU is needed: which link is picked, and how the two ends of a link end.
 
-Its contract and whole rings over it, with gloo in the place of NCCL, are in `test_links.py` and
-`test_ring_processes.py`; the order on the device in `test_lanes.py`; real GPUs in `tests/gpu/`.
+Its contract and whole rings over it, with `rendezvous_backend` in the place of NCCL, are in `test_link.py`,
+`test_rendezvous_ring.py` and `test_ring_processes.py`; the order on the device in `test_cuda_streams.py`; real GPUs in
+`tests/gpu/`.
 """
 
 from __future__ import annotations
+
+import os
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +21,12 @@ from streamdiff.pipeline.distributed import nccl as links_nccl
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.topology import pick_link
-from tests.pipeline.distributed.scenarios import SMALL, HostStreams, work
+from tests.pipeline.distributed.rendezvous_backend import Streams
+from tests.pipeline.distributed.scenarios import SMALL, work
 from tests.small import CPU
 
 CUDA = torch.device("cuda")
+END = links_nccl.NcclEnd(SMALL, 0, 0, CPU, None, streams=Streams())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +66,7 @@ def test_a_link_that_cannot_be_says_the_way_out(
 
 
 class Records:
-    """Both ends of a gloo link in one: brings these works, then says that the link is closed; takes everything."""
+    """Both ends of a TCP link in one: brings these works, then says that the link is closed; takes everything."""
 
     ready = True
 
@@ -103,8 +111,8 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> Transfers:
 
 def test_what_was_announced_before_the_end_is_handed_out(transfers: Transfers, monkeypatch: pytest.MonkeyPatch) -> None:
     records = Records([SMALL.bare.read(SMALL.record(work(number), number), torch.empty(0))[1] for number in range(3)])
-    monkeypatch.setattr(links_nccl, "GlooReceiver", lambda *arguments: records)
-    receiver = links_nccl.NcclReceiver(SMALL, 0, 0, CPU, None, streams=HostStreams())
+    monkeypatch.setattr(links_nccl, "TcpReceiver", lambda *arguments: records)
+    receiver = links_nccl.NcclReceiver(END)
     monkeypatch.setattr(receiver._lane, "_start", transfers.start)
     for number in range(3):
         got, expected = receiver.receive(), work(number)
@@ -119,8 +127,8 @@ def test_what_was_announced_before_the_end_is_handed_out(transfers: Transfers, m
 def test_close_waits_for_the_last_transfers_unless_nobody_takes_them(
     broken: bool, transfers: Transfers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links_nccl, "GlooSender", lambda *arguments: Records([], broken))
-    sender = links_nccl.NcclSender(SMALL, 0, 0, CPU, None, streams=HostStreams())
+    monkeypatch.setattr(links_nccl, "TcpSender", lambda *arguments: Records([], broken))
+    sender = links_nccl.NcclSender(END)
     monkeypatch.setattr(sender._lane, "_start", transfers.start)
     for number in range(3):
         sender.send(work(number))
@@ -128,3 +136,38 @@ def test_close_waits_for_the_last_transfers_unless_nobody_takes_them(
     sender.close()
     sender.flush(0.0)
     assert sorted(transfers.waited) == ([0] if broken else [0, 0, 1])
+
+
+WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING")
+
+
+class Options:
+    """What there is of `ProcessGroupNCCL.Options` in a build with NCCL."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self._timeout: timedelta | None = None
+        self.config = SimpleNamespace(blocking=-1, max_ctas=-1)
+
+
+def test_a_group_of_nccl_holds_few_multiprocessors_and_its_watchdog_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Options of their own for each group, since torch writes the group's name into them."""
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **given: made.append({"ranks": ranks, **given}))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(dist, "get_rank", lambda: 2)
+    for name in WATCHDOG:
+        monkeypatch.setenv(name, "1")  # as torchrun sets the first
+    edges: list[int] = []
+    links_nccl.edge_groups(3, torch.device("cuda", 1), on_edge=edges.append)
+    assert edges == [1, 2] and [each["ranks"] for each in made] == [[0, 1], [1, 2], [2, 0]]
+    options = [each["pg_options"] for each in made]
+    assert len(set(map(id, options))) == 3
+    for each, group in zip(options, made, strict=True):
+        assert (each.config.blocking, each.config.max_ctas, each.is_high_priority_stream) == (1, 4, True)
+        assert each._timeout == group["timeout"], "else torch warns"
+        assert group["device_id"] == torch.device("cuda", 1)
+    assert [os.environ[name] for name in WATCHDOG] == ["0"] * 3

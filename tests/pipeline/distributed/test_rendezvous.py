@@ -18,7 +18,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.tiny.model import WEIGHTS
 from streamdiff.pipeline.distributed.rendezvous import check_world
 from streamdiff.pipeline.rank_loader import RankLoader
-from tests.pipeline.processes import ROOT, free_port
+from tests.pipeline.processes import ROOT, run_ranks
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 240.0  # ends what hangs
@@ -26,19 +26,10 @@ LIMIT_S = 240.0  # ends what hangs
 
 def join(facts: list[dict[str, str]], store: dist.TCPStore | None = None) -> list[str]:
     """What each rank says; `store` is a launcher's, else rank 0 brings its own."""
-    command = [sys.executable, "-m", "tests.pipeline.distributed.group_process"]
-    rest = [str(len(facts)), str(free_port() if store is None else store.port), json.dumps(facts)]
-    environment = {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": str(store is not None)}
-    ranks = [
-        subprocess.Popen([*command, str(rank), *rest], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE)
-        for rank in range(len(facts))
-    ]
-    try:
-        return [rank.communicate(timeout=LIMIT_S)[0].strip() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    arguments = [json.dumps(facts), str(store is not None)]
+    port = None if store is None else store.port
+    said = run_ranks("tests.pipeline.distributed.group_process", arguments, len(facts), LIMIT_S, port)
+    return [each.strip() for each in said]
 
 
 def test_ranks_that_are_alike_meet() -> None:
@@ -71,7 +62,8 @@ def test_weights_and_settings_are_among_the_facts(tmp_path: Path) -> None:
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(path.read_bytes())
     assert rank_facts(name=str(tmp_path))["weights"] == facts["weights"]
-    (tmp_path / "vae" / "config.json").write_text("{}")
+    config = tmp_path / "vae" / "config.json"
+    config.write_text(config.read_text(encoding="utf-8") + " ", encoding="utf-8")
     assert rank_facts(name=str(tmp_path))["weights"] != facts["weights"]
 
 

@@ -10,24 +10,31 @@ from diffusers import WanTransformer3DModel
 
 from streamdiff.config import ModelConfig
 from streamdiff.models.catalogue import entries
-from streamdiff.pipeline.planner.memory import stage_memory
-from streamdiff.pipeline.planner.model_sizes import known_facts, read_facts
+from streamdiff.models.model import StageModel
+from streamdiff.models.transformer.wan import WanDenoiser
+from streamdiff.models.transformer.weights import kept_dtype
+from streamdiff.pipeline.planner.memory import Storage, memory, offloaded_bytes, stage_memory
+from streamdiff.pipeline.planner.model_sizes import entry_sizes, read_sizes, sizes_from
+from streamdiff.pipeline.planner.stage_layout import Layout, Workload
 from streamdiff.pipeline.rank_loader import RankLoader
+from streamdiff.pipeline.runner.model_runner import ModelRunner
+from streamdiff.pipeline.scheduler.step import MicroStep
+from tests.peak_memory import peak_bytes
 
 
 @pytest.mark.parametrize(("name", "count"), [("wan2.1-t2v-1.3b", 1.419e9), ("wan2.1-t2v-14b", 14.288e9)])
 def test_weights_are_counted_as_diffusers_has_them(name: str, count: float) -> None:
-    facts = known_facts(entries.find(name))
+    sizes = entry_sizes(entries.find(name))
     with torch.device("meta"):
         model = WanTransformer3DModel(
-            num_attention_heads=facts.heads,
-            attention_head_dim=facts.head_dim,
-            in_channels=facts.in_channels,
-            out_channels=facts.out_channels,
-            text_dim=facts.text_dim,
-            freq_dim=facts.freq_dim,
-            ffn_dim=facts.ffn_dim,
-            num_layers=facts.blocks,
+            num_attention_heads=sizes.heads,
+            attention_head_dim=sizes.head_dim,
+            in_channels=sizes.in_channels,
+            out_channels=sizes.out_channels,
+            text_dim=sizes.text_dim,
+            freq_dim=sizes.freq_dim,
+            ffn_dim=sizes.ffn_dim,
+            num_layers=sizes.blocks,
         )
     theirs = sum(parameter.numel() for parameter in model.parameters())
     assert theirs == pytest.approx(count, rel=5e-4)
@@ -39,20 +46,24 @@ def test_weights_are_counted_as_diffusers_has_them(name: str, count: float) -> N
 def test_a_latent_frame_of_cache_has_the_published_size(name: str, per_latent: float) -> None:
     """bfloat16, 480x832; the text's keys and values apart."""
     entry = entries.find(name)
-    facts = known_facts(entry)
+    sizes = entry_sizes(entry)
     (stage,) = stage_memory(entry, 1)
     assert entry.stream
-    text = 2 * 2 * facts.blocks * facts.width * facts.text_tokens
+    text = 2 * 2 * sizes.blocks * sizes.width * sizes.text_tokens
     assert (stage.caches - text) / entry.stream.window_latents == pytest.approx(per_latent, rel=2e-3)
-    assert facts.tokens == 1560 * entry.stream.chunk_latents
+    assert sizes.tokens == 1560 * entry.stream.chunk_latents
 
 
 def test_matched_keeps_a_cache_per_step() -> None:
     entry = entries.find("streamdiffusionv2-1.3b")
     (stage,) = stage_memory(entry, 1)
-    facts = known_facts(entry)
-    text = 2 * 2 * facts.blocks * facts.width * facts.text_tokens
-    assert stage.caches - text == pytest.approx(4 * 6 * 0.288e9, rel=2e-3)
+    sizes = entry_sizes(entry)
+    text = 2 * 2 * sizes.blocks * sizes.width * sizes.text_tokens
+    assert stage.caches - text == pytest.approx(4 * 6 * 0.288e9, rel=2e-3), "keys of its sink stay as they are"
+    moving = replace(sizes, spec=replace(sizes.spec, rope="relative"))
+    values = [each.cache_values(sizes.blocks, steps=4, kv_context="matched") for each in (sizes, moving)]
+    sink_keys = 3 * 0.288e9 / 2  # kept un-rotated too
+    assert 2 * (values[1] - values[0]) == pytest.approx(4 * sink_keys, rel=2e-3)
 
 
 def test_stages_share_weights_and_caches() -> None:
@@ -69,18 +80,64 @@ def test_a_model_of_whole_clips_has_no_caches() -> None:
 
 
 def test_the_embedded_models_facts_are_its_folders() -> None:
-    assert known_facts(entries.find("tiny")) == read_facts("tiny")
+    assert entry_sizes(entries.find("tiny")) == read_sizes("tiny")
 
 
 def test_a_checkpoint_says_what_the_catalogue_says() -> None:
     """Of LongLive's architecture and stream, before anything is there and from the shapes of tensors."""
-    told = known_facts(entries.find("longlive-1.3b"))
+    told = entry_sizes(entries.find("longlive-1.3b"))
     read = RankLoader(ModelConfig(name="random:wan2.1-1.3b"), torch.device("cpu")).sizes
-    assert read == replace(told, spec=read.spec, decoder_memory_values=0)
+    assert read == replace(told, spec=read.spec), "the decoder's sizes too"
     own = {name: getattr(read.spec, name) for name in ("name", "shift", "rope", "schedules")}
     assert read.spec == replace(told.spec, steps=(4, 2, 1), **own)
 
 
 def test_another_picture_has_other_tokens() -> None:
     entry = entries.find("self-forcing")
-    assert known_facts(entry, height=512, width=512).tokens == 3 * 1024
+    assert entry_sizes(entry, height=512, width=512).tokens == 3 * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ffn", [5.833, 2.7])
+def test_a_forward_takes_the_memory_that_is_counted(ffn: float) -> None:
+    """Wan's proportions, 1.3B's and 14B's, in bfloat16, at the widest moment, without compilation."""
+    width = 4 * 64
+    architecture = {
+        "patch_size": (1, 2, 2),
+        "num_attention_heads": 4,
+        "attention_head_dim": 64,
+        "in_channels": 16,
+        "out_channels": 16,
+        "text_dim": 64,
+        "freq_dim": 64,
+        "ffn_dim": int(width * ffn),
+        "num_layers": 2,
+        "cross_attn_norm": True,
+    }
+    network = WanTransformer3DModel(**architecture).eval().requires_grad_(False)
+    for name, weight in network.named_parameters():
+        weight.data = weight.data.to(kept_dtype(name, torch.bfloat16))
+    spec = entries.make_spec("small", entries.find("longlive-1.3b"), architecture, (256, 256))
+    runner = ModelRunner(StageModel(spec, WanDenoiser(network).fuse()), torch.device("cpu"))
+    runner.open(0, steps=4, kv_context="clean")
+    runner.set_text(0, 0, torch.zeros(spec.text_shape), 0)
+    given = (
+        torch.zeros(1, *spec.chunk_shape, dtype=torch.bfloat16),
+        torch.zeros(1, spec.chunk_latents, width).bfloat16(),
+    )
+    for chunk in range(4):
+        runner.forward([MicroStep(0, chunk, 0, 4, 0)], given)
+    taken = peak_bytes(lambda: runner.forward([MicroStep(0, 4, 0, 4, 0)], given))
+    sizes = sizes_from(architecture, spec)
+    (counted,) = memory(sizes, Layout(((0, 2),), (), "head", 0.0), Workload(1, 1, 4, "clean", 1), Storage(2))
+    assert 0.9 * counted.activations < taken < 1.1 * counted.activations
+
+
+def test_offloaded_blocks_leave_two_of_them_on_the_device() -> None:
+    sizes, load = entry_sizes(entries.find("wan2.1-t2v-14b")), Workload(1, 0, 4, "clean", 1)
+    layout = Layout(((0, 40),), (), "head", 0.0)
+    whole, offloaded = (memory(sizes, layout, load, Storage(2, offload=each))[0] for each in ("none", "blocks"))
+    assert whole.weights - offloaded.weights == 38 * 2 * sizes.block_values
+    assert offloaded.weights < 2.4e9 < 28e9 < whole.weights
+    assert offloaded_bytes(sizes, 40, Storage(2)) == 40 * 2 * sizes.block_values
+    assert offloaded_bytes(sizes, 2, Storage(2)) == 0, "both have a buffer"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.planner.simulator import Run, Setup, Span, Stream, simulate
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
+from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS, NO_ANCHORS, Anchors
 
 ROOT = Path(__file__).resolve().parents[3]
 CLOSE = 1e-9
@@ -60,6 +60,7 @@ def setups(draw: st.DrawFn) -> Setup:
         st.none(),
         st.sampled_from([0.0, 2.0]),
         st.sampled_from([None, 4, 6]),
+        st.sampled_from([NO_ANCHORS, Anchors(1), Anchors(1, 3)]),
     )
     links = st.lists(free_seconds, min_size=stages, max_size=stages).map(tuple)
     return Setup(
@@ -231,8 +232,8 @@ def test_rows_that_share_a_forward_take_its_time_together() -> None:
 
 
 def test_viewers_hold_the_ring_back() -> None:
-    """A chunk is shown for 3 s: no more than `lead_chunks` are admitted and not yet shown, at any time."""
-    run = simulate(Setup(((0.25,),) * 4, (Stream(4, "matched", lead_chunks=6, show_s=3.0),)))
+    """A chunk is shown for 3 s: no more than `max_ahead_chunks` are admitted and not yet shown, at any time."""
+    run = simulate(Setup(((0.25,),) * 4, (Stream(4, "matched", max_ahead_chunks=6, show_s=3.0),)))
     assert run.figures.chunks_per_s == pytest.approx(1 / 3, rel=0.01)
     done = sorted(run.chunks, key=lambda chunk: chunk.chunk)
     shown, free_s = [], 0.0
@@ -252,8 +253,8 @@ def test_decoding_beside_the_ring_does_not_hold_it_back(decode_s: float) -> None
 
 
 def test_a_lead_too_small_for_the_context_is_told() -> None:
-    with pytest.raises(ConfigError, match="a lead of 1 chunks is too small"):
-        simulate(Setup(((0.5,), (0.5,)), (Stream(4, "staircase", lead_chunks=1),)))
+    with pytest.raises(ConfigError, match="max_ahead_chunks is 1, too small"):
+        simulate(Setup(((0.5,), (0.5,)), (Stream(4, "staircase", max_ahead_chunks=1),)))
 
 
 ONE = (Stream(4, "clean"),)
@@ -277,7 +278,7 @@ ONE = (Stream(4, "clean"),)
         (lambda: Setup(((1.0,),), ONE, forwards=0), "forwards is 0"),
         (lambda: Setup(((1.0,),), ONE, chunks=2), "chunks is 2; at least 8"),
         (lambda: Setup(((1.0,),), (Stream(4, "foggy"),)), "'foggy'; it can be clean, staircase, matched"),
-        (lambda: Setup(((1.0,),), (Stream(4, "clean", lead_chunks=0),)), "lead_chunks is 0"),
+        (lambda: Setup(((1.0,),), (Stream(4, "clean", max_ahead_chunks=0),)), "max_ahead_chunks is 0"),
         (lambda: Setup(((1.0,),), (Stream(4, "clean", first_steps=2),)), "first_steps is 2; at least 4"),
     ],
 )
@@ -294,3 +295,20 @@ def test_planning_never_imports_torch() -> None:
     script += "\nprint(sorted({'torch', 'diffusers', 'matplotlib', 'numpy'} & set(sys.modules)))"
     process = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert process.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("stages", "steps", "every"), [(1, 4, 10), (2, 4, 10), (3, 4, 5), (2, 3, 5), (4, 4, 0), (4, 4, 8)]
+)
+def test_one_anchored_session_fills_the_ring_and_every_nth_chunk_costs_a_pass(
+    stages: int, steps: int, every: int
+) -> None:
+    """The sink's clean pass costs once. On fewer stages than steps no stage ever waits for an anchor, and on as many
+    none where N is a multiple of them."""
+    times = ((1 / stages,),) * stages
+    stream = Stream(steps, "anchored", anchors=Anchors(1, every))
+    figures = simulate(Setup(times, (stream,), chunks=200)).figures
+    passes = steps + (1 / every if every else 0)
+    assert figures.chunks_per_s == pytest.approx(stages / passes, rel=0.01)
+    assert min(figures.occupancy) > 0.99
+    assert figures.latency_s == pytest.approx(steps, rel=0.15)

@@ -63,20 +63,20 @@ def play(config: ModelConfig) -> dict[str, list[torch.Tensor]]:
     room, so the same works enter the ring in the same order however long each takes."""
     runtime = load_runtime(config)
     info, frames, latents = runtime.info, list[torch.Tensor](), list[torch.Tensor]()
-    advance = runtime.ring.head.advance
+    advance = runtime.ring.sampler.advance
 
     def kept(rows: Sequence[MicroStep], flows: torch.Tensor) -> list[Finished]:
         finished = advance(rows, flows)
         latents.extend(each.latents.clone() for each in finished)
         return finished
 
-    runtime.ring.head.advance = kept  # type: ignore[method-assign]
+    runtime.ring.sampler.advance = kept  # type: ignore[method-assign]
     runtime.open(0, runtime.text.encode(RED), seed=4, epoch=0, steps=info.steps, kv_context=info.kv_context)
-    runtime.set_room(0, SWITCH_AT * info.chunk_frames)
+    runtime.set_frame_credit(0, SWITCH_AT * info.chunk_frames)
     while runtime.ring.has_work:
         frames += [torch.from_numpy(each.pictures) for each in runtime.step(1.0)]
     runtime.set_conditioning(0, runtime.text.encode(BLUE), epoch=1, switch="recache")
-    runtime.set_room(0, 2 * CHUNKS * info.chunk_frames)  # a staircase needs newcomers
+    runtime.set_frame_credit(0, 2 * CHUNKS * info.chunk_frames)  # a staircase needs newcomers
     while len(latents) < CHUNKS or sum(len(each) for each in frames) < CHUNKS * info.chunk_frames:
         frames += [torch.from_numpy(each.pictures) for each in runtime.step(1.0)]
     runtime.close()
@@ -96,7 +96,7 @@ def main() -> None:
     if rank == 0:
         torch.save(play(config), options.address / "made.pt")
     else:
-        worker_main.follow(config)
+        worker_main.run_worker(config)
     told = {
         "graphs": sum(graphs),
         "ran": sum(ran),

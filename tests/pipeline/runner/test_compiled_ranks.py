@@ -23,7 +23,7 @@ from tests.pipeline.test_streaming_pipeline import save_model
 
 pytestmark = pytest.mark.slow
 STAGES = 2
-FULL, AGAIN = 2, 2
+FULL, AGAIN = 2, 1
 """While the window fills, two chunks of two streams (one warms up) run the plain path, and so do those two of a window
 whose clean pass runs again, before a newer one."""
 LIMIT_S = 900.0  # ends what hangs; a busy machine takes minutes
@@ -50,7 +50,7 @@ def test_ranks_run_their_own_graphs_and_make_the_plain_stream(
     save_model(tmp_path / "model")
     options: dict[str, Any] = {"kv_context": "clean", "name": str(tmp_path / "model")}
     expected = compiled_process.play(ModelConfig(device="cpu", **options))
-    assert "compiling" not in capfd.readouterr().err
+    assert "compiling:" not in capfd.readouterr().err, "the bar of graphs that are made"
     got, ranks, shown = play(tmp_path, compile="on", **options)
     for rank in ranks:
         assert rank["graphs"] == 1 and rank["breaks"] == 0

@@ -37,9 +37,9 @@ TWO = {0: Order(RED, 5, 4, "clean"), 1: Order(WHITE, 6, 4, "clean")}
 
 def test_what_comes_while_learning_is_captured_at_once_and_later_at_the_second_time() -> None:
     books: GraphCache[str] = GraphCache()
-    assert books.is_due("learned", (1,), learning=True)
-    assert not books.is_due("met", (2,), learning=False)
-    assert books.is_due("met", (2,), learning=False)
+    assert books.should_capture("learned", (1,), learning=True)
+    assert not books.should_capture("met", (2,), learning=False)
+    assert books.should_capture("met", (2,), learning=False)
     books.keep("met", (2,), "graph")
     assert (books.find("met"), books.find("learned"), books.homes) == ("graph", None, {2})
 
@@ -49,12 +49,12 @@ def test_a_home_that_is_forgotten_leaves_nothing_behind() -> None:
     books: GraphCache[str] = GraphCache()
     for place, homes in (("a", (1,)), ("b", (2,)), ("both", (1, 2))):
         books.keep(place, homes, f"graph of {place}")
-    books.is_due("met once", (1,), learning=False)
+    books.should_capture("met once", (1,), learning=False)
     assert (books.count(1), books.count(2)) == (2, 2)
     books.forget(1)
     assert (books.places, books.count(1), books.count(2)) == ({"b"}, 0, 1)
     assert books.find("a") is None and books.find("both") is None
-    assert not books.is_due("met once", (1,), learning=False), "the other one has not met it before"
+    assert not books.should_capture("met once", (1,), learning=False), "the other one has not met it before"
 
 
 def test_sessions_beyond_the_bound_go_without_until_there_is_room() -> None:
@@ -62,10 +62,10 @@ def test_sessions_beyond_the_bound_go_without_until_there_is_room() -> None:
     for home in (1, 2):
         books.keep(home, (home,), "graph")
     for place, homes in (("third", (3,)), ("mixed", (1, 3))):
-        assert not any(books.is_due(place, homes, learning=False) for _ in range(5))
-    assert [books.is_due("another of the first", (1,), learning=False) for _ in range(2)] == [False, True]
+        assert not any(books.should_capture(place, homes, learning=False) for _ in range(5))
+    assert [books.should_capture("another of the first", (1,), learning=False) for _ in range(2)] == [False, True]
     books.forget(2)
-    assert [books.is_due("third", (3,), learning=False) for _ in range(2)] == [False, True]
+    assert [books.should_capture("third", (3,), learning=False) for _ in range(2)] == [False, True]
 
 
 @dataclass(eq=False)
@@ -184,6 +184,7 @@ def outside(work: Callable[[], None]) -> None:
         work()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [None, 0.5], ids=["plain sink", "averaged sink"])
 def test_two_sessions_at_once_are_both_captured_and_make_the_plain_streams(keep: float | None) -> None:
     """Through first chunks, evictions and prompt switches. An averaged sink would show a forward that happens twice."""
@@ -207,6 +208,7 @@ def by_home(captured: Captured) -> list[set[object]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first goes first", "first goes last"])
 def test_graphs_go_with_their_caches_and_the_most_wait_for_the_next_session(order: tuple[int, int]) -> None:
     ring, blocks, captured = ring_of(MODEL)
@@ -232,6 +234,7 @@ def test_who_has_more_graphs_waits_for_the_next_session() -> None:
     assert captured.kept.homes == learned
 
 
+@pytest.mark.slow
 def test_more_sessions_than_have_graphs_make_the_plain_streams() -> None:
     orders = {name: Order(RED, name, 4, "clean") for name in range(HOMES + 2)}
     ring, blocks, _ = ring_of(MODEL)
@@ -240,6 +243,7 @@ def test_more_sessions_than_have_graphs_make_the_plain_streams() -> None:
     assert blocks.captured_sessions == HOMES
 
 
+@pytest.mark.slow
 def test_in_a_ring_only_what_was_learned_is_captured_which_may_be_for_several_sessions() -> None:
     """Nothing more is captured while a third one plays beside them, and when they have ended their caches wait."""
     three = {**TWO, 2: Order(RED, 7, 4, "clean")}

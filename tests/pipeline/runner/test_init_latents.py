@@ -12,7 +12,7 @@ from torch import Tensor
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
-from streamdiff.pipeline.reference_run import ReferenceRun, Switch, play
+from streamdiff.pipeline.reference_run import ReferenceRun, Switch, run_reference
 from streamdiff.pipeline.runner.init_latents import InitLatents, motion_levels
 from tests.small import BLUE, CPU, RED, small_model
 
@@ -37,7 +37,7 @@ def plain(model: Model) -> ReferenceRun:
 
 
 def played(model: Model, script: ReferenceRun, stages: int = 1) -> Tensor:
-    return torch.stack(list(play(model, CPU, script, stages=stages)))
+    return torch.stack([latents for latents, _ in run_reference(model, CPU, script, stages=stages)])
 
 
 def by_hand(frames: Tensor, strength: float) -> list[float]:
@@ -63,10 +63,9 @@ def test_the_level_follows_motion_as_published(video: Tensor, strength: float) -
     assert source.timestep.tolist() == [int(1000 * level) - 100 for level in levels.tolist()]
 
 
-def test_motion_may_be_that_of_pixels(video: Tensor) -> None:
+def test_motion_may_be_that_of_pixels() -> None:
     pixels = torch.rand(CHUNKS, 3, 8, 6, 6, generator=torch.Generator().manual_seed(1)) * 0.05
-    source = InitLatents.following_motion(video, 0.8, pixels)
-    assert source.noise_level.tolist() == pytest.approx(by_hand(pixels, 0.8), abs=1e-6)
+    assert motion_levels(pixels, 0.8).tolist() == pytest.approx(by_hand(pixels, 0.8), abs=1e-6)
 
 
 def test_the_first_step_starts_from_input_and_noise(model: Model, plain: ReferenceRun, video: Tensor) -> None:
@@ -99,6 +98,7 @@ def test_motion_noise_is_told_less_than_is_mixed_in(model: Model, plain: Referen
         torch.testing.assert_close(got[chunk], played(alone, single)[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
 def test_any_number_of_stages_gives_the_same(model: Model, plain: ReferenceRun, video: Tensor, kv_context: str) -> None:
     """Also where a staircase begins chunks beyond the input's end."""

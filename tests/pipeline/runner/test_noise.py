@@ -5,14 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
-from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.executor import LocalRing, RingExecutor
+from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.runner.noise import PrefetchedNoise, SeededNoise
+from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 from tests.pipeline.playing import THREE, play, same
-from tests.small import CPU, small_model
+from tests.small import CPU, RED, small_model
 
 PLAIN = SeededNoise((4, 2, 3, 3), seed=11)
 
@@ -54,16 +57,67 @@ def test_the_same_noise_in_any_order_and_drawn_once(order: list[tuple[int, int]]
     ahead = PrefetchedNoise(noise, CPU, 4, thread)
     for chunk, step in order:
         assert torch.equal(ahead.draw(chunk, step), PLAIN.draw(chunk, step))
+        for following in ((chunk, step + 1), (chunk + 1, 0)) if step == 0 else ((chunk, step + 1),):
+            ahead.prefetch(*following)
     thread.shutdown(wait=True)
     assert len(noise.draws) == len(set(noise.draws)), "something is drawn twice"
     assert noise.elsewhere >= len(order) - 2, "only a first step may have to be waited for"
     assert all(0 <= step < 4 for _, step in noise.draws)
 
 
+@pytest.mark.slow
 def test_streams_with_noise_drawn_ahead_are_the_same_bit_for_bit(thread: ThreadPoolExecutor) -> None:
     model = small_model(4)
     plain, ahead = RingExecutor(model, CPU), RingExecutor(model, CPU)
-    ahead.head._thread = thread
+    ahead.sampler._thread = thread
     expected, got = play(plain, model, THREE), play(ahead, model, THREE)
-    assert all(isinstance(session.noise, PrefetchedNoise) for session in ahead.head.sessions.values())
+    assert all(isinstance(session.noise, PrefetchedNoise) for session in ahead.sampler.sessions.values())
     assert all(same(got[name], expected[name]) for name in THREE)
+
+
+@pytest.mark.parametrize("video", [False, True])
+@pytest.mark.parametrize("kv_context", KV_CONTEXTS)
+def test_what_a_micro_step_needs_is_ready_before_it_can_enter(
+    kv_context: str, video: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a result that has come back and the micro-step that it lets in, no noise is drawn and no timestep
+    embedded."""
+    model = small_model(4, sink=1)
+    late: list[str] = []
+    here, hurried = threading.get_ident(), False
+
+    def hurry(name: str) -> None:
+        plain = getattr(ring.sampler, name)
+
+        def call(*given: Any) -> Any:
+            nonlocal hurried
+            hurried = True
+            made = plain(*given)
+            hurried = False
+            return made
+
+        monkeypatch.setattr(ring.sampler, name, call)
+
+    class Watched(SeededNoise):
+        def draw(self, chunk: int, step: int) -> torch.Tensor:
+            late.extend([f"noise of chunk {chunk}, step {step}"] * (hurried and threading.get_ident() == here))
+            return super().draw(chunk, step)
+
+    embed = model.denoiser.time_embedding
+
+    def embedding(timestep: torch.Tensor) -> torch.Tensor:
+        late.extend(["a timestep"] * hurried)
+        return embed(timestep)
+
+    monkeypatch.setattr(model.denoiser, "time_embedding", embedding)
+    ring = LocalRing(model, CPU, 2)
+    hurry("inputs")
+    hurry("advance")
+    source = InitLatents.steady(torch.zeros(9, *model.spec.chunk_shape), 0.8, 700.0) if video else None
+    noise = Watched(model.spec.chunk_shape, 3)
+    ring.open(0, model.text.encode(RED), epoch=0, steps=4, kv_context=kv_context, noise=noise, source=source)
+    made = 0
+    while made < 6:
+        ring.scheduler.set_frame_credit(0, 6 * model.spec.chunk_frames)
+        made += len(ring.turn()[1])
+    assert not late

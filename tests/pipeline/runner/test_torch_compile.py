@@ -11,8 +11,8 @@ import torch
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline.decode.compiled_decoder import PictureDecoder
-from streamdiff.pipeline.distributed.compile_progress import Progress
+from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
+from streamdiff.pipeline.distributed.start_progress import StartProgress
 from streamdiff.pipeline.planner.kv_budget import RankMemory
 from streamdiff.pipeline.rank_loader import RankLoader
 from streamdiff.pipeline.runner.model_runner import ModelRunner
@@ -68,7 +68,7 @@ def test_the_product_compiles_into_it(user_cache: Path, part: str, monkeypatch: 
     config, stage = ModelConfig(compile="on", device="cpu"), ModelRunner(small_model(1), CPU)
     loader = RankLoader(config, CPU)
     if part == "stage":
-        loader.compile_stage(stage, RankMemory(0), Progress(None, 1))
+        loader.compile_stage(stage, RankMemory(0), StartProgress(None, 1))
     else:
-        loader.compile_decoder(loader.load_decoder(), torch.get_num_threads())
+        loader.compile_decoder(loader.load().decoder, torch.get_num_threads())
     assert met == [str(user_cache / "streamdiff" / "compiled")]

@@ -14,7 +14,7 @@ from functools import cache
 
 import pytest
 
-from streamdiff.pipeline.scheduler.kv_context import in_flight_limit
+from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS, Anchors, in_flight_limit
 from streamdiff.pipeline.scheduler.scheduler import PATIENCE, StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 
@@ -55,16 +55,32 @@ class Log:
     rerun_at: int = 0  # the first chunk after the latest rerun or change of steps: it finds everything finished
     then: tuple[int, int] | None = None  # steps, and more of a first chunk, that hold when nothing is in flight
     bounds: dict[int, int] = field(default_factory=dict)  # chunk -> that chunk, at admission
+    anchors: Anchors = NO_ANCHORS  # of `anchored`
 
     @property
     def passes(self) -> int:
-        return self.steps if self.kv_context == "matched" else self.steps + 1
+        return self.steps if self.paced else self.steps + 1
+
+    @property
+    def paced(self) -> bool:
+        return self.kv_context in ("matched", "anchored")
+
+    def last(self, chunk: int) -> int:
+        """A chunk's last pass; an anchor has a clean one."""
+        return self.passes - 1 + (self.kv_context == "anchored" and chunk in self.anchors)
+
+    def clean_for(self, anchor: int, chunk: int, step: int) -> bool:
+        """Whether the chunk sees that earlier one clean: one of the sink, or an Nth that is `steps` steps ahead."""
+        sink, every = self.anchors.sink, self.anchors.every
+        if self.kv_context != "anchored" or anchor >= chunk:
+            return False
+        return anchor < sink or (every > 0 and anchor % every == 0 and step + chunk - anchor >= self.steps)
 
     @property
     def flight(self) -> list[int]:
-        while self.back.get(self.oldest, self.before(self.oldest)) == self.passes - 1:
+        while self.back.get(self.oldest, self.before(self.oldest)) == self.last(self.oldest):
             self.oldest += 1
-        return [c for c in range(self.oldest, len(self.entered)) if self.back.get(c, self.before(c)) < self.passes - 1]
+        return [c for c in range(self.oldest, len(self.entered)) if self.back.get(c, self.before(c)) < self.last(c)]
 
     def before(self, chunk: int) -> int:
         """The number before that of the chunk's first step."""
@@ -77,25 +93,26 @@ class Log:
         """The rules for micro-step (chunk, step), from the log alone."""
         if (
             self.paused
-            or step >= self.passes
+            or step > self.last(chunk)
             or step != self.at(chunk) + 1
             or self.back.get(chunk, self.before(chunk)) != step - 1
         ):
             return False
         if step == self.before(chunk) + 1:
-            limit = {"clean": 1, "staircase": self.steps + 1, "matched": self.stages}[self.kv_context]
-            oldest = min(self.flight, default=chunk)
+            limit = {"clean": 1, "staircase": self.steps + 1}.get(self.kv_context, self.stages)
+            made = [c for c in self.flight if not self.paced or self.back.get(c, self.before(c)) < self.steps - 1]
+            oldest = min(made, default=chunk)
             if self.rerun or self.then or self.room < FRAMES or chunk != len(self.entered) or chunk - oldest >= limit:
                 return False
-            if self.kv_context == "matched" and not all(
-                self.stands(c, self.at(c) + 1) > self.stands(chunk, 0)
-                for c in self.flight
-                if self.at(c) + 1 < self.steps
+            if self.paced and not all(
+                self.stands(c, self.at(c) + 1) > self.stands(chunk, 0) for c in self.flight if self.at(c) < self.last(c)
             ):
                 return False
         if chunk > 0:
-            needed = {"clean": self.steps, "staircase": min(step + 1, self.steps), "matched": step}[self.kv_context]
-            if self.at(chunk - 1) < needed:
+            needed = {"clean": self.steps, "staircase": step + 1}.get(self.kv_context, step)
+            if self.at(chunk - 1) < min(needed, self.passes - 1):
+                return False
+            if any(self.at(c) < self.steps for c in self.flight if self.clean_for(c, chunk, step)):
                 return False
         if self.kv_context == "staircase":  # whoever sees this chunk at step - 1 must have done so
             last = len(self.entered) if self.rerun or self.then else chunk + step  # after that nobody comes who would
@@ -122,7 +139,7 @@ class Log:
             return [(self.rerun[0], self.steps)]
         waiting = [(chunk, self.at(chunk) + 1) for chunk in [*self.flight, len(self.entered)]]
         ready = [(chunk, step) for chunk, step in waiting if self.may_enter(chunk, step)]
-        return sorted(ready, key=lambda row: self.stands(*row)) if self.kv_context == "matched" else ready
+        return sorted(ready, key=lambda row: self.stands(*row)) if self.paced else ready
 
     def stands(self, chunk: int, step: int) -> int:
         """Tick of a micro-step in the timetable of a `matched` session."""
@@ -135,8 +152,9 @@ class Log:
         past = range(max(0, chunk - 2 * self.passes), chunk)
         if self.kv_context == "clean":
             return all(self.back[c] == self.steps for c in past)
-        if self.kv_context == "matched":
-            return all(self.at(c) >= step for c in past)
+        if self.paced:
+            clean = all(self.at(c) == self.steps for c in past if self.clean_for(c, chunk, step))
+            return clean and all(self.at(c) >= min(step, self.steps - 1) for c in past)
         return all(
             self.at(c) == (self.steps if c < self.bounds[chunk] else min(step + chunk - c, self.steps)) for c in past
         )
@@ -154,11 +172,13 @@ class Judge:
         self.waited: dict[int, int] = {}  # session -> forwards that passed it over although it had a row
         self.most_open = 0
 
-    def open(self, session: int, steps: int, kv_context: str, extra: int = 0) -> None:
+    def open(self, session: int, steps: int, kv_context: str, extra: int = 0, anchors: Anchors = NO_ANCHORS) -> None:
         self.epoch += 1
         first = steps + extra if extra else None
-        self.scheduler.open(session, steps=steps, first_steps=first, kv_context=kv_context, epoch=self.epoch)
-        self.logs[session] = Log(extra, steps, kv_context, self.epoch, self.stages)
+        self.scheduler.open(
+            session, steps=steps, first_steps=first, kv_context=kv_context, epoch=self.epoch, anchors=anchors
+        )
+        self.logs[session] = Log(extra, steps, kv_context, self.epoch, self.stages, anchors=anchors)
         self.most_open = max(self.most_open, len(self.logs))
 
     def close(self, session: int) -> None:
@@ -170,7 +190,10 @@ class Judge:
         self.epoch += 1
         self.scheduler.reset(session, self.epoch)
         old = self.logs[session]
-        again = Log(old.extra, old.steps, old.kv_context, self.epoch, self.stages, paused=old.paused, then=old.then)
+        again = Log(
+            old.extra, old.steps, old.kv_context, self.epoch, self.stages,
+            paused=old.paused, then=old.then, anchors=old.anchors,
+        )  # fmt: skip
         self.logs[session] = again
         self._settle()
 
@@ -202,7 +225,7 @@ class Judge:
     def rerun(self, session: int) -> None:
         """A new prompt under which the clean passes of the last three chunks run again."""
         log = self.logs[session]
-        if log.kv_context == "matched":
+        if log.paced:
             with pytest.raises(ValueError, match="no clean pass"):
                 self.scheduler.rerun(session, [0])
             return
@@ -210,8 +233,8 @@ class Judge:
         log.rerun, log.rerun_at = list(range(max(0, len(log.entered) - 3), len(log.entered))), len(log.entered)
         self.scheduler.rerun(session, log.rerun)
 
-    def set_room(self, session: int, frames: int) -> None:
-        self.scheduler.set_room(session, frames)
+    def set_frame_credit(self, session: int, frames: int) -> None:
+        self.scheduler.set_frame_credit(session, frames)
         self.logs[session].room = frames
 
     def set_paused(self, session: int, paused: bool) -> None:
@@ -232,7 +255,9 @@ class Judge:
         assert all(self.scheduler.next_chunk(name) == len(log.entered) for name, log in self.logs.items())
         if len(rows) < self.max_rows:
             taken = {(row.session, row.chunk) for row in rows}
-            left = {(name, log.ready()[0][0]) for name, log in self.logs.items() if log.ready()}
+            # Of a session whose anchor has its clean pass here nothing follows: it is handed to all caches afterwards.
+            ended = {row.session for row in rows if row.clean and self.logs[row.session].kv_context == "anchored"}
+            left = {(name, log.ready()[0][0]) for name, log in self.logs.items() if log.ready() and name not in ended}
             assert left <= taken, "no row is left out while there is place, but for a chunk that has one already"
         self._nobody_starves(ready - {row.session for row in rows})
         self.ring.extend(rows)
@@ -262,9 +287,11 @@ class Judge:
             log.room -= FRAMES
             log.epochs[row.chunk] = row.epoch
         assert row.epoch == log.epochs[row.chunk], "all steps of a chunk use one prompt"
-        assert all(log.at(c) >= step for c in range(log.oldest, row.chunk)), "order is kept within a session"
+        before = range(log.oldest, row.chunk)
+        assert all(log.at(c) >= min(step, log.passes - 1) for c in before), "order is kept within a session"
         log.entered[row.chunk] = step
-        assert len(log.flight) <= in_flight_limit(log.kv_context, steps=log.steps, stages=self.stages)
+        made = [c for c in log.flight if not log.paced or log.back.get(c, log.before(c)) < log.steps - 1]
+        assert len(made) <= in_flight_limit(log.kv_context, steps=log.steps, stages=self.stages)
 
     def come_back(self) -> None:
         """The oldest micro-step leaves the ring."""

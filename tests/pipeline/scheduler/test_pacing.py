@@ -34,7 +34,7 @@ def play(ring: VirtualRing, chunks: int, outage: tuple[int, int] = (0, 0), *, pa
         for session in ring.judge.logs:
             if pause:
                 ring.judge.set_paused(session, out)
-            ring.judge.set_room(session, 0 if out and not pause else PLENTY)
+            ring.judge.set_frame_credit(session, 0 if out and not pause else PLENTY)
 
     ring.run(lambda: all(len(ring.finished[name]) >= chunks for name in ring.judge.logs), rooms)
 
@@ -43,6 +43,7 @@ def gaps(ticks: list[int]) -> list[int]:
     return [later - earlier for earlier, later in pairwise(ticks)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("steps", range(1, 7))
 @pytest.mark.parametrize("stages", range(1, 9))
@@ -69,6 +70,7 @@ def test_the_reference_ring_has_gaps_of_five_quarters() -> None:
     assert gaps(ring.finished[0]) == [5, 5, 5, 1] * 3
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.integers(2, 6), st.integers(1, 6), st.integers(0, 100), st.integers(1, 60), st.booleans())
 def test_it_is_even_again_after_room_was_missing_or_a_pause(
@@ -103,7 +105,7 @@ def test_a_chunk_that_nothing_in_flight_stands_before_is_admitted_at_once() -> N
     judge.open(0, 4, "matched")
     for chunk in range(9):
         assert judge.forward() == []
-        judge.set_room(0, FRAMES)
+        judge.set_frame_credit(0, FRAMES)
         for step in range(4):
             assert [(row.chunk, row.step) for row in judge.forward()] == [(chunk, step)]
             judge.come_back()

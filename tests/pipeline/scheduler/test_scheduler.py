@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamdiff.pipeline.scheduler import scheduler as scheduler_module
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS, minimum_lead
+from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS, Anchors, min_ahead_frames
 from streamdiff.pipeline.scheduler.scheduler import PATIENCE, StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.scheduler.judge import FRAMES, Judge, VirtualRing
@@ -53,11 +53,13 @@ def play(judge: Judge, event: tuple[object, ...]) -> None:
     elif name == "open":
         session, steps, kv_context, extra = rest
         if session not in judge.logs:
-            judge.open(int(str(session)), int(str(steps)), str(kv_context), int(str(extra)))
+            number = int(str(session))
+            anchors = Anchors(number % 2, (0, 2, 3, 1)[number])
+            judge.open(number, int(str(steps)), str(kv_context), int(str(extra)), anchors)
     elif rest[0] in judge.logs:
         session = int(str(rest[0]))
         if name == "room":
-            judge.set_room(session, int(str(rest[1])))
+            judge.set_frame_credit(session, int(str(rest[1])))
         elif name == "pause":
             judge.set_paused(session, bool(rest[1]))
         elif name == "steps":
@@ -67,11 +69,28 @@ def play(judge: Judge, event: tuple[object, ...]) -> None:
             change[str(name)](session)
 
 
-@settings(max_examples=300)
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 4), st.lists(events, min_size=80, max_size=200))
+HISTORIES = given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 4), st.lists(events, min_size=80, max_size=200))
+
+
+@pytest.mark.slow
+@settings(max_examples=100)
+@HISTORIES
 def test_no_history_breaks_the_rules_and_everything_admitted_finishes(
     stages: int, max_rows: int, late: int, history: list[tuple[object, ...]]
 ) -> None:
+    keeps_the_rules_and_finishes(stages, max_rows, late, history)
+
+
+@pytest.mark.soak
+@settings(max_examples=5000)
+@HISTORIES
+def test_none_of_thousands_of_histories_breaks_the_rules(
+    stages: int, max_rows: int, late: int, history: list[tuple[object, ...]]
+) -> None:
+    keeps_the_rules_and_finishes(stages, max_rows, late, history)
+
+
+def keeps_the_rules_and_finishes(stages: int, max_rows: int, late: int, history: list[tuple[object, ...]]) -> None:
     """After the history every session gets room and runs on, with results that come back up to `late` rows late."""
     judge = Judge(stages, max_rows)
     for event in history:
@@ -80,10 +99,11 @@ def test_no_history_breaks_the_rules_and_everything_admitted_finishes(
     for name in judge.logs:
         judge.set_paused(name, False)
     for _ in range(1200):
-        if all(log.back.get(admitted[name] + 1, -1) == log.passes - 1 for name, log in judge.logs.items()):
+        ends = {name: admitted[name] + 1 for name in judge.logs}
+        if all(log.back.get(ends[name], -1) == log.last(ends[name]) for name, log in judge.logs.items()):
             return
         for name, log in judge.logs.items():
-            judge.set_room(name, 200 if len(log.entered) < admitted[name] + 12 else 0)
+            judge.set_frame_credit(name, 200 if len(log.entered) < admitted[name] + 12 else 0)
         if len(judge.ring) > late or not judge.forward():
             judge.come_back()
     raise AssertionError("chunks that were admitted, or that there was room for, never finished")
@@ -95,13 +115,13 @@ def test_no_history_breaks_the_rules_and_everything_admitted_finishes(
 def test_with_exactly_the_minimum_lead_the_ring_never_stands_still(kv_context: str, stages: int, extra: int) -> None:
     """Frames are shown one by one; what is made and not shown stays within the lead."""
     judge = Judge(stages, 1)
-    judge.open(0, 4, kv_context, extra)
-    lead = minimum_lead(kv_context, steps=4, stages=stages, chunk_frames=FRAMES)
+    judge.open(0, 4, kv_context, extra, Anchors(1, 3))
+    lead = min_ahead_frames(kv_context, steps=4, stages=stages, chunk_frames=FRAMES)
     log, shown = judge.logs[0], 0
     for _ in range(6000):
         unshown = len(log.entered) * FRAMES - shown
         assert unshown <= lead
-        judge.set_room(0, lead - unshown)
+        judge.set_frame_credit(0, lead - unshown)
         if judge.forward():
             continue
         if judge.ring:
@@ -120,17 +140,17 @@ def test_a_first_chunk_may_have_more_steps(kv_context: str) -> None:
     """Four and two: the second chunk begins when the first is as far as a chunk of two steps would have to be."""
     scheduler = StreamBatchScheduler(stages=4, chunk_frames=FRAMES)
     scheduler.open(0, steps=2, first_steps=4, kv_context=kv_context, epoch=0)
-    scheduler.set_room(0, 10 * FRAMES)
+    scheduler.set_frame_credit(0, 10 * FRAMES)
     handed = []
     for _ in range(20):
         for row in scheduler.next():
             handed.append(row)
             scheduler.returned(row)
-    clean = kv_context != "matched"
+    clean = kv_context in ("clean", "staircase")
     first, second = ([row for row in handed if row.chunk == chunk] for chunk in (0, 1))
     assert [row.step for row in first] == list(range(4 + clean)) and {row.steps for row in first} == {4}
     assert [row.step for row in second] == list(range(2 + clean)) and {row.steps for row in second} == {2}
-    before = {"clean": 4, "staircase": 3, "matched": 2}[kv_context]
+    before = {"clean": 4, "staircase": 3}.get(kv_context, 2)
     assert handed.index(second[0]) > handed.index(MicroStep(0, 0, before, 4, 0))
     with pytest.raises(ValueError, match="first_steps is 1, but a first chunk has at least as many as the others, 2"):
         scheduler.open(1, steps=2, first_steps=1, kv_context=kv_context, epoch=0)
@@ -140,17 +160,17 @@ def test_the_session_with_the_least_slack_goes_first() -> None:
     judge = Judge(1, 1)
     for session, room in ((0, 24), (1, 96), (2, 48)):
         judge.open(session, 4, "clean")
-        judge.set_room(session, room)
+        judge.set_frame_credit(session, room)
     assert [judge.forward()[0].session for _ in range(3)] == [1, 2, 0]
 
 
 def test_results_of_a_stream_that_is_gone_are_ignored() -> None:
     judge = Judge(2, 1)
     judge.open(0, 4, "clean")
-    judge.set_room(0, 100)
+    judge.set_frame_credit(0, 100)
     stale = judge.forward()[0]
     judge.reset(0)
-    judge.set_room(0, 100)
+    judge.set_frame_credit(0, 100)
     fresh = judge.forward()[0]
     assert (stale.chunk, stale.step) == (fresh.chunk, fresh.step) == (0, 0)
     judge.come_back()  # the stale one
@@ -202,9 +222,9 @@ def test_every_session_gets_through_a_ring_of_any_times(
     def rooms() -> None:
         for name, (steps, kv_context, arrival, chunks) in enumerate(streams):
             if name not in judge.logs and ring.now >= arrival:
-                judge.open(name, steps, kv_context)
+                judge.open(name, steps, kv_context, anchors=Anchors(1, 2))
             if name in judge.logs:
-                judge.set_room(name, chunks * FRAMES)
+                judge.set_frame_credit(name, chunks * FRAMES)
 
     ring.run(lambda: all(len(ring.finished[name]) >= 6 for name in range(len(streams))), rooms)
 
@@ -217,7 +237,7 @@ def test_unlike_rooms_that_never_change_starve_nobody() -> None:
     served = []
     for _ in range(300):
         for session, room in enumerate((FRAMES, 1000, FRAMES)):
-            judge.set_room(session, room)
+            judge.set_frame_credit(session, room)
         served.append(judge.forward()[0].session)
         judge.come_back()
     longest = max(later - earlier for name in (0, 2) for earlier, later in _pairs(served, name))
@@ -237,7 +257,7 @@ def test_equal_rooms_are_served_in_turn() -> None:
     served = []
     for _ in range(30):
         for session in judge.logs:
-            judge.set_room(session, FRAMES)
+            judge.set_frame_credit(session, FRAMES)
         served += [row.session for row in judge.forward()]
         judge.come_back()
     # A chunk under way has used up its room, so room is set afresh for all before each forward, and is equal.
@@ -249,7 +269,7 @@ def test_who_has_a_row_in_the_forward_already_waits_less_than_who_has_none() -> 
     judge = Judge(4, 3)
     for session, chunks in ((0, 3), (1, 2)):
         judge.open(session, 1, "matched")
-        judge.set_room(session, chunks * FRAMES)
+        judge.set_frame_credit(session, chunks * FRAMES)
     assert [row.session for row in judge.forward()] == [0, 1, 0]
 
 
@@ -257,7 +277,7 @@ def test_a_reset_takes_back_what_was_due_and_not_handed_out() -> None:
     judge = Judge(1, 1)
     for session in range(2):
         judge.open(session, 4, "clean")
-        judge.set_room(session, FRAMES)
+        judge.set_frame_credit(session, FRAMES)
     assert [row.session for row in judge.forward()] == [0]
     judge.reset(1)  # it was ready, and passed over
     assert judge.forward() == []
@@ -273,7 +293,7 @@ def test_rows_that_are_not_compatible_take_another_forward(monkeypatch: pytest.M
     served: list[list[int]] = []
     for _ in range(40):
         for session in steps:
-            scheduler.set_room(session, FRAMES * (1 + 9 * (steps[session] == 2)))
+            scheduler.set_frame_credit(session, FRAMES * (1 + 9 * (steps[session] == 2)))
         rows = scheduler.next()
         assert len({row.steps for row in rows}) == 1, "nothing else shares the forward"
         served.append([row.session for row in rows])
@@ -287,7 +307,7 @@ def test_rows_that_are_not_compatible_take_another_forward(monkeypatch: pytest.M
 def test_a_row_of_an_epoch_that_is_gone_is_not_taken_for_a_new_one() -> None:
     scheduler = StreamBatchScheduler(stages=1, chunk_frames=FRAMES)
     scheduler.open(0, steps=2, kv_context="matched", epoch=5)
-    scheduler.set_room(0, FRAMES)
+    scheduler.set_frame_credit(0, FRAMES)
     assert scheduler.next() == [MicroStep(0, 0, 0, 2, 5)]
     for stale in (
         MicroStep(0, 0, 0, 2, 4),

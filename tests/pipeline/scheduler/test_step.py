@@ -74,8 +74,8 @@ def test_what_is_packed_is_unpacked_and_the_length_never_changes(
 
 
 def test_a_record_is_its_number_its_count_and_the_fields_in_order() -> None:
-    row = MicroStep(session=3, chunk=70, step=2, steps=4, epoch=9)
-    assert pack([row], 2, sequence=11) == [11, 1, 3, 70, 2, 4, 9, 0, 0, 0, 0, 0]
+    row = MicroStep(session=3, chunk=70, step=2, steps=4, epoch=9, recache_end=71)
+    assert pack([row], 2, sequence=11) == [11, 1, 3, 70, 2, 4, 9, 71, 0, 0, 0, 0, 0, 0]
 
 
 ROW = MicroStep(0, 0, 0, 4, 0)
@@ -97,9 +97,9 @@ def test_too_many_rows_and_a_bad_sequence_number_are_refused() -> None:
 
 def test_a_record_that_pack_did_not_make_is_refused() -> None:
     record = pack([ROW], 2, 5)
-    with pytest.raises(ValueError, match="has 11 integers; for max_rows 2 it must have 12"):
+    with pytest.raises(ValueError, match="has 13 integers; for max_rows 2 it must have 14"):
         unpack(record[:-1], 2)
-    with pytest.raises(ValueError, match="has 12 integers; for max_rows 3 it must have 17"):
+    with pytest.raises(ValueError, match="has 14 integers; for max_rows 3 it must have 20"):
         unpack(record, 3)
     for count in (-1, 3):
         with pytest.raises(ValueError, match=f"count is {count}; for max_rows 2 it must be from 0 to 2"):

@@ -11,7 +11,7 @@ from streamdiff.server.media.codecs import Format
 
 
 def test_both_codecs_are_here() -> None:
-    assert codecs.probe() == ("h264", "vp8")
+    assert codecs.available() == ("h264", "vp8")
     assert codecs.fault("libx264") is None
     assert codecs.fault("libvpx") is None
 
@@ -47,18 +47,18 @@ def test_nvenc_is_taken_only_where_it_opens(monkeypatch: pytest.MonkeyPatch) -> 
     assert codecs.choose_h264("x264") == "libx264"
     assert opened == ["libx264"], "what is not asked for is not tried"
     with pytest.raises(ConfigError, match=r"Operation not permitted.*auto or x264"):
-        codecs.usable("auto", "nvenc")
+        codecs.choose("auto", "nvenc")
 
 
 def test_what_is_offered_follows_the_wish() -> None:
     for wanted, offered in [("auto", ("h264", "vp8")), ("h264", ("h264",)), ("vp8", ("vp8",))]:
-        assert codecs.usable(wanted, "x264") == (offered, "x264")
+        assert codecs.choose(wanted, "x264") == (offered, "x264")
     with pytest.raises(ConfigError, match=r"nvenc.*vp8"):
-        codecs.usable("vp8", "nvenc")
+        codecs.choose("vp8", "nvenc")
 
 
 def test_a_codec_that_cannot_be_made_is_refused_with_those_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codecs, "fault", lambda name: None if name == "libvpx" else "gone")
     with pytest.raises(ConfigError, match=r"'h264'.*what can: vp8"):
-        codecs.usable("h264", "auto")
-    assert codecs.usable("auto", "auto")[0] == ("vp8",)
+        codecs.choose("h264", "auto")
+    assert codecs.choose("auto", "auto")[0] == ("vp8",)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from streamdiff.models.autoencoder.stepped_decoder import yuv420p
+from streamdiff.models.autoencoder.picture_decoder import yuv420p
 from streamdiff.server.media.codecs import Codec, Format
 from streamdiff.server.media.encoder import KEY_INTERVAL_S, EncoderThread, KeyframeLimiter, PictureEncoder, as_rgb
 from streamdiff.server.media.packets import EncodedFrame

@@ -50,8 +50,8 @@ def test_a_burst_is_spread_evenly() -> None:
     assert [int(due.picture[0, 0, 0]) for _, due in taken] == list(range(12))
     assert [due.pts for _, due in taken] == [2250 * slot for slot in range(12)]
     assert np.allclose(np.diff([now for now, _ in taken]), 1 / 40)
-    assert playout.passed_frames == playout.shown == 12
-    assert playout.repeated == 0
+    assert playout.progress.passed == playout.progress.shown == 12
+    assert playout.progress.repeated == 0
 
 
 def test_bursts_of_chunks_do_not_stall_with_a_start_buffer() -> None:
@@ -65,8 +65,8 @@ def test_bursts_of_chunks_do_not_stall_with_a_start_buffer() -> None:
             take(playout, chunk * 0.3 + late, before_s)
             before_s = chunk * 0.3 + late
             playout.push(chunk * 12, frames(chunk * 12, 12))
-        assert playout.shown > 60
-        repeated[start_frames] = playout.repeated
+        assert playout.progress.shown > 60
+        repeated[start_frames] = playout.progress.repeated
     assert repeated[1] > 0
     assert repeated[16] == 0
 
@@ -84,7 +84,7 @@ def live(seconds: float, chunk_s: Callable[[float], float], lead: int = 24) -> l
             pushed_s = at_s
             made += 4
         begun_s += chunk_s(begun_s)
-        while made - playout.passed_frames > lead - 12:
+        while made - playout.progress.passed > lead - 12:
             wait_s = playout.next_due_s
             assert wait_s is not None
             begun_s = max(begun_s, wait_s)
@@ -149,7 +149,7 @@ def test_a_dry_buffer_repeats_and_goes_on_at_once_a_little_slower() -> None:
     assert [(due.frame, due.repeated) for _, due in taken] == [
         (0, False), (1, False), (2, False), (2, True), (2, True), (2, True),
     ]  # fmt: skip
-    assert playout.repeated == 3
+    assert playout.progress.repeated == 3
     playout.push(3, frames(3, 2))
     later = take(playout, 0.9)
     assert [(due.frame, due.repeated) for _, due in later] == [(3, False), (4, False), (4, True), (4, True)]
@@ -180,7 +180,7 @@ def test_pause_holds_the_media_clock() -> None:
     assert playout.next_due_s == pytest.approx(100.4)
     due = playout.due(100.4)
     assert due is not None and due.frame == 4 and due.pts == 4 * 9000
-    assert playout.slots_missed == playout.repeated == 0
+    assert playout.progress.missed == playout.progress.repeated == 0
 
 
 def test_reset_drops_what_waits_of_older_epochs_and_what_still_comes() -> None:
@@ -188,9 +188,9 @@ def test_reset_drops_what_waits_of_older_epochs_and_what_still_comes() -> None:
     playout.push(0, frames(0, 6), epoch=1)
     assert [due.frame for _, due in take(playout, 0.15)] == [0, 1]
     assert playout.clear_before(2) == 4
-    assert (playout.buffered, playout.dropped, playout.passed_frames) == (0, 4, 6)
+    assert (playout.buffered, playout.progress.dropped, playout.progress.passed) == (0, 4, 6)
     playout.push(6, frames(6, 2), epoch=1)  # was on its way
-    assert (playout.buffered, playout.dropped, playout.passed_frames) == (0, 6, 8)
+    assert (playout.buffered, playout.progress.dropped, playout.progress.passed) == (0, 6, 8)
     repeated = playout.due(0.2)
     assert repeated is not None and repeated.repeated and repeated.frame == 1
     playout.push(8, frames(8, 2), epoch=2)
@@ -219,7 +219,7 @@ def test_a_late_caller_catches_up_within_limits() -> None:
     assert stalled is not None
     assert stalled.frame == 5, "no frame is left out"
     assert stalled.pts == 10 * 90_000, "but the media clock went on with real time"
-    assert playout.slots_missed == 395
+    assert playout.progress.missed == 395
     assert playout.due(10.0) is None, "and there is no burst"
 
 
@@ -254,6 +254,7 @@ def test_a_time_that_is_not_one_is_refused_and_harmless(now_s: float) -> None:
     assert due is not None and due.frame == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fps", [40, 30000 / 1001])
 def test_the_rate_is_exact_over_an_hour(fps: float) -> None:
     playout = PlayoutBuffer(fps, capacity_frames=1000)
@@ -275,7 +276,7 @@ def test_the_rate_is_exact_over_an_hour(fps: float) -> None:
 def test_more_than_the_capacity_drops_the_oldest_and_says_so() -> None:
     playout = PlayoutBuffer(10, capacity_frames=4)
     playout.push(0, frames(0, 6))
-    assert (playout.buffered, playout.dropped, playout.passed_frames) == (4, 2, 2)
+    assert (playout.buffered, playout.progress.dropped, playout.progress.passed) == (4, 2, 2)
     due = playout.due(0.0)
     assert due is not None and due.frame == 2
 
@@ -310,6 +311,7 @@ STEPS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(STEPS, max_size=60), st.sampled_from([1, 4]), st.sampled_from([24.0, 29.97, 40.0]))
 def test_whatever_happens(steps: list[tuple[str, float]], start_frames: int, fps: float) -> None:
@@ -338,9 +340,9 @@ def test_whatever_happens(steps: list[tuple[str, float]], start_frames: int, fps
             epoch += 1
             playout.clear_before(epoch)
     assert new == sorted(set(new))
-    assert playout.shown == len(new)
-    assert playout.shown + playout.dropped + playout.buffered == pushed
-    assert playout.passed_frames == pushed - playout.buffered
+    assert playout.progress.shown == len(new)
+    assert playout.progress.shown + playout.progress.dropped + playout.buffered == pushed
+    assert playout.progress.passed == pushed - playout.buffered
     assert playout.buffered <= 48
 
 

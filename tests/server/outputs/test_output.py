@@ -6,7 +6,6 @@ import asyncio
 import signal
 import socket
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import av
@@ -19,7 +18,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.server.outputs import output as outputs
 from streamdiff.server.outputs import target as targets
 from streamdiff.video.reader import open_clip
-from tests.server.conftest import Site, open_site
+from tests.server.conftest import Site, in_slots, open_site
 from tests.server.scripted import COLOURS, SIZE, Painter
 
 pytestmark = pytest.mark.slow
@@ -86,7 +85,7 @@ def _writers() -> list[psutil.Process]:
 
 
 def _statuses(site: Site) -> list[outputs.OutputStatus]:
-    return site.state.outputs.statuses()
+    return [output.status for output in site.state.outputs]
 
 
 def test_a_session_is_recorded_as_it_is_shown(tmp_path: Path) -> None:
@@ -141,7 +140,11 @@ def test_a_session_is_pushed_and_comes_back_when_its_receiver_does(
     assert not _writers()
 
 
-def test_a_writer_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_writer_that_hangs_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, regular_stamps: None
+) -> None:
+    monkeypatch.setattr(outputs, "STUCK_S", 120.0)  # it is not given up while a busy machine plays the frames below
+
     async def scene(site: Site) -> None:
         [sent] = _statuses(site)
         viewer = await site.watch()
@@ -151,7 +154,7 @@ def test_a_writer_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
         frames = sent.frames
         await site.until(lambda: sent.dropped > 0)
         stamps = [(await viewer.frame()).pts for _ in range(60)]
-        assert all(after - before == 2250 for before, after in pairwise(stamps[20:]))
+        assert in_slots(stamps[20:], 2250)
         writer.send_signal(signal.SIGCONT)
         await site.until(lambda: sent.frames > frames + 100)
         assert sent.restarts == 0

@@ -104,7 +104,7 @@ async def _key_frames(site: Site) -> float:
 
 
 def _sent(site: Site) -> output.OutputStatus:
-    [sent] = site.state.outputs.statuses()
+    sent = site.state.outputs[0].status
     return sent
 
 

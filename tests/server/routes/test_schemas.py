@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from streamdiff.server.problem import Problem
 from streamdiff.server.routes.schemas import NewSession, SessionChange, read
-from streamdiff.server.sessions.control import ControlError, parse
-from streamdiff.server.sessions.control_schema import MESSAGES, Body, control_message
+from streamdiff.server.sessions.control import MESSAGES, Body, ControlError, message_schema, parse
 
 VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, 4, 2.5, 120, 121, 1001, 2**31 - 1, 2**31, 2**53 - 1, 2**53, -(2**53)),
@@ -39,15 +38,16 @@ def _is_message(message: dict[str, Any]) -> bool:
 @given(st.sampled_from([*MESSAGES, "explode"]), FIELDS)
 def test_the_description_of_a_message_takes_what_is_obeyed_and_nothing_else(kind: str, fields: dict[str, Any]) -> None:
     message = {"type": kind, **fields}
-    assert _is_valid(control_message(), message) == _is_message(message), message
+    assert _is_valid(message_schema(), message) == _is_message(message), message
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_the_description_takes_the_prompts_that_are_obeyed(prompt: str) -> None:
     message = {"type": "prompt", "prompt": prompt}
-    assert _is_valid(control_message(), message) == _is_message(message)
+    assert _is_valid(message_schema(), message) == _is_message(message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [NewSession, SessionChange])
 @given(fields=FIELDS)
 def test_the_description_of_a_session_s_body_takes_what_is_obeyed_and_nothing_else(
@@ -64,14 +64,14 @@ def test_the_description_of_a_session_s_body_takes_what_is_obeyed_and_nothing_el
 
 
 def test_every_kind_is_described_with_its_fields() -> None:
-    jsonschema.Draft202012Validator.check_schema(control_message())
-    described = {each["properties"]["type"]["const"]: set(each["properties"]) for each in control_message()["oneOf"]}
+    jsonschema.Draft202012Validator.check_schema(message_schema())
+    described = {each["properties"]["type"]["const"]: set(each["properties"]) for each in message_schema()["oneOf"]}
     assert described == {kind: set(model.model_fields) for kind, model in MESSAGES.items()}
     assert {"type", "id", "if_rev", "prompt", "switch"} == described["prompt"]
 
 
 @pytest.mark.parametrize(
-    "schema", [control_message(), NewSession.model_json_schema(), SessionChange.model_json_schema()]
+    "schema", [message_schema(), NewSession.model_json_schema(), SessionChange.model_json_schema()]
 )
 def test_descriptions_stand_alone(schema: dict[str, Any]) -> None:
     """They lie inside another document, where a reference to the root would lead elsewhere."""

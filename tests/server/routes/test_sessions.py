@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig, SessionConfig
-from streamdiff.engine.messages import Close, Open, SetLead, Shown
+from streamdiff.engine.messages import Close, Open, SetMaxAhead, Shown
 from streamdiff.engine.process.main import _load_runtime
 from streamdiff.server.sessions import manager
-from streamdiff.server.sessions.control_schema import control_message
+from streamdiff.server.sessions.control import message_schema
 from tests.server.conftest import Peer, Site, bearer, open_site
 from tests.server.scripted import CHUNK_FRAMES, INFO, Painter
 from tests.server.webrtc.test_viewers import _colour, _is, _until_colour
@@ -102,7 +102,7 @@ def test_a_session_is_shown_listed_and_ended() -> None:
         for name, value in {"prompt": "a blue star", "seed": 7, "steps": 4, "fps": 20.0, "native_fps": 40.0}.items():
             assert shown[name] == value
         [sent] = [each for each in site.client.sent if isinstance(each, Open) and each.session == opened["id"]]
-        assert (sent.steps, sent.kv_context, sent.lead_frames) == (4, "clean", 12), "0.6 s at 20 frames per second"
+        assert (sent.steps, sent.kv_context, sent.max_ahead_frames) == (4, "clean", 12), "0.6 s at 20 frames per second"
         listed = (await site.http.get("/api/sessions")).json()
         assert [each["id"] for each in listed["sessions"]] == ["default", opened["id"]]
         peer = await _watch(site, opened["id"])
@@ -153,7 +153,7 @@ def test_the_state_tells_which_switches_a_session_can_have() -> None:
         refused = await site.http.patch(f"/api/sessions/{matched['id']}", json=change, headers=matched["headers"])
         assert (refused.status_code, refused.json()["field"]) == (422, "switch")
         default = (await site.http.get("/api/state")).json()["state"]
-        assert default["switches"] == ["keep", "recache", "flush", "reset"]
+        assert default["switches"] == ["keep", "recache", "recache-causal", "flush", "reset"]
 
     _run(scene)
 
@@ -186,7 +186,7 @@ def test_what_a_change_may_hold() -> None:
         assert [receipt["kind"] for receipt in answer.json()["receipts"]] == ["fps", "prompt", "reset"]
         after = answer.json()["session"]
         assert (after["prompt"], after["seed"], after["fps"]) == ("blue", 9, 30.0)
-        assert SetLead(session, 18) in site.client.sent
+        assert SetMaxAhead(session, 18) in site.client.sent
         peer = await _watch(site, session)
         await _until_colour(peer, "blue")
         [receipt] = (await patch(prompt="yellow", switch="recache")).json()["receipts"]
@@ -488,7 +488,7 @@ def test_the_description_of_the_api_names_every_address() -> None:
         assert {"200", "404", "429"} <= set(viewer["delete"]["responses"])
         control = described["paths"]["/api/control"]["post"]
         # The framework leaves out `"default": null`.
-        said = json.dumps(control_message())
+        said = json.dumps(message_schema())
         same = json.loads(said, object_hook=lambda each: {key: each[key] for key in each if each[key] is not None})
         assert control["requestBody"]["content"]["application/json"]["schema"] == same
 

@@ -9,7 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamdiff.server.sessions.control import ControlError, ControlMessage, parse
+from streamdiff.server.sessions.control import (
+    ChangeMessage,
+    ControlError,
+    ControlMessage,
+    FpsMessage,
+    PauseMessage,
+    PingMessage,
+    PromptMessage,
+    ResetMessage,
+    ResumeMessage,
+    StepsMessage,
+    parse,
+)
 from streamdiff.server.sessions.receipts import RequestTracker
 
 
@@ -18,15 +30,18 @@ from streamdiff.server.sessions.receipts import RequestTracker
     [
         (
             {"type": "prompt", "prompt": " a \n red\tcircle ", "id": 7},
-            ControlMessage("prompt", 7, prompt="a red circle"),
+            PromptMessage(type="prompt", id=7, prompt="a red circle"),
         ),
-        ({"type": "prompt", "prompt": "x" * 2000, "id": "abc"}, ControlMessage("prompt", "abc", prompt="x" * 2000)),
-        ({"type": "reset"}, ControlMessage("reset")),
-        ({"type": "reset", "seed": 2**31 - 1}, ControlMessage("reset", seed=2**31 - 1)),
-        ({"type": "pause", "id": "x" * 64}, ControlMessage("pause", "x" * 64)),
-        ({"type": "resume", "id": None, "if_rev": None}, ControlMessage("resume", None)),
-        ({"type": "ping", "id": -(2**53) + 1}, ControlMessage("ping", -(2**53) + 1)),
-        ({"type": "ping"}, ControlMessage("ping", None)),
+        (
+            {"type": "prompt", "prompt": "x" * 2000, "id": "abc"},
+            PromptMessage(type="prompt", id="abc", prompt="x" * 2000),
+        ),
+        ({"type": "reset"}, ResetMessage(type="reset")),
+        ({"type": "reset", "seed": 2**31 - 1}, ResetMessage(type="reset", seed=2**31 - 1)),
+        ({"type": "pause", "id": "x" * 64}, PauseMessage(type="pause", id="x" * 64)),
+        ({"type": "resume", "id": None, "if_rev": None}, ResumeMessage(type="resume", id=None)),
+        ({"type": "ping", "id": -(2**53) + 1}, PingMessage(type="ping", id=-(2**53) + 1)),
+        ({"type": "ping"}, PingMessage(type="ping", id=None)),
     ],
 )
 def test_good_messages(message: dict[str, object], control: ControlMessage) -> None:
@@ -102,16 +117,18 @@ def test_any_json_is_a_control_or_a_control_error(value: object) -> None:
 @given(st.text())
 def test_a_prompt_that_passes_has_no_odd_space(text: str) -> None:
     try:
-        prompt = parse(json.dumps({"type": "prompt", "prompt": text})).prompt
+        message = parse(json.dumps({"type": "prompt", "prompt": text}))
     except ControlError:
         return
+    assert isinstance(message, PromptMessage)
+    prompt = message.prompt
     assert prompt == " ".join(prompt.split()) != ""
     assert prompt.encode()
 
 
 def test_a_request_is_followed_to_the_screen() -> None:
     tracker = RequestTracker()
-    request = tracker.begin(ControlMessage("prompt", 7, prompt="a"), "me", 1.0)
+    request = tracker.begin(PromptMessage(type="prompt", id=7, prompt="a"), "me", 1.0)
     [accepted] = tracker.accepted(request, 3, "a red a", "", 1.1)
     assert (accepted.stage, accepted.id, accepted.owner, accepted.epoch) == ("accepted", 7, "me", 3)
     assert tracker.shown(50, 2, 1.2) == []
@@ -126,8 +143,8 @@ def test_a_request_is_followed_to_the_screen() -> None:
 
 def test_a_prompt_that_was_overtaken_is_superseded() -> None:
     tracker = RequestTracker()
-    first = tracker.begin(ControlMessage("prompt", 1, prompt="a"), "me", 0.0)
-    second = tracker.begin(ControlMessage("prompt", 2, prompt="b"), "you", 0.0)
+    first = tracker.begin(PromptMessage(type="prompt", id=1, prompt="a"), "me", 0.0)
+    second = tracker.begin(PromptMessage(type="prompt", id=2, prompt="b"), "you", 0.0)
     tracker.accepted(first, 1, "a", "", 0.1)
     tracker.accepted(second, 2, "b", "", 0.1)
     receipts = tracker.applied(2, 10, 0.2)
@@ -136,7 +153,7 @@ def test_a_prompt_that_was_overtaken_is_superseded() -> None:
 
 def test_a_refused_request_is_closed() -> None:
     tracker = RequestTracker()
-    request = tracker.begin(ControlMessage("reset", 1, seed=3), "me", 0.0)
+    request = tracker.begin(ResetMessage(type="reset", id=1, seed=3), "me", 0.0)
     [receipt] = tracker.refused(request, "seed", "too big", 0.1)
     assert (receipt.stage, receipt.field, receipt.reason) == ("refused", "seed", "too big")
     assert tracker.accepted(request, 1, "", "", 0.2) == []
@@ -144,7 +161,7 @@ def test_a_refused_request_is_closed() -> None:
 
 def test_the_book_does_not_grow() -> None:
     tracker = RequestTracker(limit=4)
-    requests = [tracker.begin(ControlMessage("prompt", n, prompt="a"), "me", 0.0) for n in range(100)]
+    requests = [tracker.begin(PromptMessage(type="prompt", id=n, prompt="a"), "me", 0.0) for n in range(100)]
     assert tracker.find(requests[0]) is None
     assert tracker.find(requests[-1]) is not None
 
@@ -154,16 +171,16 @@ def test_the_book_does_not_grow() -> None:
     [
         (
             {"type": "prompt", "prompt": "a", "switch": "flush", "if_rev": 4},
-            ControlMessage("prompt", None, prompt="a", switch="flush", if_rev=4),
+            PromptMessage(type="prompt", id=None, prompt="a", switch="flush", if_rev=4),
         ),
-        ({"type": "steps", "steps": 2, "id": 1, "if_rev": 3}, ControlMessage("steps", 1, steps=2, if_rev=3)),
-        ({"type": "fps", "fps": 24, "id": 1}, ControlMessage("fps", 1, fps=24.0)),
-        ({"type": "pause", "if_rev": 0}, ControlMessage("pause", if_rev=0)),
+        ({"type": "steps", "steps": 2, "id": 1, "if_rev": 3}, StepsMessage(type="steps", id=1, steps=2, if_rev=3)),
+        ({"type": "fps", "fps": 24, "id": 1}, FpsMessage(type="fps", id=1, fps=24.0)),
+        ({"type": "pause", "if_rev": 0}, PauseMessage(type="pause", if_rev=0)),
     ],
 )
 def test_more_good_messages(message: dict[str, object], control: ControlMessage) -> None:
     assert parse(json.dumps(message)) == control
-    assert control.changes
+    assert isinstance(control, ChangeMessage)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +210,7 @@ def test_more_bad_messages(text: str, field: str) -> None:
 
 def test_receipts_name_the_chunk_and_the_time_of_the_first_frame() -> None:
     tracker = RequestTracker()
-    request = tracker.begin(ControlMessage("prompt", "mine", prompt="a"), "me", 1.0)
+    request = tracker.begin(PromptMessage(type="prompt", id="mine", prompt="a"), "me", 1.0)
     tracker.accepted(request, 3, "a", "", 1.1)
     [applied] = tracker.applied(3, 60, 1.3, chunk=5)
     assert applied.message()["chunk"] == 5
@@ -206,7 +223,7 @@ def _three_prompts() -> RequestTracker:
     """One shown soon (frame 10, which is made), one taken, one not taken."""
     tracker = RequestTracker()
     for number, prompt in enumerate("abc"):
-        tracker.begin(ControlMessage("prompt", number, prompt=prompt), "me", 0.0)
+        tracker.begin(PromptMessage(type="prompt", id=number, prompt=prompt), "me", 0.0)
     tracker.accepted("r1", 1, "a", "", 0.1)
     tracker.applied(1, 10, 0.2)
     tracker.accepted("r2", 2, "b", "", 0.3)
@@ -225,7 +242,7 @@ def test_what_a_lost_engine_had_taken_last_holds_for_the_next_one_and_what_it_ha
 
 def test_a_request_whose_frame_was_named_and_never_came_is_carried_over_too() -> None:
     tracker = RequestTracker()
-    tracker.begin(ControlMessage("prompt", "mine", prompt="a"), "me", 0.0)
+    tracker.begin(PromptMessage(type="prompt", id="mine", prompt="a"), "me", 0.0)
     tracker.accepted("r1", 1, "a", "", 0.1)
     tracker.applied(1, 10, 0.2)
     assert tracker.engine_lost(2, 10, "it died", 0.3) == []
@@ -247,10 +264,10 @@ def _mixed() -> RequestTracker:
     """Two prompts and two numbers of steps by turns, all taken."""
     tracker = RequestTracker()
     controls = (
-        ControlMessage("prompt", "red", prompt="red"),
-        ControlMessage("steps", "few", steps=2),
-        ControlMessage("prompt", "blue", prompt="blue"),
-        ControlMessage("steps", "many", steps=4),
+        PromptMessage(type="prompt", id="red", prompt="red"),
+        StepsMessage(type="steps", id="few", steps=2),
+        PromptMessage(type="prompt", id="blue", prompt="blue"),
+        StepsMessage(type="steps", id="many", steps=4),
     )
     for number, control in enumerate(controls, start=1):
         tracker.accepted(tracker.begin(control, "me", 0.0), number, "", "", 0.1)

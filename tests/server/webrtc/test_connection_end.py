@@ -118,6 +118,7 @@ def _connection(site: Site) -> RTCPeerConnection:
     return viewer.sender.pc
 
 
+@pytest.mark.slow
 def test_a_connection_that_gets_no_time_to_close_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine so busy that the time is over before the event loop comes to it."""
     monkeypatch.setattr(viewers, "CLOSE_S", 0.0)
@@ -135,6 +136,7 @@ def test_a_connection_that_gets_no_time_to_close_leaves_nothing(monkeypatch: pyt
     run_scene(scene)
 
 
+@pytest.mark.slow
 def test_a_connection_whose_good_bye_does_not_get_away_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(viewers, "CLOSE_S", 0.1)
 
@@ -170,6 +172,7 @@ def test_a_connection_whose_close_fails_leaves_nothing(monkeypatch: pytest.Monke
     run_scene(scene)
 
 
+@pytest.mark.slow
 def test_a_connection_in_the_middle_of_its_handshake_leaves_nothing() -> None:
     async def scene(site: Site) -> None:
         posted, peer = await _ice_only(site)
@@ -183,6 +186,7 @@ def test_a_connection_in_the_middle_of_its_handshake_leaves_nothing() -> None:
     run_scene(scene)
 
 
+@pytest.mark.slow
 def test_a_connection_that_comes_about_while_it_is_closed_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """ICE has succeeded, but aioice's `connect` goes on, and asks for consent for ever, only after the close."""
     make = aioice.Connection.__init__

@@ -146,6 +146,7 @@ def _huge_acknowledgement(peer: Peer) -> list[Any]:
     return [chunk]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "chunks", [_many_streams, _messages_after_a_gap, _tiny_fragments, _heartbeats, _huge_acknowledgement]
 )

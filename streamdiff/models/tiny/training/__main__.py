@@ -116,15 +116,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         begin = None
         if args.begin:
-            begin = model.load(model.WEIGHTS if args.begin == "tiny" else Path(args.begin), device)
+            begin = model.load_model(model.WEIGHTS if args.begin == "tiny" else Path(args.begin), device)
     except ConfigError as error:
         print(f"train: {error}", file=sys.stderr)
         return 2
     try:
         first = budget("autoencoder", args.stage in ("all", "autoencoder"))
         if begin is not None:
-            assert isinstance(begin.decoder, TaehvDecoder)
-            autoencoder = begin.decoder.model.autoencoder
+            assert begin.decoder is not None and isinstance(begin.decoder.network, TaehvDecoder)
+            autoencoder = begin.decoder.network.model.autoencoder
         else:
             autoencoder = train_autoencoder.train(args.out, first, args.seed, device, args.batch, args.bf16)
         parts = None

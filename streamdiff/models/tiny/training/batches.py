@@ -161,11 +161,15 @@ class Pool:
         return Windows(latents, self.scenes[rows], self.start[rows], place)
 
 
+STATISTICS = 16
+"""Groups of scenes that latent statistics are taken over."""
+
+
 @torch.inference_mode()
 def latent_statistics(autoencoder: TAEHV, generator: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation `[C]` of the autoencoder's latents over 256 latent frames of random scenes."""
     groups = []
-    for _ in range(16):
+    for _ in range(STATISTICS):
         scenes = draw_scenes(16, 1, generator)[:, 0].to(device)
         place = torch.randint(world.CELLS, (16, 1, 2), generator=generator).to(device) * world.LATTICE
         step = world.velocities(str(device))[scenes[:, 2]][:, None]

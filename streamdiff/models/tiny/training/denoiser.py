@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from streamdiff.models import sampling
 from streamdiff.models.autoencoder.taehv import TAEHV
-from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder
 from streamdiff.models.model import Model
 from streamdiff.models.tiny import prompts, world
 from streamdiff.models.tiny.text_encoder import WIDTH, TinyText, build_encoder, build_tokenizer
@@ -281,8 +280,8 @@ def _begin(
     if plan.begin is None:
         return network, latent_statistics(autoencoder, torch.Generator().manual_seed(seed), device)
     assert isinstance(plan.begin.text, TinyText)
-    assert isinstance(plan.begin.decoder, TaehvDecoder)
-    normalisation = plan.begin.decoder.model.normalisation
+    assert plan.begin.decoder is not None
+    normalisation = plan.begin.decoder.network.normalisation
     assert normalisation is not None, "a folder always says it"
     network.transformer.load_state_dict(plan.begin.denoiser.model.state_dict())
     network.encoder.load_state_dict(plan.begin.text.encoder.state_dict())

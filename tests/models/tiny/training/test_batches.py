@@ -37,6 +37,7 @@ def drawn(pool: Pool, count: int) -> Windows:
     return pool.sample(count, torch.Generator().manual_seed(2))
 
 
+@pytest.mark.slow
 def test_a_cut_holds_the_same_chunks_and_is_a_start_only_from_chunk_zero(pool: Pool) -> None:
     whole = drawn(pool, 4)
     whole = Windows(whole.latents, whole.scenes, torch.ones(4, dtype=torch.bool), whole.place)
@@ -106,6 +107,7 @@ def test_a_staircase_gets_noisier_from_chunk_to_chunk(pool: Pool) -> None:
     assert {round(level, 4) for level in rows.sigma[rows.target].tolist()} <= levels
 
 
+@pytest.mark.slow
 def test_the_encoder_can_learn_to_read() -> None:
     """The reading loss falls below that of the best guess without reading."""
     torch.manual_seed(0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.tiny import world
 from streamdiff.models.tiny.training import batches as shown
 from streamdiff.models.tiny.training import corruption, denoiser
@@ -93,12 +94,12 @@ def test_only_what_has_no_target_is_worn(windows: Windows, empty: Tensor, monkey
     assert (latents[:, 0] < level[:, 0]).flatten(1).any(1).all()
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_empty_latents_are_those_of_the_bare_backgrounds() -> None:
-    from streamdiff.models.tiny import model
     from streamdiff.models.tiny.model import WEIGHTS
 
-    decoder = model.load_decoder(WEIGHTS, CPU)
+    decoder = load_decoder(WEIGHTS, CPU)
     normalisation = decoder.model.normalisation
     assert normalisation is not None
     mean, std = normalisation.mean.flatten(), normalisation.std.flatten()

@@ -13,11 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder
 from streamdiff.models.tiny import model, world
 from streamdiff.models.tiny.text_encoder import TinyText
-from streamdiff.models.tiny.training import __main__, denoiser, loop
+from streamdiff.models.tiny.training import __main__, batches, denoiser, loop
 from streamdiff.models.tiny.training import autoencoder as train_autoencoder
 from tests.small import CPU
 
@@ -141,6 +142,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_and_goes_on_ends_as_one_that_was_not(tmp_path: Path) -> None:
     whole = autoencoder(tmp_path / "whole", loop.Budget(4))
     autoencoder(tmp_path / "parts", Stops(4, at=2))
@@ -151,6 +153,7 @@ def test_a_run_that_was_stopped_and_goes_on_ends_as_one_that_was_not(tmp_path: P
     assert not equal(whole, autoencoder(tmp_path / "short", Stops(4, at=3)))
 
 
+@pytest.mark.slow
 def test_bfloat16_is_for_multiplying_only(tmp_path: Path) -> None:
     """What is kept, latents and loss are float32; the weights end near those of a run in float32."""
     exact = autoencoder(tmp_path / "exact", loop.Budget(3))
@@ -161,6 +164,7 @@ def test_bfloat16_is_for_multiplying_only(tmp_path: Path) -> None:
         assert torch.dist(value, rounded[name]) < 0.1 * value.norm() + 0.01, name
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     """Ctrl-C at step 101: what lies on disk is the checkpoint written after 100 steps."""
     autoencoder(tmp_path / "start", Stops(102, at=1))
@@ -227,7 +231,8 @@ def test_arguments_that_cannot_work_are_refused_before_anything_is_written(
 
 @pytest.fixture
 def few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small pool: encoding the usual one takes longer than the test."""
+    """A small pool and few statistics: encoding the usual ones takes longer than the test."""
+    monkeypatch.setattr(batches, "STATISTICS", 1)
     scenes = world.all_scenes()[:4]
     monkeypatch.setattr(world, "all_scenes", lambda: scenes)
     monkeypatch.setattr(denoiser, "FIRST_WINDOWS", 2)
@@ -252,7 +257,7 @@ def test_a_few_steps_write_a_model_that_loads_and_the_command_goes_on(
     out = tmp_path / "run"
     arguments = ["--out", str(out), "--batch", "1", "--device", "cpu", "--threads", "1"]
     assert __main__.main([*arguments, "--steps", "1"]) == 0
-    first = model.load(out / "model", CPU)
+    first = model.load_model(out / "model", CPU)
     assert first.spec.native_fps == 40.0 and first.spec.steps == (4, 2)
     assert first.text.encode(first.text.examples[0]).shape == (16, 64)
     assert torch.load(out / "denoiser.pt", weights_only=True)["step"] == 1
@@ -261,7 +266,7 @@ def test_a_few_steps_write_a_model_that_loads_and_the_command_goes_on(
     assert torch.load(out / "denoiser.pt", weights_only=True)["step"] == 2
     assert torch.load(out / "autoencoder.pt", weights_only=True)["step"] == 1
     assert played == [3], "two chunks of its own and what should have come next"
-    second = model.load(out / "model", CPU).denoiser.model.state_dict()
+    second = model.load_model(out / "model", CPU).denoiser.model.state_dict()
     assert not equal(second, first.denoiser.model.state_dict())
 
 
@@ -270,16 +275,17 @@ def test_a_few_steps_write_a_model_that_loads_and_the_command_goes_on(
 def test_a_finished_model_is_trained_further(tmp_path: Path) -> None:
     """Its text encoder and autoencoder stay; the transformer moves by what the learning rate allows."""
     arguments = ["--stage", "denoiser", "--batch", "1", "--device", "cpu", "--threads", "1", "--begin", "tiny"]
-    old = model.load(model.WEIGHTS, CPU)
+    old = model.load_model(model.WEIGHTS, CPU)
     moved = []
     for rate, blend in (("0.01", "0"), ("1", "0"), ("1", "0.75")):  # the last goes on with what the second has trained
         out = tmp_path / rate
         assert __main__.main([*arguments, "--steps", "2", "--rate", rate, "--blend", blend, "--out", str(out)]) == 0
-        new = model.load(out / "model", CPU)
+        new = model.load_model(out / "model", CPU)
         assert isinstance(new.text, TinyText) and isinstance(old.text, TinyText)
         assert equal(new.text.encoder.state_dict(), old.text.encoder.state_dict())
-        assert isinstance(new.decoder, TaehvDecoder) and isinstance(old.decoder, TaehvDecoder)
-        assert equal(new.decoder.model.autoencoder.state_dict(), old.decoder.model.autoencoder.state_dict())
+        made, given = (each.decoder.network for each in (new, old))
+        assert isinstance(made, TaehvDecoder) and isinstance(given, TaehvDecoder)
+        assert equal(made.model.autoencoder.state_dict(), given.model.autoencoder.state_dict())
         pairs = zip(new.denoiser.model.parameters(), old.denoiser.model.parameters(), strict=True)
         moved.append(max(float((a - b).detach().abs().max()) for a, b in pairs))
     assert 0 < moved[0] < 0.1 * moved[1]
@@ -287,9 +293,10 @@ def test_a_finished_model_is_trained_further(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_windows")
 def test_minutes_stop_a_run(tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ["--out", str(out), "--stage", "autoencoder", "--batch", "1", "--device", "cpu", "--threads", "1"]
     assert __main__.main([*arguments, "--minutes", "0.001", "--steps", "1000"]) == 0
     assert torch.load(out / "autoencoder.pt", weights_only=True)["step"] < 100
-    assert model.load_decoder(out / "model", CPU).config == train_autoencoder.AUTOENCODER
+    assert load_decoder(out / "model", CPU).config == train_autoencoder.AUTOENCODER

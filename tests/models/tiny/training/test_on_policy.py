@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny import model, world
 from streamdiff.models.tiny.text_encoder import TinyText
@@ -16,12 +17,13 @@ from streamdiff.models.tiny.training.batches import LEVELS, Starts, Windows
 from streamdiff.models.tiny.training.on_policy import FRAMES, PAST, OwnPasts
 from tests.small import CPU
 
+pytestmark = pytest.mark.slow
 STREAMS = 12
 
 
 @pytest.fixture(scope="module")
 def parts() -> tuple[TAEHV, Tensor, Tensor]:
-    decoder = model.load_decoder(model.WEIGHTS, CPU)
+    decoder = load_decoder(model.WEIGHTS, CPU)
     normalisation = decoder.model.normalisation
     assert normalisation is not None
     return decoder.model.autoencoder, normalisation.mean.flatten(), normalisation.std.flatten()
@@ -119,7 +121,7 @@ def test_streams_take_turns_and_begin_anew(own: OwnPasts, monkeypatch: pytest.Mo
 
 
 def test_the_packaged_network_makes_nearly_what_is_right(own: OwnPasts) -> None:
-    loaded = model.load(model.WEIGHTS, CPU)
+    loaded = model.load_model(model.WEIGHTS, CPU)
     network = denoiser.TinyNetwork()
     network.transformer.load_state_dict(loaded.denoiser.model.state_dict())
     assert isinstance(loaded.text, TinyText)
@@ -133,7 +135,7 @@ def test_the_packaged_network_makes_nearly_what_is_right(own: OwnPasts) -> None:
 def test_gradients_in_bfloat16_point_where_those_in_float32_do(
     starts: Starts, parts: tuple[TAEHV, Tensor, Tensor]
 ) -> None:
-    plan = denoiser.Plan(begin=model.load(model.WEIGHTS, CPU))
+    plan = denoiser.Plan(begin=model.load_model(model.WEIGHTS, CPU))
     network, _ = denoiser._begin(plan, parts[0], 0, CPU)
     windows = starts.sample(2, torch.Generator().manual_seed(1))
     windows = Windows(

@@ -32,6 +32,7 @@ def some(seed: int, count: int = 3) -> Track:
     return Streams(scenes, generator).play(scenes, 2).flat()
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(st.integers(0, 1000), st.integers(0, 8), st.integers(0, 8))
 def test_a_window_is_a_cut_out_of_the_whole_picture(seed: int, top: int, left: int) -> None:
@@ -144,6 +145,7 @@ def test_weather_moves_and_repeats(name: str) -> None:
     assert weather.cover(WEATHERS.index("clear"), 3) is None
 
 
+@pytest.mark.slow
 def test_the_scenery_is_painted_once() -> None:
     assert scenery() is scenery()
     assert scenery().sky.shape == (4, 3, SIZE, SIZE)

@@ -75,6 +75,7 @@ def test_things_move_as_their_motion_and_speed_say(motion: str, speed: str) -> N
     assert (step[:, 1] == 0).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(seeds)
 def test_every_latent_frame_begins_on_the_lattice(seed: int) -> None:
@@ -91,6 +92,7 @@ def test_every_latent_frame_begins_on_the_lattice(seed: int) -> None:
         assert (streams.angle.remainder(4) == 0).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(seeds)
 def test_a_chunk_follows_from_the_state_and_the_scene_alone(seed: int) -> None:
@@ -104,6 +106,7 @@ def test_a_chunk_follows_from_the_state_and_the_scene_alone(seed: int) -> None:
             assert torch.equal(getattr(first, field.name), getattr(second, field.name)), field.name
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(seeds, st.sampled_from(SPEEDS))
 def test_what_bounces_stays_between_its_bounds_and_turns_there(seed: int, speed: str) -> None:

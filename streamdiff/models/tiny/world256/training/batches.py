@@ -160,11 +160,15 @@ class Pool:
         return Windows(latents, bare, self.scenes[rows], self.start[rows], place)
 
 
+STATISTICS = 16
+"""Groups of scenes that latent statistics are taken over."""
+
+
 @torch.no_grad()
 def latent_statistics(autoencoder: TAEHV, generator: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation `[C]` of the autoencoder's latents over 192 latent frames of random scenes."""
     groups = []
-    for _ in range(16):
+    for _ in range(STATISTICS):
         scenes = draw_scenes(4, generator)
         track = Streams(scenes, generator).play(scenes)
         frames = render(track.flat(), device=str(device)).frames

@@ -30,6 +30,7 @@ def frame_of(scene: Scene) -> Track:
 TWO = Scene(Thing("red", "star", "right"), Thing("blue", "heart", "down", "small"), "city", camera="left")
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.integers(-5, 5), st.integers(-5, 5), st.integers(-3, 3))
 def test_it_sees_how_far_things_and_scenery_are_from_where_they_should_be(y: int, x: int, slip: int) -> None:
@@ -65,6 +66,7 @@ def pasts() -> OwnPasts:
     return OwnPasts(autoencoder, torch.zeros(16), torch.ones(16), 3, dice())
 
 
+@pytest.mark.slow
 def test_streams_take_turns_and_see_what_the_network_made(pasts: OwnPasts) -> None:
     made: list[Tensor] = []
 

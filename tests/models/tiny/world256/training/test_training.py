@@ -18,9 +18,12 @@ from streamdiff.models.tiny.world256.text_encoder import TEXT_TOKENS, WorldText
 from streamdiff.models.tiny.world256.tracks import SIZE
 from streamdiff.models.tiny.world256.training import __main__ as train
 from streamdiff.models.tiny.world256.training import autoencoder as clips
+from streamdiff.models.tiny.world256.training import batches
 from streamdiff.models.tiny.world256.training import denoiser as train_denoiser
 from streamdiff.models.tiny.world256.training.batches import Pool, Windows, draw_window_scenes, play
 from tests.small import CPU
+
+pytestmark = pytest.mark.slow
 
 
 def dice(seed: int = 0) -> torch.Generator:
@@ -126,7 +129,8 @@ def test_reading_asks_only_for_what_the_sentence_says() -> None:
 
 @pytest.fixture
 def few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small pools: encoding the usual ones takes longer than the test."""
+    """Small pools and few statistics: encoding the usual ones takes longer than the test."""
+    monkeypatch.setattr(batches, "STATISTICS", 1)
     for name, value in {"FIRST_WINDOWS": 2, "FIRST_FIRSTS": 2, "POOL": 4, "FIRSTS": 4}.items():
         monkeypatch.setattr(train_denoiser, name, value)
 
@@ -137,7 +141,7 @@ def test_a_few_steps_write_a_model_that_loads_and_the_command_goes_on(tmp_path: 
     out = tmp_path / "run"
     arguments = ["--out", str(out), "--batch", "1", "--threads", "1"]
     assert train.main([*arguments, "--steps", "1"]) == 0
-    made = model.load(out / "model", CPU)
+    made = model.load_model(out / "model", CPU)
     assert (made.spec.width, made.spec.height, made.spec.text_shape) == (256, 256, (TEXT_TOKENS, 64))
     assert isinstance(made.text, WorldText)
     reading = made.text.read("a sunflower by the sea", None)

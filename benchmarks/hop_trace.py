@@ -1,0 +1,114 @@
+"""Where a hop's time goes: what each rank of a ring does itself, how long messages travel, how long ranks wait.
+
+Used by `ring_schedule`. All ranks are on one machine and read one clock.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from streamdiff import clock
+from streamdiff.pipeline.distributed.link import Receiver, Sender
+from streamdiff.pipeline.distributed.message import StageMessage
+
+Span = tuple[float, float]
+"""From and to, in seconds."""
+
+
+@dataclass
+class Trace:
+    """One rank's times, in the order in which they came."""
+
+    sent: list[float] = field(default_factory=list)
+    """When `send` was called, by message."""
+    arrived: list[float] = field(default_factory=list)
+    """When a message had been taken in, by message."""
+    waited: list[Span] = field(default_factory=list)
+    """Calls of `receive` that might wait."""
+    slept: list[Span] = field(default_factory=list)
+    """The forwards' sleep."""
+    cpu_s: list[float] = field(default_factory=list)
+    """Processor time of the process, at the end of each forward's sleep."""
+
+    def forward(self, begin_s: float) -> None:
+        """A forward's sleep has ended. Mutates: self."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        self.slept.append((begin_s, clock.monotonic_s()))
+        self.cpu_s.append(used.ru_utime + used.ru_stime)
+
+    def sender(self, sender: Sender) -> Sender:
+        """`sender`, traced."""
+        return _TracedSender(sender, self)
+
+    def receiver(self, receiver: Receiver) -> Receiver:
+        """`receiver`, traced."""
+        receiver.notify(lambda: self.arrived.append(clock.monotonic_s()))
+        return _TracedReceiver(receiver, self)
+
+
+class _TracedSender:
+    def __init__(self, sender: Sender, trace: Trace) -> None:
+        self._sender, self._trace = sender, trace
+        self.announce, self.close, self.flush = sender.announce, sender.close, sender.flush
+
+    @property
+    def ready(self) -> bool:
+        return self._sender.ready
+
+    def send(self, work: StageMessage) -> None:
+        self._trace.sent.append(clock.monotonic_s())
+        self._sender.send(work)
+
+
+class _TracedReceiver:
+    def __init__(self, receiver: Receiver, trace: Trace) -> None:
+        self._receiver, self._trace = receiver, trace
+        self.close = receiver.close
+
+    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
+        if wait_s == 0.0:
+            return self._receiver.receive(wait_s)
+        begin_s = clock.monotonic_s()
+        work = self._receiver.receive(wait_s)
+        self._trace.waited.append((begin_s, clock.monotonic_s()))
+        return work
+
+    def notify(self, call: Callable[[], None]) -> None:
+        """The trace is told."""
+
+
+def of_hop(traces: Sequence[dict[str, Any]], stage_s: float) -> dict[str, float]:
+    """Means per hop, in microseconds, of the ranks' traces (as dictionaries), the head's first; the first quarter is
+    left out. A rank's sleep of `stage_s`, its own work and its waiting make up its share of a round."""
+    ranks = [Trace(**trace) for trace in traces]
+    own, waiting, overslept, cpu = zip(*(_of_rank(rank, stage_s) for rank in ranks), strict=True)
+    travelled: list[float] = []
+    for rank, following in zip(ranks, [*ranks[1:], ranks[0]], strict=True):
+        spans = [end - begin for begin, end in zip(rank.sent, following.arrived, strict=False)]
+        travelled += spans[len(spans) // 4 :]
+    others = len(ranks) - 1
+    seconds = {
+        "head_own_us": own[0],
+        "others_own_us": sum(own[1:]) / others,
+        "transport_us": sum(travelled) / len(travelled),
+        "head_waits_us": waiting[0],
+        "others_wait_us": sum(waiting[1:]) / others,
+        "overslept_us": sum(overslept) / len(ranks),
+        "cpu_us": sum(cpu) / len(ranks),
+    }
+    return {name: 1e6 * value for name, value in seconds.items()}
+
+
+def _of_rank(rank: Trace, stage_s: float) -> tuple[float, float, float, float]:
+    """Seconds per forward: own work, waiting, sleeping too long, processor."""
+    first = len(rank.slept) // 4
+    count = len(rank.slept) - 1 - first
+    begin_s, end_s = rank.slept[first][1], rank.slept[-1][1]
+    slept_s = sum(end - begin for begin, end in rank.slept[first + 1 :])
+    waited_s = sum(end - begin for begin, end in rank.waited if begin_s <= begin and end <= end_s)
+    cpu_s = rank.cpu_s[-1] - rank.cpu_s[first]
+    own_s = end_s - begin_s - slept_s - waited_s
+    return own_s / count, waited_s / count, slept_s / count - stage_s, cpu_s / count

@@ -1,0 +1,366 @@
+"""Operations and bytes of a transformer block, counted without a device.
+
+A micro-step of a full window runs on tensors that have shapes and a device but no memory, at Wan 1.3B's true sizes, so
+torch takes the operations that it takes on CUDA. Counted per block (a model of two blocks less one of one):
+
+    operations   that start a kernel: views and allocations do not
+    activations  bytes that element-wise operations read and write (all but matrix products and attention), in units
+                 of one activation: a chunk's hidden states in bfloat16
+    copied       bytes of the KV cache that anything but attention reads; not the sink's own keys, of which a rotated
+                 copy is made where it moves: with each chunk, of each cache
+
+With `--compile on` what stands between two self-attentions is compiled: `compiled` are the kernels that torch's
+compiler writes for it (`generated_kernels`), and those of self-attention, which stays as it is; without matrix products
+and attention.
+
+Beside ours stands diffusers' own `WanTransformer3DModel` for a clip of one chunk, which has no cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks import report
+from streamdiff.models.model import StageModel
+from streamdiff.models.spec import ModelSpec
+from streamdiff.models.transformer.wan import Fused, KeyValue, WanDenoiser
+from streamdiff.models.transformer.weights import kept_dtype
+from streamdiff.pipeline.kv_cache.attention import RollingAttention
+from streamdiff.pipeline.runner import compiled_stage
+from streamdiff.pipeline.runner.model_runner import ModelRunner
+from streamdiff.pipeline.runner.stage_forward import StageForward
+from streamdiff.pipeline.scheduler.step import MicroStep
+
+EPILOG = """examples:
+  python -m benchmarks.kernel_count
+  python -m benchmarks.kernel_count --out benchmarks/results/kernel_count.json
+"""
+WAN_1_3B: dict[str, Any] = {
+    "num_attention_heads": 12,
+    "attention_head_dim": 128,
+    "ffn_dim": 8960,
+    "text_dim": 4096,
+    "freq_dim": 256,
+    "cross_attn_norm": True,
+}
+MODELS = {"self-forcing": {"window": 21, "sink": 0}, "longlive-1.3b": {"window": 12, "sink": 3}}
+CONTEXTS = ("clean", "staircase", "matched")
+CUDA, DTYPE = torch.device("cuda", 0), torch.bfloat16
+STEPS, TEXT_TOKENS = 4, 512
+_LATE = 20
+"""Chunks after which every window has long been full."""
+_FREE = ("empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view", "lift_fresh", "_pin_memory")
+_FUSED = ("rms_norm", "layer_norm")
+"""One kernel each on CUDA."""
+_MATRIX = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+
+
+@dataclass
+class Count:
+    """What was counted. `matrix` and `attention` are among the `operations`."""
+
+    operations: int = 0
+    matrix: int = 0
+    attention: int = 0
+    moved_bytes: int = 0
+    copied_bytes: int = 0
+    names: list[str] = field(default_factory=list)
+
+    def __sub__(self, other: Count) -> Count:
+        mine, theirs = vars(self), vars(other)
+        names = self.names[len(other.names) :]
+        return Count(**{name: mine[name] - theirs[name] for name in mine if name != "names"}, names=names)
+
+
+class Counter(TorchDispatchMode):
+    """Counts the operations that run under it; `caches` are tensors whose memory only attention should read."""
+
+    def __init__(self, caches: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = Count()
+        self._caches = {_memory(each) for each in caches}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "aten":
+            return func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name not in _FUSED:
+            with self:  # what is made of other operations comes back as these
+                if (result := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
+                    return result
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and name not in _FREE:
+            self._add(name, func, args, kwargs or {}, result)
+        return result
+
+    def _add(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        count = self.count
+        count.operations += 1
+        count.names.append(name)
+        if name in _MATRIX or "attention" in name:
+            count.matrix += name in _MATRIX
+            count.attention += "attention" in name
+            return
+        read, written = _traffic(name, func, args, kwargs, result)
+        count.moved_bytes += sum(map(_nbytes, (*read, *written)))
+        count.copied_bytes += sum(_nbytes(each) for each in read if _memory(each) in self._caches)
+
+
+def _traffic(name: str, func: Any, args: Any, kwargs: Any, result: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Tensors that an element-wise operation reads and writes."""
+    if name == "index_copy_":
+        return [args[3]], [args[3]]  # as many are written
+    if name == "copy_":
+        return [args[1]], [args[0]]
+    outs = [kwargs[arg.name] for arg in func._schema.arguments if arg.is_out and arg.name in kwargs]
+    given = {name: each for name, each in kwargs.items() if not any(each is out for out in outs)}
+    if name == "index_select":
+        return [result], [result]
+    return _tensors((args, given)), outs or _tensors(result)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Of the numbers that are there: one that is repeated over a dimension is there once."""
+    there = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        there *= size if stride else 1
+    return there * tensor.element_size()
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class WithoutDevice(TorchFunctionMode):
+    """Lets tensors that are said to be on CUDA be indexed where torch was built without it, and asks for no page-locked
+    memory: the rest of torch does with shapes alone."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            return _indexed(*args)
+        if func is Tensor.__setitem__:
+            return torch.ops.aten.copy_.default(_indexed(*args[:2]), args[2])
+        if func is Tensor.pin_memory:
+            args[0].constant = None  # torch would copy small values for real
+            return args[0]
+        if func is Tensor.contiguous:
+            return args[0] if args[0].is_contiguous() else args[0].clone(memory_format=torch.contiguous_format)
+        if func is Tensor.copy_:
+            return torch.ops.aten.copy_.default(*args[:2])
+        if func is torch._fused_sdp_choice:
+            return SDPBackend.FLASH_ATTENTION.value
+        if func is F.scaled_dot_product_attention:  # the kernel that it is on CUDA, with its layout of the result
+            given = args or [kwargs[name] for name in ("query", "key", "value")]
+            return torch.ops.aten._scaled_dot_product_flash_attention(*given[:3])[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _indexed(tensor: Tensor, places: Any) -> Tensor:
+    """`tensor[places]` for integers, slices and None."""
+    places = list(places) if isinstance(places, tuple) else [places]
+    if Ellipsis in places:
+        at = places.index(Ellipsis)
+        missing = tensor.ndim - sum(place is not None for place in places) + 1
+        places[at : at + 1] = [slice(None)] * missing
+    dim = 0
+    for place in places:
+        if place is None:
+            tensor = tensor.unsqueeze(dim)
+        elif isinstance(place, slice):
+            start, stop, step = place.indices(tensor.shape[dim])
+            tensor = torch.ops.aten.slice.Tensor(tensor, dim, start, stop, step)
+        else:
+            tensor, dim = tensor.select(dim, place), dim - 1
+        dim += 1
+    return tensor
+
+
+def transformer(blocks: int) -> WanTransformer3DModel:
+    """Wan 1.3B with so many blocks, in the dtypes that it runs in. To be called where tensors have no memory."""
+    model: WanTransformer3DModel = WanTransformer3DModel(**WAN_1_3B, num_layers=blocks).eval().requires_grad_(False)
+    for name, weight in model.named_parameters():
+        owner, _, last = name.rpartition(".")
+        moved = nn.Parameter(weight.to(CUDA, kept_dtype(name, DTYPE)), requires_grad=False)
+        setattr(model.get_submodule(owner), last, moved)
+    for name, buffer in model.named_buffers():
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, buffer.to(CUDA))
+    return model
+
+
+def denoiser(blocks: int) -> WanDenoiser:
+    """Ours, with query, key and value as one product (`fuse` takes weights without memory for quantised ones)."""
+    parts = WanDenoiser(transformer(blocks)).fuse()
+    for block in parts.blocks:
+        layers = block.attn1.to_q, block.attn1.to_k, block.attn1.to_v
+        weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
+        parts.fused.append(Fused(weight, bias))
+    return parts
+
+
+def spec_of(model: str) -> ModelSpec:
+    """A model of `MODELS`, at 832x480."""
+    sizes = MODELS[model]
+    return ModelSpec(
+        name=model,
+        latent_channels=16,
+        latent_height=60,
+        latent_width=104,
+        chunk_latents=3,
+        window_latents=sizes["window"],
+        sink_latents=sizes["sink"],
+        frames_per_latent=4,
+        width=832,
+        height=480,
+        native_fps=16.0,
+        shift=5.0,
+        steps=(STEPS,),
+        text_shape=(TEXT_TOKENS, WAN_1_3B["text_dim"]),
+    )
+
+
+def micro_step(
+    spec: ModelSpec, kv_context: str, blocks: int, step: int = 2, *, only_self_attention: bool = False
+) -> Count:
+    """One micro-step of ours in the steady state: the chunk's steps before it have run."""
+    with FakeTensorMode(), WithoutDevice(), torch.inference_mode():
+        stage = ModelRunner(StageModel(spec, denoiser(blocks)), CUDA)
+        stage.open(0, steps=STEPS, kv_context=kv_context)
+        stage.set_text(0, 0, torch.zeros(spec.text_shape), 0)
+        latents = torch.zeros(1, *spec.chunk_shape, dtype=DTYPE, device=CUDA)
+        given = latents, torch.zeros(1, spec.chunk_latents, stage.denoiser.width, dtype=DTYPE, device=CUDA)
+        state, geometry = stage.sessions[0].state, stage.sessions[0].geometry
+        window = state.key, state.value
+        # The first in its round of the slots: what it sees lies at the end of the others, where any is left over.
+        chunk = next(chunk for chunk in range(_LATE, 2 * _LATE) if geometry.slot(chunk) == geometry.pinned)
+        for before in range(step):
+            stage.forward([MicroStep(0, chunk, before, STEPS, 0)], given)
+        counter = Counter(window)
+        if only_self_attention:
+            attend = partial(RollingAttention.__call__, stage.attention)
+            on = partial(RollingAttention.on, stage.attention)
+            stage.attention.on = lambda rows: on(rows) and partial(_counted, counter, attend)  # type: ignore
+        with nullcontext() if only_self_attention else counter:
+            stage.forward([MicroStep(0, chunk, step, STEPS, 0)], given)
+    counted: Count = counter.count
+    return counted
+
+
+def _counted(counter: Counter, attend: Callable[..., Tensor], *given: Any) -> Tensor:
+    with counter:
+        return attend(*given)
+
+
+def clip(spec: ModelSpec, blocks: int) -> Count:
+    """A forward of diffusers' model, of a clip as long as a chunk."""
+    with FakeTensorMode(), WithoutDevice(), torch.inference_mode():
+        model = transformer(blocks)
+        latents = torch.zeros(1, *spec.chunk_shape, dtype=DTYPE, device=CUDA)
+        text = torch.zeros(1, *spec.text_shape, dtype=DTYPE, device=CUDA)
+        with Counter() as counter:
+            model(latents, torch.zeros(1, device=CUDA), text, return_dict=False)
+    counted: Count = counter.count
+    return counted
+
+
+def per_block(count: Callable[[int], Count]) -> Count:
+    """From the counts of forwards with so many blocks, that of one block."""
+    return count(2) - count(1)
+
+
+def compiled_kernels(spec: ModelSpec, kv_context: str) -> int:
+    """Kernels of a block whose parts are compiled, beside matrix products and attention."""
+    from benchmarks import generated_kernels  # imports torch's compiler
+
+    with FakeTensorMode() as mode, WithoutDevice():
+        parts = denoiser(2)
+        stage = StageForward(parts, spec.chunk_shape[1:], first=False, last=False)
+        with mock.patch.object(compiled_stage, "one_graph", lambda function: function):
+            between = compiled_stage.compiled(stage).between
+        frames, tokens = spec.chunk_latents, parts.tokens(spec.chunk_shape[1:])
+        hidden = torch.zeros(1, tokens, parts.width, dtype=DTYPE, device=CUDA)
+        modulation = torch.zeros(1, frames, 6, parts.width, device=CUDA)
+        heads = parts.heads, parts.head_dim
+        text = [torch.zeros(1, TEXT_TOKENS, *heads, dtype=DTYPE, device=CUDA) for _ in range(2)]
+        mixed = torch.zeros(1, tokens, *heads, dtype=DTYPE, device=CUDA)
+
+        def block(hidden: Tensor, modulation: Tensor, key: Tensor, value: Tensor, mixed: Tensor) -> Any:
+            weights = parts.weights(0), parts.weights(1)
+            return between(*weights, hidden, modulation, (KeyValue(key, value),), mixed)
+
+        written = generated_kernels.kernels(block, (hidden, modulation, *text, mixed), mode)
+    own = per_block(lambda blocks: micro_step(spec, kv_context, blocks, only_self_attention=True))
+    return len(written) + own.operations - own.attention
+
+
+def row(name: str, kv_context: str, block: Count, spec: ModelSpec) -> dict[str, report.Value]:
+    """A line of the table."""
+    tokens = spec.chunk_latents * spec.latent_height * spec.latent_width // 4
+    width = WAN_1_3B["num_attention_heads"] * WAN_1_3B["attention_head_dim"]
+    return {
+        "model": name,
+        "kv_context": kv_context,
+        "operations": block.operations,
+        "matrix": block.matrix,
+        "attention": block.attention,
+        "activations": round(block.moved_bytes / (tokens * width * DTYPE.itemsize), 1),
+        "copied_bytes": block.copied_bytes,
+    }
+
+
+def measure() -> list[dict[str, report.Value]]:
+    """All lines."""
+    rows = []
+    for name in MODELS:
+        spec = spec_of(name)
+        for kv_context in CONTEXTS:
+            block = per_block(partial(micro_step, spec, kv_context))
+            rows.append(row(name, kv_context, block, spec) | {"compiled": compiled_kernels(spec, kv_context)})
+    spec = spec_of("self-forcing")
+    rows.append(row("diffusers", "none", per_block(lambda blocks: clip(spec, blocks)), spec) | {"compiled": None})
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        "benchmarks.kernel_count", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--names", action="store_true", help="print the operations of a block of LongLive")
+    options = parser.parse_args(argv)
+    head = report.header(argv, warm_up="none: nothing is timed; the chunk's earlier steps are not counted")
+    rows = measure()
+    print(report.table(rows))
+    if options.names:
+        spec = spec_of("longlive-1.3b")
+        print(*per_block(lambda blocks: micro_step(spec, "clean", blocks)).names)
+    if options.out is not None:
+        report.write_json(options.out, head, {"per_block": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""The part of `streamdiff plan` that is about a named GPU: what it is asked, and what is printed of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+from streamdiff.config import ModelConfig
+from streamdiff.errors import ConfigError
+from streamdiff.models.autoencoder.memory_size import DecoderSizes
+from streamdiff.models.catalogue import entries
+from streamdiff.models.spec import ModelSpec, check_anchors
+from streamdiff.pipeline.planner import fit, gpus
+from streamdiff.pipeline.planner.forecast import Expected, Forecast, Question, costs_on, forecast, offload_words
+from streamdiff.pipeline.planner.gpus import Gpu
+from streamdiff.pipeline.planner.memory import Storage
+from streamdiff.pipeline.planner.model_sizes import SMALL, ModelSizes, decoder_sizes
+from streamdiff.pipeline.planner.stage_layout import Blocks, Workload
+from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
+
+
+@dataclass(frozen=True)
+class GpuForecast:
+    """What was asked of a GPU, and what to expect. `misfit` says why one session does not fit, and what would."""
+
+    gpu: Gpu
+    question: Question
+    forecast: Forecast
+    quality: dict[str, str]
+    misfit: str | None
+
+
+def ask(
+    gpu: Gpu,
+    model: ModelConfig,
+    sizes: ModelSizes,
+    load: Workload,
+    storage: Storage,
+    *,
+    decode: str,
+    blocks: Blocks,
+    fps: float | None,
+) -> GpuForecast:
+    """The forecast for one session and for the workload's, against `fps` (None: the model's own rate)."""
+    costs = {each: costs_on(gpu, sizes, replace(load, kv_context=each), storage) for each in _kv_contexts(sizes.spec)}
+    question = Question(sizes, costs, load, decode, storage, gpu.usable_bytes, fps or sizes.spec.native_fps)
+    return GpuForecast(gpu, question, forecast(question), _quality(model.name), _misfit(gpu, model, question, blocks))
+
+
+def _kv_contexts(spec: ModelSpec) -> tuple[str, ...]:
+    """Those that the model can have."""
+    try:
+        check_anchors(spec)
+    except ConfigError:
+        return tuple(each for each in KV_CONTEXTS if each != "anchored")
+    return KV_CONTEXTS
+
+
+def _misfit(gpu: Gpu, model: ModelConfig, question: Question, blocks: Blocks) -> str | None:
+    """Why one session does not fit on one of the ranks."""
+    entry = entries.find(model.name) if entries.is_random(model.name) else entries.entries().get(model.name)
+    published = entry is not None and entry.weights is not None
+    own = entry.autoencoder if entry is not None else ""
+
+    def decoder_of(spec: ModelSpec, small: bool) -> DecoderSizes:
+        return decoder_sizes(spec, own, SMALL if small else model.vae)
+
+    place = question.decode if question.decode in ("last", "own-rank") else "head"
+    load = replace(question.load, sessions=1)
+    demand = fit.Demand(question.sizes, question.storage, blocks, place, load, decoder_of, changeable=published)
+    found = (fit.misfit(demand, row.rank, gpu.usable_bytes, gpu.title) for row in demand.memory())
+    return next((text for text in found if text is not None), None)
+
+
+def _quality(name: str) -> dict[str, str]:
+    """What is known of the model's pictures in each KV context."""
+    entry = entries.entries().get(name)
+    if entry is None or entry.context is None:
+        return dict.fromkeys(KV_CONTEXTS, "not known")
+    works, trained = entry.context.works, entry.context.trained
+    return {
+        each: "trained for it" if each == trained else "known to work" if each in works else "not known"
+        for each in KV_CONTEXTS
+    }
+
+
+# ---- what is printed -------------------------------------------------------------------------------------------
+
+
+def as_tree(found: GpuForecast) -> dict[str, object]:
+    """The forecast as JSON."""
+    return {
+        "gpu": asdict(found.gpu),
+        "estimate": True,
+        "published_figures_within_factor": gpus.FACTOR,
+        "target_frames_per_s": found.question.target_fps,
+        "expected": [asdict(each) for each in found.forecast.expected],
+        "sessions_that_fit": found.forecast.most_sessions,
+        "reaching": {str(count): found.forecast.reaching(count) for count in _counts(found)},
+        "quality": found.quality,
+        "misfit": found.misfit,
+    }
+
+
+def as_text(found: GpuForecast) -> Iterator[str]:
+    """The forecast for people."""
+    gpu, stages, target = found.gpu, found.question.load.stages, found.question.target_fps
+    yield f"to expect of {stages} x {gpu.title}: an estimate, not a measurement (published figures of other engines,"
+    yield f"docs/plan.md, lie within a factor of {gpus.FACTOR:g}); the target is {target:g} frames/s of each session"
+    counts = _counts(found)
+    rows = [("", "KV context", *(_sessions(count) for count in counts), "memory", "sessions that fit", "quality")]
+    for kv_context in found.question.costs:
+        cases = [each for each in found.forecast.expected if each.kv_context == kv_context]
+        most, memory = found.forecast.most_sessions[kv_context], f"{cases[0].nbytes / 1e9:.3g} GB"
+        rows.append(("", kv_context, *map(_case, cases), memory, str(most), found.quality[kv_context]))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    yield from ("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    for count in counts:
+        verb = "reaches" if count == 1 else "reach"
+        yield f"  {_sessions(count)} {verb} it in: {', '.join(found.forecast.reaching(count)) or 'none'}"
+    if (words := offload_words(found.question.sizes, found.question.storage, found.question.load, gpu)) is not None:
+        yield f"  {words}"
+    if found.misfit is not None:
+        yield f"  {found.misfit}"
+    yield f"  rates: {gpu.source}"
+    yield f"  shares of them: {gpu.shares_from}"
+
+
+def _counts(found: GpuForecast) -> list[int]:
+    return sorted({each.sessions for each in found.forecast.expected})
+
+
+def _sessions(count: int) -> str:
+    return "1 session" if count == 1 else f"{count} sessions"
+
+
+def _case(each: Expected) -> str:
+    of_each, misfit = ", each" if each.sessions > 1 else "", "" if each.fits else ", does not fit"
+    return f"{each.frames_per_s:.3g} frames/s{of_each}, first after {each.first_chunk_s:.2g} s{misfit}"

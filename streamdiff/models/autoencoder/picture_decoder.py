@@ -1,0 +1,181 @@
+"""Latents to pictures, by steps: what a stream remembers goes in and comes out as tensors, so that a step can be
+compiled.
+
+A *past* is what a stream remembers, by the number of the layer that will look at it: a tensor; None where the layer has
+seen nothing; or a word that the layer itself has left there. A step changes none of what it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from streamdiff.models.autoencoder.normalisation import Normalisation
+
+DecoderState = Mapping[int, Tensor | str | None]
+Step = Callable[[Tensor, DecoderState], tuple[Tensor, DecoderState]]
+"""Normalised latents `[1, C, F, h, w]` and a past to frames `[n, 3, H, W]`, float in [0, 255], and the past after."""
+Capture = Callable[[Step, Tensor, DecoderState], Step]
+"""Makes a step that is replayed of one that has been compiled, with tensors like those that it will be given."""
+Key = Hashable
+_BEFORE = 3
+"""Latent frames, at least, after which all of a stream's chunks are alike: Wan's decoder has seen two frames then."""
+Layout = Callable[[Tensor], Tensor]
+"""Frames `[n, 3, H, W]`, float in [0, 255], to pictures in bytes."""
+
+
+class VideoDecoder(Protocol):
+    """The network of a decoder: latents to frames as numbers, in any pieces; decoding a stream in pieces gives the
+    frames of decoding it whole. What a stream remembers is the network's own type; everyone else only carries it.
+
+    Sizes: `spatial` pixels per latent pixel each way, `temporal` frames per latent frame (but a stream's first, which
+    may have fewer). `normalisation` leads from raw latents to normalised ones, None where the network knows the latter
+    alone."""
+
+    latent_channels: int
+    spatial: int
+    temporal: int
+    device: torch.device
+
+    @property
+    def normalisation(self) -> Normalisation | None: ...
+
+    def new_memory(self) -> Any:
+        """The memory of a stream that has not begun."""
+
+    def stream_bytes(self, height: int, width: int) -> int:
+        """Bytes that the memory of a running stream has, for latents of `height` x `width`."""
+
+    def frames_of(self, latents: int) -> int:
+        """Frames that a stream's first `latents` latent frames give."""
+
+    def decode_video(self, latents: Tensor, memory: Any) -> Tensor:
+        """Normalised latents `[B, C, F, h, w]` to frames float32 `[B, 3, n, H, W]` in [-1, 1]. Mutates: memory."""
+
+    def lay_out(self, channels_last: bool) -> None:
+        """Lay weights and pictures out with the channels last, or with the width, from now on; before any
+        stream begins. Mutates: self."""
+
+    def past(self, latents: Tensor, memory: Any) -> DecoderState:
+        """What `memory` remembers. Raises ValueError for latents of another shape than the stream can go on with."""
+
+    def pieces(self, latents: Tensor, past: DecoderState) -> Sequence[Tensor]:
+        """Latents `[1, C, F, h, w]` as they go through steps, one after the other, the first of which sees `past`."""
+
+    def step(self, piece: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
+        """See `Step`."""
+
+    def remember(self, latents: Tensor, memory: Any, past: DecoderState) -> int:
+        """Take the past after `latents` into `memory`; returns how many of the frames in front are not shown.
+        Mutates: memory."""
+
+
+def rgb24(frames: Tensor) -> Tensor:
+    """Frames `[n, 3, H, W]`, float in [0, 255], as uint8 `[n, H, W, 3]`."""
+    return frames.round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+
+
+_RED, _BLUE = 0.2126, 0.0722
+"""Shares of brightness, BT.709; green has the rest."""
+
+
+def yuv420p(frames: Tensor) -> Tensor:
+    """Frames `[n, 3, H, W]`, float in [0, 255], both sides even, as uint8 `[n, 3 H / 2, W]`: brightness, then the two
+    planes of colour, one value for 2 x 2 pixels; BT.709 in limited range (ITU-R BT.709-6, 3 and 4). It is what
+    libswscale makes of RGB, within two levels, where it takes a colour for the mean of its four pixels."""
+    halved = F.avg_pool2d(frames, 2)
+    blue_off, red_off = halved[:, 2] - _luma(halved), halved[:, 0] - _luma(halved)
+    planes = (
+        16 + _luma(frames) * (219 / 255),
+        128 + blue_off * (224 / 255 / (2 - 2 * _BLUE)),
+        128 + red_off * (224 / 255 / (2 - 2 * _RED)),
+    )
+    height, width = frames.shape[2:]
+    joined = torch.cat([plane.flatten(1) for plane in planes], 1)
+    return joined.round().to(torch.uint8).view(-1, height * 3 // 2, width)
+
+
+def _luma(frames: Tensor) -> Tensor:
+    """Brightness `[n, H, W]` of frames `[n, 3, H, W]`."""
+    red, green, blue = frames.unbind(1)
+    return _RED * red + (1 - _RED - _BLUE) * green + _BLUE * blue
+
+
+class PictureDecoder:
+    """What streams decode with: a network's frames as pictures in `layout`, from graphs where `compile` has made some.
+
+    A *key* is what a graph is made for: the shapes of the latents and of what the stream remembers. From its second
+    chunk on a stream meets the same ones with every chunk, one or two, and these get graphs. What none was made for, as
+    a stream's beginning, is decoded the plain way, so nothing is ever compiled again.
+    """
+
+    def __init__(self, network: VideoDecoder, layout: Layout = rgb24) -> None:
+        self.network, self.layout, self.temporal = network, layout, network.temporal
+        self.new_memory, self.stream_bytes = network.new_memory, network.stream_bytes
+        self._graphs: dict[Key, Step] | None = None
+        self._captured: set[Key] = set()
+        self._one_graph: Callable[[Step], Step] | None = None
+        self._capture: Capture | None = None
+
+    @property
+    def keys(self) -> frozenset[Key]:
+        """What there are graphs for."""
+        return frozenset(self._graphs or ())
+
+    @torch.inference_mode()
+    def decode(self, latents: Tensor, memory: Any) -> Tensor:
+        """Pictures of normalised latents `[1, C, F, h, w]`, uint8 as `layout` lays them out. Mutates: memory.
+
+        Raises:
+            ValueError: latents of another shape than the stream can go on with.
+        """
+        past, pictures = self.network.past(latents, memory), []
+        for piece in self.network.pieces(latents, past):
+            made, past = self._run(piece, past)
+            pictures.append(made)
+        hidden = self.network.remember(latents, memory, past)
+        return (pictures[0] if len(pictures) == 1 else torch.cat(pictures))[hidden:]
+
+    @torch.inference_mode()
+    def compile(
+        self, latents: Tensor, at_once: int, one_graph: Callable[[Step], Step], capture: Capture | None = None
+    ) -> None:
+        """Make the graphs of a stream of chunks like `latents` `[C, F, h, w]` (what is in them is not looked at), of
+        which a call decodes `at_once` latent frames; `one_graph` makes one of a step that it is given, and `capture`
+        one that is replayed of that. Takes from seconds to minutes. To be called on the thread that will decode, or on
+        one that is set up alike: torch compiles anew for another number of CPU threads. Mutates: self.
+        """
+        self._graphs = self._graphs or {}
+        memory, blank = self.new_memory(), torch.zeros_like(latents)
+        before = -(-_BEFORE // latents.shape[1])
+        for chunk in range(before + 2):  # two, as the second meets what graphs have left
+            self._one_graph, self._capture = (one_graph, capture) if chunk >= before else (None, None)
+            for group in blank.split(at_once, 1):
+                self.decode(group[None], memory)
+        self._one_graph = self._capture = None
+
+    def _run(self, piece: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
+        """A step whose frames are pictures already."""
+        if self._graphs is None:
+            return self._step()(piece, past)
+        piece = piece.clone(memory_format=torch.contiguous_format)  # made in inference mode, and laid out, as always
+        key = tuple(piece.shape), tuple(tuple(x.shape) if isinstance(x, Tensor) else x for x in past.values())
+        if key not in self._graphs and self._one_graph is not None:
+            self._graphs[key] = self._one_graph(self._step())
+        elif self._capture is not None and key not in self._captured:
+            self._graphs[key] = self._capture(self._graphs[key], piece, past)
+            self._captured.add(key)
+        return self._graphs.get(key, self._step())(piece, past)
+
+    def _step(self) -> Step:
+        network, layout = self.network, self.layout
+
+        def step(piece: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
+            frames, after = network.step(piece, past)
+            return layout(frames), after
+
+        return step

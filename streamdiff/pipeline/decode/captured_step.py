@@ -1,0 +1,51 @@
+"""A decoder's step as a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from streamdiff.models.autoencoder.picture_decoder import Capture, DecoderState, Step
+from streamdiff.pipeline.runner.compiled_stage import CudaRecord, Recorded
+
+
+class Recorder(Protocol):
+    """Captures a step on these very tensors, after it has been carried out for warmth; returns the graph, and where it
+    puts what it computes."""
+
+    def __call__(
+        self, step: Callable[[tuple[Tensor, DecoderState]], Any], given: tuple[Tensor, DecoderState], warm_up: bool
+    ) -> tuple[Recorded, Any]: ...
+
+
+class CapturedStep:
+    """A compiled step as one CUDA graph, for all streams: inputs are copied to where the graph looks for them, and
+    results from where it puts them, so that no stream's past lies in the graph's memory."""
+
+    def __init__(self, step: Step, piece: Tensor, past: DecoderState, record: Recorder) -> None:
+        """Of tensors like these, which are not kept."""
+        self._piece, self._past = piece.clone(), _cloned(past)
+        self._graph, (self._pictures, self._after) = record(lambda given: step(*given), (self._piece, self._past), True)
+
+    def __call__(self, piece: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
+        """See `Step`."""
+        self._piece.copy_(piece)
+        for layer, there in self._past.items():
+            if isinstance(there, Tensor):
+                there.copy_(cast(Tensor, past[layer]))
+        self._graph.replay()
+        return self._pictures.clone(), _cloned(self._after)
+
+
+def capture_on(device: torch.device) -> Capture | None:
+    """What captures a decoder's steps on `device`; None where there are no CUDA graphs. Their memory is a pool of their
+    own, as the transformer's graphs are replayed at the same time."""
+    return partial(CapturedStep, record=cast(Recorder, CudaRecord())) if device.type == "cuda" else None
+
+
+def _cloned(past: DecoderState) -> DecoderState:
+    return {layer: each.clone() if isinstance(each, Tensor) else each for layer, each in past.items()}

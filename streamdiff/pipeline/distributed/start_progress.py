@@ -1,0 +1,151 @@
+"""How far the ranks of a ring are with their start: each tells it, rank 0 shows the graphs, which take minutes, and who
+does not get on is named.
+
+Ranks wait for each other as they start, so one that stands still holds up all. It is found as the one that is least
+far: every rank looks at all of them, and all say the same. After the start `heartbeat.HealthMonitor` watches.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import NamedTuple, NoReturn
+
+from tqdm import tqdm
+
+from streamdiff import clock
+from streamdiff.pipeline.distributed.rendezvous import RankContext
+
+PHASES = {"weights": 240.0, "communicators": 120.0, "first transfers": 120.0, "graphs": 1800.0, "ready": float("inf")}
+"""What comes after the rendezvous, in order, and how many seconds a rank may spend there without getting on. A single
+graph of a large model takes minutes. The warm-up follows, which `model.hang_s` bounds. All end before whoever waits for
+the engine process (`engine.process.engine_process`) loses patience, who knows no rank."""
+LOOK_S = 0.5
+
+
+class RankState(NamedTuple):
+    """Where one rank is: `edge` within communicators and first transfers, `made` graphs; `number` grows while it can
+    still say something."""
+
+    phase: str = next(iter(PHASES))
+    edge: int = 0
+    made: int = 0
+    number: int = 0
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return list(PHASES).index(self.phase), self.edge
+
+
+class StartProgress:
+    """One rank's view. Rank 0, also where it is alone (`context` is None), draws a bar of all `stages` on stderr."""
+
+    def __init__(
+        self, context: RankContext | None, stages: int, on_fault: Callable[[str], None] = lambda fault: None
+    ) -> None:
+        """Where there are several ranks, a thread tells how far this one is until `finish`, and calls `on_fault`, once,
+        with what it says of a rank that stands still."""
+        self._context, self._stages, self._on_fault = context, stages, on_fault
+        self._state, self._number = RankState(), 0  # written by the rank's own thread, and by this one's
+        self._bar: tqdm[NoReturn] | None = None
+        self._ended = threading.Event()
+        if context is not None:
+            # A connection of its own: the other one is taken as long as this rank waits for a key.
+            own = replace(context, store=context.store.clone())  # type: ignore[attr-defined]
+            self._thread = threading.Thread(target=self._run, args=(own,), name="start", daemon=True)
+            self._thread.start()
+
+    def enter(self, phase: str, edge: int = 0) -> None:
+        """This rank begins with a phase, or with an edge in it. It says so at once, for it may be the last that it
+        says. Mutates: self, the store."""
+        if self._context is not None and self._context.rank == 0 and phase != self._state.phase:
+            print(f"streamdiff: the ring starts: {phase}", file=sys.stderr)
+        self._state = self._state._replace(phase=phase, edge=edge)
+        self._tell(self._context)
+
+    def report(self, made: int, of: int) -> None:
+        """This rank has the graphs of `made` chunks, of `of`, as many as every rank makes. Mutates: self, the store."""
+        self._state = self._state._replace(made=made)
+        self._tell(self._context)
+        if self._bar is None and (self._context is None or self._context.rank == 0):
+            self._bar = tqdm(total=of * self._stages, desc="compiling", unit="graph", dynamic_ncols=True)
+        self.draw()
+
+    def draw(self) -> None:
+        """Show what all ranks together have made so far, if it is more than before. Mutates: self."""
+        if self._bar is None:
+            return
+        states = {0: self._state} if self._context is None else self._states(self._context)
+        made = sum(state.made for state in states.values())
+        if made > self._bar.n:
+            self._bar.update(made - self._bar.n)
+            self._bar.refresh()
+            if made == self._bar.total:
+                self._bar.close()
+
+    def finish(self) -> None:
+        """Wait until all ranks are here, and nothing can be sent to one that compiles. Once per ring. The wait is a
+        row of looks, between which a signal is heard. Mutates: self."""
+        self.enter("ready")
+        if self._context is not None:
+            self._context.meet(self.draw)
+            self._ended.set()
+            self._thread.join()
+
+    def _run(self, context: RankContext) -> None:
+        watch = StartWatch(self._stages)
+        try:
+            while not self._ended.wait(LOOK_S):
+                self._number += 1
+                self._tell(context)
+                if fault := watch.fault(self._states(context), clock.monotonic_s()):
+                    self._on_fault(context.report_fault(fault))
+                    return
+        except RuntimeError as error:  # the store's server is gone, and the launcher with it
+            self._on_fault(f"the launcher of the ranks is gone: {error}")
+
+    def _tell(self, context: RankContext | None) -> None:
+        if context is not None:
+            context.store.set(f"start/{context.rank}", json.dumps(self._state._replace(number=self._number)))
+
+    def _states(self, context: RankContext) -> dict[int, RankState]:
+        """What each rank has told last."""
+        keys = {rank: f"start/{rank}" for rank in range(context.ranks)}
+        store = context.store
+        return {
+            rank: RankState(*json.loads(store.get(key))) if store.check([key]) else RankState()
+            for rank, key in keys.items()
+        }
+
+
+class StartWatch:
+    """Finds who does not get on."""
+
+    def __init__(self, stages: int) -> None:
+        self._stages = stages
+        self._since: dict[int, tuple[RankState, float]] = {}
+        self._heard: dict[int, tuple[int, float]] = {}
+
+    def fault(self, states: Mapping[int, RankState], now_s: float) -> str | None:
+        """Who stands still and where, once it has lasted longer than the phase allows. Mutates: self."""
+        for rank, state in states.items():
+            still = state._replace(number=0)
+            if self._since.get(rank, (None,))[0] != still:
+                self._since[rank] = still, now_s
+            if self._heard.get(rank, (None,))[0] != state.number:
+                self._heard[rank] = state.number, now_s
+        least = min(state.position for state in states.values())
+        behind = [rank for rank, state in states.items() if state.position == least]
+        limit_s = PHASES[phase := states[behind[0]].phase]
+        if any(now_s - self._since[rank][1] < limit_s for rank in behind):
+            return None
+        silent = [rank for rank in behind if now_s - self._heard[rank][1] >= limit_s / 2]
+        where = phase
+        if phase in ("communicators", "first transfers"):
+            edge = least[1]
+            where += f", edge {edge} from rank {edge} to rank {(edge + 1) % self._stages}"
+        ranks = f"rank {', '.join(map(str, silent or behind))}{' says nothing and' if silent else ''}"
+        return f"{ranks} does not get on in the start's phase {where}: {limit_s:g} s without progress"

@@ -1,0 +1,44 @@
+"""A video to make, and what has become of it. Knows nothing about HTTP, SQLite or the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["queued", "in_progress", "completed", "failed"]
+ENDED: tuple[Status, ...] = ("completed", "failed")
+
+
+@dataclass(frozen=True)
+class VideoRequest:
+    """What to make; everything is said. `frames` at `fps` per second, of `width` x `height` pixels."""
+
+    model: str
+    prompt: str
+    seed: int
+    steps: int
+    frames: int
+    fps: float
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request and where it stands. Times are in seconds since the Unix epoch; None: not yet.
+
+    `owner` is who asked, for limits. `attempts`: how often it was begun when the engine failed. `error` says why it
+    failed. `bytes` is the file's size.
+    """
+
+    id: str
+    request: VideoRequest
+    status: Status
+    created_s: float
+    owner: str = ""
+    attempts: int = 0
+    started_s: float | None = None
+    ended_s: float | None = None
+    expires_s: float | None = None
+    error: str = ""
+    bytes: int = 0

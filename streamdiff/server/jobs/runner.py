@@ -1,0 +1,386 @@
+"""Has the running engine make the jobs of a store: each is a session of lowest rank, without viewer or deadline.
+
+Its frames are encoded while they come, and the engine is told of each that is: so it is never far ahead of the encoder.
+Knows nothing about HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+
+from av.error import FFmpegError
+
+from streamdiff import clock
+from streamdiff.config import ServeConfig
+from streamdiff.engine.messages import (
+    Close,
+    Command,
+    Event,
+    Failed,
+    FrameBatch,
+    Open,
+    Ready,
+    Refused,
+    SessionMessage,
+    Shown,
+)
+from streamdiff.engine.process.supervisor import Restarting
+from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
+from streamdiff.server.jobs.job import Job, VideoRequest
+from streamdiff.server.jobs.store import JobStore
+from streamdiff.server.jobs.video_file import VideoFile, encoding_threads
+from streamdiff.server.logging_setup import log_fields
+from streamdiff.server.metrics import Metrics
+
+logger = logging.getLogger("streamdiff.serve.jobs")
+
+SESSION = "job:"
+"""Sessions of jobs have names that begin so."""
+ATTEMPTS = 3
+"""How often the engine may fail while a job runs, before the job is taken to be the reason."""
+AHEAD_CHUNKS = 2
+NO_MEMORY_RETRY_S = 2.0
+ENGINE_RETRY_S = 1.0
+DATABASE_RETRY_S = 10.0
+LONGEST_HOUSEKEEPING_S = 60.0
+
+_T = TypeVar("_T")
+
+
+class JobLimitReached(StreamdiffError):
+    """A job that is not taken now: `code` is `queue`, `address` or `disk`."""
+
+    def __init__(self, code: str, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.code, self.retry_after_s = code, retry_after_s
+
+
+class _Again(Exception):
+    """A job has to wait for its next turn. `attempt`: the engine failed while it ran."""
+
+    def __init__(self, *, attempt: bool = False, wait_s: float = 0.0) -> None:
+        super().__init__()
+        self.attempt, self.wait_s = attempt, wait_s
+
+
+@dataclass(eq=False)
+class _Run:
+    """A job that is being made. `inbox` takes its session's events, and how many frames are encoded."""
+
+    job: Job
+    session: str
+    inbox: asyncio.Queue[Event | Restarting | int] = field(default_factory=asyncio.Queue)
+    encoded: int = 0
+    in_engine: bool = False
+    preempted: bool = False
+    end: str = "aborted"
+    """What became of it, in a word."""
+
+
+class JobRunner:
+    """The jobs of one server. Lives on the event loop; the store has a thread of its own."""
+
+    def __init__(
+        self,
+        store: JobStore,
+        config: ServeConfig,
+        send: Callable[[Command], Awaitable[None]],
+        ready: Callable[[], Ready],
+        metrics: Metrics,
+        at_once: int = 1,
+    ) -> None:
+        """`send` hands a command to the engine, `ready` says what it is; so many jobs run `at_once`."""
+        self._store, self._config, self._send, self._ready, self._metrics = store, config, send, ready, metrics
+        self._at_once = at_once
+        self._disk = ThreadPoolExecutor(1, "jobs")
+        self._encoders = encoding_threads(at_once)
+        self._runs: dict[asyncio.Task[None], _Run] = {}
+        self._numbers = count()  # so that no frame of a job's earlier session is taken for one of its next
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._engine_runs = True
+        self._not_before_s = 0.0
+
+    # ---- for the routes -----------------------------------------------------------------------------------------
+
+    async def submit(self, request: VideoRequest, owner: str, owner_share: int) -> Job:
+        """Put a job into the queue, of which `owner` may hold `owner_share` places.
+
+        Raises:
+            JobLimitReached: the queue or the disk is full.
+        """
+        job = await self._stored(self._submit, request, owner, owner_share)
+        logger.info("Job %s waits: %d frames.", job.id, request.frames, extra=log_fields(job=job.id))
+        self._wake.set()
+        return job
+
+    def _submit(self, request: VideoRequest, owner: str, owner_share: int) -> Job:
+        serve, now_s = self._config, clock.wall_s()
+        if self._store.count() >= serve.jobs_queue:
+            raise JobLimitReached(
+                "queue", f"All {serve.jobs_queue} places of the queue are taken (serve.jobs_queue).", 10
+            )
+        if self._store.count(owner) >= owner_share:
+            raise JobLimitReached(
+                "address",
+                f"One address may have {owner_share} jobs of {serve.jobs_queue} that wait (serve.address_share), "
+                "and yours does.",
+                10,
+            )
+        used_gb = self._store.used_bytes() / 1e9
+        if used_gb >= serve.jobs_disk_gb:
+            soonest_s = self._store.next_expiry_s()
+            wait_s = 60 if soonest_s is None else round(min(max(soonest_s - now_s, 1), 3600))
+            raise JobLimitReached(
+                "disk",
+                f"The videos kept here take {used_gb:.2f} GB of {serve.jobs_disk_gb:g} (serve.jobs_disk_gb). DELETE "
+                "some, or wait until they expire.",
+                wait_s,
+            )
+        return self._store.add(request, owner, now_s)
+
+    async def get(self, id: str) -> Job | None:
+        return await self._stored(self._store.get, id)
+
+    async def page(self, *, after: str | None, limit: int, order: str) -> list[Job] | None:
+        """See `JobStore.page`."""
+        return await self._stored(partial(self._store.page, after=after, limit=limit, order=order))  # type: ignore[arg-type]
+
+    async def delete(self, id: str) -> bool:
+        """Forget a job and its file, and stop making it; False if there is none."""
+        await self._cancel([task for task, run in self._runs.items() if run.job.id == id])
+        gone = await self._stored(self._store.delete, id)
+        self._wake.set()
+        return gone
+
+    async def _cancel(self, tasks: list[asyncio.Task[None]]) -> None:
+        """End these runs, and wait until they have."""
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def progress(self, job: Job) -> int:
+        """Per cent of a job's frames that are encoded; 100 only when its file is complete."""
+        if job.status == "completed":
+            return 100
+        encoded = next((run.encoded for run in self._runs.values() if run.job.id == job.id), 0)
+        return min(99, 100 * encoded // job.request.frames)
+
+    async def video(self, job: Job) -> Path | None:
+        """Where a completed job's video is; None where somebody took it away."""
+        path = self._store.path(job.id)
+        return path if await self._stored(path.is_file) else None
+
+    # ---- for the session manager --------------------------------------------------------------------------------
+
+    def take(self, event: Event | Restarting) -> None:
+        """Hear an event of the engine. Mutates: self."""
+        if isinstance(event, Restarting | Failed):
+            self._engine_runs = False
+            for run in self._runs.values():
+                run.inbox.put_nowait(event)
+        elif isinstance(event, Ready):
+            self._engine_runs = True
+            self._wake.set()
+        elif isinstance(event, SessionMessage):
+            for run in self._runs.values():
+                if run.session == event.session:
+                    run.inbox.put_nowait(event)
+
+    async def make_room(self) -> bool:
+        """Give back the memory of the jobs that run, for a session that has none; False if none ran. They begin again
+        when there is memory."""
+        runs = [(task, run) for task, run in self._runs.items() if run.in_engine]
+        self._not_before_s = clock.monotonic_s() + NO_MEMORY_RETRY_S
+        for _, run in runs:
+            run.preempted = True
+        await self._cancel([task for task, _ in runs])
+        return bool(runs)
+
+    # ---- life ---------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin with what the last server left."""
+        waiting = await self._stored(self._store.recover)
+        if waiting:
+            logger.info("%d jobs of an earlier run begin again.", waiting)
+        self._tasks = [
+            asyncio.create_task(self._dispatch(), name="jobs"),
+            asyncio.create_task(self._expire(), name="jobs-expire"),
+        ]
+
+    async def stop(self) -> None:
+        """Stop making jobs; those begun begin again with the next server."""
+        await self._cancel([*self._tasks, *self._runs])
+        self._encoders.shutdown()
+        await self._stored(self._store.close)
+        self._disk.shutdown()
+
+    async def _dispatch(self) -> None:
+        """Begin jobs while there is place for them."""
+        while True:
+            self._wake.clear()
+            try:
+                while self._engine_runs and self._wait_s() <= 0 and len(self._runs) < self._at_once:
+                    if (job := await self._stored(self._store.begin, clock.wall_s())) is None:
+                        break
+                    if self._wait_s() > 0:  # a session has asked for memory meanwhile
+                        await self._stored(partial(self._store.put_back, job.id, attempt=False))
+                    else:
+                        self._begin(job)
+                self._metrics.jobs_waiting.set(await self._stored(self._store.count) - len(self._runs))
+            except sqlite3.Error:
+                logger.exception("The jobs' database cannot be used; it is tried again.")
+                self._not_before_s = clock.monotonic_s() + DATABASE_RETRY_S
+            self._metrics.jobs_running.set(len(self._runs))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s if (wait_s := self._wait_s()) > 0 else None):
+                    await self._wake.wait()
+
+    def _wait_s(self) -> float:
+        """Seconds until jobs may begin, 0 or less: now."""
+        return self._not_before_s - clock.monotonic_s()
+
+    def _begin(self, job: Job) -> None:
+        run = _Run(job, f"{SESSION}{next(self._numbers)}:{job.id}")
+        task = asyncio.create_task(self._run(run), name=f"job {job.id}")
+        self._runs[task] = run
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        run = self._runs.pop(task)
+        self._metrics.jobs_ended.labels(run.end).inc()
+        logger.info("Job %s: %s.", run.job.id, run.end, extra=log_fields(job=run.job.id, end=run.end))
+        self._wake.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("Job %s stays as it is until the server starts again.", run.job.id, exc_info=error)
+
+    async def _expire(self) -> None:
+        period_s = min(LONGEST_HOUSEKEEPING_S, self._config.jobs_keep_s / 4)
+        while True:
+            for id in await self._stored(self._store.expire, clock.wall_s()):
+                logger.info("Job %s has expired.", id, extra=log_fields(job=id))
+            await asyncio.sleep(period_s)
+
+    async def _stored(self, call: Callable[..., _T], *given: object) -> _T:
+        """Have the store do something, on its thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._disk, partial(call, *given))
+
+    # ---- one job ------------------------------------------------------------------------------------------------
+
+    async def _run(self, run: _Run) -> None:
+        """Make a job, and note what became of it. Mutates: self."""
+        job = run.job
+        try:
+            await self._make(run)
+            await self._keep(partial(self._store.complete, job.id))
+            run.end = "completed"
+        except _Again as again:
+            await self._put_back(run, again)
+        except EngineFailure:
+            await self._put_back(run, _Again(wait_s=ENGINE_RETRY_S))
+        except RequestError as error:
+            await self._fail(run, str(error))
+        except (StreamdiffError, OSError, ValueError, FFmpegError) as error:
+            logger.exception("Job %s could not be encoded.", job.id)
+            # Without paths: who asked for it need not know where it is kept.
+            why = getattr(error, "strerror", None) or type(error).__name__
+            await self._fail(run, f"the video could not be written: {why}")
+        except asyncio.CancelledError:
+            if not run.preempted:
+                raise
+            await self._put_back(run, _Again())
+
+    async def _keep(self, note: Callable[[float, float], None]) -> None:
+        """Note a job's end, from which on it is kept for so long."""
+        now_s = clock.wall_s()
+        await self._stored(note, now_s, now_s + self._config.jobs_keep_s)
+
+    async def _fail(self, run: _Run, why: str) -> None:
+        await self._keep(partial(self._store.fail, run.job.id, why))
+        run.end = "failed"
+
+    async def _put_back(self, run: _Run, again: _Again) -> None:
+        if again.attempt and run.job.attempts + 1 >= ATTEMPTS:
+            await self._fail(run, f"the engine failed {ATTEMPTS} times while this was made")
+            return
+        if again.wait_s:
+            self._not_before_s = clock.monotonic_s() + again.wait_s
+        await self._stored(partial(self._store.put_back, run.job.id, attempt=again.attempt))
+        run.end = "put_back"
+
+    async def _make(self, run: _Run) -> None:
+        """From the engine's frames to a complete file.
+
+        Raises:
+            RequestError: the engine refuses it for good.
+            _Again: it has no memory for it now, or ended meanwhile. EngineFailure: it has ended.
+            OSError, FFmpegError: the file cannot be written.
+        """
+        loop, request = asyncio.get_running_loop(), run.job.request
+
+        def encoded(frames: int) -> None:
+            loop.call_soon_threadsafe(run.inbox.put_nowait, frames)
+
+        video = VideoFile(self._store.path(run.job.id), request.fps, request.frames, encoded)
+        writing = loop.run_in_executor(self._encoders, video.write)
+        # Tells the loop below, which looks why.
+        writing.add_done_callback(lambda _: run.inbox.put_nowait(request.frames))
+        try:
+            await self._stream(run, video, writing)
+            await writing
+        finally:
+            video.abort()
+            with contextlib.suppress(StreamdiffError, OSError, FFmpegError):
+                await asyncio.shield(writing)
+
+    async def _stream(self, run: _Run, video: VideoFile, writing: asyncio.Future[None]) -> None:
+        """Open the job's session, take all its frames, and close it. Mutates: run, video."""
+        session, request = run.session, run.job.request
+        chunk_frames = self._ready().chunk_frames
+        ahead_frames = AHEAD_CHUNKS * chunk_frames
+        run.in_engine = True
+        await self._send(
+            Open(session, request.prompt, request.seed, request.steps, max_ahead_frames=ahead_frames, background=True)
+        )
+        try:
+            taken = 0
+            while taken < request.frames and not writing.done():
+                match await run.inbox.get():
+                    case FrameBatch() as batch:
+                        pictures = batch.pictures[: request.frames - taken]
+                        taken += len(pictures)
+                        video.put(pictures)
+                    case int() as encoded:
+                        run.encoded = max(run.encoded, encoded)
+                        # What would be made beyond the end is not asked for.
+                        shown = min(encoded, request.frames + chunk_frames - ahead_frames)
+                        if shown > 0 and encoded % chunk_frames == 0:
+                            await self._send(Shown(session, shown))
+                    case Refused(code="memory"):
+                        raise _Again(wait_s=NO_MEMORY_RETRY_S)
+                    case Refused() as refused:
+                        raise RequestError(refused.field, refused.reason, refused.code)
+                    case Restarting():
+                        raise _Again(attempt=True)
+                    case Failed():
+                        raise _Again
+                    case _:
+                        pass
+        finally:
+            with contextlib.suppress(EngineFailure):  # if it has ended, the session has with it
+                await self._send(Close(session))
+            run.in_engine = False
+        while not writing.done():
+            if isinstance(said := await run.inbox.get(), int):
+                run.encoded = max(run.encoded, said)

@@ -1,0 +1,222 @@
+"""Jobs in an SQLite database beside their files, in one folder that one server uses at a time.
+
+A file is complete when it has its name, and a job is `completed` only after that, so a server that is killed at any
+moment leaves no half video: `recover` has what was running begin again. Methods block; `JobRunner` calls them on a
+thread of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from streamdiff.errors import ConfigError
+from streamdiff.server.jobs.job import ENDED, Job, VideoRequest
+
+Order = Literal["asc", "desc"]
+DATABASE, SUFFIX = "jobs.sqlite3", ".mp4"
+VERSION = 1
+LOCKED_S = 0.5
+"""How long another server's hold on the folder is waited for."""
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS jobs (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    request TEXT NOT NULL,
+    status TEXT NOT NULL,
+    created_s REAL NOT NULL,
+    owner TEXT NOT NULL,
+    attempts INTEGER NOT NULL DEFAULT 0,
+    started_s REAL,
+    ended_s REAL,
+    expires_s REAL,
+    error TEXT NOT NULL DEFAULT '',
+    bytes INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX IF NOT EXISTS jobs_status ON jobs (status, number);
+"""
+_COLUMNS = "id, request, status, created_s, owner, attempts, started_s, ended_s, expires_s, error, bytes"
+
+
+class JobStore:
+    """All jobs of a folder. For one thread at a time."""
+
+    def __init__(self, folder: Path, name: str | None = None) -> None:
+        """Opens the folder, which is made where it is missing, and keeps other servers out of it. `name` is the
+        server's, which ids of jobs have in them.
+
+        Raises:
+            ConfigError: it cannot be made or written, another server uses it, or it is of a later version.
+        """
+        self.folder = folder.absolute()
+        self._prefix = "video_" if name is None else f"video_{name}_"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._database = sqlite3.connect(
+                self.folder / DATABASE, timeout=LOCKED_S, isolation_level=None, check_same_thread=False
+            )
+            # Exclusive: a second server in the same folder would begin the same jobs and remove files being written.
+            for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
+                self._database.execute(f"PRAGMA {pragma}").fetchall()
+            with self._transaction():
+                (found,) = self._database.execute("PRAGMA user_version").fetchone()
+            if found not in (0, VERSION):
+                raise ConfigError(f"serve.jobs_dir: {self.folder} is of version {found}, and this program of {VERSION}")
+            self._database.executescript(_SCHEMA)
+            self._database.execute(f"PRAGMA user_version = {VERSION}")
+        except OSError as error:
+            raise ConfigError(f"serve.jobs_dir: {folder} cannot be used: {error.strerror}") from error
+        except sqlite3.Error as error:
+            why = "another server uses it" if "locked" in str(error) else str(error)
+            raise ConfigError(f"serve.jobs_dir: {folder} cannot be used: {why}; name another folder") from error
+
+    def close(self) -> None:
+        self._database.close()
+
+    def path(self, id: str) -> Path:
+        """Where a job's video is when it is complete."""
+        return self.folder / f"{id}{SUFFIX}"
+
+    def recover(self) -> int:
+        """Have what was running when the last server ended begin again, and remove files that belong to no completed
+        job; a completed job whose file somebody took away is made again. Returns how many jobs wait."""
+        with self._transaction():
+            self._database.execute("UPDATE jobs SET status = 'queued', started_s = NULL WHERE status = 'in_progress'")
+            whole = {self.path(id).name: id for (id,) in self._select("SELECT id FROM jobs WHERE status = 'completed'")}
+            found = {entry.name for entry in self.folder.iterdir()}
+            for name in whole.keys() - found:
+                self._database.execute(
+                    "UPDATE jobs SET status = 'queued', started_s = NULL, ended_s = NULL, expires_s = NULL, bytes = 0 "
+                    "WHERE id = ?",
+                    (whole[name],),
+                )
+        for name in found - whole.keys():
+            if name.endswith((SUFFIX, ".part")):
+                (self.folder / name).unlink(missing_ok=True)
+        return self.count()
+
+    # ---- a job's life -------------------------------------------------------------------------------------------
+
+    def add(self, request: VideoRequest, owner: str, now_s: float) -> Job:
+        """A new job at the end of the queue."""
+        job = Job(f"{self._prefix}{secrets.token_hex(16)}", request, "queued", now_s, owner)
+        self._database.execute(
+            "INSERT INTO jobs (id, request, status, created_s, owner) VALUES (?, ?, ?, ?, ?)",
+            (job.id, json.dumps(asdict(request)), job.status, now_s, owner),
+        )
+        return job
+
+    def begin(self, now_s: float) -> Job | None:
+        """The oldest job that waits, which is in progress from now on; None: none waits."""
+        with self._transaction():
+            row = self._database.execute(
+                f"SELECT {_COLUMNS} FROM jobs WHERE status = 'queued' ORDER BY number LIMIT 1"
+            ).fetchone()
+            if row is None:
+                return None
+            self._database.execute(
+                "UPDATE jobs SET status = 'in_progress', started_s = ? WHERE id = ?", (now_s, row[0])
+            )
+        return self.get(row[0])
+
+    def put_back(self, id: str, *, attempt: bool) -> None:
+        """A job that was in progress waits again, in its old place; `attempt`: the engine failed while it ran."""
+        self._database.execute(
+            "UPDATE jobs SET status = 'queued', started_s = NULL, attempts = attempts + ? WHERE id = ?", (attempt, id)
+        )
+
+    def complete(self, id: str, now_s: float, expires_s: float) -> None:
+        """A job's file is complete."""
+        size = self.path(id).stat().st_size
+        self._database.execute(
+            "UPDATE jobs SET status = 'completed', ended_s = ?, expires_s = ?, bytes = ? WHERE id = ?",
+            (now_s, expires_s, size, id),
+        )
+
+    def fail(self, id: str, error: str, now_s: float, expires_s: float) -> None:
+        """A job cannot be made, ever."""
+        self._database.execute(
+            "UPDATE jobs SET status = 'failed', ended_s = ?, expires_s = ?, error = ? WHERE id = ?",
+            (now_s, expires_s, error, id),
+        )
+
+    def delete(self, id: str) -> bool:
+        """Forget a job and its file; False if there is none."""
+        gone = self._database.execute("DELETE FROM jobs WHERE id = ?", (id,)).rowcount
+        self.path(id).unlink(missing_ok=True)
+        return bool(gone)
+
+    def expire(self, now_s: float) -> list[str]:
+        """Forget the jobs that have been kept long enough, and their files; returns which."""
+        old = [id for (id,) in self._select("SELECT id FROM jobs WHERE expires_s <= ?", now_s)]
+        for id in old:
+            self.delete(id)
+        return old
+
+    # ---- what there is ------------------------------------------------------------------------------------------
+
+    def get(self, id: str) -> Job | None:
+        return next(iter(self._jobs("WHERE id = ?", id)), None)
+
+    def page(self, *, after: str | None, limit: int, order: Order) -> list[Job] | None:
+        """At most `limit` jobs in the order in which they were asked for, those behind `after`; None: there is no such
+        job."""
+        where, given = "", list[object]()
+        if after is not None:
+            (found,) = self._database.execute("SELECT max(number) FROM jobs WHERE id = ?", (after,)).fetchone()
+            if found is None:
+                return None
+            where, given = f"WHERE number {'>' if order == 'asc' else '<'} ?", [found]
+        return self._jobs(f"{where} ORDER BY number {'ASC' if order == 'asc' else 'DESC'} LIMIT ?", *given, limit)
+
+    def count(self, owner: str | None = None) -> int:
+        """Jobs that wait or run, of `owner` or of all."""
+        unended = f"SELECT count(*) FROM jobs WHERE status NOT IN {ENDED}"
+        query = (unended, ()) if owner is None else (f"{unended} AND owner = ?", (owner,))
+        (count,) = self._database.execute(*query).fetchone()
+        return int(count)
+
+    def used_bytes(self) -> int:
+        """Bytes of all videos."""
+        (total,) = self._database.execute("SELECT coalesce(sum(bytes), 0) FROM jobs").fetchone()
+        return int(total)
+
+    def next_expiry_s(self) -> float | None:
+        """When the next job expires; None: none does."""
+        (soonest,) = self._database.execute("SELECT min(expires_s) FROM jobs").fetchone()
+        return None if soonest is None else float(soonest)
+
+    def _jobs(self, condition: str, *values: object) -> list[Job]:
+        rows = self._select(f"SELECT {_COLUMNS} FROM jobs {condition}", *values)
+        return [Job(id, VideoRequest(**json.loads(request)), *rest) for id, request, *rest in rows]
+
+    def _select(self, query: str, *values: object) -> list[Any]:
+        return self._database.execute(query, values).fetchall()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """What is done inside is done whole, or not at all."""
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._database.execute("ROLLBACK")
+            raise
+        self._database.execute("COMMIT")
+
+
+def sync(path: Path) -> None:
+    """Have a file and its name on the disk, not only in its cache."""
+    for each in (path, path.parent):
+        handle = os.open(each, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,125 @@
+"""Outputs that are asked for while a session plays, each to a target that the operator allows."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path, PurePath
+from urllib.parse import urlsplit
+
+from streamdiff.errors import ConfigError, RequestError
+from streamdiff.server.metrics import Metrics
+from streamdiff.server.outputs import target as targets
+from streamdiff.server.outputs.output import Output, OutputStatus
+from streamdiff.server.outputs.target import Target
+from streamdiff.server.sessions.live_session import LiveSession
+
+MAX_PER_SESSION, MAX_OUTPUTS = 4, 32
+"""Each takes a process, or a peer connection."""
+
+
+class AllowedTargets:
+    """`serve.output_targets`: folders, and addresses below which everything is allowed."""
+
+    def __init__(self, allowed: Sequence[str]) -> None:
+        """
+        Raises:
+            ConfigError: a folder that is none, or an address of an unknown kind.
+        """
+        self._addresses = [text for text in allowed if "://" in text]
+        for text in self._addresses:
+            targets.parse(text)
+        self._folders = [Path(text).expanduser() for text in allowed if "://" not in text]
+        for folder in self._folders:
+            if not folder.is_dir():
+                raise ConfigError(f"serve.output_targets: {folder} is no folder; create it first")
+
+    def parse(self, text: str) -> Target:
+        """An allowed target: an address, or the name of a file, which goes into the first folder.
+
+        Raises:
+            RequestError: another one, or one that cannot be written; says what is allowed.
+        """
+        if "://" in text:
+            if not any(_is_below(text, allowed) for allowed in self._addresses):
+                raise RequestError("target", "the address is not among those this server allows (serve.output_targets)")
+        elif not self._folders:
+            raise RequestError("target", "this server allows no files; give an address that it allows")
+        elif PurePath(text).name != text or "\\" in text or "\0" in text:
+            raise RequestError("target", "a file has a name without a folder, as show.mp4; the server chooses where")
+        try:
+            return targets.parse(text if "://" in text else str(self._folders[0] / text))
+        except (ConfigError, ValueError) as error:
+            # Of files the error says where on the server they are kept.
+            of_file = f"{text[:60]!r} cannot be written: a recording ends in .mp4 or .webm, and has a new name"
+            raise RequestError("target", str(error) if "://" in text else of_file) from error
+
+
+def _is_below(text: str, allowed: str) -> bool:
+    """Whether an address lies below another: same scheme, host, port and query, and a path that goes on from its own.
+    Who sends may be named in it (`TOKEN@`)."""
+    try:
+        wanted, base = urlsplit(text), urlsplit(allowed)
+        alike = all(getattr(wanted, name) == getattr(base, name) for name in ("scheme", "hostname", "port", "query"))
+    except ValueError:
+        return False
+    if not alike or wanted.fragment or not text.isprintable() or set(wanted.path) & {" ", "%", "\\"}:
+        return False  # FFmpeg takes options after a space
+    return ".." not in wanted.path.split("/") and f"{wanted.path}/".startswith(f"{base.path.rstrip('/')}/")
+
+
+class SessionOutputs:
+    """The outputs of all sessions but those of the configuration. Lives on the event loop."""
+
+    def __init__(self, allowed: AllowedTargets, metrics: Metrics) -> None:
+        self._allowed, self._metrics = allowed, metrics
+        self._outputs: dict[str, dict[str, Output]] = {}  # by session
+
+    async def add(self, session: LiveSession, text: str) -> tuple[str, OutputStatus]:
+        """Send a session to a target too; returns the output's id and its state.
+
+        Raises:
+            RequestError: a target that is not allowed or cannot be written, or too many outputs.
+        """
+        target = await asyncio.to_thread(self._allowed.parse, text)  # which may try a protocol
+        if session.closed:
+            raise RequestError("session", "the session has ended")
+        own = self._outputs.setdefault(session.id, {})
+        everywhere = [output for outputs in self._outputs.values() for output in outputs.values()]
+        if len(own) >= MAX_PER_SESSION or len(everywhere) >= MAX_OUTPUTS:
+            limits = f"a session has {MAX_PER_SESSION} outputs at most, and the server {MAX_OUTPUTS}"
+            raise RequestError("target", f"{limits}; end one first")
+        if target.is_file and any(output.url == target.url for output in everywhere):
+            raise RequestError("target", f"{text} is being written; choose another name")
+        id = secrets.token_urlsafe(6)
+        output = Output(replace(target, name=f"{target.name} {id}"), lambda: session, self._metrics)
+        own[id] = output
+        return id, output.status
+
+    def of(self, session: LiveSession) -> dict[str, OutputStatus]:
+        """The states of a session's outputs, by id."""
+        return {id: output.status for id, output in self._outputs.get(session.id, {}).items()}
+
+    async def remove(self, session: LiveSession, id: str) -> bool:
+        """End an output; False if there is none of that id."""
+        output = self._outputs.get(session.id, {}).pop(id, None)
+        if output is None:
+            return False
+        await self._end(output)
+        return True
+
+    async def end_session(self, session: LiveSession) -> None:
+        """End the outputs of a session that ends."""
+        await asyncio.gather(*map(self._end, self._outputs.pop(session.id, {}).values()))
+
+    async def stop(self) -> None:
+        """End all outputs: what came so far is written."""
+        ending = [output for outputs in self._outputs.values() for output in outputs.values()]
+        self._outputs.clear()
+        await asyncio.gather(*map(self._end, ending))
+
+    async def _end(self, output: Output) -> None:
+        await output.stop()
+        self._metrics.forget_output(output.status.name)

@@ -1,0 +1,284 @@
+"""Bodies of `/v1/videos`, as JSON or as a form, and what the answers look like. No field is ever ignored."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.datastructures import UploadFile
+from starlette.formparsers import FormParser, MultiPartException, MultiPartParser
+from starlette.requests import Request
+
+from streamdiff.engine.messages import Ready
+from streamdiff.engine.validation import MAX_SEED
+from streamdiff.server.jobs.job import Job, VideoRequest
+from streamdiff.server.problem import Problem, media_type, read_body
+from streamdiff.server.routes.dependencies import JSON
+from streamdiff.server.routes.schemas import Size
+from streamdiff.server.sessions.control import Fps, Prompt, Seed, Steps, steps_refusal
+
+MAX_JSON_BYTES, MAX_FORM_BYTES = 64 * 1024, 16 * 1024 * 1024
+MAX_FORM_FIELDS, MAX_FORM_FILES = 64, 4
+FORM, URLENCODED = "multipart/form-data", "application/x-www-form-urlencoded"
+DEFAULT_SECONDS = 4.0
+PICTURES = ("input_reference", "image_reference", "reference_url", "video_reference")
+
+_Side = Annotated[int, Field(ge=1, le=99_999)]
+
+
+class NewVideo(BaseModel):
+    """A video to make; what is left out is the server's choice. `extra_body`, an object, is read as more fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompt: Prompt = Field(description="what to show")
+    model: str | None = Field(None, max_length=200, description="the one that /v1/models lists")
+    seconds: (
+        Annotated[float, Field(gt=0, le=86_400)] | Annotated[str, Field(pattern=r"^[0-9]{1,5}(\.[0-9]{1,3})?$")] | None
+    ) = Field(None, description=f"length, default {DEFAULT_SECONDS:g}")
+    size: Size | None = Field(None, description="WIDTHxHEIGHT; an engine has one")
+    width: _Side | None = None
+    height: _Side | None = None
+    seed: Seed | None = Field(None, description="default: one that nobody knows; the answer tells it")
+    fps: Fps | None = Field(None, description="default: the model's own")
+    num_frames: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(None, description="length in frames")
+    num_inference_steps: Steps | None = None
+
+
+class VideoError(BaseModel):
+    """Why a video could not be made."""
+
+    code: str
+    message: str
+
+
+class Video(BaseModel):
+    """A video that is asked for, made, or kept."""
+
+    id: str
+    object: Literal["video"] = "video"
+    model: str
+    prompt: str
+    status: Literal["queued", "in_progress", "completed", "failed"]
+    progress: int = Field(description="per cent of the frames that are encoded")
+    created_at: int
+    started_at: int | None
+    completed_at: int | None
+    expires_at: int | None = Field(description="when it and its file are forgotten")
+    seconds: str
+    size: str
+    fps: float
+    num_frames: int
+    num_inference_steps: int
+    seed: int
+    error: VideoError | None
+    remixed_from_video_id: None = None
+
+
+class VideoList(BaseModel):
+    """Videos, in the order asked for."""
+
+    object: Literal["list"] = "list"
+    data: list[Video]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedVideo(BaseModel):
+    """A video that is no more."""
+
+    id: str
+    object: Literal["video.deleted"] = "video.deleted"
+    deleted: Literal[True] = True
+
+
+class ServedModel(BaseModel):
+    """The model that is loaded."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["streamdiff"] = "streamdiff"
+
+
+class ModelList(BaseModel):
+    """All models of this server: one."""
+
+    object: Literal["list"] = "list"
+    data: list[ServedModel]
+
+
+async def read_new_video(request: Request) -> NewVideo:
+    """The body of a request, JSON or a form.
+
+    Raises:
+        Problem: 400 naming the field, 413, 415.
+    """
+    kind = media_type(request)
+    if kind in (FORM, URLENCODED):
+        return _validated(_flat(await _form(request, kind)), strict=False)
+    given = await read_body(request, MAX_JSON_BYTES)
+    if kind != JSON:
+        raise Problem(415, f"The body is {JSON} or {FORM}.", code="media_type")
+    try:
+        fields = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise Problem(400, f"The body is not JSON: {str(error)[:120]}.", code="bad_json") from error
+    if not isinstance(fields, dict):
+        raise Problem(400, "The body is JSON, but no object: give fields, such as `prompt`.", code="bad_json")
+    return _validated(_flat(fields), strict=True)
+
+
+async def _form(request: Request, kind: str) -> dict[str, Any]:
+    """The fields of a form, each given once."""
+    body = _limited(request.stream())
+    try:
+        if kind == FORM:
+            limits = {"max_files": MAX_FORM_FILES, "max_fields": MAX_FORM_FIELDS}
+            form = await MultiPartParser(request.headers, body, max_part_size=MAX_JSON_BYTES, **limits).parse()
+        else:
+            form = await FormParser(request.headers, body).parse()
+    except (MultiPartException, KeyError, ValueError) as error:
+        why = getattr(error, "message", None) or "it cannot be read"
+        raise Problem(400, f"The body is no valid form: {str(why)[:120]}.", code="bad_form") from error
+    try:
+        for name, value in form.multi_items():
+            if isinstance(value, UploadFile) or name in PICTURES:
+                _refuse(name)
+            if len(form.getlist(name)) > 1:
+                _invalid(name, f"`{name[:40]}` is given {len(form.getlist(name))} times; give it once.")
+        return dict(form)
+    finally:
+        await form.close()
+
+
+async def _limited(stream: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    length = 0
+    async for piece in stream:
+        length += len(piece)
+        if length > MAX_FORM_BYTES:
+            message = f"The form is larger than {MAX_FORM_BYTES // 1024 // 1024} MiB, the most this address takes."
+            raise Problem(413, message, {"Connection": "close"}, code="too_large")
+        yield piece
+
+
+def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with those of `extra_body` among them.
+
+    Raises:
+        Problem: 400 for an `extra_body` that is no object, or that says again what a field says.
+    """
+    given = dict(fields)
+    extra = given.pop("extra_body", None)
+    if isinstance(extra, str):
+        try:
+            extra = json.loads(extra)
+        except (ValueError, RecursionError):
+            _invalid("extra_body", "`extra_body` is not JSON.")
+    if extra is None:
+        return given
+    if not isinstance(extra, dict):
+        _invalid("extra_body", "`extra_body` is no object: give fields in it.")
+    if twice := sorted(extra.keys() & given.keys()):
+        _invalid(twice[0], f"`{twice[0][:40]}` stands in the body and in `extra_body`; one would be ignored.")
+    return given | extra
+
+
+def _validated(fields: Mapping[str, Any], *, strict: bool) -> NewVideo:
+    for name in PICTURES:
+        if fields.get(name) is not None:
+            _refuse(name)
+    try:
+        return NewVideo.model_validate(fields, strict=strict)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    name = str(first["loc"][0])[:40] if first["loc"] else ""
+    if first["type"] == "extra_forbidden":
+        _refuse(name)
+    if first["type"] == "missing":
+        _invalid(name, f"`{name}` is missing.")
+    _invalid(name, f"`{name}`: {first['msg']}.")
+
+
+def _refuse(name: str) -> NoReturn:
+    """A field that nothing here reads."""
+    if name in PICTURES:
+        _invalid(name, f"`{name}` cannot be used yet: videos here are made from the prompt alone.", "unsupported")
+    known = ", ".join(NewVideo.model_fields)
+    _invalid(name, f"`{name[:40]}` would be ignored, so it is refused. What can be said: {known}.", "unsupported")
+
+
+def _invalid(name: str, why: str, code: str = "invalid") -> NoReturn:
+    raise Problem(400, why, code=code, field=name[:40])
+
+
+def resolve(wanted: NewVideo, ready: Ready, limit_s: float, names: frozenset[str]) -> VideoRequest:
+    """All that a video needs, for an engine that is called by any of `names`. No longer than `limit_s` at the model's
+    own rate.
+
+    Raises:
+        Problem: 400 naming the field that the engine cannot do, 404 for another model.
+    """
+    if wanted.model is not None and wanted.model not in names:
+        why = f"There is no model {wanted.model[:80]!r} here; /v1/models lists {ready.model!r}."
+        raise Problem(404, why, code="model_not_found", field="model")
+    size = f"{ready.width}x{ready.height}"
+    if wanted.size is not None and wanted.size.replace("*", "x") != size:
+        _invalid("size", f"`size` is {wanted.size!r}; this engine makes {size}.")
+    for name, value, own in (("width", wanted.width, ready.width), ("height", wanted.height, ready.height)):
+        if value is not None and value != own:
+            _invalid(name, f"`{name}` is {value}; this engine makes {size}.")
+    steps = ready.steps if wanted.num_inference_steps is None else wanted.num_inference_steps
+    if wanted.num_inference_steps is not None and (why := steps_refusal(steps, ready)):
+        _invalid("num_inference_steps", why.replace("`steps`", "`num_inference_steps`"))
+    fps = ready.native_fps if wanted.fps is None else wanted.fps
+    frames = _frames(wanted, fps)
+    if frames > (most := round(limit_s * ready.native_fps)):
+        name = "seconds" if wanted.num_frames is None else "num_frames"
+        _invalid(name, f"That is {frames:,} frames; this server makes {most:,} at most (serve.jobs_seconds).")
+    seed = secrets.randbelow(MAX_SEED + 1) if wanted.seed is None else wanted.seed
+    return VideoRequest(ready.model, wanted.prompt, seed, steps, frames, fps, ready.width, ready.height)
+
+
+def _frames(wanted: NewVideo, fps: float) -> int:
+    seconds = None if wanted.seconds is None else float(wanted.seconds)
+    if seconds is not None and seconds <= 0:
+        _invalid("seconds", "`seconds` is 0; it must be above 0.")
+    if wanted.num_frames is None:
+        return max(1, round((DEFAULT_SECONDS if seconds is None else seconds) * fps))
+    if seconds is not None and abs(wanted.num_frames - seconds * fps) >= max(1.0, fps):
+        _invalid(
+            "seconds",
+            f"`seconds` is {seconds:g}, but {wanted.num_frames} frames at {fps:g} per second are "
+            f"{wanted.num_frames / fps:g} s; leave one of them out.",
+        )
+    return wanted.num_frames
+
+
+def video_of(job: Job, progress: int) -> Video:
+    """A job as the API shows it."""
+    request = job.request
+    whole = (None if time_s is None else int(time_s) for time_s in (job.started_s, job.ended_s, job.expires_s))
+    started, ended, expires = whole
+    return Video(
+        id=job.id,
+        model=request.model,
+        prompt=request.prompt,
+        status=job.status,
+        progress=progress,
+        created_at=int(job.created_s),
+        started_at=started,
+        completed_at=ended,
+        expires_at=expires,
+        seconds=f"{request.frames / request.fps:g}",
+        size=f"{request.width}x{request.height}",
+        fps=request.fps,
+        num_frames=request.frames,
+        num_inference_steps=request.steps,
+        seed=request.seed,
+        error=VideoError(code="failed", message=job.error) if job.status == "failed" else None,
+    )

@@ -1,0 +1,164 @@
+"""`generate --prompts`: one engine, each video as it is alone, faults named at the end, and going on where it ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from streamdiff import api
+from streamdiff.cli import main
+from streamdiff.config import ModelConfig
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from streamdiff.video import writer
+from tests.small import BLUE, CPU, RED, WHITE, small_model
+
+MODEL = small_model(4)
+SIZE = f"{MODEL.spec.width}x{MODEL.spec.height}"
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ModelConfig]]:
+    """Each time a model was loaded: a very small one."""
+    torch.set_num_threads(1)
+    loaded: list[ModelConfig] = []
+
+    def load(config: ModelConfig) -> StreamingPipeline:
+        loaded.append(config)
+        return StreamingPipeline(MODEL, CPU)
+
+    monkeypatch.setattr(api, "load", load)
+    yield loaded
+
+
+def generate(*arguments: str | Path) -> int:
+    return main.main(["generate", *map(str, arguments)])
+
+
+def pictures(folder: Path) -> np.ndarray:
+    return np.stack([np.asarray(Image.open(path)) for path in sorted(folder.glob("*.png"))])
+
+
+def write_jsonl(path: Path, *lines: dict[str, object]) -> Path:
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return path
+
+
+@pytest.mark.slow
+def test_every_video_is_what_its_prompt_and_seed_give_alone(tmp_path: Path, loads: list[ModelConfig]) -> None:
+    """Also the one after a video that was longer, and one with the prompt of another."""
+    prompts = write_jsonl(
+        tmp_path / "prompts.jsonl",
+        {"prompt": RED, "seed": 3, "seconds": 1.0, "output": "red"},
+        {"prompt": BLUE, "output": "deep/blue", "size": SIZE},
+        {"prompt": RED, "seed": 4, "output": "again"},
+        {"prompt": WHITE, "seed": 3, "output": "white"},
+    )
+    assert generate("--prompts", prompts, "--output", tmp_path / "out", "--seconds", "0.5", "--seed", "9") == 0
+    assert len(loads) == 1, "one engine"
+    for name, prompt, seed, seconds in (
+        ("red", RED, 3, 1.0), ("deep/blue", BLUE, 9, 0.5), ("again", RED, 4, 0.5), ("white", WHITE, 3, 0.5)
+    ):  # fmt: skip
+        alone = tmp_path / "alone" / name.replace("/", "-")
+        alone.parent.mkdir(exist_ok=True)
+        assert generate("--prompt", prompt, "--seed", seed, "--seconds", seconds, "--output", alone) == 0
+        got = pictures(tmp_path / "out" / name)
+        assert len(got) == seconds * MODEL.spec.native_fps and got.std() > 1
+        assert np.array_equal(got, pictures(alone)), name
+
+
+def test_a_text_file_has_a_prompt_a_line_and_videos_have_its_numbers(tmp_path: Path, loads: list[ModelConfig]) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(f"{RED}\n\n  {BLUE}  \n")
+    assert generate("--prompts", prompts, "--output", tmp_path / "out", "--seconds", "0.1") == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["00001.mp4", "00003.mp4"]
+
+
+def test_lines_that_fail_are_named_at_the_end_and_the_others_are_made(
+    tmp_path: Path, loads: list[ModelConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = write_jsonl(
+        tmp_path / "prompts.jsonl",
+        {"prompt": " "},
+        {"prompt": RED, "seed": -1},
+        {"prompt": RED, "size": "1280x720"},
+        {"prompt": RED},
+    )
+    assert generate("--prompts", prompts, "--output", tmp_path / "out", "--seconds", "0.1") == 1
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["00004.mp4"]
+    said = capsys.readouterr()
+    assert "1 of 4 videos made" in said.out
+    failed = [line for line in said.err.splitlines() if "failed" in line]
+    for number, why in enumerate(("the prompt is empty", "the seed is -1", f"this engine makes {SIZE}"), start=1):
+        assert f"prompts.jsonl:{number}: " in failed[number - 1] and why in failed[number - 1]
+
+
+def test_resume_makes_what_is_not_there(
+    tmp_path: Path, loads: list[ModelConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run ends in the middle of its second video; the next makes the second and third."""
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "out"
+    prompts.write_text(f"{RED}\n{BLUE}\n{WHITE}\n")
+    every = writer._checked
+
+    def interrupted(frames: Iterator[writer.Frame]) -> Iterator[writer.Frame]:
+        for number, frame in enumerate(every(frames)):
+            if number == 2 and (out / "00001.mp4").exists():
+                raise KeyboardInterrupt
+            yield frame
+
+    monkeypatch.setattr(writer, "_checked", interrupted)
+    assert generate("--prompts", prompts, "--output", out, "--seconds", "0.2") == 130
+    assert [path.name for path in out.iterdir()] == ["00001.mp4"]
+    monkeypatch.setattr(writer, "_checked", every)
+    first = (out / "00001.mp4").stat().st_mtime_ns
+    assert generate("--prompts", prompts, "--output", out, "--seconds", "0.2", "--resume") == 0
+    assert "2 videos to make" in capsys.readouterr().out
+    assert sorted(path.name for path in out.iterdir()) == ["00001.mp4", "00002.mp4", "00003.mp4"]
+    assert (out / "00001.mp4").stat().st_mtime_ns == first
+    assert generate("--prompts", prompts, "--output", out, "--resume") == 0
+    assert len(loads) == 2, "with nothing to make no model is loaded"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "more", "words"),
+    [
+        ("p.txt", None, (), "p.txt, which cannot be read: No such file"),
+        ("p.txt", "\n \n", (), "has no prompt: give one a line"),
+        ("p.jsonl", "{", (), "p.jsonl:1: it is not JSON"),
+        ("p.jsonl", '{"prompt": "x"}\n[1]', (), "p.jsonl:2: a line is a JSON object"),
+        ("p.jsonl", "{}", (), "p.jsonl:1: 'prompt' cannot be: Field required"),
+        ("p.jsonl", '{"prompt": "x", "sed": 1}', (), "'sed' is not known; fields are prompt, seed"),
+        ("p.jsonl", '{"prompt": "x", "seconds": 0}', (), "'seconds' cannot be"),
+        ("p.jsonl", '{"prompt": "x", "output": "x.avi"}', (), "it ends in .mp4 or .webm, or is a folder"),
+        ("p.jsonl", '{"prompt": "x", "output": "a"}\n{"prompt": "y", "output": "b/../a"}', (), "that of line 1 too"),
+        ("p.txt", "x", ("--prompt", "y"), "--prompt does not go with --prompts"),
+        ("p.txt", "x", ("--prompt-at", "1:y"), "--prompt-at does not go with --prompts"),
+        ("p.txt", "x", ("--seconds", "0"), "--seconds is 0"),
+        ("p.txt", "x", ("--chunks", "3"), "--prompts does not go with"),
+    ],
+)
+def test_a_file_that_cannot_be_carried_out_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, loads: list[ModelConfig], capsys: pytest.CaptureFixture[str],
+    name: str, text: str | None, more: tuple[str, ...], words: str,
+) -> None:  # fmt: skip
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert generate("--prompts", tmp_path / name, "--output", tmp_path / "out", *more) == 2
+    assert words in capsys.readouterr().err
+    assert not loads and not (tmp_path / "out").exists()
+
+
+def test_resume_and_output_say_what_they_go_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p.txt").write_text("x")
+    assert generate("--resume", "--output", "x.mp4") == 2
+    assert "--resume goes with --prompts" in capsys.readouterr().err
+    assert generate("--prompts", tmp_path / "p.txt") == 2
+    assert "--output is missing; with --prompts it is the folder" in capsys.readouterr().err
+    assert generate("--prompts", tmp_path / "p.txt", "--output", tmp_path / "p.txt") == 2
+    assert "a file; with --prompts it is the folder" in capsys.readouterr().err

@@ -1,0 +1,111 @@
+"""`streamdiff generate --processes`: real ranks give what stages that take turns in one process give, to the bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from streamdiff.cli import main
+from streamdiff.commands import reference_ring
+from streamdiff.engine.process import launcher
+from streamdiff.models.model import StageModel
+from streamdiff.pipeline.runner.block_offload import OffloadedBlocks
+from tests.commands.conftest import CHUNK, CHUNKS, Given, checkpoint
+from tests.commands.test_reference_files import files_for
+from tests.pipeline.processes import run_ranks
+
+LIMIT_S = 900.0  # ends what hangs; a busy machine takes minutes
+WINDOW = ("--window", "9", "--sink", "3")
+
+
+def cases(given: Given) -> dict[str, list[str]]:
+    """Options of a stream each, in every KV context and with everything that files can say."""
+    said = files_for(given, (CHUNKS, 3, CHUNK)).options
+    other = given.folder / "other.safetensors"
+    return {
+        "recache": [*WINDOW, "--prompt-switch", f"3:{other}:recache"],
+        "staircase, reset": [*WINDOW, "--kv-context", "staircase", "--prompt-switch", f"4:{other}:reset", *said],
+        "matched": [*WINDOW, "--kv-context", "matched", "--adaptive-sink", "0.5", *said],
+    }
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Given:
+    """With a block for each of four stages."""
+    return checkpoint(tmp_path_factory.mktemp("ranks"), layers=4)
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.soak)])
+def made(request: pytest.FixtureRequest, given: Given) -> dict[str, Tensor]:
+    """Latents of all cases, from one ring of processes."""
+    stages: int = request.param
+    commands, outputs = [], {}
+    for number, (name, options) in enumerate(cases(given).items()):
+        outputs[name] = given.folder / f"ranks-{stages}-{number}.safetensors"
+        commands.append(given.command(*options, "--stages", str(stages), "--processes", out=outputs[name]))
+    listed = given.folder / "commands.json"
+    listed.write_text(json.dumps(commands))
+    run_ranks("tests.commands.reference_rank", [str(listed)], stages, LIMIT_S)
+    return {name: load_file(path)["latents"] for name, path in outputs.items()}
+
+
+@pytest.mark.slow
+def test_ranks_give_the_bits_of_one_process(given: Given, made: dict[str, Tensor]) -> None:
+    torch.set_num_threads(1)
+    for name, options in cases(given).items():
+        assert torch.equal(made[name], given.latents(*options)), name
+
+
+@pytest.mark.soak
+def test_the_command_starts_its_ranks(given: Given, streamdiff_command: Callable[..., CompletedProcess[str]]) -> None:
+    out = given.folder / "started.safetensors"
+    options = cases(given)["staircase, reset"]
+    ended = streamdiff_command(*given.command(*options, "--stages", "4", "--processes", out=out))
+    assert ended.returncode == 0, ended.stderr
+    assert torch.equal(load_file(out)["latents"], given.latents(*options))
+
+
+def test_ranks_are_started_once_everything_has_been_checked(
+    given: Given, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    started: list[tuple[str, int, list[str]]] = []
+    monkeypatch.setattr(
+        launcher, "launch", lambda module, ranks, argv, folder: started.append((module, ranks, list(argv))) or 0
+    )
+    command = given.command("--stages", "2", "--processes")
+    assert main.main(command) == 0
+    assert started == [("streamdiff", 2, command)]
+    for wrong, words in (
+        (given.command("--processes"), "--processes gives each of several stages a process; --stages is 1"),
+        (given.command("--stages", "5", "--processes"), "4"),
+        (given.command("--stages", "2", "--processes", "--noise", str(tmp_path / "none")), "does not exist"),
+    ):
+        assert main.main(wrong) == 2
+        assert words in capsys.readouterr().err
+    assert len(started) == 1
+
+
+def test_a_rank_that_follows_has_its_blocks_offloaded_too(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Seen(Exception):
+        pass
+
+    def follower(model: StageModel, *_: object) -> None:
+        assert len(model.denoiser.blocks) == 2 and isinstance(model.denoiser.source, OffloadedBlocks)
+        raise Seen
+
+    monkeypatch.setattr(reference_ring, "_join", lambda found: SimpleNamespace(rank=1))
+    monkeypatch.setattr(reference_ring, "start_progress", lambda *_: SimpleNamespace(enter=None))
+    monkeypatch.setattr(reference_ring.topology, "follower", follower)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    out = given.folder / "never.safetensors"
+    with pytest.raises(Seen):
+        main.main(given.command("--stages", "2", "--processes", "--offload", "blocks", out=out))

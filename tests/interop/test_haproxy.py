@@ -1,0 +1,191 @@
+"""deploy/haproxy.cfg as it stands, but for addresses, in a real HAProxy before real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
+
+from tests.rules.source import ROOT
+from tests.server.test_main import printed_address, start
+
+pytestmark = [pytest.mark.slow, pytest.mark.interop, pytest.mark.haproxy]
+
+LIMIT_S = 60.0
+CONFIGURATION = ROOT / "deploy" / "haproxy.cfg"
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports that are free a moment ago."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]
+
+
+class Fleet:
+    """Servers a, b and c, those that were started, and a balancer before them."""
+
+    def __init__(self, folder: Path) -> None:
+        ports = free_ports(7)
+        self.url = f"http://127.0.0.1:{ports[0]}"
+        self.ports = dict(zip("abc", zip(ports[1::2], ports[2::2], strict=True), strict=True))
+        text = CONFIGURATION.read_text("utf-8").replace("bind :8080", f"bind 127.0.0.1:{ports[0]}")
+        for number, name in enumerate("abc", 1):
+            http, agent = self.ports[name]
+            line = rf"server {name} 10\.0\.0\.{number}:8000"
+            here = f"server {name} 127.0.0.1:{http}"
+            text, found = re.subn(rf"{line} agent-port 8100", f"{here} agent-port {agent}", text)
+            text, others = re.subn(line, here, text)
+            assert (found, others) == (1, 2), name
+        self.configuration = folder / "haproxy.cfg"
+        self.configuration.write_text(text, "utf-8")
+        self.servers: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, name: str, load: float, drain_s: float = 0.0) -> None:
+        http, agent = self.ports[name]
+        words = ("--server-name", name, "--agent-port", str(agent), "--load", str(load), "--drain-s", str(drain_s))
+        self.servers[name] = start("--port", str(http), *words)
+
+    @contextlib.contextmanager
+    def balanced(self) -> Iterator[None]:
+        """Wait for the servers; a balancer runs meanwhile."""
+        program = shutil.which("haproxy") or "/usr/sbin/haproxy"
+        try:
+            for process in self.servers.values():
+                printed_address(process)
+            with subprocess.Popen([program, "-f", self.configuration, "-db"], stderr=subprocess.DEVNULL) as balancer:
+                try:
+                    yield
+                finally:
+                    balancer.kill()
+        finally:
+            for process in self.servers.values():
+                process.kill()
+                process.communicate()
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not await condition():
+            await asyncio.sleep(0.1)
+
+
+async def watch(http: httpx.AsyncClient, session: str) -> RTCPeerConnection:
+    """A viewer of a session, through the balancer; its video comes from the server directly."""
+    pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+    pc.addTransceiver("video", direction="recvonly")
+    await pc.setLocalDescription(await pc.createOffer())
+    headers = {"Content-Type": "application/sdp"}
+    answer = await http.post(f"/whep/{session}", content=pc.localDescription.sdp, headers=headers)
+    assert answer.status_code == 201, answer.text
+    await pc.setRemoteDescription(RTCSessionDescription(answer.text, "answer"))
+    return pc
+
+
+def home(session: str) -> str:
+    return session.split("-")[1]
+
+
+def test_forty_sessions_on_servers_that_fill_up_are_killed_drained_and_added(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    # A session of the painter takes a quarter of the engine's time: so 11 fit on a beside what it plays, 39 on b.
+    fleet.start("a", load=3.0)
+    fleet.start("b", load=10.0, drain_s=600.0)
+
+    async def scene() -> None:
+        async with httpx.AsyncClient(base_url=fleet.url, timeout=LIMIT_S) as http:
+
+            async def made() -> httpx.Response:
+                return await http.post("/api/sessions", json={})
+
+            async def comes_to(name: str) -> bool:
+                response = await made()
+                return response.status_code == 201 and home(response.json()["id"]) == name
+
+            async def listens() -> bool:
+                with contextlib.suppress(httpx.TransportError):
+                    return bool(await http.get("/healthz"))
+                return False
+
+            async def both_up() -> bool:
+                return {home((await made()).json().get("id", "- -")) for _ in range(4)} == {"a", "b"}
+
+            await until(listens)
+            await until(both_up)
+            opened = await asyncio.gather(*(made() for _ in range(40)))
+            assert [each.status_code for each in opened] == [201] * 40, "a full server is passed over"
+            sessions = [each.json()["id"] for each in opened]
+            there = Counter(map(home, sessions))
+            assert 0 < there["a"] <= 12 < there["b"] and set(there) == {"a", "b"}, there
+            for session in sessions:
+                state = await http.get(f"/api/sessions/{session}")
+                assert (state.status_code, state.json()["id"]) == (200, session)
+            token = {"Authorization": f"Bearer {opened[0].json()['control_token']}"}
+            change = await http.patch(f"/api/sessions/{sessions[0]}", json={"prompt": "blue"}, headers=token)
+            assert change.status_code == 200
+            assert (await http.get("/")).status_code == 200
+            foreign = await http.get("/api/sessions/s-nobody-x")
+            assert (foreign.status_code, foreign.json()["code"]) == (410, "ended")
+
+            on_a, on_b = (next(each for each in sessions if home(each) == name) for name in "ab")
+            viewer = await watch(http, on_b)
+            track = viewer.getReceivers()[0].track
+            await asyncio.wait_for(track.recv(), LIMIT_S)
+
+            fleet.servers["a"].send_signal(signal.SIGKILL)
+
+            async def gone() -> bool:
+                response = await http.get(f"/api/sessions/{on_a}")
+                return response.status_code == 410 and response.json()["code"] == "ended"
+
+            await until(gone)
+            for _ in range(20):
+                await asyncio.wait_for(track.recv(), LIMIT_S)
+            assert (await http.get(f"/api/sessions/{on_b}")).status_code == 200, "others play on"
+
+            fleet.start("c", load=3.0)
+            await until(lambda: comes_to("c"))
+            fleet.servers["b"].terminate()  # with a viewer it has 600 s
+            await until(lambda: only_c(made))
+            await asyncio.wait_for(track.recv(), LIMIT_S)
+            assert (await http.get(f"/api/sessions/{on_b}")).status_code == 200, "whoever plays on b plays on"
+
+            async def all_full() -> bool:
+                response = await made()
+                return response.status_code == 503 and int(response.headers["retry-after"]) > 0
+
+            await until(all_full)
+            await viewer.close()
+
+    async def only_c(made: Callable[[], Awaitable[httpx.Response]]) -> bool:
+        return [home((await made()).json().get("id", "- -")) for _ in range(3)] == ["c"] * 3
+
+    with fleet.balanced():
+        asyncio.run(scene())
+
+
+@pytest.mark.parametrize("kind", ["cfg", "fleet"])
+def test_the_file_is_one_that_haproxy_takes_without_a_remark(kind: str, tmp_path: Path) -> None:
+    path = CONFIGURATION
+    if kind == "fleet":
+        path = tmp_path / "haproxy.cfg"
+        documents = yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "fleet.yaml").read_text("utf-8"))
+        [text] = [each["data"]["haproxy.cfg"] for each in documents if "haproxy.cfg" in each.get("data", {})]
+        path.write_text(text, "utf-8")
+    program = shutil.which("haproxy") or "/usr/sbin/haproxy"
+    environment = {**os.environ, "NAMESPACE": "default"}
+    checked = subprocess.run([program, "-c", "-f", str(path)], env=environment, capture_output=True, text=True)
+    assert (checked.returncode, checked.stderr) == (0, ""), checked.stderr

@@ -1,0 +1,131 @@
+"""What settings that are left open become, by device and preset, and that each choice says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from streamdiff.config import ModelConfig
+from streamdiff.models import defaults, resolve
+from streamdiff.models.defaults import Defaults, settle
+from streamdiff.models.transformer import attention_backend
+
+
+def settled(device: str, fault: str | None = None, **given: Any) -> Defaults:
+    return settle(ModelConfig.model_validate(given), device, (4, 2), lambda: fault)
+
+
+def paths(found: Defaults) -> tuple[str, str, str, str, bool]:
+    config = found.config
+    return config.attention, config.compile, config.clean_pass, config.decode_layout, found.cudnn_benchmark
+
+
+FAST = ("auto", "on", "with-next", "channels-last", True)
+PLAIN = ("sdpa", "off", "alone", "contiguous", False)
+
+
+@pytest.mark.parametrize(
+    ("device", "preset", "expected"),
+    [
+        ("cuda", "default", FAST),
+        ("cuda", "fast", FAST),
+        ("cuda", "plain", PLAIN),
+        ("cpu", "default", ("sdpa", "off", "alone", "auto", False)),
+        ("cpu", "plain", PLAIN),
+    ],
+)
+def test_a_gpu_is_fast_by_default_and_plain_where_asked(device: str, preset: str, expected: object) -> None:
+    assert paths(settled(device, preset=preset)) == expected
+
+
+@pytest.mark.parametrize("preset", ["default", "plain", "fast"])
+def test_what_is_said_by_itself_is_taken(preset: str) -> None:
+    said = {"attention": "flash", "compile": "on", "clean_pass": "with-next", "decode_layout": "channels-last"}
+    found = settled("cuda", preset=preset, steps=4, vae="wan2.1", quantize="int8", **said)
+    assert {name: getattr(found.config, name) for name in said} == said
+    assert (found.config.steps, found.config.vae, found.config.quantize) == (4, "wan2.1", "int8")
+    asked = {choice.setting for choice in found.choices if choice.reason == "as asked"}
+    assert asked == {*said, "steps", "vae", "quantize"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("preset", ["default", "plain", "fast"])
+def test_every_choice_is_told_once_with_a_reason(device: str, preset: str) -> None:
+    found = settled(device, preset=preset)
+    told = {choice.setting: choice for choice in found.choices}
+    assert len(told) == len(found.choices) and all(choice.reason for choice in found.choices)
+    for setting in ("attention", "compile", "clean_pass", "decode_layout", "quantize"):
+        assert told[setting].value == getattr(found.config, setting)
+    assert {"device", "dtype", "steps", "vae", "cudnn.benchmark"} < set(told)
+
+
+def test_a_line_names_setting_value_and_the_way_back() -> None:
+    found = {choice.setting: str(choice) for choice in settled("cuda").choices}
+    assert found["compile"] == "compile: on (CUDA; --plain switches it off)"
+    assert found["decode"] == "decode: a stream of its own (of lower priority than the transformer's graphs)"
+    assert "decode" not in {choice.setting for choice in settled("cuda", compile="off").choices}
+
+
+@pytest.mark.parametrize(
+    ("given", "fault", "reason"),
+    [
+        ({}, "Triton is not installed", "Triton is not installed; --compile on asks for it"),
+        ({"attention": "sage"}, None, "attention sage is not torch's; --compile on asks for it"),
+        ({"attention": "cudnn"}, None, "CUDA; --plain switches it off"),
+    ],
+)
+def test_a_gpu_that_cannot_compile_starts_without_graphs(given: Any, fault: str | None, reason: str) -> None:
+    found = settled("cuda", fault, **given)
+    (choice,) = (choice for choice in found.choices if choice.setting == "compile")
+    assert choice.reason == reason and found.config.compile == ("on" if "CUDA" in reason else "off")
+
+
+def test_kernels_that_graphs_take_are_torch_s() -> None:
+    assert set(defaults.TORCH_KERNELS) == set(attention_backend.NAMES) - set(attention_backend.DISPATCHED)
+
+
+@pytest.mark.parametrize(("given", "word"), [({"stages": 2}, "ring"), ({"kv_context": "matched"}, "matched")])
+def test_the_clean_pass_goes_alone_where_company_does_not_pay(given: Any, word: str) -> None:
+    found = settled("cuda", **given)
+    (choice,) = (choice for choice in found.choices if choice.setting == "clean_pass")
+    assert found.config.clean_pass == "alone" and word in choice.reason
+    assert not found.config.clean_with_next
+
+
+@pytest.mark.parametrize(
+    ("name", "vae"),
+    [("self-forcing", "taew2_1"), ("random:wan2.1-1.3b", "random:taew2_1"), ("tiny", None), ("some/repository", None)],
+)
+def test_fast_takes_the_small_autoencoder_and_the_fewest_steps(name: str, vae: str | None) -> None:
+    found = settled("cpu", name=name, preset="fast")
+    assert (found.config.vae, found.config.steps) == (vae, 2)
+    told = {choice.setting: str(choice) for choice in found.choices}
+    assert told["steps"] == "steps: 2 (--fast: of 4 or 2)"
+    assert told["vae"].startswith(f"vae: {vae} (--fast" if vae else "vae: the model's own (no smaller one is known")
+    assert settled("cpu", name=name).config.vae is None
+
+
+def test_fast_leaves_a_model_with_one_number_of_steps_alone() -> None:
+    found = settle(ModelConfig(preset="fast"), "cuda", (4,))
+    assert "steps: 4 (the model has no fewer than 4)" in map(str, found.choices)
+
+
+def test_what_fast_takes_is_fetched_before_the_start() -> None:
+    config = resolve.completed(ModelConfig(name="self-forcing", preset="fast"))
+    assert "taew2_1.safetensors" in {file for files in resolve.to_fetch(config) for file in files.files}
+    assert settle(config, "cuda", (4,)).choices[2].reason.startswith("--fast"), "as when it is settled at once"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"compile": "on", "device": "cpu"}, True),
+        ({"compile": "off", "device": "cuda"}, False),
+        ({"device": "cuda"}, True),
+        ({"device": "cuda", "preset": "plain"}, False),
+        ({"device": "cpu"}, False),
+    ],
+)
+def test_who_waits_for_an_engine_knows_whether_it_may_compile(given: Any, expected: bool) -> None:
+    assert defaults.may_compile(ModelConfig.model_validate(given)) is expected

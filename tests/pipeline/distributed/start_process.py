@@ -1,0 +1,114 @@
+"""Rings of three ranks of which the last stops as it starts: `python -m tests.pipeline.distributed.start_process`.
+
+Prints, as JSON, what the ranks of each ring said before they ended, by where rank 2 stopped. Ranks are forked, so that
+they need not import everything again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from streamdiff.config import ModelConfig
+from streamdiff.engine.process.launcher import open_store
+from streamdiff.pipeline import build, rank_loader, topology, worker_main
+from streamdiff.pipeline.distributed import rendezvous, start_progress
+from streamdiff.pipeline.distributed.nccl import NcclReceiver
+from streamdiff.pipeline.runner.model_runner import ModelRunner
+from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
+
+RANKS = 3
+LIMITS_S = {"rendezvous": 5.0, "weights": 30.0, "communicators": 5.0, "first transfers": 5.0, "graphs": 5.0}
+"""Of the phase where a rank stops. Others need some time for their weights on a busy machine."""
+HANG_S = 10.0
+
+
+def hang(*given: Any, **named: Any) -> NoReturn:
+    """Wait for ever; other threads go on."""
+    threading.Event().wait()
+    raise AssertionError
+
+
+def stop(*given: Any, **named: Any) -> None:
+    """All of the process stands still."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hang_at_edge_1(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    def at(*given: Any, **named: Any) -> Any:
+        return hang() if named.get("group_desc") == "edge 1" else new_group(*given, **named)
+
+    return at
+
+
+def break_rank(where: str) -> None:
+    """Mutates: the product's modules."""
+    match where:
+        case "rendezvous":
+            rendezvous.join = hang
+        case "weights":
+            rank_loader.RankLoader.load = stop  # type: ignore[method-assign, assignment]
+        case "communicators":
+            dist.new_group = hang_at_edge_1(dist.new_group)
+        case "first transfers":
+            NcclReceiver.warm_up = stop  # type: ignore[method-assign]
+        case "graphs":
+            rank_loader.RankLoader.compile_stage = hang  # type: ignore[method-assign]
+        case "warm-up":
+            ModelRunner.carry_out = hang  # type: ignore[method-assign]
+
+
+def rank_main(rank: int, port: int, where: str, output: int) -> NoReturn:
+    """A rank as the launcher starts it."""
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    torch.set_num_threads(1)
+    use_rendezvous()
+    topology.link_of = lambda config, device: "nccl"
+    limit_s = LIMITS_S.get(where, HANG_S)
+    if where == "rendezvous":
+        rendezvous.START_LIMIT = timedelta(seconds=limit_s)
+    start_progress.PHASES.update(
+        {phase: limit_s if phase == where else 600.0 for phase in LIMITS_S if phase in start_progress.PHASES}
+    )
+    if rank == RANKS - 1:
+        break_rank(where)
+    config = ModelConfig(stages=RANKS, device="cpu", hang_s=HANG_S)
+    try:
+        worker_main.run_worker(config) if rank else build.load_runtime(config)
+    except Exception:
+        traceback.print_exc()
+    os._exit(1)
+
+
+def play(where: str) -> list[str]:
+    """What ranks 0 and 1 said."""
+    store = open_store()
+    ranks, outputs = [], []
+    for rank in range(RANKS):
+        reading, writing = os.pipe()
+        if (pid := os.fork()) == 0:
+            rank_main(rank, store.port, where, writing)
+        os.close(writing)
+        ranks.append(pid)
+        outputs.append(os.fdopen(reading))
+    said = [output.read() for output in outputs[: RANKS - 1]]  # until they have ended
+    for pid in ranks:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return said
+
+
+if __name__ == "__main__":
+    print(json.dumps({where: play(where) for where in (*LIMITS_S, "warm-up")}))

@@ -1,0 +1,133 @@
+"""A start that hangs says where: the rank that everybody waits for, the phase, and the edge."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from queue import SimpleQueue
+
+import pytest
+from torch.distributed import TCPStore
+
+from streamdiff.config import Config, ModelConfig
+from streamdiff.engine.process.engine_process import loading_limit_s
+from streamdiff.engine.process.launcher import open_store
+from streamdiff.pipeline.distributed.rendezvous import START_LIMIT, RankContext
+from streamdiff.pipeline.distributed.start_progress import PHASES, RankState, StartProgress, StartWatch
+from tests.pipeline.processes import ROOT
+
+LIMIT_S = 900.0  # ends what hangs
+pytestmark = pytest.mark.xdist_group("rings that hang at the start")
+
+
+def found(*states: RankState, silent: tuple[int, ...] = ()) -> str | None:
+    """What is said of ranks that stay as they are."""
+    watch, said = StartWatch(len(states)), None
+    for second in range(int(PHASES["graphs"]) + 2):
+        told = {rank: state if rank in silent else state._replace(number=second) for rank, state in enumerate(states)}
+        said = watch.fault(told, float(second))
+        if said is not None:
+            break
+    return said
+
+
+FIRST = "first transfers"
+
+
+@pytest.mark.parametrize(
+    ("states", "silent", "said"),
+    [
+        (
+            (RankState(FIRST), RankState(FIRST), RankState("weights"), RankState("communicators", 2)),
+            (),
+            "rank 2 does not get on in the start's phase weights: 240 s without progress",
+        ),
+        (
+            (RankState(FIRST, 3), RankState(FIRST, 1), RankState(FIRST, 1), RankState(FIRST, 2)),
+            (2,),
+            "rank 2 says nothing and does not get on in the start's phase first transfers, edge 1 from rank 1 to rank "
+            "2: 120 s without progress",
+        ),
+        (
+            (RankState("communicators", 3), RankState("graphs"), RankState("graphs"), RankState("communicators", 3)),
+            (),
+            "rank 0, 3 does not get on in the start's phase communicators, edge 3 from rank 3 to rank 0: 120 s "
+            "without progress",
+        ),
+        (
+            (RankState("ready"), RankState("ready"), RankState("ready"), RankState("graphs", made=7)),
+            (),
+            "rank 3 does not get on in the start's phase graphs: 1800 s without progress",
+        ),
+        ((RankState("ready"),) * 4, (2,), None),
+    ],
+)
+def test_who_is_least_far_is_named(states: tuple[RankState, ...], silent: tuple[int, ...], said: str | None) -> None:
+    assert found(*states, silent=silent) == said
+
+
+def test_who_gets_on_may_take_any_time() -> None:
+    watch = StartWatch(2)
+    for graph in range(20):
+        states = {0: RankState("ready", number=graph), 1: RankState("graphs", made=graph, number=graph)}
+        assert watch.fault(states, 1000.0 * graph) is None
+
+
+def test_who_waits_for_a_slow_rank_does_not_count() -> None:
+    """Minutes of weights are more than a communicator may take."""
+    watch = StartWatch(2)
+    for second in (0.0, 130.0, 239.0):
+        assert watch.fault({0: RankState("communicators"), 1: RankState("weights")}, second) is None
+
+
+@pytest.mark.parametrize("compiled", ["off", "on"])
+def test_the_rank_is_named_before_the_engine_is_ended_for_its_silence(compiled: str) -> None:
+    """Rank 0 says each phase aloud."""
+    limits = [START_LIMIT.total_seconds(), *PHASES.values()][:-1]
+    if compiled == "off":
+        limits.remove(PHASES["graphs"])
+    assert max(limits) < loading_limit_s(Config(model=ModelConfig(compile=compiled)))  # type: ignore[arg-type]
+
+
+def test_a_rank_that_starts_ends_when_its_launcher_is_gone() -> None:
+    """The store goes with the launcher."""
+    store = open_store()
+    context = RankContext(0, 2, TCPStore("127.0.0.1", store.port, wait_for_workers=False))
+    faults: SimpleQueue[str] = SimpleQueue()
+    progress = StartProgress(context, 2, faults.put)
+    progress.enter("communicators", 1)
+    del store
+    assert faults.get(timeout=LIMIT_S).startswith("the launcher of the ranks is gone: ")
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, list[str]]:
+    """What the other ranks of a real ring say, by where rank 2 stops."""
+    command = [sys.executable, "-m", "tests.pipeline.distributed.start_process"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    rings: dict[str, list[str]] = json.loads(done.stdout)
+    return rings
+
+
+EDGE = "edge 1 from rank 1 to rank 2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("rendezvous", r"rank 2 did not come to the start's phase rendezvous within 5 s"),
+        ("weights", r"rank 2 says nothing and does not get on in the start's phase weights: 30 s"),
+        ("communicators", rf"rank 1, 2 does not get on in the start's phase communicators, {EDGE}: 5 s"),
+        ("first transfers", rf"rank 2 says nothing and does not get on .* first transfers, {EDGE}: 5 s"),
+        ("graphs", r"rank 2 does not get on in the start's phase graphs: 5 s"),
+        ("warm-up", r"in the start's phase warm-up: rank 2 hangs: 10 s at session 0, "),
+    ],
+)
+def test_a_rank_that_stops_in_a_phase_is_named(where: str, words: str, said: dict[str, list[str]]) -> None:
+    assert re.search(words, said[where][0]), said[where]
+    if where == "rendezvous":
+        return  # rank 0 has noticed it, and rank 1 waits for rank 0
+    assert "rank 2" in said[where][1], said[where]

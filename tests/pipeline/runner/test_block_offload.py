@@ -1,0 +1,294 @@
+"""Offloaded blocks compute what blocks on the device compute, to the bit, and no copy touches what is being read."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from streamdiff.config import ModelConfig
+from streamdiff.errors import ConfigError
+from streamdiff.models.model import Model
+from streamdiff.models.transformer.wan import WanDenoiser
+from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.planner.partition import split_evenly
+from streamdiff.pipeline.rank_loader import RankLoader
+from streamdiff.pipeline.runner.block_offload import BUFFERS, CopyAhead, offload, slab_blocks
+from streamdiff.pipeline.runner.model_runner import ModelRunner
+from streamdiff.pipeline.scheduler.step import MicroStep
+from tests.pipeline.distributed.fake_device import RUBBISH, Deaf, Device, Point, World
+from tests.small import CPU, RED, small_model, small_transformer
+
+LAYERS = 5
+SEEDS = range(30)
+Harm = Callable[[CopyAhead], None]
+
+
+# ---- the order of copies, on a device that does everything as late, or as early, as it may --------------------------
+
+
+def wrong_reads(orders: list[list[int]], harm: Harm | None = None) -> list[str]:
+    """What blocks read that is not their own weights, by seed. A copy fills a buffer with rubbish first, and comes in
+    two halves; a block reads each half at its beginning and at its end."""
+    found: list[str] = []
+    for seed in SEEDS:
+        device = Device()
+        world = World([device], seed)
+        buffers = [[RUBBISH, RUBBISH] for _ in range(BUFFERS)]
+
+        def copy(layer: int, slot: int, device: Device = device, buffers: list[list[int]] = buffers) -> None:
+            stream = device.current()
+            stream.run(lambda: buffers[slot].__setitem__(slice(2), [RUBBISH, RUBBISH]))
+            for half in (0, 1):
+                stream.run(lambda half=half: buffers[slot].__setitem__(half, layer))
+
+        ahead = CopyAhead(LAYERS, device, copy)
+        if harm is not None:
+            harm(ahead)
+
+        def read(layer: int, slot: int, half: int, buffers: list[list[int]] = buffers, seed: int = seed) -> None:
+            if buffers[slot][half] != layer:
+                found.append(f"seed {seed}: block {layer} reads {buffers[slot][half]}")
+
+        for order in orders:
+            for layer in order:
+                slot = ahead.take(layer)
+                for half in (0, 1, 0, 1):
+                    device.computing.run(lambda slot=slot, layer=layer, half=half: read(layer, slot, half))
+                world.a_while(8 * (seed % 2))  # even seeds: the host is done before anything runs
+        world.to_the_end()
+        assert world.left == 0, "something waits for ever"
+    return found
+
+
+FORWARDS = [list(range(LAYERS))] * 4
+
+
+def test_every_block_reads_its_own_weights() -> None:
+    assert wrong_reads(FORWARDS) == []
+
+
+def test_any_order_is_right() -> None:
+    chance = random.Random(0)
+    assert wrong_reads([[chance.randrange(LAYERS) for _ in range(20)]]) == []
+
+
+def deafen(name: str) -> Harm:
+    """Nobody waits for the events of this name."""
+
+    def harm(ahead: CopyAhead) -> None:
+        events = [Deaf() for _ in range(BUFFERS)]
+        for event in events:
+            event.point = Point(True)
+        setattr(ahead, name, events)
+
+    return harm
+
+
+@pytest.mark.parametrize("name", ["_copied", "_read"])
+def test_a_wait_that_is_left_out_is_seen(name: str) -> None:
+    """So the test above has teeth."""
+    assert wrong_reads(FORWARDS, deafen(name))
+
+
+def test_a_block_is_copied_while_the_one_before_it_computes() -> None:
+    """One ahead, also from the last block to the first of the next forward, and each block once per forward."""
+    device, copies = Device(), []
+    World([device], 0)
+    ahead = CopyAhead(LAYERS, device, lambda layer, slot: copies.append((layer, slot)))
+    under_way = []
+    for layer in [*range(LAYERS), *range(LAYERS)]:
+        ahead.take(layer)
+        under_way.append(copies[-1][0])
+    assert under_way == [1, 2, 3, 4, 0] * 2
+    assert len(copies) == 1 + 2 * LAYERS
+    assert [slot for _, slot in copies] == [n % BUFFERS for n in range(len(copies))]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_blocks_that_all_have_a_buffer_are_copied_once(layers: int) -> None:
+    device, copies = Device(), []
+    World([device], 0)
+    ahead = CopyAhead(layers, device, lambda layer, slot: copies.append(layer))
+    for _ in range(3):
+        for layer in range(layers):
+            ahead.take(layer)
+    assert copies == list(range(layers))
+
+
+# ---- real blocks ---------------------------------------------------------------------------------------------------
+
+
+class LateCopies:
+    """`Streams` of a device that computes at once and copies as late as it may: when somebody waits for the copy. Until
+    then a buffer that is to be written is full of poison."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], None]] = []
+
+    def current(self) -> str:
+        return "compute"
+
+    def new(self) -> str:
+        return "copy"
+
+    def event(self) -> LateEvent:
+        return LateEvent(self)
+
+    @contextmanager
+    def use(self, stream: str) -> Iterator[None]:
+        yield
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        to.fill_(0xFF)  # every number a NaN
+        self.waiting.append(lambda: to.copy_(source))
+
+
+class LateEvent:
+    def __init__(self, streams: LateCopies) -> None:
+        self.streams, self.behind = streams, 0
+
+    def record(self, stream: str) -> None:
+        self.behind = len(self.streams.waiting) if stream == "copy" else 0
+
+    def wait(self, stream: str) -> None:
+        if stream == "compute":
+            for operation in self.streams.waiting[: self.behind]:
+                operation()
+            self.streams.waiting[: self.behind] = [lambda: None] * self.behind
+
+    def synchronize(self) -> None: ...
+
+
+def flows(model: Model, stages: int = 1) -> list[Tensor]:
+    """The flow of each step of five chunks, window rolling, under two prompts."""
+    parts = [
+        ModelRunner(model.part(stage * LAYERS // stages, (stage + 1) * LAYERS // stages), CPU, stage, stages)
+        for stage in range(stages)
+    ]
+    text = model.text.encode(RED)
+    for part in parts:
+        part.open(0, steps=2, kv_context="clean")
+        part.set_text(0, 0, text, 0)
+        part.set_text(0, 1, text.flip(0), 0)
+    generator, found = torch.Generator().manual_seed(1), []
+    for chunk in range(5):
+        for step in range(3):
+            row = MicroStep(0, chunk, step, 2, chunk // 3)
+            latents = torch.randn(1, *model.spec.chunk_shape, generator=generator)
+            time = torch.full((1, model.spec.chunk_latents), 500.0 - 200 * step)
+            given = latents, parts[0].denoiser.time_embedding(time)
+            for part in parts:
+                given = part.forward([row], given)
+            found.append(given[0].clone())
+    return found
+
+
+def fresh(fused: bool = True) -> Model:
+    denoiser = WanDenoiser(small_transformer(7, layers=LAYERS))
+    return replace(small_model(), denoiser=denoiser.fuse() if fused else denoiser)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_offloaded_blocks_give_the_same_bits(fused: bool, stages: int) -> None:
+    plain, offloaded = fresh(fused), fresh(fused)
+    offload(offloaded.denoiser, CPU)
+    for here, there in zip(flows(plain, stages), flows(offloaded, stages), strict=True):
+        assert torch.equal(here, there)
+
+
+def test_copies_that_come_as_late_as_they_may_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, offloaded = fresh(), fresh()
+    late = LateCopies()
+    offload(offloaded.denoiser, CPU, late)
+    source = offloaded.denoiser.source
+    monkeypatch.setattr(
+        source._ahead, "_copy", lambda layer, slot: late.copy(source._buffers[slot], source._host[layer])
+    )
+    for here, there in zip(flows(plain), _as_it_is(offloaded), strict=True):
+        assert torch.equal(here, there)
+
+
+def _as_it_is(model: Model) -> list[Tensor]:
+    """`flows`, without a part of the model, which would have buffers of its own."""
+
+    class Whole(Model):
+        def part(self, first: int, last: int) -> Model:
+            return self
+
+    return flows(Whole(model.spec, model.denoiser, model.text, None))
+
+
+def test_weights_lie_in_host_memory_once_and_two_blocks_on_the_device() -> None:
+    model = fresh()
+    block = sum(each.nbytes for each in model.denoiser.blocks[0].parameters())
+    source = offload(model.denoiser, CPU).source
+    assert len(source._buffers) == 2 and block <= source.block_bytes < 1.5 * block + 20 * 256
+    slabs = {each.untyped_storage().data_ptr() for own in model.denoiser.blocks for each in own.parameters()}
+    assert slabs == {each.untyped_storage().data_ptr() for each in source._host}, "nothing is held twice"
+    on_device = {each.untyped_storage().data_ptr() for own in source._resident for each in own.block.parameters()}
+    assert on_device == {each.data_ptr() for each in source._buffers}
+
+
+@pytest.mark.parametrize(("blocks", "nbytes"), [(30, 83_000_000), (40, 715_000_000), (1, 5), (3, 1 << 20)])
+def test_pinned_memory_is_hardly_more_than_the_weights(blocks: int, nbytes: int) -> None:
+    """torch rounds each piece up to a power of two: block by block, 14B would take 1.5 times its weights."""
+    sizes = list(slab_blocks(blocks, nbytes))
+    assert sum(sizes) == blocks
+    taken = sum(1 << (size * nbytes - 1).bit_length() for size in sizes)
+    assert taken <= 1.2 * blocks * nbytes or blocks == 1
+
+
+# ---- from the configuration ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_stream_of_an_offloaded_model_has_the_same_pictures() -> None:
+    def pictures(config: ModelConfig) -> list[Tensor]:
+        runtime = load_runtime(config)
+        runtime.open(0, runtime.text.encode(RED), seed=3, epoch=0, steps=2, kv_context="clean")
+        found: list[Tensor] = []
+        while len(found) < 3:
+            runtime.set_frame_credit(0, 100)
+            found += [torch.as_tensor(frames.pictures) for frames in runtime.step(wait_s=1.0)]
+        assert (runtime.model.denoiser.source is not None) == (config.offload == "blocks")
+        runtime.close()
+        return found[:3]
+
+    for here, there in zip(pictures(ModelConfig()), pictures(ModelConfig(offload="blocks")), strict=True):
+        assert torch.equal(here, there)
+
+
+def test_weights_in_8_bits_are_not_offloaded() -> None:
+    with pytest.raises(ConfigError, match=r"offload is blocks and quantize is int8.*use one of the two"):
+        RankLoader(ModelConfig(offload="blocks", quantize="int8"), CPU)
+
+
+def test_no_graphs_are_made_of_offloaded_blocks() -> None:
+    assert RankLoader(ModelConfig(compile="on"), CPU).preallocated is not None
+    assert RankLoader(ModelConfig(compile="on", offload="blocks"), CPU).preallocated is None
+
+
+@pytest.mark.parametrize(
+    ("title", "words"),
+    [
+        ("NVIDIA GeForce RTX 4090", ["28.1 GB per step and stage", "at 25.6 GB/s take 1.1 s, computing 1.16 s"]),
+        ("NVIDIA RTX A6000", ["at 25.6 GB/s take 1.1 s, computing is not known of this device: at most 2.19 frames/s"]),
+    ],
+)
+def test_what_offload_costs_is_told_at_the_start(
+    title: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: title)
+    options = {"name": "random:wan2.1-14b", "vae": "random:taew2_1", "offload": "blocks", "compile": "on", "window": 6}
+    loader = RankLoader(ModelConfig.model_validate({**options, "sink": 0}), torch.device("cuda", 0))
+    loader._tell_offload(split_evenly(loader.sizes.blocks, 1))
+    told = capsys.readouterr().err
+    assert all(each in told for each in words), told
+    assert told.endswith("estimated; no graphs of the transformer are made\n")

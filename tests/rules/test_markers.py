@@ -1,0 +1,19 @@
+"""Where tests of a kind lie: `make alone` looks nowhere else for them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.rules.source import ROOT
+
+TESTS = ROOT / "tests"
+
+
+@pytest.mark.parametrize("marker", ["browser", "interop"])
+def test_tests_that_want_the_machine_to_themselves_lie_where_make_looks_for_them(marker: str) -> None:
+    found = {path for path in TESTS.rglob("test_*.py") if re.search(rf"\bmark\.{marker}\b", path.read_text("utf-8"))}
+    (named,) = re.findall(r"^ALONE_IN := (.+)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    folders = [ROOT / folder for folder in named.split()]
+    assert found and all(any(path.is_relative_to(folder) for folder in folders) for path in found)

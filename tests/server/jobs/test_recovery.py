@@ -1,0 +1,175 @@
+"""Jobs outlive what ends around them: the server, the engine, the memory they ran in; and then they expire."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from streamdiff import clock
+from streamdiff.errors import ConfigError
+from streamdiff.server.jobs.job import VideoRequest
+from streamdiff.server.jobs.store import JobStore
+from tests.server.conftest import bearer
+from tests.server.jobs.test_videos import ask, ended, making, pictures_of
+from tests.server.scripted import Painter
+from tests.server.test_restart import start
+
+REQUEST = VideoRequest("scripted", "a blue star", 1, 4, 20, 40.0, 128, 128)
+
+
+async def _ask(http: httpx.AsyncClient, frames: int) -> str:
+    """Ask for a video as soon as the server is there; its id."""
+    while (answer := await http.post("/v1/videos", json={"prompt": "blue", "num_frames": frames})).status_code == 503:
+        await asyncio.sleep(0.05)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["id"])
+
+
+async def _until(http: httpx.AsyncClient, id: str, condition: Any) -> dict[str, Any]:
+    async with asyncio.timeout(120):
+        while True:
+            answer = await http.get(f"/v1/videos/{id}")
+            if answer.status_code == 200 and condition(video := answer.json()):
+                return dict(video)
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_killed_server_loses_no_job_and_leaves_no_half_video(tmp_path: Path) -> None:
+    """One job done, one under way, one waiting when the server is killed; the next server has all three whole."""
+
+    async def before(address: str, process: Any) -> list[str]:
+        async with httpx.AsyncClient(base_url=address, timeout=60) as http:
+            done = await _ask(http, 8)
+            await _until(http, done, lambda video: video["status"] == "completed")
+            running, waiting = await _ask(http, 400), await _ask(http, 8)
+            await _until(http, running, lambda video: 20 < video["progress"] < 90)
+            process.kill()
+            return [done, running, waiting]
+
+    async def after(address: str, ids: list[str]) -> list[bytes]:
+        async with httpx.AsyncClient(base_url=address, timeout=60) as http:
+            for id in ids:
+                video = await _until(http, id, lambda video: video["status"] in ("completed", "failed"))
+                assert (video["status"], video["error"]) == ("completed", None)
+            return [(await http.get(f"/v1/videos/{id}/content")).content for id in ids]
+
+    server = start("--jobs-dir", str(tmp_path / "jobs"))
+    ids = asyncio.run(before(server.address(), server.process))
+    server.close()
+    folder = tmp_path / "jobs"
+    done = folder / f"{ids[0]}.mp4"
+    assert {entry.suffix for entry in folder.iterdir()} >= {".mp4", ".part"}
+    assert [each.name for each in folder.glob("*.mp4")] == [done.name]
+    written = hashlib.sha256(done.read_bytes()).digest()
+    server = start("--jobs-dir", str(folder))
+    try:
+        videos = asyncio.run(after(server.address(), ids))
+    finally:
+        server.close()
+    assert [len(pictures_of(video)) for video in videos] == [8, 400, 8]
+    assert hashlib.sha256(videos[0]).digest() == written, "what was whole is not made again"
+    assert not list(folder.glob("*.part"))
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_with_the_next_engine_and_one_that_ends_it_again_and_again_is_given_up(tmp_path: Path) -> None:
+    """Each engine paints twelve chunks and fails; three of them are the default session's."""
+
+    async def scene(address: str) -> None:
+        async with httpx.AsyncClient(base_url=address, timeout=60) as http:
+            first, second, never = [await _ask(http, frames) for frames in (6 * 8, 6 * 8, 40 * 8)]
+            for id in (first, second):
+                await _until(http, id, lambda video: video["status"] == "completed")
+            failed = await _until(http, never, lambda video: video["status"] == "failed")
+            assert failed["error"]["message"] == "the engine failed 3 times while this was made"
+            answer = await http.get(f"/v1/videos/{never}/content")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (422, "failed")
+
+    server = start("--name", "dies-12", "--jobs-dir", str(tmp_path / "jobs"), "--restarts", "20")
+    try:
+        asyncio.run(scene(server.address()))
+    finally:
+        server.close()
+
+
+@pytest.mark.slow
+def test_a_session_that_has_no_memory_gets_that_of_a_job_which_begins_again_later(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with making(tmp_path, Painter(chunk_s=0.02, fits=2)) as site:
+            job = await ask(site, num_frames=160)
+            async with asyncio.timeout(20):
+                while not (await site.http.get(f"/v1/videos/{job['id']}")).json()["progress"]:
+                    await asyncio.sleep(0.02)
+            opened = await site.http.post("/api/sessions", json={"prompt": "green"})
+            assert opened.status_code == 201, opened.text
+            assert (await site.http.get(f"/v1/videos/{job['id']}")).json()["status"] in ("queued", "in_progress")
+            assert (await site.http.post("/api/sessions", json={"prompt": "green"})).status_code == 503
+            session = opened.json()
+            await site.http.delete(f"/api/sessions/{session['id']}", headers=bearer(session["control_token"]))
+            assert (await ended(site, job["id"]))["status"] == "completed"
+            video = (await site.http.get(f"/v1/videos/{job['id']}/content")).content
+            assert len(pictures_of(video)) == 160
+
+    asyncio.run(main())
+
+
+def test_videos_expire_with_their_files(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with making(tmp_path, jobs_keep_s=0.4) as site:
+            job = await ask(site)
+            async with asyncio.timeout(20):
+                while (await site.http.get(f"/v1/videos/{job['id']}")).status_code != 404:
+                    await asyncio.sleep(0.05)
+            assert not list(tmp_path.glob("*.mp4"))
+
+    asyncio.run(main())
+
+
+def test_one_server_at_a_time_uses_a_folder_and_none_of_a_later_version(tmp_path: Path) -> None:
+    store = JobStore(tmp_path)
+    with pytest.raises(ConfigError, match="another server uses it; name another folder"):
+        JobStore(tmp_path)
+    store.close()
+    JobStore(tmp_path).close()
+    with sqlite3.connect(tmp_path / "jobs.sqlite3") as database:
+        database.execute("PRAGMA user_version = 7")
+    database.close()
+    with pytest.raises(ConfigError, match="is of version 7"):
+        JobStore(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"serve\.jobs_dir: .*file cannot be used"):
+        JobStore(tmp_path / "file")
+
+
+def test_a_store_recovers_what_was_running_and_what_was_taken_away(tmp_path: Path) -> None:
+    store = JobStore(tmp_path)
+    first, second, third = (store.add(REQUEST, "somebody", clock.wall_s()) for _ in range(3))
+    for job in (first, second):
+        store.begin(clock.wall_s())
+        if job is first:
+            store.path(job.id).write_bytes(b"video")
+            store.complete(job.id, 10.0, 20.0)
+    (tmp_path / ".streamdiff-x.part").write_bytes(b"half")
+    store.path("video_of_nobody").write_bytes(b"stray")
+    store.close()
+    store = JobStore(tmp_path)
+    assert store.recover() == 2
+    assert {entry.name for entry in tmp_path.iterdir() if "sqlite" not in entry.name} == {f"{first.id}.mp4"}
+    found = store.begin(clock.wall_s())
+    assert found is not None and found.id == second.id, "in its old place of the queue"
+    assert found.request == REQUEST and found.status == "in_progress"
+    store.close()
+    (tmp_path / f"{first.id}.mp4").unlink()
+    store = JobStore(tmp_path)
+    assert store.recover() == 3
+    again = store.begin(clock.wall_s())
+    assert again is not None and (again.id, again.ended_s, again.bytes) == (first.id, None, 0)
+    assert third.id in {job.id for job in store.page(after=None, limit=9, order="asc") or ()}
+    store.close()

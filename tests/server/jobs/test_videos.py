@@ -1,0 +1,343 @@
+"""The video API in front of a running server: what OpenAI's own client makes of it, and what others' documents show."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import av
+import httpx
+import numpy as np
+import pytest
+from starlette.requests import Request
+
+from streamdiff.config import Config, ServeConfig
+from streamdiff.engine.engine import Engine
+from streamdiff.engine.messages import Close, Open
+from streamdiff.server.problem import Problem
+from streamdiff.server.routes.video_schemas import read_new_video, resolve
+from tests.server.conftest import Site, bearer, open_site
+from tests.server.scripted import COLOURS, SIZE, Painter
+
+if TYPE_CHECKING:
+    import openai
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")
+PROMPT = "a blue star"
+
+
+@contextlib.asynccontextmanager
+async def making(folder: Path, painter: Painter | None = None, **serve: Any) -> AsyncIterator[Site]:
+    """A server that makes videos, kept in `folder`."""
+    config = Config(serve=ServeConfig(jobs_dir=str(folder), **serve))
+    async with open_site(config, painter or Painter(chunk_s=0.0)) as site:
+        yield site
+
+
+def client_of(site: Site, key: str = "any") -> openai.AsyncOpenAI:
+    import openai  # takes a second, of every worker that collects tests
+
+    return openai.AsyncOpenAI(base_url=f"{site.base}/v1", api_key=key, max_retries=0)
+
+
+def pictures_of(video: bytes) -> list[np.ndarray[Any, Any]]:
+    with av.open(io.BytesIO(video)) as container:
+        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+
+
+def is_colour(picture: np.ndarray[Any, Any], name: str) -> bool:
+    return bool(np.abs(picture[:64].mean((0, 1)) - COLOURS[name]).max() < 24)
+
+
+async def ended(site: Site, id: str, **headers: str) -> dict[str, Any]:
+    """A job as it is when it has ended."""
+    async with asyncio.timeout(60):
+        while True:
+            video: dict[str, Any] = (await site.http.get(f"/v1/videos/{id}", headers=headers)).json()
+            if video["status"] in ("completed", "failed"):
+                return video
+            await asyncio.sleep(0.02)
+
+
+async def ask(site: Site, **body: Any) -> dict[str, Any]:
+    answer = await site.http.post("/v1/videos", json={"prompt": PROMPT, "num_frames": 20} | body)
+    assert answer.status_code == 200, answer.text
+    made: dict[str, Any] = answer.json()
+    return made
+
+
+def refusal(answer: httpx.Response) -> tuple[int, str | None, str]:
+    """Status, field and code of an error, which has both shapes that clients read."""
+    body = answer.json()
+    assert body["error"]["message"] == body["detail"] and body["error"]["type"]
+    return answer.status_code, body["error"]["param"], body["error"]["code"]
+
+
+def test_openai_s_client_has_a_video_made_watches_it_takes_it_and_deletes_it(tmp_path: Path) -> None:
+    import openai
+
+    async def main() -> None:
+        async with making(tmp_path) as site, client_of(site) as client:
+            [model] = [each async for each in client.models.list()]
+            video = await client.videos.create_and_poll(
+                model=model.id,
+                prompt=PROMPT,
+                seconds="1",  # type: ignore[arg-type]
+                size=f"{SIZE}x{SIZE}",  # type: ignore[arg-type]
+                extra_body={"fps": 20, "seed": 7, "num_inference_steps": 2},
+                poll_interval_ms=50,
+            )
+            assert (video.status, video.progress, video.error, video.prompt) == ("completed", 100, None, PROMPT)
+            assert (video.seconds, video.size, video.model) == ("1", "128x128", "scripted")
+            assert video.completed_at is not None and video.expires_at == video.completed_at + 86_400
+            content = await client.videos.download_content(video.id)
+            pictures = pictures_of(content.read())
+            assert len(pictures) == 20 and all(is_colour(picture, "blue") for picture in pictures[1:])
+            assert pictures[0][:20, :20].mean() > 200, "the painter's mark of fewer steps"
+            [opened] = [each for each in site.client.sent if isinstance(each, Open) and each.background]
+            assert (opened.prompt, opened.seed, opened.steps) == (PROMPT, 7, 2)
+            assert Close(opened.session) in site.client.sent
+            assert [each.id async for each in client.videos.list()] == [video.id]
+            deleted = await client.videos.delete(video.id)
+            assert (deleted.id, deleted.deleted, deleted.object) == (video.id, True, "video.deleted")
+            with pytest.raises(openai.NotFoundError, match="There is no video"):
+                await client.videos.retrieve(video.id)
+            assert not list(tmp_path.glob("*.mp4"))
+
+    asyncio.run(main())
+
+
+def test_what_other_houses_documents_show_is_taken_and_what_would_be_ignored_is_refused_by_name(tmp_path: Path) -> None:
+    """vLLM-Omni's and sglang's documents, FastVideo's protocol: the same requests at this engine's size."""
+
+    async def main() -> None:
+        async with making(tmp_path) as site:
+            forms: list[dict[str, str]] = [
+                {"width": "128", "height": "128", "num_frames": "24", "fps": "16", "num_inference_steps": "4"},
+                {"seconds": "2", "size": "128x128", "fps": "16", "num_inference_steps": "2", "seed": "42"},
+                {"extra_body": '{"num_frames": 8, "seed": 1}'},
+            ]
+            for form, frames in zip(forms, (24, 32, 8), strict=True):
+                files = {name: (None, value) for name, value in (form | {"prompt": PROMPT}).items()}
+                for sent in ({"files": files}, {"data": form | {"prompt": PROMPT}}):
+                    made = await site.http.post("/v1/videos", **sent)  # type: ignore[arg-type]
+                    assert made.status_code == 200, made.text
+                    assert made.json()["num_frames"] == frames
+            sglang = await ask(site, size="128x128", num_frames=None, seconds=1)
+            assert (sglang["seconds"], sglang["num_frames"], sglang["fps"]) == ("1", 40, 40.0)
+            nested = await ask(site, num_frames=None, extra_body={"seconds": "0.5", "fps": 16})
+            assert (nested["num_frames"], nested["status"]) == (8, "queued")
+            default = await ask(site, num_frames=None)
+            assert (default["seconds"], default["num_inference_steps"]) == ("4", 4)
+
+            async def refused(**body: Any) -> tuple[int, str | None, str]:
+                return refusal(await site.http.post("/v1/videos", json={"prompt": PROMPT} | body))
+
+            for ignored in ("guidance_scale", "negative_prompt", "flow_shift", "quality", "input_reference", "lora"):
+                assert await refused(**{ignored: "4.0"}) == (400, ignored, "unsupported")
+            assert await refused(extra_body={"guidance_scale": 1.0}) == (400, "guidance_scale", "unsupported")
+            picture = {"input_reference": ("cat.png", b"\x89PNG" * 300_000, "image/png")}
+            by_form = await site.http.post("/v1/videos", data={"prompt": PROMPT}, files=picture)
+            assert refusal(by_form) == (400, "input_reference", "unsupported")
+            assert "videos here are made from the prompt alone" in by_form.json()["detail"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "field"),
+    [
+        ({}, 400, "prompt"),
+        ({"prompt": "   "}, 400, "prompt"),
+        ({"prompt": 7}, 400, "prompt"),
+        ({"prompt": "x", "seconds": "soon"}, 400, "seconds"),
+        ({"prompt": "x", "seconds": "0"}, 400, "seconds"),
+        ({"prompt": "x", "seconds": True}, 400, "seconds"),
+        ({"prompt": "x", "seconds": 61}, 400, "seconds"),
+        ({"prompt": "x", "num_frames": 2401}, 400, "num_frames"),
+        ({"prompt": "x", "num_frames": 0}, 400, "num_frames"),
+        ({"prompt": "x", "num_frames": 80, "seconds": 8}, 400, "seconds"),
+        ({"prompt": "x", "size": "1280x720"}, 400, "size"),
+        ({"prompt": "x", "width": 128, "height": 720}, 400, "height"),
+        ({"prompt": "x", "seed": -1}, 400, "seed"),
+        ({"prompt": "x", "seed": 2**31}, 400, "seed"),
+        ({"prompt": "x", "fps": 1000}, 400, "fps"),
+        ({"prompt": "x", "num_inference_steps": 40}, 400, "num_inference_steps"),
+        ({"prompt": "x", "model": "sora-2"}, 404, "model"),
+        ({"prompt": "x", "extra_body": 5}, 400, "extra_body"),
+        ({"prompt": "x", "extra_body": {"prompt": "y"}}, 400, "prompt"),
+    ],
+)
+def test_a_request_that_cannot_be_met_names_the_field(body: dict[str, Any], status: int, field: str) -> None:
+    given = json.dumps(body).encode()
+    messages = iter([{"type": "http.request", "body": given, "more_body": False}])
+
+    async def receive() -> Any:
+        return next(messages)
+
+    async def read() -> None:
+        headers = [(b"content-type", b"application/json")]
+        wanted = await read_new_video(Request({"type": "http", "headers": headers, "method": "POST"}, receive))
+        resolve(wanted, Engine(Painter(), 8).ready(), 60.0, frozenset({"scripted"}))
+
+    with pytest.raises(Problem) as caught:
+        asyncio.run(read())
+    assert (caught.value.status, caught.value.extra["field"]) == (status, field)
+    assert field in caught.value.detail or "frames" in caught.value.detail
+
+
+def test_bodies_that_are_none_are_refused_in_both_shapes(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with making(tmp_path) as site:
+            kinds = {"json": "application/json", "form": "multipart/form-data; boundary=x", "other": "text/plain"}
+            for kind, body, said in (
+                ("json", b"{", (400, None, "bad_json")),
+                ("json", b"[]", (400, None, "bad_json")),
+                ("json", b"[" * 60_000, (400, None, "bad_json")),
+                ("json", b" " * 70_000, (413, None, "413")),
+                ("form", b"--x--", (400, "prompt", "invalid")),
+                ("form", b"nothing of the kind", (400, None, "bad_form")),
+                ("other", b"prompt", (415, None, "media_type")),
+            ):
+                sent = await site.http.post("/v1/videos", content=body, headers={"Content-Type": kinds[kind]})
+                assert refusal(sent) == said, (kind, body[:20])
+            large = b'--x\r\nContent-Disposition: form-data; name="p"; filename="p"\r\n\r\n' + b"." * (17 << 20)
+            sent = await site.http.post("/v1/videos", content=large, headers={"Content-Type": kinds["form"]})
+            assert refusal(sent) == (413, None, "too_large")
+            assert refusal(await site.http.get("/v1/nothing")) == (404, None, "404")
+            assert refusal(await site.http.put("/v1/videos")) == (405, None, "405")
+            for query, field in (("limit=0", "limit"), ("order=up", "order"), ("after=nobody", "after")):
+                assert refusal(await site.http.get(f"/v1/videos?{query}")) == (400, field, "invalid")
+
+    asyncio.run(main())
+
+
+def test_lists_go_on_behind_a_video_in_either_order(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with making(tmp_path) as site, client_of(site) as client:
+            ids = [(await ask(site, num_frames=1))["id"] for _ in range(5)]
+            assert [each.id async for each in client.videos.list(limit=2, order="asc")] == ids
+            assert [each.id async for each in client.videos.list(limit=2)] == ids[::-1]
+            page = (await site.http.get("/v1/videos", params={"limit": 2, "after": ids[3]})).json()
+            assert ([each["id"] for each in page["data"]], page["has_more"]) == ([ids[2], ids[1]], True)
+            assert (page["first_id"], page["last_id"], page["object"]) == (ids[2], ids[1], "list")
+
+    asyncio.run(main())
+
+
+def test_a_video_is_there_when_it_is_whole_and_in_parts(tmp_path: Path) -> None:
+    async def main() -> None:
+        painter = Painter(chunk_s=0.0)
+        async with making(tmp_path, painter) as site:
+            with site.client.held():  # the engine takes no command: the job waits for it
+                first, second = await ask(site), await ask(site)
+                address = f"/v1/videos/{first['id']}/content"
+                early = await site.http.get(address)
+                assert refusal(early)[0] == 404 and int(early.headers["retry-after"]) > 0
+                await site.until(lambda: any(isinstance(each, Open) and each.background for each in site.client.sent))
+                shown = await site.http.get(f"/v1/videos/{first['id']}")
+                assert (shown.json()["status"], shown.json()["progress"]) == ("in_progress", 0)
+                assert int(shown.headers["openai-poll-after-ms"]) > 0
+                assert (await site.http.get(f"/v1/videos/{second['id']}")).json()["status"] == "queued"
+            await ended(site, first["id"])
+            whole = await site.http.get(address)
+            assert (whole.status_code, whole.headers["content-type"]) == (200, "video/mp4")
+            part = await site.http.get(address, headers={"Range": "bytes=4-7"})
+            assert (part.status_code, part.content, whole.content[4:8]) == (206, b"ftyp", b"ftyp")
+            beyond = await site.http.get(address, headers={"Range": "bytes=99999999-"})
+            assert beyond.status_code == 416
+            assert refusal(await site.http.get(f"{address}?variant=thumbnail")) == (400, "variant", "invalid")
+            assert len(pictures_of(whole.content)) == 20
+            (tmp_path / f"{first['id']}.mp4").unlink()
+            assert refusal(await site.http.get(address)) == (404, None, "gone")
+
+    asyncio.run(main())
+
+
+def test_a_deleted_video_is_made_no_further(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with making(tmp_path, Painter(chunk_s=0.05)) as site:
+            long, waiting = await ask(site, num_frames=2000), await ask(site)
+            path = f"/v1/videos/{long['id']}"
+            async with asyncio.timeout(20):
+                while not (await site.http.get(path)).json()["progress"]:
+                    await asyncio.sleep(0.02)
+            assert (await site.http.delete(f"/v1/videos/{waiting['id']}")).json()["deleted"]
+            assert (await site.http.delete(path)).json()["deleted"]
+            [opened] = [each.session for each in site.client.sent if isinstance(each, Open) and each.background]
+            assert Close(opened) in site.client.sent
+            assert not [entry.name for entry in tmp_path.iterdir() if not entry.name.startswith("jobs.sqlite3")]
+            assert refusal(await site.http.get(path))[0] == refusal(await site.http.delete(path))[0] == 404
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_queue_share_and_disk_have_limits_that_say_when_to_come_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with making(tmp_path, jobs_queue=4, address_share=0.5) as site:
+            with site.client.held():
+                ids = [(await ask(site))["id"] for _ in range(2)]
+                full = await site.http.post("/v1/videos", json={"prompt": PROMPT})
+                assert refusal(full) == (429, None, "address") and int(full.headers["retry-after"]) > 0
+            for id in ids:
+                await ended(site, id)
+            await ended(site, (await ask(site))["id"])
+        async with making(tmp_path, jobs_queue=1) as site:
+            with site.client.held():
+                await ask(site)
+                assert refusal(await site.http.post("/v1/videos", json={"prompt": PROMPT})) == (429, None, "queue")
+        async with making(tmp_path, jobs_disk_gb=1e-9) as site:
+            full = await site.http.post("/v1/videos", json={"prompt": PROMPT})
+            assert refusal(full) == (429, None, "disk") and int(full.headers["retry-after"]) == 3600
+
+    asyncio.run(main())
+
+
+def test_tokens_let_in_as_for_sessions(tmp_path: Path) -> None:
+    view, control = "a-token-to-watch-with", "a-token-to-steer-with"
+    for name, token in (("view", view), ("control", control)):
+        (tmp_path / name).write_text(token)
+
+    async def main(files: dict[str, str], watching: str) -> None:
+        async with making(tmp_path / "jobs", **files) as site:
+            body = {"prompt": PROMPT, "num_frames": 1}
+            for token, status in ((None, 401), ("no-token-of-this-server", 401), (control, 200)):
+                made = await site.http.post("/v1/videos", json=body, headers=bearer(token))
+                assert made.status_code == status
+            path = f"/v1/videos/{made.json()['id']}"
+            await ended(site, made.json()["id"], **bearer(control))
+            for address in (path, f"{path}/content", "/v1/videos", "/v1/models"):
+                assert refusal(await site.http.get(address)) == (401, None, "token")
+                assert (await site.http.get(address, headers=bearer(watching))).status_code == 200
+            if watching == view:
+                for answer in (
+                    await site.http.post("/v1/videos", json=body, headers=bearer(view)),
+                    await site.http.delete(path, headers=bearer(view)),
+                ):
+                    assert refusal(answer) == (403, None, "forbidden")
+            async with client_of(site, control) as client:
+                assert (await client.videos.delete(path.rpartition("/")[2])).deleted
+
+    files = {"control_token_file": str(tmp_path / "control")}
+    asyncio.run(main(files, control))
+    asyncio.run(main(files | {"view_token_file": str(tmp_path / "view")}, view))
+
+
+def test_without_a_folder_the_server_says_how_to_have_videos() -> None:
+    async def main() -> None:
+        async with open_site() as site:
+            for answer in (
+                await site.http.post("/v1/videos", json={"prompt": PROMPT}),
+                await site.http.get("/v1/videos"),
+                await site.http.delete("/v1/videos/x"),
+            ):
+                assert refusal(answer) == (404, None, "jobs_off") and "--jobs-dir" in answer.json()["detail"]
+            assert [each["id"] for each in (await site.http.get("/v1/models")).json()["data"]] == ["scripted"]
+
+    asyncio.run(main())

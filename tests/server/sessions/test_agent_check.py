@@ -1,0 +1,65 @@
+"""What a balancer is told about the room of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from streamdiff.config import Config, ServeConfig
+from streamdiff.errors import ConfigError
+from streamdiff.server.sessions.agent_check import serve_agent
+from streamdiff.server.sessions.engine_status import EngineStatus
+from tests.server.conftest import Site, run_scene
+
+
+def test_a_balancer_hears_of_the_room_and_of_none_where_nobody_is_let_in() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+    async def asked() -> str:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            return (await reader.read()).decode()
+        finally:
+            writer.close()
+
+    async def scene(site: Site) -> None:
+        manager = site.state.manager
+        async with serve_agent("127.0.0.1", port, manager):
+            await (await site.watch()).frame()
+            await site.until(lambda: manager.free_sessions() is not None)
+            first = manager.free_sessions()
+            assert await asked() == f"up {first}%\n" and first
+            manager.capacity.limit = 0.0
+            assert await asked() == "up 0%\n"
+            manager.capacity.limit = 1000.0
+            assert await asked() == "up 100%\n", "a weight has a bound"
+            manager.draining = True
+            assert await asked() == "up 0%\n"
+            manager.draining, manager.engine = False, EngineStatus("restarting", "it died", 1)
+            assert await asked() == "up 0%\n"
+            manager.engine = EngineStatus()
+            with pytest.raises(ConfigError, match=rf"serve\.agent_port: {port} cannot be had"):
+                async with serve_agent("127.0.0.1", port, manager):
+                    pass
+        with pytest.raises(OSError):
+            await asked()
+
+    run_scene(scene, Config(serve=ServeConfig(load=3.0)))
+
+
+def test_ids_carry_the_server_s_name_and_those_of_an_earlier_run_have_ended() -> None:
+    async def scene(site: Site) -> None:
+        opened = (await site.http.post("/api/sessions", json={})).json()
+        assert opened["id"].startswith("s-a7-") and opened["whep"] == f"/whep/{opened['id']}"
+        old = await site.http.get("/api/sessions/s-a7-before")
+        assert (old.status_code, old.json()["reason"]) == (410, "restart")
+        assert (await site.http.get("/api/sessions/s-a8-other")).status_code == 404
+        token = {"Authorization": f"Bearer {opened['control_token']}"}
+        ended = await site.http.delete(f"/api/sessions/{opened['id']}", headers=token)
+        assert (ended.status_code, ended.json()["ended"]) == (200, "deleted")
+        assert site.state.manager.get(opened["id"]) is None
+
+    run_scene(scene, Config(serve=ServeConfig(name="a7")))

@@ -20,6 +20,10 @@ WORKERS := $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 # Where ARGS choose tests, all of them may be of one kind.
 NONE := $(if $(ARGS),|| [ $$? -eq 5 ],)
 
+# In continuous integration one unsteady test is not to hide what the others say: a test that fails is tried once more,
+# and the summary names it (RERUN). Whoever sees that mends the test, or what it found.
+RETRY := $(if $(CI),--reruns 1 -raR)
+
 # An interpreter given on the command line or in the environment reaches tools/environment.sh this way.
 export VENV
 ifdef PYTHON
@@ -46,12 +50,12 @@ test: test-environment browser lint ## everything that takes minutes: style, typ
 
 side-by-side:
 	@echo "==> tests, side by side"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips --durations=15 -q -n $(WORKERS) --dist loadgroup -m "not ($(ALONE))" $(ARGS) $(NONE)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips $(RETRY) --durations=15 -q -n $(WORKERS) --dist loadgroup -m "not ($(ALONE))" $(ARGS) $(NONE)
 
 alone:
 	@echo "==> tests that want the machine to themselves"
 	@without="$$(tools/interop.sh)"; \
-	    $(BIN)/python -m pytest --no-skips --durations=15 -m "($(ALONE))$${without:+ and $$without}" $(or $(ARGS),$(ALONE_IN)) $(NONE); \
+	    $(BIN)/python -m pytest --no-skips $(RETRY) --durations=15 -m "($(ALONE))$${without:+ and $$without}" $(or $(ARGS),$(ALONE_IN)) $(NONE); \
 	    echo "==> all tests passed$${without:+ but those left out here, see above: $$without}"
 
 check: test-environment lint ## the quick loop: style, types, fast tests

@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -95,21 +94,31 @@ async def watch(http: httpx.AsyncClient, session: str) -> RTCPeerConnection:
     return pc
 
 
+async def fill(address: str) -> list[httpx.Response]:
+    """The sessions that could be opened at a server until it was full."""
+    opened: list[httpx.Response] = []
+    async with httpx.AsyncClient(base_url=address, timeout=LIMIT_S) as http:
+        while (response := await http.post("/api/sessions", json={"fps": 5})).status_code == 201:
+            opened.append(response)
+    assert (response.status_code, response.json()["code"]) == (503, "time")
+    return opened
+
+
 def home(session: str) -> str:
     return session.split("-")[1]
 
 
 def test_forty_sessions_on_servers_that_fill_up_are_killed_drained_and_added(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
-    # A session of the painter takes a quarter of the engine's time: so 11 fit on a beside what it plays, 39 on b.
-    fleet.start("a", load=3.0)
+    # How many sessions fit is measured, and differs with how busy the machine is: about 16 of these on a, 300 on b.
+    fleet.start("a", load=0.5)
     fleet.start("b", load=10.0, drain_s=600.0)
 
     async def scene() -> None:
         async with httpx.AsyncClient(base_url=fleet.url, timeout=LIMIT_S) as http:
 
             async def made() -> httpx.Response:
-                return await http.post("/api/sessions", json={})
+                return await http.post("/api/sessions", json={"fps": 5})
 
             async def comes_to(name: str) -> bool:
                 response = await made()
@@ -125,11 +134,12 @@ def test_forty_sessions_on_servers_that_fill_up_are_killed_drained_and_added(tmp
 
             await until(listens)
             await until(both_up)
+            filling = await fill(f"http://127.0.0.1:{fleet.ports['a'][0]}")
+            # The balancer hears only once a second how full a is, so some of these come to a first.
             opened = await asyncio.gather(*(made() for _ in range(40)))
-            assert [each.status_code for each in opened] == [201] * 40, "a full server is passed over"
-            sessions = [each.json()["id"] for each in opened]
-            there = Counter(map(home, sessions))
-            assert 0 < there["a"] <= 12 < there["b"] and set(there) == {"a", "b"}, there
+            assert [each.text for each in opened if each.status_code != 201] == [], "a full server is passed over"
+            sessions = [each.json()["id"] for each in [*opened, *filling]]
+            assert set(map(home, sessions)) == {"a", "b"}
             for session in sessions:
                 state = await http.get(f"/api/sessions/{session}")
                 assert (state.status_code, state.json()["id"]) == (200, session)
@@ -156,7 +166,7 @@ def test_forty_sessions_on_servers_that_fill_up_are_killed_drained_and_added(tmp
                 await asyncio.wait_for(track.recv(), LIMIT_S)
             assert (await http.get(f"/api/sessions/{on_b}")).status_code == 200, "others play on"
 
-            fleet.start("c", load=3.0)
+            fleet.start("c", load=0.5)
             await until(lambda: comes_to("c"))
             fleet.servers["b"].terminate()  # with a viewer it has 600 s
             await until(lambda: only_c(made))

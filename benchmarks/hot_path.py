@@ -23,7 +23,8 @@ from streamdiff.config import ModelConfig
 from streamdiff.device import pick_device
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import RingExecutor
-from streamdiff.pipeline.rank_loader import RankLoader
+from streamdiff.pipeline.load_plan import plan_load, plan_rank
+from streamdiff.pipeline.rank_loader import load_rank
 
 SUMMARY = "Seconds per chunk of each fast path beside the plain one, taking turns."
 PATHS = {"plain": (False, False), "compiled": (True, False), "with-next": (False, True), "both": (True, True)}
@@ -95,10 +96,10 @@ def main() -> int:
     names = paths.chosen(parser, options.paths, PATHS)
     device = pick_device(options.device)
     config = ModelConfig(name=options.model, steps=options.steps)
-    loader = RankLoader(config, device)
-    options.steps = loader.steps
+    plan = plan_load(config, device)
+    options.steps = plan.steps
     head = report.header(warm_up=f"a window of chunks and {WARM_UP} more")
-    model = loader.load().model
+    model = load_rank(plan_rank(plan)).model
     assert isinstance(model, Model)
     with paths.no_compiled_code():
         rows = measure(model, device, names, options.steps, options.rounds, options.chunks)

@@ -33,8 +33,8 @@ from streamdiff.engine.process.ipc import EXIT_CONFIG
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.pipeline import worker_main
 from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.load_plan import plan_load
 from streamdiff.pipeline.profiler import CHUNKS, Profiler
-from streamdiff.pipeline.rank_loader import RankLoader
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 CASE, RAW = "case.json", "raw.json"
@@ -115,7 +115,7 @@ def measure(runtime: StreamingPipeline, case: Case, load_s: float) -> Raw:
         prompts = list(_prompts(player, runtime, amount.prompts, bar))
         player.close()
         peak = peak_bytes(device)
-        at_a_time = RankLoader(case.config, device).decode_latents
+        at_a_time = plan_load(case.config, device).decode_latents
         parts, remarks = stream_parts.measure(runtime, amount.rounds, at_a_time, bar.set_postfix_str)
         if case.profile is not None:
             bar.set_postfix_str("profile")

@@ -22,8 +22,8 @@ from benchmarks.stream_case import Case
 from streamdiff.device import own_device, pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.load_plan import plan_load
 from streamdiff.pipeline.output import ModelInfo
-from streamdiff.pipeline.rank_loader import RankLoader
 
 EPILOG = """examples:
   python -m benchmarks.throughput_model                                  the embedded model
@@ -80,7 +80,7 @@ def measure(case: Case, step: Any) -> dict[str, Any]:
         times, _ = stream_parts.turns(runtime, case.amount.rounds, device)
     finally:
         runtime.close()
-    parts = forward(RankLoader(config, device).sizes, config.kv_context)
+    parts = forward(plan_load(config, device).sizes, config.kv_context)
     forward_s = median([value for name, values in times.items() if name.startswith("step ") for value in values])
     return judged(parts, found, dtype.itemsize, forward_s, runtime.info) | {
         "raw": times,

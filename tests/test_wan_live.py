@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 import streamdiff
 from streamdiff.cli import main, parser
 from streamdiff.commands import reference
+from streamdiff.commands.reference_run import run_reference
 from streamdiff.config import ModelConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Close, FrameBatch, Open
@@ -32,7 +33,6 @@ from streamdiff.models.text_loader import load_text_encoder
 from streamdiff.models.tiny.model import WEIGHTS
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.build import load_runtime
-from streamdiff.pipeline.reference_run import run_reference
 from tests.hub_cache import lay
 from tests.models.layouts import original
 from tests.models.text_encoder import umt5

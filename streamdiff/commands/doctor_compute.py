@@ -90,7 +90,7 @@ def look_at_quantisation(config: Config) -> Iterator[Finding]:
 def look_at_trials(config: Config) -> Iterator[Finding]:
     """What is tried at the start, tried at the model's sizes."""
     try:
-        from streamdiff.pipeline import rank_loader
+        from streamdiff.pipeline import load_plan
     except (ImportError, OSError):
         return  # as above
     device, dtype = _computes_in(config)
@@ -102,7 +102,7 @@ def look_at_trials(config: Config) -> Iterator[Finding]:
     except ConfigError:  # its files say it when it is loaded
         yield Finding("trial", Grade.NOTE, "at the start: how large the model is is not known before")
         return
-    for choice in rank_loader.try_kernels(model, sizes, device, dtype)[1]:
+    for choice in load_plan.try_kernels(model, sizes, device, dtype)[1]:
         yield Finding(choice.setting, Grade.GOOD, f"{choice.value}, {choice.reason}")
 
 

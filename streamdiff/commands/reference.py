@@ -1,6 +1,6 @@
 """A reference run from files: what `streamdiff generate` does with the options of `cli.reference_options`.
 
-Knows nothing about the command line. `reference_model` loads the model, `pipeline.reference_run` makes the latents.
+Knows nothing about the command line. `reference_model` loads the model, `reference_run` makes the latents.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from streamdiff.atomic_write import exit_on_sigterm
 from streamdiff.commands import reference_model
 from streamdiff.commands.reference_model import Found, ReferenceJob
 from streamdiff.commands.reference_ring import head_of_ranks
+from streamdiff.commands.reference_run import ReferenceRun, Switch, check_together, run_reference
 from streamdiff.config import PROMPT_POLICIES
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.autoencoder import load_decoder
@@ -33,7 +34,6 @@ from streamdiff.models.checkpoint.safetensors_header import parse_header
 from streamdiff.models.model import Model
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.executor import RingExecutor
-from streamdiff.pipeline.reference_run import ReferenceRun, Switch, check_together, run_reference
 from streamdiff.pipeline.runner.init_latents import levels_of
 from streamdiff.pipeline.runner.step_levels import StepLevels
 from streamdiff.video import writer as files

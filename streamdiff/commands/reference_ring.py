@@ -14,8 +14,8 @@ from streamdiff.pipeline import topology
 from streamdiff.pipeline.distributed import rendezvous
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.load_plan import rank_facts
 from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.rank_loader import rank_facts
 from streamdiff.pipeline.runner import block_offload
 from streamdiff.pipeline.topology import StageTopology
 from streamdiff.pipeline.worker_group import WorkerGroup

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +14,10 @@ import torch
 from streamdiff.config import ModelConfig
 from streamdiff.device import pick_dtype
 from streamdiff.errors import ConfigError
-from streamdiff.models import random_weights
-from streamdiff.models.autoencoder import autoencoder
+from streamdiff.models import random_weights, sampling
 from streamdiff.models.catalogue import entries
-from streamdiff.models.resolve import resolve_model
-from streamdiff.models.spec import ModelSpec, parse_size
+from streamdiff.models.resolve import locate_autoencoder, resolve_model
+from streamdiff.models.spec import ModelSpec, parse_size, with_anchors, with_window
 from streamdiff.models.tiny.folder import check_parts, read_folder
 from streamdiff.models.transformer import attention_backend
 from streamdiff.models.transformer.wan import WanDenoiser
@@ -89,6 +89,47 @@ class ModelLoader:
         check_parts(self.model.folder)
         return read_folder(self.model.folder, self.model.name).spec
 
+    def live_spec(self) -> ModelSpec:
+        """The facts with which the model streams: what the configuration says goes before its own.
+
+        Raises:
+            ConfigError: a model that makes whole clips, or of which too little is said; one that does not have as many
+                steps as are asked for, a window that cannot be, or a clean pass that its KV context does not have.
+        """
+        model, config = self.model, self.config
+        unknown = model.entry is None and not model.embedded
+        if model.entry is not None and model.entry.stream is None:
+            raise ConfigError(
+                f"{config.name} makes whole clips, so it cannot run live; name a model that `streamdiff models` lists"
+            )
+        if unknown:
+            _check_stream_given(config)
+        spec = self.spec
+        if unknown:
+            assert config.timesteps is not None and config.chunk_latents is not None
+            schedule = sampling.published(config.timesteps)
+            spec = replace(spec, steps=(schedule.steps,), schedules=(schedule,), chunk_latents=config.chunk_latents)
+        elif config.timesteps is not None or config.chunk_latents is not None:
+            raise ConfigError(
+                f"the timesteps and the chunk of {config.name} are known; leave lists of --steps, and --chunk-frames, "
+                "out"
+            )
+        asked = config.window, config.sink, config.rope
+        if asked != (None, None, None):
+            if model.embedded:
+                raise ConfigError(
+                    f"{config.name} knows no past but that of the window it was trained with; leave --window, --sink "
+                    "and --rope out"
+                )
+            spec = with_window(spec, *asked)
+        spec = with_anchors(spec, config)
+        if config.clean_with_next and config.kv_context != "clean":
+            raise ConfigError(
+                f"clean_pass is with-next and kv_context is {config.kv_context}, where chunks wait for no clean pass; "
+                "use kv_context clean, or clean_pass alone"
+            )
+        return spec
+
     def digest(self) -> str:
         """Of all configuration files, and of the weights' names, sizes and beginnings."""
         found = hashlib.sha256()
@@ -101,7 +142,7 @@ class ModelLoader:
     def _files(self) -> set[Path]:
         """Every file that a part of the model is read from."""
         model = self.model
-        vae = None if entries.is_random(model.vae) or model.vae is None else autoencoder.locate(model.vae)
+        vae = None if entries.is_random(model.vae) or model.vae is None else locate_autoencoder(model.vae)
         roots = [model.folder, model.weights, model.text_encoder, vae, *(lora.path for lora in model.loras)]
         found: set[Path] = set()
         for root in roots:
@@ -152,3 +193,20 @@ class ModelLoader:
             )
         denoiser.attention = attention
         return denoiser.fuse()
+
+
+def _check_stream_given(config: ModelConfig) -> None:
+    """Raises ConfigError unless everything is said of a model that the catalogue does not know."""
+    told = (
+        ("--steps 1000,937.5,833.33,625 (the timesteps that it is told)", config.timesteps),
+        ("--chunk-frames N (latent frames of a chunk)", config.chunk_latents),
+        ("--window N", config.window),
+        ("--sink N (0: none)", config.sink),
+        ("--rope absolute, or relative", config.rope),
+    )
+    if missing := [option for option, value in told if value is None]:
+        raise ConfigError(
+            f"how {config.name} streams is not in the catalogue, and not guessed: say {'; '.join(missing)}. Where it "
+            "is of the kind of a model that `streamdiff models` lists, give its files as parts of that one instead: "
+            "--model NAME --weights FILE"
+        )

@@ -18,7 +18,6 @@ from streamdiff import clock
 from streamdiff.config import ModelConfig
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.model import StageModel
-from streamdiff.models.spec import choose_steps
 from streamdiff.models.transformer.wan import Tokens
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.planner.costs import Costs, in_proportion, read_profile
@@ -69,11 +68,12 @@ def measure(
 
 
 def share_out(
-    config: ModelConfig, sizes: ModelSizes, context: RankContext, own: Measured | None
+    config: ModelConfig, sizes: ModelSizes, steps: int, context: RankContext, own: Measured | None
 ) -> tuple[tuple[int, int], ...]:
     """The runs of blocks (first, last exclusive) of all ranks; every rank gets the same answer.
 
-    `own` is what this rank has measured, or None where the configuration names a profile.
+    `steps` are those of a session. `own` is what this rank has measured, or None where the configuration
+    names a profile.
 
     Raises:
         ConfigError: a profile that cannot be read, or more stages than blocks.
@@ -84,7 +84,6 @@ def share_out(
         context.store.set(f"cost/{context.rank}", json.dumps(asdict(own)))
         everybody = [Measured(**json.loads(context.store.get(f"cost/{rank}"))) for rank in range(config.stages)]
         costs = _combined(everybody, sizes.blocks)
-    steps = choose_steps(config.steps, sizes.spec.steps, sizes.spec.name)
     workload = Workload(config.stages, 1, steps, config.kv_context, 1, config.anchor_every or 0)
     return lay_out(costs, workload, decode_place(config)).blocks
 

@@ -8,14 +8,13 @@ from streamdiff.config import ModelConfig
 from streamdiff.device import own_device
 from streamdiff.errors import EngineFailure
 from streamdiff.models.model import Model
-from streamdiff.pipeline import topology
+from streamdiff.pipeline import load_plan, rank_loader, topology
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
 from streamdiff.pipeline.distributed.rendezvous import check_world
 from streamdiff.pipeline.distributed.start_progress import StartProgress
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
 from streamdiff.pipeline.profiler import CHUNKS, Profiler, check_folder, check_traced
-from streamdiff.pipeline.rank_loader import RankLoader
 from streamdiff.pipeline.scheduler.kv_context import in_flight_limit
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.pipeline.worker_group import WorkerGroup
@@ -30,13 +29,15 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
     Raises:
         ConfigError: unknown model, a device that is not there, or a ring that cannot be built.
     """
-    loader = RankLoader(config, own_device(config.device))
-    config, device, links = loader.config, loader.device, None
+    device, links = own_device(config.device), None
+    plan = load_plan.plan_load(config, device)
+    config = plan.config
     if config.ranks == 1:
         check_world(1, 1)
-    context = loader.join() if config.ranks > 1 else None
+    context = plan.join() if config.ranks > 1 else None
     progress = StartProgress(None, 1) if context is None else start_progress(context, config.stages)
-    loaded = loader.load(context)
+    plan = load_plan.plan_rank(plan, context)
+    loaded = rank_loader.load_rank(plan, context)
     model, decoder, memory = loaded.model, loaded.decoder, loaded.memory
     assert isinstance(model, Model), "this is rank 0"
     if context is None:
@@ -46,18 +47,18 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
         ring = topology.head_ring(model, topology.StageTopology.of(config, 0, device), device, progress.enter)
         progress.enter("graphs")
         if decoder is None:
-            links = topology.decode_links(model.spec, 0, config.decode_rank, device, loader.pixel_format)
-    loader.compile_stage(ring.stage, memory, progress)
-    loader.compile_decoder(decoder, DECODE_THREADS)
+            links = topology.decode_links(model.spec, 0, config.decode_rank, device, plan.pixel_format)
+    rank_loader.compile_stage(plan, ring.stage, memory, progress)
+    rank_loader.compile_decoder(plan, decoder, DECODE_THREADS)
     workers, memories = None, [memory]
     if context is not None:
         workers = WorkerGroup(context, ring, config.hang_s, links)
         memories = context.receive_memories()
         progress.finish()
     blocks = [last - first for first, last in loaded.runs] + [0] * (config.ranks - config.stages)
-    budget = KVCacheBudget(loader.sizes, memories, blocks, model.denoiser.dtype.itemsize, loader.preallocated)
+    budget = KVCacheBudget(plan.sizes, memories, blocks, model.denoiser.dtype.itemsize, plan.preallocated)
     runtime = StreamingPipeline(
-        model, device, config.steps, config.kv_context, workers, budget, ring, loader.decode_latents, config.hang_s
+        model, device, config.steps, config.kv_context, workers, budget, ring, plan.decode_latents, config.hang_s
     )
     try:
         _warm_up(runtime, config)

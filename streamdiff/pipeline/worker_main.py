@@ -15,13 +15,12 @@ import torch
 
 from streamdiff.config import ModelConfig
 from streamdiff.device import bind, own_device
-from streamdiff.pipeline import topology
+from streamdiff.pipeline import load_plan, rank_loader, topology
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, DecodeWorker
 from streamdiff.pipeline.distributed.heartbeat import HealthMonitor
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.distributed.start_progress import StartProgress
-from streamdiff.pipeline.rank_loader import RankLoader
 from streamdiff.pipeline.runner.worker import Worker
 
 EXIT_FAULT = 1
@@ -35,18 +34,20 @@ def run_worker(config: ModelConfig) -> None:
     Raises:
         ConfigError: the ring cannot be built as configured.
     """
-    loader = RankLoader(config, own_device(config.device))
-    config, device, context = loader.config, loader.device, loader.join()
+    device = own_device(config.device)
+    plan = load_plan.plan_load(config, device)
+    config, context = plan.config, plan.join()
     place = topology.StageTopology.of(config, context.rank, device)
     progress = start_progress(context, config.stages)
-    loaded = loader.load(context)
+    plan = load_plan.plan_rank(plan, context)
+    loaded = rank_loader.load_rank(plan, context)
     decoder = loaded.decoder
     workers: list[Worker | DecodeWorker] = []
     context.send_memory(loaded.memory)
     if loaded.model is not None:
         worker = topology.follower(loaded.model, place, device, progress.enter)
         progress.enter("graphs")
-        loader.compile_stage(worker.stage, loaded.memory, progress)
+        rank_loader.compile_stage(plan, worker.stage, loaded.memory, progress)
         workers.append(worker)
     else:
         progress.enter("graphs")
@@ -54,12 +55,10 @@ def run_worker(config: ModelConfig) -> None:
     if decoder is not None:
         # Beside a stage it has a thread of its own, alone it is the process.
         threads = DECODE_THREADS if workers else torch.get_num_threads()
-        loader.compile_decoder(decoder, threads)
-        sender, receiver = topology.decode_links(
-            loader.spec, context.rank, config.decode_rank, device, loader.pixel_format
-        )
+        rank_loader.compile_decoder(plan, decoder, threads)
+        sender, receiver = topology.decode_links(plan.spec, context.rank, config.decode_rank, device, plan.pixel_format)
         timer = workers[0].timer if workers else None
-        workers.append(DecodeWorker(decoder, receiver, sender, device, loader.decode_latents, timer))
+        workers.append(DecodeWorker(decoder, receiver, sender, device, plan.decode_latents, timer))
     progress.finish()
     work(workers, context, config.hang_s, device)
 

@@ -15,7 +15,7 @@ from streamdiff.models.catalogue.schema import Architecture
 from streamdiff.models.model_loader import ModelLoader
 from streamdiff.models.resolve import resolve_model
 from streamdiff.pipeline.build import load_runtime
-from streamdiff.pipeline.rank_loader import RankLoader
+from streamdiff.pipeline.load_plan import plan_load
 
 CPU = torch.device("cpu")
 SMALL = Architecture(width=96, ffn_dim=64, heads=2, blocks=3, in_channels=16, out_channels=16, freq_dim=16)
@@ -85,7 +85,7 @@ def test_nothing_is_read_or_fetched() -> None:
     configs = ModelConfig(name="random:wan2.1-14b", vae="random:taew2_1"), ModelConfig(name="random:wan2.1-1.3b")
     large, small = (ModelLoader(config, CPU).digest() for config in configs)
     assert large == small
-    loader = RankLoader(ModelConfig(name="random:wan2.1-14b", size="512x512", steps=2), CPU)
+    loader = plan_load(ModelConfig(name="random:wan2.1-14b", size="512x512", steps=2), CPU)
     assert loader.spec.chunk_shape == (16, 3, 64, 64) and loader.sizes.blocks == 40
 
 

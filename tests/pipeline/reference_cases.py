@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from streamdiff.commands.reference_run import ReferenceRun
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
-from streamdiff.pipeline.reference_run import ReferenceRun
 from streamdiff.pipeline.runner.step_levels import StepLevels
 from tests.pipeline.plain_wan import PlainStream, PlainWan
 from tests.small import small_model

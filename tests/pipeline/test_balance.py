@@ -24,7 +24,7 @@ def agree(config: ModelConfig, everybody: list[Measured | None]) -> set[tuple[tu
     sizes = read_sizes(config.name)
     with ThreadPoolExecutor(stages) as pool:
         members = [RankContext(rank, stages, store) for rank in range(stages)]
-        asked = [pool.submit(share_out, config, sizes, *each) for each in zip(members, everybody, strict=True)]
+        asked = [pool.submit(share_out, config, sizes, 4, *each) for each in zip(members, everybody, strict=True)]
         return {each.result(timeout=60) for each in asked}
 
 

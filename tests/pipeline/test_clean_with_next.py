@@ -12,7 +12,7 @@ from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
-from streamdiff.pipeline.rank_loader import RankLoader
+from streamdiff.pipeline.load_plan import plan_load
 from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.playing import THREE, Order, play, same
 from tests.small import BLUE, CPU, RED, WHITE, small_model
@@ -119,4 +119,4 @@ def test_other_kv_contexts_and_sessions_are_as_they_were() -> None:
 
 def test_where_no_chunk_waits_for_a_clean_pass_it_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"clean_pass is with-next and kv_context is staircase.*use kv_context clean"):
-        _ = RankLoader(ModelConfig(clean_pass="with-next", kv_context="staircase"), CPU).spec
+        _ = plan_load(ModelConfig(clean_pass="with-next", kv_context="staircase"), CPU).spec

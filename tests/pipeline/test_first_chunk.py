@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from streamdiff.commands.reference_run import ReferenceRun, Switch, run_reference
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import RingExecutor
-from streamdiff.pipeline.reference_run import ReferenceRun, Switch, run_reference
 from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from tests.pipeline.reference import Reference

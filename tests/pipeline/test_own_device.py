@@ -10,8 +10,7 @@ import torch
 
 from streamdiff.config import ModelConfig
 from streamdiff.device import own_device
-from streamdiff.pipeline import build, rank_loader, worker_main
-from streamdiff.pipeline.rank_loader import RankLoader
+from streamdiff.pipeline import build, load_plan, rank_loader, worker_main
 from streamdiff.pipeline.topology import link_of
 
 CUDA = torch.device("cuda")
@@ -51,7 +50,7 @@ def stop(*arguments: object) -> None:
 def test_a_rank_binds_its_device_before_anything_else(
     devices: Devices, monkeypatch: pytest.MonkeyPatch, begin: Any
 ) -> None:
-    monkeypatch.setattr(RankLoader, "__init__", stop)
+    monkeypatch.setattr(load_plan, "plan_load", stop)
     with pytest.raises(FirstStep):
         begin(ModelConfig(stages=4, decode="own-rank", link="gloo"))
     assert devices.bound == [("MainThread", torch.device("cuda", 3))]
@@ -70,8 +69,8 @@ def test_the_thread_that_compiles_the_decoder_is_bound_too(devices: Devices, mon
     decoder, zeros = Decoder(), torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda shape, device: zeros(shape))
     monkeypatch.setattr(rank_loader, "capture_on", lambda device: None)
-    loader = RankLoader(ModelConfig(compile="on"), torch.device("cuda", 3))
-    loader.compile_decoder(decoder, 1)  # type: ignore[arg-type]
+    plan = load_plan.plan_load(ModelConfig(compile="on"), torch.device("cuda", 3))
+    rank_loader.compile_decoder(plan, decoder, 1)  # type: ignore[arg-type]
     ((thread, device),) = decoder.bound
     assert thread.startswith("compile") and device == torch.device("cuda", 3)
 

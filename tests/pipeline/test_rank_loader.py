@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,9 +16,10 @@ from streamdiff.models.model_loader import Kernels
 from streamdiff.models.transformer import attention_trial, quantization
 from streamdiff.models.transformer.attention_backend import AttentionShape
 from streamdiff.models.transformer.attention_trial import Trial, Tried
+from streamdiff.pipeline.load_plan import plan_load, plan_rank, try_kernels
 from streamdiff.pipeline.planner import model_sizes
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
-from streamdiff.pipeline.rank_loader import RankLoader, try_kernels
+from streamdiff.pipeline.rank_loader import load_rank
 from streamdiff.pipeline.runner.torch_compile import one_graph
 from tests.small import CPU
 
@@ -32,10 +34,10 @@ def test_caches_wait_for_as_many_sessions_as_keep_a_ring_of_gpus_busy(
     kv_context: str, stages: int, sessions: int
 ) -> None:
     config = ModelConfig(compile="on", kv_context=kv_context, stages=stages)  # type: ignore[arg-type]
-    assert RankLoader(config, CUDA).preallocated == PreallocatedCaches(sessions, 4, kv_context)
-    on_cpu = RankLoader(config, CPU).preallocated
+    assert plan_load(config, CUDA).preallocated == PreallocatedCaches(sessions, 4, kv_context)
+    on_cpu = plan_load(config, CPU).preallocated
     assert on_cpu == PreallocatedCaches(1, 4, kv_context), "on a CPU nothing is bound to them"
-    assert RankLoader(config.model_copy(update={"compile": "off"}), CUDA).preallocated is None
+    assert plan_load(config.model_copy(update={"compile": "off"}), CUDA).preallocated is None
 
 
 @pytest.fixture
@@ -49,13 +51,13 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_s_defaults_are_what_a_rank_runs(hopper: None) -> None:
-    loader = RankLoader(ModelConfig(), CUDA)
+    loader = plan_load(ModelConfig(), CUDA)
     assert (loader.config.compile, loader.config.clean_with_next) == ("on", True)
     assert loader.preallocated == PreallocatedCaches(1, 4, "clean")
     assert loader.rank_facts()["model.compile"] == "on", "ranks that settle otherwise are not alike"
-    plain = RankLoader(ModelConfig(preset="plain"), CUDA)
+    plain = plan_load(ModelConfig(preset="plain"), CUDA)
     assert plain.preallocated is None and not plain.config.clean_with_next
-    assert RankLoader(ModelConfig(preset="fast"), CUDA).steps == 2
+    assert plan_load(ModelConfig(preset="fast"), CUDA).steps == 2
 
 
 @pytest.mark.parametrize(
@@ -114,9 +116,9 @@ def test_what_was_taken_is_what_the_transformer_runs(
         stopwatch=lambda call, device: (call(), next(times))[1],
     )
     monkeypatch.setattr(attention_trial, "try_attention", trial)
-    loader = RankLoader(ModelConfig(), CPU)
-    loader.config = loader.config.model_copy(update={"attention": "auto"})
-    loaded = loader.load()
+    plan = plan_load(ModelConfig(), CPU)
+    plan = replace(plan, config=plan.config.model_copy(update={"attention": "auto"}))
+    loaded = load_rank(plan_rank(plan))
     assert loaded.model is not None and loaded.model.denoiser.attention == "math"
     lines = capsys.readouterr().err.splitlines()
     assert "streamdiff: compile: off (CPU: compiling takes long there; --compile on asks for it)" in lines

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from streamdiff.commands.reference_run import ReferenceRun, Switch, run_reference
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
-from streamdiff.pipeline.reference_run import ReferenceRun, Switch, run_reference
 from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.plain_longlive import plain_stream
 from tests.small import BLUE, CPU, RED, WHITE, small_model

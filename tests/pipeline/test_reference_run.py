@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from streamdiff.commands.reference_run import ReferenceRun, Switch, run_reference
 from streamdiff.config import PROMPT_POLICIES, RECACHES
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
-from streamdiff.pipeline.reference_run import ReferenceRun, Switch, run_reference
 from tests.pipeline.reference import Reference
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 

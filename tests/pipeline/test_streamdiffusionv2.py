@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from streamdiff.commands.reference_run import ReferenceRun, run_reference
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
-from streamdiff.pipeline.reference_run import ReferenceRun, run_reference
 from streamdiff.pipeline.runner.init_latents import levels_of
 from tests.pipeline.float64_wan import PlainWan, attend, rotated
 from tests.small import CPU, RED, small_model

@@ -130,8 +130,8 @@ class ModelSizes:
         return blocks * self.width * (caches * (2 * slots + sink) * self.tokens + 2 * self.text_tokens)
 
 
-def read_sizes(model: str) -> ModelSizes:
-    """Sizes of `tiny`, the embedded model, or of a folder in the same layout.
+def read_sizes(model: str, spec: ModelSpec | None = None) -> ModelSizes:
+    """Sizes of `tiny`, the embedded model, or of a folder in the same layout; with the facts `spec`, None: its own.
 
     Raises:
         ConfigError: no such folder, a part that cannot be read, or a value that is missing or of the wrong kind.
@@ -142,7 +142,7 @@ def read_sizes(model: str) -> ModelSizes:
             f"--model is {model!r}; it can be `tiny`, a name that `streamdiff models` lists, or a model's folder"
         )
     found = read_folder(folder, model)
-    spec, side = found.spec, (found.spec.latent_height, found.spec.latent_width)
+    spec, side = spec or found.spec, (found.spec.latent_height, found.spec.latent_width)
     # The whole autoencoder is loaded, whose numbers the file says.
     decoder = replace(found.decoder.decoder(*side), weights=stored_values(folder / "vae"))
     sizes = replace(sizes_from(found.architecture, spec, decoder), text_values=stored_values(folder / "text_encoder"))

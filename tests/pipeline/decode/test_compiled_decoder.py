@@ -16,10 +16,10 @@ from torch._dynamo.utils import counters
 from streamdiff.config import ModelConfig
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, Step, VideoDecoder
 from streamdiff.models.autoencoder.wan import WanDecoder
+from streamdiff.pipeline import rank_loader
 from streamdiff.pipeline.build import load_runtime
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding, Piece
 from streamdiff.pipeline.output import Frames
-from streamdiff.pipeline.rank_loader import RankLoader
 from streamdiff.pipeline.runner.torch_compile import one_graph
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.pipeline.compiling import BACKENDS, COMPILED, TRACED, compiled_by
@@ -192,7 +192,7 @@ def test_the_product_compiles_it_before_it_is_ready_and_no_event_of_a_stream_doe
 ) -> None:
     """First chunks, a prompt switch, a reset, another session; the transformer's graphs have a test of their own."""
     save_model(tmp_path)
-    monkeypatch.setattr(RankLoader, "compile_stage", lambda *given: None)
+    monkeypatch.setattr(rank_loader, "compile_stage", lambda *given: None)
     with compiled_by(backend):
         runtime = load_runtime(ModelConfig(name=str(tmp_path), device="cpu", compile="on", decode_at_once=2))
     plain = load_runtime(ModelConfig(name=str(tmp_path), device="cpu", decode_at_once=2))

@@ -56,13 +56,13 @@ def break_rank(where: str) -> None:
         case "rendezvous":
             rendezvous.join = hang
         case "weights":
-            rank_loader.RankLoader.load = stop  # type: ignore[method-assign, assignment]
+            rank_loader.load_rank = stop
         case "communicators":
             dist.new_group = hang_at_edge_1(dist.new_group)
         case "first transfers":
             NcclReceiver.warm_up = stop  # type: ignore[method-assign]
         case "graphs":
-            rank_loader.RankLoader.compile_stage = hang  # type: ignore[method-assign]
+            rank_loader.compile_stage = hang
         case "warm-up":
             ModelRunner.carry_out = hang  # type: ignore[method-assign]
 

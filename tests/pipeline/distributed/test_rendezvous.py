@@ -17,7 +17,7 @@ from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.tiny.model import WEIGHTS
 from streamdiff.pipeline.distributed.rendezvous import check_world
-from streamdiff.pipeline.rank_loader import RankLoader
+from streamdiff.pipeline.load_plan import plan_load
 from tests.pipeline.processes import ROOT, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -49,7 +49,7 @@ def test_a_rank_that_differs_is_named_by_all() -> None:
 
 
 def rank_facts(**given: Any) -> dict[str, str]:
-    return RankLoader(ModelConfig(**given), torch.device("cpu")).rank_facts()
+    return plan_load(ModelConfig(**given), torch.device("cpu")).rank_facts()
 
 
 def test_weights_and_settings_are_among_the_facts(tmp_path: Path) -> None:

@@ -17,14 +17,15 @@ from streamdiff.models.autoencoder.memory_size import DecoderSizes
 from streamdiff.models.catalogue import entries
 from streamdiff.models.model_loader import ModelLoader
 from streamdiff.models.spec import ModelSpec
-from streamdiff.pipeline import rank_loader
+from streamdiff.pipeline import load_plan, rank_loader
+from streamdiff.pipeline.load_plan import plan_load, plan_rank
 from streamdiff.pipeline.planner import fit
 from streamdiff.pipeline.planner.memory import Storage
 from streamdiff.pipeline.planner.model_sizes import SMALL as SMALL_DECODER
 from streamdiff.pipeline.planner.model_sizes import decoder_sizes, entry_sizes
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.planner.stage_layout import Workload
-from streamdiff.pipeline.rank_loader import RankLoader
+from streamdiff.pipeline.rank_loader import load_rank
 from tests.small import CPU
 
 SMALL: dict[str, Any] = {"name": "random:wan2.1-1.3b", "vae": "random:wan2.1", "dtype": "bfloat16", "preset": "plain"}
@@ -45,12 +46,12 @@ def _nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refused(config: ModelConfig, device: torch.device = GPU) -> str:
     with pytest.raises(ConfigError) as caught:
-        RankLoader(config, device).load()
+        load_rank(plan_rank(plan_load(config, device)))
     return str(caught.value)
 
 
 def total_gb(config: ModelConfig, rank: int = 0) -> float:
-    loader = RankLoader(config, GPU)
+    loader = plan_load(config, GPU)
     return loader.demand(split_evenly(loader.sizes.blocks, config.stages)).total(rank) / 1e9
 
 
@@ -103,13 +104,13 @@ def test_offload_makes_14b_fit_where_8_bits_do_not() -> None:
 def test_each_rank_of_a_ring_is_asked_for_its_own(rank: int, fits: bool) -> None:
     """Two stages of 14B, and a rank that decodes with Wan's large decoder, under the same limit."""
     config = ModelConfig(**LARGE, stages=2, decode="own-rank", device_memory_gb={0: 20.0, 1: 40.0, 2: 5.0}[rank])
-    loader = RankLoader(config, GPU)
+    loader = plan_load(config, GPU)
     runs = split_evenly(loader.sizes.blocks, 2)
     if fits:
-        loader._check_fit(rank, runs)
+        loader.check_fit(rank, runs, load_plan._device_limits(config, GPU))
         return
     with pytest.raises(ConfigError, match=rf"rank {rank} needs [\d.]+ GB"):
-        loader._check_fit(rank, runs)
+        loader.check_fit(rank, runs, load_plan._device_limits(config, GPU))
 
 
 def test_a_gpu_is_asked_what_it_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,12 +119,12 @@ def test_a_gpu_is_asked_what_it_has_free(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "libraries 0.6), and cuda:0, of 12 GB in all, still has 11 GB" in text
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (22 * 10**9, 24 * 10**9))
     with pytest.raises(AssertionError, match="loaded"):
-        RankLoader(ModelConfig(**SMALL), GPU).load()
+        load_rank(plan_rank(plan_load(ModelConfig(**SMALL), GPU)))
 
 
 def test_a_text_encoder_on_the_gpu_counts_before_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (22 * 10**9, 24 * 10**9))
-    monkeypatch.setattr(rank_loader, "expected_bytes", lambda model: round(11.4e9))
+    monkeypatch.setattr(load_plan, "expected_bytes", lambda model: round(11.4e9))
     text = refused(ModelConfig(**SMALL, text_device="cuda"))
     assert "text encoder 11.4" in text and "--text-device cpu (18.1 GB)" in text
 
@@ -136,7 +137,7 @@ def test_the_embedded_model_is_not_offered_what_it_cannot_have() -> None:
 
 def test_a_cpu_without_a_limit_refuses_nothing() -> None:
     with pytest.raises(AssertionError, match="loaded"):
-        RankLoader(ModelConfig(**LARGE), CPU).load()
+        load_rank(plan_rank(plan_load(ModelConfig(**LARGE), CPU)))
 
 
 def test_the_command_line_says_it_in_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:

@@ -9,10 +9,10 @@ import torch
 
 from streamdiff.config import ModelConfig
 from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.load_plan import plan_load
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget, PreallocatedCaches, RankMemory, free_bytes
 from streamdiff.pipeline.planner.model_sizes import read_sizes
 from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.rank_loader import RankLoader
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.small import CPU
 
@@ -116,7 +116,7 @@ def test_the_decoder_counts_where_it_works() -> None:
 
 @pytest.mark.slow
 def test_sessions_have_what_a_limit_of_the_device_leaves() -> None:
-    loader = RankLoader(ModelConfig(), CPU)
+    loader = plan_load(ModelConfig(), CPU)
     demand = loader.demand(split_evenly(loader.sizes.blocks, 1))
     session = demand.total(0) - demand.without_sessions(0)
     limit = demand.without_sessions(0) + 3 * session + session // 2
@@ -129,6 +129,6 @@ def test_on_a_gpu_computing_keeps_its_room(monkeypatch: pytest.MonkeyPatch) -> N
     """A call of Wan's decoder takes more than the tenth that was kept back."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 10**9, 24 * 10**9))
     assert free_bytes(torch.device("cuda", 0), 1, None, 9 * 10**9) == 11 * 10**9
-    loader = RankLoader(ModelConfig(name="random:wan2.1-1.3b", vae="random:wan2.1"), torch.device("cuda", 0))
+    loader = plan_load(ModelConfig(name="random:wan2.1-1.3b", vae="random:wan2.1"), torch.device("cuda", 0))
     runs = split_evenly(loader.sizes.blocks, 1)
-    assert loader._room(0, runs) == 20 * 10**9 - loader.demand(runs).memory()[0].work - loader.demand(runs).libraries
+    assert loader.room(0, runs) == 20 * 10**9 - loader.demand(runs).memory()[0].work - loader.demand(runs).libraries

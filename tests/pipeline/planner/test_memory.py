@@ -13,10 +13,10 @@ from streamdiff.models.catalogue import entries
 from streamdiff.models.model import StageModel
 from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.models.transformer.weights import kept_dtype
+from streamdiff.pipeline.load_plan import plan_load
 from streamdiff.pipeline.planner.memory import Storage, memory, offloaded_bytes, stage_memory
 from streamdiff.pipeline.planner.model_sizes import entry_sizes, read_sizes, sizes_from
 from streamdiff.pipeline.planner.stage_layout import Layout, Workload
-from streamdiff.pipeline.rank_loader import RankLoader
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.peak_memory import peak_bytes
@@ -86,7 +86,7 @@ def test_the_embedded_models_facts_are_its_folders() -> None:
 def test_a_checkpoint_says_what_the_catalogue_says() -> None:
     """Of LongLive's architecture and stream, before anything is there and from the shapes of tensors."""
     told = entry_sizes(entries.find("longlive-1.3b"))
-    read = RankLoader(ModelConfig(name="random:wan2.1-1.3b"), torch.device("cpu")).sizes
+    read = plan_load(ModelConfig(name="random:wan2.1-1.3b"), torch.device("cpu")).sizes
     assert read == replace(told, spec=read.spec), "the decoder's sizes too"
     own = {name: getattr(read.spec, name) for name in ("name", "shift", "rope", "schedules")}
     assert read.spec == replace(told.spec, steps=(4, 2, 1), **own)

@@ -18,10 +18,9 @@ from torch._dynamo.utils import counters
 
 from streamdiff.config import ModelConfig
 from streamdiff.engine.process import private_folder
-from streamdiff.pipeline import worker_main
+from streamdiff.pipeline import rank_loader, worker_main
 from streamdiff.pipeline.build import load_runtime
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata
-from streamdiff.pipeline.rank_loader import RankLoader
 from streamdiff.pipeline.runner.compiled_stage import CompiledStage, Texts
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.sampler import Finished
@@ -55,7 +54,7 @@ def watch() -> None:
         torch.compiler.set_stance("fail_on_recompile")
 
     ModelRunner.compile = compiled_once  # type: ignore[method-assign]
-    RankLoader.compile_decoder = lambda *given: None  # type: ignore[method-assign]  # it has tests of its own
+    rank_loader.compile_decoder = lambda *given: None  # it has tests of its own
 
 
 def play(config: ModelConfig) -> dict[str, list[torch.Tensor]]:

@@ -16,8 +16,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model
 from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.pipeline.build import load_runtime
-from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.rank_loader import RankLoader
+from streamdiff.pipeline.load_plan import offload_note, plan_load
 from streamdiff.pipeline.runner.block_offload import BUFFERS, CopyAhead, offload, slab_blocks
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.step import MicroStep
@@ -267,12 +266,12 @@ def test_a_stream_of_an_offloaded_model_has_the_same_pictures() -> None:
 
 def test_weights_in_8_bits_are_not_offloaded() -> None:
     with pytest.raises(ConfigError, match=r"offload is blocks and quantize is int8.*use one of the two"):
-        RankLoader(ModelConfig(offload="blocks", quantize="int8"), CPU)
+        plan_load(ModelConfig(offload="blocks", quantize="int8"), CPU)
 
 
 def test_no_graphs_are_made_of_offloaded_blocks() -> None:
-    assert RankLoader(ModelConfig(compile="on"), CPU).preallocated is not None
-    assert RankLoader(ModelConfig(compile="on", offload="blocks"), CPU).preallocated is None
+    assert plan_load(ModelConfig(compile="on"), CPU).preallocated is not None
+    assert plan_load(ModelConfig(compile="on", offload="blocks"), CPU).preallocated is None
 
 
 @pytest.mark.parametrize(
@@ -282,13 +281,10 @@ def test_no_graphs_are_made_of_offloaded_blocks() -> None:
         ("NVIDIA RTX A6000", ["at 25.6 GB/s take 1.1 s, computing is not known of this device: at most 2.19 frames/s"]),
     ],
 )
-def test_what_offload_costs_is_told_at_the_start(
-    title: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_offload_costs_is_told_at_the_start(title: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: title)
     options = {"name": "random:wan2.1-14b", "vae": "random:taew2_1", "offload": "blocks", "compile": "on", "window": 6}
-    loader = RankLoader(ModelConfig.model_validate({**options, "sink": 0}), torch.device("cuda", 0))
-    loader._tell_offload(split_evenly(loader.sizes.blocks, 1))
-    told = capsys.readouterr().err
+    loader = plan_load(ModelConfig.model_validate({**options, "sink": 0}), torch.device("cuda", 0))
+    told = offload_note(loader)
     assert all(each in told for each in words), told
-    assert told.endswith("estimated; no graphs of the transformer are made\n")
+    assert told.endswith("estimated; no graphs of the transformer are made")

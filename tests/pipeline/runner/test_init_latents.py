@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from streamdiff.commands.reference_run import ReferenceRun, Switch, run_reference
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
-from streamdiff.pipeline.reference_run import ReferenceRun, Switch, run_reference
 from streamdiff.pipeline.runner.init_latents import InitLatents, motion_levels
 from tests.small import BLUE, CPU, RED, small_model
 

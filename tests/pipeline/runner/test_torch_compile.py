@@ -12,9 +12,10 @@ import torch
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
+from streamdiff.pipeline import rank_loader
 from streamdiff.pipeline.distributed.start_progress import StartProgress
+from streamdiff.pipeline.load_plan import plan_load, plan_rank
 from streamdiff.pipeline.planner.kv_budget import RankMemory
-from streamdiff.pipeline.rank_loader import RankLoader
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.torch_compile import CACHE_VARIABLE, keep_compiled_code
 from tests.small import CPU, small_model
@@ -66,9 +67,10 @@ def test_the_product_compiles_into_it(user_cache: Path, part: str, monkeypatch: 
     for kind in (ModelRunner, PictureDecoder):
         monkeypatch.setattr(kind, "compile", lambda *given, **options: met.append(os.environ[CACHE_VARIABLE]))
     config, stage = ModelConfig(compile="on", device="cpu"), ModelRunner(small_model(1), CPU)
-    loader = RankLoader(config, CPU)
+    plan = plan_load(config, CPU)
     if part == "stage":
-        loader.compile_stage(stage, RankMemory(0), StartProgress(None, 1))
+        rank_loader.compile_stage(plan, stage, RankMemory(0), StartProgress(None, 1))
     else:
-        loader.compile_decoder(loader.load().decoder, torch.get_num_threads())
+        loaded = rank_loader.load_rank(plan_rank(plan))
+        rank_loader.compile_decoder(plan, loaded.decoder, torch.get_num_threads())
     assert met == [str(user_cache / "streamdiff" / "compiled")]

@@ -1,0 +1,292 @@
+"""What a rank will load, settled before anything is: the model found, settings chosen, memory counted, kernels tried.
+
+`plan_load` is the same on all ranks; `plan_rank` adds what one rank makes of it. `rank_loader` then only loads.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from streamdiff.config import ModelConfig, ServedModel
+from streamdiff.device import compile_fault
+from streamdiff.errors import ConfigError
+from streamdiff.models import defaults
+from streamdiff.models.autoencoder.memory_size import DecoderSizes
+from streamdiff.models.model_loader import Kernels, ModelLoader
+from streamdiff.models.spec import ModelSpec, choose_steps
+from streamdiff.models.text_loader import expected_bytes
+from streamdiff.models.transformer import attention_trial, quantization
+from streamdiff.models.transformer.attention_backend import AttentionShape
+from streamdiff.pipeline import balance
+from streamdiff.pipeline.distributed import rendezvous
+from streamdiff.pipeline.executor import rows_carried
+from streamdiff.pipeline.planner import fit, gpus
+from streamdiff.pipeline.planner.fit import Demand
+from streamdiff.pipeline.planner.forecast import offload_words
+from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, free_bytes
+from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Storage
+from streamdiff.pipeline.planner.model_sizes import SMALL, ModelSizes, decoder_sizes, read_sizes, sizes_from
+from streamdiff.pipeline.planner.partition import split_evenly
+from streamdiff.pipeline.planner.stage_layout import Blocks, Workload
+from streamdiff.pipeline.runner import block_offload
+from streamdiff.pipeline.runner.torch_compile import one_graph
+from streamdiff.pipeline.scheduler.kv_context import sessions_to_fill
+from streamdiff.version import __version__
+from streamdiff.video.pixel_format import PictureKind
+
+Limits = tuple[tuple[int, str], ...]
+"""Bytes that may be taken, and of what."""
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What all ranks agree on. `config` has no defaults left open but for what is tried out (`models.defaults`),
+    `models` says where each part lies, `sizes` has the model's facts with what the configuration changes, `steps` are
+    the denoise steps of a session that does not name its own, `choices` why settings are as they are, and `runs` first
+    and last block (exclusive) of each stage: even shares, until there are costs."""
+
+    config: ModelConfig
+    models: ModelLoader
+    sizes: ModelSizes
+    steps: int
+    choices: tuple[defaults.Choice, ...]
+    cudnn_benchmark: bool
+    runs: Blocks
+
+    @property
+    def device(self) -> torch.device:
+        return self.models.device
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.sizes.spec
+
+    @property
+    def decoder_dtype(self) -> torch.dtype:
+        """The embedded model's decoder is small, and gains nothing from bfloat16."""
+        return torch.float32 if self.models.model.embedded else self.models.decoder_dtype
+
+    @property
+    def decode_latents(self) -> int:
+        """Latent frames that one call decodes."""
+        chunk = self.spec.chunk_latents
+        return min(chunk, self.config.decode_at_once or (1 if self.device.type == "cpu" else chunk))
+
+    @property
+    def pixel_format(self) -> PictureKind:
+        """What the decoder hands out: RGB, or what a server's encoders take.
+
+        Raises:
+            ConfigError: the server wants YUV420 of a size that has none.
+        """
+        wanted = self.config.pictures if isinstance(self.config, ServedModel) else "rgb"
+        if wanted == "rgb" or (wanted == "auto" and self.device.type == "cpu"):
+            return "rgb"
+        spec = self.spec
+        if spec.height % 2 == 0 and spec.width % 2 == 0:
+            return "yuv420"
+        if wanted == "auto":
+            return "rgb"
+        raise ConfigError(
+            f"serve.pictures is yuv420, but pictures of {spec.width} x {spec.height} have none, as both sides must be "
+            "even; use rgb, or leave it out"
+        )
+
+    @property
+    def preallocated(self) -> PreallocatedCaches | None:
+        """Sessions whose caches are there from the start, since graphs of CUDA are bound to them; None without
+        graphs. A stage whose blocks are offloaded has none: a replay has no host that starts copies."""
+        if self.config.compile == "off" or self.config.offload != "none":
+            return None
+        context = self.config.kv_context
+        filling = sessions_to_fill(context, steps=self.steps, stages=self.config.stages)
+        return PreallocatedCaches(filling if self.device.type == "cuda" else 1, self.steps, context)
+
+    def rank_facts(self) -> dict[str, str]:
+        """See the function of that name; with the steps that are taken, and what pictures are."""
+        return {
+            **rank_facts(self.config, self.models),
+            "model.steps": str(self.steps),
+            "model.pictures": self.config.pictures if isinstance(self.config, ServedModel) else "rgb",
+        }
+
+    def join(self) -> rendezvous.RankContext:
+        """Meet the other ranks.
+
+        Raises:
+            ConfigError: another number of ranks than stages, or ranks that are not alike.
+        """
+        rendezvous.check_world(self.config.stages, self.config.ranks)
+        return rendezvous.join(self.rank_facts())
+
+    def demand(self, runs: Blocks) -> Demand:
+        """What the ring takes of its devices, one session included, when its stages have these blocks."""
+        config, models = self.config, self.models
+        on_cuda = self.device.type == "cuda"
+        storage = Storage(
+            models.dtype.itemsize,
+            "none" if config.quantize == "auto" else config.quantize,  # not known before it is tried
+            config.offload,
+            text_bytes=expected_bytes(models.model) if on_cuda and config.text_device == "cuda" else 0,
+            decode_latents=self.decode_latents,
+            decoder_bytes=self.decoder_dtype.itemsize,
+        )
+        rows = rows_carried(self.spec, 1, config.clean_with_next)
+        return Demand(
+            self.sizes,
+            storage,
+            runs,
+            config.decode,
+            Workload(config.stages, 1, self.steps, config.kv_context, rows),
+            lambda spec, small: _decoder_of(models, spec, small),
+            changeable=not models.model.embedded,
+            libraries=LIBRARIES_BYTES if on_cuda else 0,
+        )
+
+    def check_fit(self, rank: int, runs: Blocks, limits: Limits) -> None:
+        """Raises ConfigError where the rank's part will not fit into what its device had free at first, or may have."""
+        for limit, where in limits:
+            fit.check(self.demand(runs), rank, limit, where)
+
+    def room(self, rank: int, runs: Blocks) -> int:
+        """Bytes for sessions on the rank, now that the weights are loaded."""
+        config, demand = self.config, self.demand(runs)
+        work = demand.memory()[rank].work + demand.libraries
+        room = free_bytes(self.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), config.memory_gb, work)
+        if config.device_memory_gb is None:
+            return room
+        return max(0, min(room, round(config.device_memory_gb * 1e9) - demand.without_sessions(rank)))
+
+
+@dataclass(frozen=True)
+class RankPlan(LoadPlan):
+    """What the rank `rank` loads: its run of `runs`, to compute with `kernels` (None on a rank that only decodes).
+    `limits` are its device's, from before anything was loaded."""
+
+    rank: int
+    limits: Limits
+    kernels: Kernels | None
+
+
+def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
+    """The plan of `config` on `device`. Fetches published files that are not there, and reads no weights.
+
+    Raises:
+        ConfigError: a model or part that is not there, or of which too little is known to run it live; settings that do
+            not go together; or more stages than blocks.
+    """
+    block_offload.check(config)
+    models = ModelLoader(defaults.with_small_autoencoder(config), device)
+    spec = models.live_spec()
+    settled = defaults.settle(config, device.type, spec.steps, lambda: compile_fault(device))
+    if models.model.embedded:
+        sizes = read_sizes(config.name, spec)
+    else:
+        sizes = sizes_from(models.architecture, spec, _decoder_of(models, spec))
+    return LoadPlan(
+        settled.config,
+        models,
+        sizes,
+        choose_steps(settled.config.steps, spec.steps, spec.name),
+        settled.choices,
+        settled.cudnn_benchmark,
+        split_evenly(sizes.blocks, config.stages),
+    )
+
+
+def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> RankPlan:
+    """The plan of the rank of `context`; of the only one without. Says what it will run with, and why. Takes seconds
+    where kernels are tried out. Mutates: torch's number of threads, on a stage.
+
+    Raises:
+        ConfigError: more than the device has memory for, or a profile that cannot be read.
+    """
+    config, device, rank = plan.config, plan.device, 0 if context is None else context.rank
+    runs, kernels, limits = plan.runs, None, _device_limits(config, device)
+    if context is not None and config.profile is not None:
+        runs = balance.share_out(config, plan.sizes, plan.steps, context, None)
+    plan.check_fit(rank, runs, limits)
+    if rank == 0:
+        _tell(plan.choices, "")
+    if rank < config.stages:
+        torch.set_num_threads(config.threads)
+        kernels, tried = try_kernels(config, plan.sizes, device, plan.models.dtype)
+        _tell(tried, "" if context is None else f"rank {rank}: ")
+    if rank == 0:
+        for note in filter(None, (plan.models.model.remark(config.kv_context), offload_note(plan))):
+            print(f"streamdiff: note: {note}", file=sys.stderr)
+    return RankPlan(**vars(plan) | {"runs": runs}, rank=rank, limits=limits, kernels=kernels)
+
+
+def rank_facts(config: ModelConfig, models: ModelLoader) -> dict[str, str]:
+    """What must be the same on all ranks: the program, torch, the configuration, and the weights' shapes and names."""
+    return {
+        "streamdiff": __version__,
+        "torch": torch.__version__,
+        **{f"model.{name}": str(value) for name, value in config.model_dump().items()},
+        "weights": models.digest(),
+    }
+
+
+def try_kernels(
+    config: ModelConfig, sizes: ModelSizes, device: torch.device, dtype: torch.dtype
+) -> tuple[Kernels, tuple[defaults.Choice, ...]]:
+    """What the transformer computes with, and what was found where `config` leaves that to a trial on the device, at
+    the model's sizes and with a full window. Takes seconds then."""
+    kernels, told = Kernels(config.attention, config.quantize), list[defaults.Choice]()
+    if kernels.attention == "auto":
+        window = sizes.tokens // sizes.spec.chunk_latents * sizes.spec.window(config.kv_context)
+        shape = AttentionShape(sizes.heads, sizes.head_dim, sizes.tokens, window)
+        trial = attention_trial.try_attention(shape, device, dtype)
+        told.append(defaults.Choice("attention", trial.fastest, trial.told))
+        kernels = kernels._replace(attention=trial.fastest)
+    if kernels.quantize == "auto":
+        width, ffn = sizes.width, sizes.ffn_dim
+        matrices = {(width, width): 6, (ffn, width): 1, (width, ffn): 1}  # text's are used once per prompt
+        compiled = one_graph if config.compile == "on" else None
+        quantize, reason = quantization.try_fp8(matrices, sizes.tokens, device, dtype, compiled)
+        told.append(defaults.Choice("quantize", quantize, reason))
+        kernels = kernels._replace(quantize=quantize)
+    if told and device.type == "cuda":
+        torch.cuda.empty_cache()  # what is free is counted later
+    return kernels, tuple(told)
+
+
+def offload_note(plan: LoadPlan) -> str:
+    """What offloaded blocks cost, an estimate, and what is off with them; empty where none are."""
+    if plan.config.offload == "none":
+        return ""
+    off = "; no graphs of the transformer are made" if plan.config.compile != "off" else ""
+    if plan.device.type == "cpu":
+        return f"offload: on a CPU the blocks are in host memory anyway, so it costs time and saves nothing{off}"
+    gpu, demand = gpus.recognise(torch.cuda.get_device_name(plan.device)), plan.demand(plan.runs)
+    return f"{offload_words(demand.sizes, demand.storage, demand.load, gpu)}{off}"
+
+
+def _decoder_of(models: ModelLoader, spec: ModelSpec, small: bool = False) -> DecoderSizes:
+    """Sizes of the decoder of a model that is not the embedded one, or of the small one in its place, for pictures of
+    `spec`."""
+    found = models.model
+    own = found.entry.autoencoder if found.entry is not None else "wan2.1"
+    return decoder_sizes(spec, own, SMALL if small else found.vae)
+
+
+def _device_limits(config: ModelConfig, device: torch.device) -> Limits:
+    """None on a CPU, unless one is set."""
+    found = []
+    if config.device_memory_gb is not None:
+        found.append((round(config.device_memory_gb * 1e9), "model.device_memory_gb"))
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        found.append((free, f"{device}, of {total / 1e9:.3g} GB in all, still"))
+    return tuple(found)
+
+
+def _tell(choices: Sequence[defaults.Choice], before: str) -> None:
+    for choice in choices:
+        print(f"streamdiff: {before}{choice}", file=sys.stderr)

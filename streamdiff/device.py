@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import shutil
 from collections.abc import Callable
 
 import torch
@@ -60,22 +58,6 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
     if wanted not in (AUTO, *_DTYPES):
         raise ConfigError(f"--dtype is {wanted}, but must be {AUTO}, {' or '.join(_DTYPES)}")
     return _DTYPES.get(wanted, torch.float32 if device.type == "cpu" else torch.bfloat16)
-
-
-TRITON_CAPABILITY = (7, 0)
-"""Compute capability of NVIDIA GPUs from which on torch compiles for them."""
-
-
-def compile_fault(device: torch.device) -> str | None:
-    """Why torch cannot compile for a CUDA `device` here; None if it can, as far as that is known before."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]
-    if not any(map(shutil.which, compilers)):  # Triton compiles what launches its kernels
-        return f"there is no C compiler ({', '.join(compilers)})"
-    if (found := torch.cuda.get_device_capability(device)) < TRITON_CAPABILITY:
-        return f"the GPU's compute capability is {found[0]}.{found[1]}, and compiling takes {TRITON_CAPABILITY[0]}.0"
-    return None
 
 
 _WARM_UP, _CALLS, _ROUNDS = 3, 5, 3

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from streamdiff.device import compile_fault, pick_device, pick_dtype, seconds_per_call
+from streamdiff.device import pick_device, pick_dtype, seconds_per_call
 from streamdiff.errors import ConfigError
+from streamdiff.pipeline.runner.torch_compile import compile_fault
 from tests.pipeline.device import Device, Event
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -114,7 +114,7 @@ def _sizes(config: Config) -> model_sizes.ModelSizes:
 
 def settled(config: Config) -> Defaults:
     """What is left open, settled for the device that is found here."""
-    from streamdiff.device import compile_fault
+    from streamdiff.pipeline.runner.torch_compile import compile_fault
 
     device, _ = _computes_in(config)
     try:

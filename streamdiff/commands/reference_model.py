@@ -24,6 +24,7 @@ from streamdiff.models.resolve import ResolvedModel
 from streamdiff.models.sampling import Schedule
 from streamdiff.models.spec import ModelSpec, choose_steps, with_anchors, with_window
 from streamdiff.models.text_loader import load_text_encoder
+from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.pipeline.planner.partition import check_stages
 from streamdiff.pipeline.runner import block_offload
 
@@ -107,6 +108,16 @@ class Found:
             notes += filter(None, [self.loader.model.noise_remark()])
         return notes
 
+    def denoiser(self, blocks: tuple[int, int] | None = None) -> WanDenoiser:
+        """Its transformer with the blocks `blocks` (first, last exclusive; all when None).
+
+        Raises:
+            ConfigError: as `ModelLoader.transformer`.
+        """
+        if self.job.model.offload == "none":
+            return self.loader.transformer(blocks)
+        return block_offload.offload(self.loader.transformer(blocks, weights_on=torch.device("cpu")), self.device)
+
     def load(self, blocks: tuple[int, int] | None = None) -> Model:
         """Load it, with its blocks `blocks` (first, last exclusive; all when None). There is no decoder: latents need
         none.
@@ -115,13 +126,12 @@ class Found:
             ConfigError: parts that are missing or do not fit.
         """
         job, spec, loader = self.job, self.spec, self.loader
-        denoiser = block_offload.load_denoiser(loader, blocks)
         text: TextEncoder = NoText()
         if job.prompt_embeds is None:
             text = load_text_encoder(loader.model, job.model, spec.text_shape, self.device)
         seen_again = spec.context_pictures and job.model.kv_context != "matched"
         past = FirstFrameReencoder.load(loader.model.fetch_autoencoder(), self.device) if seen_again else None
-        return Model(spec, denoiser, text, None, past)
+        return Model(spec, self.denoiser(blocks), text, None, past)
 
 
 def find(job: ReferenceJob) -> Found:
@@ -131,6 +141,7 @@ def find(job: ReferenceJob) -> Found:
         ConfigError: no such model, files that cannot be read, sizes that cannot be, more stages than blocks.
     """
     config = job.model
+    block_offload.check(config)
     architecture = None if job.model_config is None else read_object(job.model_config)
     device = own_device(config.device) if job.processes else pick_device(config.device)
     loader = ModelLoader(config, device, job.container, architecture)

@@ -16,7 +16,6 @@ from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.load_plan import rank_facts
 from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.runner import block_offload
 from streamdiff.pipeline.topology import StageTopology
 from streamdiff.pipeline.worker_group import WorkerGroup
 from streamdiff.pipeline.worker_main import start_progress, work
@@ -55,7 +54,7 @@ def follow(job: ReferenceJob) -> None:
     found = reference_model.find(job)
     context, config = _join(found), job.model
     progress = start_progress(context, config.stages)
-    model = StageModel(found.spec, block_offload.load_denoiser(found.loader, _blocks(found, context.rank)))
+    model = StageModel(found.spec, found.denoiser(_blocks(found, context.rank)))
     place = StageTopology.of(config, context.rank, found.device)
     worker = topology.follower(model, place, found.device, progress.enter)
     progress.finish()

@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -20,9 +19,8 @@ from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.model import StageModel
 from streamdiff.models.transformer.wan import Tokens
 from streamdiff.pipeline.distributed.rendezvous import RankContext
-from streamdiff.pipeline.planner.costs import Costs, in_proportion, read_profile
-from streamdiff.pipeline.planner.model_sizes import ModelSizes
-from streamdiff.pipeline.planner.stage_layout import Workload, lay_out
+from streamdiff.pipeline.planner.costs import Costs, in_proportion
+from streamdiff.pipeline.planner.stage_layout import Blocks, Workload, lay_out
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.step import MicroStep
 
@@ -67,46 +65,33 @@ def measure(
     return Measured(forward_s / len(denoiser.blocks), embed_s, head_s, decode_s)
 
 
-def share_out(
-    config: ModelConfig, sizes: ModelSizes, steps: int, context: RankContext, own: Measured | None
-) -> tuple[tuple[int, int], ...]:
-    """The runs of blocks (first, last exclusive) of all ranks; every rank gets the same answer.
-
-    `steps` are those of a session. `own` is what this rank has measured, or None where the configuration
-    names a profile.
-
-    Raises:
-        ConfigError: a profile that cannot be read, or more stages than blocks.
-    """
-    if own is None:
-        costs = read_profile(Path(config.profile or ""), sizes, max_rows=1)
-    else:
-        context.store.set(f"cost/{context.rank}", json.dumps(asdict(own)))
-        everybody = [Measured(**json.loads(context.store.get(f"cost/{rank}"))) for rank in range(config.stages)]
-        costs = _combined(everybody, sizes.blocks)
-    workload = Workload(config.stages, 1, steps, config.kv_context, 1, config.anchor_every or 0)
-    return lay_out(costs, workload, decode_place(config)).blocks
-
-
-def decode_place(config: ModelConfig) -> str:
-    """Where decoding counts: a thread of the head costs it nothing if there is a core that no rank needs."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", str(config.ranks)))
-    spare_core = (os.cpu_count() or 1) > here
-    return "own-stream" if config.decode == "head" and spare_core else config.decode
-
-
-def _combined(everybody: list[Measured], blocks: int) -> Costs:
-    """Blocks are alike, and a rank that was disturbed only measured too much."""
-    block_s = min(measured.block_s for measured in everybody)
+def gather_costs(context: RankContext, own: Measured, stages: int, blocks: int) -> Costs:
+    """What all stages have measured, once all have; every rank gets the same answer. Blocks are alike, and a rank that
+    was disturbed only measured too much."""
+    context.store.set(f"cost/{context.rank}", json.dumps(asdict(own)))
+    everybody = [Measured(**json.loads(context.store.get(f"cost/{rank}"))) for rank in range(stages)]
     return Costs(
         source="measured at the start",
-        block_s=(in_proportion(block_s, 1),) * blocks,
+        block_s=(in_proportion(min(measured.block_s for measured in everybody), 1),) * blocks,
         embed_s=in_proportion(everybody[0].embed_s, 1),
         head_s=in_proportion(everybody[-1].head_s, 1),
         decode_s=max(measured.decode_s for measured in everybody),
         link_s=0.0,
         flow_s=0.0,
     )
+
+
+def share_out(config: ModelConfig, steps: int, costs: Costs) -> Blocks:
+    """The runs of blocks (first, last exclusive) of all ranks, for sessions of so many `steps`.
+
+    Raises:
+        ConfigError: more stages than blocks.
+    """
+    # Decoding on a thread of the head costs it nothing if there is a core that no rank needs.
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", str(config.ranks)))
+    spare_core = config.decode == "head" and (os.cpu_count() or 1) > here
+    workload = Workload(config.stages, 1, steps, config.kv_context, 1, config.anchor_every or 0)
+    return lay_out(costs, workload, "own-stream" if spare_core else config.decode).blocks
 
 
 @torch.inference_mode()

@@ -9,11 +9,11 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from streamdiff.config import ModelConfig, ServedModel
-from streamdiff.device import compile_fault
 from streamdiff.errors import ConfigError
 from streamdiff.models import defaults
 from streamdiff.models.autoencoder.memory_size import DecoderSizes
@@ -26,6 +26,7 @@ from streamdiff.pipeline import balance
 from streamdiff.pipeline.distributed import rendezvous
 from streamdiff.pipeline.executor import rows_carried
 from streamdiff.pipeline.planner import fit, gpus
+from streamdiff.pipeline.planner.costs import read_profile
 from streamdiff.pipeline.planner.fit import Demand
 from streamdiff.pipeline.planner.forecast import offload_words
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, free_bytes
@@ -34,7 +35,7 @@ from streamdiff.pipeline.planner.model_sizes import SMALL, ModelSizes, decoder_s
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.planner.stage_layout import Blocks, Workload
 from streamdiff.pipeline.runner import block_offload
-from streamdiff.pipeline.runner.torch_compile import one_graph
+from streamdiff.pipeline.runner.torch_compile import compile_fault, one_graph
 from streamdiff.pipeline.scheduler.kv_context import sessions_to_fill
 from streamdiff.version import __version__
 from streamdiff.video.pixel_format import PictureKind
@@ -48,7 +49,7 @@ class LoadPlan:
     """What all ranks agree on. `config` has no defaults left open but for what is tried out (`models.defaults`),
     `models` says where each part lies, `sizes` has the model's facts with what the configuration changes, `steps` are
     the denoise steps of a session that does not name its own, `choices` why settings are as they are, and `runs` first
-    and last block (exclusive) of each stage: even shares, until there are costs."""
+    and last block (exclusive) of each stage: by the profile's costs, or even shares."""
 
     config: ModelConfig
     models: ModelLoader
@@ -151,7 +152,8 @@ class LoadPlan:
     def check_fit(self, rank: int, runs: Blocks, limits: Limits) -> None:
         """Raises ConfigError where the rank's part will not fit into what its device had free at first, or may have."""
         for limit, where in limits:
-            fit.check(self.demand(runs), rank, limit, where)
+            if (text := fit.misfit(self.demand(runs), rank, limit, where)) is not None:
+                raise ConfigError(text)
 
     def room(self, rank: int, runs: Blocks) -> int:
         """Bytes for sessions on the rank, now that the weights are loaded."""
@@ -178,7 +180,7 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
 
     Raises:
         ConfigError: a model or part that is not there, or of which too little is known to run it live; settings that do
-            not go together; or more stages than blocks.
+            not go together; more stages than blocks; or a profile that cannot be read.
     """
     block_offload.check(config)
     models = ModelLoader(defaults.with_small_autoencoder(config), device)
@@ -188,15 +190,12 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
         sizes = read_sizes(config.name, spec)
     else:
         sizes = sizes_from(models.architecture, spec, _decoder_of(models, spec))
-    return LoadPlan(
-        settled.config,
-        models,
-        sizes,
-        choose_steps(settled.config.steps, spec.steps, spec.name),
-        settled.choices,
-        settled.cudnn_benchmark,
-        split_evenly(sizes.blocks, config.stages),
-    )
+    steps = choose_steps(settled.config.steps, spec.steps, spec.name)
+    if config.profile is not None and config.ranks > 1:
+        runs = balance.share_out(config, steps, read_profile(Path(config.profile), sizes, max_rows=1))
+    else:
+        runs = split_evenly(sizes.blocks, config.stages)
+    return LoadPlan(settled.config, models, sizes, steps, settled.choices, settled.cudnn_benchmark, runs)
 
 
 def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> RankPlan:
@@ -204,13 +203,11 @@ def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> 
     where kernels are tried out. Mutates: torch's number of threads, on a stage.
 
     Raises:
-        ConfigError: more than the device has memory for, or a profile that cannot be read.
+        ConfigError: more than the device has memory for.
     """
     config, device, rank = plan.config, plan.device, 0 if context is None else context.rank
-    runs, kernels, limits = plan.runs, None, _device_limits(config, device)
-    if context is not None and config.profile is not None:
-        runs = balance.share_out(config, plan.sizes, plan.steps, context, None)
-    plan.check_fit(rank, runs, limits)
+    kernels, limits = None, _device_limits(config, device)
+    plan.check_fit(rank, plan.runs, limits)
     if rank == 0:
         _tell(plan.choices, "")
     if rank < config.stages:
@@ -220,7 +217,7 @@ def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> 
     if rank == 0:
         for note in filter(None, (plan.models.model.remark(config.kv_context), offload_note(plan))):
             print(f"streamdiff: note: {note}", file=sys.stderr)
-    return RankPlan(**vars(plan) | {"runs": runs}, rank=rank, limits=limits, kernels=kernels)
+    return RankPlan(**vars(plan), rank=rank, limits=limits, kernels=kernels)
 
 
 def rank_facts(config: ModelConfig, models: ModelLoader) -> dict[str, str]:

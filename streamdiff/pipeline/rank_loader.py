@@ -87,7 +87,8 @@ def _load_stage(
         if context is None or not even:
             return model, runs
         measured = balance.measure(model, decoder, plan.device, (rank, config.stages), config.kv_context)
-        before, runs = runs, balance.share_out(config, plan.sizes, plan.steps, context, measured)
+        costs = balance.gather_costs(context, measured, config.stages, plan.sizes.blocks)
+        before, runs = runs, balance.share_out(config, plan.steps, costs)
         if runs[rank] == before[rank]:
             return model, runs
         plan.check_fit(rank, runs, plan.limits)

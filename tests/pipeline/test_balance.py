@@ -12,19 +12,23 @@ import torch.distributed as dist
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline.balance import Measured, measure, share_out
+from streamdiff.pipeline.balance import Measured, gather_costs, measure, share_out
 from streamdiff.pipeline.distributed.rendezvous import RankContext
+from streamdiff.pipeline.load_plan import plan_load
 from streamdiff.pipeline.planner.model_sizes import read_sizes
 from tests.small import CPU, small_model
 
 
-def agree(config: ModelConfig, everybody: list[Measured | None]) -> set[tuple[tuple[int, int], ...]]:
+def agree(config: ModelConfig, everybody: list[Measured]) -> set[tuple[tuple[int, int], ...]]:
     """What the ranks come to, each in a thread of its own."""
     store, stages = dist.HashStore(), len(everybody)
-    sizes = read_sizes(config.name)
+    blocks = read_sizes(config.name).blocks
+
+    def share(rank: int, own: Measured) -> tuple[tuple[int, int], ...]:
+        return share_out(config, 4, gather_costs(RankContext(rank, stages, store), own, stages, blocks))
+
     with ThreadPoolExecutor(stages) as pool:
-        members = [RankContext(rank, stages, store) for rank in range(stages)]
-        asked = [pool.submit(share_out, config, sizes, 4, *each) for each in zip(members, everybody, strict=True)]
+        asked = [pool.submit(share, rank, own) for rank, own in enumerate(everybody)]
         return {each.result(timeout=60) for each in asked}
 
 
@@ -53,10 +57,9 @@ def test_a_profile_is_used_instead(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     times = {"block_s": [3, 1, 1, 1], "embed_s": 0, "head_s": 0, "decode_s": 0, "link_s": 0}
     path.write_text(json.dumps(times))
-    config = ModelConfig(stages=2, profile=str(path))
-    assert agree(config, [None, None]) == {((0, 1), (1, 4))}
+    assert plan_load(ModelConfig(stages=2, profile=str(path)), CPU).runs == ((0, 1), (1, 4))
     with pytest.raises(ConfigError, match="gone"):
-        agree(ModelConfig(stages=2, profile=str(tmp_path / "gone.json")), [None, None])
+        plan_load(ModelConfig(stages=2, profile=str(tmp_path / "gone.json")), CPU)
 
 
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.memory_size import DecoderSizes
 from streamdiff.models.spec import ModelSpec, with_window
 from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Memory, Storage, memory
@@ -65,12 +64,6 @@ class Remedy:
 
     option: str
     demand: Demand
-
-
-def check(demand: Demand, rank: int, free: int, where: str) -> None:
-    """Raises ConfigError with `misfit`."""
-    if (text := misfit(demand, rank, free, where)) is not None:
-        raise ConfigError(text)
 
 
 def misfit(demand: Demand, rank: int, free: int, where: str) -> str | None:

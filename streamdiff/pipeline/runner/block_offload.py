@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.model_loader import Kernels, ModelLoader
 from streamdiff.models.transformer.wan import BlockWeights, Fused, WanDenoiser
 from streamdiff.pipeline.distributed.cuda_streams import CudaStreams, Event, Streams
 
@@ -139,16 +138,6 @@ def check(config: ModelConfig) -> None:
             f"offload is blocks and quantize is {config.quantize}, whose weights are no plain tensors that could be "
             "copied ahead; use one of the two"
         )
-
-
-def load_denoiser(
-    loader: ModelLoader, blocks: tuple[int, int] | None = None, kernels: Kernels | None = None
-) -> WanDenoiser:
-    """The loader's transformer, its blocks offloaded where the configuration says so; as `ModelLoader.transformer`."""
-    if loader.config.offload == "none":
-        return loader.transformer(blocks, kernels)
-    check(loader.config)
-    return offload(loader.transformer(blocks, kernels, weights_on=torch.device("cpu")), loader.device)
 
 
 def offload(denoiser: WanDenoiser, device: torch.device, streams: Streams | None = None) -> WanDenoiser:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
@@ -14,6 +16,8 @@ from streamdiff.errors import ConfigError
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Where torch keeps compiled code, of Triton too."""
+TRITON_CAPABILITY = (7, 0)
+"""Compute capability of NVIDIA GPUs from which on torch compiles for them."""
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
@@ -54,3 +58,15 @@ def keep_compiled_code() -> Path:
         )
     os.environ[CACHE_VARIABLE] = str(folder)
     return folder
+
+
+def compile_fault(device: torch.device) -> str | None:
+    """Why torch cannot compile for a CUDA `device` here; None if it can, as far as that is known before."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]
+    if not any(map(shutil.which, compilers)):  # Triton compiles what launches its kernels
+        return f"there is no C compiler ({', '.join(compilers)})"
+    if (found := torch.cuda.get_device_capability(device)) < TRITON_CAPABILITY:
+        return f"the GPU's compute capability is {found[0]}.{found[1]}, and compiling takes {TRITON_CAPABILITY[0]}.0"
+    return None

@@ -52,17 +52,17 @@ def measure(
     shape = (denoiser.tokens(grid), denoiser.width)
     tokens = Tokens(*(torch.zeros(1, *s, device=device, dtype=denoiser.dtype) for s in (shape, (frames, shape[1]))))
     row = MicroStep(0, spec.window_chunks(kv_context), 0, spec.steps[0], 0)
-    forward_s = _seconds(lambda: stage.forward([row], tuple(tokens)), device)
-    embed_s = head_s = decode_s = 0.0
+    timed: dict[str, Callable[[], object]] = {"block_s": lambda: stage.forward([row], tuple(tokens))}
     if rank == 0:
         timestep = torch.zeros(1, spec.chunk_latents, device=device)
-        embed_s = _seconds(lambda: denoiser.embed(latents, timestep), device)
+        timed["embed_s"] = lambda: denoiser.embed(latents, timestep)
     if decoder is not None:
         memory = decoder.new_memory()
-        decode_s = _seconds(lambda: decoder.decode(latents, memory), device)
+        timed["decode_s"] = lambda: decoder.decode(latents, memory)
     if rank == stages - 1:
-        head_s = _seconds(lambda: denoiser.head(tokens, grid), device)
-    return Measured(forward_s / len(denoiser.blocks), embed_s, head_s, decode_s)
+        timed["head_s"] = lambda: denoiser.head(tokens, grid)
+    seconds = {part: _seconds(call, device) for part, call in timed.items()}
+    return Measured(seconds.pop("block_s") / len(denoiser.blocks), **seconds)
 
 
 def gather_costs(context: RankContext, own: Measured, stages: int, blocks: int) -> Costs:

@@ -25,10 +25,10 @@ from streamdiff.models.transformer.attention_backend import AttentionShape
 from streamdiff.pipeline import balance
 from streamdiff.pipeline.distributed import rendezvous
 from streamdiff.pipeline.executor import rows_carried
-from streamdiff.pipeline.planner import fit, gpus
+from streamdiff.pipeline.planner import fit
 from streamdiff.pipeline.planner.costs import read_profile
 from streamdiff.pipeline.planner.fit import Demand
-from streamdiff.pipeline.planner.forecast import offload_words
+from streamdiff.pipeline.planner.forecast import offload_note
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, free_bytes
 from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Storage
 from streamdiff.pipeline.planner.model_sizes import SMALL, ModelSizes, decoder_sizes, read_sizes, sizes_from
@@ -151,8 +151,9 @@ class LoadPlan:
 
     def check_fit(self, rank: int, runs: Blocks, limits: Limits) -> None:
         """Raises ConfigError where the rank's part will not fit into what its device had free at first, or may have."""
+        demand = self.demand(runs)
         for limit, where in limits:
-            if (text := fit.misfit(self.demand(runs), rank, limit, where)) is not None:
+            if (text := fit.misfit(demand, rank, limit, where)) is not None:
                 raise ConfigError(text)
 
     def room(self, rank: int, runs: Blocks) -> int:
@@ -215,7 +216,11 @@ def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> 
         kernels, tried = try_kernels(config, plan.sizes, device, plan.models.dtype)
         _tell(tried, "" if context is None else f"rank {rank}: ")
     if rank == 0:
-        for note in filter(None, (plan.models.model.remark(config.kv_context), offload_note(plan))):
+        notes = [plan.models.model.remark(config.kv_context)]
+        if config.offload != "none":
+            card = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+            notes.append(offload_note(plan.demand(plan.runs), card, graphs=config.compile != "off"))
+        for note in filter(None, notes):
             print(f"streamdiff: note: {note}", file=sys.stderr)
     return RankPlan(**vars(plan), rank=rank, limits=limits, kernels=kernels)
 
@@ -252,17 +257,6 @@ def try_kernels(
     if told and device.type == "cuda":
         torch.cuda.empty_cache()  # what is free is counted later
     return kernels, tuple(told)
-
-
-def offload_note(plan: LoadPlan) -> str:
-    """What offloaded blocks cost, an estimate, and what is off with them; empty where none are."""
-    if plan.config.offload == "none":
-        return ""
-    off = "; no graphs of the transformer are made" if plan.config.compile != "off" else ""
-    if plan.device.type == "cpu":
-        return f"offload: on a CPU the blocks are in host memory anyway, so it costs time and saves nothing{off}"
-    gpu, demand = gpus.recognise(torch.cuda.get_device_name(plan.device)), plan.demand(plan.runs)
-    return f"{offload_words(demand.sizes, demand.storage, demand.load, gpu)}{off}"
 
 
 def _decoder_of(models: ModelLoader, spec: ModelSpec, small: bool = False) -> DecoderSizes:

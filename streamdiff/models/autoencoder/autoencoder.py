@@ -112,7 +112,10 @@ class FirstFrameReencoder:
     @classmethod
     def load(cls, path: str | Path, device: torch.device, dtype: torch.dtype = torch.float32) -> FirstFrameReencoder:
         """With both halves of the autoencoder at `path`; see `load_decoder`."""
-        return cls(load_decoder(path, device, dtype), load_encoder(path, device, dtype))
+        model = _load(path, "both", device, dtype, None)
+        if isinstance(model, StreamingTaehv):
+            return cls(TaehvDecoder(model), TaehvEncoder(model))
+        return cls(WanDecoder(model), WanEncoder(model))
 
     def new_memory(self) -> Any:
         """The memory of a stream that has not begun."""
@@ -166,7 +169,7 @@ def names() -> list[str]:
 def _load(
     path: str | Path, half: Half, device: torch.device, dtype: torch.dtype, latent_space: str | None
 ) -> StreamingTaehv | Any:
-    """The network; Wan's has weights for one `half` alone."""
+    """The network; Wan's has weights for this `half` alone."""
     place, drawn = locate_autoencoder(path), entries.is_random(str(path))
     config = None if drawn else _read_config(place)
     if drawn:
@@ -192,7 +195,7 @@ def build(
     device: torch.device,
     dtype: torch.dtype,
 ) -> StreamingTaehv | Any:
-    """The network of these tensors: TAEHV, or Wan's with weights for one `half`, the other on the meta device.
+    """The network of these tensors: TAEHV, or Wan's with weights for this `half`, another on the meta device.
 
     Args:
         path: for messages, and see `taehv_codec.space_of`.
@@ -206,7 +209,7 @@ def build(
     normalisation, taehv = None, is_taehv(tensors) if config is None else config.get("_class_name") == TAEHV_CLASS
     if taehv:
         shape, normalisation = read_taehv(path, tensors, config, latent_space, device)
-        if half == "encoder" and not shape.has_encoder:
+        if half != "decoder" and not shape.has_encoder:
             raise ConfigError(f"{path} has a decoder alone, so it cannot encode; use a file with both halves")
     else:
         tensors, config = wan_weights.read(path, tensors, config)

@@ -19,11 +19,12 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.normalisation import WAN_CHANNELS
 from streamdiff.models.checkpoint.json_file import some
 
-Half = Literal["decoder", "encoder"]
+Half = Literal["decoder", "encoder", "both"]
 CLASS = "AutoencoderKLWan"
-PREFIXES: dict[Half, tuple[str, str]] = {
+PREFIXES: dict[Half, tuple[str, ...]] = {
     "decoder": ("decoder.", "post_quant_conv."),
     "encoder": ("encoder.", "quant_conv."),
+    "both": ("",),
 }
 _BLOCKS = 2
 """Residual blocks of a level, in every layout that this reads without a configuration."""

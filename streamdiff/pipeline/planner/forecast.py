@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from streamdiff.pipeline.planner import gpus
 from streamdiff.pipeline.planner.costs import Costs, estimate
+from streamdiff.pipeline.planner.fit import Demand
 from streamdiff.pipeline.planner.gpus import UNKNOWN_HOST_GBPS, Gpu
 from streamdiff.pipeline.planner.memory import (
     LIBRARIES_BYTES,
@@ -102,6 +104,18 @@ def offload_words(sizes: ModelSizes, storage: Storage, load: Workload, gpu: Gpu 
         f"offload: {copied / 1e9:.3g} GB per step and stage from host memory at {rate:.3g} GB/s take {copying_s:.3g} "
         f"s, {beside}: at most {frames:.3g} frames/s of all sessions together; estimated"
     )
+
+
+def offload_note(demand: Demand, card: str | None, graphs: bool) -> str:
+    """What is said of offload at a start, on the GPU that its driver calls `card` (None: a CPU); `graphs` were wanted.
+    Empty without offload."""
+    gpu = None if card is None else gpus.recognise(card)
+    words = offload_words(demand.sizes, demand.storage, demand.load, gpu)
+    if words is None:
+        return ""
+    if card is None:
+        words = "offload: on a CPU the blocks are in host memory anyway, so it costs time and saves nothing"
+    return f"{words}; no graphs of the transformer are made" if graphs else words
 
 
 def forecast(question: Question) -> Forecast:

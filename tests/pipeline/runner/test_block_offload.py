@@ -16,7 +16,8 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model
 from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.pipeline.build import load_runtime
-from streamdiff.pipeline.load_plan import offload_note, plan_load
+from streamdiff.pipeline.load_plan import plan_load, plan_rank
+from streamdiff.pipeline.planner.forecast import offload_note
 from streamdiff.pipeline.runner.block_offload import BUFFERS, CopyAhead, offload, slab_blocks
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.step import MicroStep
@@ -281,10 +282,15 @@ def test_no_graphs_are_made_of_offloaded_blocks() -> None:
         ("NVIDIA RTX A6000", ["at 25.6 GB/s take 1.1 s, computing is not known of this device: at most 2.19 frames/s"]),
     ],
 )
-def test_what_offload_costs_is_told_at_the_start(title: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: title)
+def test_what_offload_costs_is_told_at_the_start(title: str, words: list[str]) -> None:
     options = {"name": "random:wan2.1-14b", "vae": "random:taew2_1", "offload": "blocks", "compile": "on", "window": 6}
     loader = plan_load(ModelConfig.model_validate({**options, "sink": 0}), torch.device("cuda", 0))
-    told = offload_note(loader)
+    told = offload_note(loader.demand(loader.runs), title, graphs=True)
     assert all(each in told for each in words), told
     assert told.endswith("estimated; no graphs of the transformer are made")
+
+
+def test_a_cpu_is_told_that_offload_saves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    plan_rank(plan_load(ModelConfig(offload="blocks"), CPU))
+    (note,) = [line for line in capsys.readouterr().err.splitlines() if "offload: on a CPU" in line]
+    assert note.startswith("streamdiff: note: ") and note.endswith("so it costs time and saves nothing")

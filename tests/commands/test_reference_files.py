@@ -13,7 +13,8 @@ from torch import Tensor
 from streamdiff.cli import main
 from streamdiff.models.model_loader import ModelLoader
 from tests.commands.conftest import CHUNK, CHUNKS, SIDE, STEPS, Given
-from tests.pipeline.plain_wan import PlainStream, PlainWan
+from tests.pipeline.float64_wan import PlainWan
+from tests.pipeline.plain_wan import PlainStream
 from tests.small import LATENT_CHANNELS
 
 

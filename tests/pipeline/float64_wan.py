@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
-from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -14,35 +13,42 @@ Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class PlainWan:
-    """A `WanTransformer3DModel` without position planes, for one chunk at a time."""
+    """Wan2.1's transformer with patches of 1 x 2 x 2, for one run of latent frames at a time."""
 
-    def __init__(self, model: WanTransformer3DModel) -> None:
-        self.weights = {name: weight.double() for name, weight in model.state_dict().items()}
-        self.heads, self.layers = model.config.num_attention_heads, model.config.num_layers
-        self.head_dim, self.waves = model.config.attention_head_dim, model.config.freq_dim // 2
+    def __init__(self, weights: Mapping[str, Tensor], heads: int) -> None:
+        """`weights` have diffusers' names."""
+        self.weights = {name: weight.double() for name, weight in weights.items()}
+        self.heads = heads
+        self.head_dim = self.weights["patch_embedding.bias"].numel() // heads
+        self.layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("blocks."))
+        self.waves = self.weights["condition_embedder.time_embedder.linear_1.weight"].shape[1] // 2
 
-    def flow(self, latents: Tensor, timestep: float, text: Tensor, attention: Attention) -> Tensor:
-        """The flow `[C, F, h, w]` of latents of that shape, with patches of 1 x 2 x 2; text is `[T, text_dim]`."""
+    def flow(self, latents: Tensor, timestep: float | Tensor, text: Tensor, attention: Attention) -> Tensor:
+        """The flow `[C, F, h, w]` of latents of that shape, which may have position planes as more channels; text is
+        `[T, text_dim]`. `timestep` is one number, or one of each latent frame `[F]`."""
         channels, frames, height, width = latents.shape
         patches = latents.double().view(channels, frames, height // 2, 2, width // 2, 2)
         patches = patches.permute(1, 2, 4, 0, 3, 5).reshape(-1, channels * 4)
         kernel = self.weights["patch_embedding.weight"]
         hidden = patches @ kernel.flatten(1).T + self.weights["patch_embedding.bias"]
-        angles = timestep * 10000.0 ** (-torch.arange(self.waves, dtype=torch.float64) / self.waves)
-        time = self.two_layers("condition_embedder.time_embedder", torch.cat([angles.cos(), angles.sin()]), F.silu)
-        shared = self.linear("condition_embedder.time_proj", F.silu(time)).view(6, -1)
+        told = torch.as_tensor(timestep, dtype=torch.float64).expand(frames)
+        angles = told[:, None] * 10000.0 ** (-torch.arange(self.waves, dtype=torch.float64) / self.waves)
+        time = self.two_layers("condition_embedder.time_embedder", torch.cat([angles.cos(), angles.sin()], 1), F.silu)
+        time = time.repeat_interleave(len(hidden) // frames, 0)
+        shared = self.linear("condition_embedder.time_proj", F.silu(time)).unflatten(1, (6, -1)).transpose(0, 1)
         context = self.two_layers("condition_embedder.text_embedder", text.double(), gelu)
         for layer in range(self.layers):
             hidden = self.block(layer, hidden, shared, context, attention)
-        shift, scale = self.weights["scale_shift_table"][0] + time
+        shift, scale = self.weights["scale_shift_table"][0][:, None] + time
         made = self.linear("proj_out", norm(hidden) * (1 + scale) + shift)
-        made = made.view(frames, height // 2, width // 2, 2, 2, channels)
-        return made.permute(5, 0, 1, 3, 2, 4).reshape(channels, frames, height, width)
+        made = made.view(frames, height // 2, width // 2, 2, 2, -1)
+        return made.permute(5, 0, 1, 3, 2, 4).reshape(-1, frames, height, width)
 
     def block(self, layer: int, hidden: Tensor, shared: Tensor, context: Tensor, attention: Attention) -> Tensor:
-        """One block over tokens `[tokens, D]`; `shared` is the modulation of all blocks `[6, D]`."""
+        """One block over tokens `[tokens, D]`; `shared` is the modulation of all blocks `[6, tokens, D]`."""
         at = f"blocks.{layer}."
-        shift, scale, gate, ff_shift, ff_scale, ff_gate = self.weights[at + "scale_shift_table"][0] + shared
+        table = self.weights[at + "scale_shift_table"][0][:, None]
+        shift, scale, gate, ff_shift, ff_scale, ff_gate = table + shared
         normal = norm(hidden) * (1 + scale) + shift
         mixed = attention(layer, *self.heads_of(at + "attn1", normal, normal))
         hidden = hidden + gate * self.linear(at + "attn1.to_out.0", mixed.flatten(1))

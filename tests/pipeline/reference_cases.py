@@ -14,7 +14,8 @@ from streamdiff.commands.reference_run import ReferenceRun
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.pipeline.runner.step_levels import StepLevels
-from tests.pipeline.plain_wan import PlainStream, PlainWan
+from tests.pipeline.float64_wan import PlainWan
+from tests.pipeline.plain_wan import PlainStream
 from tests.small import small_model
 
 CHUNKS, CHUNK, STEPS, GIVEN = 4, 2, 3, 2

@@ -137,7 +137,7 @@ class Seen:
 def made_for(threshold: float, *, sink: int, together: int, window: int = 6) -> tuple[Model, PlainWan]:
     model = small_model(3, layers=3, planes=0, chunk=1, window=window, sink=sink)
     spec = replace(model.spec, adaptive_sink=threshold, rope="absolute", first_chunks=together)
-    return replace(model, spec=spec), PlainWan(model.denoiser.model)
+    return replace(model, spec=spec), PlainWan(model.denoiser.model.state_dict(), model.denoiser.heads)
 
 
 def run_of(model: Model, steps: int = len(TIMESTEPS)) -> ReferenceRun:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from streamdiff.commands import doctor_compute, models
-from streamdiff.commands.findings import Finding, Grade
+from streamdiff.commands.doctor_compute import Finding, Grade
 from streamdiff.config import EMBEDDED, Config
 from streamdiff.errors import ConfigError
 from streamdiff.models import resolve

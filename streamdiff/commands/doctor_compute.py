@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from streamdiff.commands.findings import Finding, Grade
 from streamdiff.config import Config
 from streamdiff.errors import ConfigError
 from streamdiff.models.defaults import Defaults, settle
@@ -20,6 +20,23 @@ if TYPE_CHECKING:
     import torch
 
 _HEAD_DIM = 128
+
+
+class Grade(Enum):
+    """Severity of a finding."""
+
+    GOOD = "ok"
+    NOTE = "note"
+    BAD = "FAIL"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    topic: str
+    grade: Grade
+    text: str
 
 
 def look_at_torch(config: Config) -> Iterator[Finding]:

@@ -146,15 +146,20 @@ def _list(entries: Sequence[Entry]) -> list[str]:
         memory = " / ".join(_gigabytes(max(stage.total for stage in stage_memory(entry, n))) for n in STAGES)
         licence = entry.weights.licence if entry.weights else _EMBEDDED_LICENCE
         rows.append((entry.name, entry.architecture, *_cells(entry), memory, _presence(entry), licence or _UNKNOWN))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
-        *("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
+        *aligned(rows),
         "",
         "Chunk, window and sink in latent frames. GB is an estimate for the largest stage: the transformer in",
         "bfloat16, the caches and decoder's memory of one session at the model's own picture and window, and what a",
         "forward needs; without the weights of text encoder and autoencoder. A licence is that of the weights. All of",
         "one model: streamdiff models NAME",
     ]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row, its cells as wide as the column's widest."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _cells(entry: Entry) -> tuple[str, str, str, str, str]:

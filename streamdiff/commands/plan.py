@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from streamdiff.commands import plan_forecast
+from streamdiff.commands.models import aligned
 from streamdiff.commands.plan_forecast import GpuForecast
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
@@ -278,7 +278,7 @@ _PLACE_TEXT = {
 }
 
 
-_MEMORY_COLUMNS = ("weights", "text", "caches", "activations", "decoding", "decode call")
+_MEMORY_COLUMNS = ("weights", "text", "caches", "activations", "decoding", "decode work")
 
 
 def _decode_time(outcome: Outcome) -> str:
@@ -289,22 +289,7 @@ def _decode_time(outcome: Outcome) -> str:
 def _table(outcome: Outcome) -> list[str]:
     """One line per rank."""
     layout, figures = outcome.layout, outcome.run.figures
-    rows: list[tuple[str, ...]] = [
-        (
-            "rank",
-            "blocks",
-            "forward",
-            "busy",
-            "weights",
-            "text",
-            "caches",
-            "activations",
-            "decoding",
-            "decode work",
-            "total",
-            "",
-        )
-    ]
+    rows: list[tuple[str, ...]] = [("rank", "blocks", "forward", "busy", *_MEMORY_COLUMNS, "total", "")]
     for row in outcome.memory:
         bytes_of = *map(_size, row.parts.values()), _size(row.total)
         if row.rank < len(layout.blocks):
@@ -313,12 +298,7 @@ def _table(outcome: Outcome) -> list[str]:
             rows.append((str(row.rank), f"{first}-{end - 1}", forward, f"{busy:.0%}", *bytes_of, row.role))
         else:
             rows.append((str(row.rank), "none", "", f"{figures.decode_occupancy:.0%}", *bytes_of, row.role))
-    return _aligned(rows)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return aligned(rows)
 
 
 def _whole(layout: Layout) -> float:

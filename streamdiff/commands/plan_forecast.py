@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
+from streamdiff.commands.models import aligned
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.memory_size import DecoderSizes
 from streamdiff.models.catalogue import entries
 from streamdiff.models.spec import ModelSpec, check_anchors
 from streamdiff.pipeline.planner import fit, gpus
 from streamdiff.pipeline.planner.forecast import Expected, Forecast, Question, costs_on, forecast, offload_words
 from streamdiff.pipeline.planner.gpus import Gpu
 from streamdiff.pipeline.planner.memory import Storage
-from streamdiff.pipeline.planner.model_sizes import SMALL, ModelSizes, decoder_sizes
+from streamdiff.pipeline.planner.model_sizes import ModelSizes
 from streamdiff.pipeline.planner.stage_layout import Blocks, Workload
 from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 
@@ -58,16 +58,12 @@ def _kv_contexts(spec: ModelSpec) -> tuple[str, ...]:
 
 def _misfit(gpu: Gpu, model: ModelConfig, question: Question, blocks: Blocks) -> str | None:
     """Why one session does not fit on one of the ranks."""
-    entry = entries.find(model.name) if entries.is_random(model.name) else entries.entries().get(model.name)
+    entry = entries.lookup(model.name)
     published = entry is not None and entry.weights is not None
     own = entry.autoencoder if entry is not None else ""
-
-    def decoder_of(spec: ModelSpec, small: bool) -> DecoderSizes:
-        return decoder_sizes(spec, own, SMALL if small else model.vae)
-
     place = question.decode if question.decode in ("last", "own-rank") else "head"
     load = replace(question.load, sessions=1)
-    demand = fit.Demand(question.sizes, question.storage, blocks, place, load, decoder_of, changeable=published)
+    demand = fit.Demand(question.sizes, question.storage, blocks, place, load, own, model.vae, changeable=published)
     found = (fit.misfit(demand, row.rank, gpu.usable_bytes, gpu.title) for row in demand.memory())
     return next((text for text in found if text is not None), None)
 
@@ -113,8 +109,7 @@ def as_text(found: GpuForecast) -> Iterator[str]:
         cases = [each for each in found.forecast.expected if each.kv_context == kv_context]
         most, memory = found.forecast.most_sessions[kv_context], f"{cases[0].nbytes / 1e9:.3g} GB"
         rows.append(("", kv_context, *map(_case, cases), memory, str(most), found.quality[kv_context]))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    yield from ("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    yield from aligned(rows)
     for count in counts:
         verb = "reaches" if count == 1 else "reach"
         yield f"  {_sessions(count)} {verb} it in: {', '.join(found.forecast.reaching(count)) or 'none'}"

@@ -99,7 +99,7 @@ def may_compile(config: ModelConfig) -> bool:
 
 def _small_autoencoder(config: ModelConfig) -> str | None:
     name = config.name
-    known = entries.find(name) if entries.is_random(name) else entries.entries().get(name)
+    known = entries.lookup(name)
     small = entries.parts().autoencoders[known.autoencoder].tiny if known is not None else ()
     if not small:
         return None

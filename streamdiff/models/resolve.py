@@ -51,6 +51,11 @@ class ResolvedModel:
         """Whether it is a folder of the embedded model's kind, which says everything about itself."""
         return self.folder is not None and is_embedded(self.folder)
 
+    @property
+    def autoencoder(self) -> str:
+        """The catalogue's name of its own autoencoder; Wan's where nobody knows the model."""
+        return "wan2.1" if self.entry is None else self.entry.autoencoder
+
     def fetch_autoencoder(self) -> str:
         """The path or name of the autoencoder, fetched if it is published and not there.
 

@@ -16,7 +16,6 @@ import torch
 from streamdiff.config import ModelConfig, ServedModel
 from streamdiff.errors import ConfigError
 from streamdiff.models import defaults
-from streamdiff.models.autoencoder.memory_size import DecoderSizes
 from streamdiff.models.model_loader import Kernels, ModelLoader
 from streamdiff.models.spec import ModelSpec, choose_steps
 from streamdiff.models.text_loader import expected_bytes
@@ -31,7 +30,7 @@ from streamdiff.pipeline.planner.fit import Demand
 from streamdiff.pipeline.planner.forecast import offload_note
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, free_bytes
 from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Storage
-from streamdiff.pipeline.planner.model_sizes import SMALL, ModelSizes, decoder_sizes, read_sizes, sizes_from
+from streamdiff.pipeline.planner.model_sizes import ModelSizes, decoder_sizes, read_sizes, sizes_from
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.planner.stage_layout import Blocks, Workload
 from streamdiff.pipeline.runner import block_offload
@@ -144,7 +143,8 @@ class LoadPlan:
             runs,
             config.decode,
             Workload(config.stages, 1, self.steps, config.kv_context, rows),
-            lambda spec, small: _decoder_of(models, spec, small),
+            models.model.autoencoder,
+            models.model.vae,
             changeable=not models.model.embedded,
             libraries=LIBRARIES_BYTES if on_cuda else 0,
         )
@@ -190,7 +190,7 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     if models.model.embedded:
         sizes = read_sizes(config.name, spec)
     else:
-        sizes = sizes_from(models.architecture, spec, _decoder_of(models, spec))
+        sizes = sizes_from(models.architecture, spec, decoder_sizes(spec, models.model.autoencoder, models.model.vae))
     steps = choose_steps(settled.config.steps, spec.steps, spec.name)
     if config.profile is not None and config.ranks > 1:
         runs = balance.share_out(config, steps, read_profile(Path(config.profile), sizes, max_rows=1))
@@ -257,14 +257,6 @@ def try_kernels(
     if told and device.type == "cuda":
         torch.cuda.empty_cache()  # what is free is counted later
     return kernels, tuple(told)
-
-
-def _decoder_of(models: ModelLoader, spec: ModelSpec, small: bool = False) -> DecoderSizes:
-    """Sizes of the decoder of a model that is not the embedded one, or of the small one in its place, for pictures of
-    `spec`."""
-    found = models.model
-    own = found.entry.autoencoder if found.entry is not None else "wan2.1"
-    return decoder_sizes(spec, own, SMALL if small else found.vae)
 
 
 def _device_limits(config: ModelConfig, device: torch.device) -> Limits:

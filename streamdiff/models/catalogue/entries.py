@@ -70,6 +70,11 @@ def find(name: str) -> Entry:
     raise ConfigError(f"no model is called {name!r}; {hint}")
 
 
+def lookup(name: str) -> Entry | None:
+    """The entry called `name`, of random weights too; None where there is none."""
+    return find(name) if is_random(name) else entries().get(name)
+
+
 def is_random(name: str | None) -> bool:
     """Whether this is the name of a model, or an autoencoder, without a file."""
     return name is not None and name.startswith(RANDOM)

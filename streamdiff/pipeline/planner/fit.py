@@ -5,13 +5,12 @@ Pure: sizes and a limit in, a message out. Every option's figure is counted as t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from streamdiff.models.autoencoder.memory_size import DecoderSizes
-from streamdiff.models.spec import ModelSpec, with_window
+from streamdiff.models.spec import with_window
 from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Memory, Storage, memory
-from streamdiff.pipeline.planner.model_sizes import SMALL, ModelSizes
+from streamdiff.pipeline.planner.model_sizes import SMALL, ModelSizes, decoder_sizes
 from streamdiff.pipeline.planner.stage_layout import Blocks, Layout, Workload
 
 _UNIT = 32
@@ -26,21 +25,20 @@ _WORDS = {
     "decode_work": "a call of the decoder",
 }
 
-DecoderOf = Callable[[ModelSpec, bool], DecoderSizes]
-"""Sizes of the model's decoder for a spec's pictures; of the small one if told so."""
-
 
 @dataclass(frozen=True)
 class Demand:
     """What is asked of the devices: a model, how it is kept, its blocks by stage, where it is decoded, and the sessions
-    there shall be room for. `changeable` is False where picture, window and decoder belong to the model."""
+    there shall be room for. The decoder is `vae`, None: the catalogue's autoencoder `own`. `changeable` is False where
+    picture, window and decoder belong to the model."""
 
     sizes: ModelSizes
     storage: Storage
     blocks: Blocks
     decode: str
     load: Workload
-    decoder_of: DecoderOf
+    own: str = ""
+    vae: str | None = None
     changeable: bool = True
     libraries: int = LIBRARIES_BYTES
 
@@ -119,10 +117,9 @@ def remedies(demand: Demand, rank: int, free: int) -> Iterator[Remedy]:
     if blocks and storage.quantize == "none" and storage.offload == "none":
         yield Remedy("--quantize int8", replace(demand, storage=replace(storage, quantize="int8")))
     if decodes and demand.changeable:
-        small = replace(demand.sizes, decoder=demand.decoder_of(demand.sizes.spec, True))
+        small = replace(demand.sizes, decoder=decoder_sizes(demand.sizes.spec, demand.own, SMALL))
         if small.decoder != demand.sizes.decoder:
-            decoder_of: DecoderOf = lambda spec, _: demand.decoder_of(spec, True)  # noqa: E731
-            yield Remedy(f"--vae {SMALL}", replace(demand, sizes=small, decoder_of=decoder_of))
+            yield Remedy(f"--vae {SMALL}", replace(demand, sizes=small, vae=SMALL))
     if demand.changeable:
         yield from _largest(_windows(demand) if blocks else (), rank, free)
         yield from _largest(_pictures(demand), rank, free)
@@ -162,7 +159,7 @@ def _pictures(demand: Demand) -> Iterator[Remedy]:
         smaller = replace(
             spec, width=width, height=height, latent_width=width // pixels, latent_height=height // pixels
         )
-        sizes = replace(demand.sizes, spec=smaller, decoder=demand.decoder_of(smaller, False))
+        sizes = replace(demand.sizes, spec=smaller, decoder=decoder_sizes(smaller, demand.own, demand.vae))
         yield Remedy(f"--size {width}x{height}", replace(demand, sizes=sizes))
 
 

@@ -195,7 +195,7 @@ def sizes_of(model: ModelConfig) -> ModelSizes:
     Raises:
         ConfigError: none of these; or a size that it cannot have.
     """
-    entry = entries.find(model.name) if entries.is_random(model.name) else entries.entries().get(model.name)
+    entry = entries.lookup(model.name)
     if entry is None or entry.weights is None:
         if model.size is not None:
             raise ConfigError(f"the size of {model.name} is fixed; leave --size out")

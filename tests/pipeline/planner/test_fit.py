@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,16 +12,13 @@ import torch
 from streamdiff.cli import main, parser
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.memory_size import DecoderSizes
 from streamdiff.models.catalogue import entries
 from streamdiff.models.model_loader import ModelLoader
-from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline import load_plan, rank_loader
 from streamdiff.pipeline.load_plan import plan_load, plan_rank
 from streamdiff.pipeline.planner import fit
 from streamdiff.pipeline.planner.memory import Storage
-from streamdiff.pipeline.planner.model_sizes import SMALL as SMALL_DECODER
-from streamdiff.pipeline.planner.model_sizes import decoder_sizes, entry_sizes
+from streamdiff.pipeline.planner.model_sizes import entry_sizes
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.planner.stage_layout import Workload
 from streamdiff.pipeline.rank_loader import load_rank
@@ -163,12 +159,7 @@ def test_every_published_model_has_options(limit: int) -> None:
             continue
         sizes, kv_context = entry_sizes(entry), entry.context.default
         load = Workload(1, 1, sizes.spec.steps[0], kv_context, 1)
-        decoder_of = partial(_decoder_of, entry.autoencoder)
         runs = split_evenly(sizes.blocks, 1)
-        demand = fit.Demand(sizes, Storage(2), runs, "head", load, decoder_of)
+        demand = fit.Demand(sizes, Storage(2), runs, "head", load, entry.autoencoder)
         text = fit.misfit(demand, 0, limit, "a card")
         assert text is not None and "--" in text, entry.name
-
-
-def _decoder_of(own: str, spec: ModelSpec, small: bool) -> DecoderSizes:
-    return decoder_sizes(spec, own, SMALL_DECODER if small else None)

@@ -30,58 +30,73 @@ from streamdiff.models.tiny.training.batches import CHUNK, CHUNKS, latent_statis
 
 STEPS = {"autoencoder": 6000, "denoiser": 8000}
 SHARE = 0.15  # of the minutes goes to the autoencoder
-STREAM: dict[str, object] = {
-    "latent_height": world.SIZE // train_autoencoder.AUTOENCODER.spatial,
-    "latent_width": world.SIZE // train_autoencoder.AUTOENCODER.spatial,
-    "chunk_latents": CHUNK,
-    "window_latents": CHUNK * CHUNKS,
-    "clean_window_latents": CHUNK * 3,
-    "sink_latents": 0,
-    "native_fps": 40.0,
-    "shift": 5.0,
-    "context_sigma": 0.25,
-    "steps": [4, 2],
-}
+
+
+def stream_of(latent_side: int) -> dict[str, object]:
+    """What the model's folder says about its stream."""
+    return {
+        "latent_height": latent_side,
+        "latent_width": latent_side,
+        "chunk_latents": CHUNK,
+        "window_latents": CHUNK * CHUNKS,
+        "clean_window_latents": CHUNK * 3,
+        "sink_latents": 0,
+        "native_fps": 40.0,
+        "shift": 5.0,
+        "context_sigma": 0.25,
+        "steps": [4, 2],
+    }
+
+
+def shared_parser(module: str, summary: str | None, out: str, steps: str, batch: int) -> argparse.ArgumentParser:
+    """The command line of `python -m` that `module`: what every world's training has."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m {module}", description=summary, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--out", type=Path, default=Path(out), help=f"folder of checkpoints (default {out})")
+    made.add_argument("--stage", choices=("all", "autoencoder", "denoiser"), default="all", help="what to train")
+    made.add_argument("--minutes", type=float, help="stop after this many minutes, learning rate cooled down to zero")
+    made.add_argument("--steps", type=int, help=f"updates of each trained stage (default {steps})")
+    made.add_argument("--batch", type=int, default=batch, help=f"samples per process and step (default {batch})")
+    made.add_argument("--rate", type=float, default=1.0, help="factor on the denoiser's learning rates (default 1)")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--threads", type=int, default=0, help="CPU threads per process (default: torch's choice)")
+    made.add_argument("--bf16", action="store_true", help="multiply in bfloat16 (a third faster on a CPU that can)")
+    return made
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
-        prog="python -m streamdiff.models.tiny.training",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    made.add_argument("--out", type=Path, default=Path("runs/tiny"), help="folder of checkpoints (default runs/tiny)")
-    made.add_argument("--stage", choices=("all", "autoencoder", "denoiser"), default="all", help="what to train")
-    made.add_argument("--minutes", type=float, help="stop after this many minutes, learning rate cooled down to zero")
-    made.add_argument("--steps", type=int, help="updates of each trained stage (default 6000 and 8000)")
-    made.add_argument("--batch", type=int, default=8, help="samples per process and step (default 8)")
+    made = shared_parser("streamdiff.models.tiny.training", __doc__, "runs/tiny", "6000 and 8000", 8)
     made.add_argument(
         "--begin", metavar="MODEL", help="stage denoiser begins with this model instead of nothing: `tiny` or a folder"
     )
-    made.add_argument("--rate", type=float, default=1.0, help="factor on the denoiser's learning rates (default 1)")
-    made.add_argument("--seed", type=int, default=0)
     made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    made.add_argument("--threads", type=int, default=0, help="CPU threads per process (default: torch's choice)")
     made.add_argument(
         "--blend",
         type=float,
         default=0.0,
         help="what is written is so much of --begin's weights, from 0 to 1 (default 0)",
     )
-    made.add_argument("--bf16", action="store_true", help="multiply in bfloat16 (a third faster on a CPU that can)")
     made.add_argument("--install", action="store_true", help="write the result into the installed package")
     return made
 
 
-def _refusal(args: argparse.Namespace) -> str | None:
-    """What cannot work, before anything is written."""
+def shared_refusal(args: argparse.Namespace) -> str | None:
+    """What cannot work of the options that every world's training has."""
     for name in ("minutes", "steps", "batch", "rate"):
         value = getattr(args, name)
         if value is not None and not value > 0:
             return f"--{name} is {value}; it must be more than 0"
     if args.threads < 0:
         return f"--threads is {args.threads}; it must be at least 1, or 0 for torch's choice"
+    if args.stage == "denoiser" and not getattr(args, "begin", None) and not (args.out / "autoencoder.pt").is_file():
+        return f"--stage denoiser needs {args.out}/autoencoder.pt; train the autoencoder first"
+    return None
+
+
+def _refusal(args: argparse.Namespace) -> str | None:
+    """What cannot work, before anything is written."""
     if args.device == "cuda" and not torch.cuda.is_available():
         return "--device is cuda, but torch sees no CUDA device; use auto or cpu"
     if args.begin and args.stage != "denoiser":
@@ -90,9 +105,7 @@ def _refusal(args: argparse.Namespace) -> str | None:
         return f"--blend is {args.blend}; it must be at least 0 and less than 1"
     if args.blend and not args.begin:
         return "--blend goes with --begin: it is the share of the weights that training began with"
-    if args.stage == "denoiser" and not args.begin and not (args.out / "autoencoder.pt").is_file():
-        return f"--stage denoiser needs {args.out}/autoencoder.pt; train the autoencoder first"
-    return None
+    return shared_refusal(args)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -141,7 +154,9 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     if loop.rank() == 0:
         folder = args.out / "model"
-        model.save(folder, autoencoder, mean, std, parts, STREAM)
+        model.save(
+            folder, autoencoder, mean, std, parts, stream_of(world.SIZE // train_autoencoder.AUTOENCODER.spatial)
+        )
         if args.install and parts is not None:
             shutil.copytree(folder, model.WEIGHTS, dirs_exist_ok=True)
         print(f"train: model written to {folder}")

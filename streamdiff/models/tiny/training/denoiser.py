@@ -19,6 +19,7 @@ embedding must tell the whole scene, so that cross-attention need not search for
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,61 @@ class Average:
             self.weights[name].lerp_(value, 1 - decay) if value.is_floating_point() else self.weights[name].copy_(value)
 
 
+Statistics = Callable[[], tuple[Tensor, Tensor]]
+
+
+class Learner:
+    """A network in training: its optimizer, its running average, and its checkpoint, from which it goes on.
+    `statistics` are the latents' mean and deviation, those of the checkpoint where there is one; `smooth` the losses of
+    late."""
+
+    def __init__(
+        self, network: nn.Module, path: Path, rate: float, device: torch.device, statistics: Statistics
+    ) -> None:
+        """`statistics` computes what no checkpoint says. Mutates: network, where there is a checkpoint."""
+        self.network, self.smooth = network, dict[str, float]()
+        self.optimizer = loop.Optimizer(network, MATRIX_LR * rate, OTHER_LR * rate, adam=ADAM_PARTS)
+        self.average, self.progress = Average(network), loop.Progress()
+        self._checkpoint = loop.Checkpoint(path)
+        state = self._checkpoint.load(device)
+        if state is None:
+            self.statistics = statistics()
+            return
+        network.load_state_dict(state["network"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.average.weights = state["average"]
+        self.progress = loop.Progress(state["step"], state["spent_s"])
+        self.statistics = state["mean"], state["std"]
+
+    def learn(self, losses: Mapping[str, Tensor], shares: Mapping[str, float], done: float) -> None:
+        """One update, `done` of the budget, 0 to 1. Mutates: self, network."""
+        total = torch.stack([shares[kind] * loss for kind, loss in losses.items()]).sum()
+        self.optimizer.step(total, done, self.progress.step)
+        self.average.update(self.network, self.progress.step)
+        for kind, loss in losses.items():
+            self.smooth[kind] = 0.97 * self.smooth.get(kind, float(loss.detach())) + 0.03 * float(loss.detach())
+
+    def save(self, done_steps: int) -> None:
+        """Write the checkpoint."""
+        self._checkpoint.save(
+            {
+                "network": self.network.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "average": self.average.weights,
+                "step": done_steps,
+                "spent_s": self.progress.spent_s,
+                "mean": self.statistics[0],
+                "std": self.statistics[1],
+            }
+        )
+
+    def finish(self) -> None:
+        """Write the checkpoint; the network has the averaged weights then. Mutates: network."""
+        self.save(self.progress.step)
+        self.network.load_state_dict(self.average.weights)
+        self.network.eval()
+
+
 @dataclass(frozen=True)
 class Trained:
     """What stage two leaves: the averaged network and the statistics that normalise latents."""
@@ -292,30 +348,9 @@ def _begin(
 def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device: torch.device, plan: Plan) -> Trained:
     """Train, or go on with, the transformer under `out`. Writes `out/denoiser.pt` every 100 steps."""
     torch.manual_seed(seed)
-    network, (mean, std) = _begin(plan, autoencoder, seed, device)
-    optimizer = loop.Optimizer(network, MATRIX_LR * plan.rate, OTHER_LR * plan.rate, adam=ADAM_PARTS)
-    average = Average(network)
-    progress = loop.Progress()
-    checkpoint = loop.Checkpoint(out / "denoiser.pt")
-    state = checkpoint.load(device)
-    if state is not None:
-        network.load_state_dict(state["network"])
-        optimizer.load_state_dict(state["optimizer"])
-        average.weights = state["average"]
-        progress = loop.Progress(state["step"], state["spent_s"])
-        mean, std = state["mean"], state["std"]
-
-    def snapshot(done_steps: int) -> dict[str, Any]:
-        return {
-            "network": network.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "average": average.weights,
-            "step": done_steps,
-            "spent_s": progress.spent_s,
-            "mean": mean,
-            "std": std,
-        }
-
+    network, statistics = _begin(plan, autoencoder, seed, device)
+    learner = Learner(network, out / "denoiser.pt", plan.rate, device, lambda: statistics)
+    (mean, std), progress = learner.statistics, learner.progress
     pool = Pool(autoencoder, mean, std, POOL, device)
     pool.grow(FIRST_WINDOWS, loop.step_generator(seed + 1, progress.step))
     empty = corruption.empty_latents(autoencoder, mean, std, device)
@@ -323,7 +358,6 @@ def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device:
     chance = loop.step_generator(seed + 2, progress.step)
     own = OwnPasts(autoencoder, mean, std, starts, STREAMS, chance)
     data = Data(pool, starts, empty)
-    smooth: dict[str, float] = {}
     for done in loop.steps(budget, progress, "denoiser"):
         generator = loop.step_generator(seed, progress.step)
         shared = random.Random(seed * 1_000_003 + progress.step)
@@ -336,14 +370,10 @@ def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device:
             losses = {kind: loss_of(network, some, empty, kind, shared, generator) for kind, some in drawn.items()}
             if plan.begin is None:
                 losses["reading"] = reading_loss(network, shared, generator)
-        optimizer.step(torch.stack([SHARES[kind] * loss for kind, loss in losses.items()]).sum(), done, progress.step)
-        average.update(network, progress.step)
-        for kind, loss in losses.items():
-            smooth[kind] = 0.97 * smooth.get(kind, float(loss.detach())) + 0.03 * float(loss.detach())
+        learner.learn(losses, SHARES, done)
         if progress.step % 100 == 99:
             if loop.rank() == 0:
-                print(f"denoiser step {progress.step + 1}: {smooth}", flush=True)
-            checkpoint.save(snapshot(progress.step + 1))
-    checkpoint.save(snapshot(progress.step))
-    network.load_state_dict(average.weights)
-    return Trained(network.eval(), mean, std)
+                print(f"denoiser step {progress.step + 1}: {learner.smooth}", flush=True)
+            learner.save(progress.step + 1)
+    learner.finish()
+    return Trained(network, mean, std)

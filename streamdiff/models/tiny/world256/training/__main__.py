@@ -12,70 +12,30 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 import torch
 
 from streamdiff.models.tiny import model
 from streamdiff.models.tiny.training import autoencoder as train_autoencoder
 from streamdiff.models.tiny.training import loop
-from streamdiff.models.tiny.training.batches import CHUNK, CHUNKS
+from streamdiff.models.tiny.training.__main__ import shared_parser, shared_refusal, stream_of
 from streamdiff.models.tiny.world256.tracks import SIZE
 from streamdiff.models.tiny.world256.training import autoencoder as clips
 from streamdiff.models.tiny.world256.training import denoiser
 from streamdiff.models.tiny.world256.training.batches import latent_statistics
 
 STEPS = {"autoencoder": 8000, "denoiser": 8000}
-STREAM: dict[str, object] = {
-    "latent_height": SIZE // clips.AUTOENCODER.spatial,
-    "latent_width": SIZE // clips.AUTOENCODER.spatial,
-    "chunk_latents": CHUNK,
-    "window_latents": CHUNK * CHUNKS,
-    "clean_window_latents": CHUNK * 3,
-    "sink_latents": 0,
-    "native_fps": 40.0,
-    "shift": 5.0,
-    "context_sigma": 0.25,
-    "steps": [4, 2],
-}
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
-        prog="python -m streamdiff.models.tiny.world256.training",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    made.add_argument("--out", type=Path, default=Path("runs/world256"), help="folder of checkpoints")
-    made.add_argument("--stage", choices=("all", "autoencoder", "denoiser"), default="all", help="what to train")
-    made.add_argument("--minutes", type=float, help="stop each stage after this many minutes, cooled down")
-    made.add_argument("--steps", type=int, help="updates of each trained stage (default 8000)")
-    made.add_argument("--batch", type=int, default=4, help="samples per process and step (default 4)")
-    made.add_argument("--rate", type=float, default=1.0, help="factor on the denoiser's learning rates (default 1)")
-    made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--threads", type=int, default=0, help="CPU threads per process (default: torch's choice)")
-    made.add_argument("--bf16", action="store_true", help="multiply in bfloat16")
-    return made
-
-
-def _refusal(args: argparse.Namespace) -> str | None:
-    """What cannot work, before anything is written."""
-    for name in ("minutes", "steps", "batch", "rate"):
-        value = getattr(args, name)
-        if value is not None and not value > 0:
-            return f"--{name} is {value}; it must be more than 0"
-    if args.threads < 0:
-        return f"--threads is {args.threads}; it must be at least 1, or 0 for torch's choice"
-    if args.stage == "denoiser" and not (args.out / "autoencoder.pt").is_file():
-        return f"--stage denoiser needs {args.out}/autoencoder.pt; train the autoencoder first"
-    return None
+    return shared_parser("streamdiff.models.tiny.world256.training", __doc__, "runs/world256", "8000", 4)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = parser().parse_args(argv)
-    if refusal := _refusal(args):
+    if refusal := shared_refusal(args):
         print(f"train: {refusal}", file=sys.stderr)
         return 2
     if args.threads:
@@ -101,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         print("\ntrain: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
     if loop.rank() == 0:
-        model.save(args.out / "model", autoencoder, mean, std, parts, STREAM)
+        model.save(args.out / "model", autoencoder, mean, std, parts, stream_of(SIZE // clips.AUTOENCODER.spatial))
         print(f"train: model written to {args.out / 'model'}")
     return 0
 

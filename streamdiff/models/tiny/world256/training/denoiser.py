@@ -23,7 +23,7 @@ from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny.text_encoder import WIDTH
 from streamdiff.models.tiny.training import corruption, loop
 from streamdiff.models.tiny.training.batches import CHUNKS, CONTEXT_SIGMA, LEVELS, ROWS, Rows
-from streamdiff.models.tiny.training.denoiser import ADAM_PARTS, MATRIX_LR, OTHER_LR, OWN_FROM, Average, TinyNetwork
+from streamdiff.models.tiny.training.denoiser import OWN_FROM, Learner, TinyNetwork
 from streamdiff.models.tiny.world256 import prompts
 from streamdiff.models.tiny.world256.scene import COLUMN, FIELD_SIZES, FIELDS, MOTIONS, draw_scenes, from_row
 from streamdiff.models.tiny.world256.text_encoder import WorldText, build_text
@@ -172,37 +172,16 @@ def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device:
     """Train, or go on with, the transformer under `out`. Writes `out/denoiser.pt` every 50 steps."""
     torch.manual_seed(seed)
     network = Network().to(device)
-    optimizer = loop.Optimizer(network, MATRIX_LR * plan.rate, OTHER_LR * plan.rate, adam=ADAM_PARTS)
-    average = Average(network)
-    progress = loop.Progress()
-    checkpoint = loop.Checkpoint(out / "denoiser.pt")
-    state = checkpoint.load(device)
-    if state is None:
-        mean, std = latent_statistics(autoencoder, torch.Generator().manual_seed(seed), device)
-    else:
-        network.load_state_dict(state["network"])
-        optimizer.load_state_dict(state["optimizer"])
-        average.weights = state["average"]
-        progress = loop.Progress(state["step"], state["spent_s"])
-        mean, std = state["mean"], state["std"]
-
-    def snapshot(done_steps: int) -> dict[str, Any]:
-        return {
-            "network": network.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "average": average.weights,
-            "step": done_steps,
-            "spent_s": progress.spent_s,
-            "mean": mean,
-            "std": std,
-        }
-
+    chance = torch.Generator().manual_seed(seed)
+    learner = Learner(
+        network, out / "denoiser.pt", plan.rate, device, lambda: latent_statistics(autoencoder, chance, device)
+    )
+    (mean, std), progress = learner.statistics, learner.progress
     pool, firsts = Pool(autoencoder, mean, std, POOL), Pool(autoencoder, mean, std, FIRSTS, chunks=1, starts=1.0)
     filling = loop.step_generator(seed + 1, progress.step)
     own: OwnPasts | None = None
     pool.grow(FIRST_WINDOWS, filling)
     firsts.grow(FIRST_FIRSTS, filling)
-    smooth: dict[str, float] = {}
     for done in loop.steps(budget, progress, "denoiser"):
         generator = loop.step_generator(seed, progress.step)
         shared = random.Random(seed * 1_000_003 + progress.step)
@@ -216,13 +195,9 @@ def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device:
                 drawn["own"] = play_on(network, own, plan.batch, shared, generator)
             losses = {kind: loss_of(network, some, kind, shared, generator) for kind, some in drawn.items()}
             losses["reading"] = reading_loss(network, generator)
-        optimizer.step(torch.stack([SHARES[kind] * loss for kind, loss in losses.items()]).sum(), done, progress.step)
-        average.update(network, progress.step)
-        for kind, loss in losses.items():
-            smooth[kind] = 0.97 * smooth.get(kind, float(loss.detach())) + 0.03 * float(loss.detach())
+        learner.learn(losses, SHARES, done)
         if progress.step % 50 == 49:
-            _tell(progress.step + 1, smooth)
-            checkpoint.save(snapshot(progress.step + 1))
-    checkpoint.save(snapshot(progress.step))
-    network.load_state_dict(average.weights)
-    return Trained(network.eval(), mean, std)
+            _tell(progress.step + 1, learner.smooth)
+            learner.save(progress.step + 1)
+    learner.finish()
+    return Trained(network, mean, std)

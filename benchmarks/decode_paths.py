@@ -39,7 +39,7 @@ class Run:
 
     def __init__(self, decoder: Any, path: str, layout: str, like: Tensor, at_once: int) -> None:
         compiled, kind = PATHS[path]
-        decoder.lay_out(LAYOUTS[layout])
+        decoder.set_channels_last(LAYOUTS[layout])
         self.decoder, self.at_once = PictureDecoder(decoder, kind), at_once
         begun_s = clock.monotonic_s()
         if compiled:

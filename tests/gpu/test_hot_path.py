@@ -143,8 +143,8 @@ def test_a_compiled_decoder_with_channels_last_makes_the_plain_pictures(
 ) -> None:
     """On the decoding thread and its stream; nothing is compiled there any more."""
     device, (plain, shape), (fast, _) = torch.device("cuda"), kind(), kind()
-    plain.lay_out(channels_last=False)
-    fast.lay_out(channels_last=True)
+    plain.set_channels_last(channels_last=False)
+    fast.set_channels_last(channels_last=True)
     decoder = PictureDecoder(fast, layout)
     with ThreadPoolExecutor(1, initializer=lambda: torch.set_num_threads(DECODE_THREADS)) as alike:
         alike.submit(decoder.compile, torch.zeros(shape, device=device), shape[1], one_graph).result()

@@ -218,7 +218,7 @@ def build(
     load_module(network, path, tensors, device, dtype, ("",) if taehv else wan_weights.PREFIXES[half])
     if not taehv:
         return network
-    network.lay_out(torch.channels_last)
+    network.set_memory_format(torch.channels_last)
     return StreamingTaehv(network, normalisation)
 
 

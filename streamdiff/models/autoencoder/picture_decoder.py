@@ -56,7 +56,7 @@ class VideoDecoder(Protocol):
     def decode_video(self, latents: Tensor, memory: Any) -> Tensor:
         """Normalised latents `[B, C, F, h, w]` to frames float32 `[B, 3, n, H, W]` in [-1, 1]. Mutates: memory."""
 
-    def lay_out(self, channels_last: bool) -> None:
+    def set_channels_last(self, channels_last: bool) -> None:
         """Lay weights and pictures out with the channels last, or with the width, from now on; before any
         stream begins. Mutates: self."""
 

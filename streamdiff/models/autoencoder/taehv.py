@@ -147,7 +147,7 @@ class TAEHV(nn.Module):
             layers += [_conv(d[i], d[i + 1], bias=False)]
         self.decoder = nn.Sequential(*layers, nn.ReLU(inplace=True), _conv(d[3], image))
 
-    def lay_out(self, layout: torch.memory_format) -> None:
+    def set_memory_format(self, layout: torch.memory_format) -> None:
         """Lay convolutions and pictures out so from now on. Mutates: self."""
         self.layout = layout
         for module in self.modules():

@@ -91,9 +91,9 @@ class TaehvDecoder(_Half):
         frames = self.model.autoencoder.decode(self._taken(latents), memory).float().clamp(0, 1)
         return frames.transpose(1, 2) * 2 - 1
 
-    def lay_out(self, channels_last: bool) -> None:
+    def set_channels_last(self, channels_last: bool) -> None:
         """See `VideoDecoder`; channels last, unless told otherwise."""
-        self.model.autoencoder.lay_out(torch.channels_last if channels_last else torch.contiguous_format)
+        self.model.autoencoder.set_memory_format(torch.channels_last if channels_last else torch.contiguous_format)
 
     def past(self, latents: Tensor, memory: Memory) -> DecoderState:
         """See `VideoDecoder`: a stream that has not begun remembers zeros, so that all its steps are alike."""

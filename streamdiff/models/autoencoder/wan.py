@@ -97,7 +97,7 @@ class WanDecoder(_Half):
         super().__init__(autoencoder, autoencoder.decoder)
         self._layout = torch.contiguous_format
 
-    def lay_out(self, channels_last: bool) -> None:
+    def set_channels_last(self, channels_last: bool) -> None:
         """See `VideoDecoder`; as the weights were stored, unless told otherwise."""
         self._layout = torch.channels_last_3d if channels_last else torch.contiguous_format
         for module in self.autoencoder.decoder.modules():

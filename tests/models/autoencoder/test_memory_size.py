@@ -98,7 +98,7 @@ def test_a_call_takes_the_memory_that_is_counted(kind: str, latents: int) -> Non
         counted = Config(4).decoder(height, width)
         network = small_autoencoder(0, Config(4)).to(torch.bfloat16)
         decoder = small_decoder(network, torch.zeros(4), torch.ones(4))
-    decoder.lay_out(True)
+    decoder.set_channels_last(True)
     memory, piece = decoder.new_memory(), torch.zeros(1, decoder.latent_channels, latents, height, width)
     for _ in range(3):
         PictureDecoder(decoder).decode(piece, memory)

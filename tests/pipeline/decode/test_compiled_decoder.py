@@ -233,7 +233,7 @@ def test_both_layouts_give_the_same_pictures(made: Callable[[], tuple[VideoDecod
     seen, left = [], []
     for channels_last in (False, True):
         decoder, shape, at_once = made()
-        decoder.lay_out(channels_last)
+        decoder.set_channels_last(channels_last)
         memory = decoder.new_memory()
         groups = [group for chunk in chunks(shape) for group in chunk.split(at_once, 1)]
         seen.append(torch.cat([PictureDecoder(decoder).decode(group[None], memory) for group in groups]).int())

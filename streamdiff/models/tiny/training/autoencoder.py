@@ -189,7 +189,7 @@ def train(
     torch.manual_seed(seed)
     model = TAEHV(recipe.config)
     initialise(model)
-    model.to(device).lay_out(torch.channels_last)
+    model.to(device).set_memory_format(torch.channels_last)
     optimizer = loop.Optimizer(model, recipe.matrix_lr, OTHER_LR, adam=recipe.adam)
     progress = loop.Progress()
     checkpoint = loop.Checkpoint(out / "autoencoder.pt")

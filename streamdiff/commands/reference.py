@@ -23,7 +23,7 @@ from streamdiff.atomic_write import exit_on_sigterm
 from streamdiff.commands import reference_model
 from streamdiff.commands.reference_model import Found, ReferenceJob
 from streamdiff.commands.reference_ring import head_of_ranks
-from streamdiff.commands.reference_run import ReferenceRun, Switch, check_together, run_reference
+from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, check_together, run_reference
 from streamdiff.config import PROMPT_POLICIES
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.autoencoder import load_decoder
@@ -252,7 +252,7 @@ def _is_difference(text: str) -> bool:
         return False
 
 
-def _switch(text: str, spec: ModelSpec) -> Switch:
+def _switch(text: str, spec: ModelSpec) -> PromptSwitch:
     """`CHUNK:FILE[:POLICY]`; a file's name may have colons."""
     number, _, rest = text.partition(":")
     name, _, policy = rest.rpartition(":")
@@ -263,4 +263,4 @@ def _switch(text: str, spec: ModelSpec) -> Switch:
             raise ConfigError(f"--prompt-switch is {text!r}; there is no file {name}, and POLICY can be {policies}")
     if not number.isdigit() or not name:
         raise ConfigError(f"--prompt-switch is {text!r}; it must be CHUNK:FILE or CHUNK:FILE:POLICY")
-    return Switch(int(number), tensor_file.read_rows(Path(name), spec.text_shape), policy)
+    return PromptSwitch(int(number), tensor_file.read_rows(Path(name), spec.text_shape), policy)

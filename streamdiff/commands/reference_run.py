@@ -40,7 +40,7 @@ class StreamInputs(TypedDict):
 
 
 @dataclass(frozen=True)
-class Switch:
+class PromptSwitch:
     """A change of prompt that chunk `chunk` is the first to see; `embeddings` `[T, text_dim]`, `policy` one of
     PROMPT_POLICIES (`reset` starts a fresh stream there)."""
 
@@ -82,7 +82,7 @@ class ReferenceRun:
     seed: int = 0
     initial: Tensor | None = None
     renoise: Tensor | None = None
-    switches: tuple[Switch, ...] = field(default=())
+    switches: tuple[PromptSwitch, ...] = field(default=())
     video: Tensor | None = None
     strength: float | None = None
     motion_noise: bool = False
@@ -175,7 +175,7 @@ class ReferenceRun:
                 f"second step, {max(following, default=0):g}"
             )
 
-    def _check_mixed(self, switch: Switch) -> None:
+    def _check_mixed(self, switch: PromptSwitch) -> None:
         """Raises ConfigError for a switch that cannot take several chunks."""
         if switch.policy not in MIXED:
             raise ConfigError(
@@ -188,7 +188,7 @@ class ReferenceRun:
                 "pad them to the same number, as the model's text encoder does"
             )
 
-    def _single(self) -> list[Switch]:
+    def _single(self) -> list[PromptSwitch]:
         """The prompt changes by chunk: one that takes several chunks (`mix`) as one change per chunk."""
         if self.mix == 1:
             return list(self.switches)
@@ -202,9 +202,12 @@ class ReferenceRun:
         return single
 
     @property
-    def segments(self) -> list[tuple[Switch, list[Switch], int]]:
+    def segments(self) -> list[tuple[PromptSwitch, list[PromptSwitch], int]]:
         """The run cut at its resets: how each stream begins, its other prompt changes, and the chunk where it ends."""
-        begins = [Switch(0, self.embeddings, "reset"), *(each for each in self.switches if each.policy == "reset")]
+        begins = [
+            PromptSwitch(0, self.embeddings, "reset"),
+            *(each for each in self.switches if each.policy == "reset"),
+        ]
         ends = [begin.chunk for begin in begins[1:]] + [self.chunks]
         return [
             (begin, [each for each in self._single() if begin.chunk < each.chunk < end], end)
@@ -287,7 +290,7 @@ def check_together(run: ReferenceRun, count: int) -> None:
 def _stream(
     ring: RingExecutor,
     most: int | None,
-    due: dict[int, Switch],
+    due: dict[int, PromptSwitch],
     epochs: Iterator[int],
     check: Callable[[], None],
 ) -> Iterator[tuple[int, Tensor]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.commands.reference_run import ReferenceRun, Switch, run_reference
+from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, run_reference
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
@@ -76,7 +76,7 @@ def test_any_number_of_stages_gives_the_same(kv_context: str, stages: int) -> No
     model = beginning_with(2, window=6, sink=3)
     model = replace(model, spec=replace(model.spec, adaptive_sink=0.9))
     video = torch.randn(CHUNKS, *model.spec.chunk_shape, generator=torch.Generator().manual_seed(4)) / 9
-    other = Switch(4, model.text.encode(BLUE), "reset")
+    other = PromptSwitch(4, model.text.encode(BLUE), "reset")
     script = replace(
         script_of(model, kv_context),
         schedule=sampling.from_timesteps((700, 500)),
@@ -104,7 +104,7 @@ def test_recache_causal_runs_them_together_again(kv_context: str) -> None:
     """A new prompt with `recache-causal` while both are in the window: as if their clean pass had been under it from
     the start. The reference's texts are those of the clean passes then."""
     model = beginning_with(2, window=5)
-    switch = Switch(2, model.text.encode(BLUE), "recache-causal")
+    switch = PromptSwitch(2, model.text.encode(BLUE), "recache-causal")
     got = played(model, replace(script_of(model, kv_context), switches=(switch,)))
     reference = Recached(model, kv_context)
     torch.testing.assert_close(got[:4], torch.stack(reference.chunks(4)), rtol=1e-4, atol=1e-4)
@@ -166,9 +166,9 @@ def test_what_would_cut_them_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"has 2 chunks, but the first 3 are made together; make at least 3"):
         played(model, replace(script, chunks=2))
     with pytest.raises(ConfigError, match=r"at chunk 2, but the first 3 chunks .*; switch at 3 or later"):
-        played(model, replace(script, switches=(Switch(2, text),)))
+        played(model, replace(script, switches=(PromptSwitch(2, text),)))
     with pytest.raises(ConfigError, match=r"from chunk 5 to 7 has 2 chunks"):
-        played(model, replace(script, switches=(Switch(5, text, "reset"),)))
+        played(model, replace(script, switches=(PromptSwitch(5, text, "reset"),)))
     two, four = sampling.embedded_schedule(2, 5.0), sampling.embedded_schedule(4, 5.0)
     with pytest.raises(ValueError, match="also has more steps is not built"):
         played(model, replace(script, schedule=replace(two, first=four)))

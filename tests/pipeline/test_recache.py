@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.commands.reference_run import ReferenceRun, Switch, run_reference
+from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, run_reference
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
@@ -24,7 +24,7 @@ TOLERANCE = 1e-5
 
 def made(model: Model, switches: dict[int, str], policy: str = "recache", stages: int = 1) -> Tensor:
     """Latents `[CHUNKS, C, F, h, w]` as `streamdiff generate` makes them from files."""
-    changes = tuple(Switch(chunk, model.text.encode(text), policy) for chunk, text in switches.items())
+    changes = tuple(PromptSwitch(chunk, model.text.encode(text), policy) for chunk, text in switches.items())
     schedule = sampling.embedded_schedule(STEPS, model.spec.shift)
     script = ReferenceRun(model.text.encode(RED), CHUNKS, schedule, seed=SEED, switches=changes)
     return torch.stack([latents for latents, _ in run_reference(model, CPU, script, stages=stages)])
@@ -72,7 +72,7 @@ def test_after_a_flush_it_shows_nothing_that_was_forgotten() -> None:
     model = small_model(1, sink=2)
     schedule = sampling.embedded_schedule(STEPS, model.spec.shift)
     red, blue = model.text.encode(RED), model.text.encode(BLUE)
-    switches = (Switch(4, red, "flush"), Switch(5, blue, "recache"))
+    switches = (PromptSwitch(4, red, "flush"), PromptSwitch(5, blue, "recache"))
     noise = torch.stack([sampling.noise(model.spec.chunk_shape, seed=SEED, chunk=chunk, step=0) for chunk in range(8)])
     other = noise.clone()
     other[3] = -other[3]

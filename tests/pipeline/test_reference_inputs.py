@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.commands.reference_run import ReferenceRun, Switch, run_reference
+from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, run_reference
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
@@ -63,7 +63,7 @@ def test_a_stream_goes_on_from_its_own_latents_as_if_it_had_never_ended(averaged
 def test_a_prompt_may_change_where_what_is_given_ends(policy: str) -> None:
     model = small_model(3, layers=3, chunk=2, window=6, sink=2)
     red, blue = model.text.encode(RED), model.text.encode(BLUE)
-    whole = ReferenceRun(red, 6, sampling.embedded_schedule(2, 5.0), seed=11, switches=(Switch(3, blue, policy),))
+    whole = ReferenceRun(red, 6, sampling.embedded_schedule(2, 5.0), seed=11, switches=(PromptSwitch(3, blue, policy),))
     latents = played(model, whole)
     chunks = list(run_reference(model, CPU, replace(whole, given_latents=latents[:3]), stages=2))
     assert torch.equal(torch.stack([each for each, _ in chunks]), latents)
@@ -89,5 +89,5 @@ def test_what_cannot_go_on_is_refused() -> None:
     with pytest.raises(ConfigError, match=f"chunks is {GIVEN}, and the first {GIVEN} are given, so there is none"):
         replace(run, chunks=GIVEN)
     with pytest.raises(ConfigError, match=f"a prompt switch is at chunk 1, but the first {GIVEN} are given; switch at"):
-        replace(run, switches=(Switch(1, run.embeddings),))
-    assert replace(run, switches=(Switch(CHUNKS - 1, run.embeddings),)).given_chunks == GIVEN
+        replace(run, switches=(PromptSwitch(1, run.embeddings),))
+    assert replace(run, switches=(PromptSwitch(CHUNKS - 1, run.embeddings),)).given_chunks == GIVEN

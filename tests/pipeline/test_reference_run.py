@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.commands.reference_run import ReferenceRun, Switch, run_reference
+from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, run_reference
 from streamdiff.config import PROMPT_POLICIES, RECACHES
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
@@ -88,22 +88,22 @@ def test_a_prompt_that_comes_over_chunks_is_a_switch_at_each(
     """Thirds of it; another that comes meanwhile goes on from what holds then, and the stream's end cuts it."""
     red, blue, other = (model.text.encode(text) for text in (RED, BLUE, WHITE))
     plain = replace(plain, kv_context=kv_context)
-    mixed = replace(plain, switches=(Switch(1, blue, policy), Switch(3, other, policy)), mix=3)
+    mixed = replace(plain, switches=(PromptSwitch(1, blue, policy), PromptSwitch(3, other, policy)), mix=3)
     last = red + (blue - red) * 2 / 3
     shares = [(1, red + (blue - red) / 3), (2, last), (3, last + (other - last) / 3)]
     shares += [(4, last + (other - last) * 2 / 3), (5, other)]
-    by_hand = replace(plain, switches=tuple(Switch(chunk, rows, policy) for chunk, rows in shares))
+    by_hand = replace(plain, switches=tuple(PromptSwitch(chunk, rows, policy) for chunk, rows in shares))
     got = played(model, mixed, stages)
     torch.testing.assert_close(got, played(model, by_hand), rtol=1e-4, atol=1e-5)
     at_once = played(model, replace(mixed, mix=1))
     assert torch.equal(got[0], at_once[0]) and (got[1] - at_once[1]).abs().max() > 1e-4
-    cut = replace(plain, chunks=2, switches=(Switch(1, blue, policy),), mix=3)
+    cut = replace(plain, chunks=2, switches=(PromptSwitch(1, blue, policy),), mix=3)
     torch.testing.assert_close(played(model, cut, stages), got[:2], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["flush", "reset"])
 def test_a_prompt_that_forgets_what_was_before_it_is_not_mixed(plain: ReferenceRun, policy: str) -> None:
-    switches = (Switch(1, plain.embeddings, policy),)
+    switches = (PromptSwitch(1, plain.embeddings, policy),)
     with pytest.raises(ConfigError, match=f"prompt switch {policy} forgets .* goes with keep or recache"):
         replace(plain, switches=switches, mix=2)
     replace(plain, switches=switches)
@@ -113,7 +113,7 @@ def test_prompts_of_other_lengths_are_not_mixed_and_a_mix_has_chunks(plain: Refe
     longer = torch.cat([plain.embeddings, plain.embeddings[:1]])
     rows = len(plain.embeddings)
     with pytest.raises(ConfigError, match=f"of {rows} and of {rows + 1} rows cannot be mixed"):
-        replace(plain, switches=(Switch(1, longer),), mix=2)
+        replace(plain, switches=(PromptSwitch(1, longer),), mix=2)
     with pytest.raises(ConfigError, match="prompt mix is 0"):
         replace(plain, mix=0)
 
@@ -145,7 +145,7 @@ def test_beyond_the_given_noise_the_seed_goes_on(model: Model, plain: ReferenceR
     ],
 )
 def test_any_number_of_stages_gives_the_same(model: Model, plain: ReferenceRun, policy: str, kv_context: str) -> None:
-    switches = (Switch(2, model.text.encode(BLUE), policy), Switch(5, model.text.encode(RED), "keep"))
+    switches = (PromptSwitch(2, model.text.encode(BLUE), policy), PromptSwitch(5, model.text.encode(RED), "keep"))
     script = replace(plain, switches=switches, kv_context=kv_context)
     one = played(model, script)
     assert torch.equal(one, played(model, script, stages=3))
@@ -169,14 +169,14 @@ def test_a_first_chunk_with_a_schedule_of_its_own(plain: ReferenceRun, kv_contex
     initial = torch.stack([draw(chunk, 0) for chunk in range(CHUNKS)])
     renoise = torch.stack([torch.stack([draw(chunk, step) for step in (1, 2, 3)]) for chunk in range(CHUNKS)])
     assert torch.equal(one, played(model, replace(script, initial=initial, renoise=renoise)))
-    again = replace(script, switches=(Switch(3, plain.embeddings, "reset"),))
+    again = replace(script, switches=(PromptSwitch(3, plain.embeddings, "reset"),))
     assert torch.equal(played(model, again)[3:], one[: CHUNKS - 3])
 
 
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
 def test_windows_that_cut_chunks_are_the_same_on_any_number_of_stages(plain: ReferenceRun, kv_context: str) -> None:
     model = small_model(3, layers=3, window=6, sink=1, chunk=3)
-    switches = (Switch(2, model.text.encode(BLUE), "flush"), Switch(4, model.text.encode(RED), "keep"))
+    switches = (PromptSwitch(2, model.text.encode(BLUE), "flush"), PromptSwitch(4, model.text.encode(RED), "keep"))
     script = replace(plain, switches=switches, kv_context=kv_context)
     assert torch.equal(played(model, script), played(model, script, stages=3))
 
@@ -184,7 +184,7 @@ def test_windows_that_cut_chunks_are_the_same_on_any_number_of_stages(plain: Ref
 def test_a_reset_equals_a_fresh_stream(model: Model, plain: ReferenceRun) -> None:
     """With a seed its noise begins again; noise that is given by chunk goes on."""
     blue = model.text.encode(BLUE)
-    script = replace(plain, switches=(Switch(4, blue, "reset"),))
+    script = replace(plain, switches=(PromptSwitch(4, blue, "reset"),))
     chunks = list(run_reference(model, CPU, script))
     got = torch.stack([latents for latents, _ in chunks])
     assert [chunk for chunk, (_, begins) in enumerate(chunks) if begins] == [0, 4]
@@ -222,7 +222,7 @@ def test_switches_that_cannot_be_are_refused(
 ) -> None:
     text = model.text.encode(BLUE)
     with pytest.raises(ConfigError, match=words):
-        replace(plain, switches=tuple(Switch(at, text, policy) for at, policy in switches), kv_context=kv_context)
+        replace(plain, switches=tuple(PromptSwitch(at, text, policy) for at, policy in switches), kv_context=kv_context)
 
 
 def test_at_least_one_chunk(plain: ReferenceRun) -> None:

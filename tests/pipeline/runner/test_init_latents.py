@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.commands.reference_run import ReferenceRun, Switch, run_reference
+from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, run_reference
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
@@ -87,7 +87,7 @@ def test_strength_takes_the_place_of_the_first_level(model: Model, plain: Refere
 def test_motion_noise_is_told_less_than_is_mixed_in(model: Model, plain: ReferenceRun, video: Tensor) -> None:
     """The last chunk alone, in one step: x0 from the told level, whatever was mixed in."""
     one_step = replace(plain, schedule=sampling.from_timesteps([700]), video=video, strength=0.8, motion_noise=True)
-    flush = tuple(Switch(chunk, plain.embeddings, "flush") for chunk in range(1, CHUNKS))
+    flush = tuple(PromptSwitch(chunk, plain.embeddings, "flush") for chunk in range(1, CHUNKS))
     alone = small_model(3, layers=3)
     got = played(alone, replace(one_step, switches=flush))
     for chunk, level in enumerate(by_hand(video, 0.8)):
@@ -108,7 +108,7 @@ def test_any_number_of_stages_gives_the_same(model: Model, plain: ReferenceRun, 
 
 def test_after_a_reset_the_input_goes_on(model: Model, plain: ReferenceRun, video: Tensor) -> None:
     blue = model.text.encode(BLUE)
-    script = replace(plain, video=video, strength=0.8, motion_noise=True, switches=(Switch(2, blue, "reset"),))
+    script = replace(plain, video=video, strength=0.8, motion_noise=True, switches=(PromptSwitch(2, blue, "reset"),))
     alone = replace(script, embeddings=blue, chunks=3, video=video[2:], switches=())
     assert torch.equal(played(model, script)[2:], played(model, alone))
 

@@ -22,11 +22,12 @@ class StageModel:
 @dataclass(frozen=True)
 class Model(StageModel):
     """What rank 0 needs of a model: a stage's part, and what stands before and behind it. With one stage that is all.
-    `decoder` is None where another rank decodes, `past` where the clean pass is shown latents as they are."""
+    `decoder` is None where another rank decodes, `first_frame_reencoder` where the clean pass is shown latents as
+    they are."""
 
     text: TextEncoder
     decoder: PictureDecoder | None
-    past: FirstFrameReencoder | None = None
+    first_frame_reencoder: FirstFrameReencoder | None = None
 
     @property
     def blocks(self) -> int:

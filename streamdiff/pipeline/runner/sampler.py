@@ -66,7 +66,7 @@ class SamplerSession:
     begin_times: dict[int, Tensor] = field(default_factory=dict)
     """By chunk that begins next: the time embedding `[F, D]` of its first step, where that is not the schedule's."""
     pictures: Any = None
-    """Memory of the model's `past`."""
+    """Memory of the model's `first_frame_reencoder`."""
 
     @property
     def clean_pass(self) -> bool:
@@ -85,7 +85,8 @@ class LatentSampler:
     """Rank 0's sampler: latents, noise and schedule of every open session."""
 
     def __init__(self, model: Model, device: torch.device) -> None:
-        self.dtype, self.spec, self.device, self.past = model.denoiser.dtype, model.spec, device, model.past
+        self.dtype, self.spec, self.device = model.denoiser.dtype, model.spec, device
+        self.reencoder = model.first_frame_reencoder
         self.sessions: dict[int, SamplerSession] = {}
         self._embed = model.denoiser.time_embedding
         self._zeros = torch.zeros(model.spec.chunk_latents, device=device)
@@ -279,10 +280,10 @@ class LatentSampler:
 
     def _remembered(self, session: SamplerSession, chunk: int, x0: Tensor) -> Tensor:
         """The latents that the clean pass of a chunk gets, before noise is added. Mutates: session."""
-        if self.past is None:
+        if self.reencoder is None:
             return x0
-        session.pictures = self.past.new_memory() if session.pictures is None else session.pictures
-        return self.past.reencode(chunk, x0, session.pictures)
+        session.pictures = self.reencoder.new_memory() if session.pictures is None else session.pictures
+        return self.reencoder.reencode(chunk, x0, session.pictures)
 
     def _context(self, row: MicroStep) -> Tensor:
         """Input of the clean pass of a finished chunk, or of its rerun. The first of a chunk that was given adds no

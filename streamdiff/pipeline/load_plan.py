@@ -208,6 +208,7 @@ def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> 
     """
     config, device, rank = plan.config, plan.device, 0 if context is None else context.rank
     kernels, limits = None, _device_limits(config, device)
+    demand = plan.demand(plan.runs)
     plan.check_fit(rank, plan.runs, limits)
     if rank == 0:
         _tell(plan.choices, "")
@@ -219,7 +220,7 @@ def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> 
         notes = [plan.models.model.remark(config.kv_context)]
         if config.offload != "none":
             card = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-            notes.append(offload_note(plan.demand(plan.runs), card, graphs=config.compile != "off"))
+            notes.append(offload_note(demand, card, graphs=config.compile != "off"))
         for note in filter(None, notes):
             print(f"streamdiff: note: {note}", file=sys.stderr)
     return RankPlan(**vars(plan), rank=rank, limits=limits, kernels=kernels)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from streamdiff.config import ModelConfig
 from streamdiff.models.model_loader import Kernels
 from streamdiff.models.transformer import attention_trial, quantization
 from streamdiff.models.transformer.attention_backend import AttentionShape
 from streamdiff.models.transformer.attention_trial import Trial, Tried
+from streamdiff.pipeline import balance
+from streamdiff.pipeline.balance import Measured
+from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.load_plan import plan_load, plan_rank, try_kernels
 from streamdiff.pipeline.planner import model_sizes
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
@@ -123,3 +129,16 @@ def test_what_was_taken_is_what_the_transformer_runs(
     lines = capsys.readouterr().err.splitlines()
     assert "streamdiff: compile: off (CPU: compiling takes long there; --compile on asks for it)" in lines
     assert any(line.startswith("streamdiff: attention: math (tried at ") for line in lines)
+
+
+def test_a_stage_whose_share_turns_out_to_be_another_loads_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of two, which measures that decoding keeps it busy: one block of four instead of two."""
+    store = dist.HashStore()
+    store.set("cost/1", json.dumps(asdict(Measured(0.1))))
+    monkeypatch.setattr(balance, "measure", lambda *given: Measured(0.1, decode_s=1.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    context, plan = RankContext(0, 2, store), plan_load(ModelConfig(stages=2), CPU)
+    assert plan.runs == ((0, 2), (2, 4))
+    loaded = load_rank(plan_rank(plan, context), context)
+    assert loaded.runs == ((0, 1), (1, 4)) and loaded.model is not None
+    assert len(loaded.model.denoiser.blocks) == 1

@@ -30,6 +30,7 @@ from streamdiff.pipeline.distributed import rendezvous
 from streamdiff.pipeline.distributed.start_progress import StartProgress
 from streamdiff.pipeline.executor import rows_carried
 from streamdiff.pipeline.planner import fit, gpus
+from streamdiff.pipeline.planner.batching import batching_of
 from streamdiff.pipeline.planner.fit import Demand
 from streamdiff.pipeline.planner.forecast import offload_words
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, RankMemory, free_bytes
@@ -97,7 +98,7 @@ class RankLoader:
             decode_latents=self.decode_latents,
             decoder_bytes=decoder.itemsize,
         )
-        rows = rows_carried(self.spec, 1, config.clean_with_next)
+        rows = rows_carried(self.spec, batching_of(config, self.sizes).max_rows, config.clean_with_next)
         return Demand(
             self.sizes,
             storage,

@@ -21,6 +21,7 @@ from streamdiff.pipeline.distributed.heartbeat import HealthMonitor
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.distributed.start_progress import StartProgress
+from streamdiff.pipeline.planner.batching import batching_of
 from streamdiff.pipeline.rank_loader import RankLoader
 from streamdiff.pipeline.runner.worker import Worker
 
@@ -37,7 +38,7 @@ def run_worker(config: ModelConfig) -> None:
     """
     loader = RankLoader(config, own_device(config.device))
     config, device, context = loader.config, loader.device, loader.join()
-    place = topology.StageTopology.of(config, context.rank, device)
+    place = topology.StageTopology.of(config, context.rank, device, batching_of(config, loader.sizes))
     progress = start_progress(context, config.stages)
     loaded = loader.load(context)
     decoder = loaded.decoder

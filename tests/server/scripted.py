@@ -28,6 +28,7 @@ from streamdiff.errors import RequestError
 from streamdiff.models.catalogue import entries
 from streamdiff.models.interfaces import Reading
 from streamdiff.pipeline.output import Frames, ModelInfo
+from streamdiff.pipeline.scheduler.scheduler import ForwardCounts
 
 COLOURS = {
     "red": (214, 48, 49),
@@ -183,6 +184,9 @@ class Painter:
 
     def occupancy(self) -> list[float]:
         return list(self.shares)
+
+    def forwards(self) -> ForwardCounts:
+        return ForwardCounts()
 
     def busy_s(self) -> list[float]:
         return [self._made * self.chunk_s]

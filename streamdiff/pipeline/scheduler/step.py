@@ -73,7 +73,9 @@ def shared_fields(kind: type) -> tuple[str, ...]:
 def differing_field(one: Any, other: Any) -> str | None:
     """The first shared field in which two of the same kind differ, so that they cannot share a forward; None: they may.
     If each of some may with the first, all may."""
-    return next((name for name in shared_fields(cast(Hashable, type(one))) if getattr(one, name) != getattr(other, name)), None)
+    return next(
+        (name for name in shared_fields(cast(Hashable, type(one))) if getattr(one, name) != getattr(other, name)), None
+    )
 
 
 def compatible(one: Any, other: Any) -> bool:

@@ -11,6 +11,7 @@ import argparse
 import resource
 import statistics
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -62,7 +63,7 @@ def play(ring: RingExecutor, plan: Plan, chunks: int) -> tuple[float, float]:
         for row, _ in ring.turn()[1]:
             ended.setdefault(row.session, []).append(cpu_s())
             left -= 1
-    gaps = [later - one for times in ended.values() for one, later in zip(times, times[1:], strict=False)]
+    gaps = [later - one for times in ended.values() for one, later in pairwise(times)]
     p95 = statistics.quantiles(gaps, n=20, method="inclusive")[-1] if len(gaps) > 1 else 0.0
     return (cpu_s() - begun) / (chunks * plan.sessions), p95
 

@@ -31,7 +31,7 @@ def alone() -> dict[int, list[torch.Tensor]]:
 def test_sessions_in_shared_forwards_equal_each_alone(
     stages: int, tmp_path: Path, alone: dict[int, list[torch.Tensor]]
 ) -> None:
-    """To the bit, on one stage and on four: what would sum in another order with more rows runs row by row."""
+    """On one stage and on four: what would sum in another order with more rows runs row by row."""
     out = tmp_path / "latents.pt"
     run_ranks("tests.pipeline.ring_rows_process", [str(out)], stages, LIMIT_S)
     found = torch.load(out, weights_only=True)

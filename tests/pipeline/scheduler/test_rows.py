@@ -82,11 +82,11 @@ def run(stages: int, streams: tuple[Stream, ...], max_rows: int, marginal: float
     """Equal stages and free links; each row beyond the first costs `marginal` of it."""
     times = tuple((1 + marginal * more) / stages for more in range(max_rows))
     forwards = 1 if stages == 1 else None  # as `RingExecutor` has it
-    return simulate(Setup((times,) * stages, streams, max_rows=max_rows, forwards=forwards, chunks=16)).figures
+    return simulate(Setup((times,) * stages, streams, max_rows=max_rows, forwards=forwards, chunks=12)).figures
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     stages=st.integers(1, 8),
     steps=st.integers(1, 6),

@@ -209,7 +209,7 @@ class WanDenoiser:
     def modulation(self, time: Tensor) -> Tensor:
         """Shift, scale and gate of both halves of a block, before the block's own table: `[R, F, 6, D]`."""
         embedder = self.model.condition_embedder
-        return _row_by_row(embedder.time_proj, embedder.act_fn(time)).unflatten(-1, (6, -1))
+        return cast(Tensor, _row_by_row(embedder.time_proj, embedder.act_fn(time)).unflatten(-1, (6, -1)))
 
     def run_blocks(self, tokens: Tokens, text: Sequence[KeyValue], self_attention: SelfAttention) -> Tokens:
         """Run the blocks. `text` holds one entry per block."""

@@ -79,10 +79,13 @@ def test_a_job_changes_nothing_for_live_rows() -> None:
 
 
 def run(stages: int, streams: tuple[Stream, ...], max_rows: int, marginal: float) -> Figures:
-    """Equal stages and free links; each row beyond the first costs `marginal` of it."""
+    """Equal stages and free links; each row beyond the first costs `marginal` of it. Long enough for the beginning, where
+    all sessions are at the same place, to have passed."""
     times = tuple((1 + marginal * more) / stages for more in range(max_rows))
     forwards = 1 if stages == 1 else None  # as `RingExecutor` has it
-    return simulate(Setup((times,) * stages, streams, max_rows=max_rows, forwards=forwards, chunks=12)).figures
+    return simulate(
+        Setup((times,) * stages, streams, max_rows=max_rows, forwards=forwards, chunks=max(12, 48 // streams[0].steps))
+    ).figures
 
 
 @pytest.mark.slow

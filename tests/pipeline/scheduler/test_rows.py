@@ -79,8 +79,8 @@ def test_a_job_changes_nothing_for_live_rows() -> None:
 
 
 def run(stages: int, streams: tuple[Stream, ...], max_rows: int, marginal: float) -> Figures:
-    """Equal stages and free links; each row beyond the first costs `marginal` of it. Long enough for the beginning, where
-    all sessions are at the same place, to have passed."""
+    """Equal stages and free links; each row beyond the first costs `marginal` of it. Long enough for the beginning to
+    have passed, where all sessions are at the same place."""
     times = tuple((1 + marginal * more) / stages for more in range(max_rows))
     forwards = 1 if stages == 1 else None  # as `RingExecutor` has it
     return simulate(

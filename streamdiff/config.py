@@ -152,10 +152,52 @@ class ModelConfig(_Section):
         return {"head": 0, "last": self.stages - 1, "own-rank": self.stages}[self.decode]
 
 
+class BatchingRule(_Section):
+    """Lowers what `BatchingConfig` says where all conditions that are given are met."""
+
+    model: str | None = None
+    """Its name; * stands for anything."""
+    size: str | None = Field(None, pattern=r"^[1-9]\d*x[1-9]\d*$")
+    """WIDTHxHEIGHT of the picture."""
+    min_tokens: int | None = Field(None, ge=1)
+    """A row has so many tokens, or more."""
+    min_gflop: float | None = Field(None, gt=0)
+    """A row costs so many 10^9 operations, or more."""
+    max_rows: int | None = Field(None, ge=1, le=16)
+    """Then no more rows."""
+    wait_ms: float | None = Field(None, ge=0, le=1000)
+    """Then no longer a wait."""
+
+
+class BatchingConfig(_Section):
+    """Rows of several sessions in one forward (docs/batching.md)."""
+
+    mode: Annotated[Literal["off", "dynamic"], BeforeValidator(_switch)] = "off"
+    """dynamic: micro-steps of different sessions share a forward where the ring has more of them than places."""
+    max_rows: int | None = Field(None, ge=1, le=16)
+    """Most rows of a forward; default: 4."""
+    wait_ms: float = Field(0.0, ge=0, le=1000)
+    """How long a row that could enter may wait for others; 0: never."""
+    rules: Annotated[tuple[BatchingRule, ...], BeforeValidator(_tuple)] = ()
+    """The first that applies lowers both."""
+
+    @property
+    def most_rows(self) -> int:
+        """`max_rows`, or its default."""
+        return 4 if self.max_rows is None else self.max_rows
+
+    @model_validator(mode="after")
+    def _nothing_is_ignored(self) -> BatchingConfig:
+        if self.mode == "off" and (self.max_rows is not None or self.wait_ms or self.rules):
+            raise ValueError("max_rows, wait_ms and rules need mode dynamic (--batching dynamic)")
+        return self
+
+
 class ServedModel(ModelConfig):
     """The same for `serve`, and what its encoders are given; see `Config.served_model`."""
 
     pictures: Literal["auto", "rgb", "yuv420"]
+    batching: BatchingConfig = BatchingConfig()
 
 
 class SessionConfig(_Section):
@@ -307,6 +349,7 @@ class Config(_Section):
     model: ModelConfig = ModelConfig()
     session: SessionConfig = SessionConfig()
     playback: PlaybackConfig = PlaybackConfig()
+    batching: BatchingConfig = BatchingConfig()
     serve: ServeConfig = ServeConfig()
 
     @property
@@ -319,4 +362,5 @@ class Config(_Section):
         `serve.pictures` says otherwise: YUV420 has a colour for 2 x 2 pixels only."""
         enlarged = self.serve.pictures == "auto" and self.scale > 1
         pictures = "rgb" if enlarged else self.serve.pictures
-        return ServedModel.model_validate({**self.model.model_dump(), "pictures": pictures})
+        own = {"pictures": pictures, "batching": self.batching}
+        return ServedModel.model_validate({**self.model.model_dump(), **own})

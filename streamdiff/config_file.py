@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from streamdiff.config import Config, HostName, IceServer, Origin, Proxy
+from streamdiff.config import BatchingRule, Config, HostName, IceServer, Origin, Proxy
 from streamdiff.errors import ConfigError
 
 KNOWN_CHARACTERS = 300
@@ -49,6 +49,9 @@ def load(
         lines = []
         for problem in error.errors(include_url=False):
             key = ".".join(str(part) for part in problem["loc"])
+            if problem["type"] == "value_error" and len(problem["loc"]) == 1:  # of keys that do not go together
+                lines.append(f"{origin}: {key}: {problem['ctx']['error']}")
+                continue
             where = (names or {}).get(key, key) if key in overrides else f"{origin}: {key}"
             lines.append(f"{where} {_explain(problem['type'], problem['loc'], problem['input'])}")
         raise ConfigError("\n".join(lines)) from None
@@ -106,13 +109,16 @@ def _explain(kind: str, location: tuple[int | str, ...], value: object) -> str:
     """What is wrong with the value at `location`, and what is allowed there."""
     known = list(Config.model_fields) if len(location) == 1 else list(_section(str(location[0])).model_fields)
     key = str(location[min(1, len(location) - 1)])  # what follows is a place in a list
+    entry = BatchingRule if location[0] == "batching" else IceServer
     if kind == "extra_forbidden" and len(location) > 2:
-        return f"is no known key; known here: {', '.join(IceServer.model_fields)}"
+        return f"is no known key; known here: {', '.join(entry.model_fields)}"
     if kind in ("extra_forbidden", "invalid_key"):
         return f"is no known key; {_suggest(key, location, known)}"
     if len(location) == 1:
         inside = ", ".join(_section(key).model_fields)
         return f"is {_show(value)}, but must be a section with keys among {inside}"
+    if entry is BatchingRule and len(location) > 3:
+        return f"is {_show(value)}, but must be {_allowed(BatchingRule.model_fields[str(location[3])])}"
     return f"is {_show(value)}, but must be {_allowed(_section(str(location[0])).model_fields[key])}"
 
 
@@ -141,6 +147,7 @@ _TYPES: dict[Any, str] = {
     list[HostName]: "a list of names such as stream.example.org, without a port",
     list[Proxy]: "a list of addresses and networks such as 10.0.0.5 or 10.0.0.0/8",
     list[str]: "a list of files and addresses",
+    tuple[BatchingRule, ...]: f"a list of rules, each with keys among {', '.join(BatchingRule.model_fields)}",
     list[IceServer]: (
         "a list of servers, each with url (stun:HOST:PORT or turn:HOST:PORT), a turn server also with username and "
         "credential"

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 SWITCH = "store_true"
 
 
@@ -73,6 +75,18 @@ def parse_numbers(text: str) -> tuple[float, ...]:
 def parse_steps(text: str) -> int | tuple[float, ...]:
     """A number of steps, or timesteps with commas between them. Raises argparse.ArgumentTypeError."""
     return int(text) if text.strip().isdigit() else parse_numbers(text)
+
+
+def parse_list(path: str) -> list[object]:
+    """The list in a JSON or YAML file. Raises argparse.ArgumentTypeError."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = yaml.safe_load(file)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(found, list):
+        raise argparse.ArgumentTypeError(f"{path} must hold a list of rules, as JSON or YAML; see docs/batching.md")
+    return found
 
 
 # fmt: off
@@ -154,12 +168,23 @@ ADDRESS = (
 )
 STAGES = Option("--stages", "N", "ranks, started here, over which the model's blocks are split (default 1)", int,
                 "model.stages")
+BATCHING = (
+    Option("--batching", "MODE", "off, or dynamic: sessions share forwards where there are more of them than places in "
+           "the ring (default off)", str, "batching.mode"),
+    Option("--max-rows", "N", "most rows of a forward with --batching dynamic, 1 to 16 (default 4)", int,
+           "batching.max_rows"),
+    Option("--batching-wait-ms", "MS", "how long a row may wait for others (default 0: never)", float,
+           "batching.wait_ms"),
+    Option("--batching-rules", "FILE", "a JSON or YAML list of rules that lower both, see docs/batching.md", parse_list,
+           "batching.rules"),
+)
 SERVE = (
     Option("--chunk-frames", "N", "latent frames of a chunk, of a model that the catalogue does not know", int,
            "model.chunk_latents"),
     *WINDOW,
     STAGES,
     Option("--decode", "PLACE", "rank of a ring that decodes: head (default), last or own-rank", str, "model.decode"),
+    *BATCHING,
     Option("--codec", "CODEC", "auto, h264 or vp8 (default auto)", str, "serve.codec"),
     Option("--encoder", "NAME", "of H.264: auto, x264 or nvenc (default auto: what opens)", str, "serve.encoder"),
     Option("--scale", "N", "enlarge the picture before encoding (default: 2 for `tiny`, else 1)", int, "serve.scale"),

@@ -108,7 +108,14 @@ class Engine:
         work_s = self._pipeline.work_s()
         if work_s is None:
             return []
-        return [Measured(work_s, tuple(self._pipeline.occupancy()), tuple(self._pipeline.busy_s()))]
+        counts, pipeline = self._pipeline.forwards(), self._pipeline
+        forwards = tuple(counts.rows[rows] for rows in range(1, max(counts.rows, default=0) + 1))
+        return [
+            Measured(
+                work_s, tuple(pipeline.occupancy()), tuple(pipeline.busy_s()),
+                forwards, tuple(counts.alone), tuple(counts.alone.values()),
+            )
+        ]  # fmt: skip
 
     @property
     def busy(self) -> bool:

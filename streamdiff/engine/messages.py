@@ -196,11 +196,15 @@ class Closed(SessionMessage):
 class Measured:
     """Told with every finished chunk: seconds of work in a chunk of late, as for the default number of steps, the share
     of the time each stage was at work (one number per rank; none with one stage), and the seconds of it since its
-    process began (one per rank)."""
+    process began (one per rank). `forwards`: how many there were since then of 1 row, 2 rows, and so on; `alone`: the
+    reasons why those of one row had no more (see `ForwardCounts`), and `alone_forwards`, how many had each."""
 
     work_s: float
     occupancy: tuple[float, ...] = ()
     busy_s: tuple[float, ...] = ()
+    forwards: tuple[int, ...] = ()
+    alone: tuple[str, ...] = ()
+    alone_forwards: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

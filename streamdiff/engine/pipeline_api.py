@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from streamdiff.models.interfaces import TextEncoder
 from streamdiff.pipeline.output import Frames, ModelInfo
+from streamdiff.pipeline.scheduler.scheduler import ForwardCounts
 
 
 class Pipeline(Protocol):
@@ -83,6 +84,9 @@ class Pipeline(Protocol):
 
     def busy_s(self) -> list[float]:
         """Seconds that each rank was at work since its process began; only ever more."""
+
+    def forwards(self) -> ForwardCounts:
+        """Forwards so far, by their rows, and why rows went alone."""
 
     def work_s(self) -> float | None:
         """Seconds of work in a chunk in the default number of steps, as the latest ones tell, where the most work is

@@ -13,6 +13,7 @@ from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
 from streamdiff.pipeline.distributed.rendezvous import check_world
 from streamdiff.pipeline.distributed.start_progress import StartProgress
 from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.planner.batching import batching_of
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
 from streamdiff.pipeline.profiler import CHUNKS, Profiler, check_folder, check_traced
 from streamdiff.pipeline.scheduler.kv_context import in_flight_limit
@@ -40,11 +41,15 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
     loaded = rank_loader.load_rank(plan, context)
     model, decoder, memory = loaded.model, loaded.decoder, loaded.memory
     assert isinstance(model, Model), "this is rank 0"
+    batching = batching_of(config, plan.sizes)
     if context is None:
-        ring = RingExecutor(model, device, clean_with_next=config.clean_with_next)
+        ring = RingExecutor(
+            model, device, batching.max_rows, clean_with_next=config.clean_with_next, wait_s=batching.wait_s
+        )
     else:
         context.send_memory(memory)
-        ring = topology.head_ring(model, topology.StageTopology.of(config, 0, device), device, progress.enter)
+        place = topology.StageTopology.of(config, 0, device, batching)
+        ring = topology.head_ring(model, place, device, progress.enter)
         progress.enter("graphs")
         if decoder is None:
             links = topology.decode_links(model.spec, 0, config.decode_rank, device, plan.pixel_format)

@@ -6,9 +6,7 @@ that comes back into the next latents (`LatentSampler`). With one stage there ar
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -24,6 +22,7 @@ from streamdiff.pipeline.distributed.link import Receiver, Sender
 from streamdiff.pipeline.distributed.local_link import LocalLink, NoLink
 from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, SessionUpdate, StageMessage
 from streamdiff.pipeline.planner.partition import split_evenly
+from streamdiff.pipeline.runner.in_flight_queue import InFlightQueue
 from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.noise import Noise, SeededNoise
@@ -32,55 +31,6 @@ from streamdiff.pipeline.runner.step_levels import StepLevels
 from streamdiff.pipeline.runner.worker import LEAVE_S, Worker
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
-
-
-class InFlightQueue:
-    """Rank 0's `Receiver`: session updates first, in the order they were given, then what the scheduler hands out.
-
-    At most `limit` messages are in the ring at once, updates included. Every link has two slots, so the ring can never
-    fill up and stand still. A background session's forward enters only where a stage would have nothing to do.
-    """
-
-    def __init__(self, scheduler: StreamBatchScheduler, sampler: LatentSampler, limit: int, timer: DeviceTimer) -> None:
-        self.scheduler, self.sampler, self.limit = scheduler, sampler, limit
-        self._timed = timer.stream()
-        self.controls: deque[StageMessage] = deque()
-        self.in_ring: deque[StageMessage] = deque()  # in the ring, in order, without their tensors
-        self.stopping = False
-
-    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
-        """The next message that may enter, or None; never waits. Mutates: self, scheduler, sampler."""
-        if len(self.in_ring) >= self.limit:
-            return None
-        if self.controls:
-            message = self.controls.popleft()
-        elif not self.stopping and (rows := self.scheduler.next(background=len(self.in_ring) < self.scheduler.stages)):
-            message = StageMessage(MessageKind.ROWS, tuple(rows))
-            with self._timed.work(message):
-                message = replace(message, tensors=self.sampler.inputs(rows))
-            self.sampler.look_ahead(rows)
-        else:
-            return None
-        self.in_ring.append(message.bare)
-        return message
-
-    def notify(self, call: Callable[[], None]) -> None:
-        """Does nothing: no other rank sends to this queue."""
-
-    def close(self, limit_s: float = 0.0) -> None:
-        """Let no more forwards enter. Mutates: self."""
-        self.stopping = True
-
-    def back(self, message: StageMessage) -> list[Finished]:
-        """Process a message that has come back; returns finished chunks. Mutates: self, scheduler, sampler."""
-        entered = self.in_ring.popleft()
-        if message.kind is not MessageKind.ROWS:
-            return []
-        with self._timed.work(entered):
-            finished = self.sampler.advance(message.rows, message.tensors[0])
-        for row in message.rows:
-            self.scheduler.returned(row)
-        return finished
 
 
 class PendingSteps(NamedTuple):
@@ -103,10 +53,11 @@ class RingExecutor:
         links: tuple[Sender, Receiver] | None = None,
         clean_with_next: bool = False,
         timer: DeviceTimer | None = None,
+        wait_s: float = 0.0,
     ) -> None:
         """`stage` is this rank's part (all blocks of `model` by default), `links` lead to stage 1 and back; they have
         to carry the rows that `rows_carried` says. `timer` is that of this rank's device; None: one that is made
-        here."""
+        here. Where `max_rows` is above 1, a row may wait `wait_s` for others."""
         self.stage = stage or ModelRunner(model, device)
         stages = self.stage.stages
         self.scheduler = StreamBatchScheduler(
@@ -120,7 +71,7 @@ class RingExecutor:
         timer = timer or DeviceTimer.on(device)
         loop = NoLink()
         self._sender, self._receiver = links or (loop, loop)
-        self._admission = InFlightQueue(self.scheduler, self.sampler, stages + 1 if stages > 1 else 1, timer)
+        self._admission = InFlightQueue(self.scheduler, self.sampler, stages + 1 if stages > 1 else 1, timer, wait_s)
         self.worker = Worker(self._admission, self.stage, self._sender, timer)
         self._changes: dict[int, PendingSteps] = {}  # by session
 
@@ -154,6 +105,11 @@ class RingExecutor:
         """Whether something can enter the ring now, or is in it."""
         may_change = any(map(self.scheduler.drained, self._changes))
         return self.scheduler.has_work or bool(self._admission.controls) or may_change or self.waiting
+
+    @property
+    def held_s(self) -> float:
+        """Seconds for which what could enter still waits for rows of other sessions; 0: for nothing."""
+        return self._admission.held_s()
 
     @property
     def waiting(self) -> bool:

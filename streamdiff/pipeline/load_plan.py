@@ -25,6 +25,7 @@ from streamdiff.pipeline import balance
 from streamdiff.pipeline.distributed import rendezvous
 from streamdiff.pipeline.executor import rows_carried
 from streamdiff.pipeline.planner import fit
+from streamdiff.pipeline.planner.batching import batching_of
 from streamdiff.pipeline.planner.costs import read_profile
 from streamdiff.pipeline.planner.fit import Demand
 from streamdiff.pipeline.planner.forecast import offload_note
@@ -136,7 +137,7 @@ class LoadPlan:
             decode_latents=self.decode_latents,
             decoder_bytes=self.decoder_dtype.itemsize,
         )
-        rows = rows_carried(self.spec, 1, config.clean_with_next)
+        rows = rows_carried(self.spec, batching_of(config, self.sizes).max_rows, config.clean_with_next)
         return Demand(
             self.sizes,
             storage,

@@ -24,6 +24,7 @@ from streamdiff.pipeline.output import Frames, ModelInfo
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
 from streamdiff.pipeline.runner.sampler import Finished
 from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
+from streamdiff.pipeline.scheduler.scheduler import ForwardCounts
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.throughput import ChunkCostMeter
 from streamdiff.pipeline.worker_group import WorkerGroup
@@ -245,6 +246,10 @@ class StreamingPipeline:
         """Share of the time since loading that each stage was at work, its decoding included; empty with one stage."""
         return self._workers.occupancy() if self._workers is not None else []
 
+    def forwards(self) -> ForwardCounts:
+        """Forwards that entered the ring, by their rows, and why rows went alone."""
+        return self.ring.scheduler.counts
+
     def busy_s(self) -> list[float]:
         """Seconds that each rank's device was at work since its process began, decoding included where it is done."""
         return self._workers.busy_s() if self._workers is not None else [self.ring.worker.timer.busy_s]
@@ -329,6 +334,8 @@ class StreamingPipeline:
         out: list[Frames] = []
         while True:
             wait = wait_s if (self._pending or self.ring.waiting) and not out else 0.0
+            if not out and (held_s := self.ring.held_s):  # nothing else would wake it
+                wait = min(wait_s, held_s)
             try:
                 item = self._ready.get(timeout=wait) if wait > 0 else self._ready.get_nowait()
             except queue.Empty:

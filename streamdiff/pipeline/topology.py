@@ -24,6 +24,7 @@ from streamdiff.pipeline.distributed.message import MessageLayout
 from streamdiff.pipeline.distributed.nccl import NcclEnd, NcclReceiver, NcclSender, edge_groups, warm_up
 from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
 from streamdiff.pipeline.executor import RingExecutor, rows_carried
+from streamdiff.pipeline.planner.batching import ALONE, Batching
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.worker import Worker
 from streamdiff.video.pixel_format import PictureKind
@@ -43,7 +44,8 @@ _LATENTS_TAG, _PICTURES_TAG = 1_000_001, 1_000_002  # beyond those of any ring's
 @dataclass(frozen=True)
 class StageTopology:
     """Rank `rank` of a ring of `stages`, and what all of its ranks have to agree on: `rows` in a forward, `link`, and
-    whether a clean pass takes the next chunk's first step with it. `ring` tells rings over the same processes apart."""
+    whether a clean pass takes the next chunk's first step with it; `wait_s` is what a row may wait for others. `ring`
+    tells rings over the same processes apart."""
 
     rank: int
     stages: int
@@ -51,11 +53,15 @@ class StageTopology:
     rows: int = 1
     link: Link = "gloo"
     clean_with_next: bool = False
+    wait_s: float = 0.0
 
     @classmethod
-    def of(cls, config: ModelConfig, rank: int, device: torch.device) -> StageTopology:
-        """That of a configuration. Raises ConfigError as `pick_link`."""
-        return cls(rank, config.stages, link=link_of(config, device), clean_with_next=config.clean_with_next)
+    def of(cls, config: ModelConfig, rank: int, device: torch.device, batching: Batching = ALONE) -> StageTopology:
+        """That of a configuration, whose `batching` was resolved. Raises ConfigError as `pick_link`."""
+        link, with_next = link_of(config, device), config.clean_with_next
+        return cls(
+            rank, config.stages, rows=batching.max_rows, link=link, clean_with_next=with_next, wait_s=batching.wait_s
+        )
 
     def carried(self, spec: ModelSpec) -> int:
         """Rows that the edges have to carry."""
@@ -168,8 +174,9 @@ def head_ring(model: Model, topology: StageTopology, device: torch.device, on_ed
     links = connect(model, topology, device, None, on_edge) if topology.stages > 1 else None
     stage = ModelRunner(model, device, topology.rank, topology.stages)
     return RingExecutor(
-        model, device, topology.rows, stage=stage, links=links, clean_with_next=topology.clean_with_next
-    )
+        model, device, topology.rows, stage=stage, links=links, clean_with_next=topology.clean_with_next,
+        wait_s=topology.wait_s,
+    )  # fmt: skip
 
 
 def follower(model: StageModel, topology: StageTopology, device: torch.device, on_edge: OnEdge = _ignore) -> Worker:

@@ -21,6 +21,7 @@ from streamdiff.pipeline.distributed.heartbeat import HealthMonitor
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.distributed.start_progress import StartProgress
+from streamdiff.pipeline.planner.batching import batching_of
 from streamdiff.pipeline.runner.worker import Worker
 
 EXIT_FAULT = 1
@@ -37,7 +38,7 @@ def run_worker(config: ModelConfig) -> None:
     device = own_device(config.device)
     plan = load_plan.plan_load(config, device)
     config, context = plan.config, plan.join()
-    place = topology.StageTopology.of(config, context.rank, device)
+    place = topology.StageTopology.of(config, context.rank, device, batching_of(config, plan.sizes))
     progress = start_progress(context, config.stages)
     plan = load_plan.plan_rank(plan, context)
     loaded = rank_loader.load_rank(plan, context)

@@ -34,6 +34,10 @@ class Metrics:
         self.stage_busy_s = counter(
             "stage_busy_seconds", "Seconds that a rank was at work; its rate is its busy share", ["stage"]
         )
+        self.forwards = counter("rows", "Forwards, by the number of rows that shared them", ["rows"])
+        self.alone = counter(
+            "alone", "Forwards of one row, where several may share one, by the reason (docs/batching.md)", ["reason"]
+        )
         self.free_sessions = gauge("sessions_room", "Further sessions that could play, NaN before that is known")
         self.sessions = gauge("sessions", "Open sessions")
         self.refused = counter("sessions_refused", "Sessions that were not opened, by the reason", ["reason"])

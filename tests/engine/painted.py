@@ -21,6 +21,7 @@ from streamdiff.engine.process.main import main
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.interfaces import Reading
 from streamdiff.pipeline.output import Frames, ModelInfo
+from streamdiff.pipeline.scheduler.scheduler import ForwardCounts
 
 SIZE = 16
 CHUNK_FRAMES = 6
@@ -197,6 +198,9 @@ class PaintedPipeline:
 
     def occupancy(self) -> list[float]:
         return []
+
+    def forwards(self) -> ForwardCounts:
+        return ForwardCounts()
 
     def busy_s(self) -> list[float]:
         return [0.0]

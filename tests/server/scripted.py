@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from streamdiff.errors import RequestError
 from streamdiff.models.catalogue import entries
 from streamdiff.models.interfaces import Reading
 from streamdiff.pipeline.output import Frames, ModelInfo
+from streamdiff.pipeline.scheduler.scheduler import ForwardCounts
 
 COLOURS = {
     "red": (214, 48, 49),
@@ -183,6 +184,10 @@ class Painter:
 
     def occupancy(self) -> list[float]:
         return list(self.shares)
+
+    def forwards(self) -> ForwardCounts:
+        """As if each chunk took a forward alone and two with another session's rows."""
+        return ForwardCounts(Counter({1: self._made, 2: 2 * self._made}), Counter({"ring": self._made}))
 
     def busy_s(self) -> list[float]:
         return [self._made * self.chunk_s]

@@ -72,6 +72,12 @@ def test_what_a_viewer_and_a_prompt_move() -> None:
         # The painter is at work for 0.02 s in each chunk.
         busy_s = after['streamdiff_stage_busy_seconds_total{stage="0"}']
         assert busy_s == pytest.approx(0.02 * made / CHUNK_FRAMES, rel=0.5)
+        alone = after['streamdiff_rows_total{rows="1"}']
+        assert alone >= 20 / CHUNK_FRAMES - 1
+        assert after['streamdiff_rows_total{rows="2"}'] == 2 * alone
+        assert after['streamdiff_alone_total{reason="ring"}'] == alone
+        told = (await site.http.get("/api/state")).json()["batching"]
+        assert told["rows"]["2"] == 2 * told["alone"]["ring"] >= 2 * alone
         assert after["streamdiff_sessions_room"] == site.state.manager.free_sessions()
 
         await site.http.delete(peer.location)

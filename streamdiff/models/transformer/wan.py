@@ -10,7 +10,7 @@ H heads, d head width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import lru_cache, partial
 from math import prod
@@ -196,7 +196,7 @@ class WanDenoiser:
             rows, _, frames, height, width = latents.shape
             planes = position_planes(self.extra_channels, height, width, latents.device, latents.dtype, frames)
             latents = torch.cat([latents, planes.expand(rows, -1, -1, -1, -1) if rows > 1 else planes], 1)
-        hidden: Tensor = self.model.patch_embedding(latents).flatten(2).transpose(1, 2).contiguous()
+        hidden: Tensor = _row_by_row(self.model.patch_embedding, latents).flatten(2).transpose(1, 2).contiguous()
         return hidden
 
     def time_embedding(self, timestep: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ class WanDenoiser:
     def modulation(self, time: Tensor) -> Tensor:
         """Shift, scale and gate of both halves of a block, before the block's own table: `[R, F, 6, D]`."""
         embedder = self.model.condition_embedder
-        return cast(Tensor, embedder.time_proj(embedder.act_fn(time)).unflatten(-1, (6, -1)))
+        return cast(Tensor, _row_by_row(embedder.time_proj, embedder.act_fn(time)).unflatten(-1, (6, -1)))
 
     def run_blocks(self, tokens: Tokens, text: Sequence[KeyValue], self_attention: SelfAttention) -> Tokens:
         """Run the blocks. `text` holds one entry per block."""
@@ -295,6 +295,14 @@ class WanDenoiser:
         normal = _modulate(block.norm3(hidden.float()), ff_shift, ff_scale, hidden.dtype)
         widen, _, narrow = cast(Any, block.ffn.net)
         return _gated(hidden, narrow(gelu(widen.proj(normal))), ff_gate)
+
+
+def _row_by_row(layer: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """`layer` of `rows` `[R, ...]`, on a CPU of one after the other: there a convolution, and a product with few
+    tokens, sum in another order when there are more rows, and a row's result must not depend on the rows beside it."""
+    if len(rows) == 1 or rows.device.type != "cpu":
+        return layer(rows)
+    return torch.cat([layer(row) for row in rows.split(1)])
 
 
 def block_modulation(table: Tensor, modulation: Tensor) -> Tensor:

@@ -98,9 +98,7 @@ def estimate(
     offloaded, `block_copy_s` is what a block's copy takes: one is copied while another computes."""
     tokens, width, ffn = sizes.tokens, sizes.width, sizes.ffn_dim
     seen = tokens * sizes.spec.window(kv_context) // sizes.spec.chunk_latents
-    # Eight projections of width x width minus the text's own keys and values, the feed-forward's two, the attentions.
-    flops = 2.0 * tokens * (6 * width**2 + 2 * width * ffn)
-    attention_flops = 2.0 * tokens * 2 * width * (seen + sizes.text_tokens)
+    flops, attention_flops = _block_flops(sizes, seen)
     moved = 2 * width * (seen + sizes.text_tokens) + 10 * tokens * width + 2 * tokens * ffn
     rows = range(1, max_rows + 1)
 
@@ -126,6 +124,20 @@ def estimate(
         link_s=_LINK_FLOOR_S + sizes.hidden_values * message,
         flow_s=_LINK_FLOOR_S + sizes.flow_values * message,
     )
+
+
+def _block_flops(sizes: ModelSizes, seen: int) -> tuple[float, float]:
+    """Operations of a block on one row that sees `seen` tokens: of matrix products, and of attention."""
+    tokens, width = sizes.tokens, sizes.width
+    # Eight projections of width x width minus the text's own keys and values, the feed-forward's two, the attentions.
+    products = 2.0 * tokens * (6 * width**2 + 2 * width * sizes.ffn_dim)
+    return products, 2.0 * tokens * 2 * width * (seen + sizes.text_tokens)
+
+
+def row_gflop(sizes: ModelSizes, kv_context: str) -> float:
+    """10^9 operations of all blocks on one row, window full."""
+    seen = sizes.tokens * sizes.spec.window(kv_context) // sizes.spec.chunk_latents
+    return sizes.blocks * sum(_block_flops(sizes, seen)) / 1e9
 
 
 def read_profile(path: Path, sizes: ModelSizes, *, max_rows: int) -> Costs:

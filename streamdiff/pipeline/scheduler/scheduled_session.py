@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 
 from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS, PER_STEP, Anchors
-from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.pipeline.scheduler.step import PER_ROW, SHARED, MicroStep
 
 RERUN = -1
 """The choice of a session that lets a finished chunk's clean pass run once more."""
@@ -41,30 +41,35 @@ class ScheduledSession:
     `rerun_as_one` as rows of one forward. While it is `draining` none is, and those in flight wait for no follower.
     `choice`: what is due next: an index into `chunks`, `len(chunks)` to admit one, RERUN, or None. Cached; `stale`
     invalidates it. `waiting_since` counts forwards: when there
-    first was a choice, or the last row was handed out. `frame_credit`: frames that may still be admitted.
+    first was a choice, or the last row was handed out; `rows_before` rows, until that one. `frame_credit`:
+    frames that may still be admitted.
+
+    Each field says whether sessions whose rows share a forward may differ in it, see `step`. Model, size, dtype and
+    LoRA are the engine's, so all its sessions have them in common.
     """
 
-    name: int
-    steps: int
-    first_extra: int
-    kv_context: str
-    epoch: int
-    stages: int
-    chunk_frames: int
-    in_flight_limit: int
-    waiting_since: int
-    first_chunks: int = 1
-    background: bool = False
-    frame_credit: int = 0
-    paused: bool = False
-    next_chunk: int = 0
-    chunks: list[ChunkInFlight] = field(default_factory=list)
-    rerun: list[int] = field(default_factory=list)
-    rerun_as_one: bool = False
-    draining: bool = False
-    anchors: Anchors = NO_ANCHORS
-    choice: int | None = None
-    stale: bool = True
+    name: int = field(metadata=PER_ROW)
+    steps: int = field(metadata=PER_ROW)
+    first_extra: int = field(metadata=PER_ROW)
+    kv_context: str = field(metadata=PER_ROW)
+    epoch: int = field(metadata=PER_ROW)
+    stages: int = field(metadata=SHARED)
+    chunk_frames: int = field(metadata=SHARED)
+    in_flight_limit: int = field(metadata=PER_ROW)
+    waiting_since: int = field(metadata=PER_ROW)
+    first_chunks: int = field(default=1, metadata=PER_ROW)
+    background: bool = field(default=False, metadata=SHARED)
+    frame_credit: int = field(default=0, metadata=PER_ROW)
+    paused: bool = field(default=False, metadata=PER_ROW)
+    next_chunk: int = field(default=0, metadata=PER_ROW)
+    chunks: list[ChunkInFlight] = field(default_factory=list, metadata=PER_ROW)
+    rerun: list[int] = field(default_factory=list, metadata=PER_ROW)
+    rerun_as_one: bool = field(default=False, metadata=PER_ROW)
+    draining: bool = field(default=False, metadata=PER_ROW)
+    anchors: Anchors = field(default=NO_ANCHORS, metadata=PER_ROW)
+    choice: int | None = field(default=None, metadata=PER_ROW)
+    stale: bool = field(default=True, metadata=PER_ROW)
+    rows_before: int = field(default=0, metadata=PER_ROW)
 
     @property
     def passes(self) -> int:
@@ -96,6 +101,20 @@ class ScheduledSession:
     def beginning(self) -> bool:
         """Whether chunks that are made together still have passes to enter."""
         return self.first_chunks > 1 and any(c.number == 0 and c.entered < self.passes - 1 for c in self.chunks)
+
+    @property
+    def waiting_rows(self) -> int:
+        """Rows that wait at the head, where there is a choice. Of a staircase those of all chunks that have come back:
+        they enter one after the other, also in one forward. A timetable spaces the others'."""
+        if self.kv_context != "staircase":
+            return 1
+        back = sum(chunk.back == chunk.entered < self.last_pass(chunk.number) for chunk in self.chunks)
+        return max(back + (self.choice == len(self.chunks)), 1)
+
+    @property
+    def unfinished_frames(self) -> int:
+        """Frames of the chunks that are still denoised."""
+        return self.chunk_frames * sum(chunk.back < self.steps - 1 for chunk in self.chunks)
 
     def choose(self) -> int | None:
         """Compute `choice` from the session's state. Changes nothing."""

@@ -17,19 +17,43 @@ the newest chunk in flight has no follower and waits for none, as before a rerun
 **Background sessions** (jobs) take the forwards that no other session has a row for, and share none with others. What
 other sessions are handed, and in which order, is the same with and without them: no forward of theirs goes out while
 another session waits.
+
+**Rows.** Where `max_rows` is above 1, rows of several sessions share a forward, as many as leave the ring no emptier
+than it is without (`row_limit`; docs/decisions/0031-rows.md). Which may is declared on the fields of `MicroStep` and
+`ScheduledSession`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS, PER_STEP, Anchors, in_flight_limit
 from streamdiff.pipeline.scheduler.scheduled_session import ScheduledSession
-from streamdiff.pipeline.scheduler.step import MicroStep, compatible
+from streamdiff.pipeline.scheduler.step import MicroStep, differing_field
 
 PATIENCE = 4
 """A session that has waited for this many forwards per open session goes first, whatever its slack."""
+
+
+class Places(NamedTuple):
+    """Places of the ring for forwards: `free` ones, those free of live sessions' forwards, and `all`."""
+
+    free: int
+    free_of_live: int
+    all: int
+
+
+@dataclass
+class ForwardCounts:
+    """Forwards handed out so far: by their number of rows, and those of one row by the reason why nothing shared them,
+    where rows may: `none_ready`, no other row was; `ring`, the ring would have had too little to do; `same_session`,
+    only rows of the same chunk or anchor were left; or the name of the field in which the other row differed."""
+
+    rows: Counter[int] = field(default_factory=Counter)
+    alone: Counter[str] = field(default_factory=Counter)
 
 
 class StreamBatchScheduler:
@@ -72,6 +96,9 @@ class StreamBatchScheduler:
         self.clean_with_next, self.first_chunks = clean_with_next, first_chunks
         self._sessions: dict[int, ScheduledSession] = {}
         self._forwards = 0  # handed out so far: what waiting is counted in
+        self._rows = 0  # the same of rows, where forwards may have several
+        self._apart = ""  # why nothing has joined the forward that is being put together
+        self.counts = ForwardCounts()
 
     def open(
         self,
@@ -186,21 +213,62 @@ class StreamBatchScheduler:
         """Micro-steps that entered the ring and have not come back."""
         return sum(chunk.entered - chunk.back for state in self._sessions.values() for chunk in state.chunks)
 
-    def next(self, *, background: bool = True) -> list[MicroStep]:
+    def next(self, *, background: bool = True, places: Places | None = None) -> list[MicroStep]:
         """The rows of the next forward, at most `max_rows` (or `first_chunks`), possibly none. They count as entered.
-        Without `background` none of a background session.
+        Without `background` none of a background session. Rows are spread over the `places` of the ring (`row_limit`);
+        None: a forward takes all that it can.
 
         Within a session: oldest chunk first, `matched` by its timetable. A chunk gives at most one row, since its next
         step needs this one's result. All rows are `compatible` with the first.
         """
         rows: list[MicroStep] = []
-        while len(rows) < self.max_rows and not _recaches(rows) and (picked := self._pick(rows, background)):
+        most = self.max_rows if places is None else self.row_limit(places)
+        self._apart = "none_ready" if most > 1 or self.max_rows == 1 or self._rows_now()[0] <= 1 else "ring"
+        while len(rows) < most and not _recaches(rows) and (picked := self._pick(rows, most, background)):
             rows += picked
         if self.clean_with_next and (follower := self._follower(rows)):
             rows.append(follower)
         if rows:
             self._forwards += 1
+            self.counts.rows[len(rows)] += 1
+            if len(rows) == 1 < self.max_rows:
+                self.counts.alone[self._apart] += 1
         return rows
+
+    @property
+    def may_gain_rows(self) -> bool:
+        """Whether the next forward could have more rows than are ready now: another session is open, and not paused."""
+        ready, _ = self._rows_now()
+        running = sum(not state.paused and not state.background for state in self._sessions.values())
+        return 0 < ready < min(self.max_rows, running)
+
+    def row_limit(self, places: Places) -> int:
+        """Most rows of the next forward.
+
+        The rows that wait are spread over the free places, so that none stays empty, and those in the ring too over all
+        places, so that no forward takes so much longer than the others that these wait behind it. Forwards are of the
+        same length as far as numbers allow: 3 and 2 rows rather than 4 and 1.
+        """
+        if self.max_rows == 1:
+            return 1
+        ready, in_flight = self._rows_now()
+        jobs_only = all(state.background for state in self._sessions.values() if self._choice(state) is not None)
+        free = places.free if jobs_only else places.free_of_live
+        most = min(self.max_rows, ready // max(free, 1), (ready + in_flight) // places.all)
+        return 1 if most <= 1 else -(-(ready + in_flight) // -(-(ready + in_flight) // most))
+
+    def _rows_now(self) -> tuple[int, int]:
+        """Rows that wait at the head, and rows in the ring, of the sessions whose turn it is: background ones, which
+        nobody else notices, do not count where another has a row."""
+        ready = [state for state in self._sessions.values() if self._choice(state) is not None]
+        live = any(not state.background for state in ready)
+        counted = [state for state in self._sessions.values() if not (live and state.background)]
+        waiting = sum(state.waiting_rows for state in counted if state.choice is not None)
+        return waiting, sum(chunk.entered - chunk.back for state in counted for chunk in state.chunks)
+
+    def is_background(self, rows: Sequence[MicroStep]) -> bool:
+        """Whether a forward is of background sessions that are still open."""
+        return any((state := self._sessions.get(row.session)) is not None and state.background for row in rows)
 
     def returned(self, row: MicroStep) -> None:
         """Record that a micro-step's result has come back to rank 0. Results of closed or reset streams are ignored.
@@ -222,24 +290,33 @@ class StreamBatchScheduler:
         limit = in_flight_limit(kv_context, steps=steps, stages=self.stages)
         return limit + 1 if kv_context == "clean" and self.clean_with_next else limit
 
-    def _pick(self, taken: list[MicroStep], background: bool) -> list[MicroStep]:
-        """Take one more row, or rows that must share a forward, for the forward that has `taken`. Mutates: self."""
-        kinds = {self._sessions[taken[0].session].background} if taken else {False, background}
+    def _pick(self, taken: list[MicroStep], most: int, background: bool) -> list[MicroStep]:
+        """Take one more row, or rows that must share a forward, for the forward that has `taken`, of `most` rows.
+        Mutates: self."""
+        first = self._sessions[taken[0].session] if taken else None
         waiting = [
-            state for state in self._sessions.values() if state.background in kinds and self._choice(state) is not None
+            state
+            for state in self._sessions.values()
+            if self._choice(state) is not None and (first is not None or background or not state.background)
         ]
         open_sessions = Counter(state.background for state in self._sessions.values())
-        for state in sorted(waiting, key=lambda state: self._rank(state, open_sessions[state.background])):
+        in_forward = Counter(row.session for row in taken)
+        for state in sorted(
+            waiting, key=lambda state: self._rank(state, open_sessions[state.background], in_forward[state.name])
+        ):
             choice = state.choice
             assert choice is not None
             rows = state.rows(choice)
             apart = not any(_same_chunk(row, other) for row in rows for other in taken) and not _recaches(rows)
             # What an anchor's clean pass writes is handed to all caches after its forward.
             apart &= state.kv_context != "anchored" or not any(row.clean and row.session == state.name for row in taken)
-            if not taken or (compatible(taken[0], rows[0]) and apart and len(taken) + len(rows) <= self.max_rows):
+            differs = first and (differing_field(first, state) or differing_field(taken[0], rows[0]))
+            if not taken or (not differs and apart and len(taken) + len(rows) <= most):
                 state.enter(choice)
-                state.waiting_since = self._forwards + 1
+                state.waiting_since, state.rows_before = self._forwards + 1, self._rows
+                self._rows += self.max_rows > 1
                 return rows
+            self._apart = differs or ("ring" if apart else "same_session")
         return []
 
     def _follower(self, rows: list[MicroStep]) -> MicroStep | None:
@@ -254,10 +331,17 @@ class StreamBatchScheduler:
         state.enter(choice)
         return row
 
-    def _rank(self, state: ScheduledSession, open_sessions: int) -> tuple[bool, bool, int, int, int]:
-        """Sessions with a smaller rank go first; `open_sessions` of the same kind are open."""
+    def _rank(self, state: ScheduledSession, open_sessions: int, taken: int) -> tuple[int, ...]:
+        """Sessions with a smaller rank go first; `open_sessions` of the same kind are open, and the forward that is put
+        together has `taken` rows of this one.
+
+        Where rows share forwards, those of one forward have waited equally long: they take turns. And slack counts what
+        is finished, else a session that has begun a chunk would be passed by all that have not.
+        """
         patient = self._forwards - state.waiting_since < PATIENCE * open_sessions
-        return state.background, patient, -state.frame_credit if patient else 0, state.waiting_since, state.name
+        credit = state.frame_credit + (state.unfinished_frames if self.max_rows > 1 else 0)
+        slack = -credit if patient else 0
+        return state.background, patient, taken, slack, state.waiting_since, state.rows_before, state.name
 
     def _choice(self, state: ScheduledSession) -> int | None:
         """The session's `choice`, recomputed if it is stale. Mutates: state."""

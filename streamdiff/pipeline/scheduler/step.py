@@ -7,10 +7,11 @@ looks like, is derived from the fields; neither is listed anywhere else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 SHARED: Mapping[str, str] = {"in_a_forward": "shared"}
 """Metadata of a field that must be equal in all rows of a forward."""
@@ -35,7 +36,7 @@ class MicroStep:
     step: int = field(metadata=PER_ROW)
     steps: int = field(metadata=PER_ROW)
     epoch: int = field(metadata=PER_ROW)
-    recache_end: int = field(default=-1, metadata=PER_ROW)
+    recache_end: int = field(default=-1, metadata=SHARED)
 
     @property
     def clean(self) -> bool:
@@ -53,7 +54,8 @@ class MicroStep:
         return self.step == self.steps - 1
 
 
-def shared_fields(kind: type[Any]) -> tuple[str, ...]:
+@cache
+def shared_fields(kind: type) -> tuple[str, ...]:
     """Fields of a dataclass in which all rows of a forward must be equal.
 
     Raises:
@@ -68,14 +70,19 @@ def shared_fields(kind: type[Any]) -> tuple[str, ...]:
     return tuple(each.name for each in fields(kind) if each.metadata == SHARED)
 
 
+def differing_field(one: Any, other: Any) -> str | None:
+    """The first shared field in which two of the same kind differ, so that they cannot share a forward; None: they may.
+    If each of some may with the first, all may."""
+    return next(
+        (name for name in shared_fields(cast(Hashable, type(one))) if getattr(one, name) != getattr(other, name)), None
+    )
+
+
 def compatible(one: Any, other: Any) -> bool:
-    """Whether two rows of the same kind may share a forward. If each of some rows may with the first, all may."""
-    kind = type(one)
-    shared = _SHARED if kind is MicroStep else shared_fields(kind)
-    return all(getattr(one, name) == getattr(other, name) for name in shared)
+    """Whether two of the same kind may share a forward."""
+    return differing_field(one, other) is None
 
 
-_SHARED = shared_fields(MicroStep)
 _FIELDS = len(fields(MicroStep))
 _VALUES = attrgetter(*(each.name for each in fields(MicroStep)))
 

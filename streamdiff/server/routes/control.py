@@ -37,6 +37,7 @@ async def show_state(request: Request, state: State, live: Watched) -> Response:
             "state": live.state(may_control),
             "stats": live.stats(),
             "occupancy": list(manager.occupancy),
+            "batching": manager.batching,
             "viewers": state.viewers.count,
             "max_viewers": state.config.serve.max_viewers,
             "outputs": [asdict(output.status) for output in state.outputs],

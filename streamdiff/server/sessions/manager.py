@@ -59,7 +59,8 @@ class SessionUnavailable(StreamdiffError):
 
 
 class SessionManager:
-    """The open sessions. `occupancy` is the share of the time that each stage was at work, as the engine reported last.
+    """The open sessions. `occupancy` is the share of the time that each stage was at work, as the engine reported last,
+    and `batching` its forwards by rows, and those of one row by the reason, since it began.
     While `draining` no session is opened; `ended` is set when the engine has ended for good."""
 
     def __init__(self, config: Config, connection: EngineConnection, ready: Ready, metrics: Metrics) -> None:
@@ -68,6 +69,7 @@ class SessionManager:
         self.draining = False
         self.ended = asyncio.Event()
         self.occupancy: tuple[float, ...] = ()
+        self.batching: dict[str, dict[str, int]] = {"rows": {}, "alone": {}}
         self.on_end: Callable[[LiveSession, str], Awaitable[None]] | None = None
         """Called when a session ends, before its threads do: closes the connections of its viewers."""
         self.on_event: Callable[[Event | Restarting], None] = lambda event: None
@@ -79,6 +81,7 @@ class SessionManager:
         name = config.serve.name
         self._prefix = "s-" if name is None else f"s-{name}-"
         self._busy_s: defaultdict[int, CounterDelta] = defaultdict(CounterDelta)  # by stage
+        self._forwards: defaultdict[str, CounterDelta] = defaultdict(CounterDelta)  # by rows, or by reason
         self._sessions: dict[str, LiveSession] = {}
         self._end_reasons: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -295,6 +298,14 @@ class SessionManager:
         self.occupancy = measured.occupancy
         for stage, total_s in enumerate(measured.busy_s):
             self._metrics.stage_busy_s.labels(str(stage)).inc(self._busy_s[stage].increase(total_s))
+        self.batching = {
+            "rows": {str(rows): count for rows, count in enumerate(measured.forwards, 1) if count},
+            "alone": dict(zip(measured.alone, measured.alone_forwards, strict=True)),
+        }
+        for rows, count in enumerate(measured.forwards, 1):
+            self._metrics.forwards.labels(str(rows)).inc(self._forwards[str(rows)].increase(count))
+        for reason, count in self.batching["alone"].items():
+            self._metrics.alone.labels(reason).inc(self._forwards[reason].increase(count))
 
     def _events_ended(self, reader: asyncio.Task[None]) -> None:
         """The engine has ended for good."""

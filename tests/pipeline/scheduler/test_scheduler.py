@@ -285,7 +285,9 @@ def test_a_reset_takes_back_what_was_due_and_not_handed_out() -> None:
 
 def test_rows_that_are_not_compatible_take_another_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the number of steps had to be equal in a forward: two sessions of 2 steps never meet one of 3."""
-    monkeypatch.setattr(scheduler_module, "compatible", lambda one, other: one.steps == other.steps)
+    monkeypatch.setattr(
+        scheduler_module, "differing_field", lambda one, other: "steps" if one.steps != other.steps else None
+    )
     scheduler = StreamBatchScheduler(stages=1, chunk_frames=FRAMES, max_rows=3)
     steps = {0: 2, 1: 3, 2: 2}
     for session, count in steps.items():

@@ -32,7 +32,7 @@ class Mixed:
 
 
 def test_every_field_of_a_micro_step_says_whether_it_is_shared() -> None:
-    assert shared_fields(MicroStep) == ()
+    assert shared_fields(MicroStep) == ("recache_end",)
 
 
 @pytest.mark.parametrize("metadata", [{}, {"in_a_forward": "maybe"}, {"note": "shared"}])
@@ -57,9 +57,12 @@ def test_rows_share_a_forward_when_their_shared_fields_are_equal() -> None:
 
 
 @given(microsteps, microsteps)
-def test_all_micro_steps_may_share_a_forward(one: MicroStep, other: MicroStep) -> None:
-    """Steps, chunks, sessions, numbers of steps and epochs are all per row today."""
-    assert compatible(one, other)
+def test_all_micro_steps_may_share_a_forward_but_those_that_run_a_window_again(
+    one: MicroStep, other: MicroStep
+) -> None:
+    """Steps, chunks, sessions, numbers of steps and epochs are all per row."""
+    assert compatible(one, replace(other, recache_end=one.recache_end))
+    assert compatible(one, other) == (one.recache_end == other.recache_end)
 
 
 @given(st.lists(microsteps, max_size=5), st.integers(0, 3), int64)

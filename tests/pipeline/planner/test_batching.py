@@ -1,0 +1,48 @@
+"""Rules that lower how many rows share a forward: the first whose conditions are all met."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamdiff.config import BatchingConfig, BatchingRule, Config, ModelConfig
+from streamdiff.pipeline.planner.batching import ALONE, Batching, RowFacts, batching_of, resolve
+from streamdiff.pipeline.planner.model_sizes import read_sizes
+
+ROW = RowFacts("wan2.1-t2v-1.3b", "832x480", 4680, 1500.0)
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ([], (8, 0.02)),
+        ([{"max_rows": 2}], (2, 0.02)),
+        ([{"max_rows": 16, "wait_ms": 900.0}], (8, 0.02)),
+        ([{"model": "wan2.1-*", "max_rows": 3}, {"max_rows": 2}], (3, 0.02)),
+        ([{"model": "self-forcing", "max_rows": 3}, {"max_rows": 2}], (2, 0.02)),
+        ([{"size": "480x832", "max_rows": 2}], (8, 0.02)),
+        ([{"size": "832x480", "max_rows": 2, "wait_ms": 5.0}], (2, 0.005)),
+        ([{"min_tokens": 4680, "wait_ms": 0.0}], (8, 0.0)),
+        ([{"min_tokens": 4681, "max_rows": 1}], (8, 0.02)),
+        ([{"min_gflop": 1500.0, "max_rows": 4}], (4, 0.02)),
+        ([{"min_gflop": 1500.5, "max_rows": 4}], (8, 0.02)),
+        ([{"min_tokens": 1, "min_gflop": 9000.0, "max_rows": 1}], (8, 0.02)),
+        ([{"max_rows": 1}], (1, 0.0)),
+    ],
+)
+def test_the_first_rule_that_applies_lowers_what_is_configured(
+    rules: list[dict[str, object]], expected: tuple[int, float]
+) -> None:
+    given = tuple(BatchingRule.model_validate(rule) for rule in rules)
+    config = BatchingConfig(mode="dynamic", max_rows=8, wait_ms=20.0, rules=given)
+    assert resolve(config, ROW) == expected
+
+
+def test_a_server_of_the_embedded_model_has_what_it_was_told() -> None:
+    sizes = read_sizes("tiny")
+    assert batching_of(Config().served_model(), sizes) == ALONE
+    assert batching_of(ModelConfig(), sizes) == ALONE
+    told = Config(batching=BatchingConfig(mode="dynamic"))
+    assert batching_of(told.served_model(), sizes) == Batching(4, 0.0)
+    small = BatchingRule(model="tiny", size="128x128", min_tokens=192, max_rows=2)
+    told = Config(batching=BatchingConfig(mode="dynamic", rules=(small,)))
+    assert batching_of(told.served_model(), sizes) == Batching(2, 0.0)

@@ -1,0 +1,118 @@
+"""Rows of several sessions in one forward: who may share one is declared on fields, and nobody is worse off for it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamdiff.pipeline.planner.simulator import Figures, Setup, Stream, simulate
+from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS, Anchors
+from streamdiff.pipeline.scheduler.scheduled_session import ScheduledSession
+from streamdiff.pipeline.scheduler.scheduler import Places, StreamBatchScheduler
+from streamdiff.pipeline.scheduler.step import SHARED, MicroStep, differing_field, shared_fields
+
+OTHER = {
+    "kv_context": "matched", "background": True, "paused": True, "rerun_as_one": True, "draining": True,
+    "stale": False, "anchors": Anchors(1), "chunks": [None], "rerun": [1],
+}  # fmt: skip
+"""Of a field that is no number: a value other than `session` has."""
+
+
+def session() -> ScheduledSession:
+    return ScheduledSession(0, 4, 0, "clean", 0, 1, 4, 1, 0)
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(ScheduledSession)])
+def test_a_sessions_field_keeps_rows_apart_exactly_when_it_is_declared_shared(name: str) -> None:
+    one, other = session(), session()
+    setattr(other, name, OTHER.get(name, 77))
+    declared = next(each.metadata for each in fields(ScheduledSession) if each.name == name)
+    assert differing_field(one, other) == (name if declared == SHARED else None)
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(MicroStep)])
+def test_a_micro_steps_field_keeps_rows_apart_exactly_when_it_is_declared_shared(name: str) -> None:
+    values = dict.fromkeys((each.name for each in fields(MicroStep)), 3)
+    one, other = MicroStep(**values), MicroStep(**{**values, name: 4})
+    assert differing_field(one, other) == (name if name in shared_fields(MicroStep) else None)
+
+
+def opened(sessions: int, *, stages: int = 1, max_rows: int = 4, jobs: int = 0) -> StreamBatchScheduler:
+    scheduler = StreamBatchScheduler(stages=stages, chunk_frames=1, max_rows=max_rows)
+    for name in range(sessions + jobs):
+        scheduler.open(name, steps=4, kv_context="clean", epoch=0, background=name >= sessions)
+        scheduler.set_frame_credit(name, 2)
+    return scheduler
+
+
+def test_what_the_scheduler_refuses_is_what_the_field_says_and_is_counted() -> None:
+    scheduler = opened(1, jobs=1)
+    assert [row.session for row in scheduler.next()] == [0]
+    assert [row.session for row in scheduler.next()] == [1]
+    assert scheduler.counts.alone == {"background": 1, "none_ready": 1}
+
+
+def test_rows_are_spread_over_the_places_of_the_ring() -> None:
+    """Four clean sessions on four stages take a place each: as rows of one forward three stages would be idle."""
+    scheduler = opened(4, stages=4)
+    sizes = [len(scheduler.next(places=Places(5 - taken, 5 - taken, 5))) for taken in range(5)]
+    assert sizes == [1, 1, 1, 1, 0]
+    assert scheduler.counts.alone == {"ring": 3, "none_ready": 1}
+    scheduler = opened(16, stages=4, max_rows=8)
+    sizes = [len(scheduler.next(places=Places(5 - taken, 5 - taken, 5))) for taken in range(5)]
+    assert sizes == [3, 3, 3, 3, 3]
+    assert scheduler.counts.rows == {3: 5}
+
+
+def test_forwards_are_equally_long_rather_than_full() -> None:
+    assert [len(opened(5).next(places=Places(1, 1, 1))) for _ in range(1)] == [3]
+
+
+def test_a_job_changes_nothing_for_live_rows() -> None:
+    alone, beside = opened(2, stages=2), opened(2, stages=2, jobs=6)
+    for places in (Places(3, 3, 3), Places(1, 2, 3)):
+        rows = alone.next(places=Places(places.free_of_live, places.free_of_live, places.all))
+        assert beside.next(places=places) == rows
+
+
+def run(stages: int, streams: tuple[Stream, ...], max_rows: int, marginal: float) -> Figures:
+    """Equal stages and free links; each row beyond the first costs `marginal` of it. Long enough for the beginning to
+    have passed, where all sessions are at the same place."""
+    times = tuple((1 + marginal * more) / stages for more in range(max_rows))
+    forwards = 1 if stages == 1 else None  # as `RingExecutor` has it
+    return simulate(
+        Setup((times,) * stages, streams, max_rows=max_rows, forwards=forwards, chunks=max(12, 48 // streams[0].steps))
+    ).figures
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@given(
+    stages=st.integers(1, 8),
+    steps=st.integers(1, 6),
+    sessions=st.integers(1, 16),
+    kv_context=st.sampled_from(KV_CONTEXTS),
+    max_rows=st.integers(2, 8),
+    marginal=st.sampled_from([0.1, 0.25, 0.5, 0.75, 1.0]),
+)
+def test_nobody_is_worse_off(
+    stages: int, steps: int, sessions: int, kv_context: str, max_rows: int, marginal: float
+) -> None:
+    """As many chunks, and gaps that are longer by no more than one forward's time on one stage; where a further row
+    costs as much as the first, so that nothing can be gained, 0.98 of them: numbers of rows that do not divide."""
+    streams = (Stream(steps, kv_context, anchors=Anchors(1)),) * sessions
+    plain, shared = run(stages, streams, 1, marginal), run(stages, streams, max_rows, marginal)
+    assert shared.chunks_per_s >= (0.98 if marginal == 1 else 0.99) * plain.chunks_per_s
+    longest = [max(gap.longest_s for gap in figures.gaps) for figures in (plain, shared)]
+    forward_s = (1 + marginal * (max_rows - 1)) / stages
+    assert longest[1] <= 1.1 * longest[0] + forward_s
+
+
+def test_eight_sessions_on_one_stage_gain_what_rows_save() -> None:
+    streams = (Stream(4, "clean"),) * 8
+    plain, shared = run(1, streams, 1, 0.5), run(1, streams, 4, 0.5)
+    assert shared.rows_per_forward > 3.9
+    assert shared.chunks_per_s > 1.55 * plain.chunks_per_s  # 4 rows in the time of 2.5

@@ -50,7 +50,7 @@ def run_worker(config: ModelConfig) -> None:
         workers.append(worker)
     else:
         progress.enter("graphs")
-        topology.join_edges(place, device)
+        topology.join_edges(place, loader.spec, device)
     if decoder is not None:
         # Beside a stage it has a thread of its own, alone it is the process.
         threads = DECODE_THREADS if workers else torch.get_num_threads()

@@ -24,6 +24,14 @@ class LinkClosed(Exception):
         self.peer = peer
 
 
+class GroupBroken(LinkClosed):
+    """An exchange among several ranks ended: one of the other ones, `peers`, is gone."""
+
+    def __init__(self, message: str, peers: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.peers = peers
+
+
 class Sender(Protocol):
     """The sending end, for one thread."""
 

@@ -1,0 +1,71 @@
+"""One rank of a ring whose stages are shared: `python -m tests.pipeline.context_process RANK RANKS PORT OUT CASES...`.
+
+A case is `PxC/CHUNKS/ORDERS`, as `2x2/12/0,1,2`; the ranks beyond P times C sit it out. Rank 0 writes the latents of
+each to OUT.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from streamdiff.models.model import Model
+from streamdiff.pipeline.planner.partition import split_evenly
+from streamdiff.pipeline.topology import StageTopology, follower, head_ring, share_stages
+from tests.pipeline.playing import THREE, Order, play
+from tests.small import CPU, RED, WHITE, small_model
+
+LEAVE_S = 60.0  # on a busy machine
+ORDERS = THREE | {3: Order(WHITE, 8, 4, "anchored"), 4: Order(RED, 9, 4, "clean", switch="recache-causal")}
+
+
+def shared_model() -> Model:
+    """Four blocks of four heads; every fourth chunk of a stream in `anchored` is an anchor."""
+    model = small_model(1, layers=4, heads=4, sink=2)
+    return replace(model, spec=replace(model.spec, anchor_every=4))
+
+
+class Case(NamedTuple):
+    """What ranks are to make."""
+
+    stages: int
+    shares: int
+    chunks: int
+    names: tuple[int, ...]
+
+    @classmethod
+    def of(cls, text: str) -> Case:
+        parallel, chunks, names = text.split("/")
+        stages, shares = map(int, parallel.split("x"))
+        return cls(stages, shares, int(chunks), tuple(map(int, names.split(","))))
+
+
+def main(rank: int, ranks: int, port: int, out: str, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(days=3650))
+    results, model = {}, shared_model()
+    for number, text in enumerate(cases):
+        case = Case.of(text)
+        place = StageTopology(rank, case.stages, number, shares=case.shares)
+        if place.stage >= case.stages:
+            share_stages(place, model.spec)
+            continue
+        part = model.part(*split_evenly(model.blocks, case.stages)[place.stage])
+        if rank:
+            follower(part, place, CPU).run()
+            continue
+        ring = head_ring(part, place, CPU)
+        results[text] = play(ring, model, {name: ORDERS[name] for name in case.names}, case.chunks)
+        ring.stop(LEAVE_S)
+    if rank == 0:
+        torch.save(results, out)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:])

@@ -35,6 +35,10 @@ def _network(value: str) -> str:
 Proxy = Annotated[str, AfterValidator(_network)]
 
 
+# Stages, and ranks that share each.
+Parallel = Annotated[str, Field(pattern=r"^[1-9][0-9]?x[1-9][0-9]?$")]
+
+
 # fmt: off
 Attention = Literal[
     "auto", "sdpa", "math", "flash", "efficient", "cudnn", "fa3", "fa4",
@@ -115,7 +119,7 @@ class ModelConfig(_Section):
     """Positions from the stream's beginning, or the sink next to the window; default: the model's."""
     stages: int = Field(1, ge=1, le=64)
     """Ranks over which the transformer's blocks are split."""
-    parallel: str | None = Field(None, pattern=r"^[1-9][0-9]?x[1-9][0-9]?$")
+    parallel: Parallel | None = None
     """PxC: P stages, each of which C ranks share, as 2x2; default: stages x 1."""
     decode: Literal["head", "last", "own-rank"] = "head"
     """Which rank of a ring decodes."""

@@ -154,11 +154,14 @@ ADDRESS = (
 )
 STAGES = Option("--stages", "N", "ranks, started here, over which the model's blocks are split (default 1)", int,
                 "model.stages")
+PARALLEL = Option("--parallel", "PxC", "P stages, each shared by C ranks, as 1x2 (default: --stages x 1)", str,
+                  "model.parallel")
 SERVE = (
     Option("--chunk-frames", "N", "latent frames of a chunk, of a model that the catalogue does not know", int,
            "model.chunk_latents"),
     *WINDOW,
     STAGES,
+    PARALLEL,
     Option("--decode", "PLACE", "rank of a ring that decodes: head (default), last or own-rank", str, "model.decode"),
     Option("--codec", "CODEC", "auto, h264 or vp8 (default auto)", str, "serve.codec"),
     Option("--encoder", "NAME", "of H.264: auto, x264 or nvenc (default auto: what opens)", str, "serve.encoder"),
@@ -200,6 +203,7 @@ GENERATE = (
     *MODEL,
     *PARTS,
     STAGES,
+    PARALLEL,
     *TRACE,
     Option("--output", "FILE", ".mp4, .webm, or a folder for PNG frames", Path),
     Option("--seconds", "S", "length (default 10)", float),

@@ -82,8 +82,9 @@ def share_out(
         costs = read_profile(Path(config.profile or ""), sizes, max_rows=1)
     else:
         context.store.set(f"cost/{context.rank}", json.dumps(asdict(own)))
-        everybody = [Measured(**json.loads(context.store.get(f"cost/{rank}"))) for rank in range(config.stages)]
-        costs = _combined(everybody, sizes.blocks)
+        first_ranks = range(0, config.stage_ranks, config.shares)
+        everybody = [Measured(**json.loads(context.store.get(f"cost/{rank}"))) for rank in first_ranks]
+        costs = _combined(everybody, sizes.blocks, config.shares)
     steps = choose_steps(config.steps, sizes.spec.steps, sizes.spec.name)
     workload = Workload(config.stages, 1, steps, config.kv_context, 1, config.anchor_every or 0)
     return lay_out(costs, workload, decode_place(config)).blocks
@@ -96,14 +97,15 @@ def decode_place(config: ModelConfig) -> str:
     return "own-stream" if config.decode == "head" and spare_core else config.decode
 
 
-def _combined(everybody: list[Measured], blocks: int) -> Costs:
-    """Blocks are alike, and a rank that was disturbed only measured too much."""
-    block_s = min(measured.block_s for measured in everybody)
+def _combined(everybody: list[Measured], blocks: int, shares: int) -> Costs:
+    """Blocks are alike, and a rank that was disturbed only measured too much. Blocks and output layer, which were
+    measured whole, take `shares` ranks so much less time; what these exchange is not counted."""
+    block_s = min(measured.block_s for measured in everybody) / shares
     return Costs(
         source="measured at the start",
         block_s=(in_proportion(block_s, 1),) * blocks,
         embed_s=in_proportion(everybody[0].embed_s, 1),
-        head_s=in_proportion(everybody[-1].head_s, 1),
+        head_s=in_proportion(everybody[-1].head_s / shares, 1),
         decode_s=max(measured.decode_s for measured in everybody),
         link_s=0.0,
         flow_s=0.0,

@@ -35,7 +35,7 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
     if config.ranks == 1:
         check_world(1, 1)
     context = loader.join() if config.ranks > 1 else None
-    progress = StartProgress(None, 1) if context is None else start_progress(context, config.stages)
+    progress = StartProgress(None, 1) if context is None else start_progress(context, config.stage_ranks)
     loaded = loader.load(context)
     model, decoder, memory = loaded.model, loaded.decoder, loaded.memory
     assert isinstance(model, Model), "this is rank 0"
@@ -54,8 +54,10 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
         workers = WorkerGroup(context, ring, config.hang_s, links)
         memories = context.receive_memories()
         progress.finish()
-    blocks = [last - first for first, last in loaded.runs] + [0] * (config.ranks - config.stages)
-    budget = KVCacheBudget(loader.sizes, memories, blocks, model.denoiser.dtype.itemsize, loader.preallocated)
+    blocks = [last - first for first, last in loaded.runs for _ in range(config.shares)]
+    blocks += [0] * (config.ranks - config.stage_ranks)
+    dtype = model.denoiser.dtype
+    budget = KVCacheBudget(loader.sizes, memories, blocks, dtype.itemsize, loader.preallocated, config.shares)
     runtime = StreamingPipeline(
         model, device, config.steps, config.kv_context, workers, budget, ring, loader.decode_latents, config.hang_s
     )

@@ -35,7 +35,7 @@ from streamdiff.pipeline.planner.forecast import offload_words
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, RankMemory, free_bytes
 from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Storage
 from streamdiff.pipeline.planner.model_sizes import SMALL, ModelSizes, decoder_sizes, read_sizes, sizes_from
-from streamdiff.pipeline.planner.partition import check_stages, split_evenly
+from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.planner.stage_layout import Blocks, Workload
 from streamdiff.pipeline.runner import block_offload
 from streamdiff.pipeline.runner.model_runner import ModelRunner
@@ -103,7 +103,7 @@ class RankLoader:
             storage,
             runs,
             config.decode,
-            Workload(config.stages, 1, self.steps, config.kv_context, rows),
+            Workload(config.stages, 1, self.steps, config.kv_context, rows, shares=config.shares),
             self._decoder_of,
             changeable=not models.model.embedded,
             libraries=LIBRARIES_BYTES if on_cuda else 0,
@@ -148,8 +148,8 @@ class RankLoader:
         Raises:
             ConfigError: more stages than blocks, another number of ranks than stages, or ranks that are not alike.
         """
-        check_stages(self.config.stages, self.sizes.blocks)
-        rendezvous.check_world(self.config.stages, self.config.ranks)
+        fit.check_ranks(self.config, self.sizes)
+        rendezvous.check_world(self.config.stage_ranks, self.config.ranks)
         return rendezvous.join(self.rank_facts())
 
     def rank_facts(self) -> dict[str, str]:
@@ -175,6 +175,7 @@ class RankLoader:
         """
         config = self.config
         rank = 0 if context is None else context.rank
+        stage = rank // config.shares
         runs = split_evenly(self.sizes.blocks, config.stages)
         if context is not None and config.profile is not None:
             runs = balance.share_out(config, self.sizes, context, None)
@@ -192,11 +193,11 @@ class RankLoader:
             if config.decode_layout != "auto":
                 network.lay_out(config.decode_layout == "channels-last")
             decoder = PictureDecoder(network, {"rgb": rgb24, "yuv420": yuv420p}[self.pixel_format])
-        if rank < config.stages:
+        if rank < config.stage_ranks:
             torch.set_num_threads(config.threads)
             kernels, tried = try_kernels(config, self.sizes, self.device, self.models.dtype)
             _tell(tried, "" if context is None else f"rank {rank}: ")
-            model = StageModel(self.spec, block_offload.load_denoiser(self.models, runs[rank], kernels))
+            model = StageModel(self.spec, block_offload.load_denoiser(self.models, runs[stage], kernels))
         if model is not None and rank == 0:
             if remark := self.models.model.remark(config.kv_context):
                 print(f"streamdiff: note: {remark}", file=sys.stderr)
@@ -206,11 +207,11 @@ class RankLoader:
                 reencoder = FirstFrameReencoder.load(self.models.model.fetch_autoencoder(), self.device, dtype)
             model = Model(self.spec, model.denoiser, text, decoder, reencoder)
         if model is not None and context is not None and config.profile is None:
-            measured = balance.measure(model, decoder, self.device, (rank, config.stages), config.kv_context)
+            measured = balance.measure(model, decoder, self.device, (stage, config.stages), config.kv_context)
             even, runs = runs, balance.share_out(config, self.sizes, context, measured)
-            if runs[rank] != even[rank]:
+            if runs[stage] != even[stage]:
                 self._check_fit(rank, runs)
-                model = replace(model, denoiser=block_offload.load_denoiser(self.models, runs[rank], kernels))
+                model = replace(model, denoiser=block_offload.load_denoiser(self.models, runs[stage], kernels))
         if rank == 0:
             self._tell_offload(runs)
         remembering = [each for each in (decoder, reencoder) if each is not None]

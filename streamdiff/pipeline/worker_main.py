@@ -38,7 +38,7 @@ def run_worker(config: ModelConfig) -> None:
     loader = RankLoader(config, own_device(config.device))
     config, device, context = loader.config, loader.device, loader.join()
     place = topology.StageTopology.of(config, context.rank, device)
-    progress = start_progress(context, config.stages)
+    progress = start_progress(context, config.stage_ranks)
     loaded = loader.load(context)
     decoder = loaded.decoder
     workers: list[Worker | DecodeWorker] = []

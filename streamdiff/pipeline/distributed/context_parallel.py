@@ -93,7 +93,7 @@ class ContextGroup:
         """`own` of all ranks `[C, ...]`."""
         gathered = self._buffer(name, (self.size, *own.shape), own)
         own = own.contiguous()
-        self._carry_out(lambda: dist.all_gather_into_tensor(gathered.flatten(0, 1), own, group=self.group))
+        self._carry_out(lambda: dist.all_gather(list(gathered.unbind()), own, group=self.group))
         return gathered
 
     def _carry_out(self, collective: Callable[[], object]) -> None:

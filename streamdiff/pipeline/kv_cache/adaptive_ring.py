@@ -73,8 +73,8 @@ def likeness(sink: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], all_heads:
     heads, `all_heads` puts their means `[n, H, d]` together with those of the other ranks, which then find the same."""
     cosines = []
     for kept, new in zip(sink, own, strict=True):
-        means = kept.mean(1, dtype=torch.float32), new.mean(0, dtype=torch.float32)[None]
+        of_kept, of_new = kept.mean(1, dtype=torch.float32), new.mean(0, dtype=torch.float32)[None]
         if all_heads is not None:
-            means = all_heads(torch.cat(means)).split((len(kept), 1))
-        cosines.append(torch.cosine_similarity(*(mean.flatten(1) for mean in means)))
+            of_kept, of_new = all_heads(torch.cat([of_kept, of_new])).split((len(kept), 1))
+        cosines.append(torch.cosine_similarity(of_kept.flatten(1), of_new.flatten(1)))
     return (cosines[0] + cosines[1]) / 2

@@ -23,7 +23,7 @@ from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decode_worker import latents_layout, pictures_layout
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup, stage_group
 from streamdiff.pipeline.distributed.fan_out import FanOutReceiver, FanOutSender
-from streamdiff.pipeline.distributed.link import Receiver, Sender
+from streamdiff.pipeline.distributed.link import Receiver, Sender, ring_edges
 from streamdiff.pipeline.distributed.local_link import NoLink, NoSender
 from streamdiff.pipeline.distributed.message import MessageLayout
 from streamdiff.pipeline.distributed.nccl import NcclEnd, NcclReceiver, NcclSender, edge_groups, warm_up
@@ -84,29 +84,21 @@ class StageTopology:
         return self.rank % self.shares
 
     @property
-    def edge_in(self) -> int:
-        return (self.stage - 1) % self.stages
+    def edges(self) -> list[tuple[int, int]]:
+        """Sending and receiving rank of every edge."""
+        return ring_edges(self.stages, self.shares)
 
-    @property
-    def edge_out(self) -> int:
-        return self.stage
-
-    @property
-    def before(self) -> int | None:
-        """The rank that sends to this one; None: nobody, as it is head and last stage."""
-        if self.stage == 0 and self.share > 0:
-            return 0
-        return None if self.stages == 1 else (self.stage - 1) % self.stages * self.shares + self.share
-
-    @property
-    def after(self) -> int | None:
-        """The rank that this one sends its result to; None: nobody, or itself."""
-        if self.stage < self.stages - 1:
-            return self.rank + self.shares
-        return 0 if self.share == 0 and self.stages > 1 else None
+    def layout(self, edge: int, model: StageModel) -> MessageLayout:
+        """What an edge carries."""
+        receiver, carried = self.edges[edge][1], self.carried(model.spec)
+        if receiver == 0:
+            return MessageLayout.back_to_head(model, carried)
+        if receiver < self.shares:
+            return MessageLayout.within_first_stage(model, carried)
+        return MessageLayout.between_stages(model, carried, self.shares)
 
     def tag(self, edge: int) -> int:
-        return self.ring * self.stages + edge
+        return self.ring * len(self.edges) + edge
 
 
 def connect(
@@ -116,68 +108,72 @@ def connect(
     group: dist.ProcessGroup | None = None,
     on_edge: OnEdge = _ignore,
 ) -> tuple[Sender, Receiver]:
-    """This rank's ends of its two edges. `group` is one of gloo, the default one when it is None. With `nccl` all ranks
-    of the default group have to call this or `join_edges`, it returns when all have, and `on_edge` is told which edge
-    is next."""
-    carried, shares = topology.carried(model.spec), topology.shares
-
-    def layout(edge: int) -> MessageLayout:
-        if edge == topology.stages - 1:
-            return MessageLayout.back_to_head(model, carried)
-        return MessageLayout.between_stages(model, carried, shares)
-
+    """This rank's ends of its edges; where it has none that leads on, what it sends goes nowhere, or on the head comes
+    back. `group` is one of gloo, the default one when it is None. With `nccl` all ranks of the default group have to
+    call this or `join_edges`, it returns when all have, and `on_edge` is told which edge is next."""
     if topology.link == "nccl":
-        return _connect_nccl(topology, device, layout(topology.edge_out), layout(topology.edge_in), group, on_edge)
+        senders, receivers = _connect_nccl(model, topology, device, group, on_edge)
+    else:
+        senders, receivers = _connect_tcp(model, topology, device, group)
     loop = NoLink()
-    receiver: Receiver = loop
-    sender: Sender = loop if topology.rank == 0 else NoSender()
-    if topology.before is not None:
-        entry = topology.stage == 0 and topology.share > 0
-        arriving = MessageLayout.within_first_stage(model, carried) if entry else layout(topology.edge_in)
-        receiver = TcpReceiver(arriving, topology.before, topology.tag(topology.edge_in), device, group)
-    if topology.after is not None:
-        sender = TcpSender(layout(topology.edge_out), topology.after, topology.tag(topology.edge_out), group)
-    return sender, receiver
+    others = [sender for edge, sender in senders.items() if 0 < topology.edges[edge][1] < topology.shares]
+    onward = [sender for sender in senders.values() if sender not in others]
+    sender = onward[0] if onward else loop if topology.rank == 0 else NoSender()
+    receiver = next(iter(receivers.values()), loop)
+    return FanOutSender(sender, others) if others else sender, receiver
 
 
-def fan_out(model: StageModel, topology: StageTopology, group: dist.ProcessGroup | None = None) -> list[Sender]:
-    """The head's ends of its edges to the other ranks of its stage, after `connect`."""
-    entry = MessageLayout.within_first_stage(model, topology.carried(model.spec))
-    return [TcpSender(entry, rank, topology.tag(topology.edge_in), group) for rank in range(1, topology.shares)]
-
-
-def share_stages(topology: StageTopology, spec: ModelSpec) -> ContextGroup | None:
-    """This rank's group where several share a stage, else None. All ranks of the default group call this together,
-    before they connect."""
-    return stage_group(topology.stages, topology.shares, spec.chunk_latents) if topology.shares > 1 else None
+def _connect_tcp(
+    model: StageModel, topology: StageTopology, device: torch.device, group: dist.ProcessGroup | None
+) -> tuple[dict[int, Sender], dict[int, Receiver]]:
+    """Ends of edges by their numbers, those that receive made before those that wait for these."""
+    receivers, senders = dict[int, Receiver](), dict[int, Sender]()
+    for edge, (source, target) in enumerate(topology.edges):
+        if target == topology.rank:
+            receivers[edge] = TcpReceiver(topology.layout(edge, model), source, topology.tag(edge), device, group)
+    for edge, (source, target) in enumerate(topology.edges):
+        if source == topology.rank:
+            senders[edge] = TcpSender(topology.layout(edge, model), target, topology.tag(edge), group)
+    return senders, receivers
 
 
 def _connect_nccl(
+    model: StageModel,
     topology: StageTopology,
     device: torch.device,
-    layout_out: MessageLayout,
-    layout_in: MessageLayout,
     records: dist.ProcessGroup | None,
     on_edge: OnEdge,
-) -> tuple[NcclSender, NcclReceiver]:
+) -> tuple[dict[int, NcclSender], dict[int, NcclReceiver]]:
     """Communicators of all edges, this rank's ends, and a message over every edge before anything depends on one."""
-    groups = edge_groups(topology.stages, device, on_edge=partial(on_edge, "communicators"))
-    out, into = groups[topology.edge_out], groups[topology.edge_in]
-    assert out is not None and into is not None
-    after, before = (topology.rank + 1) % topology.stages, (topology.rank - 1) % topology.stages
-    receiver = NcclReceiver(NcclEnd(layout_in, before, topology.tag(topology.edge_in), device, into, records))
-    sender = NcclSender(NcclEnd(layout_out, after, topology.tag(topology.edge_out), device, out, records))
-    warm_up(sender, receiver, topology.rank, topology.stages, partial(on_edge, "first transfers"))
+    groups = edge_groups(topology.stages, device, on_edge=partial(on_edge, "communicators"), shares=topology.shares)
+
+    def end(edge: int, peer: int) -> NcclEnd:
+        group = groups[edge]
+        assert group is not None
+        return NcclEnd(topology.layout(edge, model), peer, topology.tag(edge), device, group, records)
+
+    edges, rank = topology.edges, topology.rank
+    receivers = {edge: NcclReceiver(end(edge, ends[0])) for edge, ends in enumerate(edges) if ends[1] == rank}
+    senders = {edge: NcclSender(end(edge, ends[1])) for edge, ends in enumerate(edges) if ends[0] == rank}
+    warm_up({**senders, **receivers}, partial(on_edge, "first transfers"))
     on_edge("graphs", 0)
     dist.barrier(records)
-    return sender, receiver
+    return senders, receivers
+
+
+def share_stages(topology: StageTopology, spec: ModelSpec, device: torch.device) -> ContextGroup | None:
+    """This rank's group where several share a stage, else None. All ranks of the default group call this together,
+    before they connect."""
+    if topology.shares == 1:
+        return None
+    return stage_group(topology.stages, topology.shares, spec.chunk_latents, device)
 
 
 def join_edges(topology: StageTopology, spec: ModelSpec, device: torch.device) -> None:
     """What a rank without an edge does while the others `connect`: all ranks make groups together."""
-    share_stages(topology, spec)
+    share_stages(topology, spec, device)
     if topology.link == "nccl":
-        edge_groups(topology.stages, device)
+        edge_groups(topology.stages, device, shares=topology.shares)
         dist.barrier()
 
 
@@ -221,23 +217,20 @@ def pick_link(wanted: str, device: torch.device, shared_device: bool = False) ->
 
 def head_ring(model: Model, topology: StageTopology, device: torch.device, on_edge: OnEdge = _ignore) -> RingExecutor:
     """The ring, for rank 0. `model` has the blocks of rank 0 only."""
-    group = share_stages(topology, model.spec)
+    group = share_stages(topology, model.spec, device)
     links = connect(model, topology, device, None, on_edge) if topology.stages * topology.shares > 1 else None
-    others = fan_out(model, topology)
-    if links is not None and others:
-        links = FanOutSender(links[0], others), links[1]
     stage = ModelRunner(model, device, topology.stage, topology.stages, group)
     ring = RingExecutor(
         model, device, topology.rows, stage=stage, links=links, clean_with_next=topology.clean_with_next
     )
-    if others:
-        ring.worker.receiver = FanOutReceiver(ring.worker.receiver, others)
+    if links is not None and isinstance(links[0], FanOutSender):
+        ring.worker.receiver = FanOutReceiver(ring.worker.receiver, links[0].others)
     return ring
 
 
 def follower(model: StageModel, topology: StageTopology, device: torch.device, on_edge: OnEdge = _ignore) -> Worker:
     """The loop of any other rank. `model` has this rank's blocks only."""
-    group = share_stages(topology, model.spec)
+    group = share_stages(topology, model.spec, device)
     sender, receiver = connect(model, topology, device, None, on_edge)
     return Worker(receiver, ModelRunner(model, device, topology.stage, topology.stages, group), sender)
 

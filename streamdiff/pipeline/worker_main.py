@@ -18,7 +18,7 @@ from streamdiff.device import bind, own_device
 from streamdiff.pipeline import topology
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, DecodeWorker
 from streamdiff.pipeline.distributed.heartbeat import HealthMonitor
-from streamdiff.pipeline.distributed.link import LinkClosed
+from streamdiff.pipeline.distributed.link import GroupBroken, LinkClosed
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.distributed.start_progress import StartProgress
 from streamdiff.pipeline.rank_loader import RankLoader
@@ -111,15 +111,21 @@ def _run(worker: Worker | DecodeWorker, watch: HealthMonitor, context: RankConte
     try:
         worker.run()
     except LinkClosed as error:
-        exit_now(f"rank {context.rank} ends: {watch.report(link_fault(error, context.rank, worker))}")
+        exit_now(f"rank {context.rank} ends: {watch.report(link_fault(error, context.rank, worker, watch))}")
     except Exception as error:
         error.add_note(f"on rank {context.rank}, {worker.where()}")
         watch.report(f"rank {context.rank} failed {worker.where()}: {type(error).__name__}: {error}")
         raise
 
 
-def link_fault(error: LinkClosed, rank: int, worker: Worker | DecodeWorker | HealthMonitor) -> str:
-    """The fault that a closed link means, as `rank` reports it."""
+def link_fault(
+    error: LinkClosed, rank: int, worker: Worker | DecodeWorker | HealthMonitor, watch: HealthMonitor
+) -> str:
+    """The fault that a closed link means, as `rank` reports it. Where an exchange among several ranks ended it is asked
+    which of them still say something."""
+    if isinstance(error, GroupBroken):
+        gone = ", ".join(map(str, watch.silent(error.peers) or error.peers))
+        return f"rank {gone} is gone ({error}); rank {rank} noticed it {worker.where()}"
     return f"rank {error.peer} is gone ({error}); rank {rank} noticed it {worker.where()}"
 
 

@@ -1,7 +1,7 @@
 """One rank of a ring whose stages are shared: `python -m tests.pipeline.context_process RANK RANKS PORT OUT CASES...`.
 
-A case is `PxC/CHUNKS/ORDERS`, as `2x2/12/0,1,2`; the ranks beyond P times C sit it out. Rank 0 writes the latents of
-each to OUT.
+A case is `PxC/CHUNKS/ORDERS/LINK`, as `2x2/12/0,1,2/gloo`; the ranks beyond P times C sit it out. With the link `nccl`
+there is `rendezvous_backend` in the place of NCCL, and gloo's exchanges. Rank 0 writes the latents of each to OUT.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from streamdiff.models.model import Model
 from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.topology import StageTopology, follower, head_ring, share_stages
+from streamdiff.pipeline.topology import Link, StageTopology, follower, head_ring, join_edges
+from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
 from tests.pipeline.playing import THREE, Order, play
 from tests.small import CPU, RED, WHITE, small_model
 
@@ -37,24 +38,26 @@ class Case(NamedTuple):
     shares: int
     chunks: int
     names: tuple[int, ...]
+    link: Link
 
     @classmethod
     def of(cls, text: str) -> Case:
-        parallel, chunks, names = text.split("/")
+        parallel, chunks, names, link = text.split("/")
         stages, shares = map(int, parallel.split("x"))
-        return cls(stages, shares, int(chunks), tuple(map(int, names.split(","))))
+        return cls(stages, shares, int(chunks), tuple(map(int, names.split(","))), "nccl" if link == "nccl" else "gloo")
 
 
 def main(rank: int, ranks: int, port: int, out: str, cases: list[str]) -> None:
     torch.set_num_threads(1)
+    use_rendezvous()
     store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(days=3650))
     results, model = {}, shared_model()
     for number, text in enumerate(cases):
         case = Case.of(text)
-        place = StageTopology(rank, case.stages, number, shares=case.shares)
+        place = StageTopology(rank, case.stages, number, link=case.link, shares=case.shares)
         if place.stage >= case.stages:
-            share_stages(place, model.spec)
+            join_edges(place, model.spec, CPU)
             continue
         part = model.part(*split_evenly(model.blocks, case.stages)[place.stage])
         if rank:

@@ -35,10 +35,12 @@ def check(cases: list[str], folder: Path) -> None:
 
 @pytest.mark.slow
 def test_shared_stages_make_what_one_rank_makes(tmp_path: Path) -> None:
-    """Five sessions at once, of all contexts, with a sink, evictions, a prompt switch and both recaches."""
-    check([f"{layout}/12/{NAMES}" for layout in LAYOUTS], tmp_path)
+    """Five sessions at once, of all contexts, with a sink, evictions, a prompt switch and both recaches; also over a
+    transport with NCCL's manners, where a send waits for its receive."""
+    over_nccl = [f"{layout}/12/{NAMES}/nccl" for layout in ("2x2", "1x2")]
+    check([*(f"{layout}/12/{NAMES}/gloo" for layout in LAYOUTS), *over_nccl], tmp_path)
 
 
 @pytest.mark.soak
 def test_shared_stages_drift_from_one_rank_in_no_long_stream(tmp_path: Path) -> None:
-    check([f"{layout}/60/{NAMES}" for layout in LAYOUTS], tmp_path)
+    check([f"{layout}/60/{NAMES}/gloo" for layout in LAYOUTS], tmp_path)

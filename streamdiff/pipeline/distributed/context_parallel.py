@@ -12,15 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from streamdiff.pipeline.distributed.link import GroupBroken
-
-_FOREVER = timedelta(days=3650)  # who hangs is found by heartbeats, and named
+from streamdiff.pipeline.distributed.nccl import FOREVER, bound_device, group_options
 
 
 @dataclass(frozen=True)
@@ -115,13 +113,22 @@ def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def stage_group(stages: int, size: int, frames: int) -> ContextGroup | None:
+def stage_group(stages: int, size: int, frames: int, device: torch.device) -> ContextGroup | None:
     """This rank's group where each of `stages` stages has `size` ranks, those of a stage one after the other; None on a
-    rank of no stage. All ranks of the default group call this together."""
+    rank of no stage. NCCL's on CUDA, else gloo's. All ranks of the default group call this together."""
     rank, found = dist.get_rank(), None
+    on_cuda, bound = device.type == "cuda", bound_device(device)
     for stage in range(stages):
         ranks = tuple(range(stage * size, (stage + 1) * size))
-        group = dist.new_group(list(ranks), timeout=_FOREVER, backend="gloo", group_desc=f"stage {stage}")
+        options = group_options() if on_cuda else None
+        group = dist.new_group(
+            list(ranks),
+            timeout=FOREVER,
+            backend="nccl" if on_cuda else "gloo",
+            pg_options=options,
+            device_id=bound,
+            group_desc=f"stage {stage}",
+        )
         if rank in ranks:
             found = ContextGroup(ranks, ranks.index(rank), frames, group)
     return found

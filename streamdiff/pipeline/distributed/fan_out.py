@@ -32,11 +32,11 @@ class FanOutSender:
     """The head's `sender`, which is ready, and ends, together with those to the `others` of its stage."""
 
     def __init__(self, sender: Sender, others: Sequence[Sender]) -> None:
-        self._sender, self._others = sender, others
+        self._sender, self.others = sender, others
 
     @property
     def ready(self) -> bool:
-        return self._sender.ready and all(other.ready for other in self._others)
+        return self._sender.ready and all(other.ready for other in self.others)
 
     def announce(self, work: StageMessage) -> None:
         self._sender.announce(work)
@@ -45,9 +45,9 @@ class FanOutSender:
         self._sender.send(work)
 
     def close(self) -> None:
-        for each in (self._sender, *self._others):
+        for each in (self._sender, *self.others):
             each.close()
 
     def flush(self, limit_s: float) -> None:
-        for each in (self._sender, *self._others):
+        for each in (self._sender, *self.others):
             each.flush(limit_s)

@@ -23,6 +23,7 @@ from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 
 HEARTBEAT_S = 0.5
+_SILENT_S = 8 * HEARTBEAT_S
 _HOST = socket.gethostname()
 
 
@@ -97,6 +98,16 @@ class HealthMonitor:
         if not self._context.store.check([key]):
             return None
         return Heartbeat(**json.loads(self._context.store.get(key)))
+
+    def silent(self, ranks: Sequence[int]) -> list[int]:
+        """Those of `ranks` that say nothing more; waits for the others' next heartbeat, and for these `_SILENT_S`."""
+        known = {rank: self.last_heartbeat(rank) for rank in ranks}
+        end_s = clock.monotonic_s() + _SILENT_S
+        while (left := [rank for rank in ranks if self.last_heartbeat(rank) == known[rank]]) and (
+            clock.monotonic_s() < end_s and self.fault() is None
+        ):
+            threading.Event().wait(HEARTBEAT_S / 10)
+        return left
 
     def await_ends(self, limit_s: float) -> None:
         """Wait until all ranks have said that they ended, at most so long: they need the store until then."""

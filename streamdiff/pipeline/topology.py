@@ -8,7 +8,7 @@ the head also to the others of its stage, which it hands what enters, and of the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -111,6 +111,8 @@ def connect(
     """This rank's ends of its edges; where it has none that leads on, what it sends goes nowhere, or on the head comes
     back. `group` is one of gloo, the default one when it is None. With `nccl` all ranks of the default group have to
     call this or `join_edges`, it returns when all have, and `on_edge` is told which edge is next."""
+    senders: Mapping[int, Sender]
+    receivers: Mapping[int, Receiver]
     if topology.link == "nccl":
         senders, receivers = _connect_nccl(model, topology, device, group, on_edge)
     else:
@@ -186,7 +188,13 @@ def link_of(config: ModelConfig, device: torch.device) -> Link:
     # A rank that only decodes is at no edge, and may share a stage's device.
     stages_here = min(config.stage_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     shared = device.type == "cuda" and stages_here > torch.cuda.device_count()
-    return pick_link(config.link, device, shared)
+    link = pick_link(config.link, device, shared)
+    if config.shares > 1 and device.type == "cuda" and link != "nccl":
+        raise ConfigError(
+            f"parallel is {config.parallel}, and the link is gloo: ranks that share a stage on CUDA exchange over "
+            "NCCL, which wants a device for each; use fewer ranks, or device cpu"
+        )
+    return link
 
 
 def pick_link(wanted: str, device: torch.device, shared_device: bool = False) -> Link:

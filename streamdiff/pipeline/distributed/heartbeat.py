@@ -49,6 +49,9 @@ class RankLoop(Protocol):
     done: int
     timer: DeviceTimer
 
+    @property
+    def awaits_others(self) -> bool: ...
+
     def where(self) -> str: ...
 
 
@@ -123,7 +126,8 @@ class HealthMonitor:
         self._context.store.set(f"beat/{self._context.rank}", json.dumps(asdict(beat)))
 
     def _run(self) -> None:
-        own = [(worker, _Stillness(self._hang_s)) for worker in self._workers]
+        # Of ranks that wait for each other in a forward, the one that says nothing is found first.
+        own = [(each, _Stillness((2 if each.awaits_others else 1) * self._hang_s)) for each in self._workers]
         other = _Stillness(self._hang_s)
         parent = os.getppid()
         after = (self._context.rank + 1) % self._context.ranks

@@ -56,7 +56,11 @@ class StageForward:
             return tuple(tokens)
         if self.group is None:
             return (self.denoiser.head(tokens, self.grid),)
-        return (self.denoiser.unpatch(self.group.all_tokens(self.denoiser.output(tokens)), self.grid),)
+        return self.unite(self.denoiser.output(tokens), self.group)
+
+    def unite(self, output: Tensor, group: ContextGroup) -> Tensors:
+        """The flow from the output layer's result for own tokens, and that of the other ranks of `group`."""
+        return (self.denoiser.unpatch(group.all_tokens(output), self.grid),)
 
     def zeros(self, rows: int, device: torch.device) -> Tensors:
         """Zeros in the shape of the stage's inputs, for `rows` rows."""

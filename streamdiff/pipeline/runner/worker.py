@@ -40,6 +40,11 @@ class Worker:
         self._rest: deque[StageMessage] = deque()  # those that are still to be sent on
 
     @property
+    def awaits_others(self) -> bool:
+        """Whether other ranks take part in a forward, so that one that lasts may be theirs."""
+        return self.stage.heads < self.stage.denoiser.heads
+
+    @property
     def sending(self) -> bool:
         """Whether rows of a long forward are still to be sent: `turn` does nothing else before they are."""
         return bool(self._rest)

@@ -33,7 +33,7 @@ def head_of_ranks(found: Found) -> Iterator[tuple[Model, RingExecutor, Callable[
     """
     config = found.job.model
     context = _join(found)
-    progress = start_progress(context, config.stage_ranks)
+    progress = start_progress(context, config)
     model = found.load(_blocks(found, 0))
     ring = topology.head_ring(model, StageTopology.of(config, 0, found.device), found.device, progress.enter)
     group = WorkerGroup(context, ring, config.hang_s)
@@ -54,7 +54,7 @@ def follow(job: ReferenceJob) -> None:
     """
     found = reference_model.find(job)
     context, config = _join(found), job.model
-    progress = start_progress(context, config.stage_ranks)
+    progress = start_progress(context, config)
     model = StageModel(found.spec, block_offload.load_denoiser(found.loader, _blocks(found, context.rank)))
     place = StageTopology.of(config, context.rank, found.device)
     worker = topology.follower(model, place, found.device, progress.enter)

@@ -35,7 +35,7 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
     if config.ranks == 1:
         check_world(1, 1)
     context = loader.join() if config.ranks > 1 else None
-    progress = StartProgress(None, 1) if context is None else start_progress(context, config.stage_ranks)
+    progress = StartProgress(None, 1) if context is None else start_progress(context, config)
     loaded = loader.load(context)
     model, decoder, memory = loaded.model, loaded.decoder, loaded.memory
     assert isinstance(model, Model), "this is rank 0"

@@ -38,7 +38,7 @@ def run_worker(config: ModelConfig) -> None:
     loader = RankLoader(config, own_device(config.device))
     config, device, context = loader.config, loader.device, loader.join()
     place = topology.StageTopology.of(config, context.rank, device)
-    progress = start_progress(context, config.stage_ranks)
+    progress = start_progress(context, config)
     loaded = loader.load(context)
     decoder = loaded.decoder
     workers: list[Worker | DecodeWorker] = []
@@ -64,9 +64,11 @@ def run_worker(config: ModelConfig) -> None:
     work(workers, context, config.hang_s, device)
 
 
-def start_progress(context: RankContext, stages: int) -> StartProgress:
+def start_progress(context: RankContext, config: ModelConfig) -> StartProgress:
     """A start that ends this process when a rank of the ring stands still: its own thread may be what hangs."""
-    return StartProgress(context, stages, lambda fault: exit_now(f"rank {context.rank} ends: {fault}"))
+    return StartProgress(
+        context, config.stages, lambda fault: exit_now(f"rank {context.rank} ends: {fault}"), config.shares
+    )
 
 
 def work(workers: Sequence[Worker | DecodeWorker], context: RankContext, hang_s: float, device: torch.device) -> None:

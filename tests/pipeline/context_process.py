@@ -7,6 +7,7 @@ there is `rendezvous_backend` in the place of NCCL, and gloo's exchanges. Rank 0
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
@@ -22,12 +23,17 @@ from tests.pipeline.playing import THREE, Order, play
 from tests.small import CPU, RED, WHITE, small_model
 
 LEAVE_S = 60.0  # on a busy machine
+LIKENESS = 0.97
 ORDERS = THREE | {3: Order(WHITE, 8, 4, "anchored"), 4: Order(RED, 9, 4, "clean", switch="recache-causal")}
+ADAPTIVE = {5: Order(RED, 5, 4, "clean"), 6: Order(WHITE, 6, 4, "matched")}
+"""Those of a model whose sink takes chunks in."""
 
 
-def shared_model() -> Model:
-    """Four blocks of four heads; every fourth chunk of a stream in `anchored` is an anchor."""
+def shared_model(names: Iterable[int]) -> Model:
+    """The model for these sessions: four blocks of four heads; every fourth chunk in `anchored` is an anchor."""
     model = small_model(1, layers=4, heads=4, sink=2)
+    if ADAPTIVE.keys() & names:
+        return replace(model, spec=replace(model.spec, adaptive_sink=LIKENESS, rope="absolute"))
     return replace(model, spec=replace(model.spec, anchor_every=4))
 
 
@@ -52,9 +58,10 @@ def main(rank: int, ranks: int, port: int, out: str, cases: list[str]) -> None:
     use_rendezvous()
     store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(days=3650))
-    results, model = {}, shared_model()
+    results = {}
     for number, text in enumerate(cases):
         case = Case.of(text)
+        model = shared_model(case.names)
         place = StageTopology(rank, case.stages, number, link=case.link, shares=case.shares)
         if place.stage >= case.stages:
             join_edges(place, model.spec, CPU)
@@ -64,7 +71,7 @@ def main(rank: int, ranks: int, port: int, out: str, cases: list[str]) -> None:
             follower(part, place, CPU).run()
             continue
         ring = head_ring(part, place, CPU)
-        results[text] = play(ring, model, {name: ORDERS[name] for name in case.names}, case.chunks)
+        results[text] = play(ring, model, {name: (ORDERS | ADAPTIVE)[name] for name in case.names}, case.chunks)
         ring.stop(LEAVE_S)
     if rank == 0:
         torch.save(results, out)

@@ -35,6 +35,10 @@ def _network(value: str) -> str:
 Proxy = Annotated[str, AfterValidator(_network)]
 
 
+# Stages, and ranks that share each.
+Parallel = Annotated[str, Field(pattern=r"^[1-9][0-9]?x[1-9][0-9]?$")]
+
+
 # fmt: off
 Attention = Literal[
     "auto", "sdpa", "math", "flash", "efficient", "cudnn", "fa3", "fa4",
@@ -115,6 +119,8 @@ class ModelConfig(_Section):
     """Positions from the stream's beginning, or the sink next to the window; default: the model's."""
     stages: int = Field(1, ge=1, le=64)
     """Ranks over which the transformer's blocks are split."""
+    parallel: Parallel | None = None
+    """PxC: P stages, each of which C ranks share, as 2x2; default: stages x 1."""
     decode: Literal["head", "last", "own-rank"] = "head"
     """Which rank of a ring decodes."""
     decode_at_once: int | None = Field(None, ge=1, le=64)
@@ -141,15 +147,35 @@ class ModelConfig(_Section):
         """Whether the clean pass takes the next chunk's first step with it; see `models.defaults` for `auto`."""
         return self.clean_pass == "with-next"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _stages_of_parallel(cls, values: object) -> object:
+        """`stages` is the P of `parallel` where only this is given; `planner.partition` refuses two that differ."""
+        parallel = values.get("parallel") if isinstance(values, dict) else None
+        if isinstance(values, dict) and isinstance(parallel, str) and "stages" not in values:
+            stages = parallel.split("x")[0]
+            return {**values, "stages": int(stages)} if stages.isdecimal() else values
+        return values
+
+    @property
+    def shares(self) -> int:
+        """Ranks that share a stage."""
+        return int(self.parallel.split("x")[1]) if self.parallel else 1
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks that run a stage, or share one."""
+        return self.stages * self.shares
+
     @property
     def ranks(self) -> int:
-        """Processes that it takes: one per stage, and one more where decoding has its own."""
-        return self.stages + (self.decode == "own-rank")
+        """Processes that it takes: those of all stages, and one more where decoding has its own."""
+        return self.stage_ranks + (self.decode == "own-rank")
 
     @property
     def decode_rank(self) -> int:
         """The rank that decodes."""
-        return {"head": 0, "last": self.stages - 1, "own-rank": self.stages}[self.decode]
+        return {"head": 0, "last": self.stage_ranks - self.shares, "own-rank": self.stage_ranks}[self.decode]
 
 
 class BatchingRule(_Section):

@@ -232,7 +232,8 @@ def _config(arguments: argparse.Namespace) -> Config:
 
 
 def _check_stages(config: Config) -> None:
-    """Refuse more stages than a known model has blocks, before processes are started that take seconds to find out.
+    """Refuse more stages than a known model has blocks, and more ranks for each than can share it, before processes are
+    started that take seconds to find out.
 
     Raises:
         ConfigError: there are more.
@@ -241,13 +242,13 @@ def _check_stages(config: Config) -> None:
     from streamdiff.models.resolve import is_embedded
 
     model = config.model
-    if model.stages == 1 or model.weights is not None:
+    if model.stage_ranks == 1 or model.weights is not None:
         return
     if is_embedded(model.name) or model.name in entries.entries():
+        from streamdiff.pipeline.planner.fit import check_ranks
         from streamdiff.pipeline.planner.model_sizes import sizes_of
-        from streamdiff.pipeline.planner.partition import check_stages
 
-        check_stages(model.stages, sizes_of(model).blocks)
+        check_ranks(model, sizes_of(model))
 
 
 def parse_change(text: str) -> tuple[float, str]:

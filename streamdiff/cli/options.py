@@ -178,11 +178,14 @@ BATCHING = (
     Option("--batching-rules", "FILE", "a JSON or YAML list of rules that lower both, see docs/batching.md", parse_list,
            "batching.rules"),
 )
+PARALLEL = Option("--parallel", "PxC", "P stages, each shared by C ranks, as 1x2 (default: --stages x 1)", str,
+                  "model.parallel")
 SERVE = (
     Option("--chunk-frames", "N", "latent frames of a chunk, of a model that the catalogue does not know", int,
            "model.chunk_latents"),
     *WINDOW,
     STAGES,
+    PARALLEL,
     Option("--decode", "PLACE", "rank of a ring that decodes: head (default), last or own-rank", str, "model.decode"),
     *BATCHING,
     Option("--codec", "CODEC", "auto, h264 or vp8 (default auto)", str, "serve.codec"),
@@ -225,6 +228,7 @@ GENERATE = (
     *MODEL,
     *PARTS,
     STAGES,
+    PARALLEL,
     *TRACE,
     Option("--output", "FILE", ".mp4, .webm, or a folder for PNG frames", Path),
     Option("--seconds", "S", "length (default 10)", float),

@@ -132,8 +132,10 @@ def _check(job: ReferenceJob) -> None:
         raise ConfigError("--prompt-mix says over how many chunks a --prompt-switch comes; there is none")
     if job.chunks < 1:
         raise ConfigError(f"--chunks is {job.chunks}; at least 1 is needed")
-    if job.processes and job.model.stages == 1:
+    if job.processes and job.model.stage_ranks == 1:
         raise ConfigError("--processes gives each of several stages a process; --stages is 1")
+    if job.model.shares > 1 and not job.processes:
+        raise ConfigError(f"--parallel is {job.model.parallel}: ranks that share a stage need --processes")
     if job.no_decode and job.output is not None:
         raise ConfigError("--no-decode makes latents only, so there is nothing to write to --output; leave one out")
     if job.latents_out is not None:

@@ -32,7 +32,7 @@ def head_of_ranks(found: Found) -> Iterator[tuple[Model, RingExecutor, Callable[
     """
     config = found.job.model
     context = _join(found)
-    progress = start_progress(context, config.stages)
+    progress = start_progress(context, config)
     model = found.load(_blocks(found, 0))
     ring = topology.head_ring(model, StageTopology.of(config, 0, found.device), found.device, progress.enter)
     group = WorkerGroup(context, ring, config.hang_s)
@@ -53,7 +53,7 @@ def follow(job: ReferenceJob) -> None:
     """
     found = reference_model.find(job)
     context, config = _join(found), job.model
-    progress = start_progress(context, config.stages)
+    progress = start_progress(context, config)
     model = StageModel(found.spec, found.denoiser(_blocks(found, context.rank)))
     place = StageTopology.of(config, context.rank, found.device)
     worker = topology.follower(model, place, found.device, progress.enter)
@@ -65,10 +65,11 @@ def _join(found: Found) -> rendezvous.RankContext:
     """Meet the other ranks. Mutates: torch's number of threads."""
     config = found.job.model
     torch.set_num_threads(config.threads)
-    rendezvous.check_world(config.stages, config.stages)
+    rendezvous.check_world(config.stage_ranks, config.stage_ranks)
     return rendezvous.join({**rank_facts(config, found.loader), "spec": str(found.spec)})
 
 
 def _blocks(found: Found, rank: int) -> tuple[int, int]:
     """First and last block (exclusive) of a stage: even shares, as stages in one process have."""
-    return split_evenly(found.blocks, found.job.model.stages)[rank]
+    config = found.job.model
+    return split_evenly(found.blocks, config.stages)[rank // config.shares]

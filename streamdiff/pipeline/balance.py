@@ -65,16 +65,18 @@ def measure(
     return Measured(seconds.pop("block_s") / len(denoiser.blocks), **seconds)
 
 
-def gather_costs(context: RankContext, own: Measured, stages: int, blocks: int) -> Costs:
+def gather_costs(context: RankContext, own: Measured, stages: int, shares: int, blocks: int) -> Costs:
     """What all stages have measured, once all have; every rank gets the same answer. Blocks are alike, and a rank that
-    was disturbed only measured too much."""
+    was disturbed only measured too much. Blocks and output layer, which were measured whole, take `shares` ranks so
+    much less time; what these exchange is not counted."""
     context.store.set(f"cost/{context.rank}", json.dumps(asdict(own)))
-    everybody = [Measured(**json.loads(context.store.get(f"cost/{rank}"))) for rank in range(stages)]
+    first_ranks = range(0, stages * shares, shares)
+    everybody = [Measured(**json.loads(context.store.get(f"cost/{rank}"))) for rank in first_ranks]
     return Costs(
         source="measured at the start",
-        block_s=(in_proportion(min(measured.block_s for measured in everybody), 1),) * blocks,
+        block_s=(in_proportion(min(measured.block_s for measured in everybody) / shares, 1),) * blocks,
         embed_s=in_proportion(everybody[0].embed_s, 1),
-        head_s=in_proportion(everybody[-1].head_s, 1),
+        head_s=in_proportion(everybody[-1].head_s / shares, 1),
         decode_s=max(measured.decode_s for measured in everybody),
         link_s=0.0,
         flow_s=0.0,

@@ -36,7 +36,7 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
     if config.ranks == 1:
         check_world(1, 1)
     context = plan.join() if config.ranks > 1 else None
-    progress = StartProgress(None, 1) if context is None else start_progress(context, config.stages)
+    progress = StartProgress(None, 1) if context is None else start_progress(context, config)
     plan = load_plan.plan_rank(plan, context)
     loaded = rank_loader.load_rank(plan, context)
     model, decoder, memory = loaded.model, loaded.decoder, loaded.memory
@@ -60,8 +60,10 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
         workers = WorkerGroup(context, ring, config.hang_s, links)
         memories = context.receive_memories()
         progress.finish()
-    blocks = [last - first for first, last in loaded.runs] + [0] * (config.ranks - config.stages)
-    budget = KVCacheBudget(plan.sizes, memories, blocks, model.denoiser.dtype.itemsize, plan.preallocated)
+    blocks = [last - first for first, last in loaded.runs for _ in range(config.shares)]
+    blocks += [0] * (config.ranks - config.stage_ranks)
+    dtype = model.denoiser.dtype
+    budget = KVCacheBudget(plan.sizes, memories, blocks, dtype.itemsize, plan.preallocated, config.shares)
     runtime = StreamingPipeline(
         model, device, config.steps, config.kv_context, workers, budget, ring, plan.decode_latents, config.hang_s
     )

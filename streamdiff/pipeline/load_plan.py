@@ -122,7 +122,7 @@ class LoadPlan:
         Raises:
             ConfigError: another number of ranks than stages, or ranks that are not alike.
         """
-        rendezvous.check_world(self.config.stages, self.config.ranks)
+        rendezvous.check_world(self.config.stage_ranks, self.config.ranks)
         return rendezvous.join(self.rank_facts())
 
     def demand(self, runs: Blocks) -> Demand:
@@ -143,7 +143,7 @@ class LoadPlan:
             storage,
             runs,
             config.decode,
-            Workload(config.stages, 1, self.steps, config.kv_context, rows),
+            Workload(config.stages, 1, self.steps, config.kv_context, rows, shares=config.shares),
             models.model.autoencoder,
             models.model.vae,
             changeable=not models.model.embedded,
@@ -176,6 +176,11 @@ class RankPlan(LoadPlan):
     limits: Limits
     kernels: Kernels | None
 
+    @property
+    def stage(self) -> int:
+        """The stage that the rank is of, if it computes."""
+        return self.rank // self.config.shares
+
 
 def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     """The plan of `config` on `device`. Fetches published files that are not there, and reads no weights.
@@ -192,6 +197,8 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
         sizes = read_sizes(config.name, spec)
     else:
         sizes = sizes_from(models.architecture, spec, decoder_sizes(spec, models.model.autoencoder, models.model.vae))
+    if config.ranks > 1:
+        fit.check_ranks(config, sizes)
     steps = choose_steps(settled.config.steps, spec.steps, spec.name)
     if config.profile is not None and config.ranks > 1:
         runs = balance.share_out(config, steps, read_profile(Path(config.profile), sizes, max_rows=1))
@@ -213,7 +220,7 @@ def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> 
     plan.check_fit(rank, plan.runs, limits)
     if rank == 0:
         _tell(plan.choices, "")
-    if rank < config.stages:
+    if rank < config.stage_ranks:
         torch.set_num_threads(config.threads)
         kernels, tried = try_kernels(config, plan.sizes, device, plan.models.dtype)
         _tell(tried, "" if context is None else f"rank {rank}: ")

@@ -76,22 +76,22 @@ def _load_stage(
 ) -> tuple[StageModel, Blocks]:
     """The rank's run of the transformer's blocks, and the runs of all. Without a profile each stage of a ring measures
     the even share that it has loaded; where its share then turns out to be another, that one is loaded instead."""
-    config, runs, rank = plan.config, plan.runs, plan.rank
+    config, runs, stage = plan.config, plan.runs, plan.stage
     even = context is not None and config.profile is None
     host = torch.device("cpu") if config.offload != "none" else None
     while True:
-        denoiser = plan.models.transformer(runs[rank], plan.kernels, host)
+        denoiser = plan.models.transformer(runs[stage], plan.kernels, host)
         if host is not None:
             denoiser = block_offload.offload(denoiser, plan.device)
         model = StageModel(plan.spec, denoiser)
         if context is None or not even:
             return model, runs
-        measured = balance.measure(model, decoder, plan.device, (rank, config.stages), config.kv_context)
-        costs = balance.gather_costs(context, measured, config.stages, plan.sizes.blocks)
+        measured = balance.measure(model, decoder, plan.device, (stage, config.stages), config.kv_context)
+        costs = balance.gather_costs(context, measured, config.stages, config.shares, plan.sizes.blocks)
         before, runs = runs, balance.share_out(config, plan.steps, costs)
-        if runs[rank] == before[rank]:
+        if runs[stage] == before[stage]:
             return model, runs
-        plan.check_fit(rank, runs, plan.limits)
+        plan.check_fit(plan.rank, runs, plan.limits)
         even = False
         del model, denoiser  # two at once may be more than there is memory for
 

@@ -1,12 +1,14 @@
 """Ranks over real processes: who is linked to whom.
 
-Edge i leads from stage i to stage i + 1, the last one back to the head. All ranks of a ring build the same edges.
+Edge i leads from stage i to stage i + 1, the last one back to the head. All ranks of a ring build the same edges. Where
+several ranks share a stage (`distributed.context_parallel`), rank c of each stage is linked to rank c of the next one;
+the head also to the others of its stage, which it hands what enters, and of the last stage its first rank sends back.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -19,7 +21,10 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model, StageModel
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decode_worker import latents_layout, pictures_layout
-from streamdiff.pipeline.distributed.link import Receiver, Sender
+from streamdiff.pipeline.distributed.context_parallel import ContextGroup, stage_group
+from streamdiff.pipeline.distributed.fan_out import FanOutReceiver, FanOutSender
+from streamdiff.pipeline.distributed.link import Receiver, Sender, ring_edges
+from streamdiff.pipeline.distributed.local_link import NoLink, NoSender
 from streamdiff.pipeline.distributed.message import MessageLayout
 from streamdiff.pipeline.distributed.nccl import NcclEnd, NcclReceiver, NcclSender, edge_groups, warm_up
 from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
@@ -43,9 +48,10 @@ _LATENTS_TAG, _PICTURES_TAG = 1_000_001, 1_000_002  # beyond those of any ring's
 
 @dataclass(frozen=True)
 class StageTopology:
-    """Rank `rank` of a ring of `stages`, and what all of its ranks have to agree on: `rows` in a forward, `link`, and
-    whether a clean pass takes the next chunk's first step with it; `wait_s` is what a row may wait for others. `ring`
-    tells rings over the same processes apart."""
+    """Rank `rank` of a ring of `stages`, and what all of its ranks have to agree on: `rows` in a forward, `link`,
+    whether a clean pass takes the next chunk's first step with it, and how many ranks share a stage, `shares`: those of
+    a stage are numbered one after the other. `wait_s` is what a row may wait for others. `ring` tells rings over the
+    same processes apart."""
 
     rank: int
     stages: int
@@ -54,13 +60,19 @@ class StageTopology:
     link: Link = "gloo"
     clean_with_next: bool = False
     wait_s: float = 0.0
+    shares: int = 1
 
     @classmethod
     def of(cls, config: ModelConfig, rank: int, device: torch.device, batching: Batching = ALONE) -> StageTopology:
         """That of a configuration, whose `batching` was resolved. Raises ConfigError as `pick_link`."""
-        link, with_next = link_of(config, device), config.clean_with_next
         return cls(
-            rank, config.stages, rows=batching.max_rows, link=link, clean_with_next=with_next, wait_s=batching.wait_s
+            rank,
+            config.stages,
+            rows=batching.max_rows,
+            link=link_of(config, device),
+            clean_with_next=config.clean_with_next,
+            wait_s=batching.wait_s,
+            shares=config.shares,
         )
 
     def carried(self, spec: ModelSpec) -> int:
@@ -68,15 +80,30 @@ class StageTopology:
         return rows_carried(spec, self.rows, self.clean_with_next)
 
     @property
-    def edge_in(self) -> int:
-        return (self.rank - 1) % self.stages
+    def stage(self) -> int:
+        return self.rank // self.shares
 
     @property
-    def edge_out(self) -> int:
-        return self.rank
+    def share(self) -> int:
+        """Which of its stage's ranks it is."""
+        return self.rank % self.shares
+
+    @property
+    def edges(self) -> list[tuple[int, int]]:
+        """Sending and receiving rank of every edge."""
+        return ring_edges(self.stages, self.shares)
+
+    def layout(self, edge: int, model: StageModel) -> MessageLayout:
+        """What an edge carries."""
+        receiver, carried = self.edges[edge][1], self.carried(model.spec)
+        if receiver == 0:
+            return MessageLayout.back_to_head(model, carried)
+        if receiver < self.shares:
+            return MessageLayout.within_first_stage(model, carried)
+        return MessageLayout.between_stages(model, carried, self.shares)
 
     def tag(self, edge: int) -> int:
-        return self.ring * self.stages + edge
+        return self.ring * len(self.edges) + edge
 
 
 def connect(
@@ -86,48 +113,74 @@ def connect(
     group: dist.ProcessGroup | None = None,
     on_edge: OnEdge = _ignore,
 ) -> tuple[Sender, Receiver]:
-    """This rank's ends of its two edges. `group` is one of gloo, the default one when it is None. With `nccl` all ranks
-    of the default group have to call this or `join_edges`, it returns when all have, and `on_edge` is told which edge
-    is next."""
-
-    def layout(edge: int) -> MessageLayout:
-        carried = topology.carried(model.spec)
-        back = edge == topology.stages - 1
-        return MessageLayout.back_to_head(model, carried) if back else MessageLayout.between_stages(model, carried)
-
+    """This rank's ends of its edges; where it has none that leads on, what it sends goes nowhere, or on the head comes
+    back. `group` is one of gloo, the default one when it is None. With `nccl` all ranks of the default group have to
+    call this or `join_edges`, it returns when all have, and `on_edge` is told which edge is next."""
+    senders: Mapping[int, Sender]
+    receivers: Mapping[int, Receiver]
     if topology.link == "nccl":
-        return _connect_nccl(topology, device, layout(topology.edge_out), layout(topology.edge_in), group, on_edge)
-    after, before = (topology.rank + 1) % topology.stages, (topology.rank - 1) % topology.stages
-    receiver = TcpReceiver(layout(topology.edge_in), before, topology.tag(topology.edge_in), device, group)
-    sender = TcpSender(layout(topology.edge_out), after, topology.tag(topology.edge_out), group)
-    return sender, receiver
+        senders, receivers = _connect_nccl(model, topology, device, group, on_edge)
+    else:
+        senders, receivers = _connect_tcp(model, topology, device, group)
+    loop = NoLink()
+    others = [sender for edge, sender in senders.items() if 0 < topology.edges[edge][1] < topology.shares]
+    onward = [sender for sender in senders.values() if sender not in others]
+    sender = onward[0] if onward else loop if topology.rank == 0 else NoSender()
+    receiver = next(iter(receivers.values()), loop)
+    return FanOutSender(sender, others) if others else sender, receiver
+
+
+def _connect_tcp(
+    model: StageModel, topology: StageTopology, device: torch.device, group: dist.ProcessGroup | None
+) -> tuple[dict[int, Sender], dict[int, Receiver]]:
+    """Ends of edges by their numbers, those that receive made before those that wait for these."""
+    receivers, senders = dict[int, Receiver](), dict[int, Sender]()
+    for edge, (source, target) in enumerate(topology.edges):
+        if target == topology.rank:
+            receivers[edge] = TcpReceiver(topology.layout(edge, model), source, topology.tag(edge), device, group)
+    for edge, (source, target) in enumerate(topology.edges):
+        if source == topology.rank:
+            senders[edge] = TcpSender(topology.layout(edge, model), target, topology.tag(edge), group)
+    return senders, receivers
 
 
 def _connect_nccl(
+    model: StageModel,
     topology: StageTopology,
     device: torch.device,
-    layout_out: MessageLayout,
-    layout_in: MessageLayout,
     records: dist.ProcessGroup | None,
     on_edge: OnEdge,
-) -> tuple[NcclSender, NcclReceiver]:
+) -> tuple[dict[int, NcclSender], dict[int, NcclReceiver]]:
     """Communicators of all edges, this rank's ends, and a message over every edge before anything depends on one."""
-    groups = edge_groups(topology.stages, device, on_edge=partial(on_edge, "communicators"))
-    out, into = groups[topology.edge_out], groups[topology.edge_in]
-    assert out is not None and into is not None
-    after, before = (topology.rank + 1) % topology.stages, (topology.rank - 1) % topology.stages
-    receiver = NcclReceiver(NcclEnd(layout_in, before, topology.tag(topology.edge_in), device, into, records))
-    sender = NcclSender(NcclEnd(layout_out, after, topology.tag(topology.edge_out), device, out, records))
-    warm_up(sender, receiver, topology.rank, topology.stages, partial(on_edge, "first transfers"))
+    groups = edge_groups(topology.stages, device, on_edge=partial(on_edge, "communicators"), shares=topology.shares)
+
+    def end(edge: int, peer: int) -> NcclEnd:
+        group = groups[edge]
+        assert group is not None
+        return NcclEnd(topology.layout(edge, model), peer, topology.tag(edge), device, group, records)
+
+    edges, rank = topology.edges, topology.rank
+    receivers = {edge: NcclReceiver(end(edge, ends[0])) for edge, ends in enumerate(edges) if ends[1] == rank}
+    senders = {edge: NcclSender(end(edge, ends[1])) for edge, ends in enumerate(edges) if ends[0] == rank}
+    warm_up({**senders, **receivers}, partial(on_edge, "first transfers"))
     on_edge("graphs", 0)
     dist.barrier(records)
-    return sender, receiver
+    return senders, receivers
 
 
-def join_edges(topology: StageTopology, device: torch.device) -> None:
+def share_stages(topology: StageTopology, spec: ModelSpec, device: torch.device) -> ContextGroup | None:
+    """This rank's group where several share a stage, else None. All ranks of the default group call this together,
+    before they connect."""
+    if topology.shares == 1:
+        return None
+    return stage_group(topology.stages, topology.shares, spec.chunk_latents, device)
+
+
+def join_edges(topology: StageTopology, spec: ModelSpec, device: torch.device) -> None:
     """What a rank without an edge does while the others `connect`: all ranks make groups together."""
+    share_stages(topology, spec, device)
     if topology.link == "nccl":
-        edge_groups(topology.stages, device)
+        edge_groups(topology.stages, device, shares=topology.shares)
         dist.barrier()
 
 
@@ -138,9 +191,15 @@ def link_of(config: ModelConfig, device: torch.device) -> Link:
         ConfigError: as `pick_link`.
     """
     # A rank that only decodes is at no edge, and may share a stage's device.
-    stages_here = min(config.stages, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    stages_here = min(config.stage_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     shared = device.type == "cuda" and stages_here > torch.cuda.device_count()
-    return pick_link(config.link, device, shared)
+    link = pick_link(config.link, device, shared)
+    if config.shares > 1 and device.type == "cuda" and link != "nccl":
+        raise ConfigError(
+            f"parallel is {config.parallel}, and the link is gloo: ranks that share a stage on CUDA exchange over "
+            "NCCL, which wants a device for each; use fewer ranks, or device cpu"
+        )
+    return link
 
 
 def pick_link(wanted: str, device: torch.device, shared_device: bool = False) -> Link:
@@ -171,18 +230,23 @@ def pick_link(wanted: str, device: torch.device, shared_device: bool = False) ->
 
 def head_ring(model: Model, topology: StageTopology, device: torch.device, on_edge: OnEdge = _ignore) -> RingExecutor:
     """The ring, for rank 0. `model` has the blocks of rank 0 only."""
-    links = connect(model, topology, device, None, on_edge) if topology.stages > 1 else None
-    stage = ModelRunner(model, device, topology.rank, topology.stages)
-    return RingExecutor(
+    group = share_stages(topology, model.spec, device)
+    links = connect(model, topology, device, None, on_edge) if topology.stages * topology.shares > 1 else None
+    stage = ModelRunner(model, device, topology.stage, topology.stages, group)
+    ring = RingExecutor(
         model, device, topology.rows, stage=stage, links=links, clean_with_next=topology.clean_with_next,
         wait_s=topology.wait_s,
     )  # fmt: skip
+    if links is not None and isinstance(links[0], FanOutSender):
+        ring.worker.receiver = FanOutReceiver(ring.worker.receiver, links[0].others)
+    return ring
 
 
 def follower(model: StageModel, topology: StageTopology, device: torch.device, on_edge: OnEdge = _ignore) -> Worker:
     """The loop of any other rank. `model` has this rank's blocks only."""
+    group = share_stages(topology, model.spec, device)
     sender, receiver = connect(model, topology, device, None, on_edge)
-    return Worker(receiver, ModelRunner(model, device, topology.rank, topology.stages), sender)
+    return Worker(receiver, ModelRunner(model, device, topology.stage, topology.stages, group), sender)
 
 
 def decode_links(

@@ -64,8 +64,9 @@ class WorkerGroup:
 
     def broken(self, error: LinkClosed) -> EngineFailure:
         """The failure behind a closed link: the first fault reported, else that the neighbour is gone."""
-        own = link_fault(error, self.context.rank, self._watch)
-        self._fault = self._watch.fault(_NOTICE_S) or self._watch.report(own)
+        self._fault = str(error)  # a signal may come while it is found out who is gone: the ring has no orderly end
+        told = self._watch.fault(_NOTICE_S)
+        self._fault = told or self._watch.report(link_fault(error, self.context.rank, self._watch, self._watch))
         return self._failure(self._fault)
 
     def _failure(self, fault: str) -> EngineFailure:

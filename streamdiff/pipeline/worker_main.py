@@ -18,7 +18,7 @@ from streamdiff.device import bind, own_device
 from streamdiff.pipeline import load_plan, rank_loader, topology
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, DecodeWorker
 from streamdiff.pipeline.distributed.heartbeat import HealthMonitor
-from streamdiff.pipeline.distributed.link import LinkClosed
+from streamdiff.pipeline.distributed.link import GroupBroken, LinkClosed
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.distributed.start_progress import StartProgress
 from streamdiff.pipeline.planner.batching import batching_of
@@ -39,7 +39,7 @@ def run_worker(config: ModelConfig) -> None:
     plan = load_plan.plan_load(config, device)
     config, context = plan.config, plan.join()
     place = topology.StageTopology.of(config, context.rank, device, batching_of(config, plan.sizes))
-    progress = start_progress(context, config.stages)
+    progress = start_progress(context, config)
     plan = load_plan.plan_rank(plan, context)
     loaded = rank_loader.load_rank(plan, context)
     decoder = loaded.decoder
@@ -52,7 +52,7 @@ def run_worker(config: ModelConfig) -> None:
         workers.append(worker)
     else:
         progress.enter("graphs")
-        topology.join_edges(place, device)
+        topology.join_edges(place, plan.spec, device)
     if decoder is not None:
         # Beside a stage it has a thread of its own, alone it is the process.
         threads = DECODE_THREADS if workers else torch.get_num_threads()
@@ -64,9 +64,11 @@ def run_worker(config: ModelConfig) -> None:
     work(workers, context, config.hang_s, device)
 
 
-def start_progress(context: RankContext, stages: int) -> StartProgress:
+def start_progress(context: RankContext, config: ModelConfig) -> StartProgress:
     """A start that ends this process when a rank of the ring stands still: its own thread may be what hangs."""
-    return StartProgress(context, stages, lambda fault: exit_now(f"rank {context.rank} ends: {fault}"))
+    return StartProgress(
+        context, config.stages, lambda fault: exit_now(f"rank {context.rank} ends: {fault}"), config.shares
+    )
 
 
 def work(workers: Sequence[Worker | DecodeWorker], context: RankContext, hang_s: float, device: torch.device) -> None:
@@ -111,15 +113,21 @@ def _run(worker: Worker | DecodeWorker, watch: HealthMonitor, context: RankConte
     try:
         worker.run()
     except LinkClosed as error:
-        exit_now(f"rank {context.rank} ends: {watch.report(link_fault(error, context.rank, worker))}")
+        exit_now(f"rank {context.rank} ends: {watch.report(link_fault(error, context.rank, worker, watch))}")
     except Exception as error:
         error.add_note(f"on rank {context.rank}, {worker.where()}")
         watch.report(f"rank {context.rank} failed {worker.where()}: {type(error).__name__}: {error}")
         raise
 
 
-def link_fault(error: LinkClosed, rank: int, worker: Worker | DecodeWorker | HealthMonitor) -> str:
-    """The fault that a closed link means, as `rank` reports it."""
+def link_fault(
+    error: LinkClosed, rank: int, worker: Worker | DecodeWorker | HealthMonitor, watch: HealthMonitor
+) -> str:
+    """The fault that a closed link means, as `rank` reports it. Where an exchange among several ranks ended it is asked
+    which of them still say something."""
+    if isinstance(error, GroupBroken):
+        gone = ", ".join(map(str, watch.silent(error.peers) or error.peers))
+        return f"rank {gone} is gone ({error}); rank {rank} noticed it {worker.where()}"
     return f"rank {error.peer} is gone ({error}); rank {rank} noticed it {worker.where()}"
 
 

@@ -61,9 +61,9 @@ def given(tmp_path: Path) -> Given:
     return checkpoint(tmp_path)
 
 
-def checkpoint(folder: Path, layers: int = 3) -> Given:
+def checkpoint(folder: Path, layers: int = 3, heads: int = 2) -> Given:
     """The checkpoint of so many blocks, with noise and two texts, in a folder."""
-    model = small_transformer(5, layers=layers, planes=0)
+    model = small_transformer(5, layers=layers, heads=heads, planes=0)
     torch.save({"generator": original(model.state_dict()), "step": 7}, folder / "wan.pt")
     config = {"num_attention_heads": model.config.num_attention_heads}
     (folder / "config.json").write_text(json.dumps(config | {"attention_head_dim": model.config.attention_head_dim}))

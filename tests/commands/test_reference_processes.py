@@ -46,14 +46,18 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Given:
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.soak)])
 def made(request: pytest.FixtureRequest, given: Given) -> dict[str, Tensor]:
     """Latents of all cases, from one ring of processes."""
-    stages: int = request.param
+    return over_ranks(given, request.param, "--stages", str(request.param))
+
+
+def over_ranks(given: Given, ranks: int, *layout: str) -> dict[str, Tensor]:
+    """Latents of all cases, by so many processes with these options."""
     commands, outputs = [], {}
     for number, (name, options) in enumerate(cases(given).items()):
-        outputs[name] = given.folder / f"ranks-{stages}-{number}.safetensors"
-        commands.append(given.command(*options, "--stages", str(stages), "--processes", out=outputs[name]))
+        outputs[name] = given.folder / f"ranks-{layout[-1]}-{number}.safetensors"
+        commands.append(given.command(*options, *layout, "--processes", out=outputs[name]))
     listed = given.folder / "commands.json"
     listed.write_text(json.dumps(commands))
-    run_ranks("tests.commands.reference_rank", [str(listed)], stages, LIMIT_S)
+    run_ranks("tests.commands.reference_rank", [str(listed)], ranks, LIMIT_S)
     return {name: load_file(path)["latents"] for name, path in outputs.items()}
 
 
@@ -62,6 +66,16 @@ def test_ranks_give_the_bits_of_one_process(given: Given, made: dict[str, Tensor
     torch.set_num_threads(1)
     for name, options in cases(given).items():
         assert torch.equal(made[name], given.latents(*options)), name
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("parallel", ["1x4", "2x2"])
+def test_ranks_that_share_stages_give_the_latents_of_one_process(parallel: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    given = checkpoint(tmp_path, layers=4, heads=4)
+    made = over_ranks(given, 4, "--parallel", parallel)
+    for name, options in cases(given).items():
+        torch.testing.assert_close(made[name], given.latents(*options), rtol=0, atol=1e-6)
 
 
 @pytest.mark.soak
@@ -86,6 +100,7 @@ def test_ranks_are_started_once_everything_has_been_checked(
     for wrong, words in (
         (given.command("--processes"), "--processes gives each of several stages a process; --stages is 1"),
         (given.command("--stages", "5", "--processes"), "4"),
+        (given.command("--parallel", "1x2"), "--parallel is 1x2: ranks that share a stage need --processes"),
         (given.command("--stages", "2", "--processes", "--noise", str(tmp_path / "none")), "does not exist"),
     ):
         assert main.main(wrong) == 2

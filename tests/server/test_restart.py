@@ -375,10 +375,16 @@ def test_nothing_is_left_when_the_server_is_ended_while_an_engine_starts(gate: G
     assert not second.is_running()
 
 
-@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_the_model_streams_again_after_a_process_of_its_engine_was_killed(stages: int) -> None:
-    """The engine alone, or the second of two ranks, with the embedded model."""
-    ring = ("--stages", "2", "--kv-context", "staircase") if stages == 2 else ()
+@pytest.mark.parametrize(
+    "ring",
+    [
+        pytest.param((), marks=pytest.mark.soak, id="1"),
+        pytest.param(("--stages", "2", "--kv-context", "staircase"), id="2"),
+        pytest.param(("--parallel", "1x2"), marks=pytest.mark.slow, id="1x2"),
+    ],
+)
+def test_the_model_streams_again_after_a_process_of_its_engine_was_killed(ring: tuple[str, ...]) -> None:
+    """The engine alone, or the second of two ranks, of a stage each or that share one, with the embedded model."""
     server = start(*ring, program=MODEL)
 
     async def main() -> None:
@@ -392,12 +398,12 @@ def test_the_model_streams_again_after_a_process_of_its_engine_was_killed(stages
                 while (receipt := await viewer.after(len(viewer.messages), {"type": "stats"}))["frame"] < 24:
                     pass
             said = len(viewer.messages)
-            [victim] = [server.engine] if stages == 1 else [
+            [victim] = [server.engine] if not ring else [
                 rank for rank in server.engine.children() if rank.environ().get("RANK") == "1"
             ]  # fmt: skip
             victim.send_signal(signal.SIGKILL)
             state = await viewer.after(said, {"type": "state", "engine": "restarting"})
-            assert ("SIGKILL" if stages == 1 else "rank 1 is gone") in state["engine_reason"]
+            assert ("rank 1 is gone" if ring else "SIGKILL") in state["engine_reason"]
             await viewer.after(said, {"type": "state", "engine": "running", "prompt": "a blue star at night"})
             async with asyncio.timeout(LIMIT_S):
                 while (await viewer.after(len(viewer.messages), {"type": "stats"}))["frame"] <= receipt["frame"] + 48:

@@ -238,9 +238,17 @@ class WanDenoiser:
 
     def head(self, tokens: Tokens, grid: tuple[int, int, int]) -> Tensor:
         """Tokens to the predicted flow `[R, C, F, h, w]`; `grid` is (F, h, w) in latent units."""
+        return self.unpatch(self.output(tokens), grid)
+
+    def output(self, tokens: Tokens) -> Tensor:
+        """Tokens, or some of each latent frame, to the flow of each one's patch `[R, L, patch * C]`."""
         shift, scale = (self.model.scale_shift_table.unsqueeze(0) + tokens.time.unsqueeze(2)).unbind(2)
         normal = _modulate(self.model.norm_out(tokens.hidden.float()), shift, 1 + scale, tokens.hidden.dtype)
         flow: Tensor = self.model.proj_out(normal)
+        return flow
+
+    def unpatch(self, flow: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        """The flow `[R, C, F, h, w]` from that of all tokens' patches, see `output`."""
         (frames, height, width), (pt, ph, pw) = grid, self.patch
         flow = flow.reshape(-1, frames // pt, height // ph, width // pw, pt, ph, pw, self.latent_channels)
         return flow.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(-1, self.latent_channels, frames, height, width)

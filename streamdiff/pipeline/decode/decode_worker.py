@@ -203,6 +203,8 @@ class RemoteDecoding:
 class DecodeWorker:
     """The other end: decodes for the head until it is told to stop. The fields are those of a `Worker`."""
 
+    awaits_others = False
+
     def __init__(
         self,
         decoder: PictureDecoder,

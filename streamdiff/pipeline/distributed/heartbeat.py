@@ -23,6 +23,7 @@ from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 
 HEARTBEAT_S = 0.5
+_SILENT_S = 8 * HEARTBEAT_S
 _HOST = socket.gethostname()
 
 
@@ -47,6 +48,9 @@ class RankLoop(Protocol):
     now: StageMessage | None
     done: int
     timer: DeviceTimer
+
+    @property
+    def awaits_others(self) -> bool: ...
 
     def where(self) -> str: ...
 
@@ -98,6 +102,16 @@ class HealthMonitor:
             return None
         return Heartbeat(**json.loads(self._context.store.get(key)))
 
+    def silent(self, ranks: Sequence[int]) -> list[int]:
+        """Those of `ranks` that say nothing more; waits for the others' next heartbeat, and for these `_SILENT_S`."""
+        known = {rank: self.last_heartbeat(rank) for rank in ranks}
+        end_s = clock.monotonic_s() + _SILENT_S
+        while (left := [rank for rank in ranks if self.last_heartbeat(rank) == known[rank]]) and (
+            clock.monotonic_s() < end_s and self.fault() is None
+        ):
+            threading.Event().wait(HEARTBEAT_S / 10)
+        return left
+
     def await_ends(self, limit_s: float) -> None:
         """Wait until all ranks have said that they ended, at most so long: they need the store until then."""
         end_s = clock.monotonic_s() + limit_s
@@ -112,7 +126,8 @@ class HealthMonitor:
         self._context.store.set(f"beat/{self._context.rank}", json.dumps(asdict(beat)))
 
     def _run(self) -> None:
-        own = [(worker, _Stillness(self._hang_s)) for worker in self._workers]
+        # Of ranks that wait for each other in a forward, the one that says nothing is found first.
+        own = [(each, _Stillness((2 if each.awaits_others else 1) * self._hang_s)) for each in self._workers]
         other = _Stillness(self._hang_s)
         parent = os.getppid()
         after = (self._context.rank + 1) % self._context.ranks

@@ -24,6 +24,23 @@ class LinkClosed(Exception):
         self.peer = peer
 
 
+class GroupBroken(LinkClosed):
+    """An exchange among several ranks ended: one of the other ones, `peers`, is gone."""
+
+    def __init__(self, message: str, peers: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.peers = peers
+
+
+def ring_edges(stages: int, shares: int = 1) -> list[tuple[int, int]]:
+    """Sending and receiving rank of every edge, by its number: from stage to stage, where `shares` ranks share each as
+    many edges side by side; back to the head; and from the head to the other ranks of its stage."""
+    last = (stages - 1) * shares
+    forward = [(rank, rank + shares) for rank in range(last)]
+    back = [(last, 0)] if stages > 1 else []
+    return [*forward, *back, *((0, rank) for rank in range(1, shares))]
+
+
 class Sender(Protocol):
     """The sending end, for one thread."""
 

@@ -39,6 +39,24 @@ class NoLink:
         """Nothing travels."""
 
 
+class NoSender:
+    """The sending end of a rank whose result another rank sends."""
+
+    ready = True
+
+    def announce(self, work: StageMessage) -> None:
+        """Nobody is told."""
+
+    def send(self, work: StageMessage) -> None:
+        """It goes nowhere."""
+
+    def close(self) -> None:
+        """Nothing ends."""
+
+    def flush(self, limit_s: float) -> None:
+        """Nothing travels."""
+
+
 class LocalLink:
     """Both ends in one process, over real buffers: deterministic in one thread, usable between two."""
 

@@ -80,6 +80,21 @@ class StageMessage:
         """The same without its tensors."""
         return StageMessage(self.kind, self.rows, self.control)
 
+    @property
+    def is_long(self) -> bool:
+        """Whether its rows are of a forward that travels row by row, as it may have more than a link carries."""
+        return bool(self.rows) and self.rows[-1].recaches
+
+    @property
+    def as_sent(self) -> list[StageMessage]:
+        """The messages that it travels as."""
+        if not self.is_long:
+            return [self]
+        return [
+            replace(self, rows=(row,), tensors=tuple(tensor[i : i + 1] for tensor in self.tensors))
+            for i, row in enumerate(self.rows)
+        ]
+
     def __str__(self) -> str:
         """What it is about, for messages: `session 0, chunk 17, step 2`."""
         if self.control is not None:
@@ -102,12 +117,21 @@ class MessageLayout:
     text: tuple[Shape, torch.dtype] | None
 
     @classmethod
-    def between_stages(cls, model: StageModel, max_rows: int) -> MessageLayout:
-        """Hidden states and time embeddings forward, and text embeddings."""
+    def within_first_stage(cls, model: StageModel, max_rows: int) -> MessageLayout:
+        """What the head gives the other ranks of its stage: latents and time embeddings, and text embeddings."""
+        denoiser, spec = model.denoiser, model.spec
+        frames, dtype = spec.chunk_latents // denoiser.patch[0], denoiser.dtype
+        shapes = (spec.chunk_shape, (frames, denoiser.width))
+        return cls(max_rows, tuple((shape, dtype) for shape in shapes), (spec.text_shape, dtype))
+
+    @classmethod
+    def between_stages(cls, model: StageModel, max_rows: int, shares: int = 1) -> MessageLayout:
+        """Hidden states and time embeddings forward, and text embeddings; of the hidden states one of so many equal
+        `shares`."""
         denoiser, spec = model.denoiser, model.spec
         dtype = denoiser.dtype
         frames, tokens = spec.chunk_latents // denoiser.patch[0], denoiser.tokens(spec.chunk_shape[1:])
-        shapes = ((tokens, denoiser.width), (frames, denoiser.width))
+        shapes = ((tokens // shares, denoiser.width), (frames, denoiser.width))
         return cls(max_rows, tuple((shape, dtype) for shape in shapes), (spec.text_shape, dtype))
 
     @classmethod

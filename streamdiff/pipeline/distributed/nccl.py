@@ -9,7 +9,7 @@ waits for the device and nothing is read from it; who may touch a slot when is s
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from streamdiff.pipeline.distributed.cuda_streams import CudaStreams, ReceiveLane, SendLane, Streams, Transfer
-from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed
+from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed, ring_edges
 from streamdiff.pipeline.distributed.message import MessageLayout, StageMessage
 from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
 
@@ -36,29 +36,31 @@ and heartbeats find who fails, and say it; so the watchdog only watches."""
 
 
 def edge_groups(
-    stages: int, device: torch.device, backend: str = "nccl", on_edge: Callable[[int], None] = lambda edge: None
+    stages: int,
+    device: torch.device,
+    backend: str = "nccl",
+    on_edge: Callable[[int], None] = lambda edge: None,
+    shares: int = 1,
 ) -> list[dist.ProcessGroup | None]:
-    """The process group of every edge by its number, None for edges of other ranks.
+    """The process group of every edge of `ring_edges` by its number, None for edges of other ranks.
 
     All ranks of the default group call this, together and as often. Communicators are made here and not at the first
     message, when the other rank may be busy. Two stages have two edges between the same ranks, and a group for each.
     `on_edge` is told which edge is next. Mutates: this process's environment, by `ENVIRONMENT`.
 
     Raises:
-        ValueError: the default group has fewer ranks than `stages`.
+        ValueError: the default group has fewer ranks than the stages have.
     """
-    if dist.get_world_size() < stages:
-        raise ValueError(f"there are {dist.get_world_size()} ranks; a ring of {stages} stages needs {stages}")
+    if dist.get_world_size() < stages * shares:
+        raise ValueError(f"there are {dist.get_world_size()} ranks; a ring of {stages} stages needs {stages * shares}")
     os.environ.update(ENVIRONMENT)
-    bound = None
-    if device.type == "cuda":
-        bound = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    bound = bound_device(device)
     groups: list[dist.ProcessGroup | None] = []
-    for edge in range(stages if stages > 1 else 0):
-        ranks = [edge, (edge + 1) % stages]
+    for edge, ends in enumerate(ring_edges(stages, shares)):
+        ranks = list(ends)
         if dist.get_rank() in ranks:
             on_edge(edge)
-        options = _options() if backend == "nccl" else None
+        options = edge_options() if backend == "nccl" else None
         group = dist.new_group(
             ranks, timeout=FOREVER, backend=backend, pg_options=options, device_id=bound, group_desc=f"edge {edge}"
         )
@@ -66,12 +68,25 @@ def edge_groups(
     return groups
 
 
-def _options() -> dist.ProcessGroupNCCL.Options:
+def bound_device(device: torch.device) -> torch.device | None:
+    """The device that a communicator is made for at once, None on a CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+def edge_options() -> dist.ProcessGroupNCCL.Options:
+    """Of an edge: those of `group_options`, and few multiprocessors."""
+    options = group_options()
+    options.config.max_ctas = MAX_CTAS
+    return options
+
+
+def group_options() -> dist.ProcessGroupNCCL.Options:
     """Of one group: torch writes the group's name and ranks into them."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # of a pool that nothing else takes from
     options._timeout = FOREVER
     options.config.blocking = 1  # otherwise torch polls, and the caller waits all the same
-    options.config.max_ctas = MAX_CTAS
     return options
 
 
@@ -196,21 +211,14 @@ class NcclReceiver:
         self._records.close(limit_s)
 
 
-def warm_up(
-    sender: NcclSender,
-    receiver: NcclReceiver,
-    rank: int,
-    stages: int,
-    on_edge: Callable[[int], None] = lambda edge: None,
-) -> None:
-    """Have every edge of a ring carry one message, edge by edge in ascending order; all its ranks call this.
+def warm_up(ends: Mapping[int, NcclSender | NcclReceiver], on_edge: Callable[[int], None] = lambda edge: None) -> None:
+    """Have every edge of a ring carry one message, edge by edge in ascending order; all its ranks call this, with their
+    `ends` by the number of the edge in `ring_edges`.
 
     A communicator connects its ranks at their first transfer, where the host of each waits for the other's: both ends
     of an edge come to it together, and never all ranks with a send, which would each wait for the next
     (docs/decisions/0023). Afterwards nothing is under way on the device. `on_edge` is told which edge is next.
     """
-    for edge in range(stages):
-        for end, number in ((sender, rank), (receiver, (rank - 1) % stages)):
-            if edge == number:
-                on_edge(edge)
-                end.warm_up()
+    for edge in sorted(ends):
+        on_edge(edge)
+        ends[edge].warm_up()

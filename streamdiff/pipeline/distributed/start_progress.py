@@ -17,6 +17,7 @@ from typing import NamedTuple, NoReturn
 from tqdm import tqdm
 
 from streamdiff import clock
+from streamdiff.pipeline.distributed.link import ring_edges
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 
 PHASES = {"weights": 240.0, "communicators": 120.0, "first transfers": 120.0, "graphs": 1800.0, "ready": float("inf")}
@@ -41,14 +42,19 @@ class RankState(NamedTuple):
 
 
 class StartProgress:
-    """One rank's view. Rank 0, also where it is alone (`context` is None), draws a bar of all `stages` on stderr."""
+    """One rank's view of `stages` that `shares` ranks share each. Rank 0, also where it is alone (`context` is None),
+    draws a bar of all ranks on stderr."""
 
     def __init__(
-        self, context: RankContext | None, stages: int, on_fault: Callable[[str], None] = lambda fault: None
+        self,
+        context: RankContext | None,
+        stages: int,
+        on_fault: Callable[[str], None] = lambda fault: None,
+        shares: int = 1,
     ) -> None:
         """Where there are several ranks, a thread tells how far this one is until `finish`, and calls `on_fault`, once,
         with what it says of a rank that stands still."""
-        self._context, self._stages, self._on_fault = context, stages, on_fault
+        self._context, self._stages, self._shares, self._on_fault = context, stages, shares, on_fault
         self._state, self._number = RankState(), 0  # written by the rank's own thread, and by this one's
         self._bar: tqdm[NoReturn] | None = None
         self._ended = threading.Event()
@@ -71,7 +77,7 @@ class StartProgress:
         self._state = self._state._replace(made=made)
         self._tell(self._context)
         if self._bar is None and (self._context is None or self._context.rank == 0):
-            self._bar = tqdm(total=of * self._stages, desc="compiling", unit="graph", dynamic_ncols=True)
+            self._bar = tqdm(total=of * self._stages * self._shares, desc="compiling", unit="graph", dynamic_ncols=True)
         self.draw()
 
     def draw(self) -> None:
@@ -96,7 +102,7 @@ class StartProgress:
             self._thread.join()
 
     def _run(self, context: RankContext) -> None:
-        watch = StartWatch(self._stages)
+        watch = StartWatch(self._stages, self._shares)
         try:
             while not self._ended.wait(LOOK_S):
                 self._number += 1
@@ -124,8 +130,8 @@ class StartProgress:
 class StartWatch:
     """Finds who does not get on."""
 
-    def __init__(self, stages: int) -> None:
-        self._stages = stages
+    def __init__(self, stages: int, shares: int = 1) -> None:
+        self._edges = ring_edges(stages, shares)
         self._since: dict[int, tuple[RankState, float]] = {}
         self._heard: dict[int, tuple[int, float]] = {}
 
@@ -145,7 +151,7 @@ class StartWatch:
         silent = [rank for rank in behind if now_s - self._heard[rank][1] >= limit_s / 2]
         where = phase
         if phase in ("communicators", "first transfers"):
-            edge = least[1]
-            where += f", edge {edge} from rank {edge} to rank {(edge + 1) % self._stages}"
+            source, target = self._edges[least[1]]
+            where += f", edge {least[1]} from rank {source} to rank {target}"
         ranks = f"rank {', '.join(map(str, silent or behind))}{' says nothing and' if silent else ''}"
         return f"{ranks} does not get on in the start's phase {where}: {limit_s:g} s without progress"

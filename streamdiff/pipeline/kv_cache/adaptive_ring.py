@@ -8,11 +8,13 @@ itself, so the host never knows which slot is next: the queue of slots lies on t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+AllHeads = Callable[[Tensor], Tensor]
 _NEXT, _WAITING, _STACK = 0, 1, 2
 
 
@@ -33,7 +35,12 @@ class AdaptiveRing(NamedTuple):
 
 
 def take_slot(
-    ring: AdaptiveRing, queue: Tensor, sink: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], free: Tensor
+    ring: AdaptiveRing,
+    queue: Tensor,
+    sink: tuple[Tensor, Tensor],
+    own: tuple[Tensor, Tensor],
+    free: Tensor,
+    all_heads: AllHeads | None = None,
 ) -> Tensor:
     """The slot, int64 `[1]`, that a chunk is written to. Nothing is read back to the host. Mutates: queue.
 
@@ -42,8 +49,9 @@ def take_slot(
         sink: rotated keys and values of its slots `[slots, tokens, H, d]`; zeros where none was written.
         own: those of the chunk `[tokens, H, d]`.
         free: the next free slot `[1]`, which it takes where the ring is not full.
+        all_heads: as in `likeness`.
     """
-    least, place = likeness(sink, own).min(0, keepdim=True)
+    least, place = likeness(sink, own, all_heads).min(0, keepdim=True)
     unlike = least < ring.threshold
     following, waiting, stack = queue[:_WAITING], queue[_WAITING:_STACK], queue[_STACK:]
     if not ring.full:
@@ -59,11 +67,14 @@ def take_slot(
     return slot
 
 
-def likeness(sink: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor]) -> Tensor:
+def likeness(sink: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], all_heads: AllHeads | None = None) -> Tensor:
     """How like a chunk is to each sink chunk, -1 to 1, float32 `[slots]`: the cosine of the means over tokens, of keys
-    and of values, averaged; that of an empty slot is 0. Arguments as those of `take_slot`."""
+    and of values, averaged; that of an empty slot is 0. Arguments as those of `take_slot`; where these are some of the
+    heads, `all_heads` puts their means `[n, H, d]` together with those of the other ranks, which then find the same."""
     cosines = []
     for kept, new in zip(sink, own, strict=True):
-        means = kept.mean(1, dtype=torch.float32).flatten(1), new.mean(0, dtype=torch.float32).view(1, -1)
-        cosines.append(torch.cosine_similarity(*means))
+        of_kept, of_new = kept.mean(1, dtype=torch.float32), new.mean(0, dtype=torch.float32)[None]
+        if all_heads is not None:
+            of_kept, of_new = all_heads(torch.cat([of_kept, of_new])).split((len(kept), 1))
+        cosines.append(torch.cosine_similarity(of_kept.flatten(1), of_new.flatten(1)))
     return (cosines[0] + cosines[1]) / 2

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from streamdiff.models.transformer import rope
 from streamdiff.models.transformer.attention_backend import AttendParts, over_parts
-from streamdiff.pipeline.kv_cache.adaptive_ring import AdaptiveRing, likeness, take_slot
+from streamdiff.pipeline.kv_cache.adaptive_ring import AdaptiveRing, AllHeads, likeness, take_slot
 from streamdiff.pipeline.kv_cache.cache import KVCache, LayerCaches
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
 
@@ -96,9 +96,11 @@ class RollingAttention:
         head_dim: int,
         device: torch.device,
         attend: AttendParts | None = None,
+        all_heads: AllHeads | None = None,
     ) -> None:
         """`frames` latent frames of a chunk, each of `height` x `width` tokens; `attend` is the kernel, torch's choice
-        if it is None."""
+        if it is None; `all_heads` as in `likeness`."""
+        self.all_heads = all_heads
         self.frames, self.device, self.attend = frames, device, attend or over_parts("auto")
         self.rows: list[AttentionMetadata] = []
         self._grid = rope.Grid(height, width, head_dim, device)
@@ -197,7 +199,7 @@ class RollingAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `models.transformer.wan.SelfAttention`; `layer` counts the stage's blocks. Mutates: the rows' states."""
-        return attend_rows(self.rows, layer, query, key, value, self.attend)
+        return attend_rows(self.rows, layer, query, key, value, self.attend, self.all_heads)
 
     def _make_index(self, places: tuple[int, ...]) -> Tensor:
         index = torch.tensor(places)
@@ -211,14 +213,20 @@ class RollingAttention:
 
 
 def attend_rows(
-    rows: Sequence[AttentionMetadata], layer: int, query: Tensor, key: Tensor, value: Tensor, attend: AttendParts
+    rows: Sequence[AttentionMetadata],
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attend: AttendParts,
+    all_heads: AllHeads | None = None,
 ) -> Tensor:
     """Each row in turn writes its keys and values and attends to its view, by the kernel `attend`; those that it sees
     of the rows after it are written before. All `[R, L, H, d]`. Mutates: the caches."""
     mixed, written = [], 0
     for index, (shape, row) in enumerate(rows):
         while written <= index + shape.ahead:
-            _write(rows[written], layer, key[written], value[written])
+            _write(rows[written], layer, key[written], value[written], all_heads)
             written += 1
         if row.sink_rope is not None:
             move_sink(row.caches, layer, shape.sink, shape.chunk, row.sink_rope)
@@ -227,11 +235,13 @@ def attend_rows(
         mixed.append(attend(rope.rotate(query[index], row.query_rope)[None], seen))
         if shape.adapt is not None:
             sink = row.caches.sink_keys[layer]
-            adapt_sink((sink, row.caches.values[layer][: len(sink)]), (key[index], value[index]), shape.adapt)
+            adapt_sink(
+                (sink, row.caches.values[layer][: len(sink)]), (key[index], value[index]), shape.adapt, all_heads
+            )
     return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
 
 
-def _write(view: AttentionMetadata, layer: int, key: Tensor, value: Tensor) -> None:
+def _write(view: AttentionMetadata, layer: int, key: Tensor, value: Tensor, all_heads: AllHeads | None) -> None:
     """Put a row's keys and values `[L, H, d]` into its slot. Mutates: the caches."""
     shape, row = view
     keys, values, sink_keys, queue = (each[layer] for each in row.caches)
@@ -240,7 +250,7 @@ def _write(view: AttentionMetadata, layer: int, key: Tensor, value: Tensor) -> N
         fold_into_sink((sink_keys[0], values[0]), gone, shape.fold)
     rotated, slot = rope.rotate(key, row.query_rope), row.slot
     if (ring := shape.ring) is not None:
-        slot = take_slot(ring, queue, (keys[: ring.sink], values[: ring.sink]), (rotated, value), row.slot)
+        slot = take_slot(ring, queue, (keys[: ring.sink], values[: ring.sink]), (rotated, value), row.slot, all_heads)
     if shape.keeps:
         kept = shape.keeps * len(key) // shape.chunk
         rotated, value = (
@@ -274,7 +284,9 @@ def _frames(slots: Tensor, chunk: int) -> Tensor:
     return frames.flatten(0, 1)
 
 
-def adapt_sink(sink: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], threshold: float) -> None:
+def adapt_sink(
+    sink: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], threshold: float, all_heads: AllHeads | None = None
+) -> None:
     """Put a chunk's keys and values into the place of the sink chunk that they are least like, if they are less like it
     than `threshold` (-1 to 1; cosines of the means over tokens, of keys and of values, averaged). Nothing is read back
     to the host. After StreamDiffusionV2's published code (github.com/chenfengxu714/StreamDiffusionV2), a chunk at a
@@ -283,10 +295,11 @@ def adapt_sink(sink: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], threshol
     Args:
         sink: keys, not rotated, and values `[sink chunks, tokens, H, d]`.
         own: the chunk's, `[tokens, H, d]`.
+        all_heads: as in `likeness`.
 
     Mutates: sink.
     """
-    alike = likeness(sink, own)
+    alike = likeness(sink, own, all_heads)
     place = torch.arange(len(alike), device=alike.device) == alike.argmin()
     replace = (place & (alike < threshold)).view(-1, 1, 1, 1)
     for kept, new in zip(sink, own, strict=True):

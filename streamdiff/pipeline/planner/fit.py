@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from streamdiff.config import ModelConfig
 from streamdiff.models.spec import with_window
 from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Memory, Storage, memory
 from streamdiff.pipeline.planner.model_sizes import SMALL, ModelSizes, decoder_sizes
+from streamdiff.pipeline.planner.partition import check_parallel, check_shares, check_stages
 from streamdiff.pipeline.planner.stage_layout import Blocks, Layout, Workload
 
 _UNIT = 32
@@ -64,6 +66,14 @@ class Remedy:
     demand: Demand
 
 
+def check_ranks(config: ModelConfig, sizes: ModelSizes) -> None:
+    """Raises ConfigError where a model of these sizes cannot be split over so many stages, or these be shared so."""
+    check_parallel(config.parallel, config.stages)
+    check_stages(config.stages, sizes.blocks)
+    if config.shares > 1:
+        check_shares(config.shares, sizes.heads, sizes.tokens // sizes.spec.chunk_latents)
+
+
 def misfit(demand: Demand, rank: int, free: int, where: str) -> str | None:
     """Why the rank's demand is above `free` bytes, which are what `where` has: what takes how much, which options by
     themselves make it fit, or else which do together. None where it fits."""
@@ -108,7 +118,7 @@ def _together(demand: Demand, rank: int, free: int) -> tuple[list[str], int]:
 def remedies(demand: Demand, rank: int, free: int) -> Iterator[Remedy]:
     """Options that take less memory of the rank, those that change pictures least first. A window or a picture is the
     largest with which it fits, or the smallest there is."""
-    storage, blocks = demand.storage, rank < len(demand.blocks)
+    storage, blocks = demand.storage, rank < len(demand.blocks) * demand.load.shares
     decodes = demand.memory()[rank].decode_work > 0
     if decodes and (storage.decode_latents or demand.sizes.spec.chunk_latents) > 1:
         yield Remedy("--decode-at-once 1", replace(demand, storage=replace(storage, decode_latents=1)))

@@ -13,7 +13,6 @@ import psutil
 import torch
 
 from streamdiff.errors import RequestError
-from streamdiff.pipeline.planner.memory import cache_bytes
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
 
 _KEPT_BACK = 0.1
@@ -44,14 +43,15 @@ class PreallocatedCaches(NamedTuple):
 @dataclass
 class KVCacheBudget:
     """Bytes of KV caches on every rank: `memory[r]` is what rank r had before anything was allocated, which runs
-    `blocks[r]` blocks; numbers in caches have `value_bytes` bytes. Preallocated caches count whether sessions use them
-    or not."""
+    `blocks[r]` blocks, and shares them with others, `shares` in all; numbers in caches have `value_bytes` bytes.
+    Preallocated caches count whether sessions use them or not."""
 
     sizes: ModelSizes
     memory: Sequence[RankMemory]
     blocks: Sequence[int]
     value_bytes: int
     waiting: PreallocatedCaches | None = None
+    shares: int = 1
     _taken: dict[int, list[int]] = field(default_factory=dict)
 
     def need(self, *, steps: int, kv_context: str) -> list[int]:
@@ -95,7 +95,7 @@ class KVCacheBudget:
     def _need(self, steps: int, kv_context: str) -> list[int]:
         return [
             rank.decoding
-            + cache_bytes(self.sizes, count, steps=steps, kv_context=kv_context, value_bytes=self.value_bytes)
+            + self.value_bytes * self.sizes.cache_values(count, steps=steps, kv_context=kv_context, shares=self.shares)
             for rank, count in zip(self.memory, self.blocks, strict=True)
         ]
 

@@ -21,6 +21,8 @@ LIBRARIES_BYTES = 600_000_000
 # Tensors that are alive at a block's widest moment, of width D, by the norms in float32, or D and the feed-forward's.
 # Measured without compilation (tests/pipeline/planner/test_memory.py).
 _NORM_WIDTHS, _FFN_WIDTHS, _FFN = 20, 6, 3
+_EXCHANGED = 12
+"""Tensors of a rank's tokens that `distributed.context_parallel` has as buffers, three for each that is exchanged."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,11 @@ class Memory:
         return self.activations + self.decode_work
 
 
-def cache_bytes(sizes: ModelSizes, blocks: int, *, steps: int, kv_context: str, value_bytes: int) -> int:
-    """Keys and values of one session on a stage of `blocks` blocks."""
-    return value_bytes * sizes.cache_values(blocks, steps=steps, kv_context=kv_context)
+def cache_bytes(
+    sizes: ModelSizes, blocks: int, *, steps: int, kv_context: str, value_bytes: int, shares: int = 1
+) -> int:
+    """Keys and values of one session on a rank of a stage of `blocks` blocks, which `shares` ranks share."""
+    return value_bytes * sizes.cache_values(blocks, steps=steps, kv_context=kv_context, shares=shares)
 
 
 def block_weights(sizes: ModelSizes, storage: Storage) -> int:
@@ -96,23 +100,27 @@ def memory(sizes: ModelSizes, layout: Layout, load: Workload, storage: Storage) 
 
     The text encoder is on rank 0; so is the decoder, unless it is on the last rank or one of its own.
     Caches, and what the decoder remembers, are of all sessions. A link has two slots at each of its ends, for the rows
-    of a full forward.
+    of a full forward. The ranks that share a stage follow one another; the first of them has what one rank has alone.
     """
-    last, found = load.stages - 1, []
-    home = {"last": last, "own-rank": load.stages}.get(layout.decode, 0)
+    last, found = load.stages - 1, list[Memory]()
+    home = {"last": last * load.shares, "own-rank": load.stages * load.shares}.get(layout.decode, 0)
     decoder = _decoder(sizes, load, storage)
     values = storage.value_bytes
-    for rank, (first, end) in enumerate(layout.blocks):
+    for rank in range(load.stages * load.shares):
+        stage = rank // load.shares
+        first, end = layout.blocks[stage]
         count = end - first
         other = sizes.shared_values
-        other += sizes.embed_values + sizes.text_values if rank == 0 else 0
-        other += sizes.output_values if rank == last else 0
+        other += sizes.embed_values + sizes.text_values if stage == 0 else 0
+        other += sizes.output_values if stage == last else 0
         on_device = count if storage.offload == "none" else min(count, OFFLOAD_BUFFERS)
         weights = values * other + on_device * block_weights(sizes, storage)
         role = " ".join(
-            word for word, here in (("head", rank == 0), ("output", rank == last), ("decode", rank == home)) if here
+            word for word, here in (("head", rank == 0), ("output", stage == last), ("decode", rank == home)) if here
         )
-        caches = cache_bytes(sizes, count, steps=load.steps, kv_context=load.kv_context, value_bytes=values)
+        caches = cache_bytes(
+            sizes, count, steps=load.steps, kv_context=load.kv_context, value_bytes=values, shares=load.shares
+        )
         decoding = decoder if rank == home else (0, 0, 0)
         found.append(
             Memory(
@@ -121,21 +129,26 @@ def memory(sizes: ModelSizes, layout: Layout, load: Workload, storage: Storage) 
                 weights + decoding[0],
                 storage.text_bytes if rank == 0 else 0,
                 load.sessions * caches,
-                values * load.max_rows * _activations(sizes, rank, load.stages),
+                values * load.max_rows * _activations(sizes, stage, load),
                 *decoding[1:],
             )
         )
-    if home == load.stages:
+    if home == load.stages * load.shares:
         found.append(Memory(home, "decode", decoder[0], 0, 0, 0, *decoder[1:]))
     return tuple(found)
 
 
-def _activations(sizes: ModelSizes, rank: int, stages: int) -> int:
-    """Numbers of one row: the link's slots, and the widest moment of a block."""
-    received = sizes.flow_values if rank == 0 else sizes.hidden_values
-    sent = sizes.flow_values if rank == stages - 1 else sizes.hidden_values
-    slots = 2 * (received + sent) if stages > 1 else 0
-    return slots + sizes.tokens * max(_NORM_WIDTHS * sizes.width, _FFN_WIDTHS * sizes.width + _FFN * sizes.ffn_dim)
+def _activations(sizes: ModelSizes, stage: int, load: Workload) -> int:
+    """Numbers of one row: the link's slots, and the widest moment of a block; where ranks share the stage, also the
+    buffers of their exchanges, queries, keys and values before and after, and the result likewise."""
+    hidden = sizes.hidden_values // load.shares
+    received = sizes.flow_values if stage == 0 else hidden
+    sent = sizes.flow_values if stage == load.stages - 1 else hidden
+    slots = 2 * (received + sent) if load.stages > 1 else 0
+    tokens = sizes.tokens // load.shares
+    exchanged = tokens * sizes.width * _EXCHANGED if load.shares > 1 else 0
+    widest = tokens * max(_NORM_WIDTHS * sizes.width, _FFN_WIDTHS * sizes.width + _FFN * sizes.ffn_dim)
+    return slots + exchanged + widest
 
 
 def _decoder(sizes: ModelSizes, load: Workload, storage: Storage) -> tuple[int, int, int]:

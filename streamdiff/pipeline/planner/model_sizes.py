@@ -115,10 +115,11 @@ class ModelSizes:
         """Those of KV context `anchored`: the sink's chunks, and every so many."""
         return Anchors(-(-self.spec.sink_latents // self.spec.chunk_latents), self.spec.anchor_every)
 
-    def cache_values(self, blocks: int, *, steps: int, kv_context: str) -> int:
+    def cache_values(self, blocks: int, *, steps: int, kv_context: str, shares: int = 1) -> int:
         """Keys and values that one session keeps on a stage of `blocks` blocks: each cache with its window and spare
-        slots, and the text's for one epoch. The number of stages does not matter, and a session in few steps keeps as
-        much as in the most that the model has: it may change to them."""
+        slots, and the text's for one epoch. Of `shares` ranks that share the stage each keeps that share of the caches'
+        heads, and all of the text. The number of stages does not matter, and a session in few steps keeps as much as in
+        the most that the model has: it may change to them."""
         steps = most_steps(steps, self.spec.steps)
         slots = self.spec.window_chunks(kv_context) + spare_slots(kv_context, steps=steps)
         caches = cache_count(kv_context, steps=steps)
@@ -127,7 +128,8 @@ class ModelSizes:
             slots += self.anchors.slots(slots - pinned)
         # Slots whose keys are kept un-rotated too, as they move.
         sink = 0 if self.spec.adaptive_ring(kv_context) else pinned
-        return blocks * self.width * (caches * (2 * slots + sink) * self.tokens + 2 * self.text_tokens)
+        own_width = self.width // shares
+        return blocks * (own_width * caches * (2 * slots + sink) * self.tokens + self.width * 2 * self.text_tokens)
 
 
 def read_sizes(model: str, spec: ModelSpec | None = None) -> ModelSizes:

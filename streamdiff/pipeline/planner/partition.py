@@ -65,6 +65,27 @@ def split_evenly(blocks: int, stages: int) -> tuple[tuple[int, int], ...]:
     return split_blocks([1.0] * blocks, [0.0] * stages)
 
 
+def check_shares(shares: int, heads: int, tokens: int) -> None:
+    """Raises ConfigError unless so many ranks can share a stage of a model with `heads` heads and `tokens` tokens in a
+    latent frame."""
+    most = math.gcd(heads, tokens)
+    if shares < 1 or most % shares:
+        fitting = [str(count) for count in range(2, most + 1) if most % count == 0]
+        ways = f"{', '.join(fitting)} ranks can share one, or 1 has it alone" if fitting else "give each stage one rank"
+        raise ConfigError(
+            f"{shares} ranks are to share a stage (model.parallel), but they share heads and the tokens of a latent "
+            f"frame evenly, and the model has {heads} heads and {tokens} tokens: {ways}"
+        )
+
+
+def check_parallel(parallel: str | None, stages: int) -> None:
+    """Raises ConfigError where `parallel`, PxC, and `stages` are both given and say different things."""
+    if parallel is not None and int(parallel.split("x")[0]) != stages:
+        raise ConfigError(
+            f"stages is {stages}, but parallel is {parallel}, stages x ranks that share each; leave stages out"
+        )
+
+
 def check_stages(stages: int, blocks: int) -> None:
     """Raises ConfigError unless every stage can have a block."""
     if not 1 <= stages <= blocks:

@@ -19,7 +19,8 @@ PLACES = ("head", "last", "own-rank", "own-stream")
 
 @dataclass(frozen=True)
 class Workload:
-    """What the ring is planned for: `sessions` alike sessions, up to `max_rows` rows in a forward."""
+    """What the ring is planned for: `sessions` alike sessions, up to `max_rows` rows in a forward; `shares` ranks share
+    each stage."""
 
     stages: int
     sessions: int
@@ -27,6 +28,7 @@ class Workload:
     kv_context: str
     max_rows: int
     anchor_every: int = 0
+    shares: int = 1
 
     @property
     def passes(self) -> float:

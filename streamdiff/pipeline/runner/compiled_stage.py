@@ -71,7 +71,8 @@ class CompiledStage:
         self._forward = forward
         self._graphs: dict[Key, Run] = {}
         self._parts: dict[int, CompiledParts] = {}  # by the number of rows
-        self._captured = captured_on(device, live)
+        # With an exchange in it a replay would have to be met by one of every other rank; compiled parts need not.
+        self._captured = captured_on(device, live) if forward.group is None else None
         self.learning = False
 
     @property
@@ -158,25 +159,35 @@ def compiled(forward: StageForward) -> CompiledParts:
         mixed: Tensor,
     ) -> Tensors:
         hidden = after(weights, hidden, modulation, texts, mixed)
-        return (denoiser.head(Tokens(hidden, time), forward.grid),) if forward.last else (hidden,)
+        if not forward.last:
+            return (hidden,)
+        tokens = Tokens(hidden, time)
+        return (denoiser.head(tokens, forward.grid) if forward.group is None else denoiser.output(tokens),)
 
     return CompiledParts(one_graph(begin), one_graph(between), one_graph(end))
 
 
 def run_parts(forward: StageForward, parts: CompiledParts, key: Key, inputs: Inputs) -> Tensors:
-    """The stage's forward by its compiled parts, and self-attention between them. Mutates: the caches."""
-    denoiser, views = forward.denoiser, _views(key, inputs)
+    """The stage's forward by its compiled parts, and self-attention between them, with the exchanges of ranks that
+    share the stage. Mutates: the caches."""
+    denoiser, views, group = forward.denoiser, _views(key, inputs), forward.group
     attend, weights = denoiser.attend_parts, [denoiser.weights(layer) for layer in range(len(denoiser.blocks))]
+    all_heads = None if group is None else group.all_heads
     given = tuple(map(_as_inference_tensor, inputs.given))
     *made, modulation, query, keys, values = parts.begin(weights[0], given)
     hidden, time = made[0] if made else given[0], given[1]
     last = len(weights) - 1
     for layer, own in enumerate(weights):
-        mixed = attend_rows(views, layer, query, keys, values, attend)
+        if group is not None:
+            query, keys, values = group.to_heads(query, keys, values)
+        mixed = attend_rows(views, layer, query, keys, values, attend, all_heads)
+        mixed = mixed if group is None else group.to_tokens(mixed)
         texts = tuple(text[layer] for text in inputs.texts)
         if layer < last:
             hidden, query, keys, values = parts.between(own, weights[layer + 1], hidden, modulation, texts, mixed)
     result = parts.end(weights[last], hidden, time, modulation, texts, mixed)
+    if forward.last and group is not None:
+        return forward.unite(result[0], group)
     return result if forward.last else (*result, time)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from streamdiff.models.model import StageModel
 from streamdiff.models.sampling import nearest_steps
 from streamdiff.models.transformer.wan import KeyValue
+from streamdiff.pipeline.distributed.context_parallel import ContextGroup
 from streamdiff.pipeline.distributed.message import MessageKind, StageMessage
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, RollingAttention
 from streamdiff.pipeline.kv_cache.cache import KVCache
@@ -49,9 +50,17 @@ class RunnerSession:
 
 class ModelRunner:
     """Stage `index` of `stages`: the blocks of `model.denoiser`, which are its own only. The first one embeds too, the
-    last one has the output layer."""
+    last one has the output layer. Where `group` shares the stage, a forward runs on all its ranks together, and caches
+    hold this rank's heads only."""
 
-    def __init__(self, model: StageModel, device: torch.device, index: int = 0, stages: int = 1) -> None:
+    def __init__(
+        self,
+        model: StageModel,
+        device: torch.device,
+        index: int = 0,
+        stages: int = 1,
+        group: ContextGroup | None = None,
+    ) -> None:
         self.denoiser, self.spec, self.device = model.denoiser, model.spec, device
         self.index, self.stages = index, stages
         spec, patch = model.spec, model.denoiser.patch
@@ -59,10 +68,12 @@ class ModelRunner:
             raise ValueError(f"a patch has {patch[0]} latent frames; it must have 1, as windows count latent frames")
         self.frames = spec.chunk_latents
         self.grid = (spec.latent_height // patch[1], spec.latent_width // patch[2])
+        self.heads = self.denoiser.heads // (1 if group is None else group.size)
+        all_heads = None if group is None else group.all_heads
         self.attention = RollingAttention(
-            self.frames, *self.grid, self.denoiser.head_dim, device, self.denoiser.attend_parts
+            self.frames, *self.grid, self.denoiser.head_dim, device, self.denoiser.attend_parts, all_heads
         )
-        self._forward = StageForward(self.denoiser, spec.chunk_shape[1:], index == 0, index == stages - 1)
+        self._forward = StageForward(self.denoiser, spec.chunk_shape[1:], index == 0, index == stages - 1, group)
         self.compiled: CompiledStage | None = None
         self.sessions: dict[int, RunnerSession] = {}
         self._waiting: list[KVCache] = []  # caches with graphs, for sessions to come
@@ -104,7 +115,7 @@ class ModelRunner:
                 caches=caches,
                 layers=len(self.denoiser.blocks),
                 tokens=self.frames * self.grid[0] * self.grid[1],
-                heads=self.denoiser.heads,
+                heads=self.heads,
                 head_dim=self.denoiser.head_dim,
                 like=torch.empty(0, dtype=self.denoiser.dtype, device=self.device),  # weights may be quantised
             )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.transformer.wan import KeyValue, SelfAttention, Tokens, WanDenoiser
+from streamdiff.pipeline.distributed.context_parallel import ContextGroup
 
 Tensors = tuple[Tensor, ...]
 
@@ -19,12 +20,14 @@ Tensors = tuple[Tensor, ...]
 @dataclass(frozen=True)
 class StageForward:
     """The blocks of `denoiser`; on the `first` stage the embedding before them, on the `last` the output layer behind.
-    `grid` is a chunk's (F, h, w) in latent units."""
+    `grid` is a chunk's (F, h, w) in latent units. Where `group` shares the stage, hidden states are this rank's tokens
+    only; latents and flow are whole."""
 
     denoiser: WanDenoiser
     grid: tuple[int, int, int]
     first: bool
     last: bool
+    group: ContextGroup | None = None
 
     def __call__(self, given: Tensors, text: Sequence[KeyValue], attention: SelfAttention) -> Tensors:
         """Run it. `text` holds one entry per block.
@@ -35,16 +38,29 @@ class StageForward:
         Returns:
             On the last stage the flow `[R, C, F, h, w]` alone, else `Tokens`.
         """
+        if self.group is not None:
+            attention = SharedAttention(self.group, attention)
         return self.leave(self.denoiser.run_blocks(self.enter(given), text, attention))
 
     def enter(self, given: Tensors) -> Tokens:
         """What the first block gets of what the stage is given."""
         first, time = given
-        return Tokens(self.denoiser.patches(first) if self.first else first, time)
+        if not self.first:
+            return Tokens(first, time)
+        hidden = self.denoiser.patches(first)
+        return Tokens(hidden if self.group is None else self.group.own_tokens(hidden), time)
 
     def leave(self, tokens: Tokens) -> Tensors:
         """What the stage sends of what the last block returns."""
-        return (self.denoiser.head(tokens, self.grid),) if self.last else tuple(tokens)
+        if not self.last:
+            return tuple(tokens)
+        if self.group is None:
+            return (self.denoiser.head(tokens, self.grid),)
+        return self.unite(self.denoiser.output(tokens), self.group)
+
+    def unite(self, output: Tensor, group: ContextGroup) -> Tensors:
+        """The flow from the output layer's result for own tokens, and that of the other ranks of `group`."""
+        return (self.denoiser.unpatch(group.all_tokens(output), self.grid),)
 
     def zeros(self, rows: int, device: torch.device) -> Tensors:
         """Zeros in the shape of the stage's inputs, for `rows` rows."""
@@ -53,4 +69,16 @@ class StageForward:
         time = like.new_zeros(rows, frames, denoiser.width)
         if self.first:
             return like.new_zeros(rows, denoiser.latent_channels, frames, height, width), time
-        return like.new_zeros(rows, denoiser.tokens(self.grid), denoiser.width), time
+        tokens = denoiser.tokens(self.grid) // (1 if self.group is None else self.group.size)
+        return like.new_zeros(rows, tokens, denoiser.width), time
+
+
+@dataclass(frozen=True)
+class SharedAttention:
+    """Self-attention of own tokens, as `SelfAttention`, where `attention` is that of all tokens of own heads."""
+
+    group: ContextGroup
+    attention: SelfAttention
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.group.to_tokens(self.attention(layer, *self.group.to_heads(query, key, value)))

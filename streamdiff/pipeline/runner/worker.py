@@ -40,6 +40,11 @@ class Worker:
         self._rest: deque[StageMessage] = deque()  # those that are still to be sent on
 
     @property
+    def awaits_others(self) -> bool:
+        """Whether other ranks take part in a forward, so that one that lasts may be theirs."""
+        return self.stage.heads < self.stage.denoiser.heads
+
+    @property
     def sending(self) -> bool:
         """Whether rows of a long forward are still to be sent: `turn` does nothing else before they are."""
         return bool(self._rest)
@@ -57,7 +62,7 @@ class Worker:
             self.done += 1
         if message is not None and (whole := self._whole(message)) is not None:
             self.now = whole
-            if not _is_long(whole):
+            if not whole.is_long:
                 self.sender.announce(whole)
             with self._timed.work(whole.bare):
                 result = self.stage.carry_out(whole)
@@ -70,7 +75,7 @@ class Worker:
     def _whole(self, message: StageMessage) -> StageMessage | None:
         """The message to execute now that this one has come; None while rows of it are missing. Mutates: self."""
         rows = message.rows
-        if not _is_long(message) or len(rows) > 1:
+        if not message.is_long or len(rows) > 1:
             return message
         # The link's buffers are written again before the last row has come.
         self._come.append(replace(message, tensors=tuple(tensor.clone() for tensor in message.tensors)))
@@ -82,14 +87,8 @@ class Worker:
 
     def _as_sent(self, result: StageMessage) -> list[StageMessage]:
         """The messages that a result travels as."""
-        rows = result.rows
-        if not _is_long(result):
-            return [result]
-        parts = [
-            replace(result, rows=(row,), tensors=tuple(tensor[i : i + 1] for tensor in result.tensors))
-            for i, row in enumerate(rows)
-        ]
-        return parts[-1:] if self.stage.index == self.stage.stages - 1 else parts
+        last = self.stage.index == self.stage.stages - 1
+        return result.as_sent[-1:] if last else result.as_sent
 
     def run(self) -> None:
         """Loop until the ring is stopped, then close the links. Mutates: everything."""
@@ -104,8 +103,3 @@ class Worker:
         if self.now is not None:
             return f"at {self.now}"
         return f"after {self.last}" if self.last is not None else "before its first message"
-
-
-def _is_long(message: StageMessage) -> bool:
-    """Whether its rows are of a forward that travels row by row."""
-    return bool(message.rows) and message.rows[-1].recaches

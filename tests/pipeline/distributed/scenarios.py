@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -141,21 +141,23 @@ def nccl_ends(
     assert out is not None and into is not None and out is not into
     receiver = NcclReceiver(NcclEnd(wire, before, ranks * tag + before, device, into))
     sender = NcclSender(NcclEnd(wire, after, ranks * tag + rank, device, out))
-    order(sender, receiver, rank, ranks)
+    order({rank: sender, before: receiver})
     return sender, receiver
 
 
-def all_send_first(sender: NcclSender, receiver: NcclReceiver, *rest: object) -> None:
+def all_send_first(ends: Mapping[int, NcclSender | NcclReceiver], *rest: object) -> None:
     """What the product did once: each rank waits for the next, all around."""
+    [sender] = (end for end in ends.values() if isinstance(end, NcclSender))
+    [receiver] = (end for end in ends.values() if isinstance(end, NcclReceiver))
     sender._lane.send(lambda slot: None)
     receiver.warm_up()
     sender._lane.drain()
 
 
-def all_receive_first(sender: NcclSender, receiver: NcclReceiver, *rest: object) -> None:
+def all_receive_first(ends: Mapping[int, NcclSender | NcclReceiver], *rest: object) -> None:
     """As wrong, the other way round."""
-    receiver.warm_up()
-    sender.warm_up()
+    for end in sorted(ends.values(), key=lambda end: isinstance(end, NcclSender)):
+        end.warm_up()
 
 
 def connect_often(rank: int, ranks: int, device: torch.device, times: int = 20) -> None:

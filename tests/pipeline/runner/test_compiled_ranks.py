@@ -22,7 +22,7 @@ from tests.pipeline.runner.test_compiled_stage import TOLERANCE, worst
 from tests.pipeline.test_streaming_pipeline import save_model
 
 pytestmark = pytest.mark.slow
-STAGES = 2
+RANKS = 2
 FULL, AGAIN = 2, 1
 """While the window fills, two chunks of two streams (one warms up) run the plain path, and so do those two of a window
 whose clean pass runs again, before a newer one."""
@@ -30,28 +30,29 @@ LIMIT_S = 900.0  # ends what hangs; a busy machine takes minutes
 Made = dict[str, list[torch.Tensor]]
 
 
-def play(folder: Path, **options: Any) -> tuple[Made, list[dict[str, int]], str]:
+def play(folder: Path, parallel: str, **options: Any) -> tuple[Made, list[dict[str, int]], str]:
     """What the head made, what each rank says of its forwards, and what all wrote to standard error."""
-    private_folder.write_config(folder, Config(model=ModelConfig(stages=STAGES, device="cpu", **options)))
+    private_folder.write_config(folder, Config(model=ModelConfig(parallel=parallel, device="cpu", **options)))
     told = ("--module", "tests.pipeline.runner.compiled_process", "--address", str(folder))
     process = subprocess.run(
         [sys.executable, "-m", "streamdiff.engine.process.launcher", *told],
         cwd=ROOT, text=True, stderr=subprocess.PIPE, timeout=LIMIT_S,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
-    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(STAGES)]
+    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
     return torch.load(folder / "made.pt"), ranks, process.stderr
 
 
+@pytest.mark.parametrize("parallel", ["2x1", pytest.param("1x2", marks=pytest.mark.soak)])
 def test_ranks_run_their_own_graphs_and_make_the_plain_stream(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    parallel: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """That of one stage, of which others make the same (`test_ring_processes`)."""
+    """That of one stage, of which others make the same (`test_ring_processes`), as ranks do that share it."""
     save_model(tmp_path / "model")
     options: dict[str, Any] = {"kv_context": "clean", "name": str(tmp_path / "model")}
     expected = compiled_process.play(ModelConfig(device="cpu", **options))
     assert "compiling:" not in capfd.readouterr().err, "the bar of graphs that are made"
-    got, ranks, shown = play(tmp_path, compile="on", **options)
+    got, ranks, shown = play(tmp_path, parallel, compile="on", **options)
     for rank in ranks:
         assert rank["graphs"] == 1 and rank["breaks"] == 0
         assert rank["ran"] > 5 * (CHUNKS - FULL) and rank["plain"] == 2 * 5 * FULL + AGAIN

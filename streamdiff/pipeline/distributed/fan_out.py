@@ -1,0 +1,53 @@
+"""What the head hands to the other ranks of its stage, where several share it (`context_parallel`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from streamdiff.pipeline.distributed.link import Receiver, Sender
+from streamdiff.pipeline.distributed.message import StageMessage
+
+
+class FanOutReceiver:
+    """A `Receiver` whose messages also go to `others`, before this rank executes them: it cannot do that alone."""
+
+    def __init__(self, receiver: Receiver, others: Sequence[Sender]) -> None:
+        self._receiver, self._others = receiver, others
+
+    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
+        message = self._receiver.receive(wait_s)
+        for part in message.as_sent if message is not None else ():
+            for other in self._others:
+                other.send(part)
+        return message
+
+    def notify(self, call: Callable[[], None]) -> None:
+        self._receiver.notify(call)
+
+    def close(self, limit_s: float = 0.0) -> None:
+        self._receiver.close(limit_s)
+
+
+class FanOutSender:
+    """The head's `sender`, which is ready, and ends, together with those to the `others` of its stage."""
+
+    def __init__(self, sender: Sender, others: Sequence[Sender]) -> None:
+        self._sender, self.others = sender, others
+
+    @property
+    def ready(self) -> bool:
+        return self._sender.ready and all(other.ready for other in self.others)
+
+    def announce(self, work: StageMessage) -> None:
+        self._sender.announce(work)
+
+    def send(self, work: StageMessage) -> None:
+        self._sender.send(work)
+
+    def close(self) -> None:
+        for each in (self._sender, *self.others):
+            each.close()
+
+    def flush(self, limit_s: float) -> None:
+        for each in (self._sender, *self.others):
+            each.flush(limit_s)

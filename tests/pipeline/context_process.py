@@ -1,0 +1,81 @@
+"""One rank of a ring whose stages are shared: `python -m tests.pipeline.context_process RANK RANKS PORT OUT CASES...`.
+
+A case is `PxC/CHUNKS/ORDERS/LINK`, as `2x2/12/0,1,2/gloo`; the ranks beyond P times C sit it out. With the link `nccl`
+there is `rendezvous_backend` in the place of NCCL, and gloo's exchanges. Rank 0 writes the latents of each to OUT.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from streamdiff.models.model import Model
+from streamdiff.pipeline.planner.partition import split_evenly
+from streamdiff.pipeline.topology import Link, StageTopology, follower, head_ring, join_edges
+from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
+from tests.pipeline.playing import THREE, Order, play
+from tests.small import CPU, RED, WHITE, small_model
+
+LEAVE_S = 60.0  # on a busy machine
+LIKENESS = 0.97
+ORDERS = THREE | {3: Order(WHITE, 8, 4, "anchored"), 4: Order(RED, 9, 4, "clean", switch="recache-causal")}
+ADAPTIVE = {5: Order(RED, 5, 4, "clean"), 6: Order(WHITE, 6, 4, "matched")}
+"""Those of a model whose sink takes chunks in."""
+
+
+def shared_model(names: Iterable[int]) -> Model:
+    """The model for these sessions: four blocks of four heads; every fourth chunk in `anchored` is an anchor."""
+    model = small_model(1, layers=4, heads=4, sink=2)
+    if ADAPTIVE.keys() & names:
+        return replace(model, spec=replace(model.spec, adaptive_sink=LIKENESS, rope="absolute"))
+    return replace(model, spec=replace(model.spec, anchor_every=4))
+
+
+class Case(NamedTuple):
+    """What ranks are to make."""
+
+    stages: int
+    shares: int
+    chunks: int
+    names: tuple[int, ...]
+    link: Link
+
+    @classmethod
+    def of(cls, text: str) -> Case:
+        parallel, chunks, names, link = text.split("/")
+        stages, shares = map(int, parallel.split("x"))
+        return cls(stages, shares, int(chunks), tuple(map(int, names.split(","))), "nccl" if link == "nccl" else "gloo")
+
+
+def main(rank: int, ranks: int, port: int, out: str, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    use_rendezvous()
+    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(days=3650))
+    results = {}
+    for number, text in enumerate(cases):
+        case = Case.of(text)
+        model = shared_model(case.names)
+        place = StageTopology(rank, case.stages, number, link=case.link, shares=case.shares)
+        if place.stage >= case.stages:
+            join_edges(place, model.spec, CPU)
+            continue
+        part = model.part(*split_evenly(model.blocks, case.stages)[place.stage])
+        if rank:
+            follower(part, place, CPU).run()
+            continue
+        ring = head_ring(part, place, CPU)
+        results[text] = play(ring, model, {name: (ORDERS | ADAPTIVE)[name] for name in case.names}, case.chunks)
+        ring.stop(LEAVE_S)
+    if rank == 0:
+        torch.save(results, out)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:])

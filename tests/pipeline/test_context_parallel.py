@@ -1,0 +1,124 @@
+"""Ranks that share a stage make what one rank makes, over real processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from streamdiff.models.tiny.model import WEIGHTS, load_model
+from streamdiff.pipeline.device_timer import DeviceTimer
+from streamdiff.pipeline.distributed.context_parallel import ContextGroup
+from streamdiff.pipeline.distributed.heartbeat import HealthMonitor
+from streamdiff.pipeline.distributed.link import GroupBroken, ring_edges
+from streamdiff.pipeline.distributed.rendezvous import RankContext
+from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.planner.model_sizes import read_sizes
+from streamdiff.pipeline.runner.model_runner import ModelRunner
+from streamdiff.pipeline.worker_main import link_fault
+from tests.pipeline.context_process import ADAPTIVE, ORDERS, Case, shared_model
+from tests.pipeline.playing import Order, play, same
+from tests.pipeline.processes import run_ranks
+from tests.small import CPU
+
+LIMIT_S = 900.0  # ends what hangs; a busy machine takes minutes
+LAYOUTS = ("1x2", "1x4", "2x2", "4x1", "2x1")
+
+
+def alone(orders: Mapping[int, Order], chunks: int) -> dict[int, list[torch.Tensor]]:
+    """Every session by itself, in this process, on one rank."""
+    model = shared_model(orders)
+    return {name: play(RingExecutor(model, CPU), model, {name: orders[name]}, chunks)[name] for name in orders}
+
+
+def check(cases: list[str], folder: Path) -> None:
+    """Play the cases on four ranks, and compare every session with itself on one, within 1e-6."""
+    out = folder / "latents.pt"
+    run_ranks("tests.pipeline.context_process", [str(out), *cases], 4, LIMIT_S)
+    made = torch.load(out, weights_only=True)
+    expected = {}
+    for text in cases:
+        chunks, names = Case.of(text).chunks, Case.of(text).names
+        orders = {name: (ORDERS | ADAPTIVE)[name] for name in names}
+        if names not in expected:
+            expected[names] = alone(orders, chunks)
+        for name in names:
+            for chunk, (one, other) in enumerate(zip(made[text][name], expected[names][name], strict=True)):
+                worst = float((one - other).abs().max())
+                assert worst <= 1e-6, f"{text}: session {name}, chunk {chunk} is {worst:g} off"
+
+
+def case(layout: str, chunks: int, names: Mapping[int, Order] = ORDERS, link: str = "gloo") -> str:
+    return f"{layout}/{chunks}/{','.join(map(str, names))}/{link}"
+
+
+@pytest.mark.slow
+def test_shared_stages_make_what_one_rank_makes(tmp_path: Path) -> None:
+    """Five sessions at once, of all contexts, with a sink, evictions, a prompt switch and both recaches; also over a
+    transport with NCCL's manners, where a send waits for its receive; and of a model whose sink takes chunks in."""
+    cases = [case("1x2", 12), case("1x4", 12), case("2x2", 12), case("2x2", 12, link="nccl"), case("2x2", 12, ADAPTIVE)]
+    check(cases, tmp_path)
+
+
+@pytest.mark.soak
+def test_no_long_stream_of_shared_stages_drifts_from_that_of_one_rank(tmp_path: Path) -> None:
+    cases = [case(layout, 60) for layout in LAYOUTS]
+    check([*cases, case("1x2", 60, link="nccl"), case("1x4", 60, ADAPTIVE)], tmp_path)
+
+
+def test_the_sink_of_the_comparison_takes_chunks_in() -> None:
+    """Of both sessions, or the comparison above would say nothing about it."""
+    taken, model = alone(ADAPTIVE, 12), shared_model(ADAPTIVE)
+    plain = replace(model, spec=replace(model.spec, adaptive_sink=None))
+    for name, order in ADAPTIVE.items():
+        assert not same(taken[name], play(RingExecutor(plain, CPU), plain, {name: order}, 12)[name]), name
+
+
+def test_a_rank_keeps_its_share_of_the_heads_and_that_is_counted() -> None:
+    model, sizes = load_model(WEIGHTS, CPU), read_sizes("tiny")
+    for kv_context in ("clean", "staircase", "matched"):
+        group = ContextGroup((0, 1), 1, model.spec.chunk_latents, None)  # type: ignore[arg-type]
+        stage = ModelRunner(model, CPU, group=group)
+        stage.open(0, steps=4, kv_context=kv_context)
+        stage.set_text(0, 0, torch.zeros(model.spec.text_shape), 0)
+        text = sum(pair.key.nbytes + pair.value.nbytes for pair in stage.sessions[0].text[0])
+        counted = 4 * sizes.cache_values(sizes.blocks, steps=4, kv_context=kv_context, shares=2)
+        assert stage.sessions[0].state.nbytes + text == counted, kv_context
+        assert counted < 0.6 * 4 * sizes.cache_values(sizes.blocks, steps=4, kv_context=kv_context)
+
+
+def test_edges_lead_side_by_side_from_stage_to_stage() -> None:
+    assert ring_edges(1) == []
+    assert ring_edges(2) == [(0, 1), (1, 0)]
+    assert ring_edges(3) == [(0, 1), (1, 2), (2, 0)]
+    assert ring_edges(1, 3) == [(0, 1), (0, 2)]
+    assert ring_edges(2, 2) == [(0, 2), (1, 3), (2, 0), (0, 1)]
+
+
+def test_of_ranks_that_exchange_the_one_that_says_nothing_more_is_named() -> None:
+    """Rank 0's exchange ended; rank 1 goes on saying how it is, rank 2 does not."""
+    store, loop = dist.HashStore(), SimpleNamespace(timer=DeviceTimer.on(CPU), done=0, now=None, where=lambda: "here")
+    watches = [HealthMonitor(RankContext(rank, 3, store), [loop], print, 60.0) for rank in range(3)]  # type: ignore[list-item]
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.1):
+            watches[1]._send_heartbeat()
+
+    for watch in watches:
+        watch._send_heartbeat()
+    thread = threading.Thread(target=beat)
+    thread.start()
+    error = GroupBroken("the exchange among ranks 0, 1, 2 ended: connection closed", (1, 2))
+    try:
+        fault = link_fault(error, 0, watches[0], watches[0])
+    finally:
+        ended.set()
+        thread.join()
+    assert fault.startswith("rank 2 is gone (the exchange among ranks 0, 1, 2 ended: ")

@@ -32,6 +32,7 @@ from streamdiff.pipeline.runner.step_levels import StepLevels
 from streamdiff.pipeline.runner.worker import LEAVE_S, Worker
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.session_state.fields import session_value
 
 
 class InFlightQueue:
@@ -83,6 +84,7 @@ class InFlightQueue:
         return finished
 
 
+@session_value("pending-steps")
 class PendingSteps(NamedTuple):
     """A change of step count that is applied once nothing of the session is in flight."""
 

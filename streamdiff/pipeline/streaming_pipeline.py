@@ -27,28 +27,32 @@ from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.throughput import ChunkCostMeter
 from streamdiff.pipeline.worker_group import WorkerGroup
+from streamdiff.session_state.fields import DERIVED, KEPT, STATE, session_state
 
 
+@session_state("chunk-made")
 @dataclass
 class _Chunk:
     """A chunk that is in the ring or decoding."""
 
-    admitted_s: float
-    epoch: int
-    cost: float
+    epoch: int = field(metadata=KEPT)
+    cost: float = field(metadata=KEPT)
     """Relative to a chunk in the default number of steps."""
+    admitted_s: float = field(default_factory=clock.monotonic_s, metadata=DERIVED)
+    """On this process's clock."""
 
 
+@session_state("stream")
 @dataclass
 class _Stream:
     """One run of a session, from open or reset to the next reset. `number` is unique, so late pieces of an earlier run
     are dropped."""
 
-    number: int
-    session: int
-    background: bool = False
-    chunks: dict[int, _Chunk] = field(default_factory=dict)
-    ahead_frames: int = 0  # admitted and not handed out yet
+    number: int = field(metadata=DERIVED)
+    session: int = field(metadata=DERIVED)
+    background: bool = field(default=False, metadata=KEPT)
+    chunks: dict[int, _Chunk] = field(default_factory=dict, metadata=STATE)
+    ahead_frames: int = field(default=0, metadata=STATE)  # admitted and not handed out yet
 
 
 class StepHook(Protocol):
@@ -210,7 +214,7 @@ class StreamingPipeline:
         for row in rows:
             if row.step == 0:
                 cost = (row.steps + 1) / (self.info.steps + 1)  # a pass per step, and the clean one
-                self._streams[row.session].chunks[row.chunk] = _Chunk(now_s, row.epoch, cost)
+                self._streams[row.session].chunks[row.chunk] = _Chunk(row.epoch, cost, now_s)
                 self._streams[row.session].ahead_frames += self.info.chunk_frames
         for row, latents in finished:
             stream = self._streams[row.session]

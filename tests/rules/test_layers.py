@@ -23,6 +23,7 @@ PACKAGE = (
     ("engine",),
     ("pipeline",),
     ("models",),
+    ("session_state",),
     ("video",),
     ("config_file",),
     ("config", "device", "atomic_write"),

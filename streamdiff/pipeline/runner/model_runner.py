@@ -24,27 +24,30 @@ from streamdiff.pipeline.runner.compiled_stage import CompiledStage, concat_laye
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
 from streamdiff.pipeline.scheduler.kv_context import PER_STEP, cache_count, most_steps
 from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.session_state import walk
+from streamdiff.session_state.fields import KEPT, STATE, reset, session_state
 
 _TRIAL = -1
 """The first session that graphs are made with; others have smaller numbers."""
 
 
+@session_state("stage")
 @dataclass
 class RunnerSession:
     """A session's state on one stage: its KV cache, its steps per chunk (without the first chunk's extra ones), and by
     epoch still in use the cross-attention keys and values, and the first chunk that is visible outside the sink."""
 
-    geometry: CacheGeometry
-    state: KVCache
-    steps: int
-    matched: bool
+    geometry: CacheGeometry = field(metadata=KEPT)
+    state: KVCache = field(metadata=STATE)
+    steps: int = field(metadata=KEPT)
+    matched: bool = field(metadata=KEPT)
     """Whether each step has a cache of its own: `matched`, `anchored`."""
-    cached_steps: int
+    cached_steps: int = field(metadata=KEPT)
     """Of those: the steps that the caches are of, until the first row of others."""
-    newest: int = -1
+    newest: int = field(default=-1, metadata=STATE)
     """Of other contexts: the newest chunk that has written its slot."""
-    text: dict[int, list[KeyValue]] = field(default_factory=dict)
-    visible_from_chunk: dict[int, int] = field(default_factory=dict)
+    text: dict[int, list[KeyValue]] = field(default_factory=dict, metadata=STATE)
+    visible_from_chunk: dict[int, int] = field(default_factory=dict, metadata=STATE)
 
 
 class ModelRunner:
@@ -97,7 +100,7 @@ class ModelRunner:
         alike = [number for number, state in enumerate(self._waiting) if state.serves(geometry, caches)]
         if alike:
             state = self._waiting.pop(alike[0])
-            state.reset()
+            reset(state)
         else:
             state = KVCache.allocate(
                 geometry,
@@ -124,11 +127,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def reset(self, session: int) -> None:
-        """Empty the session's caches. Mutates: self."""
-        self.sessions[session].state.reset()
-        self.sessions[session].text.clear()
-        self.sessions[session].visible_from_chunk.clear()
-        self.sessions[session].newest = -1
+        """Empty the session's caches, in place. Mutates: self."""
+        reset(self.sessions[session])
 
     @torch.inference_mode()
     def set_text(self, session: int, epoch: int, embeddings: Tensor, oldest: int, visible_from_chunk: int = 0) -> None:
@@ -225,7 +225,7 @@ class ModelRunner:
             self.open(trials[-1], steps=steps, kv_context=kv_context)
             self.set_text(trials[-1], 0, torch.zeros(self.spec.text_shape), 0)
             if memory is not None:
-                most = memory.holds(sessions, self.sessions[trials[-1]].state.nbytes)
+                most = memory.holds(sessions, walk.nbytes(self.sessions[trials[-1]].state))
         return trials
 
     def _ahead(self, rows: Sequence[MicroStep], index: int) -> int:

@@ -11,11 +11,13 @@ from math import gcd
 
 from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS, PER_STEP, Anchors
 from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.session_state.fields import DERIVED, KEPT, STATE, session_state
 
 RERUN = -1
 """The choice of a session that lets a finished chunk's clean pass run once more."""
 
 
+@session_state("chunk-in-flight")
 @dataclass(slots=True)
 class ChunkInFlight:
     """A chunk in flight. `entered` is the last step that entered the ring, `back` the last whose result has returned;
@@ -24,14 +26,15 @@ class ChunkInFlight:
     `tick` is the tick of its step 0 in the timetable, `extra` the number of steps before step 0.
     """
 
-    number: int
-    epoch: int
-    tick: int
-    extra: int
-    entered: int
-    back: int
+    number: int = field(metadata=KEPT)
+    epoch: int = field(metadata=KEPT)
+    extra: int = field(metadata=KEPT)
+    entered: int = field(metadata=KEPT)
+    back: int = field(metadata=KEPT)
+    tick: int = field(default=0, metadata=DERIVED)
 
 
+@session_state("scheduled")
 @dataclass(slots=True)
 class ScheduledSession:
     """State of one session. `chunks` are those in flight, oldest first, numbered without gaps up to `next_chunk` - 1. A
@@ -44,27 +47,33 @@ class ScheduledSession:
     first was a choice, or the last row was handed out. `frame_credit`: frames that may still be admitted.
     """
 
-    name: int
-    steps: int
-    first_extra: int
-    kv_context: str
-    epoch: int
-    stages: int
-    chunk_frames: int
-    in_flight_limit: int
-    waiting_since: int
-    first_chunks: int = 1
-    background: bool = False
-    frame_credit: int = 0
-    paused: bool = False
-    next_chunk: int = 0
-    chunks: list[ChunkInFlight] = field(default_factory=list)
-    rerun: list[int] = field(default_factory=list)
-    rerun_as_one: bool = False
-    draining: bool = False
-    anchors: Anchors = NO_ANCHORS
-    choice: int | None = None
-    stale: bool = True
+    name: int = field(metadata=DERIVED)
+    steps: int = field(metadata=KEPT)
+    first_extra: int = field(metadata=KEPT)
+    kv_context: str = field(metadata=KEPT)
+    epoch: int = field(metadata=KEPT)
+    stages: int = field(metadata=DERIVED)
+    chunk_frames: int = field(metadata=DERIVED)
+    in_flight_limit: int = field(metadata=DERIVED)
+    waiting_since: int = field(metadata=DERIVED)
+    first_chunks: int = field(default=1, metadata=DERIVED)
+    background: bool = field(default=False, metadata=KEPT)
+    frame_credit: int = field(default=0, metadata=STATE)
+    paused: bool = field(default=False, metadata=KEPT)
+    next_chunk: int = field(default=0, metadata=STATE)
+    chunks: list[ChunkInFlight] = field(default_factory=list, metadata=STATE)
+    rerun: list[int] = field(default_factory=list, metadata=STATE)
+    rerun_as_one: bool = field(default=False, metadata=STATE)
+    draining: bool = field(default=False, metadata=KEPT)
+    anchors: Anchors = field(default=NO_ANCHORS, metadata=KEPT)
+    choice: int | None = field(default=None, metadata=DERIVED)
+    stale: bool = field(default=True, metadata=DERIVED)
+
+    def derive(self) -> None:
+        """Place chunks in flight on the timetable of this ring, and have the choice computed anew. Mutates: self."""
+        for chunk in self.chunks:
+            chunk.tick = self._tick_of(chunk.number)
+        self.stale = True
 
     @property
     def passes(self) -> int:
@@ -152,7 +161,7 @@ class ScheduledSession:
         if choice == len(self.chunks):
             extra = self.extra(self.next_chunk)
             self.chunks.append(
-                ChunkInFlight(self.next_chunk, self.epoch, self._tick_of_next(), extra, -1 - extra, -1 - extra)
+                ChunkInFlight(self.next_chunk, self.epoch, extra, -1 - extra, -1 - extra, self._tick_of_next())
             )
             self.frame_credit -= self.chunk_frames * self.together(self.next_chunk)
             self.next_chunk += self.together(self.next_chunk)
@@ -172,7 +181,10 @@ class ScheduledSession:
             del self.chunks[0]
 
     def _tick_of_next(self) -> int:
-        return timetable_tick(self.next_chunk, stages=self.stages, passes=self.passes)
+        return self._tick_of(self.next_chunk)
+
+    def _tick_of(self, chunk: int) -> int:
+        return timetable_tick(chunk, stages=self.stages, passes=self.passes)
 
     def _nothing_stands_before(self, tick: int) -> bool:
         """Whether every step in flight that the timetable has before `tick`, a new chunk's, has entered; an anchor's

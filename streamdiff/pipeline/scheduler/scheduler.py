@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS, PER_STEP, Anchors, in_flight_limit
 from streamdiff.pipeline.scheduler.scheduled_session import ScheduledSession
 from streamdiff.pipeline.scheduler.step import MicroStep, compatible
+from streamdiff.session_state.fields import reset
 
 PATIENCE = 4
 """A session that has waited for this many forwards per open session goes first, whatever its slack."""
@@ -107,9 +108,8 @@ class StreamBatchScheduler:
     def reset(self, session: int, epoch: int) -> None:
         """Forget what is in flight and start again at chunk 0. `epoch` must be one that this slot never had."""
         state = self._sessions[session]
-        state.chunks.clear()
-        state.rerun.clear()
-        state.next_chunk, state.epoch, state.frame_credit, state.stale = 0, epoch, 0, True
+        reset(state)
+        state.epoch = epoch
 
     def set_epoch(self, session: int, epoch: int) -> None:
         """Chunks admitted from now on belong to `epoch`."""

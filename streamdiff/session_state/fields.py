@@ -12,13 +12,16 @@ from typing import Any, TypeVar
 
 STATE: Mapping[str, str] = {"session_state": "state"}
 """Metadata of what the stream has become. A reset gives it its default; a tensor without one zeros, in place."""
+BY_LAYER: Mapping[str, str] = {"session_state": "state", "of": "layers"}
+"""Metadata of STATE that each stage has for its own layers: a tensor `[caches, layers, ...]`, a dict of lists with an
+entry per layer, or a state with such fields. On another number of stages it is cut elsewhere."""
 KEPT: Mapping[str, str] = {"session_state": "kept"}
 """Metadata of what the session was opened with, or told since, and keeps when its stream begins afresh."""
 DERIVED: Mapping[str, str] = {"session_state": "derived"}
 """Metadata of what follows from other fields, or from where the session runs. It is not counted and not saved; a copy
 shares it, and what is loaded has it of what it is loaded into. A class's `derive()` makes it anew where it must be."""
 
-_KINDS = (STATE, KEPT, DERIVED)
+_KINDS = (STATE, BY_LAYER, KEPT, DERIVED)
 _CLASSES: dict[str, type[Any]] = {}
 _NAMES: dict[type[Any], str] = {}
 _ClassT = TypeVar("_ClassT", bound=type[Any])
@@ -94,7 +97,7 @@ def reset(state: Any) -> None:
         TypeError: a field can have neither.
     """
     for each in fields(state):
-        if each.metadata != STATE:
+        if each.metadata not in (STATE, BY_LAYER):
             continue
         value = getattr(state, each.name)
         if each.default_factory is not MISSING:
@@ -117,7 +120,8 @@ def derive(state: Any) -> None:
 
 
 def _frozen(kind: Any) -> bool:
-    return is_dataclass(kind) and bool(kind.__dataclass_params__.frozen)
+    params: Any = getattr(kind, "__dataclass_params__", None)
+    return params is not None and bool(params.frozen)
 
 
 def _register(name: str, kind: _ClassT) -> _ClassT:

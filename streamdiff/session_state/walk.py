@@ -9,14 +9,14 @@ object that is held twice is counted, copied and saved once, and held twice agai
 from __future__ import annotations
 
 import copy as shallow
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
-from streamdiff.session_state.fields import KEPT, STATE, class_of, derive, fields_of, mutable, name_of
+from streamdiff.session_state.fields import BY_LAYER, KEPT, STATE, class_of, derive, fields_of, mutable, name_of
 
 _T = TypeVar("_T")
 _PLAIN = (bool, int, float, str, type(None))
@@ -33,7 +33,8 @@ def nbytes(state: object) -> int:
 
 def copy(state: _T) -> _T:
     """A state of its own, on the same device."""
-    return _mapped(state, lambda tensor: tensor.clone())
+    result: _T = _mapped(state, lambda tensor: tensor.clone())
+    return result
 
 
 def to_host(state: _T) -> _T:
@@ -43,7 +44,8 @@ def to_host(state: _T) -> _T:
 
 def to_device(state: _T, device: torch.device) -> _T:
     """The state on `device`. Tensors that are there already are not copied."""
-    return _mapped(state, lambda tensor: tensor.to(device))
+    result: _T = _mapped(state, lambda tensor: tensor.to(device))
+    return result
 
 
 @torch.inference_mode()
@@ -55,7 +57,8 @@ def save(state: object, path: str = "") -> tuple[dict[str, Tensor], Any]:
 
     def write(tensor: Tensor, where: str) -> Any:
         if id(tensor) not in names:
-            order = sorted(range(tensor.ndim), key=lambda axis: -tensor.stride(axis))
+            strides = tensor.stride()
+            order = sorted(range(tensor.ndim), key=lambda axis: -strides[axis])
             tensors[where] = tensor.detach().permute(order).contiguous().to(CPU, copy=True)
             names[id(tensor)] = tensor, {_TENSOR: where, _ORDER: order}
         return names[id(tensor)][1]
@@ -89,7 +92,43 @@ def load(into: _T, tensors: Mapping[str, Tensor], tree: Any, device: torch.devic
             )
         return there.copy_(saved)
 
-    result: _T = _read(tree, into, type(into).__name__, read)
+    result: _T = _read(tree, into, "the session" if into is None else type(into).__name__, read)
+    return result
+
+
+def restored(tensors: Mapping[str, Tensor], tree: Any) -> Any:
+    """The state that `save` was given, in host memory, without what is DERIVED. Raises ConfigError as `load`."""
+    result: Any = load(None, tensors, tree)
+    return result
+
+
+@torch.inference_mode()
+def joined(parts: Sequence[_T]) -> _T:
+    """The state of all layers, of those that stages have of theirs, first to last. Mutates: nothing."""
+
+    def join(each: Sequence[Any]) -> Any:
+        if isinstance(each[0], Tensor):
+            return torch.cat(list(each), 1)
+        if isinstance(each[0], dict):
+            return {key: [layer for one in each for layer in one[key]] for key in each[0]}
+        return joined(each)
+
+    result: _T = _with_layers(parts[0], lambda name: join([getattr(part, name) for part in parts]))
+    return result
+
+
+@torch.inference_mode()
+def layers_of(state: _T, first: int, last: int) -> _T:
+    """The state of layers `first` to `last` (exclusive): views of that of all."""
+
+    def cut(each: Any) -> Any:
+        if isinstance(each, Tensor):
+            return each[:, first:last]
+        if isinstance(each, dict):
+            return {key: layers[first:last] for key, layers in each.items()}
+        return layers_of(each, first, last)
+
+    result: _T = _with_layers(state, lambda name: cut(getattr(state, name)))
     return result
 
 
@@ -117,7 +156,7 @@ def _parts(value: Any, where: str) -> Iterator[tuple[str, Any]]:
             "@session_state or @session_value, or mark its field DERIVED"
         )
     else:
-        yield from ((f".{name}", getattr(value, name)) for name in fields_of(type(value), STATE, KEPT))
+        yield from ((f".{name}", getattr(value, name)) for name in fields_of(type(value), STATE, BY_LAYER, KEPT))
 
 
 @torch.inference_mode()
@@ -138,7 +177,7 @@ def _mapped(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
             return dict(zip(value, parts, strict=True))
         if type(value) in (list, tuple):
             return type(value)(parts)
-        changed = dict(zip(fields_of(type(value), STATE, KEPT), parts, strict=True))
+        changed = dict(zip(fields_of(type(value), STATE, BY_LAYER, KEPT), parts, strict=True))
         return _set(shallow.copy(value), changed) if mutable(value) else type(value)(**changed)
 
     return visit(state, type(state).__name__)
@@ -156,7 +195,7 @@ def _written(value: Any, where: str, write: Callable[[Tensor, str], Any]) -> Any
         return {_CLASS: "dict", _FIELDS: [list(pair) for pair in zip(keys, parts, strict=True)]}
     if type(value) in (list, tuple):
         return {_CLASS: type(value).__name__, _FIELDS: parts}
-    own = fields_of(type(value), STATE, KEPT)
+    own = fields_of(type(value), STATE, BY_LAYER, KEPT)
     return {_CLASS: name_of(type(value)), _FIELDS: dict(zip(own, parts, strict=True))}
 
 
@@ -178,7 +217,7 @@ def _read(node: Any, there: Any, where: str, read: Callable[[Mapping[str, Any], 
     known = class_of(kind)
     if known is None:
         raise ConfigError(f"{where} is {kind!r} in the snapshot, which this version does not know")
-    own = fields_of(known, STATE, KEPT)
+    own = fields_of(known, STATE, BY_LAYER, KEPT)
     if set(own) != set(content):
         differ = ", ".join(sorted(set(own) ^ set(content)))
         raise ConfigError(f"{where} ({kind}) has other fields in the snapshot than here: {differ}")
@@ -191,6 +230,11 @@ def _read(node: Any, there: Any, where: str, read: Callable[[Mapping[str, Any], 
     if there is None or not mutable(there):
         return known(**values)
     return _set(there, values)
+
+
+def _with_layers(state: Any, value: Callable[[str], Any]) -> Any:
+    """A copy that shares all but its BY_LAYER fields."""
+    return _set(shallow.copy(state), {name: value(name) for name in fields_of(type(state), BY_LAYER)})
 
 
 def _set(state: Any, values: Mapping[str, Any]) -> Any:

@@ -47,6 +47,7 @@ PIPELINE = (
     ("streaming_pipeline",),
     ("worker_group",),
     ("worker_main",),
+    ("snapshot",),
     ("rank_loader", "reference_run", "topology"),
     ("balance", "decode", "executor"),
     ("runner",),

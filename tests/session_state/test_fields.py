@@ -14,9 +14,9 @@ import torch
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder import taehv, taehv_codec, wan
-from streamdiff.pipeline.executor import PendingSteps
 from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.runner.noise import SeededNoise, TensorNoise
+from streamdiff.pipeline.runner.sampler import PendingSteps
 from streamdiff.pipeline.runner.step_levels import StepLevels
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.session_state import fields as declared

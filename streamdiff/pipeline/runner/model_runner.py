@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 
 import torch
@@ -15,7 +16,9 @@ from torch import Tensor
 from streamdiff.models.model import StageModel
 from streamdiff.models.sampling import nearest_steps
 from streamdiff.models.transformer.wan import KeyValue
+from streamdiff.models.transformer.weights_digest import weights_digest
 from streamdiff.pipeline.distributed.message import MessageKind, StageMessage
+from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, StateExchange
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, RollingAttention
 from streamdiff.pipeline.kv_cache.cache import KVCache
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
@@ -25,7 +28,7 @@ from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
 from streamdiff.pipeline.scheduler.kv_context import PER_STEP, cache_count, most_steps
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.session_state import walk
-from streamdiff.session_state.fields import KEPT, STATE, reset, session_state
+from streamdiff.session_state.fields import BY_LAYER, KEPT, STATE, reset, session_state
 
 _TRIAL = -1
 """The first session that graphs are made with; others have smaller numbers."""
@@ -38,7 +41,7 @@ class RunnerSession:
     epoch still in use the cross-attention keys and values, and the first chunk that is visible outside the sink."""
 
     geometry: CacheGeometry = field(metadata=KEPT)
-    state: KVCache = field(metadata=STATE)
+    state: KVCache = field(metadata=BY_LAYER)
     steps: int = field(metadata=KEPT)
     matched: bool = field(metadata=KEPT)
     """Whether each step has a cache of its own: `matched`, `anchored`."""
@@ -46,7 +49,7 @@ class RunnerSession:
     """Of those: the steps that the caches are of, until the first row of others."""
     newest: int = field(default=-1, metadata=STATE)
     """Of other contexts: the newest chunk that has written its slot."""
-    text: dict[int, list[KeyValue]] = field(default_factory=dict, metadata=STATE)
+    text: dict[int, list[KeyValue]] = field(default_factory=dict, metadata=BY_LAYER)
     visible_from_chunk: dict[int, int] = field(default_factory=dict, metadata=STATE)
 
 
@@ -68,6 +71,8 @@ class ModelRunner:
         self._forward = StageForward(self.denoiser, spec.chunk_shape[1:], index == 0, index == stages - 1)
         self.compiled: CompiledStage | None = None
         self.sessions: dict[int, RunnerSession] = {}
+        self.exchange: StateExchange = LocalExchange()
+        """Where states are left for the head, and found."""
         self._waiting: list[KVCache] = []  # caches with graphs, for sessions to come
         self._most_waiting = 0
 
@@ -90,6 +95,10 @@ class ModelRunner:
                 self.set_steps(control.session, control.epoch, control.steps)
             case MessageKind.CLOSE:
                 self.close(control.session)
+            case MessageKind.SAVE:
+                self.exchange.put(f"stage {self.index}", self.save(control.session))
+            case MessageKind.LOAD:
+                walk.load(self.sessions[control.session], *self.exchange.take(f"stage {self.index}"), self.device)
         return message
 
     @torch.inference_mode()
@@ -149,6 +158,15 @@ class ModelRunner:
         kept.text.setdefault(epoch, kept.text[latest])
         kept.visible_from_chunk.setdefault(epoch, kept.visible_from_chunk[latest])
         kept.steps = steps
+
+    def save(self, session: int) -> State:
+        """The session's state as `walk.save` has it, and digests of the stage's blocks."""
+        tensors, tree = walk.save(self.sessions[session])
+        return tensors, {"state": tree, "weights": self._weights}
+
+    @cached_property
+    def _weights(self) -> list[str]:
+        return [weights_digest(block) for block in self.denoiser.blocks]
 
     def _fit_caches(self, session: RunnerSession) -> None:
         """Where each step has a cache: after a change of step count, give each step the cache of the old step with the

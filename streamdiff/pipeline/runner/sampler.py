@@ -24,7 +24,7 @@ from streamdiff.pipeline.runner.noise import Noise, PrefetchedNoise
 from streamdiff.pipeline.runner.step_levels import StepLevels
 from streamdiff.pipeline.scheduler.kv_context import PER_STEP
 from streamdiff.pipeline.scheduler.step import MicroStep
-from streamdiff.session_state.fields import DERIVED, KEPT, STATE, session_state
+from streamdiff.session_state.fields import DERIVED, KEPT, STATE, session_state, session_value
 
 
 class Finished(NamedTuple):
@@ -32,6 +32,14 @@ class Finished(NamedTuple):
 
     row: MicroStep
     latents: Tensor
+
+
+@session_value("pending-steps")
+class PendingSteps(NamedTuple):
+    """A change of step count that is applied once nothing of the session is in flight."""
+
+    epoch: int
+    schedule: Schedule
 
 
 @session_state("head")
@@ -131,6 +139,11 @@ class LatentSampler:
         state = self.sessions[session]
         state.schedule, state.times = schedule, self._times(schedule)
         state.noise = self._prefetched(state.given, schedule)
+
+    def restore(self, session: int) -> None:
+        """The session's state has been loaded: draw the noise that it says from now on. Mutates: self."""
+        state = self.sessions[session]
+        state.noise = self._prefetched(state.given, state.schedule)
 
     def switch(self, session: int, chunk: int, policy: str) -> tuple[int, list[int]]:
         """Apply the prompt policy of a prompt in force from `chunk` on. Returns the first chunk outside the sink that

@@ -42,6 +42,7 @@ class ScheduledSession:
 
     `rerun` are finished chunks whose clean pass is due once more, oldest first, before a new chunk is admitted; with
     `rerun_as_one` as rows of one forward. While it is `draining` none is, and those in flight wait for no follower.
+    While it is `held`, for a snapshot, nothing of it enters or changes.
     `choice`: what is due next: an index into `chunks`, `len(chunks)` to admit one, RERUN, or None. Cached; `stale`
     invalidates it. `waiting_since` counts forwards: when there
     first was a choice, or the last row was handed out. `frame_credit`: frames that may still be admitted.
@@ -66,6 +67,7 @@ class ScheduledSession:
     rerun_as_one: bool = field(default=False, metadata=STATE)
     draining: bool = field(default=False, metadata=KEPT)
     anchors: Anchors = field(default=NO_ANCHORS, metadata=KEPT)
+    held: bool = field(default=False, metadata=DERIVED)
     choice: int | None = field(default=None, metadata=DERIVED)
     stale: bool = field(default=True, metadata=DERIVED)
 
@@ -115,7 +117,7 @@ class ScheduledSession:
             sum(chunk.back < self.steps - 1 for chunk in self.chunks) if self.kv_context == "anchored" else count
         )
         may_admit = self.fits and unfinished < self.in_flight_limit and not held
-        if self.paused:
+        if self.paused or self.held:
             return None
         if self.rerun and all(chunk.entered == self.passes - 1 for chunk in self.chunks):
             return RERUN  # whatever could read the old keys has gone ahead

@@ -146,7 +146,7 @@ class StreamBatchScheduler:
     def drained(self, session: int) -> bool:
         """Whether nothing of the session is in flight, and nothing due but a new chunk."""
         state = self._sessions[session]
-        return not state.chunks and not state.rerun
+        return not state.chunks and not state.rerun and not state.held
 
     def set_steps(self, session: int, *, steps: int, first_steps: int | None = None) -> None:
         """Chunks admitted from now on have `steps` steps, a first one `first_steps`; ends `drain`.
@@ -174,6 +174,15 @@ class StreamBatchScheduler:
         """While a session is paused, nothing of it enters; what is in the ring comes back."""
         state = self._sessions[session]
         state.paused, state.stale = paused, True
+
+    def session(self, session: int) -> ScheduledSession:
+        """The state of a session, which is not to be changed while it is not held."""
+        return self._sessions[session]
+
+    def hold(self, session: int, held: bool) -> None:
+        """As `set_paused`, beside it: for a snapshot, after which the session is as paused as before."""
+        state = self._sessions[session]
+        state.held, state.stale = held, True
 
     def set_frame_credit(self, session: int, frames: int) -> None:
         """Set the number of frames that may still be admitted; admitting a chunk takes `chunk_frames` of it."""

@@ -56,18 +56,11 @@ def change(pipeline: StreamingPipeline, session: int = 0) -> None:
     pipeline.set_conditioning(session, pipeline.text.encode(BLUE), epoch=6, switch="flush")
 
 
-@pytest.mark.parametrize(("stages", "then"), [(1, 1), (4, 4), (4, 1), (1, 3)])
+@pytest.mark.parametrize(("stages", "then"), [(4, 1), (1, 3)])
 @pytest.mark.parametrize("kv_context", CONTEXTS)
 def test_a_stream_goes_on_from_its_file(kv_context: str, stages: int, then: int, tmp_path: Path) -> None:
     """In mid-chunk, with micro-steps in the ring; also on another number of stages, beside another session, and the
     session that was saved goes on as well."""
-    expected: list[np.ndarray] = []
-    alone = opened(1, kv_context)
-    play(alone, expected, SAVED_AT * CHUNK)
-    told = alone._streams[0].chunks
-    assert told, "chunks are under way"
-    first, expected = expected, []
-    alone.close()
     pipeline, pictures = opened(stages, kv_context), list[np.ndarray]()
     play(pipeline, pictures, SAVED_AT * CHUNK)
     if stages > 1:
@@ -76,9 +69,8 @@ def test_a_stream_goes_on_from_its_file(kv_context: str, stages: int, then: int,
     before = len(pictures)
     play(pipeline, pictures, CHUNKS * CHUNK)
     pipeline.close()
-    assert all(np.array_equal(one, other) for one, other in zip(first, pictures, strict=False))
-
-    never = opened(stages, kv_context)
+    expected = list[np.ndarray]()
+    never = opened(1, kv_context)
     play(never, expected, CHUNKS * CHUNK)
     never.close()
     assert np.array_equal(np.stack(pictures[: CHUNKS * CHUNK]), np.stack(expected[: CHUNKS * CHUNK])), "it was saved"
@@ -100,7 +92,9 @@ def test_a_change_of_steps_and_a_prompt_that_wait_are_saved_too(tmp_path: Path) 
 
     def asked() -> tuple[StreamingPipeline, list[np.ndarray]]:
         pipeline, pictures = opened(2, "staircase"), list[np.ndarray]()
-        play(pipeline, pictures, 3 * CHUNK)
+        pipeline.set_frame_credit(0, 100 * CHUNK)
+        while pipeline.ring.scheduler.next_chunk(0) < 5:  # however far decoding is
+            pictures += drawn(pipeline.step())
         pipeline.set_steps(0, 2, epoch=6)
         change(pipeline)
         assert pipeline.ring.changes, "it waits for what is in flight"

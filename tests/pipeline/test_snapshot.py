@@ -13,10 +13,13 @@ from safetensors.torch import save_file
 
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.model import Model
+from streamdiff.models.tiny.model import WEIGHTS, load_model
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from tests.pipeline import snapshot_process as process
+from tests.pipeline.processes import run_ranks
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 PLAIN = small_model(4, layers=4, sink=2)
@@ -174,3 +177,26 @@ def test_a_file_that_is_no_snapshot_is_refused(snapshot: Snapshot, tmp_path: Pat
         Snapshot.read(path)
     with pytest.raises(ConfigError, match="does not exist; create it first"):
         snapshot.write(tmp_path / "nowhere" / "file")
+
+
+@pytest.mark.slow
+def test_between_one_process_and_a_ring_of_processes_with_a_rank_that_decodes(tmp_path: Path) -> None:
+    """Both ways, with micro-steps in flight; what is saved in the one goes on in the other."""
+    with torch.inference_mode():
+        model = load_model(WEIGHTS, CPU)
+    pipeline, alone = StreamingPipeline(model, CPU), list[np.ndarray]()
+    process.opened(pipeline)
+    process.play(pipeline, alone, 1)
+    alone += process.shown(pipeline.save(0, tmp_path / "alone"))
+    saved_at, chunk = len(alone), pipeline.info.chunk_frames
+    process.play(pipeline, alone, 2 * process.CHUNKS)
+    run_ranks("tests.pipeline.snapshot_process", [str(tmp_path)], process.STAGES + 1, 600)
+    there = np.load(tmp_path / "shown.npz")
+    for name, begin in (("first", 0), ("second", saved_at)):
+        shown = there[name][: process.CHUNKS * chunk]
+        assert np.array_equal(shown, np.stack(alone)[begin : begin + len(shown)]), name
+    here: list[np.ndarray] = process.shown(pipeline.load(7, Snapshot.read(tmp_path / "ring")), 7)
+    process.play(pipeline, here, process.CHUNKS - 2, 7)
+    pipeline.close()
+    begin = int(there["saved_at"])
+    assert np.array_equal(np.stack(here), np.stack(alone)[begin : begin + len(here)])

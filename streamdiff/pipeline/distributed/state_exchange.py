@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import Store
 
 State = tuple[Mapping[str, Tensor], Any]
 """What `session_state.walk.save` gives."""
-_PIECE = 1 << 25  # bytes of a value in the store
+_PIECE = 1 << 22  # bytes of a value: torch's TCPStore takes 8 MiB at most
 
 
 class StateExchange(Protocol):

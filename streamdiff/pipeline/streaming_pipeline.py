@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import count
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from streamdiff import clock
-from streamdiff.atomic_write import check_parent
 from streamdiff.errors import ConfigError, EngineFailure, RequestError
 from streamdiff.models.model import Model
 from streamdiff.models.spec import choose_steps
@@ -175,22 +173,23 @@ class StreamingPipeline:
             self._budget.give_back(session)
         self._end(session)
 
-    def save(self, session: int, path: Path, about: Mapping[str, Any] | None = None) -> list[Frames]:
-        """Write a session as it is now into a file, with `about`, anything that JSON can hold. What it has in flight
-        comes back first, and it goes on afterwards as if nothing had been. Returns frames that came meanwhile. Raises
-        ConfigError where the file cannot be written, EngineFailure as `step`."""
-        check_parent(path)
+    def save(self, session: int) -> tuple[Snapshot, list[Frames]]:
+        """A session as it is now. What it has in flight comes back first, and it goes on afterwards as if nothing had
+        been; with frames that came meanwhile, after which the snapshot is taken.
+
+        Raises:
+            ConfigError: its noise was given as tensors.
+            EngineFailure: as `step`.
+        """
         frames, stream = self._ask(MessageKind.SAVE, session), self._streams[session]
         try:
-            snapshot = collect(self.ring, self.model, stream, self._decoding.save(stream.number), about or {})
+            return collect(self.ring, self.model, stream, self._decoding.save(stream.number)), frames
         finally:
             self.ring.scheduler.hold(session, False)
-        snapshot.write(path)
-        return frames
 
     def load(self, session: int, snapshot: Snapshot) -> list[Frames]:
-        """Open a session that goes on, to the bit, where a snapshot was taken, on any number of stages. Its slot must
-        have had no stream with the snapshot's epochs. Returns frames of other sessions that came meanwhile.
+        """Open a session that goes on, to the bit, where a snapshot was taken, on any number of stages. Returns
+        frames of other sessions that came meanwhile.
 
         Raises:
             RequestError: it is of another model, other weights or sizes, or does not fit in; nothing is open then.

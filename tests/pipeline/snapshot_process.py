@@ -54,7 +54,9 @@ def main(rank: int, ranks: int, port: int, folder: Path) -> None:
     play(pipeline, first, SAVED_AT)
     under_way = [chunk.entered - chunk.back for chunk in pipeline.ring.scheduler.session(0).chunks]
     assert sum(under_way) >= 2, "two of its micro-steps are in the ring"
-    first += shown(pipeline.save(0, folder / "ring"))
+    snapshot, frames = pipeline.save(0)
+    snapshot.write(folder / "ring")
+    first += shown(frames)
     saved_at = len(first)
     came = pipeline.load(1, Snapshot.read(folder / "alone"))
     first, second = first + shown(came), second + shown(came, 1)

@@ -18,6 +18,7 @@ PACKAGE = (
     ("__main__",),
     ("cli",),
     ("commands",),
+    ("saved_stream",),
     ("api",),
     ("server",),
     ("engine",),
@@ -76,7 +77,10 @@ FLOORS = {
 }
 
 # The package's own __init__ hands out the Python interface, without importing it before it is used.
-FREE = {("streamdiff", "streamdiff.api"): "lazy: `streamdiff.stream` is `streamdiff.api.stream`"}
+FREE = {
+    ("streamdiff", "streamdiff.api"): "lazy: `streamdiff.stream` is `streamdiff.api.stream`",
+    ("streamdiff", "streamdiff.saved_stream"): "lazy: `streamdiff.load`",
+}
 
 # Folders that must not import a name.
 FORBIDDEN = {

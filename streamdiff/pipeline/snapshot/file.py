@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -18,6 +21,8 @@ from streamdiff.models.spec import ModelSpec
 from streamdiff.version import __version__
 
 KIND, FORMAT = "streamdiff session", 1
+_PICTURES = "pictures"
+_OPENED = {"seed": int, "steps": int, "kv_context": str, "epoch": int}
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,15 @@ class Snapshot:
                 "it into those that it was saved with"
             )
 
+    def with_pictures(self, pictures: Iterable[NDArray[np.uint8]]) -> Snapshot:
+        """The same with pictures uint8 `[H, W, 3]` that were made and not taken yet."""
+        waiting = [torch.from_numpy(np.ascontiguousarray(each)) for each in pictures]
+        return replace(self, tensors={**self.tensors, **({_PICTURES: torch.stack(waiting)} if waiting else {})})
+
+    def pictures(self) -> list[NDArray[np.uint8]]:
+        """Those pictures."""
+        return list(self.tensors[_PICTURES].numpy()) if _PICTURES in self.tensors else []
+
     def write(self, path: Path) -> None:
         """Write it whole, or nothing.
 
@@ -91,10 +105,13 @@ class Snapshot:
                     )
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
             header = json.loads(said["header"])
+            unlike = [name for name, kind in _OPENED.items() if type(header["session"].get(name)) is not kind]
+            if unlike:
+                raise ConfigError(f"{path}: the snapshot's header has no usable {', '.join(unlike)}")
             return cls(header["model"], header["session"], header["trees"], tensors, header["about"])
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path}: not a readable snapshot: {error}") from None
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ConfigError(f"{path}: the snapshot's header is damaged: {type(error).__name__}: {error}") from None
 
 

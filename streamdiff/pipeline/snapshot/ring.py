@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,9 +76,7 @@ def occupied(ring: RingExecutor, session: int) -> bool:
     )
 
 
-def collect(
-    ring: RingExecutor, model: Model, stream: StreamProgress, decoder: State, about: Mapping[str, Any]
-) -> Snapshot:
+def collect(ring: RingExecutor, model: Model, stream: StreamProgress, decoder: State) -> Snapshot:
     """The snapshot of a session at rest, of which the stages have been asked for their part.
 
     Raises:
@@ -96,7 +94,6 @@ def collect(
         opened_with(head),
         {name: tree for name, (_, tree) in states.items()},
         {name: tensor for tensors, _ in states.values() for name, tensor in tensors.items()},
-        about,
     )
 
 

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from streamdiff.engine.session import Session
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder import taehv, taehv_codec, wan
 from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.runner.noise import SeededNoise, TensorNoise
 from streamdiff.pipeline.runner.sampler import PendingSteps
 from streamdiff.pipeline.runner.step_levels import StepLevels
+from streamdiff.pipeline.snapshot.ring import head_state
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.session_state import fields as declared
 from streamdiff.session_state import walk
@@ -58,6 +60,12 @@ def examples() -> dict[str, Any]:
         *(PendingSteps(1, schedule), InitLatents.steady(torch.ones(1, 2, 2, 2, 2), 0.5, 500.0)),
         StepLevels(torch.ones(1, 2, 2), torch.ones(1, 2, 2)),
         TensorNoise(torch.ones(1, 2, 2, 2, 2), None, schedule, SeededNoise((2, 2, 2, 2), 1)),
+    ]
+    there += [
+        head_state(ring, 0),
+        Session(
+            "s", pipeline, 0, str, text="a", seed=1, kv_context="clean", epoch=2, max_ahead_frames=9, made_frames=5
+        ),
     ]
     found = {declared.name_of(type(each)): each for state in there for each in held(state)}
     pipeline.close()

@@ -140,7 +140,7 @@ class Broken:
 
 def test_an_error_of_the_decoder_is_raised_where_the_head_looks() -> None:
     woken = threading.Event()
-    decoding = LocalDecoding(Broken(), lambda piece: None, woken.set, LocalExchange())
+    decoding = LocalDecoding(Broken(), lambda piece: None, woken.set)
     decoding.submit(0, 0, latents(0))
     assert woken.wait(LIMIT_S)
     with pytest.raises(ArithmeticError, match="own fault"):

@@ -2,7 +2,8 @@
 
     for frame in streamdiff.stream("a red circle moving left", seconds=10): ...
 
-`stream` gives frames, `open` a session that takes new prompts while it runs; `follow` is for the other ranks of a ring.
+`stream` gives frames, `open` a session that takes new prompts while it runs, which `load` goes on with from a file;
+`follow` is for the other ranks of a ring.
 Importing this package is light: the rest, torch above all, is imported when it is used.
 """
 
@@ -14,8 +15,9 @@ from streamdiff.version import __version__
 
 if TYPE_CHECKING:
     from streamdiff.api import StreamSession, follow, open, stream
+    from streamdiff.saved_stream import load
 
-__all__ = ["StreamSession", "__version__", "follow", "open", "stream"]
+__all__ = ["StreamSession", "__version__", "follow", "load", "open", "stream"]
 
 
 def __getattr__(name: str) -> object:
@@ -23,4 +25,8 @@ def __getattr__(name: str) -> object:
         from streamdiff import api
 
         return getattr(api, name)
+    if name == "load":
+        from streamdiff.saved_stream import load
+
+        return load
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

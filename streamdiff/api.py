@@ -12,13 +12,15 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from itertools import count
+from pathlib import Path
 from types import TracebackType
-from typing import TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from streamdiff.atomic_write import check_parent
 from streamdiff.config import PROMPT_POLICIES, ModelConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import (
@@ -177,6 +179,27 @@ class StreamSession:
         """Make chunks again."""
         self._tell(Resume(_NAME))
 
+    def save(self, path: str | Path) -> None:
+        """Write the stream into one file, from which `streamdiff.load` goes on with the next frame to be taken; it goes
+        on here too. Gigabytes for large models. Raises ConfigError where it cannot be written."""
+        check_parent(Path(path))
+        with self._lock:
+            self._check_open()
+            snapshot, events = self._engine.save(_NAME)
+            self._take(events)
+            snapshot.with_pictures(self._frames).write(Path(path))
+
+    def go_on_from(self, snapshot: Any) -> None:
+        """Begin with what `save` has written. Raises RequestError where it does not fit."""
+        with self._lock:
+            events = self._engine.load(_NAME, snapshot)
+            self._frames.extend(snapshot.pictures())
+            self._made, self.text = (snapshot.about["session"][name] for name in ("_made_frames", "text"))
+            self._take(events)
+            opened = self._answers.pop("")
+            assert isinstance(opened, Opened)
+            self._switch, self._is_open = opened.switches[0], True
+
     def close(self) -> None:
         """End the stream and free the model. May be called again."""
         with self._lock:
@@ -298,7 +321,7 @@ class ModelOptions(TypedDict, total=False):
     decode: str
 
 
-def _model_config(options: Mapping[str, object]) -> ModelConfig:
+def model_config(options: Mapping[str, object]) -> ModelConfig:
     """Raises ConfigError for a value out of range, TypeError for an option that there is not."""
     if unknown := set(options) - ModelOptions.__annotations__.keys():
         raise TypeError(
@@ -335,7 +358,7 @@ def open(prompt: str, *, seed: int = 0, **options: Unpack[ModelOptions]) -> Stre
         ConfigError: an option that cannot be used, or an unknown model.
         RequestError: a prompt or seed that cannot be used.
     """
-    config = _model_config(options)
+    config = model_config(options)
     return StreamSession(load(config), prompt, seed=seed)
 
 
@@ -348,7 +371,7 @@ def follow(**options: Unpack[ModelOptions]) -> None:
     Raises:
         ConfigError: an option that cannot be used, or ranks that are not alike.
     """
-    config = _model_config(options)
+    config = model_config(options)
     with heavy_import():
         from streamdiff.pipeline import worker_main  # imports torch
 
@@ -365,7 +388,7 @@ def stream(
     """
     if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
         raise ConfigError(f"seconds is {seconds}; it must be above 0, or None for a stream without end")
-    return _frames(_model_config(options), prompt, seed, seconds)
+    return _frames(model_config(options), prompt, seed, seconds)
 
 
 def _frames(config: ModelConfig, prompt: str, seed: int, seconds: float | None) -> Iterator[Frame]:

@@ -30,7 +30,7 @@ from streamdiff.engine.messages import (
     Shown,
     Shutdown,
 )
-from streamdiff.engine.pipeline_api import Pipeline
+from streamdiff.engine.pipeline_api import Pipeline, SavingPipeline
 from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue, Request
 from streamdiff.engine.session import Session
 from streamdiff.engine.validation import bad_value, check_prompt, check_seed, expects_answer, refused
@@ -95,6 +95,56 @@ class Engine:
             events += self._number(made)
             finished = finished or made.last
         return events + (self._measured() if finished else [])
+
+    def save(self, name: str) -> tuple[Any, list[Event]]:
+        """A snapshot of a session, and what came before it was taken. Its `about` has the session's text, epoch and
+        frame numbers; prompts that have been accepted are in it.
+
+        Raises:
+            RequestError: there is no such session, or a prompt of it is still being encoded.
+        """
+        session = self._find(Close(name))
+        assert session is not None, "`_find` raises"
+        if name in self._waiting:
+            raise RequestError("session", f"a prompt of session {name!r} is being encoded; save it when it is accepted")
+        session.apply_pending()
+        snapshot, frames = self._saving().save(self._slots[name])
+        events = [event for made in frames for event in self._number(made)]
+        return replace(snapshot, about={"session": session.saved()}), events
+
+    def load(self, name: str, snapshot: Any) -> list[Event]:
+        """Open session `name` as a snapshot has it; its frames go on being numbered.
+
+        Raises:
+            RequestError: the id is taken, or the snapshot does not fit; nothing is open then.
+        """
+        if name in self._slots or name in self._waiting:
+            raise RequestError("session", f"session {name!r} is open already; close it or use another id")
+        saved, opened = snapshot.about.get("session"), snapshot.session
+        if not isinstance(saved, dict):
+            raise RequestError(
+                "snapshot", "the snapshot tells nothing of the engine's session; it was not saved by one"
+            )
+        slot = self._free_slot()
+        steps, kv_context, epoch = opened["steps"], opened["kv_context"], opened["epoch"]
+        session = Session(
+            name, self._pipeline, slot, partial(self._encoded, name), text="", seed=0, kv_context=kv_context,
+            epoch=epoch, max_ahead_frames=self._max_ahead_frames,
+            min_ahead_frames=self._min_ahead_frames(steps, kv_context),
+        )  # fmt: skip
+        session.restore(saved)
+        frames = self._saving().load(slot, snapshot)
+        self._slots[name], self._sessions[slot] = slot, session
+        events = session.open("", self._switches(slot))
+        return events + [event for made in frames for event in self._number(made)]
+
+    def _saving(self) -> SavingPipeline:
+        if not isinstance(self._pipeline, SavingPipeline):
+            raise RequestError("session", f"{type(self._pipeline).__name__} cannot save sessions")
+        return self._pipeline
+
+    def _free_slot(self) -> int:
+        return next(slot for slot in range(len(self._slots) + 1) if slot not in self._sessions)
 
     def settle(self) -> list[Event]:
         """Carry out what had to wait for its text and need not any more; `step` does so too."""
@@ -164,7 +214,7 @@ class Engine:
         return self._open_now(command, reading)
 
     def _open_now(self, command: Open, reading: Reading) -> list[Event]:
-        slot = next(slot for slot in range(len(self._slots) + 1) if slot not in self._sessions)
+        slot = self._free_slot()
         try:
             session, events = self._start(slot, command, reading)
         except ValueError as error:

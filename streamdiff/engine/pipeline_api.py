@@ -8,7 +8,7 @@ same tests run on both. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from streamdiff.models.interfaces import TextEncoder
 from streamdiff.pipeline.output import Frames, ModelInfo
@@ -97,3 +97,15 @@ class Pipeline(Protocol):
 
     def close(self) -> None:
         """Free everything."""
+
+
+@runtime_checkable
+class SavingPipeline(Protocol):
+    """One whose sessions can be saved and go on elsewhere; the real one is."""
+
+    def save(self, session: int) -> tuple[Any, Sequence[Frames]]:
+        """A `pipeline.snapshot.file.Snapshot` of an open session, and frames that came before it was taken."""
+
+    def load(self, session: int, snapshot: Any) -> Sequence[Frames]:
+        """Open a stream that goes on from a snapshot; returns frames that came meanwhile. Raises RequestError for one
+        that does not fit."""

@@ -10,7 +10,8 @@ skipped, never undone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,34 @@ from numpy.typing import NDArray
 from streamdiff.config import PROMPT_POLICIES
 from streamdiff.engine.messages import Accepted, Applied, Closed, Event, FrameBatch, Opened
 from streamdiff.engine.pipeline_api import Pipeline
+from streamdiff.errors import RequestError
+from streamdiff.session_state.fields import DERIVED, KEPT, STATE, fields_of, session_state
 
 
+@session_state("session")
+@dataclass(init=False, eq=False)
 class Session:
     """One stream, in slot `slot` of `pipeline`. Every method calls the pipeline as needed and returns the events."""
+
+    name: str = field(metadata=DERIVED)
+    _pipeline: Pipeline = field(metadata=DERIVED)
+    _slot: int = field(metadata=DERIVED)
+    _encode: Callable[[str], Any] = field(metadata=DERIVED)
+    _max_ahead_frames: int = field(metadata=DERIVED)
+    _min_ahead_frames: int = field(metadata=DERIVED)
+    text: str = field(metadata=KEPT)
+    seed: int = field(metadata=KEPT)
+    kv_context: str = field(metadata=KEPT)
+    epoch: int = field(metadata=KEPT)
+    chunk: int = field(metadata=KEPT)
+    """The last chunk of which frames have come; -1 before the first. Starts again with a reset."""
+    _pending_switch: tuple[int, str] | None = field(metadata=KEPT)  # epoch, and what becomes of the past
+    _pending_steps: tuple[int, int] | None = field(metadata=KEPT)  # epoch and steps
+    _applied_epoch: int = field(metadata=KEPT)
+    _oldest_epoch: int = field(metadata=KEPT)
+    _paused: bool = field(metadata=KEPT)
+    _made_frames: int = field(metadata=KEPT)
+    _shown_frames: int = field(metadata=KEPT)
 
     def __init__(
         self,
@@ -55,11 +80,9 @@ class Session:
         self.kv_context = kv_context
         self.epoch = epoch
         self.chunk = -1
-        """The last chunk of which frames have come; -1 before the first. Starts again with a reset."""
         self._max_ahead_frames = max_ahead_frames
         self._min_ahead_frames = min_ahead_frames
-        self._pending_switch: tuple[int, str] | None = None  # epoch, and what becomes of the past
-        self._pending_steps: tuple[int, int] | None = None  # epoch and steps
+        self._pending_switch = self._pending_steps = None
         self._applied_epoch = epoch - 1
         self._oldest_epoch = epoch
         self._paused = False
@@ -76,6 +99,26 @@ class Session:
         """Begin: the pipeline has opened the stream with this session's text, seed and epoch; it can do `switches`."""
         self._set_frame_credit()
         return [Opened(self.name, self.epoch, self.text, notice, switches)]
+
+    def saved(self) -> dict[str, Any]:
+        """How far it is, as JSON has it; to be called with nothing pending."""
+        assert self._pending_switch is None and self._pending_steps is None, "apply_pending comes first"
+        return {name: getattr(self, name) for name in fields_of(Session, STATE, KEPT)}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `saved` told of a session whose stream the pipeline has loaded. Mutates: self.
+
+        Raises:
+            RequestError: it tells other things than this version would.
+        """
+        names = fields_of(Session, STATE, KEPT)
+        if set(saved) != set(names):
+            differ = ", ".join(sorted(set(saved) ^ set(names)))
+            raise RequestError(
+                "snapshot", f"the snapshot tells other things of its session than this version: {differ}"
+            )
+        for name in names:
+            setattr(self, name, saved[name])
 
     def set_prompt(self, text: str, notice: str, request: str, switch: str = "keep") -> list[Event]:
         """Accept a prompt; `apply_pending` gives it to the pipeline, unless a later one comes first. With `switch`

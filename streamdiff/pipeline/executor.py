@@ -7,7 +7,6 @@ that comes back into the next latents (`LatentSampler`). With one stage there ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,18 +25,11 @@ from streamdiff.pipeline.runner.in_flight_queue import InFlightQueue
 from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.noise import Noise, SeededNoise
-from streamdiff.pipeline.runner.sampler import Finished, LatentSampler
+from streamdiff.pipeline.runner.sampler import Finished, LatentSampler, PendingSteps
 from streamdiff.pipeline.runner.step_levels import StepLevels
 from streamdiff.pipeline.runner.worker import LEAVE_S, Worker
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
-
-
-class PendingSteps(NamedTuple):
-    """A change of step count that is applied once nothing of the session is in flight."""
-
-    epoch: int
-    schedule: Schedule
 
 
 class RingExecutor:
@@ -73,7 +65,7 @@ class RingExecutor:
         self._sender, self._receiver = links or (loop, loop)
         self._admission = InFlightQueue(self.scheduler, self.sampler, stages + 1 if stages > 1 else 1, timer, wait_s)
         self.worker = Worker(self._admission, self.stage, self._sender, timer)
-        self._changes: dict[int, PendingSteps] = {}  # by session
+        self.changes: dict[int, PendingSteps] = {}  # by session
 
     def turn(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:
         """One micro-step through this rank: the rows that entered the ring (none when nothing may), the chunks that
@@ -103,7 +95,7 @@ class RingExecutor:
     @property
     def has_work(self) -> bool:
         """Whether something can enter the ring now, or is in it."""
-        may_change = any(map(self.scheduler.drained, self._changes))
+        may_change = any(map(self.scheduler.drained, self.changes))
         return self.scheduler.has_work or bool(self._admission.controls) or may_change or self.waiting
 
     @property
@@ -115,6 +107,11 @@ class RingExecutor:
     def waiting(self) -> bool:
         """Whether something is in the ring that will come back."""
         return bool(self._admission.in_ring)
+
+    @property
+    def messages(self) -> list[StageMessage]:
+        """What is in the ring, and what enters before anything else."""
+        return [*self._admission.in_ring, *self._admission.controls]
 
     @property
     def contents(self) -> str:
@@ -163,8 +160,8 @@ class RingExecutor:
         if given_latents is not None and state.clean_pass:
             self.scheduler.go_on_from(session, len(given_latents))
         self.sampler.sessions[session] = state
-        self._tell(MessageKind.OPEN, SessionUpdate(session, epoch, epoch, steps, kv_context))
-        self._tell(MessageKind.TEXT, SessionUpdate(session, epoch, epoch), embeddings)
+        self.tell(MessageKind.OPEN, SessionUpdate(session, epoch, epoch, steps, kv_context))
+        self.tell(MessageKind.TEXT, SessionUpdate(session, epoch, epoch), embeddings)
 
     def set_text(self, session: int, epoch: int, embeddings: Tensor, policy: str = "keep") -> None:
         """Chunks admitted from now on use these embeddings; `policy`, one of PROMPT_POLICIES but `reset`, says what
@@ -183,7 +180,7 @@ class RingExecutor:
             self.scheduler.rerun(session, rerun, as_one=policy == "recache")
         oldest = self.scheduler.oldest_epoch(session)
         control = SessionUpdate(session, epoch, oldest, visible_from_chunk=visible_from)
-        self._tell(MessageKind.TEXT, control, embeddings)
+        self.tell(MessageKind.TEXT, control, embeddings)
         self.scheduler.set_epoch(session, epoch)
 
     def check_steps(self, session: int, steps: int) -> None:
@@ -206,17 +203,17 @@ class RingExecutor:
         """
         self.check_steps(session, steps)
         schedule = self.sampler.spec.schedule(steps)
-        if session not in self._changes and schedule == self.sampler.sessions[session].schedule:
+        if session not in self.changes and schedule == self.sampler.sessions[session].schedule:
             self._new_epoch(session, epoch, steps)  # nothing else changes, so nothing needs to wait
             return
-        self._changes[session] = PendingSteps(epoch, schedule)
+        self.changes[session] = PendingSteps(epoch, schedule)
         self.scheduler.drain(session)
 
     def _change_steps(self) -> None:
         """Apply pending step changes of sessions with nothing in flight: here now, on other ranks by a message at the
         same point of the order. Mutates: self."""
-        for session in [session for session in self._changes if self.scheduler.drained(session)]:
-            epoch, schedule = self._changes.pop(session)
+        for session in [session for session in self.changes if self.scheduler.drained(session)]:
+            epoch, schedule = self.changes.pop(session)
             self.scheduler.set_steps(session, steps=schedule.steps, first_steps=schedule.of(0).steps)
             self.sampler.set_steps(session, schedule)
             # A prompt that came meanwhile has the later epoch.
@@ -224,7 +221,7 @@ class RingExecutor:
 
     def _new_epoch(self, session: int, epoch: int, steps: int) -> None:
         """Chunks admitted from now on belong to `epoch`, with the steps and the text that hold. Mutates: self."""
-        self._tell(MessageKind.STEPS, SessionUpdate(session, epoch, steps=steps))
+        self.tell(MessageKind.STEPS, SessionUpdate(session, epoch, steps=steps))
         self.scheduler.set_epoch(session, epoch)
 
     def reset(
@@ -239,7 +236,7 @@ class RingExecutor:
         levels: StepLevels | None = None,
     ) -> None:
         """Drop what is in flight and start afresh at chunk 0. `epoch` is one the slot never had. Mutates: self."""
-        old, change = self.sampler.sessions[session], self._changes.get(session)
+        old, change = self.sampler.sessions[session], self.changes.get(session)
         schedule, noise = change.schedule if change else old.schedule, noise or self._seeded(seed)
         # What can fail comes first, as in `open`: else the scheduler would begin a stream that nobody else has.
         state = self.sampler.prepare(
@@ -248,15 +245,15 @@ class RingExecutor:
         self.scheduler.reset(session, epoch)
         self._change_steps()
         self.sampler.sessions[session] = state
-        self._tell(MessageKind.RESET, SessionUpdate(session, epoch))
-        self._tell(MessageKind.TEXT, SessionUpdate(session, epoch, epoch), embeddings)
+        self.tell(MessageKind.RESET, SessionUpdate(session, epoch))
+        self.tell(MessageKind.TEXT, SessionUpdate(session, epoch, epoch), embeddings)
 
     def close(self, session: int) -> None:
         """Free a session everywhere. Mutates: self."""
-        self._changes.pop(session, None)
+        self.changes.pop(session, None)
         self.scheduler.close(session)
         self.sampler.sessions.pop(session, None)
-        self._tell(MessageKind.CLOSE, SessionUpdate(session))
+        self.tell(MessageKind.CLOSE, SessionUpdate(session))
 
     def stop(self, limit_s: float = LEAVE_S) -> None:
         """End the loops of all ranks, after what is in the ring has come back. Nothing enters afterwards.
@@ -266,7 +263,7 @@ class RingExecutor:
             RuntimeError: it took longer than `limit_s`.
         """
         self._admission.close()
-        self._tell(MessageKind.STOP, SessionUpdate(0))
+        self.tell(MessageKind.STOP, SessionUpdate(0))
         end_s = clock.monotonic_s() + limit_s
         while self._admission.controls or self._admission.in_ring:
             if clock.monotonic_s() > end_s:
@@ -305,7 +302,8 @@ class RingExecutor:
     def _seeded(self, seed: int) -> Noise:
         return SeededNoise(self.sampler.spec.chunk_shape, seed)
 
-    def _tell(self, kind: MessageKind, control: SessionUpdate, *tensors: Tensor) -> None:
+    def tell(self, kind: MessageKind, control: SessionUpdate, *tensors: Tensor) -> None:
+        """Have all stages make a change, before anything enters that is decided on later. Mutates: self."""
         self._admission.controls.append(StageMessage(kind, (), control, tensors))
 
     def _take_back(self, wait_s: float | None) -> list[Finished]:
@@ -344,6 +342,8 @@ class LocalRing(RingExecutor):
         ends = (links[0], links[-1])
         super().__init__(model, device, max_rows, stage=parts[0], links=ends, clean_with_next=clean_with_next)
         self.others = [Worker(links[i - 1], part, links[i]) for i, part in enumerate(parts) if i > 0]
+        for worker in self.others:
+            worker.stage.exchange = self.stage.exchange
 
     def turn(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:
         """One turn of every rank, the last one first: a message moves on by one stage per turn, as in processes."""

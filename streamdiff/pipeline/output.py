@@ -1,11 +1,14 @@
-"""Model info and frames: what a pipeline reports and what it produces. Imports no torch."""
+"""Model info, frames, and how far a stream is: what a pipeline reports and what it produces. Imports no torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
+from streamdiff import clock
+from streamdiff.session_state.fields import DERIVED, KEPT, STATE, session_state
 
 
 @dataclass(frozen=True)
@@ -40,3 +43,29 @@ class Frames:
     pictures: NDArray[np.uint8]
     last: bool
     chunk_s: float | None
+
+
+@session_state("chunk-made")
+@dataclass
+class StreamChunk:
+    """A chunk that is in the ring or decoding. `cost` is relative to a chunk in the default number of steps;
+    `admitted_s` is on this process's clock."""
+
+    epoch: int = field(metadata=KEPT)
+    cost: float = field(metadata=KEPT)
+    admitted_s: float = field(default_factory=clock.monotonic_s, metadata=DERIVED)
+
+
+@session_state("stream")
+@dataclass
+class StreamProgress:
+    """One run of a session, from open or reset to the next reset. `number` is unique, so late pieces of an earlier run
+    are dropped; `ahead_frames` are admitted and not handed out yet, `decoding` counts chunks that are finished and not
+    handed out whole."""
+
+    number: int = field(metadata=DERIVED)
+    session: int = field(metadata=DERIVED)
+    background: bool = field(default=False, metadata=KEPT)
+    decoding: int = field(default=0, metadata=DERIVED)
+    chunks: dict[int, StreamChunk] = field(default_factory=dict, metadata=STATE)
+    ahead_frames: int = field(default=0, metadata=STATE)

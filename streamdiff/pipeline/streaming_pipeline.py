@@ -6,7 +6,6 @@ import queue
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
@@ -14,42 +13,25 @@ import torch
 from torch import Tensor
 
 from streamdiff import clock
-from streamdiff.errors import EngineFailure, RequestError
+from streamdiff.errors import ConfigError, EngineFailure, RequestError
 from streamdiff.models.model import Model
 from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.decode.decode_worker import Decoding, LocalDecoding, Piece
 from streamdiff.pipeline.distributed.link import LinkClosed
+from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate
 from streamdiff.pipeline.executor import RingExecutor
-from streamdiff.pipeline.output import Frames, ModelInfo
+from streamdiff.pipeline.output import Frames, ModelInfo, StreamChunk, StreamProgress
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
 from streamdiff.pipeline.runner.sampler import Finished
 from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.scheduler.scheduler import ForwardCounts
 from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.pipeline.snapshot.file import Snapshot
+from streamdiff.pipeline.snapshot.ring import collect, occupied, place, resume
 from streamdiff.pipeline.throughput import ChunkCostMeter
 from streamdiff.pipeline.worker_group import WorkerGroup
 
-
-@dataclass
-class _Chunk:
-    """A chunk that is in the ring or decoding."""
-
-    admitted_s: float
-    epoch: int
-    cost: float
-    """Relative to a chunk in the default number of steps."""
-
-
-@dataclass
-class _Stream:
-    """One run of a session, from open or reset to the next reset. `number` is unique, so late pieces of an earlier run
-    are dropped."""
-
-    number: int
-    session: int
-    background: bool = False
-    chunks: dict[int, _Chunk] = field(default_factory=dict)
-    ahead_frames: int = 0  # admitted and not handed out yet
+_REST_WAIT_S = 0.1  # how long to wait for what comes back of a session that is held
 
 
 class StepHook(Protocol):
@@ -97,7 +79,7 @@ class StreamingPipeline:
         )  # fmt: skip
         self._workers, self._budget, self._hang_s = workers, budget, hang_s
         self.ring = workers.ring if workers else ring or RingExecutor(model, device)
-        self._streams: dict[int, _Stream] = {}  # by session
+        self._streams: dict[int, StreamProgress] = {}  # by session
         self._numbers = count()
         self._ready: queue.SimpleQueue[tuple[Piece, float] | None] = queue.SimpleQueue()
         self._pending = 0  # chunks that are decoding
@@ -192,6 +174,56 @@ class StreamingPipeline:
             self._budget.give_back(session)
         self._end(session)
 
+    def save(self, session: int) -> tuple[Snapshot, list[Frames]]:
+        """A session as it is now. What it has in flight comes back first, and it goes on afterwards as if nothing had
+        been; with frames that came meanwhile, after which the snapshot is taken.
+
+        Raises:
+            ConfigError: its noise was given as tensors.
+            EngineFailure: as `step`.
+        """
+        frames, stream = self._ask(MessageKind.SAVE, session), self._streams[session]
+        try:
+            return collect(self.ring, self.model, stream, self._decoding.save(stream.number)), frames
+        finally:
+            self.ring.scheduler.hold(session, False)
+
+    def load(self, session: int, snapshot: Snapshot) -> list[Frames]:
+        """Open a session that goes on, to the bit, where a snapshot was taken, on any number of stages. Returns
+        frames of other sessions that came meanwhile.
+
+        Raises:
+            RequestError: it is of another model, other weights or sizes, or does not fit in; nothing is open then.
+            EngineFailure: as `step`.
+        """
+        try:
+            snapshot.check_model(self.model.spec, self.model.denoiser.dtype)
+            opened = snapshot.session
+            self.open(
+                session, torch.zeros(self.model.spec.text_shape), seed=opened["seed"], epoch=opened["epoch"],
+                steps=opened["steps"], kv_context=opened["kv_context"],
+            )  # fmt: skip
+            frames, stream = self._ask(MessageKind.SAVE, session), self._streams[session]
+            change = place(snapshot, self.ring, stream)
+            self._decoding.load(stream.number, (snapshot.tensors, snapshot.trees["decoder"]))
+        except ConfigError as error:
+            if session in self._streams:
+                self.close_session(session)
+            raise RequestError("snapshot", str(error)) from error
+        frames += self._ask(MessageKind.LOAD, session)
+        resume(self.ring, session, change)
+        return frames
+
+    def _ask(self, kind: MessageKind, session: int) -> list[Frames]:
+        """Hold a session, have all stages save or load it, and go on until nothing of it is in the ring or decoding.
+        Returns frames that came meanwhile."""
+        frames: list[Frames] = []
+        self.ring.scheduler.hold(session, True)
+        self.ring.tell(kind, SessionUpdate(session))
+        while occupied(self.ring, session) or self._streams[session].decoding:
+            frames += self.step(_REST_WAIT_S)
+        return frames
+
     def step(self, wait_s: float = 0.0) -> list[Frames]:
         """Run at most one forward and hand out what is decoded; when nothing can run, wait for what comes back.
 
@@ -211,10 +243,11 @@ class StreamingPipeline:
         for row in rows:
             if row.step == 0:
                 cost = (row.steps + 1) / (self.info.steps + 1)  # a pass per step, and the clean one
-                self._streams[row.session].chunks[row.chunk] = _Chunk(now_s, row.epoch, cost)
+                self._streams[row.session].chunks[row.chunk] = StreamChunk(row.epoch, cost, now_s)
                 self._streams[row.session].ahead_frames += self.info.chunk_frames
         for row, latents in finished:
             stream = self._streams[row.session]
+            stream.decoding += 1
             if stream.background:
                 self._put_off.append((stream.number, row.chunk, latents))
             else:
@@ -318,7 +351,7 @@ class StreamingPipeline:
 
     def _begin(self, session: int, background: bool) -> None:
         self._end(session)
-        self._streams[session] = _Stream(next(self._numbers), session, background)
+        self._streams[session] = StreamProgress(next(self._numbers), session, background)
 
     def _end(self, session: int) -> None:
         if (stream := self._streams.pop(session, None)) is not None:
@@ -353,6 +386,7 @@ class StreamingPipeline:
         if stream is None:
             return []
         # A piece is one latent frame; a stream's first may show fewer frames than it was admitted for.
+        stream.decoding -= piece.last
         stream.ahead_frames -= self.model.spec.frames_per_latent
         chunk = stream.chunks.pop(piece.chunk) if piece.last else stream.chunks[piece.chunk]
         chunk_s = ready_s - chunk.admitted_s if piece.last else None

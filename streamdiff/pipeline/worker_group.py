@@ -14,6 +14,7 @@ from streamdiff.pipeline.decode.decode_worker import Deliver, RemoteDecoding
 from streamdiff.pipeline.distributed.heartbeat import HEARTBEAT_S, HealthMonitor, Heartbeat
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
 from streamdiff.pipeline.distributed.rendezvous import RankContext
+from streamdiff.pipeline.distributed.state_exchange import StoreExchange
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.runner.worker import LEAVE_S
 from streamdiff.pipeline.worker_main import exit_now, link_fault
@@ -35,6 +36,7 @@ class WorkerGroup:
     ) -> None:
         """`decode_links` lead to the rank that decodes and back; None: this one does."""
         self.context, self.ring, self._decode_links = context, ring, decode_links
+        ring.stage.exchange = StoreExchange(context.store)
         self._watch = HealthMonitor(context, [ring.worker], self._on_fault, hang_s)
         self._wake: Callable[[], None] = lambda: None
         self._fault: str | None = None
@@ -48,7 +50,9 @@ class WorkerGroup:
 
     def decoding(self, spec: ModelSpec, deliver: Deliver, wake: Callable[[], None]) -> RemoteDecoding | None:
         """The way to the rank that decodes, if that is another one."""
-        return RemoteDecoding(*self._decode_links, spec, deliver, wake) if self._decode_links else None
+        if self._decode_links is None:
+            return None
+        return RemoteDecoding(*self._decode_links, spec, deliver, wake, StoreExchange(self.context.store))
 
     def check(self, wait_s: float = 0.0) -> None:
         """Raises EngineFailure when the ring has a fault, or one shows within `wait_s`; chunks that come back in that

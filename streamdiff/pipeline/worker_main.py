@@ -21,6 +21,7 @@ from streamdiff.pipeline.distributed.heartbeat import HealthMonitor
 from streamdiff.pipeline.distributed.link import GroupBroken, LinkClosed
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.distributed.start_progress import StartProgress
+from streamdiff.pipeline.distributed.state_exchange import StoreExchange
 from streamdiff.pipeline.planner.batching import batching_of
 from streamdiff.pipeline.runner.worker import Worker
 
@@ -45,8 +46,10 @@ def run_worker(config: ModelConfig) -> None:
     decoder = loaded.decoder
     workers: list[Worker | DecodeWorker] = []
     context.send_memory(loaded.memory)
+    exchange = StoreExchange(context.store)
     if loaded.model is not None:
         worker = topology.follower(loaded.model, place, device, progress.enter)
+        worker.stage.exchange = exchange
         progress.enter("graphs")
         rank_loader.compile_stage(plan, worker.stage, loaded.memory, progress)
         workers.append(worker)
@@ -59,7 +62,7 @@ def run_worker(config: ModelConfig) -> None:
         rank_loader.compile_decoder(plan, decoder, threads)
         sender, receiver = topology.decode_links(plan.spec, context.rank, config.decode_rank, device, plan.pixel_format)
         timer = workers[0].timer if workers else None
-        workers.append(DecodeWorker(decoder, receiver, sender, device, plan.decode_latents, timer))
+        workers.append(DecodeWorker(decoder, receiver, sender, device, plan.decode_latents, timer, exchange))
     progress.finish()
     work(workers, context, config.hang_s, device)
 

@@ -12,6 +12,7 @@ from streamdiff.models.model import Model
 from streamdiff.pipeline.decode.decode_worker import LocalDecoding
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from streamdiff.session_state import walk
 from tests.small import BLUE, CPU, RED, small_model
 
 pytestmark = pytest.mark.slow
@@ -40,7 +41,7 @@ def kept(ring: RingExecutor) -> dict[str, int]:
     return {
         "key": stage.state.key.data_ptr(),
         "value": stage.state.value.data_ptr(),
-        "bytes": stage.state.nbytes,
+        "bytes": walk.nbytes(stage.state),
         "sessions": len(ring.scheduler._sessions) + len(ring.sampler.sessions) + len(ring.stage.sessions),
         "files": PROCESS.num_fds(),
         "threads": PROCESS.num_threads(),
@@ -92,10 +93,10 @@ def test_the_decoding_side_is_flat_too() -> None:
     gc.collect()
     assert isinstance(runtime._decoding, LocalDecoding)
     stream, memories = runtime._streams[0], runtime._decoding._memories._memories
-    size, memory, files = memories[stream.number].nbytes, PROCESS.memory_info().rss, PROCESS.num_fds()
+    size, memory, files = walk.nbytes(memories[stream.number]), PROCESS.memory_info().rss, PROCESS.num_fds()
     play(120)
     gc.collect()
-    assert memories[stream.number].nbytes == size
+    assert walk.nbytes(memories[stream.number]) == size
     assert len(stream.chunks) <= 4 and runtime._pending <= 3
     assert stream.ahead_frames <= 3 * model.spec.chunk_frames
     assert PROCESS.num_fds() == files

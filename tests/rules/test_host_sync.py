@@ -24,6 +24,8 @@ COLD = {
     "streamdiff.models.checkpoint.first_steps": "files",
     "streamdiff.models.checkpoint.tensor_file": "files",
     "streamdiff.pipeline.balance": "measures before the first chunk",
+    "streamdiff.models.transformer.weights_digest": "for snapshots, once",
+    "streamdiff.pipeline.snapshot": "files, and sessions that are held meanwhile",
 }
 ALLOWED = {
     "streamdiff.models.transformer.attention_backend:_off": "tries a kernel out before the first chunk",

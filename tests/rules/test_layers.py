@@ -18,11 +18,13 @@ PACKAGE = (
     ("__main__",),
     ("cli",),
     ("commands",),
+    ("saved_stream",),
     ("api",),
     ("server",),
     ("engine",),
     ("pipeline",),
     ("models",),
+    ("session_state",),
     ("video",),
     ("config_file",),
     ("config", "device", "atomic_write"),
@@ -46,6 +48,7 @@ PIPELINE = (
     ("streaming_pipeline",),
     ("worker_group",),
     ("worker_main",),
+    ("snapshot",),
     ("rank_loader", "topology"),
     ("load_plan",),
     ("balance", "decode", "executor"),
@@ -75,7 +78,10 @@ FLOORS = {
 }
 
 # The package's own __init__ hands out the Python interface, without importing it before it is used.
-FREE = {("streamdiff", "streamdiff.api"): "lazy: `streamdiff.stream` is `streamdiff.api.stream`"}
+FREE = {
+    ("streamdiff", "streamdiff.api"): "lazy: `streamdiff.stream` is `streamdiff.api.stream`",
+    ("streamdiff", "streamdiff.saved_stream"): "lazy: `streamdiff.load`",
+}
 
 # Folders that must not import a name.
 FORBIDDEN = {

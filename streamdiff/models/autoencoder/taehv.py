@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamdiff.models.autoencoder.memory_size import Config as Config
+from streamdiff.session_state.fields import STATE, session_state
 
 
 def _conv(n_in: int, n_out: int, *, bias: bool = True, stride: int = 1) -> nn.Conv2d:
@@ -81,6 +82,7 @@ class TGrow(nn.Module):
         return F.interpolate(frames, scale_factor=self.scale) if self.scale > 1 else frames
 
 
+@session_state("taehv-memory")
 @dataclass
 class Memory:
     """What a stream remembers between calls: the last input frame `[B, C, H, W]` of every MemBlock, in order.
@@ -88,12 +90,8 @@ class Memory:
     Empty until the first call, which then starts from zeros. `first` tells whether a frame has been shown yet.
     """
 
-    past: dict[int, Tensor] = field(default_factory=dict)
-    first: bool = True
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.past.values())
+    past: dict[int, Tensor] = field(default_factory=dict, metadata=STATE)
+    first: bool = field(default=True, metadata=STATE)
 
 
 def run(

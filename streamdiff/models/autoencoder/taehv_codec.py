@@ -22,6 +22,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.normalisation import WAN_CHANNELS, WAN_MEAN, WAN_STD, Normalisation, split_whole
 from streamdiff.models.autoencoder.picture_decoder import DecoderState
 from streamdiff.models.autoencoder.taehv import TAEHV, Config, Memory
+from streamdiff.session_state.fields import STATE, session_state
 
 TAEHV_CLASS = "TAEHV"
 """What `config.json` calls it."""
@@ -42,12 +43,13 @@ class StreamingTaehv:
         return "normalised" if self.normalisation is None else "raw"
 
 
+@session_state("taehv-encode-memory")
 @dataclass
 class EncodeMemory:
     """What a stream of frames remembers; `pending`: frames `[B, 3, n, H, W]` that do not make a latent frame yet."""
 
-    past: Memory = field(default_factory=Memory)
-    pending: Tensor | None = None
+    past: Memory = field(default_factory=Memory, metadata=STATE)
+    pending: Tensor | None = field(default=None, metadata=STATE)
 
 
 class _Half:

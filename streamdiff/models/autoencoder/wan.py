@@ -24,8 +24,10 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.memory_size import wan_values
 from streamdiff.models.autoencoder.normalisation import Normalisation, split_whole
 from streamdiff.models.autoencoder.picture_decoder import DecoderState
+from streamdiff.session_state.fields import STATE, session_state
 
 
+@session_state("wan-memory")
 @dataclass
 class Memory:
     """What a stream remembers between calls.
@@ -37,19 +39,14 @@ class Memory:
     float32, half that in bfloat16.
     """
 
-    features: list[Tensor | str | None] = field(default_factory=list)
-    size: tuple[int, int, int] | None = None
-    pending: Tensor | None = None
+    features: list[Tensor | str | None] = field(default_factory=list, metadata=STATE)
+    size: tuple[int, int, int] | None = field(default=None, metadata=STATE)
+    pending: Tensor | None = field(default=None, metadata=STATE)
 
     @property
     def begun(self) -> bool:
         """Whether anything has been computed yet."""
         return bool(self.features)
-
-    @property
-    def nbytes(self) -> int:
-        held = [*self.features, self.pending]
-        return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
 
 
 class _Half:

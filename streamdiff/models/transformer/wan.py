@@ -25,8 +25,10 @@ from streamdiff.models.transformer import attention_backend
 from streamdiff.models.transformer.attention_backend import Attend, AttendParts
 from streamdiff.models.transformer.attention_backend import attend as attend
 from streamdiff.models.transformer.elementwise import gelu, multiply_add
+from streamdiff.session_state.fields import session_value
 
 
+@session_value("key-value")
 class KeyValue(NamedTuple):
     """Keys and values `[R, tokens, H, d]` of one layer."""
 

@@ -26,8 +26,10 @@ from streamdiff.pipeline.decode.host_copy import TransferStream, decode_chunk
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
 from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, SessionUpdate, StageMessage
+from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, StateExchange
 from streamdiff.pipeline.runner.worker import LEAVE_S
 from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.session_state import walk
 from streamdiff.video.pixel_format import PictureKind, shape_of
 
 CPU = torch.device("cpu")
@@ -57,6 +59,12 @@ class Decoding(Protocol):
     def forget(self, stream: int) -> None:
         """The stream has ended; what was submitted may still come out."""
 
+    def save(self, stream: int) -> State:
+        """What the decoder remembers of a stream after all that was submitted; waits for it."""
+
+    def load(self, stream: int, state: State) -> None:
+        """Let a stream that has not begun go on from what was saved. Raises ConfigError where it does not fit."""
+
     def check(self) -> None:
         """Raises what has gone wrong on the way."""
 
@@ -81,6 +89,13 @@ class _Memories:
 
     def forget(self, stream: int) -> None:
         self._memories.pop(stream, None)
+
+    def save(self, stream: int) -> State:
+        return walk.save(self._memories[stream] if stream in self._memories else self._decoder.new_memory())
+
+    def load(self, stream: int, state: State) -> None:
+        device = self._decoder.network.device
+        self._memories[stream] = walk.load(self._decoder.new_memory(), *state, device)
 
 
 class LocalDecoding:
@@ -108,6 +123,12 @@ class LocalDecoding:
 
     def forget(self, stream: int) -> None:
         self._pool.submit(self._memories.forget, stream)
+
+    def save(self, stream: int) -> State:
+        return self._pool.submit(self._memories.save, stream).result()
+
+    def load(self, stream: int, state: State) -> None:
+        self._pool.submit(self._memories.load, stream, state).result()
 
     def check(self) -> None:
         if self._error is not None:
@@ -145,10 +166,17 @@ class RemoteDecoding:
     """Sends latents to a rank that runs a `DecodeWorker`, and delivers what comes back."""
 
     def __init__(
-        self, sender: Sender, receiver: Receiver, spec: ModelSpec, deliver: Deliver, wake: Callable[[], None]
+        self,
+        sender: Sender,
+        receiver: Receiver,
+        spec: ModelSpec,
+        deliver: Deliver,
+        wake: Callable[[], None],
+        exchange: StateExchange,
     ) -> None:
-        """`wake` is called, from a thread, when the other rank is gone."""
+        """`wake` is called, from a thread, when the other rank is gone; `exchange` is between the two."""
         self._sender, self._receiver, self._pieces = sender, receiver, spec.chunk_latents
+        self._exchange = exchange
         self._deliver, self._wake = deliver, wake
         self._works: queue.SimpleQueue[StageMessage] = queue.SimpleQueue()
         self._error: LinkClosed | None = None
@@ -165,6 +193,14 @@ class RemoteDecoding:
 
     def forget(self, stream: int) -> None:
         self._works.put(StageMessage(MessageKind.CLOSE, (), SessionUpdate(stream)))
+
+    def save(self, stream: int) -> State:
+        self._works.put(StageMessage(MessageKind.SAVE, (), SessionUpdate(stream)))
+        return self._exchange.take("decoder")
+
+    def load(self, stream: int, state: State) -> None:
+        self._exchange.put("decoder", state)
+        self._works.put(StageMessage(MessageKind.LOAD, (), SessionUpdate(stream)))
 
     def check(self) -> None:
         if self._error is not None:
@@ -213,8 +249,11 @@ class DecodeWorker:
         device: torch.device = CPU,
         at_once: int = 1,
         timer: DeviceTimer | None = None,
+        exchange: StateExchange | None = None,
     ) -> None:
-        """`device` is the decoder's, `timer` that device's; `at_once` latent frames are decoded by one call."""
+        """`device` is the decoder's, `timer` that device's; `at_once` latent frames are decoded by one call; `exchange`
+        leads to the head, None: within this process."""
+        self._exchange = exchange or LocalExchange()
         self._lane, self.timer = TransferStream(device), timer or DeviceTimer.on(device)
         self._memories = _Memories(decoder, self._lane, at_once, self.timer)
         self._receiver, self._sender = receiver, sender
@@ -230,14 +269,24 @@ class DecodeWorker:
         """
         self._lane.enter()  # also what the receiver uploads
         while (work := self._receiver.receive(None)) is None or work.kind is not MessageKind.STOP:
-            if work is not None and work.kind is MessageKind.CLOSE and work.control is not None:
-                self._memories.forget(work.control.session)
+            if work is not None and work.control is not None:
+                self._update(work.kind, work.control.session)
             elif work is not None:
                 self._decode(work)
         self._sender.send(work)
         self._sender.close()
         self._receiver.close(LEAVE_S)
         self._sender.flush(LEAVE_S)
+
+    def _update(self, kind: MessageKind, stream: int) -> None:
+        """Do to what is remembered of a stream what the head asks for. Mutates: self."""
+        match kind:
+            case MessageKind.CLOSE:
+                self._memories.forget(stream)
+            case MessageKind.SAVE:
+                self._exchange.put("decoder", self._memories.save(stream))
+            case MessageKind.LOAD:
+                self._memories.load(stream, self._exchange.take("decoder"))
 
     def _decode(self, work: StageMessage) -> None:
         (row,) = work.rows

@@ -31,6 +31,8 @@ class MessageKind(IntEnum):
     CLOSE = 4
     STOP = 5
     STEPS = 6
+    SAVE = 7
+    LOAD = 8
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
+from streamdiff.session_state.fields import BY_LAYER, DERIVED, STATE, session_state
 
 
 class LayerCaches(NamedTuple):
@@ -22,6 +23,7 @@ class LayerCaches(NamedTuple):
     queues: tuple[Tensor, ...]
 
 
+@session_state("kv-cache")
 @dataclass
 class KVCache:
     """One session's caches on one stage, allocated once and written in place.
@@ -30,21 +32,27 @@ class KVCache:
     per step for `matched` and `anchored`; `layers` are the stage's own blocks, `tokens` those of a chunk. Keys are
     rotated; those of the slots that the sink is in are kept un-rotated too, in sink_key, as the sink's place moves
     (none in an adaptive ring, where it does not). queue is int64 `[caches, layers, n]`, which slot of an adaptive ring
-    is next (see `geometry.queue_length`; n is 0 elsewhere).
+    is next (see `geometry.queue_length`; n is 0 elsewhere). sink_at is, by cache, the position that the sink's keys are
+    rotated for.
     """
 
-    key: Tensor
-    value: Tensor
-    sink_key: Tensor
-    queue: Tensor
+    key: Tensor = field(metadata=BY_LAYER)
+    value: Tensor = field(metadata=BY_LAYER)
+    sink_key: Tensor = field(metadata=BY_LAYER)
+    queue: Tensor = field(metadata=BY_LAYER)
+    sink_at: dict[int, int] = field(default_factory=dict, metadata=STATE)
+    _layers: list[LayerCaches] = field(init=False, repr=False, metadata=DERIVED)
 
     def __post_init__(self) -> None:
-        # Views are made once: there are some for every block, and every micro-step needs them.
+        self.derive()
+
+    def derive(self) -> None:
+        """Make the views of the tensors: once, as there are some for every block, and every micro-step needs them.
+        Mutates: self."""
         self._layers = [
             LayerCaches(*(each.unbind() for each in parts))
             for parts in zip(self.key, self.value, self.sink_key, self.queue, strict=True)
         ]
-        self._sink_at: dict[int, int] = {}
 
     @classmethod
     def allocate(
@@ -61,10 +69,6 @@ class KVCache:
             each.shape[2] for each in (self.key, self.sink_key, self.queue)
         )
 
-    @property
-    def nbytes(self) -> int:
-        return sum(getattr(self, field.name).nbytes for field in fields(self))
-
     def layers(self, cache: int) -> LayerCaches:
         """One of the caches, layer by layer."""
         return self._layers[cache]
@@ -72,11 +76,11 @@ class KVCache:
     def move_sink(self, cache: int, first: int | None) -> bool:
         """Note that the sink's keys in this cache are now rotated for a sink that begins at position `first`; None: for
         none, as it has another content. Returns whether they were not. Mutates: self."""
-        moved = self._sink_at.get(cache) != first
+        moved = self.sink_at.get(cache) != first
         if first is None:
-            self._sink_at.pop(cache, None)
+            self.sink_at.pop(cache, None)
         else:
-            self._sink_at[cache] = first
+            self.sink_at[cache] = first
         return moved
 
     def share(self, cache: int, slot: int) -> None:
@@ -89,8 +93,7 @@ class KVCache:
 
     def rearrange(self, sources: Sequence[int]) -> None:
         """Let cache i hold what cache `sources[i]` held, for each of `sources`. Mutates: self."""
-        for field in fields(self):
-            caches = getattr(self, field.name)
+        for caches in (self.key, self.value, self.sink_key, self.queue):
             caches[: len(sources)] = torch.stack([caches[source] for source in sources])
         self._place_sinks([*sources, *range(len(sources), len(self.key))])
 
@@ -98,12 +101,6 @@ class KVCache:
         """Let one of the caches fill its adaptive ring anew behind the sink. Mutates: self."""
         self.queue[cache].zero_()
 
-    def reset(self) -> None:
-        """Forget the stream. Mutates: self."""
-        for field in fields(self):
-            getattr(self, field.name).zero_()
-        self._sink_at.clear()
-
     def _place_sinks(self, sources: Sequence[int]) -> None:
-        before = self._sink_at
-        self._sink_at = {cache: before[source] for cache, source in enumerate(sources) if source in before}
+        before = self.sink_at
+        self.sink_at = {cache: before[source] for cache, source in enumerate(sources) if source in before}

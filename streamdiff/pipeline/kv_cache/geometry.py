@@ -7,6 +7,7 @@ from math import lcm
 
 from streamdiff.models.spec import ModelSpec, check_anchors
 from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS, Anchors, most_steps, spare_slots
+from streamdiff.session_state.fields import session_value
 
 
 def cache_geometry(spec: ModelSpec, kv_context: str, *, steps: int) -> CacheGeometry:
@@ -29,6 +30,7 @@ def anchors_of(spec: ModelSpec) -> Anchors:
     return Anchors(-(-spec.sink_latents // spec.chunk_latents), spec.anchor_every)
 
 
+@session_value("cache-geometry")
 @dataclass(frozen=True)
 class CacheGeometry:
     """Geometry of a ring, in latent frames: `sink` first frames that stay, `window` frames that a chunk of `chunk`

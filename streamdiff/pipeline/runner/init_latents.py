@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.sampling import TIMESTEPS, Schedule, add_noise, grid
+from streamdiff.session_state.fields import session_value
 
 FULL_MOTION = 0.2
 """Root mean square difference of neighbouring frames that counts as full motion; published for pixels in [-1, 1]."""
@@ -19,6 +20,7 @@ _SMOOTHING = 0.9
 """Share of a chunk's own level in what is used; the rest is the level of the chunk before."""
 
 
+@session_value("init-latents")
 @dataclass(frozen=True)
 class InitLatents:
     """Encoded input that a stream's chunks start from. Chunks beyond n begin as the last one.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor
 from streamdiff.models.model import StageModel
 from streamdiff.models.sampling import nearest_steps
 from streamdiff.models.transformer.wan import KeyValue
+from streamdiff.models.transformer.weights_digest import weights_digest
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup
 from streamdiff.pipeline.distributed.message import MessageKind, StageMessage
+from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, StateExchange
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, RollingAttention
 from streamdiff.pipeline.kv_cache.cache import KVCache
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
@@ -25,27 +28,30 @@ from streamdiff.pipeline.runner.compiled_stage import CompiledStage, concat_laye
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
 from streamdiff.pipeline.scheduler.kv_context import PER_STEP, cache_count, most_steps
 from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.session_state import walk
+from streamdiff.session_state.fields import BY_LAYER, KEPT, STATE, reset, session_state
 
 _TRIAL = -1
 """The first session that graphs are made with; others have smaller numbers."""
 
 
+@session_state("stage")
 @dataclass
 class RunnerSession:
     """A session's state on one stage: its KV cache, its steps per chunk (without the first chunk's extra ones), and by
     epoch still in use the cross-attention keys and values, and the first chunk that is visible outside the sink."""
 
-    geometry: CacheGeometry
-    state: KVCache
-    steps: int
-    matched: bool
+    geometry: CacheGeometry = field(metadata=KEPT)
+    state: KVCache = field(metadata=BY_LAYER)
+    steps: int = field(metadata=KEPT)
+    matched: bool = field(metadata=KEPT)
     """Whether each step has a cache of its own: `matched`, `anchored`."""
-    cached_steps: int
+    cached_steps: int = field(metadata=KEPT)
     """Of those: the steps that the caches are of, until the first row of others."""
-    newest: int = -1
+    newest: int = field(default=-1, metadata=STATE)
     """Of other contexts: the newest chunk that has written its slot."""
-    text: dict[int, list[KeyValue]] = field(default_factory=dict)
-    visible_from_chunk: dict[int, int] = field(default_factory=dict)
+    text: dict[int, list[KeyValue]] = field(default_factory=dict, metadata=BY_LAYER)
+    visible_from_chunk: dict[int, int] = field(default_factory=dict, metadata=STATE)
 
 
 class ModelRunner:
@@ -76,6 +82,8 @@ class ModelRunner:
         self._forward = StageForward(self.denoiser, spec.chunk_shape[1:], index == 0, index == stages - 1, group)
         self.compiled: CompiledStage | None = None
         self.sessions: dict[int, RunnerSession] = {}
+        self.exchange: StateExchange = LocalExchange()
+        """Where states are left for the head, and found."""
         self._waiting: list[KVCache] = []  # caches with graphs, for sessions to come
         self._most_waiting = 0
 
@@ -98,6 +106,10 @@ class ModelRunner:
                 self.set_steps(control.session, control.epoch, control.steps)
             case MessageKind.CLOSE:
                 self.close(control.session)
+            case MessageKind.SAVE:
+                self.exchange.put(f"stage {self.index}", self.save(control.session))
+            case MessageKind.LOAD:
+                walk.load(self.sessions[control.session], *self.exchange.take(f"stage {self.index}"), self.device)
         return message
 
     @torch.inference_mode()
@@ -108,7 +120,7 @@ class ModelRunner:
         alike = [number for number, state in enumerate(self._waiting) if state.serves(geometry, caches)]
         if alike:
             state = self._waiting.pop(alike[0])
-            state.reset()
+            reset(state)
         else:
             state = KVCache.allocate(
                 geometry,
@@ -135,11 +147,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def reset(self, session: int) -> None:
-        """Empty the session's caches. Mutates: self."""
-        self.sessions[session].state.reset()
-        self.sessions[session].text.clear()
-        self.sessions[session].visible_from_chunk.clear()
-        self.sessions[session].newest = -1
+        """Empty the session's caches, in place. Mutates: self."""
+        reset(self.sessions[session])
 
     @torch.inference_mode()
     def set_text(self, session: int, epoch: int, embeddings: Tensor, oldest: int, visible_from_chunk: int = 0) -> None:
@@ -160,6 +169,15 @@ class ModelRunner:
         kept.text.setdefault(epoch, kept.text[latest])
         kept.visible_from_chunk.setdefault(epoch, kept.visible_from_chunk[latest])
         kept.steps = steps
+
+    def save(self, session: int) -> State:
+        """The session's state as `walk.save` has it, and digests of the stage's blocks."""
+        tensors, tree = walk.save(self.sessions[session])
+        return tensors, {"state": tree, "weights": self._weights}
+
+    @cached_property
+    def _weights(self) -> list[str]:
+        return [weights_digest(block) for block in self.denoiser.blocks]
 
     def _fit_caches(self, session: RunnerSession) -> None:
         """Where each step has a cache: after a change of step count, give each step the cache of the old step with the
@@ -236,7 +254,7 @@ class ModelRunner:
             self.open(trials[-1], steps=steps, kv_context=kv_context)
             self.set_text(trials[-1], 0, torch.zeros(self.spec.text_shape), 0)
             if memory is not None:
-                most = memory.holds(sessions, self.sessions[trials[-1]].state.nbytes)
+                most = memory.holds(sessions, walk.nbytes(self.sessions[trials[-1]].state))
         return trials
 
     def _ahead(self, rows: Sequence[MicroStep], index: int) -> int:

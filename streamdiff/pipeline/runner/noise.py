@@ -11,6 +11,7 @@ from torch import Tensor
 
 from streamdiff.models import sampling
 from streamdiff.models.sampling import Schedule
+from streamdiff.session_state.fields import session_value
 
 
 class Noise(Protocol):
@@ -25,6 +26,7 @@ class Noise(Protocol):
         """True if step 0's noise of `chunk` was supplied and must not be multiplied by the schedule's `noise_scale`."""
 
 
+@session_value("seeded-noise")
 @dataclass(frozen=True)
 class SeededNoise:
     """Noise drawn from `seed`; `shape` `[C, F, h, w]` is that of a chunk."""
@@ -39,6 +41,7 @@ class SeededNoise:
         return False
 
 
+@session_value("tensor-noise")
 @dataclass(frozen=True)
 class TensorNoise:
     """Noise of the first chunks as tensors: `initial` `[n, C, F, h, w]` for step 0, `renoise` `[n, steps - 1, C, F, h,

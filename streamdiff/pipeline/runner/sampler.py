@@ -24,6 +24,7 @@ from streamdiff.pipeline.runner.noise import Noise, PrefetchedNoise
 from streamdiff.pipeline.runner.step_levels import StepLevels
 from streamdiff.pipeline.scheduler.kv_context import PER_STEP
 from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.session_state.fields import DERIVED, KEPT, STATE, session_state, session_value
 
 
 class Finished(NamedTuple):
@@ -33,39 +34,48 @@ class Finished(NamedTuple):
     latents: Tensor
 
 
+@session_value("pending-steps")
+class PendingSteps(NamedTuple):
+    """A change of step count that is applied once nothing of the session is in flight."""
+
+    epoch: int
+    schedule: Schedule
+
+
+@session_state("head")
 @dataclass
 class SamplerSession:
     """What rank 0 keeps of one stream."""
 
-    given: Noise
+    given: Noise = field(metadata=KEPT)
     """Noise as it was supplied."""
-    noise: PrefetchedNoise
+    noise: PrefetchedNoise = field(metadata=DERIVED)
     """The same, drawn ahead and on the device."""
-    schedule: Schedule
-    kv_context: str
-    geometry: CacheGeometry
-    times: tuple[Tensor, Tensor]
+    schedule: Schedule = field(metadata=KEPT)
+    kv_context: str = field(metadata=KEPT)
+    geometry: CacheGeometry = field(metadata=KEPT)
+    times: tuple[Tensor, Tensor] = field(metadata=KEPT)
     """Time embeddings `[steps + 1, F, D]`, the clean pass last: of the first chunk, and of the others."""
-    latents: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    latents: dict[tuple[int, int], Tensor] = field(default_factory=dict, metadata=STATE)
     """By (chunk, epoch) in flight: x_t, or x0 for the clean pass, `[C, F, h, w]`. A result without an entry belongs to
     a stream that was reset or closed."""
-    kept: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    kept: dict[int, tuple[Tensor, int]] = field(default_factory=dict, metadata=STATE)
     """By chunk that a later one may see: finished latents, and the number of steps. For the clean pass and its reruns;
     empty in KV contexts without one."""
-    visible_from_chunk: int = 0
+    visible_from_chunk: int = field(default=0, metadata=STATE)
     """The first chunk outside the sink that chunks admitted from now on see."""
-    source: InitLatents | None = None
+    source: InitLatents | None = field(default=None, metadata=KEPT)
     """Encoded input that first steps start from; None: noise alone."""
-    source_levels: Tensor | None = None
+    source_levels: Tensor | None = field(default=None, metadata=KEPT)
     """Noise levels that x0 of these first steps is made with, of each chunk of `source`."""
-    levels: StepLevels | None = None
+    levels: StepLevels | None = field(default=None, metadata=KEPT)
     """Timesteps and noise levels that go before those of schedule and source."""
-    given_latents: dict[int, Tensor] = field(default_factory=dict)
+    given_latents: dict[int, Tensor] = field(default_factory=dict, metadata=STATE)
     """By chunk: finished latents `[C, F, h, w]` that the stream goes on from. With a clean pass they leave when that
     has been entered; in `matched` every step has them as its x0."""
-    begin_times: dict[int, Tensor] = field(default_factory=dict)
+    begin_times: dict[int, Tensor] = field(default_factory=dict, metadata=STATE)
     """By chunk that begins next: the time embedding `[F, D]` of its first step, where that is not the schedule's."""
-    pictures: Any = None
+    pictures: Any = field(default=None, metadata=STATE)
     """Memory of the model's `first_frame_reencoder`."""
 
     @property
@@ -130,6 +140,11 @@ class LatentSampler:
         state = self.sessions[session]
         state.schedule, state.times = schedule, self._times(schedule)
         state.noise = self._prefetched(state.given, schedule)
+
+    def restore(self, session: int) -> None:
+        """The session's state has been loaded: draw the noise that it says from now on. Mutates: self."""
+        state = self.sessions[session]
+        state.noise = self._prefetched(state.given, state.schedule)
 
     def switch(self, session: int, chunk: int, policy: str) -> tuple[int, list[int]]:
         """Apply the prompt policy of a prompt in force from `chunk` on. Returns the first chunk outside the sink that

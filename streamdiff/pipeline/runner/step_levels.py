@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from streamdiff.session_state.fields import session_value
 
+
+@session_value("step-levels")
 @dataclass(frozen=True)
 class StepLevels:
     """What the first `steps` denoise steps of every chunk have instead of the schedule's levels; later steps and the

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import get_args
 
 from streamdiff.config import KVContext
+from streamdiff.session_state.fields import session_value
 
 KV_CONTEXTS: tuple[str, ...] = get_args(KVContext)
 PER_STEP = ("matched", "anchored")
 """Those with a cache for each step."""
 
 
+@session_value("anchors")
 @dataclass(frozen=True)
 class Anchors:
     """The chunks that have a clean pass in KV context `anchored`: the first `sink`, and with `every` N above 0 those

@@ -11,11 +11,13 @@ from math import gcd
 
 from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS, PER_STEP, Anchors
 from streamdiff.pipeline.scheduler.step import PER_ROW, SHARED, MicroStep
+from streamdiff.session_state.fields import DERIVED, KEPT, STATE, session_state
 
 RERUN = -1
 """The choice of a session that lets a finished chunk's clean pass run once more."""
 
 
+@session_state("chunk-in-flight")
 @dataclass(slots=True)
 class ChunkInFlight:
     """A chunk in flight. `entered` is the last step that entered the ring, `back` the last whose result has returned;
@@ -24,14 +26,15 @@ class ChunkInFlight:
     `tick` is the tick of its step 0 in the timetable, `extra` the number of steps before step 0.
     """
 
-    number: int
-    epoch: int
-    tick: int
-    extra: int
-    entered: int
-    back: int
+    number: int = field(metadata=KEPT)
+    epoch: int = field(metadata=KEPT)
+    extra: int = field(metadata=KEPT)
+    entered: int = field(metadata=KEPT)
+    back: int = field(metadata=KEPT)
+    tick: int = field(default=0, metadata=DERIVED)
 
 
+@session_state("scheduled")
 @dataclass(slots=True)
 class ScheduledSession:
     """State of one session. `chunks` are those in flight, oldest first, numbered without gaps up to `next_chunk` - 1. A
@@ -39,6 +42,7 @@ class ScheduledSession:
 
     `rerun` are finished chunks whose clean pass is due once more, oldest first, before a new chunk is admitted; with
     `rerun_as_one` as rows of one forward. While it is `draining` none is, and those in flight wait for no follower.
+    While it is `held`, for a snapshot, nothing of it enters or changes.
     `choice`: what is due next: an index into `chunks`, `len(chunks)` to admit one, RERUN, or None. Cached; `stale`
     invalidates it. `waiting_since` counts forwards: when there
     first was a choice, or the last row was handed out; `rows_before` rows, until that one. `frame_credit`:
@@ -48,28 +52,35 @@ class ScheduledSession:
     LoRA are the engine's, so all its sessions have them in common.
     """
 
-    name: int = field(metadata=PER_ROW)
-    steps: int = field(metadata=PER_ROW)
-    first_extra: int = field(metadata=PER_ROW)
-    kv_context: str = field(metadata=PER_ROW)
-    epoch: int = field(metadata=PER_ROW)
-    stages: int = field(metadata=SHARED)
-    chunk_frames: int = field(metadata=SHARED)
-    in_flight_limit: int = field(metadata=PER_ROW)
-    waiting_since: int = field(metadata=PER_ROW)
-    first_chunks: int = field(default=1, metadata=PER_ROW)
-    background: bool = field(default=False, metadata=SHARED)
-    frame_credit: int = field(default=0, metadata=PER_ROW)
-    paused: bool = field(default=False, metadata=PER_ROW)
-    next_chunk: int = field(default=0, metadata=PER_ROW)
-    chunks: list[ChunkInFlight] = field(default_factory=list, metadata=PER_ROW)
-    rerun: list[int] = field(default_factory=list, metadata=PER_ROW)
-    rerun_as_one: bool = field(default=False, metadata=PER_ROW)
-    draining: bool = field(default=False, metadata=PER_ROW)
-    anchors: Anchors = field(default=NO_ANCHORS, metadata=PER_ROW)
-    choice: int | None = field(default=None, metadata=PER_ROW)
-    stale: bool = field(default=True, metadata=PER_ROW)
-    rows_before: int = field(default=0, metadata=PER_ROW)
+    name: int = field(metadata=PER_ROW | DERIVED)
+    steps: int = field(metadata=PER_ROW | KEPT)
+    first_extra: int = field(metadata=PER_ROW | KEPT)
+    kv_context: str = field(metadata=PER_ROW | KEPT)
+    epoch: int = field(metadata=PER_ROW | KEPT)
+    stages: int = field(metadata=SHARED | DERIVED)
+    chunk_frames: int = field(metadata=SHARED | DERIVED)
+    in_flight_limit: int = field(metadata=PER_ROW | DERIVED)
+    waiting_since: int = field(metadata=PER_ROW | DERIVED)
+    first_chunks: int = field(default=1, metadata=PER_ROW | DERIVED)
+    background: bool = field(default=False, metadata=SHARED | KEPT)
+    frame_credit: int = field(default=0, metadata=PER_ROW | STATE)
+    paused: bool = field(default=False, metadata=PER_ROW | KEPT)
+    next_chunk: int = field(default=0, metadata=PER_ROW | STATE)
+    chunks: list[ChunkInFlight] = field(default_factory=list, metadata=PER_ROW | STATE)
+    rerun: list[int] = field(default_factory=list, metadata=PER_ROW | STATE)
+    rerun_as_one: bool = field(default=False, metadata=PER_ROW | STATE)
+    draining: bool = field(default=False, metadata=PER_ROW | KEPT)
+    anchors: Anchors = field(default=NO_ANCHORS, metadata=PER_ROW | KEPT)
+    held: bool = field(default=False, metadata=PER_ROW | DERIVED)
+    rows_before: int = field(default=0, metadata=PER_ROW | DERIVED)
+    choice: int | None = field(default=None, metadata=PER_ROW | DERIVED)
+    stale: bool = field(default=True, metadata=PER_ROW | DERIVED)
+
+    def derive(self) -> None:
+        """Place chunks in flight on the timetable of this ring, and have the choice computed anew. Mutates: self."""
+        for chunk in self.chunks:
+            chunk.tick = self._tick_of(chunk.number)
+        self.stale = True
 
     @property
     def passes(self) -> int:
@@ -125,7 +136,7 @@ class ScheduledSession:
             sum(chunk.back < self.steps - 1 for chunk in self.chunks) if self.kv_context == "anchored" else count
         )
         may_admit = self.fits and unfinished < self.in_flight_limit and not held
-        if self.paused:
+        if self.paused or self.held:
             return None
         if self.rerun and all(chunk.entered == self.passes - 1 for chunk in self.chunks):
             return RERUN  # whatever could read the old keys has gone ahead
@@ -171,7 +182,7 @@ class ScheduledSession:
         if choice == len(self.chunks):
             extra = self.extra(self.next_chunk)
             self.chunks.append(
-                ChunkInFlight(self.next_chunk, self.epoch, self._tick_of_next(), extra, -1 - extra, -1 - extra)
+                ChunkInFlight(self.next_chunk, self.epoch, extra, -1 - extra, -1 - extra, self._tick_of_next())
             )
             self.frame_credit -= self.chunk_frames * self.together(self.next_chunk)
             self.next_chunk += self.together(self.next_chunk)
@@ -191,7 +202,10 @@ class ScheduledSession:
             del self.chunks[0]
 
     def _tick_of_next(self) -> int:
-        return timetable_tick(self.next_chunk, stages=self.stages, passes=self.passes)
+        return self._tick_of(self.next_chunk)
+
+    def _tick_of(self, chunk: int) -> int:
+        return timetable_tick(chunk, stages=self.stages, passes=self.passes)
 
     def _nothing_stands_before(self, tick: int) -> bool:
         """Whether every step in flight that the timetable has before `tick`, a new chunk's, has entered; an anchor's

@@ -33,6 +33,7 @@ from typing import NamedTuple
 from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS, PER_STEP, Anchors, in_flight_limit
 from streamdiff.pipeline.scheduler.scheduled_session import ScheduledSession
 from streamdiff.pipeline.scheduler.step import MicroStep, differing_field
+from streamdiff.session_state.fields import reset
 
 PATIENCE = 4
 """A session that has waited for this many forwards per open session goes first, whatever its slack."""
@@ -134,9 +135,8 @@ class StreamBatchScheduler:
     def reset(self, session: int, epoch: int) -> None:
         """Forget what is in flight and start again at chunk 0. `epoch` must be one that this slot never had."""
         state = self._sessions[session]
-        state.chunks.clear()
-        state.rerun.clear()
-        state.next_chunk, state.epoch, state.frame_credit, state.stale = 0, epoch, 0, True
+        reset(state)
+        state.epoch = epoch
 
     def set_epoch(self, session: int, epoch: int) -> None:
         """Chunks admitted from now on belong to `epoch`."""
@@ -173,7 +173,7 @@ class StreamBatchScheduler:
     def drained(self, session: int) -> bool:
         """Whether nothing of the session is in flight, and nothing due but a new chunk."""
         state = self._sessions[session]
-        return not state.chunks and not state.rerun
+        return not state.chunks and not state.rerun and not state.held
 
     def set_steps(self, session: int, *, steps: int, first_steps: int | None = None) -> None:
         """Chunks admitted from now on have `steps` steps, a first one `first_steps`; ends `drain`.
@@ -201,6 +201,15 @@ class StreamBatchScheduler:
         """While a session is paused, nothing of it enters; what is in the ring comes back."""
         state = self._sessions[session]
         state.paused, state.stale = paused, True
+
+    def session(self, session: int) -> ScheduledSession:
+        """The state of a session, which is not to be changed while it is not held."""
+        return self._sessions[session]
+
+    def hold(self, session: int, held: bool) -> None:
+        """As `set_paused`, beside it: for a snapshot, after which the session is as paused as before."""
+        state = self._sessions[session]
+        state.held, state.stale = held, True
 
     def set_frame_credit(self, session: int, frames: int) -> None:
         """Set the number of frames that may still be admitted; admitting a chunk takes `chunk_frames` of it."""

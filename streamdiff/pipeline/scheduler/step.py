@@ -7,15 +7,15 @@ looks like, is derived from the fields; neither is listed anywhere else.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from operator import attrgetter
 from typing import Any, cast
 
-SHARED: Mapping[str, str] = {"in_a_forward": "shared"}
+SHARED: dict[str, str] = {"in_a_forward": "shared"}
 """Metadata of a field that must be equal in all rows of a forward."""
-PER_ROW: Mapping[str, str] = {"in_a_forward": "per_row"}
+PER_ROW: dict[str, str] = {"in_a_forward": "per_row"}
 """Metadata of a field that each row of a forward has for itself: the model takes a vector of it."""
 
 _LEAST, _MOST = -(2**63), 2**63 - 1
@@ -62,12 +62,12 @@ def shared_fields(kind: type) -> tuple[str, ...]:
         TypeError: a field does not say whether it is shared.
     """
     for each in fields(kind):
-        if each.metadata not in (SHARED, PER_ROW):
+        if each.metadata.get("in_a_forward") not in ("shared", "per_row"):
             raise TypeError(
                 f"{kind.__name__}.{each.name} does not say whether rows of one forward may differ in it; "
                 "declare it as field(metadata=SHARED) or field(metadata=PER_ROW)"
             )
-    return tuple(each.name for each in fields(kind) if each.metadata == SHARED)
+    return tuple(each.name for each in fields(kind) if each.metadata["in_a_forward"] == "shared")
 
 
 def differing_field(one: Any, other: Any) -> str | None:

@@ -16,6 +16,7 @@ from streamdiff.models.autoencoder.wan import WanDecoder
 from streamdiff.models.catalogue import entries
 from streamdiff.pipeline.planner.memory import stage_memory
 from streamdiff.pipeline.planner.model_sizes import entry_sizes
+from streamdiff.session_state import walk
 from tests.peak_memory import peak_bytes
 from tests.small import AUTOENCODER, small_autoencoder, small_decoder
 from tests.small_vae import small_wan_autoencoder
@@ -38,7 +39,7 @@ def held(decoder: VideoDecoder, channels: int) -> int:
     memory = decoder.new_memory()
     for frames in (1, 1, 2):
         PictureDecoder(decoder).decode(torch.zeros(1, channels, frames, HEIGHT, WIDTH), memory)
-    size: int = memory.nbytes
+    size: int = walk.nbytes(memory)
     return size
 
 

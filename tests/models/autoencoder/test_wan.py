@@ -13,6 +13,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.normalisation import WAN_MEAN, WAN_STD
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.autoencoder.wan import Memory, WanDecoder, WanEncoder
+from streamdiff.session_state import walk
 from tests.small_vae import relative_error, small_wan_autoencoder
 
 pytestmark = pytest.mark.slow
@@ -178,7 +179,7 @@ def test_memory_does_not_grow_with_the_stream() -> None:
     for piece, frames in zip(raw.split(2, 2), (video[:, :, :5], video[:, :, 5:13], video[:, :, 13:]), strict=True):
         decoder.decode_raw(piece, memories[0])
         encoder.encode_raw(frames, memories[1])
-        sizes.add(tuple(memory.nbytes for memory in memories))
+        sizes.add(tuple(walk.nbytes(memory) for memory in memories))
     assert len(sizes) == 1
     held = [f for memory in memories for f in memory.features if isinstance(f, Tensor)]
     assert held and all(f.untyped_storage().nbytes() == f.nbytes for f in held)

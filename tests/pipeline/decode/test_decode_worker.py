@@ -25,6 +25,7 @@ from streamdiff.pipeline.decode.decode_worker import (
 from streamdiff.pipeline.decode.host_copy import TransferStream, decode_chunk
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.local_link import LocalLink
+from streamdiff.pipeline.distributed.state_exchange import LocalExchange
 from streamdiff.video.pixel_format import shape_of
 from tests.small import AUTOENCODER, CPU, small_autoencoder, small_decoder, small_model
 
@@ -47,7 +48,7 @@ def remote(deliver: Callable[[Piece], None], wake: Wake, at_once: int) -> Iterat
     there, back = LocalLink(latents_layout(SPEC)), LocalLink(pictures_layout(SPEC))
     worker = threading.Thread(target=DecodeWorker(MODEL.decoder, there, back, at_once=at_once).run)
     worker.start()
-    decoding = RemoteDecoding(there, back, SPEC, deliver, wake)
+    decoding = RemoteDecoding(there, back, SPEC, deliver, wake, LocalExchange())
     yield decoding
     decoding.close()
     worker.join(LIMIT_S)
@@ -117,7 +118,7 @@ def test_yuv420_comes_over_a_link_as_it_was_made() -> None:
     there, back = LocalLink(latents_layout(SPEC)), LocalLink(pictures_layout(SPEC, "yuv420"))
     worker = threading.Thread(target=DecodeWorker(decoder, there, back).run)
     worker.start()
-    decoding = RemoteDecoding(there, back, SPEC, heard.pieces.put, lambda: None)
+    decoding = RemoteDecoding(there, back, SPEC, heard.pieces.put, lambda: None, LocalExchange())
     decoding.submit(0, 0, latents(3))
     shown = heard.chunk()[2]
     decoding.close()
@@ -150,7 +151,7 @@ def test_an_error_of_the_decoder_is_raised_where_the_head_looks() -> None:
 def test_a_decoding_rank_that_is_gone_is_noticed() -> None:
     there, back = LocalLink(latents_layout(SPEC)), LocalLink(pictures_layout(SPEC))
     woken = threading.Event()
-    decoding = RemoteDecoding(there, back, SPEC, lambda piece: None, woken.set)
+    decoding = RemoteDecoding(there, back, SPEC, lambda piece: None, woken.set, LocalExchange())
     back.close()
     assert woken.wait(LIMIT_S)
     with pytest.raises(LinkClosed):

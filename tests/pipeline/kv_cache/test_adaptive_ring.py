@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -13,6 +11,7 @@ from streamdiff.models.spec import check_spec
 from streamdiff.pipeline.kv_cache.attention import RollingAttention
 from streamdiff.pipeline.kv_cache.cache import KVCache
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
+from streamdiff.session_state.fields import reset
 from tests.pipeline.float64_wan import attend, rotated
 from tests.pipeline.test_streamdiffusionv2 import Cache, made_for
 from tests.small import CPU
@@ -72,10 +71,10 @@ def test_a_full_ring_is_one_graph_that_asks_the_host_for_nothing() -> None:
     views = [attention.view(plan, state, 0, number, 0, 0.5) for number in range(30)]
     assert len({view.shape for view in views[plan.slots :]}) == 1
     assert views[plan.slots].shape.ranges == ((0, plan.slots),)
-    addresses = [getattr(state, each.name).data_ptr() for each in fields(state)]
+    addresses = [each.data_ptr() for each in (state.key, state.value, state.sink_key, state.queue)]
     for number, given in enumerate(drawn(12)):
         attention.on([views[number]])(0, *given[:, None])
-    assert [getattr(state, each.name).data_ptr() for each in fields(state)] == addresses
+    assert [each.data_ptr() for each in (state.key, state.value, state.sink_key, state.queue)] == addresses
     with FakeTensorMode() as fake:
         attention = RollingAttention(1, 2, 2, 12, CPU)
         state = allocate(plan)
@@ -94,7 +93,7 @@ def test_queues_go_with_their_caches() -> None:
     assert not state.queue[0].any() and not state.queue[2].any()
     state.rearrange([1, 0])
     assert (state.queue[0] == 5).all() and not state.queue[1:].any()
-    state.reset()
+    reset(state)
     assert not state.queue.any()
     assert state.sink_key.numel() == 0, "its keys stay as they were rotated"
 

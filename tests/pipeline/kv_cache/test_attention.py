@@ -18,6 +18,8 @@ from streamdiff.models.transformer.wan import attend
 from streamdiff.pipeline.kv_cache.attention import RollingAttention, adapt_sink, fold_into_sink
 from streamdiff.pipeline.kv_cache.cache import KVCache
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
+from streamdiff.session_state import walk
+from streamdiff.session_state.fields import reset
 
 CPU = torch.device("cpu")
 
@@ -132,14 +134,14 @@ def test_state_has_the_size_its_plan_says_and_reset_clears_every_field(
     plan: CacheGeometry, caches: int, layers: int
 ) -> None:
     state = allocate(plan, caches, layers)
-    tensors = {field.name: getattr(state, field.name) for field in fields(state)}
+    tensors = {each.name: held for each in fields(state) if isinstance(held := getattr(state, each.name), torch.Tensor)}
     assert set(tensors) == {"key", "value", "sink_key", "queue"}
-    assert state.nbytes == 4 * caches * layers * (2 * plan.slots + plan.pinned) * 4 * 2 * 12
-    assert state.nbytes == sum(t.numel() * t.element_size() for t in tensors.values())
+    assert walk.nbytes(state) == 4 * caches * layers * (2 * plan.slots + plan.pinned) * 4 * 2 * 12
+    assert walk.nbytes(state) == sum(t.numel() * t.element_size() for t in tensors.values())
     before = [t.data_ptr() for t in tensors.values()]
     for tensor in tensors.values():
         tensor.fill_(3)
-    state.reset()
+    reset(state)
     assert all(not tensor.any() for tensor in tensors.values())
     assert [t.data_ptr() for t in tensors.values()] == before
 
@@ -155,7 +157,7 @@ def test_attention_through_the_ring_equals_attention_over_explicit_keys_and_is_a
     attention = RollingAttention(1, 2, 2, 12, CPU)
     generator = torch.Generator().manual_seed(5)
     addresses = (state.key.data_ptr(), state.value.data_ptr())
-    size = state.nbytes
+    size = walk.nbytes(state)
     past: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for chunk in range(1000):
         query, key, value = torch.randn(3, 4, 2, 12, generator=generator)
@@ -171,7 +173,7 @@ def test_attention_through_the_ring_equals_attention_over_explicit_keys_and_is_a
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
         past = {c: kv for c, kv in past.items() if c < sink or c > chunk - 8}
     assert (state.key.data_ptr(), state.value.data_ptr()) == addresses
-    assert state.nbytes == size
+    assert walk.nbytes(state) == size
     assert not state.key[:, 0].any(), "layer 0 was never written"
 
 

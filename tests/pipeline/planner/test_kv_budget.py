@@ -14,6 +14,7 @@ from streamdiff.pipeline.planner.kv_budget import KVCacheBudget, PreallocatedCac
 from streamdiff.pipeline.planner.model_sizes import read_sizes
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from streamdiff.session_state import walk
 from tests.small import CPU
 
 SIZES = read_sizes("tiny")
@@ -97,7 +98,7 @@ def test_what_is_counted_is_what_is_allocated() -> None:
         kept = runtime.ring.stage.sessions[session]
         texts = sum(pair.key.nbytes + pair.value.nbytes for pair in kept.text[1])
         counted = torch.float32.itemsize * SIZES.cache_values(SIZES.blocks, steps=4, kv_context=kv_context)
-        assert kept.state.nbytes + texts == counted, kv_context
+        assert walk.nbytes(kept.state) + texts == counted, kv_context
     runtime.close()
 
 

@@ -29,6 +29,7 @@ from streamdiff.pipeline.planner.model_sizes import ModelSizes, read_sizes
 from streamdiff.pipeline.planner.stage_layout import Workload, lay_out
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
+from streamdiff.session_state import walk
 
 MATCHED = ModelConfig(kv_context="matched")
 QUARTERS = "0.25,0.25,0.25,0.25"
@@ -114,7 +115,7 @@ def test_planned_caches_are_as_large_as_those_of_open_stages(
         for session in range(2):
             stage.open(session, steps=steps, kv_context=kv_context)
             stage.set_text(session, 0, model.text.encode(model.text.examples[0]), oldest=0)
-        kept = [(each.state.nbytes, *each.text[0]) for each in stage.sessions.values()]
+        kept = [(walk.nbytes(each.state), *each.text[0]) for each in stage.sessions.values()]
         assert row.caches == sum(size + sum(kv.key.nbytes + kv.value.nbytes for kv in text) for size, *text in kept)
 
 

@@ -25,6 +25,7 @@ from streamdiff.pipeline.runner.cuda_graph_cache import HOMES, GraphCache
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.stage_forward import Tensors
 from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.session_state import walk
 from tests.pipeline.playing import Order, play
 from tests.small import CPU, RED, WHITE, small_model
 
@@ -276,7 +277,7 @@ def test_caches_wait_for_as_many_sessions_as_have_room(room: RankMemory | None, 
     """Of 100 each, and what a decoder remembers."""
     stage = ModelRunner(MODEL.part(0, 1), CPU)
     stage.open(0, steps=4, kv_context="clean")
-    unit = stage.sessions[0].state.nbytes / 100
+    unit = walk.nbytes(stage.sessions[0].state) / 100
     given = None if room is None else RankMemory(int(room.free * unit), int(room.decoding * unit))
     stage.compile(steps=4, kv_context="clean", sessions=3, memory=given)
     assert len(stage._waiting) == expected

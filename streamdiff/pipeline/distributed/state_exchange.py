@@ -1,0 +1,65 @@
+"""How a session's state gets from a rank to the head and back: too large and too rare for the links' fixed messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from safetensors.torch import load, save
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+State = tuple[Mapping[str, Tensor], Any]
+"""What `session_state.walk.save` gives."""
+_PIECE = 1 << 22  # bytes of a value: torch's TCPStore takes 8 MiB at most
+
+
+class StateExchange(Protocol):
+    """Where a rank leaves a state for another one, under a name that only the two use, one state at a time."""
+
+    def put(self, name: str, state: State) -> None: ...
+
+    def take(self, name: str) -> State:
+        """The state left there, which is gone then; waits for it between processes."""
+
+
+class LocalExchange:
+    """Within a process."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, State] = {}
+
+    def put(self, name: str, state: State) -> None:
+        self._states[name] = state
+
+    def take(self, name: str) -> State:
+        return self._states.pop(name)
+
+
+class StoreExchange:
+    """Over the ranks' store, a key-value server in host memory, in pieces. A state passes through it whole, so that
+    the machine that keeps the store has it in memory once more meanwhile."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def put(self, name: str, state: State) -> None:
+        tensors, tree = state
+        data = save(dict(tensors))
+        pieces = [data[at : at + _PIECE] for at in range(0, len(data), _PIECE)]
+        for number, piece in enumerate(pieces):
+            self._store.set(_key(name, number), piece)  # type: ignore[arg-type]  # bytes are taken as they are
+        self._store.set(_key(name), json.dumps({"pieces": len(pieces), "tree": tree}))
+
+    def take(self, name: str) -> State:
+        said = json.loads(self._store.get(_key(name)))
+        keys = [_key(name, number) for number in range(said["pieces"])]
+        data = b"".join(self._store.get(key) for key in keys)
+        for key in (*keys, _key(name)):
+            self._store.delete_key(key)
+        return load(data), said["tree"]
+
+
+def _key(name: str, piece: int | None = None) -> str:
+    return f"state/{name}" if piece is None else f"state/{name}/{piece}"

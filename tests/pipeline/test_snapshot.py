@@ -1,0 +1,208 @@
+"""A session that was saved goes on from the file, to the bit, as if it had never been away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from streamdiff.errors import ConfigError, RequestError
+from streamdiff.models.model import Model
+from streamdiff.models.tiny.model import WEIGHTS, load_model
+from streamdiff.pipeline.executor import LocalRing
+from streamdiff.pipeline.output import Frames
+from streamdiff.pipeline.snapshot.file import Snapshot
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from tests.pipeline import snapshot_process as process
+from tests.pipeline.processes import run_ranks
+from tests.small import BLUE, CPU, RED, WHITE, small_model
+
+PLAIN = small_model(4, layers=4, sink=2)
+MODEL = replace(PLAIN, spec=replace(PLAIN.spec, anchor_every=2))
+CHUNK = MODEL.spec.chunk_frames
+CONTEXTS = ("clean", "staircase", "matched", "anchored")
+CHUNKS, SAVED_AT = 9, 4
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def started(stages: int, model: Model = MODEL) -> StreamingPipeline:
+    return StreamingPipeline(model, CPU, ring=LocalRing(model, CPU, stages))
+
+
+def opened(stages: int, kv_context: str, session: int = 0) -> StreamingPipeline:
+    pipeline = started(stages)
+    pipeline.open(session, pipeline.text.encode(RED), seed=3, epoch=5, steps=4, kv_context=kv_context)
+    return pipeline
+
+
+def drawn(frames: list[Frames], session: int = 0) -> list[np.ndarray]:
+    return [picture for each in frames if each.session == session for picture in each.pictures]
+
+
+def play(pipeline: StreamingPipeline, pictures: list[np.ndarray], count: int, session: int = 0) -> None:
+    """Go on until there are so many pictures; the ring runs ahead of them. Mutates: pictures."""
+    while len(pictures) < count:
+        pipeline.set_frame_credit(session, 6 * CHUNK)
+        pictures += drawn(pipeline.step(0.1), session)
+
+
+def saved(pipeline: StreamingPipeline, path: Path) -> list[np.ndarray]:
+    """Write session 0 to `path`; pictures that came before it was taken."""
+    snapshot, frames = pipeline.save(0)
+    snapshot.write(path)
+    return drawn(frames)
+
+
+def change(pipeline: StreamingPipeline, session: int = 0) -> None:
+    pipeline.set_conditioning(session, pipeline.text.encode(BLUE), epoch=6, switch="flush")
+
+
+@pytest.mark.parametrize(("stages", "then"), [(4, 1), (1, 3)])
+@pytest.mark.parametrize("kv_context", CONTEXTS)
+def test_a_stream_goes_on_from_its_file(kv_context: str, stages: int, then: int, tmp_path: Path) -> None:
+    """In mid-chunk, with micro-steps in the ring; also on another number of stages, beside another session, and the
+    session that was saved goes on as well."""
+    pipeline, pictures = opened(stages, kv_context), list[np.ndarray]()
+    play(pipeline, pictures, SAVED_AT * CHUNK)
+    if stages > 1:
+        assert pipeline.ring.waiting
+    pictures += saved(pipeline, tmp_path / "session.safetensors")
+    before = len(pictures)
+    play(pipeline, pictures, CHUNKS * CHUNK)
+    pipeline.close()
+    expected = list[np.ndarray]()
+    never = opened(1, kv_context)
+    play(never, expected, CHUNKS * CHUNK)
+    never.close()
+    assert np.array_equal(np.stack(pictures[: CHUNKS * CHUNK]), np.stack(expected[: CHUNKS * CHUNK])), "it was saved"
+
+    snapshot = Snapshot.read(tmp_path / "session.safetensors")
+    assert snapshot.session["kv_context"] == kv_context
+    other = started(then)
+    other.open(1, other.text.encode(WHITE), seed=1, epoch=0, steps=4, kv_context="clean")
+    other.set_frame_credit(1, 2 * CHUNK)
+    resumed = drawn(other.load(0, snapshot))
+    play(other, resumed, CHUNKS * CHUNK - before)
+    other.close()
+    assert np.array_equal(np.stack(resumed[: CHUNKS * CHUNK - before]), np.stack(expected[before : CHUNKS * CHUNK]))
+
+
+def test_a_change_of_steps_and_a_prompt_that_wait_are_saved_too(tmp_path: Path) -> None:
+    """Between a change that has been asked for and the chunk that it holds from."""
+
+    def asked() -> tuple[StreamingPipeline, list[np.ndarray]]:
+        pipeline, pictures = opened(2, "staircase"), list[np.ndarray]()
+        pipeline.set_frame_credit(0, 100 * CHUNK)
+        while pipeline.ring.scheduler.next_chunk(0) < 5:  # however far decoding is
+            pictures += drawn(pipeline.step())
+        pipeline.set_steps(0, 2, epoch=6)
+        change(pipeline)
+        assert pipeline.ring.changes, "it waits for what is in flight"
+        return pipeline, pictures
+
+    plain, expected = asked()
+    play(plain, expected, CHUNKS * CHUNK)
+    plain.close()
+    pipeline, pictures = asked()
+    pictures += saved(pipeline, tmp_path / "s")
+    pipeline.close()
+    other = started(1)
+    pictures += drawn(other.load(2, Snapshot.read(tmp_path / "s")), 2)
+    play(other, pictures, CHUNKS * CHUNK, 2)
+    other.close()
+    assert np.array_equal(np.stack(pictures[: CHUNKS * CHUNK]), np.stack(expected[: CHUNKS * CHUNK]))
+
+
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Snapshot]:
+    path = tmp_path_factory.mktemp("snapshot") / "session.safetensors"
+    pipeline = opened(1, "matched")
+    play(pipeline, [], CHUNK)
+    saved(pipeline, path)
+    pipeline.close()
+    yield Snapshot.read(path)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (replace(MODEL, spec=replace(MODEL.spec, width=64)), "width is 16 in the snapshot, but 64 here"),
+        (replace(MODEL, spec=replace(MODEL.spec, window_latents=8)), "window_latents is 6 in the snapshot, but 8 here"),
+        (
+            replace(small_model(5, layers=4, sink=2), spec=MODEL.spec),
+            "the snapshot is of other weights than those that are loaded",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(snapshot: Snapshot, model: Model, reason: str) -> None:
+    pipeline = started(2, model)
+    with pytest.raises(RequestError, match=reason) as refusal:
+        pipeline.load(0, snapshot)
+    assert refusal.value.field == "snapshot"
+    pipeline.open(0, pipeline.text.encode(RED), seed=1, epoch=9, steps=4, kv_context="clean")
+    play(pipeline, [], CHUNK)  # the slot is free, and the ring goes on
+    pipeline.close()
+
+
+def test_tensors_of_another_size_are_refused_before_any_stage_has_them(snapshot: Snapshot) -> None:
+    name = next(name for name in snapshot.tensors if name.endswith("state.value"))
+    broken = replace(snapshot, tensors={**snapshot.tensors, name: snapshot.tensors[name][:, :, :1]})
+    pipeline = started(2)
+    with pytest.raises(RequestError, match=r"RunnerSession\.state\.value is float32 .* in the snapshot, but float32"):
+        pipeline.load(0, broken)
+    play_after = list[np.ndarray]()
+    pipeline.load(0, snapshot)
+    play(pipeline, play_after, CHUNK)
+    pipeline.close()
+
+
+def test_a_file_that_is_no_snapshot_is_refused(snapshot: Snapshot, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with pytest.raises(ConfigError, match="not a readable snapshot"):
+        Snapshot.read(path)
+    path.write_bytes(b"\x80\x04" * 40)
+    with pytest.raises(ConfigError, match="not a readable snapshot"):
+        Snapshot.read(path)
+    save_file({"a": torch.ones(1)}, path)
+    with pytest.raises(ConfigError, match="but no snapshot of a session"):
+        Snapshot.read(path)
+    save_file({"a": torch.ones(1)}, path, {"kind": "streamdiff session", "format": "2"})
+    with pytest.raises(ConfigError, match="has snapshot format 2, this version of streamdiff reads 1"):
+        Snapshot.read(path)
+    save_file({"a": torch.ones(1)}, path, {"kind": "streamdiff session", "format": "1", "header": "{"})
+    with pytest.raises(ConfigError, match="the snapshot's header is damaged"):
+        Snapshot.read(path)
+    with pytest.raises(ConfigError, match="does not exist; create it first"):
+        snapshot.write(tmp_path / "nowhere" / "file")
+
+
+@pytest.mark.slow
+def test_between_one_process_and_a_ring_of_processes_with_a_rank_that_decodes(tmp_path: Path) -> None:
+    """Both ways, with micro-steps in flight; what is saved in the one goes on in the other."""
+    with torch.inference_mode():
+        model = load_model(WEIGHTS, CPU)
+    pipeline, alone = StreamingPipeline(model, CPU), list[np.ndarray]()
+    process.opened(pipeline)
+    process.play(pipeline, alone, 1)
+    alone += saved(pipeline, tmp_path / "alone")
+    saved_at, chunk = len(alone), pipeline.info.chunk_frames
+    process.play(pipeline, alone, 2 * process.CHUNKS)
+    run_ranks("tests.pipeline.snapshot_process", [str(tmp_path)], process.STAGES + 1, 600)
+    there = np.load(tmp_path / "shown.npz")
+    for name, begin in (("first", 0), ("second", saved_at)):
+        shown = there[name][: process.CHUNKS * chunk]
+        assert np.array_equal(shown, np.stack(alone)[begin : begin + len(shown)]), name
+    here: list[np.ndarray] = process.shown(pipeline.load(7, Snapshot.read(tmp_path / "ring")), 7)
+    process.play(pipeline, here, process.CHUNKS - 2, 7)
+    pipeline.close()
+    begin = int(there["saved_at"])
+    assert np.array_equal(np.stack(here), np.stack(alone)[begin : begin + len(here)])

@@ -1,0 +1,211 @@
+"""A field that is added to any class of a session is seen by all that is generated; one that does not say its kind is
+refused."""
+
+from __future__ import annotations
+
+import json
+from collections import namedtuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from streamdiff.engine.session import Session
+from streamdiff.errors import ConfigError
+from streamdiff.models.autoencoder import taehv, taehv_codec, wan
+from streamdiff.pipeline.runner.init_latents import InitLatents
+from streamdiff.pipeline.runner.noise import SeededNoise, TensorNoise
+from streamdiff.pipeline.runner.sampler import PendingSteps
+from streamdiff.pipeline.runner.step_levels import StepLevels
+from streamdiff.pipeline.snapshot.ring import head_state
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from streamdiff.session_state import fields as declared
+from streamdiff.session_state import walk
+from streamdiff.session_state.fields import DERIVED, KEPT, STATE, session_state, session_value
+from tests.small import CPU, RED, small_model
+
+META = torch.device("meta")
+
+
+def held(state: Any) -> Iterator[Any]:
+    """A declared object and all those that it holds."""
+    if isinstance(state, (torch.Tensor, *walk._PLAIN)):
+        return
+    if not isinstance(state, dict | list) and type(state) is not tuple:
+        yield state
+    for _, each in walk._parts(state, ""):
+        yield from held(each)
+
+
+def examples() -> dict[str, Any]:
+    """An object of every declared class: of a stream in mid-chunk, and, of what it has not met, by hand."""
+    model = small_model(1, sink=2)
+    with_anchors = replace(model, spec=replace(model.spec, anchor_every=2))
+    pipeline = StreamingPipeline(with_anchors, CPU)
+    pipeline.open(0, model.text.encode(RED), seed=1, epoch=0, steps=4, kv_context="anchored")
+    pipeline.set_frame_credit(0, 100)
+    for _ in range(6):
+        pipeline.step()
+    ring, decoding = pipeline.ring, taehv.Memory({3: torch.ones(1, 2, 2, 2)}, False)
+    schedule = model.spec.schedule(2)
+    there = [
+        *(pipeline._streams[0], ring.scheduler._sessions[0], ring.sampler.sessions[0], ring.stage.sessions[0]),
+        *(
+            decoding,
+            wan.Memory([None, "Rep", torch.ones(1, 2, 1, 2, 2)], (1, 2, 2)),
+            taehv_codec.EncodeMemory(decoding),
+        ),
+        *(PendingSteps(1, schedule), InitLatents.steady(torch.ones(1, 2, 2, 2, 2), 0.5, 500.0)),
+        StepLevels(torch.ones(1, 2, 2), torch.ones(1, 2, 2)),
+        TensorNoise(torch.ones(1, 2, 2, 2, 2), None, schedule, SeededNoise((2, 2, 2, 2), 1)),
+    ]
+    there += [
+        head_state(ring, 0),
+        Session(
+            "s", pipeline, 0, str, text="a", seed=1, kv_context="clean", epoch=2, max_ahead_frames=9, made_frames=5
+        ),
+    ]
+    found = {declared.name_of(type(each)): each for state in there for each in held(state)}
+    pipeline.close()
+    return {name: each for name, each in found.items() if name is not None}
+
+
+EXAMPLES = examples()
+STATES = [name for name, each in EXAMPLES.items() if declared.mutable(each)]
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(declared, "_CLASSES", dict(declared._CLASSES))
+    monkeypatch.setattr(declared, "_NAMES", dict(declared._NAMES))
+
+
+def grown(name: str, metadata: Mapping[str, str] = STATE) -> Any:
+    """The example of a class in a copy of that class with one more field: `added`, a tensor."""
+    example, extra = walk.copy(EXAMPLES[name]), torch.arange(6.0).view(2, 3).t()
+    kind: Any = type(example)
+    if hasattr(kind, "_fields"):
+        more: Any = session_value("grown")(namedtuple(kind.__name__, (*kind._fields, "added")))
+        return more(*example, extra)
+    if not declared.mutable(example):
+        more = make_dataclass("Grown", [("added", Any, field(default=None))], bases=(kind,), frozen=True)
+        given = {each.name: getattr(example, each.name) for each in fields(example)}
+        return session_value("grown")(more)(**given, added=extra)
+    # The extra one has no default, so it is to be zeros after a reset.
+    more = make_dataclass("Grown", [("added", Any, field(metadata=metadata, kw_only=True))], bases=(kind,))
+    result = object.__new__(session_state("grown")(more))
+    for each in fields(example):
+        setattr(result, each.name, getattr(example, each.name))
+    result.added = extra
+    return result
+
+
+def written(state: object) -> tuple[Any, Any]:
+    tensors, tree = walk.save(state)
+    return {name: (each.shape, each.flatten().tolist()) for name, each in tensors.items()}, tree
+
+
+def test_every_declared_class_has_an_example() -> None:
+    product = {name for name, kind in declared._CLASSES.items() if kind.__module__.startswith("streamdiff.")}
+    assert set(EXAMPLES) == product
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_new_field_is_counted_copied_and_moved(name: str) -> None:
+    state = grown(name)
+    assert walk.nbytes(state) == walk.nbytes(EXAMPLES[name]) + state.added.nbytes
+    for made in (walk.copy(state), walk.to_host(state), walk.to_device(state, CPU)):
+        assert type(made) is type(state)
+        assert torch.equal(made.added, state.added)
+    assert walk.copy(state).added.data_ptr() != state.added.data_ptr()
+    away = walk.to_device(state, META)
+    assert {each.device for each in walk._tensors(away, "")} == {META}
+    assert away.added.shape == state.added.shape
+    assert walk.nbytes(away) == walk.nbytes(state)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_new_field_is_saved_and_loaded(name: str) -> None:
+    state = grown(name)
+    tensors, tree = walk.save(state)
+    blank = walk.to_device(state, CPU) if not declared.mutable(state) else walk.copy(state)
+    if declared.mutable(state):
+        with torch.inference_mode():
+            for tensor in walk._tensors(blank, ""):
+                tensor.zero_()
+    loaded = walk.load(blank, tensors, json.loads(json.dumps(tree)))
+    assert torch.equal(loaded.added, state.added)
+    assert loaded.added.stride() == state.added.stride()
+    assert written(loaded) == written(state)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_new_field_is_reset_unless_it_is_kept(name: str) -> None:
+    state, other = grown(name), EXAMPLES[name]
+    place = state.added.data_ptr()
+    with torch.inference_mode():
+        declared.reset(state)
+    assert not state.added.any()
+    assert state.added.data_ptr() == place
+    for each in fields(other):
+        if each.metadata == KEPT:
+            assert str(getattr(state, each.name)) == str(getattr(other, each.name)), f"{each.name} is kept"
+    declared._CLASSES.pop("grown")
+    kept = grown(name, KEPT)
+    with torch.inference_mode():
+        declared.reset(kept)
+    assert kept.added.any()
+
+
+def test_what_is_held_twice_is_counted_and_saved_once() -> None:
+    tensor = torch.ones(4)
+    memory = taehv.Memory({0: tensor, 1: tensor})
+    assert walk.nbytes(memory) == tensor.nbytes
+    tensors, tree = walk.save(memory)
+    assert len(tensors) == 1
+    for made in (walk.copy(memory), walk.load(taehv.Memory(), tensors, tree)):
+        assert made.past[0] is made.past[1] is not tensor
+
+
+def test_a_field_says_what_it_is() -> None:
+    with pytest.raises(TypeError, match=r"Forgotten\.size does not say what it is to a session"):
+
+        @session_state("forgotten")
+        @dataclass
+        class Forgotten:
+            size: int = 0
+
+    @session_state("opaque")
+    @dataclass
+    class Opaque:
+        lock: object = field(metadata=STATE)
+        own: object = field(default=None, metadata=DERIVED)
+
+    for use in (walk.nbytes, walk.copy, walk.save):
+        with pytest.raises(TypeError, match=r"Opaque\.lock is a object|state\.lock is a object"):
+            use(Opaque(object()))
+    assert walk.nbytes(Opaque(1, object())) == 0
+    with pytest.raises(TypeError, match=r"Opaque\.lock has no default to be reset to"):
+        declared.reset(Opaque(1))
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    caches = EXAMPLES["kv-cache"]
+    tensors, tree = walk.save(caches)
+    shape = list(caches.key.shape)
+    smaller = {name: each[:, :, :1] if name.endswith(".key") else each for name, each in tensors.items()}
+    with pytest.raises(ConfigError, match=r"KVCache\.key is float32 \[.*, but float32 .* here: it was taken with"):
+        walk.load(walk.copy(caches), smaller, tree)
+    assert list(caches.key.shape) == shape
+    with pytest.raises(ConfigError, match=r"KVCache\.key is tensor 'state\.key', which the snapshot lacks"):
+        walk.load(walk.copy(caches), {}, tree)
+    with pytest.raises(ConfigError, match="is 'kv-cache' in the snapshot, but 'taehv-memory' here"):
+        walk.load(taehv.Memory(), tensors, tree)
+    with pytest.raises(ConfigError, match="which this version does not know"):
+        walk.load(walk.copy(caches), tensors, {**tree, "class": "later"})
+    with pytest.raises(ConfigError, match="other fields in the snapshot than here: queue"):
+        walk.load(
+            walk.copy(caches), tensors, {**tree, "fields": {k: v for k, v in tree["fields"].items() if k != "queue"}}
+        )

@@ -27,7 +27,7 @@ from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.scheduler.scheduler import ForwardCounts
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.snapshot.file import Snapshot
-from streamdiff.pipeline.snapshot.ring import collect, occupied, place, resume
+from streamdiff.pipeline.snapshot.ring import check_unshared, collect, occupied, place, resume
 from streamdiff.pipeline.throughput import ChunkCostMeter
 from streamdiff.pipeline.worker_group import WorkerGroup
 
@@ -179,9 +179,10 @@ class StreamingPipeline:
         been; with frames that came meanwhile, after which the snapshot is taken.
 
         Raises:
-            ConfigError: its noise was given as tensors.
+            ConfigError: its noise was given as tensors, or ranks share a stage.
             EngineFailure: as `step`.
         """
+        check_unshared(self.ring)
         frames, stream = self._ask(MessageKind.SAVE, session), self._streams[session]
         try:
             return collect(self.ring, self.model, stream, self._decoding.save(stream.number)), frames
@@ -197,6 +198,7 @@ class StreamingPipeline:
             EngineFailure: as `step`.
         """
         try:
+            check_unshared(self.ring)
             snapshot.check_model(self.model.spec, self.model.denoiser.dtype)
             opened = snapshot.session
             self.open(

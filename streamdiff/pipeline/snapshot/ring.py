@@ -67,6 +67,16 @@ class StageStates:
             ring.stage.exchange.put(f"stage {stage}", walk.save(part))
 
 
+def check_unshared(ring: RingExecutor) -> None:
+    """Raises ConfigError where several ranks share a stage: each has the caches of its own heads, and stages save
+    whole ones."""
+    if ring.stage.heads != ring.stage.denoiser.heads:
+        raise ConfigError(
+            "sessions of ranks that share a stage (--parallel PxC with C above 1) can neither be saved nor go on from "
+            "a snapshot; run it with --stages P"
+        )
+
+
 def occupied(ring: RingExecutor, session: int) -> bool:
     """Whether something of a session, the present one or one before it, is in the ring or about to enter."""
     return any(

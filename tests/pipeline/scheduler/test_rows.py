@@ -12,7 +12,7 @@ from streamdiff.pipeline.planner.simulator import Figures, Setup, Stream, simula
 from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS, Anchors
 from streamdiff.pipeline.scheduler.scheduled_session import ScheduledSession
 from streamdiff.pipeline.scheduler.scheduler import Places, StreamBatchScheduler
-from streamdiff.pipeline.scheduler.step import SHARED, MicroStep, differing_field, shared_fields
+from streamdiff.pipeline.scheduler.step import MicroStep, differing_field, shared_fields
 
 OTHER = {
     "kv_context": "matched", "background": True, "paused": True, "rerun_as_one": True, "draining": True,
@@ -30,7 +30,7 @@ def test_a_sessions_field_keeps_rows_apart_exactly_when_it_is_declared_shared(na
     one, other = session(), session()
     setattr(other, name, OTHER.get(name, 77))
     declared = next(each.metadata for each in fields(ScheduledSession) if each.name == name)
-    assert differing_field(one, other) == (name if declared == SHARED else None)
+    assert differing_field(one, other) == (name if declared["in_a_forward"] == "shared" else None)
 
 
 @pytest.mark.parametrize("name", [each.name for each in fields(MicroStep)])

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from itertools import count
-from types import TracebackType
+from types import EllipsisType, TracebackType
 from typing import TypedDict, TypeVar, Unpack
 
 import numpy as np
@@ -30,6 +30,7 @@ from streamdiff.engine.messages import (
     Open,
     Opened,
     Pause,
+    Pictures,
     Refused,
     Reset,
     Resume,
@@ -40,6 +41,7 @@ from streamdiff.engine.messages import (
 from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
 from streamdiff.heavy_import import heavy_import
+from streamdiff.video.picture import Image, fit_picture
 
 Frame = NDArray[np.uint8]
 """One picture: uint8 `[H, W, 3]`, RGB."""
@@ -60,11 +62,14 @@ class StreamSession:
     may be called from other threads than the one that iterates.
     """
 
-    def __init__(self, pipeline: Pipeline, prompt: str | None, *, seed: int = 0) -> None:
-        """Take over `pipeline`, and close it at the end. With None nothing is made before `restart`.
+    def __init__(
+        self, pipeline: Pipeline, prompt: str | None, *, seed: int = 0, image: Image | None = None, fit: str = "cover"
+    ) -> None:
+        """Take over `pipeline`, and close it at the end. With None nothing is made before `restart`. `image` and `fit`:
+        see `streamdiff.open`.
 
         Raises:
-            RequestError: a prompt or seed that cannot be used; the pipeline is closed then.
+            RequestError: a prompt, seed or picture that cannot be used; the pipeline is closed then.
         """
         info = pipeline.info
         self.fps: float = info.native_fps
@@ -85,24 +90,24 @@ class StreamSession:
         if prompt is None:
             return
         try:
-            self.restart(prompt, seed=seed)
+            self.restart(prompt, seed=seed, image=image, fit=fit)
         except BaseException:
             self.close()
             raise
 
-    def restart(self, prompt: str, *, seed: int = 0) -> None:
+    def restart(self, prompt: str, *, seed: int = 0, image: Image | None = None, fit: str = "cover") -> None:
         """End the stream, and begin another on the same model: it gives what `streamdiff.open` would. Frames not taken
         yet are dropped.
 
         Raises:
-            RequestError: a prompt or seed that cannot be used; there is no stream then.
+            RequestError: a prompt, seed or picture that cannot be used; there is no stream then.
         """
         if self._is_open:
             self._tell(Close(_NAME))
         self._is_open = False
         self._frames.clear()
         self._made = 0
-        opened = self._ask(Open(_NAME, prompt, seed), "", Opened)
+        opened = self._ask(Open(_NAME, prompt, seed, image=self._fitted(image, fit)), "", Opened)
         self.text, self.notice, self._switch = opened.text, opened.notice, opened.switches[0]
         self._is_open = True
 
@@ -159,15 +164,17 @@ class StreamSession:
         request = f"steps {next(self._numbers)}"
         self._ask(SetSteps(_NAME, number, request), request, Accepted)
 
-    def reset(self, seed: int | None = None) -> None:
-        """Start afresh from the latest prompt, with `seed` or the present one. Frames not taken yet are dropped.
+    def reset(self, seed: int | None = None, *, image: Image | EllipsisType | None = ..., fit: str = "cover") -> None:
+        """Start afresh from the latest prompt, with `seed` or the present one; from the picture `image`, with None from
+        none, else from the present one if there is one. Frames not taken yet are dropped.
 
         Raises:
-            RequestError: a seed out of range.
+            RequestError: a seed out of range, or a picture that cannot be used.
         """
+        begin = None if image is ... else self._fitted(image, fit)
         request = f"reset {next(self._numbers)}"
         self._resets.add(request)
-        self._ask(Reset(_NAME, seed, request), request, Accepted)
+        self._ask(Reset(_NAME, seed, request, begin, no_image=image is None), request, Accepted)
 
     def pause(self) -> None:
         """Make no more chunks; those begun are finished."""
@@ -194,6 +201,9 @@ class StreamSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _fitted(self, image: Image | None, fit: str) -> Pictures | None:
+        return None if image is None else fit_picture(image, self.width, self.height, fit)[None]
 
     def _tell(self, command: Command) -> None:
         """Send a command that is carried out at once."""
@@ -323,20 +333,24 @@ def load(config: ModelConfig) -> Pipeline:
     return load_pipeline(config)
 
 
-def open(prompt: str, *, seed: int = 0, **options: Unpack[ModelOptions]) -> StreamSession:
+def open(
+    prompt: str, *, seed: int = 0, image: Image | None = None, fit: str = "cover", **options: Unpack[ModelOptions]
+) -> StreamSession:
     """Load a model and open a stream that can be steered. Use it in a `with`, or call `close`.
 
     Args:
         prompt: what to show.
-        seed: the same seed, prompts and model give the same frames.
+        seed: the same seed, prompts, picture and model give the same frames.
+        image: the picture that the stream begins with and goes on from: a file, its bytes, or an array.
+        fit: how a picture of other proportions is fitted: `cover` (what is over is cut) or `contain` (black bars).
         options: see `ModelOptions`.
 
     Raises:
         ConfigError: an option that cannot be used, or an unknown model.
-        RequestError: a prompt or seed that cannot be used.
+        RequestError: a prompt, seed or picture that cannot be used.
     """
     config = _model_config(options)
-    return StreamSession(load(config), prompt, seed=seed)
+    return StreamSession(load(config), prompt, seed=seed, image=image, fit=fit)
 
 
 def follow(**options: Unpack[ModelOptions]) -> None:

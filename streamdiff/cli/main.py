@@ -148,6 +148,7 @@ def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         ("--prompts", arguments.prompts is not None, "one command for each prompt"),
         ("--seconds", arguments.seconds is not None, "--chunks"),
         ("--prompt-at", bool(arguments.prompt_at), "--prompt-switch"),
+        ("--image", getattr(arguments, "session.image") is not None, "--given-latents"),
         ("--profile", getattr(arguments, "model.trace") is not None, "--seconds instead of them"),
         ("--profile-chunks", getattr(arguments, "model.trace_chunks") is not None, "--seconds instead of them"),
     ):

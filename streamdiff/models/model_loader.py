@@ -15,6 +15,7 @@ from streamdiff.device import pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models import random_weights
 from streamdiff.models.autoencoder import autoencoder
+from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.models.catalogue import entries
 from streamdiff.models.resolve import resolve_model
 from streamdiff.models.spec import ModelSpec, parse_size
@@ -152,3 +153,10 @@ class ModelLoader:
             )
         denoiser.attention = attention
         return denoiser.fuse()
+
+    def picture_encoder(self, spec: ModelSpec) -> PictureEncoder:
+        """What encodes start pictures of streams of `spec`. Reads nothing before the first."""
+        dtype = torch.float32 if self.model.embedded else self.decoder_dtype
+        return PictureEncoder(
+            lambda: autoencoder.load_encoder(self.model.fetch_autoencoder(), self.device, dtype), spec
+        )

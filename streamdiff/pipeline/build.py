@@ -57,8 +57,9 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
     blocks = [last - first for first, last in loaded.runs] + [0] * (config.ranks - config.stages)
     budget = KVCacheBudget(loader.sizes, memories, blocks, model.denoiser.dtype.itemsize, loader.preallocated)
     runtime = StreamingPipeline(
-        model, device, config.steps, config.kv_context, workers, budget, ring, loader.decode_latents, config.hang_s
-    )
+        model, device, config.steps, config.kv_context, workers, budget, ring, loader.decode_latents, config.hang_s,
+        loader.models.picture_encoder(model.spec),
+    )  # fmt: skip
     try:
         _warm_up(runtime, config)
     except EngineFailure as error:

@@ -78,6 +78,10 @@ def _print_error(error: Exception, status: int) -> int:
 def _serve(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     _check_stages(config)
+    if config.session.image is not None:
+        from streamdiff.video.picture import fit_picture
+
+        fit_picture(config.session.image, 16, 16)  # what is wrong with it is said before anything is loaded
     from streamdiff.server import main as server
 
     return server.run(_at_native_rate(config))

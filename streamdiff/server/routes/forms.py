@@ -88,7 +88,7 @@ async def given_picture(
     Raises:
         Problem: with `status`, naming the field at fault.
     """
-    if not image:
+    if image is None or image == "":
         return None
     try:
         data = image if isinstance(image, bytes) else picture.from_base64(image)

@@ -143,13 +143,15 @@ class ModelLoader:
         found: Any = weights.config
         if found.image_dim is not None or found.added_kv_proj_dim is not None:
             raise ConfigError(
-                f"{model.weights}: this is an image-to-video model, which is not supported; use text to video"
+                f"{model.weights}: this is an image-to-video model, which is not supported: it takes the picture "
+                "through CLIP. Use a text-to-video model; a stream of one can begin with a picture too (--image)"
             )
         denoiser = WanDenoiser(weights)
         if denoiser.extra_channels and not model.embedded:
             raise ConfigError(
                 f"{model.weights} takes {denoiser.extra_channels} channels beside the latents', which nothing "
-                "gives it; only text to video is supported"
+                "gives it, as image-to-video models do; only text to video is supported, which can begin with a "
+                "picture too (--image)"
             )
         denoiser.attention = attention
         return denoiser.fuse()

@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NoReturn
@@ -71,9 +72,8 @@ def run(config: Config, job: GenerateJob) -> int:
     output = check(job)
     start = config.session
     image = None if start.image is None else picture.read_bytes(start.image)
-    pipeline = api.load(config.model)
-    stream = api.StreamSession(pipeline, start.prompt, seed=start.seed, image=image, fit=start.fit)
-    with exit_on_sigterm(), stream as session:
+    begin = partial(api.StreamSession, seed=start.seed, image=image, fit=start.fit)
+    with exit_on_sigterm(), begin(api.load(config.model), start.prompt) as session:
         fps = config.playback.fps if "fps" in config.playback.model_fields_set else session.fps
         total = max(1, round(job.seconds * fps))
         with tqdm(total=total, unit="frame", desc=output.name, dynamic_ncols=True) as bar:

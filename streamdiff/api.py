@@ -9,16 +9,15 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 from itertools import count
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypedDict, TypeVar, Unpack
+from types import EllipsisType, TracebackType
+from typing import Any, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 from streamdiff.atomic_write import check_parent
 from streamdiff.config import PROMPT_POLICIES, ModelConfig
@@ -32,6 +31,7 @@ from streamdiff.engine.messages import (
     Open,
     Opened,
     Pause,
+    Pictures,
     Refused,
     Reset,
     Resume,
@@ -42,6 +42,8 @@ from streamdiff.engine.messages import (
 from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
 from streamdiff.heavy_import import heavy_import
+from streamdiff.model_options import ModelOptions, model_config
+from streamdiff.video.picture import Image, fit_picture
 
 Frame = NDArray[np.uint8]
 """One picture: uint8 `[H, W, 3]`, RGB."""
@@ -62,11 +64,14 @@ class StreamSession:
     may be called from other threads than the one that iterates.
     """
 
-    def __init__(self, pipeline: Pipeline, prompt: str | None, *, seed: int = 0) -> None:
-        """Take over `pipeline`, and close it at the end. With None nothing is made before `restart`.
+    def __init__(
+        self, pipeline: Pipeline, prompt: str | None, *, seed: int = 0, image: Image | None = None, fit: str = "cover"
+    ) -> None:
+        """Take over `pipeline`, and close it at the end. With None nothing is made before `restart`. `image` and `fit`:
+        see `streamdiff.open`.
 
         Raises:
-            RequestError: a prompt or seed that cannot be used; the pipeline is closed then.
+            RequestError: a prompt, seed or picture that cannot be used; the pipeline is closed then.
         """
         info = pipeline.info
         self.fps: float = info.native_fps
@@ -87,24 +92,24 @@ class StreamSession:
         if prompt is None:
             return
         try:
-            self.restart(prompt, seed=seed)
+            self.restart(prompt, seed=seed, image=image, fit=fit)
         except BaseException:
             self.close()
             raise
 
-    def restart(self, prompt: str, *, seed: int = 0) -> None:
+    def restart(self, prompt: str, *, seed: int = 0, image: Image | None = None, fit: str = "cover") -> None:
         """End the stream, and begin another on the same model: it gives what `streamdiff.open` would. Frames not taken
         yet are dropped.
 
         Raises:
-            RequestError: a prompt or seed that cannot be used; there is no stream then.
+            RequestError: a prompt, seed or picture that cannot be used; there is no stream then.
         """
         if self._is_open:
             self._tell(Close(_NAME))
         self._is_open = False
         self._frames.clear()
         self._made = 0
-        opened = self._ask(Open(_NAME, prompt, seed), "", Opened)
+        opened = self._ask(Open(_NAME, prompt, seed, image=self._fitted(image, fit)), "", Opened)
         self.text, self.notice, self._switch = opened.text, opened.notice, opened.switches[0]
         self._is_open = True
 
@@ -161,15 +166,17 @@ class StreamSession:
         request = f"steps {next(self._numbers)}"
         self._ask(SetSteps(_NAME, number, request), request, Accepted)
 
-    def reset(self, seed: int | None = None) -> None:
-        """Start afresh from the latest prompt, with `seed` or the present one. Frames not taken yet are dropped.
+    def reset(self, seed: int | None = None, *, image: Image | EllipsisType | None = ..., fit: str = "cover") -> None:
+        """Start afresh from the latest prompt, with `seed` or the present one; from the picture `image`, with None from
+        none, else from the present one if there is one. Frames not taken yet are dropped.
 
         Raises:
-            RequestError: a seed out of range.
+            RequestError: a seed out of range, or a picture that cannot be used.
         """
+        begin = None if image is ... else self._fitted(image, fit)
         request = f"reset {next(self._numbers)}"
         self._resets.add(request)
-        self._ask(Reset(_NAME, seed, request), request, Accepted)
+        self._ask(Reset(_NAME, seed, request, begin, no_image=image is None), request, Accepted)
 
     def pause(self) -> None:
         """Make no more chunks; those begun are finished."""
@@ -218,6 +225,9 @@ class StreamSession:
     ) -> None:
         self.close()
 
+    def _fitted(self, image: Image | None, fit: str) -> Pictures | None:
+        return None if image is None else fit_picture(image, self.width, self.height, fit)[None]
+
     def _tell(self, command: Command) -> None:
         """Send a command that is carried out at once."""
         with self._lock:
@@ -262,82 +272,6 @@ class StreamSession:
             raise StreamdiffError("the stream is closed; open another with streamdiff.open")
 
 
-class ModelOptions(TypedDict, total=False):
-    """What runs, and where.
-
-    model: `tiny`, the embedded model (default), a name that `streamdiff models` lists, a hub id, or a folder.
-    weights, lora, vae, text_encoder: paths of parts in place of the model's own; `vae` may be a name such as `taew2_1`.
-    text_device: where a large text encoder runs, `cpu` or `cuda`; default: on a GPU that has three times its size free.
-    dtype: `float32` or `bfloat16`; default: bfloat16 on CUDA.
-    preset: `plain`: none of the fast paths that CUDA has by default; `fast`: also the small autoencoder and the fewest
-        steps. Other options win over it.
-    attention: kernel that `streamdiff doctor` lists, tried out when the model is loaded; default: on CUDA the fastest.
-    quantize: the blocks' linear layers in 8 bits, `none`, `fp8` (recent NVIDIA GPUs), `int8`, or `auto`: fp8 where it
-        is faster; needs torchao.
-    offload: `blocks` keeps the transformer's blocks in host memory and copies them one ahead, for cards that are too
-        small; default `none`.
-    compile: `on` makes graphs of the transformer first, or finds those of an earlier start on disk, and runs these;
-        default: `on` with CUDA, else `off`.
-    clean_pass: `alone`, or `with-next`: one forward less for each chunk, KV context `clean` only; default: `with-next`
-        on one CUDA device, else `alone`.
-    size: `WIDTHxHEIGHT` in pixels; default: the model's own.
-    device: `auto`, `cpu` or `cuda`.
-    steps: denoise steps per chunk, of those the model has; default: what it was made for. The embedded one has 4 and 2.
-    timesteps, chunk_latents: of a model that the catalogue does not know, what it is told at each step, and the latent
-        frames of a chunk; window, sink and rope have to be said too then.
-    kv_context: what a chunk sees of earlier chunks: `clean`, `staircase` or `matched`; default: what it was made for.
-    window, sink: latent frames a chunk can see, the sink and itself included, and those of the beginning that stay in
-        sight; `rope`: `absolute` or `relative` positions. Default: the model's own.
-    threads: CPU threads of the transformer.
-    stages: ranks over which the transformer is split. With more than one this process must be rank 0 of as many
-        (torchrun starts them), and the others must call `follow` with the same options.
-    decode: which rank decodes: `head`, `last`, or `own-rank`, which takes one rank more.
-    """
-
-    model: str
-    weights: str
-    lora: str
-    vae: str
-    text_encoder: str
-    text_device: str
-    preset: str
-    dtype: str
-    attention: str
-    quantize: str
-    offload: str
-    compile: str
-    clean_pass: str
-    size: str
-    device: str
-    steps: int | None
-    timesteps: tuple[float, ...]
-    chunk_latents: int
-    kv_context: str
-    window: int
-    sink: int
-    rope: str
-    threads: int
-    stages: int
-    decode: str
-
-
-def model_config(options: Mapping[str, object]) -> ModelConfig:
-    """Raises ConfigError for a value out of range, TypeError for an option that there is not."""
-    if unknown := set(options) - ModelOptions.__annotations__.keys():
-        raise TypeError(
-            f"there is no option {', '.join(sorted(unknown))}; known are {', '.join(ModelOptions.__annotations__)}"
-        )
-    values = {"name" if option == "model" else option: value for option, value in options.items()}
-    from streamdiff.models.resolve import completed
-
-    try:
-        return completed(ModelConfig.model_validate(values))
-    except ValidationError as error:
-        first = error.errors()[0]
-        option = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{option} is {first['input']!r:.80}: {first['msg']}") from error
-
-
 def load(config: ModelConfig) -> Pipeline:
     """The model, loaded and warm; what a `StreamSession` takes over."""
     with heavy_import():
@@ -346,20 +280,23 @@ def load(config: ModelConfig) -> Pipeline:
     return load_pipeline(config)
 
 
-def open(prompt: str, *, seed: int = 0, **options: Unpack[ModelOptions]) -> StreamSession:
+def open(
+    prompt: str, *, seed: int = 0, image: Image | None = None, fit: str = "cover", **options: Unpack[ModelOptions]
+) -> StreamSession:
     """Load a model and open a stream that can be steered. Use it in a `with`, or call `close`.
 
     Args:
         prompt: what to show.
-        seed: the same seed, prompts and model give the same frames.
+        seed: the same seed, prompts, picture and model give the same frames.
+        image: the picture that the stream begins with and goes on from: a file, its bytes, or an array.
+        fit: how a picture of other proportions is fitted: `cover` (what is over is cut) or `contain` (black bars).
         options: see `ModelOptions`.
 
     Raises:
         ConfigError: an option that cannot be used, or an unknown model.
-        RequestError: a prompt or seed that cannot be used.
+        RequestError: a prompt, seed or picture that cannot be used.
     """
-    config = model_config(options)
-    return StreamSession(load(config), prompt, seed=seed)
+    return StreamSession(load(model_config(options)), prompt, seed=seed, image=image, fit=fit)
 
 
 def follow(**options: Unpack[ModelOptions]) -> None:

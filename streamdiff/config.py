@@ -231,6 +231,10 @@ class SessionConfig(_Section):
 
     prompt: str = Field("a red circle moving right over a meadow", min_length=1, max_length=2000)
     seed: int = Field(0, ge=0, le=2**31 - 1)
+    image: str | None = None
+    """A JPEG, PNG, WebP or AVIF file: the picture that it begins with and goes on from."""
+    fit: Literal["cover", "contain"] = "cover"
+    """How a picture of other proportions is fitted: filling the frame, or whole between black bars."""
 
 
 class PlaybackConfig(_Section):

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Unpack
 
 from streamdiff import api
-from streamdiff.api import ModelOptions, StreamSession
+from streamdiff.api import StreamSession
 from streamdiff.heavy_import import heavy_import
+from streamdiff.model_options import ModelOptions, model_config
 
 
 def load(path: str | Path, **options: Unpack[ModelOptions]) -> StreamSession:
@@ -23,7 +24,7 @@ def load(path: str | Path, **options: Unpack[ModelOptions]) -> StreamSession:
         ConfigError: no snapshot, one of another format, or an option that cannot be used.
         RequestError: it is of another model, other weights, another size or window; says which.
     """
-    config = api.model_config(options)
+    config = model_config(options)
     with heavy_import():
         from streamdiff.pipeline.snapshot.file import Snapshot  # imports torch
     snapshot = Snapshot.read(Path(path))

@@ -72,6 +72,22 @@ def test_a_reset_starts_afresh(session: StreamSession) -> None:
         session.reset(seed=-1)
 
 
+def test_a_picture_comes_first_and_again_after_a_reset_until_it_is_taken_away(session: StreamSession) -> None:
+    grey, white = np.full((30, 50, 3), 40, np.uint8), np.full((5, 5, 3), 255, np.uint8)
+    session.restart("red", seed=5, image=grey)
+    assert take(session, CHUNK_FRAMES + 1) == [(40, 40, 40)] * CHUNK_FRAMES + [(CHUNK_FRAMES, 5, checksum("red"))]
+    session.reset(image=white)
+    assert take(session, 1) == [(255, 255, 255)]
+    session.reset(seed=6)
+    assert take(session, CHUNK_FRAMES + 1)[::CHUNK_FRAMES] == [(255, 255, 255), (CHUNK_FRAMES, 6, checksum("red"))]
+    session.reset(image=None)
+    assert take(session, 1) == [(0, 6, checksum("red"))]
+    for image, fit, field in ((b"no picture", "cover", "image"), ("missing.png", "cover", "image"), (grey, "x", "fit")):
+        with pytest.raises(RequestError) as caught:
+            session.reset(image=image, fit=fit)
+        assert caught.value.field == field
+
+
 def test_steps_change_while_it_plays_and_what_the_model_lacks_is_named() -> None:
     pipeline = PaintedPipeline()
     with StreamSession(pipeline, "red", seed=5) as session:

@@ -78,6 +78,10 @@ def _print_error(error: Exception, status: int) -> int:
 def _serve(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     _check_stages(config)
+    if config.session.image is not None:
+        from streamdiff.video.picture import fit_picture
+
+        fit_picture(config.session.image, 16, 16)  # what is wrong with it is said before anything is loaded
     from streamdiff.server import main as server
 
     return server.run(_at_native_rate(config))
@@ -148,6 +152,7 @@ def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         ("--prompts", arguments.prompts is not None, "one command for each prompt"),
         ("--seconds", arguments.seconds is not None, "--chunks"),
         ("--prompt-at", bool(arguments.prompt_at), "--prompt-switch"),
+        ("--image", getattr(arguments, "session.image") is not None, "--given-latents"),
         ("--profile", getattr(arguments, "model.trace") is not None, "--seconds instead of them"),
         ("--profile-chunks", getattr(arguments, "model.trace_chunks") is not None, "--seconds instead of them"),
     ):

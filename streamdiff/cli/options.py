@@ -162,6 +162,10 @@ WINDOW = (
 )
 """What a chunk sees; of every session, as caches, memory and graphs are made for it at the start."""
 PROMPT = Option("--prompt", "TEXT", "what to show", str, "session.prompt")
+IMAGE = (
+    Option("--image", "FILE", "a picture that the stream begins with and goes on from", str, "session.image"),
+    Option("--fit", "KIND", "of a picture of other proportions: cover (default) or contain", str, "session.fit"),
+)
 ADDRESS = (
     Option("--host", "ADDRESS", "address to listen on (default 127.0.0.1: this machine only)", str, "serve.host"),
     Option("--port", "N", "port to listen on (default 8000; 0 picks a free one)", int, "serve.port"),
@@ -214,7 +218,7 @@ SERVE = (
     Option("--insecure", "", "let other machines in without a token", key="serve.insecure", action=SWITCH),
     Option("--no-browser", "", "do not open a browser", key="serve.open_browser", action="store_false"),
 )
-CONFIGURATION = (*ADDRESS, PROMPT, STEPS_OR_LIST, *MODEL, *PARTS, *SERVE, *TRACE)
+CONFIGURATION = (*ADDRESS, PROMPT, *IMAGE, STEPS_OR_LIST, *MODEL, *PARTS, *SERVE, *TRACE)
 """Every option that sets a value of the configuration."""
 
 # ---- of the commands ----------------------------------------------------------------------------------------------
@@ -224,6 +228,7 @@ CONFIG = Option("--config", "FILE", "a YAML file with the same settings, see con
 GENERATE = (
     CONFIG,
     PROMPT,
+    *IMAGE,
     STEPS_OR_LIST,
     *MODEL,
     *PARTS,

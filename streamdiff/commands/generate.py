@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NoReturn
@@ -21,6 +22,7 @@ from streamdiff.atomic_write import exit_on_sigterm
 from streamdiff.config import Config
 from streamdiff.engine.process.main import run_as_worker, work_for_rank_0
 from streamdiff.errors import ConfigError
+from streamdiff.video import picture
 from streamdiff.video.writer import check_target, write_video
 
 
@@ -69,7 +71,9 @@ def run(config: Config, job: GenerateJob) -> int:
     """
     output = check(job)
     start = config.session
-    with exit_on_sigterm(), api.StreamSession(api.load(config.model), start.prompt, seed=start.seed) as session:
+    image = None if start.image is None else picture.read_bytes(start.image)
+    begin = partial(api.StreamSession, seed=start.seed, image=image, fit=start.fit)
+    with exit_on_sigterm(), begin(api.load(config.model), start.prompt) as session:
         fps = config.playback.fps if "fps" in config.playback.model_fields_set else session.fps
         total = max(1, round(job.seconds * fps))
         with tqdm(total=total, unit="frame", desc=output.name, dynamic_ncols=True) as bar:

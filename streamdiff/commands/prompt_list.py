@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from streamdiff import api
 from streamdiff.atomic_write import exit_on_sigterm
-from streamdiff.config import Config
+from streamdiff.config import Config, SessionConfig
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.video.writer import check_target, write_video
 
@@ -155,7 +155,7 @@ def run(config: Config, job: PromptListJob) -> int:
                 bar.set_description(video.output.name)
                 end = bar.n + _frames_of(video, fps)
                 try:
-                    _make(session, video, config.session.seed, fps, bar)
+                    _make(session, video, config.session, fps, bar)
                 except (RequestError, ConfigError, OSError) as error:
                     failed.append(f"{job.prompts}:{video.number}: {error}")
                 bar.update(end - bar.n)
@@ -167,7 +167,9 @@ def _frames_of(video: PlannedVideo, fps: float) -> int:
     return max(1, round(video.seconds * fps))
 
 
-def _make(session: api.StreamSession, video: PlannedVideo, seed: int, fps: float, bar: tqdm[NoReturn]) -> None:
+def _make(
+    session: api.StreamSession, video: PlannedVideo, start: SessionConfig, fps: float, bar: tqdm[NoReturn]
+) -> None:
     """One video. Mutates: session, bar.
 
     Raises:
@@ -176,7 +178,8 @@ def _make(session: api.StreamSession, video: PlannedVideo, seed: int, fps: float
     size = f"{session.width}x{session.height}"
     if video.line.size not in (None, size):
         raise RequestError("size", f"the size is {video.line.size}; this engine makes {size}")
-    session.restart(video.line.prompt, seed=seed if video.line.seed is None else video.line.seed)
+    seed = start.seed if video.line.seed is None else video.line.seed
+    session.restart(video.line.prompt, seed=seed, image=start.image, fit=start.fit)
     if session.notice:
         bar.write(f"line {video.number}: {session.notice}", file=sys.stderr)
     write_video(video.output, _frames(session, _frames_of(video, fps), bar), fps)

@@ -7,12 +7,10 @@ and in the user's own (`streamdiff.api`).
 from __future__ import annotations
 
 from concurrent import futures
-from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from streamdiff.config import PROMPT_POLICIES
 from streamdiff.engine.messages import (
     Close,
     Closed,
@@ -21,6 +19,7 @@ from streamdiff.engine.messages import (
     Measured,
     Open,
     Pause,
+    Pictures,
     Ready,
     Reset,
     Resume,
@@ -31,14 +30,15 @@ from streamdiff.engine.messages import (
     Shutdown,
 )
 from streamdiff.engine.pipeline_api import Pipeline, SavingPipeline
-from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue, Request
-from streamdiff.engine.session import Session
-from streamdiff.engine.validation import bad_value, check_prompt, check_seed, expects_answer, refused
+from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue, Request, has_picture
+from streamdiff.engine.session import Session, possible_switches
+from streamdiff.engine.validation import bad_value, check_picture, check_prompt, check_seed, expects_answer, refused
 from streamdiff.errors import RequestError, StreamdiffError
 from streamdiff.models.interfaces import Reading
 from streamdiff.pipeline.output import Frames
 
-# What can go wrong with one text (memory, files, numbers), and ends nothing else. Other errors are faults of a program.
+# What can go wrong with one text or picture (memory, files, numbers), and ends nothing else. Others are faults of a
+# program.
 _TEXT_ERRORS = (StreamdiffError, OSError, RuntimeError, ValueError, MemoryError)
 
 
@@ -54,7 +54,7 @@ class Engine:
         self._max_ahead_frames = max_ahead_frames
         self._slots: dict[str, int] = {}
         self._sessions: dict[int, Session] = {}
-        self._waiting = PromptQueue(pipeline.text.encode)
+        self._waiting = PromptQueue(pipeline.text.encode, self._encode_picture)
         self._texts: dict[str, tuple[str, Any]] = {}  # by session: the text that was encoded last, and what came of it
         # A slot's next session starts above all epochs of the one before, so frames can never be taken for its own.
         self._next_epoch: dict[int, int] = {}
@@ -135,7 +135,7 @@ class Engine:
         session.restore(saved)
         frames = self._saving().load(slot, snapshot)
         self._slots[name], self._sessions[slot] = slot, session
-        events = session.open("", self._switches(slot))
+        events = session.open("", possible_switches(self._pipeline, slot))
         return events + [event for made in frames for event in self._number(made)]
 
     def _saving(self) -> SavingPipeline:
@@ -207,16 +207,17 @@ class Engine:
         check_seed(command.seed)
         if min(command.epoch, command.made_frames, command.shown_frames) < 0:
             raise RequestError("session", "epoch, made_frames and shown_frames of a session count from 0")
+        check_picture(command.image, self._pipeline.info)
         reading = self._read(command.prompt, None)
-        if self._pipeline.text.slow:
+        if self._pipeline.text.slow or has_picture(command):
             self._min_ahead_frames(*self._choice(command))
             return self._wait(PendingRequest(command, reading.text, reading.notice))
         return self._open_now(command, reading)
 
-    def _open_now(self, command: Open, reading: Reading) -> list[Event]:
+    def _open_now(self, command: Open, reading: Reading, start: Any = None) -> list[Event]:
         slot = self._free_slot()
         try:
-            session, events = self._start(slot, command, reading)
+            session, events = self._start(slot, command, reading, start)
         except ValueError as error:
             self._texts.pop(command.session, None)
             raise bad_value(error, "session") from error
@@ -224,7 +225,7 @@ class Engine:
         self._sessions[slot] = session
         return events
 
-    def _start(self, slot: int, command: Open, reading: Reading) -> tuple[Session, list[Event]]:
+    def _start(self, slot: int, command: Open, reading: Reading, start: Any) -> tuple[Session, list[Event]]:
         """Open the stream in `slot`. Raises ValueError for what the pipeline cannot run."""
         steps, kv_context = self._choice(command)
         session = Session(
@@ -240,6 +241,7 @@ class Engine:
             min_ahead_frames=self._min_ahead_frames(steps, kv_context),
             made_frames=command.made_frames,
             shown_frames=command.shown_frames,
+            start=start,
         )
         self._pipeline.open(
             slot,
@@ -249,18 +251,9 @@ class Engine:
             steps=steps,
             kv_context=kv_context,
             background=command.background,
+            start=start,
         )
-        return session, session.open(reading.notice, self._switches(slot))
-
-    def _switches(self, slot: int) -> tuple[str, ...]:
-        """What a new prompt may do to the past of an open session, as the pipeline says; first what the model was made
-        for, if that can be."""
-        possible, own = [], self._pipeline.info.switch
-        for switch in (own, *(switch for switch in PROMPT_POLICIES if switch != own)):
-            with suppress(RequestError):
-                self._pipeline.check_switch(slot, switch)
-                possible.append(switch)
-        return tuple(possible)
+        return session, session.open(reading.notice, possible_switches(self._pipeline, slot))
 
     def _choice(self, command: Open) -> tuple[int, str]:
         """Steps and KV context of a session."""
@@ -282,16 +275,17 @@ class Engine:
         session = None if opening else self._find(command)
         if isinstance(command, Reset):
             check_seed(command.seed)
+            check_picture(command.image, self._pipeline.info)
         if isinstance(command, SetPrompt):
             if session is not None:
                 self._pipeline.check_switch(self._slots[command.session], command.switch)
             previous = self._waiting.latest_text(command.session) or (session.text if session else None)
             reading = self._read(command.prompt, previous)
-            if self._pipeline.text.slow:
+            if self._pipeline.text.slow or command.session in self._waiting:
                 return self._wait(PendingRequest(command, reading.text, reading.notice))
             return self._do(PendingRequest(command, reading.text, reading.notice))
         # What comes before the session is there waits for it, and a reset begins with the prompt that was asked for.
-        if opening or (isinstance(command, Reset) and command.session in self._waiting):
+        if opening or (isinstance(command, Reset) and (has_picture(command) or command.session in self._waiting)):
             return self._wait(PendingRequest(command))
         return self._do(PendingRequest(command))
 
@@ -299,7 +293,7 @@ class Engine:
         """Carry out a request whose text, if it has one, need not be waited for."""
         request = pending.request
         if isinstance(request, Open):
-            return self._open_now(request, Reading(pending.text, pending.notice))
+            return self._open_now(request, Reading(pending.text, pending.notice), pending.start)
         session = self._find(request)
         if session is None:
             return []
@@ -314,6 +308,8 @@ class Engine:
             case Pause() | Resume():
                 session.set_paused(isinstance(request, Pause))
             case Reset():
+                if has_picture(request) or request.no_image:
+                    session.start = pending.start
                 return session.reset(request.seed, request.request)
             case SetMaxAhead():
                 session.set_max_ahead(request.frames)
@@ -368,6 +364,8 @@ class Engine:
         if isinstance(pending.request, SetPrompt) and pending.request.switch != "keep" and replaced:
             pending = replace(pending, request=replace(pending.request, switch="keep"))  # its text is not to be seen
         try:
+            if isinstance(error, RequestError):
+                raise error
             if error is not None:
                 what = str(error) if isinstance(error, StreamdiffError) else f"{type(error).__name__}: {error}"
                 raise RequestError("prompt", f"the prompt could not be encoded: {what}")
@@ -376,6 +374,16 @@ class Engine:
             if pending.request.session not in self._slots:
                 self._texts.pop(pending.request.session, None)
             return [refused(pending.request, refusal)] if expects_answer(pending) else []
+
+    def _encode_picture(self, picture: Pictures) -> Any:
+        """Raises RequestError for a picture that the pipeline cannot encode. On the queue's thread."""
+        try:
+            return self._pipeline.encode_picture(picture)
+        except RequestError:
+            raise
+        except _TEXT_ERRORS as error:
+            what = str(error) if isinstance(error, StreamdiffError) else f"{type(error).__name__}: {error}"
+            raise RequestError("image", f"the picture could not be encoded: {what}") from error
 
     def _encoded(self, name: str, text: str) -> Any:
         """The conditioning of a session's text. Slow texts have been encoded already: a session takes none before."""

@@ -32,7 +32,8 @@ class Open(SessionMessage):
 
     `max_ahead_frames`: how many frames may be made beyond those shown; where the pipeline needs more, it gets more.
     Resume after an engine restart: `epoch`, the lowest to use; `made_frames`, number of the next frame; `shown_frames`,
-    frames already shown. `background`: a job, which takes the time that other sessions leave.
+    frames already shown. `background`: a job, which takes the time that other sessions leave. `image`: the picture that
+    the stream begins with and goes on from, RGB `[1, H, W, 3]` of the model's size; a reset begins with it again.
     """
 
     prompt: str
@@ -44,6 +45,7 @@ class Open(SessionMessage):
     made_frames: int = 0
     shown_frames: int = 0
     background: bool = False
+    image: Pictures | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,13 @@ class Resume(SessionMessage):
 
 @dataclass(frozen=True)
 class Reset(SessionMessage):
-    """Start the stream afresh (chunk 0, frame numbers go on) with `seed`, or the session's present one when None."""
+    """Start the stream afresh (chunk 0, frame numbers go on) with `seed`, or the session's present one when None; from
+    `image`, see `Open`, or the session's present one when None, or with `no_image` from none."""
 
     seed: int | None = None
     request: str = ""
+    image: Pictures | None = field(default=None, repr=False)
+    no_image: bool = False
 
 
 @dataclass(frozen=True)

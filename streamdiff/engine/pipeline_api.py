@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from streamdiff.models.interfaces import TextEncoder
 from streamdiff.pipeline.output import Frames, ModelInfo
 from streamdiff.pipeline.scheduler.scheduler import ForwardCounts
@@ -40,9 +43,15 @@ class Pipeline(Protocol):
         steps: int,
         kv_context: str,
         background: bool = False,
+        start: Any = None,
     ) -> None:
-        """Start a stream, with a frame credit of 0; with `background` it takes what others leave. Raises ValueError for
-        steps or a KV context it cannot run."""
+        """Start a stream, with a frame credit of 0; with `background` it takes what others leave. `start`, of
+        `encode_picture`, is shown first, and the stream goes on from it. Raises ValueError for steps or a KV context it
+        cannot run."""
+
+    def encode_picture(self, picture: NDArray[np.uint8]) -> Any:
+        """A start picture, RGB `[H, W, 3]` of the model's size, as `open` and `reset` take it. Called on a thread of
+        its own, while streams go on. Raises StreamdiffError where the model encodes none."""
 
     def check_switch(self, session: int, switch: str) -> None:
         """Raise RequestError if an open session cannot have its prompt changed in this way."""
@@ -57,8 +66,8 @@ class Pipeline(Protocol):
         """Make chunks in `steps` steps, and of `epoch`, from the next one on that is admitted after those in flight.
         Of several such changes that wait, the latest holds; it holds after a reset too."""
 
-    def reset(self, session: int, conditioning: Any, *, seed: int, epoch: int) -> None:
-        """Drop what is in flight and start afresh at chunk 0."""
+    def reset(self, session: int, conditioning: Any, *, seed: int, epoch: int, start: Any = None) -> None:
+        """Drop what is in flight and start afresh at chunk 0; `start` as in `open`."""
 
     def set_paused(self, session: int, paused: bool) -> None:
         """While paused, admit no chunk."""

@@ -1,6 +1,7 @@
-"""Requests that wait until their text is encoded, so that no stream waits with them.
+"""Requests that wait until their text, or the picture that a stream begins with, is encoded, so that no stream waits
+with them.
 
-Texts are encoded on a thread of their own, one at a time. The requests of one session stay in order, and of several
+Both are encoded on a thread of their own, one at a time. The requests of one session stay in order, and of several
 prompts in a row only the latest is encoded: those before it are carried out with it. Knows nothing about pipelines.
 """
 
@@ -10,9 +11,17 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
-from streamdiff.engine.messages import Open, Pause, Reset, Resume, SetMaxAhead, SetPrompt, SetSteps, Shown
+from streamdiff.engine.messages import Open, Pause, Pictures, Reset, Resume, SetMaxAhead, SetPrompt, SetSteps, Shown
+
+
+class _WithPicture(Protocol):
+    """A request with a picture, `[1, H, W, 3]`."""
+
+    @property
+    def image(self) -> Pictures: ...
+
 
 Request = Open | SetPrompt | SetSteps | Reset | Pause | Resume | SetMaxAhead | Shown
 
@@ -22,13 +31,14 @@ class PendingRequest:
     """A request; `text` and `notice` are how its prompt was understood, where it has one.
 
     Once it may run, `conditioning` has the text's embeddings (None without a text, or where a later prompt supersedes
-    it), or `error` says why encoding failed.
+    it) and `start` the encoded picture (None without one), or `error` says why encoding failed.
     """
 
     request: Request
     text: str = ""
     notice: str = ""
     conditioning: Any = None
+    start: Any = None
     error: BaseException | None = None
 
 
@@ -38,9 +48,9 @@ class _Line:
 
     pending: deque[PendingRequest] = field(default_factory=deque)
     target: PendingRequest | None = None
-    encoding: Future[Any] | None = None
+    encoding: Future[tuple[Any, Any]] | None = None
 
-    def turn(self, submit: Callable[[str], Future[Any]]) -> list[PendingRequest]:
+    def turn(self, submit: Callable[[PendingRequest], Future[tuple[Any, Any]]]) -> list[PendingRequest]:
         """Take the requests that may run now. Mutates: self."""
         ready: list[PendingRequest] = []
         while self.pending:
@@ -48,9 +58,9 @@ class _Line:
                 break
             if self.encoding is not None:
                 ready += self._encoded(self.encoding)
-            elif isinstance(self.pending[0].request, Open | SetPrompt):
+            elif _has_text(self.pending[0].request) or has_picture(self.pending[0].request):
                 self.target = self._latest()
-                self.encoding = submit(self.target.text)
+                self.encoding = submit(self.target)
             else:
                 ready.append(self.pending.popleft())
         return ready
@@ -64,7 +74,7 @@ class _Line:
             found = pending
         return found
 
-    def _encoded(self, encoding: Future[Any]) -> list[PendingRequest]:
+    def _encoded(self, encoding: Future[tuple[Any, Any]]) -> list[PendingRequest]:
         target, error = self.target, encoding.exception()
         assert target is not None
         self.target = self.encoding = None
@@ -72,7 +82,8 @@ class _Line:
             before = []
             while self.pending[0] is not target:
                 before.append(self.pending.popleft())
-            return [*before, replace(self.pending.popleft(), conditioning=encoding.result())]
+            conditioning, start = encoding.result()
+            return [*before, replace(self.pending.popleft(), conditioning=conditioning, start=start)]
         if isinstance(target.request, Open):
             gone, self.pending = self.pending, deque()
             return [replace(pending, error=error) for pending in gone]
@@ -81,10 +92,11 @@ class _Line:
 
 
 class PromptQueue:
-    """The requests of all sessions that wait. For one thread; `encode` is called on another."""
+    """The requests of all sessions that wait. For one thread; `encode`, of texts, and `encode_picture` are called on
+    another."""
 
-    def __init__(self, encode: Callable[[str], Any]) -> None:
-        self._encode = encode
+    def __init__(self, encode: Callable[[str], Any], encode_picture: Callable[[Pictures], Any]) -> None:
+        self._encode_text, self._encode_picture = encode, encode_picture
         self._lines: dict[str, _Line] = {}
         self._thread: ThreadPoolExecutor | None = None
 
@@ -133,7 +145,22 @@ class PromptQueue:
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _submit(self, text: str) -> Future[Any]:
+    def _submit(self, pending: PendingRequest) -> Future[tuple[Any, Any]]:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
-        return self._thread.submit(self._encode, text)
+        return self._thread.submit(self._encode, pending)
+
+    def _encode(self, pending: PendingRequest) -> tuple[Any, Any]:
+        """Embeddings of a request's text and its encoded picture, None for what it has not."""
+        request = pending.request
+        start = self._encode_picture(request.image[0]) if has_picture(request) else None
+        return self._encode_text(pending.text) if _has_text(request) else None, start
+
+
+def has_picture(request: object) -> TypeGuard[_WithPicture]:
+    """Whether a stream begins with a picture by this request."""
+    return isinstance(request, Open | Reset) and request.image is not None
+
+
+def _has_text(request: object) -> bool:
+    return isinstance(request, Open | SetPrompt)

@@ -11,6 +11,7 @@ skipped, never undone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,8 @@ class Session:
     _paused: bool = field(metadata=KEPT)
     _made_frames: int = field(metadata=KEPT)
     _shown_frames: int = field(metadata=KEPT)
+    start: Any = field(metadata=DERIVED)
+    """The encoded picture that a reset begins with. A snapshot has what became of it, not the picture itself."""
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class Session:
         min_ahead_frames: int = 0,
         made_frames: int = 0,
         shown_frames: int = 0,
+        start: Any = None,
     ) -> None:
         """Args:
         encode: a text's conditioning, as the pipeline takes it.
@@ -72,11 +76,13 @@ class Session:
         max_ahead_frames: how many frames may be made beyond those reported as shown.
         min_ahead_frames: what the pipeline needs; wins over `max_ahead_frames`.
         made_frames, shown_frames: of the stream that this one resumes; its own frames are numbered from there.
+        start: the encoded picture that the pipeline has begun with; a reset begins with it again.
         """
         self.name = name
         self._pipeline, self._slot, self._encode = pipeline, slot, encode
         self.text = text
         self.seed = seed
+        self.start = start
         self.kv_context = kv_context
         self.epoch = epoch
         self.chunk = -1
@@ -159,7 +165,7 @@ class Session:
             self._pipeline.set_steps(self._slot, steps, epoch=epoch)
 
     def reset(self, seed: int | None, request: str) -> list[Event]:
-        """Begin again, with the latest prompt and steps. A paused stream stays paused.
+        """Begin again, with the latest prompt and steps, and from `start`. A paused stream stays paused.
 
         Frames made so far count as shown: who asked for a reset drops the others.
         """
@@ -170,7 +176,8 @@ class Session:
         self._pending_switch = None
         self._shown_frames = self._made_frames
         self._apply_steps()
-        self._pipeline.reset(self._slot, self._encode(self.text), seed=self.seed, epoch=self.epoch)
+        conditioning = self._encode(self.text)
+        self._pipeline.reset(self._slot, conditioning, seed=self.seed, epoch=self.epoch, start=self.start)
         self._pipeline.set_paused(self._slot, self._paused)
         self._set_frame_credit()
         return [Accepted(self.name, request, self.epoch, self.text)]
@@ -221,3 +228,14 @@ class Session:
 
     def _set_frame_credit(self) -> None:
         self._pipeline.set_frame_credit(self._slot, max(0, self.frame_credit))
+
+
+def possible_switches(pipeline: Pipeline, slot: int) -> tuple[str, ...]:
+    """What a new prompt may do to the past of an open session, as the pipeline says; first what the model was made for,
+    if that can be."""
+    possible, own = [], pipeline.info.switch
+    for switch in (own, *(switch for switch in PROMPT_POLICIES if switch != own)):
+        with suppress(RequestError):
+            pipeline.check_switch(slot, switch)
+            possible.append(switch)
+    return tuple(possible)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from streamdiff.engine.messages import Command, Open, Refused, Reset, SetPrompt, SetSteps, Shutdown
+from streamdiff.engine.messages import Command, Open, Pictures, Refused, Reset, SetPrompt, SetSteps, Shutdown
 from streamdiff.engine.prompt_queue import PendingRequest
 from streamdiff.errors import RequestError
+from streamdiff.pipeline.output import ModelInfo
 
 MAX_PROMPT_CHARACTERS = 2000
 MAX_SEED = 2**31 - 1
@@ -23,6 +24,15 @@ def check_prompt(prompt: str) -> None:
 def check_seed(seed: int | None) -> None:
     if seed is not None and not 0 <= seed <= MAX_SEED:
         raise RequestError("seed", f"the seed is {seed}; it must be a whole number from 0 to {MAX_SEED}")
+
+
+def check_picture(image: Pictures | None, info: ModelInfo) -> None:
+    """A start picture has the model's size: whoever sends it has fitted it."""
+    if image is not None and image.shape != (1, info.height, info.width, 3):
+        raise RequestError(
+            "image",
+            f"the picture is of shape {list(image.shape)}; {info.model} takes [1, {info.height}, {info.width}, 3]",
+        )
 
 
 def expects_answer(pending: PendingRequest) -> bool:

@@ -15,6 +15,8 @@ from streamdiff.config import ModelConfig
 from streamdiff.device import pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models import random_weights, sampling
+from streamdiff.models.autoencoder import autoencoder
+from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.models.catalogue import entries
 from streamdiff.models.resolve import locate_autoencoder, resolve_model
 from streamdiff.models.spec import ModelSpec, parse_size, with_anchors, with_window
@@ -183,16 +185,25 @@ class ModelLoader:
         found: Any = weights.config
         if found.image_dim is not None or found.added_kv_proj_dim is not None:
             raise ConfigError(
-                f"{model.weights}: this is an image-to-video model, which is not supported; use text to video"
+                f"{model.weights}: this is an image-to-video model, which is not supported: it takes the picture "
+                "through CLIP. Use a text-to-video model; a stream of one can begin with a picture too (--image)"
             )
         denoiser = WanDenoiser(weights)
         if denoiser.extra_channels and not model.embedded:
             raise ConfigError(
                 f"{model.weights} takes {denoiser.extra_channels} channels beside the latents', which nothing "
-                "gives it; only text to video is supported"
+                "gives it, as image-to-video models do; only text to video is supported, which can begin with a "
+                "picture too (--image)"
             )
         denoiser.attention = attention
         return denoiser.fuse()
+
+    def picture_encoder(self, spec: ModelSpec) -> PictureEncoder:
+        """What encodes start pictures of streams of `spec`. Reads nothing before the first."""
+        dtype = torch.float32 if self.model.embedded else self.decoder_dtype
+        return PictureEncoder(
+            lambda: autoencoder.load_encoder(self.model.fetch_autoencoder(), self.device, dtype), spec
+        )
 
 
 def _check_stream_given(config: ModelConfig) -> None:

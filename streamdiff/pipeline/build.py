@@ -65,8 +65,9 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
     dtype = model.denoiser.dtype
     budget = KVCacheBudget(plan.sizes, memories, blocks, dtype.itemsize, plan.preallocated, config.shares)
     runtime = StreamingPipeline(
-        model, device, config.steps, config.kv_context, workers, budget, ring, plan.decode_latents, config.hang_s
-    )
+        model, device, config.steps, config.kv_context, workers, budget, ring, plan.decode_latents, config.hang_s,
+        plan.models.picture_encoder(model.spec),
+    )  # fmt: skip
     try:
         _warm_up(runtime, config)
     except EngineFailure as error:

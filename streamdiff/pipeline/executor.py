@@ -25,7 +25,7 @@ from streamdiff.pipeline.runner.in_flight_queue import InFlightQueue
 from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.noise import Noise, SeededNoise
-from streamdiff.pipeline.runner.sampler import Finished, LatentSampler, PendingSteps
+from streamdiff.pipeline.runner.sampler import Finished, LatentSampler, PendingSteps, SamplerSession
 from streamdiff.pipeline.runner.step_levels import StepLevels
 from streamdiff.pipeline.runner.worker import LEAVE_S, Worker
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
@@ -157,11 +157,15 @@ class RingExecutor:
             session, steps=steps, first_steps=first, kv_context=kv_context, epoch=epoch, background=background,
             anchors=state.geometry.anchors,
         )  # fmt: skip
-        if given_latents is not None and state.clean_pass:
-            self.scheduler.go_on_from(session, len(given_latents))
-        self.sampler.sessions[session] = state
+        self._begin(session, state)
         self.tell(MessageKind.OPEN, SessionUpdate(session, epoch, epoch, steps, kv_context))
         self.tell(MessageKind.TEXT, SessionUpdate(session, epoch, epoch), embeddings)
+
+    def _begin(self, session: int, state: SamplerSession) -> None:
+        """Let a stream that the scheduler knows begin, behind what is given. Mutates: self."""
+        if state.given_latents and state.clean_pass:
+            self.scheduler.go_on_from(session, len(state.given_latents))
+        self.sampler.sessions[session] = state
 
     def set_text(self, session: int, epoch: int, embeddings: Tensor, policy: str = "keep") -> None:
         """Chunks admitted from now on use these embeddings; `policy`, one of PROMPT_POLICIES but `reset`, says what
@@ -225,26 +229,21 @@ class RingExecutor:
         self.scheduler.set_epoch(session, epoch)
 
     def reset(
-        self,
-        session: int,
-        embeddings: Tensor,
-        *,
-        seed: int = 0,
-        epoch: int,
-        noise: Noise | None = None,
-        source: InitLatents | None = None,
-        levels: StepLevels | None = None,
-    ) -> None:
-        """Drop what is in flight and start afresh at chunk 0. `epoch` is one the slot never had. Mutates: self."""
+        self, session: int, embeddings: Tensor, *, seed: int = 0, epoch: int, noise: Noise | None = None,
+        source: InitLatents | None = None, levels: StepLevels | None = None, given_latents: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Drop what is in flight and start afresh at chunk 0, or from what is given as in `open`. `epoch` is one the
+        slot never had. Mutates: self."""
         old, change = self.sampler.sessions[session], self.changes.get(session)
         schedule, noise = change.schedule if change else old.schedule, noise or self._seeded(seed)
         # What can fail comes first, as in `open`: else the scheduler would begin a stream that nobody else has.
         state = self.sampler.prepare(
-            noise=noise, schedule=schedule, kv_context=old.kv_context, source=source, levels=levels
-        )
+            noise=noise, schedule=schedule, kv_context=old.kv_context,
+            source=source, levels=levels, given_latents=given_latents,
+        )  # fmt: skip
         self.scheduler.reset(session, epoch)
         self._change_steps()
-        self.sampler.sessions[session] = state
+        self._begin(session, state)
         self.tell(MessageKind.RESET, SessionUpdate(session, epoch))
         self.tell(MessageKind.TEXT, SessionUpdate(session, epoch, epoch), embeddings)
 

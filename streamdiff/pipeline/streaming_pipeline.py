@@ -9,16 +9,18 @@ from contextlib import AbstractContextManager
 from itertools import count
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from streamdiff import clock
-from streamdiff.errors import ConfigError, EngineFailure, RequestError
+from streamdiff.errors import EngineFailure, RequestError
+from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.decode.decode_worker import Decoding, LocalDecoding, Piece
 from streamdiff.pipeline.distributed.link import LinkClosed
-from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.output import Frames, ModelInfo, StreamChunk, StreamProgress
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
@@ -26,12 +28,9 @@ from streamdiff.pipeline.runner.sampler import Finished
 from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.scheduler.scheduler import ForwardCounts
 from streamdiff.pipeline.scheduler.step import MicroStep
-from streamdiff.pipeline.snapshot.file import Snapshot
-from streamdiff.pipeline.snapshot.ring import check_unshared, collect, occupied, place, resume
+from streamdiff.pipeline.snapshot.sessions import SavesSessions
 from streamdiff.pipeline.throughput import ChunkCostMeter
 from streamdiff.pipeline.worker_group import WorkerGroup
-
-_REST_WAIT_S = 0.1  # how long to wait for what comes back of a session that is held
 
 
 class StepHook(Protocol):
@@ -47,7 +46,7 @@ class StepHook(Protocol):
         """The pipeline is about to close."""
 
 
-class StreamingPipeline:
+class StreamingPipeline(SavesSessions):
     """Runs sessions, which have numbers; `step` is called repeatedly from one thread."""
 
     def __init__(
@@ -61,11 +60,13 @@ class StreamingPipeline:
         ring: RingExecutor | None = None,
         at_once: int = 1,
         hang_s: float = 60.0,
+        pictures: PictureEncoder | None = None,
     ) -> None:
         """`steps` and `kv_context` are those of a session that does not name its own (None: what the model was made
         for). `workers` are the other ranks of the ring; without them all blocks of `model` run here, on `ring` if that
         was made already. `budget` is the memory for caches; None: without limit. `at_once` latent frames are decoded by
         one call. With one stage, `hang_s` is how long the device may be at one work; in a ring `workers` knows.
+        `pictures` encodes start pictures; None: there are none.
 
         Raises:
             ConfigError: steps that the model does not have.
@@ -77,13 +78,14 @@ class StreamingPipeline:
             spec.name, str(device), spec.width, spec.height, spec.native_fps, spec.chunk_frames,
             choose_steps(steps, spec.steps, spec.name), kv_context, spec.steps, spec.switch,
         )  # fmt: skip
-        self._workers, self._budget, self._hang_s = workers, budget, hang_s
+        self._workers, self._budget, self._hang_s, self._pictures = workers, budget, hang_s, pictures
         self.ring = workers.ring if workers else ring or RingExecutor(model, device)
         self._streams: dict[int, StreamProgress] = {}  # by session
         self._numbers = count()
         self._ready: queue.SimpleQueue[tuple[Piece, float] | None] = queue.SimpleQueue()
         self._pending = 0  # chunks that are decoding
         self._put_off: deque[tuple[int, int, Tensor]] = deque()  # background chunks that wait for an idle decoder
+        self._given: deque[tuple[int, int, Tensor]] = deque()  # chunks that streams begin with, to be decoded
         self._finished_costs: list[float] = []  # of the chunks that this step finished
         self._decoding = self._decode_where(model, workers, device, at_once)
         self.ring.notify(self._wake)
@@ -98,18 +100,12 @@ class StreamingPipeline:
         return min_ahead_frames(kv_context, steps=steps, stages=stages, chunk_frames=chunk_frames, first_chunks=first)
 
     def open(
-        self,
-        session: int,
-        conditioning: Tensor,
-        *,
-        seed: int,
-        epoch: int,
-        steps: int,
-        kv_context: str,
-        background: bool = False,
-    ) -> None:
+        self, session: int, conditioning: Tensor, *, seed: int, epoch: int, steps: int, kv_context: str,
+        background: bool = False, start: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Start a stream; nothing is made before `set_frame_credit`. With `background` it takes what others leave,
-        in the ring and of the decoder's time.
+        in the ring and of the decoder's time. `start` are latents of its first chunks, as `encode_picture` makes them:
+        they are shown, and the stream goes on from them.
 
         Raises:
             ValueError: a bad KV context, or the session is open.
@@ -121,17 +117,23 @@ class StreamingPipeline:
             )
         need = self._budget.need(steps=steps, kv_context=kv_context) if self._budget is not None else []
         self.ring.open(
-            session,
-            conditioning,
-            seed=seed,
-            epoch=epoch,
-            steps=steps,
-            kv_context=kv_context,
-            background=background,
-        )
+            session, conditioning, seed=seed, epoch=epoch, steps=steps, kv_context=kv_context,
+            background=background, given_latents=start,
+        )  # fmt: skip
         if self._budget is not None:
             self._budget.take(session, need)
-        self._begin(session, background)
+        self._begin(session, background, epoch)
+
+    def encode_picture(self, picture: NDArray[np.uint8]) -> Tensor:
+        """A start picture, RGB `[H, W, 3]` of the model's size, as `open` and `reset` take it. From any thread.
+
+        Raises:
+            RequestError: the model encodes none.
+            ConfigError: its autoencoder has no encoder.
+        """
+        if self._pictures is None:
+            raise RequestError("image", f"model {self.info.model} encodes no pictures; begin from a prompt alone")
+        return self._pictures.encode(picture)
 
     def check_switch(self, session: int, switch: str) -> None:
         """Raises RequestError for a change of prompt that the session cannot have: an unknown one, or one of
@@ -143,10 +145,11 @@ class StreamingPipeline:
         """Use this conditioning from the next admitted chunk on; `switch` as in `RingExecutor.set_text`."""
         self.ring.set_text(session, epoch, conditioning, switch)
 
-    def reset(self, session: int, conditioning: Tensor, *, seed: int, epoch: int) -> None:
-        """Drop what is in flight and start afresh at chunk 0; the frame credit is 0 until it is set again."""
-        self.ring.reset(session, conditioning, seed=seed, epoch=epoch)
-        self._begin(session, self._streams[session].background)
+    def reset(self, session: int, conditioning: Tensor, *, seed: int, epoch: int, start: Tensor | None = None) -> None:
+        """Drop what is in flight and start afresh at chunk 0, or from `start`, see `open`; the frame credit is 0 until
+        it is set again."""
+        self.ring.reset(session, conditioning, seed=seed, epoch=epoch, given_latents=start)
+        self._begin(session, self._streams[session].background, epoch)
 
     def check_steps(self, session: int, steps: int) -> None:
         """Raises RequestError for a number of steps that the session cannot go on in."""
@@ -174,58 +177,6 @@ class StreamingPipeline:
             self._budget.give_back(session)
         self._end(session)
 
-    def save(self, session: int) -> tuple[Snapshot, list[Frames]]:
-        """A session as it is now. What it has in flight comes back first, and it goes on afterwards as if nothing had
-        been; with frames that came meanwhile, after which the snapshot is taken.
-
-        Raises:
-            ConfigError: its noise was given as tensors, or ranks share a stage.
-            EngineFailure: as `step`.
-        """
-        check_unshared(self.ring)
-        frames, stream = self._ask(MessageKind.SAVE, session), self._streams[session]
-        try:
-            return collect(self.ring, self.model, stream, self._decoding.save(stream.number)), frames
-        finally:
-            self.ring.scheduler.hold(session, False)
-
-    def load(self, session: int, snapshot: Snapshot) -> list[Frames]:
-        """Open a session that goes on, to the bit, where a snapshot was taken, on any number of stages. Returns
-        frames of other sessions that came meanwhile.
-
-        Raises:
-            RequestError: it is of another model, other weights or sizes, or does not fit in; nothing is open then.
-            EngineFailure: as `step`.
-        """
-        try:
-            check_unshared(self.ring)
-            snapshot.check_model(self.model.spec, self.model.denoiser.dtype)
-            opened = snapshot.session
-            self.open(
-                session, torch.zeros(self.model.spec.text_shape), seed=opened["seed"], epoch=opened["epoch"],
-                steps=opened["steps"], kv_context=opened["kv_context"],
-            )  # fmt: skip
-            frames, stream = self._ask(MessageKind.SAVE, session), self._streams[session]
-            change = place(snapshot, self.ring, stream)
-            self._decoding.load(stream.number, (snapshot.tensors, snapshot.trees["decoder"]))
-        except ConfigError as error:
-            if session in self._streams:
-                self.close_session(session)
-            raise RequestError("snapshot", str(error)) from error
-        frames += self._ask(MessageKind.LOAD, session)
-        resume(self.ring, session, change)
-        return frames
-
-    def _ask(self, kind: MessageKind, session: int) -> list[Frames]:
-        """Hold a session, have all stages save or load it, and go on until nothing of it is in the ring or decoding.
-        Returns frames that came meanwhile."""
-        frames: list[Frames] = []
-        self.ring.scheduler.hold(session, True)
-        self.ring.tell(kind, SessionUpdate(session))
-        while occupied(self.ring, session) or self._streams[session].decoding:
-            frames += self.step(_REST_WAIT_S)
-        return frames
-
     def step(self, wait_s: float = 0.0) -> list[Frames]:
         """Run at most one forward and hand out what is decoded; when nothing can run, wait for what comes back.
 
@@ -247,13 +198,11 @@ class StreamingPipeline:
                 cost = (row.steps + 1) / (self.info.steps + 1)  # a pass per step, and the clean one
                 self._streams[row.session].chunks[row.chunk] = StreamChunk(row.epoch, cost, now_s)
                 self._streams[row.session].ahead_frames += self.info.chunk_frames
+        while self._given:
+            session, chunk, latents = self._given.popleft()
+            self._decode_next(self._streams[session], chunk, latents)
         for row, latents in finished:
-            stream = self._streams[row.session]
-            stream.decoding += 1
-            if stream.background:
-                self._put_off.append((stream.number, row.chunk, latents))
-            else:
-                self._decode(stream.number, row.chunk, latents)
+            self._decode_next(self._streams[row.session], row.chunk, latents)
         if self._put_off and not self._pending:  # one at a time, so that another's chunk waits for no more than that
             self._decode(*self._put_off.popleft())
         frames = self._collect(wait_s if not rows and not finished else 0.0)
@@ -265,7 +214,8 @@ class StreamingPipeline:
     @property
     def busy(self) -> bool:
         """Whether a step can run now, or something is decoding or decoded and not handed out yet."""
-        return self.ring.has_work or self._pending > 0 or bool(self._put_off) or not self._ready.empty()
+        waiting = self._given or self._put_off
+        return self.ring.has_work or self._pending > 0 or bool(waiting) or not self._ready.empty()
 
     def unfinished(self) -> set[tuple[int, int, int]]:
         """(session, chunk, epoch) of every chunk that is in the ring or decoding."""
@@ -319,6 +269,14 @@ class StreamingPipeline:
         if self._workers is not None:
             self._workers.leave()
 
+    def _decode_next(self, stream: StreamProgress, chunk: int, latents: Tensor) -> None:
+        """Have a stream's next chunk decoded, at once or when nobody else's is. Mutates: self, stream."""
+        stream.decoding += 1
+        if stream.background:
+            self._put_off.append((stream.number, chunk, latents))
+        else:
+            self._decode(stream.number, chunk, latents)
+
     def _decode(self, stream: int, chunk: int, latents: Tensor) -> None:
         self._pending += 1
         self._decoding.submit(stream, chunk, latents)
@@ -351,13 +309,21 @@ class StreamingPipeline:
         timer = self.ring.worker.timer
         return LocalDecoding(model.decoder, self._deliver, self._wake, device, at_once, timer)
 
-    def _begin(self, session: int, background: bool) -> None:
+    def _begin(self, session: int, background: bool, epoch: int) -> None:
+        """A new stream of a session. What it is given with a clean pass alone never comes back finished, and is decoded
+        from here. Mutates: self."""
         self._end(session)
-        self._streams[session] = StreamProgress(next(self._numbers), session, background)
+        stream = self._streams[session] = StreamProgress(next(self._numbers), session, background)
+        given = self.ring.sampler.sessions[session].given_latents
+        for chunk in range(self.ring.scheduler.next_chunk(session)):
+            stream.chunks[chunk] = StreamChunk(epoch, 1 / (self.info.steps + 1))
+            stream.ahead_frames += self.info.chunk_frames
+            self._given.append((session, chunk, given[chunk]))
 
     def _end(self, session: int) -> None:
         if (stream := self._streams.pop(session, None)) is not None:
             self._put_off = deque(each for each in self._put_off if each[0] != stream.number)
+            self._given = deque(each for each in self._given if each[0] != session)
             self._decoding.forget(stream.number)
 
     def _deliver(self, piece: Piece) -> None:

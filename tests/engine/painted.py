@@ -1,6 +1,7 @@
 """A pipeline that paints instead of computing: the real interface, deterministic, no torch.
 
-The top left pixel of a picture is (frame number in the stream mod 256, seed mod 256, checksum of the text mod 256).
+A stream that begins with a picture shows it for a chunk; otherwise the top left pixel of a picture is (frame
+number in the stream mod 256, seed mod 256, checksum of the text mod 256).
 Run as a module it is an engine process like the real one. Texts that begin with `fail` make it raise, as named there.
 """
 
@@ -16,6 +17,7 @@ from zlib import crc32
 import numpy as np
 
 from streamdiff.config import PROMPT_POLICIES, ModelConfig
+from streamdiff.engine.messages import Pictures
 from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.process.main import main
 from streamdiff.errors import ConfigError, RequestError
@@ -64,6 +66,7 @@ class _Stream:
     in_flight: tuple[int, int, str] | None = None  # chunk, epoch, text
     steps_left: int = 0
     decoded: deque[Frames] = field(default_factory=deque)
+    start: Pictures | None = None
 
     @property
     def ready(self) -> bool:
@@ -96,12 +99,18 @@ class PaintedPipeline:
         steps: int,
         kv_context: str,
         background: bool = False,
+        start: Pictures | None = None,
     ) -> None:
         assert isinstance(conditioning, str) and session not in self.streams
         if steps not in (2, 4):
             raise RequestError("steps", f"steps is {steps}; it must be 2 or 4")
-        self.streams[session] = _Stream(conditioning, seed, epoch, steps, kv_context)
+        self.streams[session] = _Stream(conditioning, seed, epoch, steps, kv_context, start=start)
         self.calls.append(("open", session, conditioning, steps, kv_context))
+
+    def encode_picture(self, picture: Pictures) -> Pictures:
+        if (picture == 13).all():
+            raise ConfigError("the painter cannot look at this")
+        return picture
 
     def check_switch(self, session: int, switch: str) -> None:
         known = ("keep", "flush", "reset") if self.streams[session].kv_context == "matched" else PROMPT_POLICIES
@@ -124,10 +133,12 @@ class PaintedPipeline:
         stream.steps, stream.epoch = steps, epoch  # of the chunk in flight the steps left stay
         self.calls.append(("set_steps", session, steps, epoch))
 
-    def reset(self, session: int, conditioning: object, *, seed: int, epoch: int) -> None:
+    def reset(
+        self, session: int, conditioning: object, *, seed: int, epoch: int, start: Pictures | None = None
+    ) -> None:
         assert isinstance(conditioning, str)
         stream = self.streams[session]
-        self.streams[session] = _Stream(conditioning, seed, epoch, stream.steps, stream.kv_context)
+        self.streams[session] = _Stream(conditioning, seed, epoch, stream.steps, stream.kv_context, start=start)
         self.calls.append(("reset", session, conditioning, seed, epoch))
 
     def set_paused(self, session: int, paused: bool) -> None:
@@ -179,6 +190,8 @@ class PaintedPipeline:
             pictures[..., 0] = (numbers % 256)[:, None, None]
             pictures[..., 1] = stream.seed % 256
             pictures[..., 2] = checksum(text)
+            if chunk == 0 and stream.start is not None:
+                pictures[:] = stream.start
             last = start + PIECE_FRAMES == CHUNK_FRAMES
             pieces.append(Frames(slot, chunk, epoch, pictures, last, 0.01 if last else None))
         return pieces

@@ -98,7 +98,7 @@ def test_frames_are_numbered_over_chunks_pieces_and_resets() -> None:
     batches += make(s, epoch=0, chunk=1)
     calls(s)
     assert s.reset(None, "r") == [Accepted("s", "r", 1, "red")]
-    assert calls(s) == [("reset", "red", 3, 1), ("set_paused", False), ("set_frame_credit", 100)]
+    assert calls(s) == [("reset", "red", 3, 1, None), ("set_paused", False), ("set_frame_credit", 100)]
     assert make(s, epoch=0, chunk=2) == [], "frames of before the reset"
     batches += make(s, epoch=1, chunk=0)
     numbers = [(b.epoch, b.chunk, b.first, b.chunk_s) for b in batches if isinstance(b, FrameBatch)]
@@ -111,10 +111,10 @@ def test_a_reset_takes_the_latest_prompt_and_keeps_its_seed_and_pause() -> None:
     s.set_prompt("blue", "", "")
     calls(s)
     s.reset(9, "")
-    assert calls(s)[:2] == [("reset", "blue", 9, 2), ("set_paused", True)]
+    assert calls(s)[:2] == [("reset", "blue", 9, 2, None), ("set_paused", True)]
     assert pending(s) == [], "it went with the reset"
     s.reset(None, "")
-    assert calls(s)[0] == ("reset", "blue", 9, 3)
+    assert calls(s)[0] == ("reset", "blue", 9, 3, None)
 
 
 def test_pausing_twice_does_nothing_more() -> None:
@@ -222,7 +222,7 @@ def test_a_prompt_carries_what_becomes_of_the_past() -> None:
 def test_a_prompt_may_begin_the_stream_afresh() -> None:
     stream = session()
     outputs = stream.set_prompt("blue", "a remark", "r1", "reset")
-    assert calls(stream)[0] == ("reset", "blue", stream.seed, 1)
+    assert calls(stream)[0] == ("reset", "blue", stream.seed, 1, None)
     assert outputs == [Accepted(stream.name, "r1", 1, "blue", "a remark")]
     assert pending(stream) == [], "it is in force"
 
@@ -265,7 +265,7 @@ def test_a_reset_takes_the_steps_that_wait_with_it() -> None:
     s.set_steps(2, 0, "r1")
     calls(s)
     s.reset(None, "r2")
-    assert calls(s)[:2] == [("set_steps", 2, 1), ("reset", "red", 3, 2)]
+    assert calls(s)[:2] == [("set_steps", 2, 1), ("reset", "red", 3, 2, None)]
     assert pending(s) == []
 
 

@@ -15,7 +15,14 @@ import httpx
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-COVERED = {"hello.py", "generate_file.py", "prompt_switch.py", "custom_viewer.py", "custom_viewer.html"}
+COVERED = {
+    "hello.py",
+    "generate_file.py",
+    "prompt_switch.py",
+    "start_picture.py",
+    "custom_viewer.py",
+    "custom_viewer.html",
+}
 COVERED |= {"torchrun_stream.py"}  # in test_torchrun_stream.py; hello.py is README's code, see test_documents.py
 
 
@@ -56,6 +63,16 @@ def test_generate_file(tmp_path: Path) -> None:
 def test_prompt_switch(tmp_path: Path) -> None:
     lines = run("prompt_switch.py", cwd=tmp_path).splitlines()
     assert [line.split(":")[0] for line in lines if "prompt is now" in line] == ["frame 36", "frame 72"]
+
+
+@pytest.mark.slow
+def test_start_picture(tmp_path: Path) -> None:
+    """The star is white and the sky dark from the first frame on, as in the frame that it begins with."""
+    assert "begins with the last frame of another stream" in run("start_picture.py", cwd=tmp_path)
+    with av.open(tmp_path / "moving.mp4") as container:
+        pictures = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    assert len(pictures) == 72
+    assert all(picture.mean() < 90 for picture in pictures)
 
 
 class _Whep(BaseHTTPRequestHandler):

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from streamdiff import api
 from streamdiff.cli import main, parser
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
+from streamdiff.model_options import model_config
 from streamdiff.models import recognition, resolve
 from streamdiff.models.tiny.model import WEIGHTS
 from tests.pipeline.processes import ROOT
@@ -125,7 +125,7 @@ def test_weights_alone_mean_their_own_model(tmp_path: Path) -> None:
     config = main._at_native_rate(main._config(parser.parse(["serve", "--weights", path])))
     assert (config.model.name, config.model.kv_context) == ("streamdiffusionv2-1.3b", "matched")
     assert (config.playback.fps, config.scale) == (16.0, 1)
-    assert api._model_config({"weights": path}).name == "streamdiffusionv2-1.3b"
+    assert model_config({"weights": path}).name == "streamdiffusionv2-1.3b"
     (tmp_path / "c.yaml").write_text(f"model: {{weights: {path}}}")
     read = main._config(parser.parse(["serve", "--config", str(tmp_path / "c.yaml")]))
     assert read.model.name == "streamdiffusionv2-1.3b"

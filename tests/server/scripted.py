@@ -76,6 +76,7 @@ class _Stream:
     kv_context: str = "clean"
     steps: int = INFO.steps
     mark: tuple[int, int, int] | None = None
+    start: NDArray[np.uint8] | None = None
 
 
 @dataclass
@@ -105,12 +106,17 @@ class Painter:
         steps: int,
         kv_context: str,
         background: bool = False,
+        start: NDArray[np.uint8] | None = None,
     ) -> None:
         if steps not in self.info.steps_known:
             raise RequestError("steps", f"steps is {steps}; the painter has {self.info.steps_known}")
         if self.fits is not None and len(self._streams) >= self.fits:
             raise RequestError("session", f"only {self.fits} paintings fit", "memory")
-        self._streams[session] = _Stream(conditioning, epoch, seed=seed, kv_context=kv_context, steps=steps)  # type: ignore[arg-type]
+        painted: Any = conditioning
+        self._streams[session] = _Stream(painted, epoch, seed=seed, kv_context=kv_context, steps=steps, start=start)
+
+    def encode_picture(self, picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        return picture
 
     def check_switch(self, session: int, switch: str) -> None:
         matched = self._streams[session].kv_context == "matched"
@@ -130,8 +136,11 @@ class Painter:
     def set_steps(self, session: int, steps: int, *, epoch: int) -> None:
         self._streams[session].steps, self._streams[session].epoch = steps, epoch
 
-    def reset(self, session: int, conditioning: object, *, seed: int, epoch: int) -> None:
+    def reset(
+        self, session: int, conditioning: object, *, seed: int, epoch: int, start: NDArray[np.uint8] | None = None
+    ) -> None:
         stream = self._streams[session]
+        stream.start = start
         stream.colour, stream.epoch, stream.seed = conditioning, epoch, seed  # type: ignore[assignment]
         stream.chunk = stream.time = 0
         stream.mark = MARKS["reset"]
@@ -166,7 +175,7 @@ class Painter:
 
     def _paint(self, stream: _Stream, number: int) -> NDArray[np.uint8]:
         picture = np.empty((SIZE, SIZE, 3), np.uint8)
-        picture[:] = stream.colour
+        picture[:] = stream.colour if stream.chunk or stream.start is None else stream.start
         at = (stream.chunk * self.info.chunk_frames + number + stream.seed) * 2 % SIZE
         picture[SIZE - 24 : SIZE - 8, at : at + 8] = 255
         if stream.steps < self.info.steps:

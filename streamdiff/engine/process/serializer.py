@@ -1,4 +1,4 @@
-"""Commands and events as bytes: a JSON header, and the pictures of a `FrameBatch` raw beside it.
+"""Commands and events as bytes: a JSON header, and the pictures of a `FrameBatch` or a session's start raw beside it.
 
 The codec is generated from the dataclass fields of `messages`, so a new message or field travels without a line
 here; anything unknown, missing or of the wrong type is an error. Knows nothing about sockets.
@@ -25,6 +25,7 @@ Part = bytes | memoryview
 COMMANDS: tuple[type, ...] = get_args(Command)
 EVENTS: tuple[type, ...] = get_args(Event)
 _KIND = "kind"
+_OPTIONAL = Pictures | None
 
 
 class WireError(StreamdiffError):
@@ -70,12 +71,12 @@ def encode(message: Command | Event) -> list[Part]:
     parts: list[Part] = []
     for name, hint in _schema(kind).items():
         value = getattr(message, name)
-        if hint == Pictures:
+        if hint == Pictures or (hint == _OPTIONAL and value is not None):
             pictures = _checked_pictures(kind, name, value)
             header[name] = list(pictures.shape)
             parts.append(np.ascontiguousarray(pictures).data.cast("B"))
         else:
-            header[name] = _check(kind, name, value, hint)
+            header[name] = None if hint == _OPTIONAL else _check(kind, name, value, hint)
     return [json.dumps(header, separators=(",", ":"), allow_nan=False).encode("ascii"), *parts]
 
 
@@ -121,12 +122,19 @@ def _decode(parts: Sequence[Part], kinds: tuple[type, ...]) -> Any:
         raise WireError(f"{name}: unknown fields {unknown}, missing fields {missing}")
     raw = list(parts[1:])
     values = {
-        field: _pictures(kind, value, raw) if hint == Pictures else _check(kind, field, value, hint)
+        field: _value(kind, field, value, hint, raw)
         for (field, hint), value in ((item, header[item[0]]) for item in schema.items())
     }
     if raw:
         raise WireError(f"{name}: {len(raw)} raw parts too many")
     return kind(**values)
+
+
+def _value(kind: type, field: str, value: object, hint: object, raw: list[Part]) -> object:
+    """A field's value; pictures are the next of the `raw` parts. Mutates: raw."""
+    if hint == _OPTIONAL and value is None:
+        return None
+    return _pictures(kind, value, raw) if hint in (Pictures, _OPTIONAL) else _check(kind, field, value, hint)
 
 
 def _pictures(kind: type, shape: object, raw: list[Part]) -> Pictures:

@@ -11,7 +11,8 @@ ENDED: tuple[Status, ...] = ("completed", "failed")
 
 @dataclass(frozen=True)
 class VideoRequest:
-    """What to make; everything is said. `frames` at `fps` per second, of `width` x `height` pixels."""
+    """What to make; everything is said. `frames` at `fps` per second, of `width` x `height` pixels; with `image` from
+    the picture that the store keeps beside it."""
 
     model: str
     prompt: str
@@ -21,6 +22,7 @@ class VideoRequest:
     fps: float
     width: int
     height: int
+    image: bool = False
 
 
 @dataclass(frozen=True)

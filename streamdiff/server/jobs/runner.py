@@ -29,6 +29,7 @@ from streamdiff.engine.messages import (
     Failed,
     FrameBatch,
     Open,
+    Pictures,
     Ready,
     Refused,
     SessionMessage,
@@ -113,18 +114,18 @@ class JobRunner:
 
     # ---- for the routes -----------------------------------------------------------------------------------------
 
-    async def submit(self, request: VideoRequest, owner: str, owner_share: int) -> Job:
-        """Put a job into the queue, of which `owner` may hold `owner_share` places.
+    async def submit(self, request: VideoRequest, owner: str, owner_share: int, picture: Pictures | None = None) -> Job:
+        """Put a job into the queue, of which `owner` may hold `owner_share` places. Its video begins with `picture`.
 
         Raises:
             JobLimitReached: the queue or the disk is full.
         """
-        job = await self._stored(self._submit, request, owner, owner_share)
+        job = await self._stored(self._submit, request, owner, owner_share, picture)
         logger.info("Job %s waits: %d frames.", job.id, request.frames, extra=log_fields(job=job.id))
         self._wake.set()
         return job
 
-    def _submit(self, request: VideoRequest, owner: str, owner_share: int) -> Job:
+    def _submit(self, request: VideoRequest, owner: str, owner_share: int, picture: Pictures | None) -> Job:
         serve, now_s = self._config, clock.wall_s()
         if self._store.count() >= serve.jobs_queue:
             raise JobLimitReached(
@@ -147,7 +148,7 @@ class JobRunner:
                 "some, or wait until they expire.",
                 wait_s,
             )
-        return self._store.add(request, owner, now_s)
+        return self._store.add(request, owner, now_s, picture)
 
     async def get(self, id: str) -> Job | None:
         return await self._stored(self._store.get, id)
@@ -349,10 +350,14 @@ class JobRunner:
         session, request = run.session, run.job.request
         chunk_frames = self._ready().chunk_frames
         ahead_frames = AHEAD_CHUNKS * chunk_frames
+        image = await self._stored(self._store.picture, run.job.id) if request.image else None
         run.in_engine = True
         await self._send(
-            Open(session, request.prompt, request.seed, request.steps, max_ahead_frames=ahead_frames, background=True)
-        )
+            Open(
+                session, request.prompt, request.seed, request.steps, max_ahead_frames=ahead_frames, background=True,
+                image=image,
+            )
+        )  # fmt: skip
         try:
             taken = 0
             while taken < request.frames and not writing.done():

@@ -13,15 +13,19 @@ import secrets
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from PIL import Image
+
+from streamdiff.engine.messages import Pictures
 from streamdiff.errors import ConfigError
 from streamdiff.server.jobs.job import ENDED, Job, VideoRequest
 
 Order = Literal["asc", "desc"]
-DATABASE, SUFFIX = "jobs.sqlite3", ".mp4"
+DATABASE, SUFFIX, PICTURE_SUFFIX = "jobs.sqlite3", ".mp4", ".png"
 VERSION = 1
 LOCKED_S = 0.5
 """How long another server's hold on the folder is waited for."""
@@ -84,6 +88,14 @@ class JobStore:
         """Where a job's video is when it is complete."""
         return self.folder / f"{id}{SUFFIX}"
 
+    def picture(self, id: str) -> Pictures:
+        """The picture that a job's video begins with, as it was given. Raises OSError where somebody took it away."""
+        with Image.open(self._picture_path(id)) as image:
+            return np.asarray(image, dtype=np.uint8)[None]
+
+    def _picture_path(self, id: str) -> Path:
+        return self.folder / f"{id}{PICTURE_SUFFIX}"
+
     def recover(self) -> int:
         """Have what was running when the last server ended begin again, and remove files that belong to no completed
         job; a completed job whose file somebody took away is made again. Returns how many jobs wait."""
@@ -91,22 +103,26 @@ class JobStore:
             self._database.execute("UPDATE jobs SET status = 'queued', started_s = NULL WHERE status = 'in_progress'")
             whole = {self.path(id).name: id for (id,) in self._select("SELECT id FROM jobs WHERE status = 'completed'")}
             found = {entry.name for entry in self.folder.iterdir()}
+            pictured = {self._picture_path(id).name for (id,) in self._select("SELECT id FROM jobs")}
             for name in whole.keys() - found:
                 self._database.execute(
                     "UPDATE jobs SET status = 'queued', started_s = NULL, ended_s = NULL, expires_s = NULL, bytes = 0 "
                     "WHERE id = ?",
                     (whole[name],),
                 )
-        for name in found - whole.keys():
-            if name.endswith((SUFFIX, ".part")):
+        for name in found - whole.keys() - pictured:
+            if name.endswith((SUFFIX, ".part")) or (name.startswith("video_") and name.endswith(PICTURE_SUFFIX)):
                 (self.folder / name).unlink(missing_ok=True)
         return self.count()
 
     # ---- a job's life -------------------------------------------------------------------------------------------
 
-    def add(self, request: VideoRequest, owner: str, now_s: float) -> Job:
-        """A new job at the end of the queue."""
+    def add(self, request: VideoRequest, owner: str, now_s: float, picture: Pictures | None = None) -> Job:
+        """A new job at the end of the queue; `picture` `[1, H, W, 3]` is what its video begins with."""
+        request = replace(request, image=picture is not None)
         job = Job(f"{self._prefix}{secrets.token_hex(16)}", request, "queued", now_s, owner)
+        if picture is not None:  # before the job is there, so that it never lacks it
+            Image.fromarray(picture[0]).save(self._picture_path(job.id))
         self._database.execute(
             "INSERT INTO jobs (id, request, status, created_s, owner) VALUES (?, ?, ?, ?, ?)",
             (job.id, json.dumps(asdict(request)), job.status, now_s, owner),
@@ -151,6 +167,7 @@ class JobStore:
         """Forget a job and its file; False if there is none."""
         gone = self._database.execute("DELETE FROM jobs WHERE id = ?", (id,)).rowcount
         self.path(id).unlink(missing_ok=True)
+        self._picture_path(id).unlink(missing_ok=True)
         return bool(gone)
 
     def expire(self, now_s: float) -> list[str]:

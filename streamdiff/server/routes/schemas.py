@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from streamdiff.config import KVContext, PromptPolicy
-from streamdiff.engine.messages import Ready
+from streamdiff.engine.messages import Pictures, Ready
 from streamdiff.server.problem import Problem
+from streamdiff.server.routes.forms import MAX_JSON_BYTES
 from streamdiff.server.sessions import control
 from streamdiff.server.sessions.control import Body, Fps, Prompt, Seed, Steps
+from streamdiff.video.picture import Fit
 
 Size = Annotated[str, Field(pattern=r"^[0-9]{1,5}[x*][0-9]{1,5}$")]
 BodyT = TypeVar("BodyT", bound=Body)
+_IMAGE = (
+    "a picture that it begins with and goes on from: JPEG, PNG, WebP or AVIF as base64 (or a data: URL), in a form a "
+    "file; never an address"
+)
+Image = Annotated[str, Field(max_length=MAX_JSON_BYTES)]
+ImageFit = Annotated[Fit, Field(description="how a picture of other proportions is fitted")]
 
 
 class NewSession(Body):
@@ -26,6 +35,8 @@ class NewSession(Body):
     steps: Steps | None = None
     kv_context: KVContext | None = Field(None, description="what a chunk sees of earlier chunks")
     fps: Fps | None = None
+    image: Image | None = Field(None, description=_IMAGE)
+    fit: ImageFit = "cover"
 
 
 class SessionChange(Body):
@@ -35,9 +46,12 @@ class SessionChange(Body):
         json_schema_extra={
             "anyOf": [
                 {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
-                for name in ("fps", "steps", "prompt", "seed")
+                for name in ("fps", "steps", "prompt", "seed", "image")
             ],
-            "dependentSchemas": {"switch": {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}}},
+            "dependentSchemas": {
+                "switch": {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
+                "fit": {"required": ["image"], "properties": {"image": {"type": "string"}}},
+            },
         }
     )
 
@@ -49,13 +63,17 @@ class SessionChange(Body):
         None, description="what the new prompt does to the past; null: what suits the model"
     )
     seed: Seed | None = Field(None, description="begins the stream afresh with it")
+    image: Image | None = Field(None, description=f"begins the stream afresh: {_IMAGE}; empty: with none")
+    fit: ImageFit | None = None
 
     @model_validator(mode="after")
     def _check(self) -> SessionChange:
         if "switch" in self.model_fields_set and self.prompt is None:
             raise PydanticCustomError("switch", "`switch` says how a new `prompt` comes in; give both")
-        if self.fps is None and self.steps is None and self.prompt is None and self.seed is None:
-            raise PydanticCustomError("empty", "The change is empty; give fps, steps, prompt or seed")
+        if "fit" in self.model_fields_set and self.image is None:
+            raise PydanticCustomError("fit", "`fit` says how an `image` is fitted; give both")
+        if all(value is None for value in (self.fps, self.steps, self.prompt, self.seed, self.image)):
+            raise PydanticCustomError("empty", "The change is empty; give fps, steps, prompt, seed or image")
         return self
 
 
@@ -67,6 +85,7 @@ class SessionInfo(BaseModel):
     text: str = Field(description="the prompt as the model was given it")
     notice: str = Field(description="the model's remark on the prompt, or empty")
     seed: int
+    image: bool = Field(description="whether it begins with a picture")
     steps: int = Field(description="denoise steps of a chunk")
     steps_known: list[int] = Field(description="those that `steps` may be changed to; empty: unknown")
     kv_context: str
@@ -157,13 +176,15 @@ class Receipts(BaseModel):
     session: SessionInfo
 
 
-def read(model: type[BodyT], body: bytes) -> BodyT:
-    """The body as a `model`; an empty one means all defaults.
+def read(model: type[BodyT], body: bytes | Mapping[str, str]) -> BodyT:
+    """The body as a `model`, of JSON or of a form's fields; an empty one means all defaults.
 
     Raises:
         Problem: 400 for what is no JSON, 422 with the first field at fault and all of them in `errors`.
     """
     try:
+        if isinstance(body, Mapping):
+            return model.model_validate(body, strict=False)
         return model.model_validate_json(body or b"{}")
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False, include_context=False)
@@ -193,8 +214,8 @@ def _check_steps(steps: int | None, ready: Ready) -> None:
         raise Problem(422, why, code="invalid", field="steps")
 
 
-def messages_of(change: SessionChange, ready: Ready) -> list[control.ControlMessage]:
-    """The control messages that a change is made of, in their order.
+def messages_of(change: SessionChange, ready: Ready, picture: Pictures | None = None) -> list[control.ControlMessage]:
+    """The control messages that a change is made of, in their order; `picture` is its decoded `image`.
 
     Raises:
         Problem: 422 for steps that the engine does not have.
@@ -207,7 +228,9 @@ def messages_of(change: SessionChange, ready: Ready) -> list[control.ControlMess
         messages.append(control.StepsMessage(type="steps", steps=change.steps))
     if change.prompt is not None:
         messages.append(control.PromptMessage(type="prompt", prompt=change.prompt, switch=change.switch))
-    if change.seed is not None:
+    if change.image is not None:
+        messages.append(control.PictureReset(type="reset", seed=change.seed, picture=picture))
+    elif change.seed is not None:
         messages.append(control.ResetMessage(type="reset", seed=change.seed))
     # The revision goes up with the first of them, so only that one can ask for it.
     return [messages[0].model_copy(update={"if_rev": change.if_rev}), *messages[1:]]

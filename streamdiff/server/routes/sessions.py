@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 
 from streamdiff import clock
+from streamdiff.engine.messages import Pictures, Ready
 from streamdiff.errors import RequestError
 from streamdiff.server.app_state import AppState, count_refusals
 from streamdiff.server.auth import Role
 from streamdiff.server.problem import Problem, Responses, media_type, problem_responses, read_body
 from streamdiff.server.routes import schemas
 from streamdiff.server.routes.control import carry_out, status_of
-from streamdiff.server.routes.dependencies import JSON, Controlled, State, Watched, body, needs
-from streamdiff.server.routes.schemas import BodyT, Receipts, SessionInfo
+from streamdiff.server.routes.dependencies import BINARY, JSON, Controlled, State, Watched, needs
+from streamdiff.server.routes.forms import FORM, MAX_JSON_BYTES, given_picture, read_form
+from streamdiff.server.routes.schemas import Receipts, SessionInfo
 from streamdiff.server.sessions import control as messages
-from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlMessage
+from streamdiff.server.sessions.control import ControlMessage
 from streamdiff.server.sessions.live_session import LiveSession, SessionSpec
 from streamdiff.server.sessions.manager import SessionUnavailable
 
@@ -31,6 +36,19 @@ _LATER: Responses = {
 _UNAVAILABLE = problem_responses(
     s503="No place: `code` is time, memory, draining, restarting or engine; Retry-After: when to ask again"
 )
+_SENT = "a file"
+"""Stands for a picture that came as a file of a form, which is never text."""
+WithImageT = TypeVar("WithImageT", schemas.NewSession, schemas.SessionChange)
+
+
+def _bodies(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
+    """The body of an operation, as JSON or as a form, where the picture may be a file."""
+    schema = model.model_json_schema()
+    file = {"description": "the picture itself", **BINARY}
+    form = schema | {"properties": schema["properties"] | {"image": file}}
+    return {"requestBody": {"required": required, "content": {JSON: {"schema": schema}, FORM: {"schema": form}}}}
+
+
 router = APIRouter(prefix="/api/sessions", tags=["sessions"], responses=_PROBLEMS)
 
 
@@ -44,13 +62,13 @@ async def list_sessions(request: Request, state: State) -> schemas.SessionList:
 @router.post(
     "", status_code=201, response_model=schemas.OpenedSession, summary="Open a session",
     responses=_BAD_BODY | _UNAVAILABLE,
-    **needs("steer", **body(JSON, schemas.NewSession.model_json_schema(), required=False)),
+    **needs("steer", **_bodies(schemas.NewSession, required=False)),
 )  # fmt: skip
 async def open_session(request: Request, state: State) -> Response:
     with count_refusals(state.metrics.refused):
         state.require(request, Role.CONTROLLER)
         state.limit(request)
-        wanted = await _read(request, schemas.NewSession)
+        wanted, picture = await _read(request, schemas.NewSession, state.manager.ready)
         schemas.check_new(wanted, state.manager.ready)
         defaults = state.config
         spec = SessionSpec(
@@ -59,6 +77,7 @@ async def open_session(request: Request, state: State) -> Response:
             fps=defaults.playback.fps if wanted.fps is None else wanted.fps,
             steps=wanted.steps,
             kv_context=wanted.kv_context,
+            image=picture,
         )
         try:
             session = await state.manager.open(spec)
@@ -79,10 +98,12 @@ async def show_session(state: State, live: Watched) -> SessionInfo:
 
 @router.patch(
     "/{session}", summary="Change it while it plays", responses=_CHANGED | _LATER | _NO_ENGINE,
-    **needs("steer", **body(JSON, schemas.SessionChange.model_json_schema())),
+    **needs("steer", **_bodies(schemas.SessionChange)),
 )  # fmt: skip
 async def change_session(request: Request, response: Response, state: State, live: Controlled) -> Receipts:
-    messages = schemas.messages_of(await _read(request, schemas.SessionChange), state.manager.ready)
+    ready = state.manager.ready
+    change, picture = await _read(request, schemas.SessionChange, ready)
+    messages = schemas.messages_of(change, ready, picture)
     return await _carry_out_all(state, live, messages, response)
 
 
@@ -110,11 +131,25 @@ async def reset_session(response: Response, state: State, live: Controlled) -> R
     return await _carry_out_all(state, live, [messages.ResetMessage(type="reset")], response)
 
 
-async def _read(request: Request, model: type[BodyT]) -> BodyT:
-    given = await read_body(request, MAX_BODY_BYTES)
-    if given and media_type(request) != JSON:
-        raise Problem(415, f"The body is {JSON}.")
-    return schemas.read(model, given)
+async def _read(request: Request, model: type[WithImageT], ready: Ready) -> tuple[WithImageT, Pictures | None]:
+    """The body, JSON or a form, and the picture in it, fitted to the engine's size."""
+    kind = media_type(request)
+    if kind == FORM:
+        fields = await read_form(request, kind, ("image",), _invalid)
+        file = fields.pop("image") if isinstance(fields.get("image"), bytes) else None
+        texts = {name: value for name, value in fields.items() if isinstance(value, str)}
+        read = schemas.read(model, texts if file is None else texts | {"image": _SENT})
+    else:
+        given, file = await read_body(request, MAX_JSON_BYTES), None
+        if given and kind != JSON:
+            raise Problem(415, f"The body is {JSON} or {FORM}.")
+        read = schemas.read(model, given)
+    image = read.image if file is None else file
+    return read, await given_picture(image, ready, read.fit, status=422, field="image")
+
+
+def _invalid(name: str, why: str, code: str) -> Problem:
+    return Problem(422, why, code=code, field=name[:40])
 
 
 def _info_of(state: AppState, session: LiveSession) -> SessionInfo:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.datastructures import UploadFile
-from starlette.formparsers import FormParser, MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from streamdiff.engine.messages import Ready
@@ -17,14 +15,14 @@ from streamdiff.engine.validation import MAX_SEED
 from streamdiff.server.jobs.job import Job, VideoRequest
 from streamdiff.server.problem import Problem, media_type, read_body
 from streamdiff.server.routes.dependencies import JSON
+from streamdiff.server.routes.forms import FORM, MAX_JSON_BYTES, URLENCODED, read_form
 from streamdiff.server.routes.schemas import Size
 from streamdiff.server.sessions.control import Fps, Prompt, Seed, Steps, steps_refusal
+from streamdiff.video.picture import Fit
 
-MAX_JSON_BYTES, MAX_FORM_BYTES = 64 * 1024, 16 * 1024 * 1024
-MAX_FORM_FIELDS, MAX_FORM_FILES = 64, 4
-FORM, URLENCODED = "multipart/form-data", "application/x-www-form-urlencoded"
 DEFAULT_SECONDS = 4.0
-PICTURES = ("input_reference", "image_reference", "reference_url", "video_reference")
+PICTURE = "input_reference"
+REFERENCES = ("image_reference", "reference_url", "video_reference")
 
 _Side = Annotated[int, Field(ge=1, le=99_999)]
 
@@ -46,6 +44,11 @@ class NewVideo(BaseModel):
     fps: Fps | None = Field(None, description="default: the model's own")
     num_frames: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(None, description="length in frames")
     num_inference_steps: Steps | None = None
+    input_reference: Annotated[str, Field(max_length=MAX_JSON_BYTES)] | None = Field(
+        None,
+        description="a picture that it begins with: a file of a form, or base64; JPEG, PNG, WebP or AVIF, no address",
+    )
+    fit: Fit = Field("cover", description="how a picture of other proportions is fitted")
 
 
 class VideoError(BaseModel):
@@ -112,15 +115,20 @@ class ModelList(BaseModel):
     data: list[ServedModel]
 
 
-async def read_new_video(request: Request) -> NewVideo:
-    """The body of a request, JSON or a form.
+async def read_new_video(request: Request) -> tuple[NewVideo, bytes | str | None]:
+    """The body of a request, JSON or a form, and the picture in it: a file's bytes, or base64.
 
     Raises:
         Problem: 400 naming the field, 413, 415.
     """
     kind = media_type(request)
     if kind in (FORM, URLENCODED):
-        return _validated(_flat(await _form(request, kind)), strict=False)
+        form = await read_form(request, kind, (PICTURE,), _fault)
+        file = form.pop(PICTURE) if isinstance(form.get(PICTURE), bytes) else None
+        made = _validated(_flat(form), strict=False)
+        if file is not None and made.input_reference is not None:
+            _invalid(PICTURE, f"`{PICTURE}` stands in the form and in `extra_body`; one would be ignored.")
+        return made, made.input_reference if file is None else file
     given = await read_body(request, MAX_JSON_BYTES)
     if kind != JSON:
         raise Problem(415, f"The body is {JSON} or {FORM}.", code="media_type")
@@ -130,40 +138,8 @@ async def read_new_video(request: Request) -> NewVideo:
         raise Problem(400, f"The body is not JSON: {str(error)[:120]}.", code="bad_json") from error
     if not isinstance(fields, dict):
         raise Problem(400, "The body is JSON, but no object: give fields, such as `prompt`.", code="bad_json")
-    return _validated(_flat(fields), strict=True)
-
-
-async def _form(request: Request, kind: str) -> dict[str, Any]:
-    """The fields of a form, each given once."""
-    body = _limited(request.stream())
-    try:
-        if kind == FORM:
-            limits = {"max_files": MAX_FORM_FILES, "max_fields": MAX_FORM_FIELDS}
-            form = await MultiPartParser(request.headers, body, max_part_size=MAX_JSON_BYTES, **limits).parse()
-        else:
-            form = await FormParser(request.headers, body).parse()
-    except (MultiPartException, KeyError, ValueError) as error:
-        why = getattr(error, "message", None) or "it cannot be read"
-        raise Problem(400, f"The body is no valid form: {str(why)[:120]}.", code="bad_form") from error
-    try:
-        for name, value in form.multi_items():
-            if isinstance(value, UploadFile) or name in PICTURES:
-                _refuse(name)
-            if len(form.getlist(name)) > 1:
-                _invalid(name, f"`{name[:40]}` is given {len(form.getlist(name))} times; give it once.")
-        return dict(form)
-    finally:
-        await form.close()
-
-
-async def _limited(stream: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    length = 0
-    async for piece in stream:
-        length += len(piece)
-        if length > MAX_FORM_BYTES:
-            message = f"The form is larger than {MAX_FORM_BYTES // 1024 // 1024} MiB, the most this address takes."
-            raise Problem(413, message, {"Connection": "close"}, code="too_large")
-        yield piece
+    made = _validated(_flat(fields), strict=True)
+    return made, made.input_reference
 
 
 def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,7 +165,7 @@ def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _validated(fields: Mapping[str, Any], *, strict: bool) -> NewVideo:
-    for name in PICTURES:
+    for name in REFERENCES:
         if fields.get(name) is not None:
             _refuse(name)
     try:
@@ -206,14 +182,18 @@ def _validated(fields: Mapping[str, Any], *, strict: bool) -> NewVideo:
 
 def _refuse(name: str) -> NoReturn:
     """A field that nothing here reads."""
-    if name in PICTURES:
-        _invalid(name, f"`{name}` cannot be used yet: videos here are made from the prompt alone.", "unsupported")
+    if name in REFERENCES:
+        _invalid(name, f"`{name}` cannot be used: a video begins with a picture, `{PICTURE}`, or none.", "unsupported")
     known = ", ".join(NewVideo.model_fields)
     _invalid(name, f"`{name[:40]}` would be ignored, so it is refused. What can be said: {known}.", "unsupported")
 
 
 def _invalid(name: str, why: str, code: str = "invalid") -> NoReturn:
-    raise Problem(400, why, code=code, field=name[:40])
+    raise _fault(name, why, code)
+
+
+def _fault(name: str, why: str, code: str) -> Problem:
+    return Problem(400, why, code=code, field=name[:40])
 
 
 def resolve(wanted: NewVideo, ready: Ready, limit_s: float, names: frozenset[str]) -> VideoRequest:

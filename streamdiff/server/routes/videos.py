@@ -15,7 +15,8 @@ from streamdiff.server.peers import address_of, share_of
 from streamdiff.server.problem import Problem, openai_problem_responses
 from streamdiff.server.routes import video_schemas as schemas
 from streamdiff.server.routes.dependencies import BINARY, JSON, State, answer, needs
-from streamdiff.server.routes.video_schemas import FORM, Video, video_of
+from streamdiff.server.routes.forms import FORM, given_picture
+from streamdiff.server.routes.video_schemas import Video, video_of
 
 POLL_S = 0.5
 """How soon it makes sense to look again."""
@@ -93,11 +94,12 @@ Found = Annotated[Job, Depends(_visible_job)]
 )  # fmt: skip
 async def create_video(request: Request, state: State, jobs: Changeable) -> Video:
     serve, ready = state.config.serve, state.manager.ready
-    wanted = await schemas.read_new_video(request)
+    wanted, image = await schemas.read_new_video(request)
     names = frozenset((ready.model, state.config.model.name))
     made = schemas.resolve(wanted, ready, serve.jobs_seconds, names)
+    picture = await given_picture(image, ready, wanted.fit, status=400, field="input_reference")
     try:
-        job = await jobs.submit(made, address_of(request), share_of(serve.jobs_queue, serve.address_share))
+        job = await jobs.submit(made, address_of(request), share_of(serve.jobs_queue, serve.address_share), picture)
     except JobLimitReached as error:
         headers = {"Retry-After": str(error.retry_after_s)}
         raise Problem(429, str(error), headers, code=error.code) from error

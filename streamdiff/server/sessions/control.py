@@ -9,11 +9,11 @@ from __future__ import annotations
 import unicodedata
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SkipValidation, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from streamdiff.config import PromptPolicy
-from streamdiff.engine.messages import Ready
+from streamdiff.engine.messages import Pictures, Ready
 from streamdiff.engine.validation import MAX_PROMPT_CHARACTERS, MAX_SEED
 
 Kind = Literal["prompt", "reset", "steps", "fps", "pause", "resume", "get", "ping"]
@@ -87,6 +87,14 @@ class ResetMessage(ChangeMessage):
 
     type: Literal["reset"]
     seed: Seed | None = Field(None, description="left out: the session's")
+
+
+class PictureReset(ResetMessage):
+    """Begin afresh from a picture, or with None from none; over HTTP alone, as messages are small."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    picture: SkipValidation[Pictures | None]
 
 
 class StepsMessage(ChangeMessage):

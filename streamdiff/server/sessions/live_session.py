@@ -13,7 +13,7 @@ from typing import Any
 from streamdiff import clock
 from streamdiff.config import PROMPT_POLICIES, Config
 from streamdiff.engine import messages
-from streamdiff.engine.messages import Command, FrameBatch, Ready
+from streamdiff.engine.messages import Command, FrameBatch, Pictures, Ready
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.logging_setup import log_fields, prompt_log
@@ -36,13 +36,15 @@ class SessionEnded(StreamdiffError):
 
 @dataclass(frozen=True)
 class SessionSpec:
-    """How a session starts; None means the engine's default. `fps`: frames shown per second."""
+    """How a session starts; None means the engine's default. `fps`: frames shown per second. `image`: the picture that
+    it begins with, see `messages.Open`."""
 
     prompt: str
     seed: int
     fps: float
     steps: int | None = None
     kv_context: str | None = None
+    image: Pictures | None = None
 
 
 class LiveSession:
@@ -64,6 +66,7 @@ class LiveSession:
         self.id = id
         self.prompt = spec.prompt
         self.seed = spec.seed
+        self.image = spec.image
         self.steps = ready.steps if spec.steps is None else spec.steps
         self._ready = ready
         self.kv_context = ready.kv_context if spec.kv_context is None else spec.kv_context
@@ -124,7 +127,8 @@ class LiveSession:
         text = self.text or self.prompt  # as it was read last: words that said nothing then say nothing now
         past = (self._epoch + 1, playback.made_frames, playback.pacer.progress().passed)
         ahead = playback.max_ahead_frames(self.fps)
-        await self._send(messages.Open(self.id, text, self.seed, self.steps, self.kv_context, ahead, *past))
+        asked = messages.Open(self.id, text, self.seed, self.steps, self.kv_context, ahead, *past, image=self.image)
+        await self._send(asked)
         if self.paused:
             await self._send(messages.Pause(self.id))
 
@@ -200,9 +204,10 @@ class LiveSession:
     def _take_accepted(self, event: messages.Accepted, now_s: float) -> None:
         self._epoch = event.epoch
         match self._requests.find(event.request):
-            case control.ResetMessage(seed=seed):
+            case control.ResetMessage(seed=seed) as reset:
                 self.playback.clear_before(event.epoch)
                 self.seed = self.seed if seed is None else seed
+                self.image = reset.picture if isinstance(reset, control.PictureReset) else self.image
             case control.PromptMessage(prompt=prompt, switch=switch):
                 self.prompt = prompt
                 if switch == "reset":
@@ -245,7 +250,9 @@ class LiveSession:
                 self._log(prompt)
                 await self._send(messages.SetPrompt(self.id, prompt, request, switch or ""))
             case control.ResetMessage(seed=seed):
-                await self._send(messages.Reset(self.id, seed, request))
+                image = message.picture if isinstance(message, control.PictureReset) else None
+                none = isinstance(message, control.PictureReset) and image is None
+                await self._send(messages.Reset(self.id, seed, request, image, no_image=none))
                 if self.paused:
                     await self._set_paused(False)
             case control.StepsMessage(steps=steps):
@@ -339,6 +346,7 @@ class LiveSession:
             "text": self.text,
             "notice": self.notice,
             "seed": self.seed,
+            "image": self.image is not None,
             "paused": self.paused,
             "rev": self.rev,
             "engine": self.engine.state,

@@ -25,6 +25,7 @@ from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.sessions.capacity import Capacity, Lifetime
 from streamdiff.server.sessions.engine_status import EngineStatus
 from streamdiff.server.sessions.live_session import LiveSession, SessionEvent, SessionSpec
+from streamdiff.video.picture import fit_picture
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,9 @@ class SessionManager:
         self._sessions: dict[str, LiveSession] = {}
         self._end_reasons: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._add(DEFAULT_SESSION, SessionSpec(config.session.prompt, config.session.seed, config.playback.fps))
+        start = config.session
+        image = None if start.image is None else fit_picture(start.image, ready.width, ready.height, start.fit)[None]
+        self._add(DEFAULT_SESSION, SessionSpec(start.prompt, start.seed, config.playback.fps, image=image))
 
     # ---- what there is ------------------------------------------------------------------------------------------
 

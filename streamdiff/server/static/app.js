@@ -2,6 +2,7 @@
 
 import { StreamClient } from "./client.js";
 import { $, drawFieldError, number, setText } from "./dom.js";
+import { drawPicture, frameOf, startPictures } from "./picture.js";
 import { drawStats, startMeasuring } from "./stats.js";
 
 const video = $("video");
@@ -94,6 +95,8 @@ function drawState(state) {
   if (document.activeElement !== $("seed") && state.seed !== view.seed) $("seed").value = state.seed;
   view.seed = state.seed;
   view.engine = state.engine;
+  view.session = state.session;
+  drawPicture(state.image);
   drawNotice(state.engine === "restarting" ? `The engine is being started again: ${state.engine_reason}` : state.notice);
   for (const chip of $("chips").children) chip.setAttribute("aria-current", String(chip.textContent === state.prompt));
   drawStatus();
@@ -256,6 +259,20 @@ function changeSteps() {
   ask("steps", { steps: Number($("steps").value) });
 }
 
+/** A picture is too large for the control channel, so it goes over HTTP; what shows it is told by the state. */
+async function beginWith(form) {
+  const at = performance.now();
+  drawReceipt("Sending the picture …");
+  const address = `api/sessions/${encodeURIComponent(view.session)}`;
+  const answer = await fetch(address, { method: "PATCH", body: form, headers: client.authorization });
+  if (answer.ok) {
+    drawReceipt(`Begun afresh, taken after ${seconds(performance.now() - at)}.`, "accepted");
+    return;
+  }
+  drawReceipt("");
+  throw new Error((await answer.json().catch(() => ({}))).detail ?? `The server answered ${answer.status}.`);
+}
+
 function togglePause() {
   ask(view.paused ? "resume" : "pause");
 }
@@ -361,5 +378,6 @@ addEventListener("online", () => client.retryNow());
 
 for (const control of document.querySelectorAll("[data-steers][title]")) control.dataset.title = control.title;
 drawStatus();
+startPictures({ steers: () => view.steers && client.connected, send: beginWith, frame: () => frameOf(video) });
 startMeasuring(client, view);
 client.start();

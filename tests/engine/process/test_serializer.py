@@ -44,6 +44,9 @@ MESSAGES = [
     messages.Alive(),
     messages.Open("a", "a red circle", epoch=3, made_frames=50, shown_frames=40),
     messages.Failed("reason"),
+    messages.Open("a", "a red circle", image=PICTURES[:1]),
+    messages.Reset("a", 7, "r2", PICTURES[1:]),
+    messages.Reset("a", no_image=True),
 ]
 
 

@@ -12,8 +12,10 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from safetensors.torch import save_file
 
+from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint.checkpoint import open_checkpoint
+from streamdiff.models.model_loader import ModelLoader
 from streamdiff.models.transformer import weights
 from streamdiff.models.transformer.weights import FILE, load_transformer, open_transformer
 from tests.models.layouts import (
@@ -137,6 +139,8 @@ def test_image_conditioned_models(tmp_path: Path) -> None:
     for name, tensor in source.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
     assert model.config.in_channels == 36 and model.config.out_channels == 16
+    with pytest.raises(ConfigError, match=r"image-to-video model, which is not supported.*CLIP.*\(--image\)"):
+        ModelLoader(ModelConfig(name=str(path)), torch.device("cpu")).transformer()
 
 
 # ---- only what is needed -------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import io
 import json
@@ -14,6 +15,7 @@ import av
 import httpx
 import numpy as np
 import pytest
+from PIL import Image
 from starlette.requests import Request
 
 from streamdiff.config import Config, ServeConfig
@@ -138,13 +140,40 @@ def test_what_other_houses_documents_show_is_taken_and_what_would_be_ignored_is_
             async def refused(**body: Any) -> tuple[int, str | None, str]:
                 return refusal(await site.http.post("/v1/videos", json={"prompt": PROMPT} | body))
 
-            for ignored in ("guidance_scale", "negative_prompt", "flow_shift", "quality", "input_reference", "lora"):
+            for ignored in ("guidance_scale", "negative_prompt", "flow_shift", "quality", "image_reference", "lora"):
                 assert await refused(**{ignored: "4.0"}) == (400, ignored, "unsupported")
             assert await refused(extra_body={"guidance_scale": 1.0}) == (400, "guidance_scale", "unsupported")
             picture = {"input_reference": ("cat.png", b"\x89PNG" * 300_000, "image/png")}
             by_form = await site.http.post("/v1/videos", data={"prompt": PROMPT}, files=picture)
-            assert refusal(by_form) == (400, "input_reference", "unsupported")
-            assert "videos here are made from the prompt alone" in by_form.json()["detail"]
+            assert refusal(by_form) == (400, "input_reference", "picture")
+            assert "format that is not read here" in by_form.json()["detail"]
+
+    asyncio.run(main())
+
+
+def test_a_video_begins_with_the_picture_of_its_form_or_its_json(tmp_path: Path) -> None:
+    yellow = io.BytesIO()
+    Image.new("RGB", (300, 200), COLOURS["yellow"]).save(yellow, "PNG")
+    form = {"prompt": PROMPT, "num_frames": "20"}
+
+    async def main() -> None:
+        async with making(tmp_path) as site:
+            files = {"input_reference": ("any.png", yellow.getvalue(), "image/png")}
+            by_form = await site.http.post("/v1/videos", data=form, files=files)
+            assert by_form.status_code == 200, by_form.text
+            by_json = await ask(site, input_reference=base64.b64encode(yellow.getvalue()).decode())
+            for video in (by_form.json(), by_json):
+                assert (await ended(site, video["id"]))["status"] == "completed"
+                content = await site.http.get(f"/v1/videos/{video['id']}/content")
+                pictures = pictures_of(content.content)
+                assert all(is_colour(picture, "yellow") for picture in pictures[:8])
+                assert all(is_colour(picture, "blue") for picture in pictures[8:])
+                await site.http.delete(f"/v1/videos/{video['id']}")
+            assert not list(tmp_path.glob("*.png")), "a picture goes with its video"
+            address = await site.http.post(
+                "/v1/videos", json={"prompt": PROMPT, "input_reference": "https://a.example/cat.png"}
+            )
+            assert refusal(address)[1] == "input_reference"
 
     asyncio.run(main())
 
@@ -182,7 +211,7 @@ def test_a_request_that_cannot_be_met_names_the_field(body: dict[str, Any], stat
 
     async def read() -> None:
         headers = [(b"content-type", b"application/json")]
-        wanted = await read_new_video(Request({"type": "http", "headers": headers, "method": "POST"}, receive))
+        wanted, _ = await read_new_video(Request({"type": "http", "headers": headers, "method": "POST"}, receive))
         resolve(wanted, Engine(Painter(), 8).ready(), 60.0, frozenset({"scripted"}))
 
     with pytest.raises(Problem) as caught:
@@ -199,7 +228,7 @@ def test_bodies_that_are_none_are_refused_in_both_shapes(tmp_path: Path) -> None
                 ("json", b"{", (400, None, "bad_json")),
                 ("json", b"[]", (400, None, "bad_json")),
                 ("json", b"[" * 60_000, (400, None, "bad_json")),
-                ("json", b" " * 70_000, (413, None, "413")),
+                ("json", b" " * (15 << 20), (413, None, "413")),
                 ("form", b"--x--", (400, "prompt", "invalid")),
                 ("form", b"nothing of the kind", (400, None, "bad_form")),
                 ("other", b"prompt", (415, None, "media_type")),

@@ -1,0 +1,97 @@
+"""Forms with a picture among their fields, read within bounds; the picture is decoded beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+
+from starlette.datastructures import UploadFile
+from starlette.formparsers import FormParser, MultiPartException, MultiPartParser
+from starlette.requests import Request
+
+from streamdiff.engine.messages import Pictures, Ready
+from streamdiff.errors import RequestError
+from streamdiff.server.problem import Problem
+from streamdiff.video import picture
+
+FORM, URLENCODED = "multipart/form-data", "application/x-www-form-urlencoded"
+MAX_FORM_BYTES, MAX_TEXT_BYTES = 16 * 1024 * 1024, 64 * 1024
+MAX_JSON_BYTES = 4 * (picture.MAX_BYTES // 3 + 1) + 256 * 1024
+"""Of a body with a picture as base64."""
+_MAX_FIELDS, _MAX_FILES = 64, 4
+# One at a time: a large picture takes some hundred megabytes while it is decoded.
+_DECODER = ThreadPoolExecutor(1, "pictures")
+
+Fields = dict[str, str | bytes]
+"""A form's fields, each given once; bytes: of a file."""
+
+
+async def read_form(
+    request: Request, kind: str, pictures: Collection[str], refuse: Callable[[str, str, str], Exception]
+) -> Fields:
+    """The fields of a form; files only where they are `pictures`. `refuse` makes the answer to a field that is wrong,
+    from its name, why, and a word for programs.
+
+    Raises:
+        Problem: 400 for what is no form, 413, or as `refuse`.
+    """
+    body = _limited(request.stream())
+    try:
+        if kind == FORM:
+            limits = {"max_files": _MAX_FILES, "max_fields": _MAX_FIELDS}
+            form = await MultiPartParser(request.headers, body, max_part_size=MAX_TEXT_BYTES, **limits).parse()
+        else:
+            form = await FormParser(request.headers, body).parse()
+    except (MultiPartException, KeyError, ValueError) as error:
+        why = getattr(error, "message", None) or "it cannot be read"
+        raise Problem(400, f"The body is no valid form: {str(why)[:120]}.", code="bad_form") from error
+    try:
+        fields: Fields = {}
+        for name, value in form.multi_items():
+            if isinstance(value, UploadFile) and name not in pictures:
+                raise refuse(name, f"`{name[:40]}` is a file, which would be ignored.", "unsupported")
+            if name in fields:
+                raise refuse(name, f"`{name[:40]}` is given {len(form.getlist(name))} times; give it once.", "invalid")
+            fields[name] = await value.read() if isinstance(value, UploadFile) else value
+        return fields
+    finally:
+        await form.close()
+
+
+async def _limited(stream: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    length = 0
+    async for piece in stream:
+        length += len(piece)
+        if length > MAX_FORM_BYTES:
+            message = f"The form is larger than {MAX_FORM_BYTES // 1024 // 1024} MiB, the most this address takes."
+            raise Problem(413, message, {"Connection": "close"}, code="too_large")
+        yield piece
+
+
+async def start_picture(data: bytes, ready: Ready, fit: str) -> Pictures:
+    """A picture file as the engine takes it, RGB `[1, H, W, 3]` of the model's size.
+
+    Raises:
+        RequestError: as `picture.decode_picture`.
+    """
+    loop = asyncio.get_running_loop()
+    made = await loop.run_in_executor(_DECODER, picture.decode_picture, data, ready.width, ready.height, fit)
+    return made[None]
+
+
+async def given_picture(
+    image: str | bytes | None, ready: Ready, fit: str | None, *, status: int, field: str
+) -> Pictures | None:
+    """A request's picture, its `field`: a file's bytes, or base64; None or empty: none.
+
+    Raises:
+        Problem: with `status`, naming the field at fault.
+    """
+    if image is None or image == "":
+        return None
+    try:
+        data = image if isinstance(image, bytes) else picture.from_base64(image)
+        return await start_picture(data, ready, fit or "cover")
+    except RequestError as error:
+        raise Problem(status, f"{str(error)[:1].upper()}{str(error)[1:]}.", code="picture", field=field) from error

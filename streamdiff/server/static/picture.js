@@ -1,0 +1,93 @@
+// The start picture: dropped, pasted, chosen, or the frame on show; sent as it is, and fitted by the server.
+
+import { $, drawFieldError, setText } from "./dom.js";
+
+const MAX_BYTES = 10 * 1024 * 1024;
+
+/** Wires the card up. `send(body)` begins the stream afresh with a form, and resolves when the server has taken it;
+ *  `frame()` resolves with the frame on show as a file, or null. */
+export function startPictures({ steers, send, frame }) {
+  const card = $("picture-form");
+
+  async function use(file) {
+    drawFieldError("picture", "");
+    if (!file) return;
+    if (file.size > MAX_BYTES) {
+      drawFieldError("picture", `That file has ${(file.size / 2 ** 20).toFixed(1)} MiB; at most ${MAX_BYTES / 2 ** 20} are read.`);
+      return;
+    }
+    const form = new FormData();
+    form.append("image", file, file.name || "picture");
+    form.append("fit", $("picture-fit").value);
+    await put(form);
+  }
+
+  async function put(form) {
+    card.setAttribute("aria-busy", "true");
+    try {
+      await send(form);
+    } catch (error) {
+      drawFieldError("picture", error.message);
+    } finally {
+      card.removeAttribute("aria-busy");
+      $("picture").value = "";
+    }
+  }
+
+  const pictureOf = (transfer) => [...(transfer?.files ?? [])].find((file) => file.type.startsWith("image/"));
+
+  $("picture").addEventListener("change", (event) => use(event.target.files[0]));
+  $("picture-choose").addEventListener("click", () => $("picture").click());
+  $("picture-frame").addEventListener("click", async () => {
+    const file = await frame();
+    if (file) await use(file);
+    else drawFieldError("picture", "There is no frame on screen yet.");
+  });
+  $("picture-none").addEventListener("click", () => {
+    drawFieldError("picture", "");
+    const form = new FormData();
+    form.append("image", "");
+    put(form);
+  });
+  card.addEventListener("submit", (event) => event.preventDefault());
+
+  // Anywhere on the page: a picture that misses the card would otherwise replace the page.
+  let inside = 0;
+  const mark = (change) => {
+    inside = Math.max(0, inside + change);
+    document.body.classList.toggle("dropping", inside > 0);
+  };
+  const carries = (event) => steers() && event.dataTransfer?.types.includes("Files");
+  addEventListener("dragenter", (event) => carries(event) && mark(1));
+  addEventListener("dragleave", (event) => carries(event) && mark(-1));
+  addEventListener("dragover", (event) => carries(event) && event.preventDefault());
+  addEventListener("drop", (event) => {
+    if (!carries(event)) return;
+    event.preventDefault();
+    mark(-inside);
+    const file = pictureOf(event.dataTransfer);
+    if (file) use(file);
+    else drawFieldError("picture", "That is no picture: drop a JPEG, PNG, WebP or AVIF file.");
+  });
+  addEventListener("paste", (event) => {
+    const file = steers() && pictureOf(event.clipboardData);
+    if (!file) return; // text goes where it was pasted
+    event.preventDefault();
+    use(file);
+  });
+}
+
+/** Says whether the stream begins with a picture, and lets it be taken away. */
+export function drawPicture(begins) {
+  $("picture-none").hidden = !begins;
+  setText($("picture-state"), begins ? "The stream begins with your picture." : "Drop or paste one anywhere, and the stream goes on from it.");
+}
+
+/** The frame that a video shows, as a PNG file; null before the first. */
+export async function frameOf(video) {
+  if (!video.videoWidth) return null;
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [video.videoWidth, video.videoHeight];
+  canvas.getContext("2d").drawImage(video, 0, 0);
+  return new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
+}

@@ -1,0 +1,137 @@
+"""Start pictures in the engine: encoded beside the loop, kept over resets, refused without harm."""
+
+from __future__ import annotations
+
+import threading
+from concurrent import futures
+
+import numpy as np
+import pytest
+
+from streamdiff.engine.engine import Engine
+from streamdiff.engine.messages import (
+    Accepted,
+    Close,
+    Closed,
+    Command,
+    Event,
+    FrameBatch,
+    Open,
+    Opened,
+    Pictures,
+    Refused,
+    Reset,
+    SetPrompt,
+    Shown,
+)
+from tests.engine.painted import CHUNK_FRAMES, SIZE, PaintedPipeline, checksum
+
+
+def picture(value: int) -> Pictures:
+    return np.full((1, SIZE, SIZE, 3), value, np.uint8)
+
+
+class Held(PaintedPipeline):
+    """Encodes no picture before it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.let = threading.Event(), threading.Event()
+
+    def encode_picture(self, picture: Pictures) -> Pictures:
+        self.begun.set()
+        assert self.let.wait(60)
+        return super().encode_picture(picture)
+
+
+def ask(engine: Engine, command: Command) -> list[Event]:
+    """A command's answers, those of a picture that had to be encoded included."""
+    events = engine.handle(command)
+    while encodings := engine.encodings():
+        futures.wait(encodings, 60)
+        events += engine.settle()
+    return events
+
+
+def first_frames(engine: Engine, session: str, count: int = 2 * CHUNK_FRAMES) -> list[np.ndarray]:
+    """The next frames of a session, shown at once."""
+    frames: list[np.ndarray] = []
+    while len(frames) < count:
+        for event in engine.step():
+            if isinstance(event, FrameBatch):
+                engine.handle(Shown(event.session, event.first + len(event.pictures)))
+                if event.session == session:
+                    frames += list(event.pictures)
+    return frames
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine(PaintedPipeline(), 2 * CHUNK_FRAMES)
+
+
+def test_a_session_begins_with_its_picture_and_goes_on(engine: Engine) -> None:
+    assert [type(event) for event in ask(engine, Open("a", "red", image=picture(77)))] == [Opened]
+    frames = first_frames(engine, "a")
+    assert all((frame == 77).all() for frame in frames[:CHUNK_FRAMES])
+    assert [frame[0, 0, 2] for frame in frames[CHUNK_FRAMES:]] == [checksum("red")] * CHUNK_FRAMES
+
+
+def test_resets_begin_with_the_picture_until_another_or_none_is_asked_for(engine: Engine) -> None:
+    ask(engine, Open("a", "red", image=picture(77)))
+    for request, shown in (
+        (Reset("a", None, "1"), 77),
+        (SetPrompt("a", "blue", "2", "reset"), 77),
+        (Reset("a", None, "3", picture(99)), 99),
+        (Reset("a", 6, "4"), 99),
+    ):
+        assert [type(event) for event in ask(engine, request)] == [Accepted]
+        frames = [frame for frame in first_frames(engine, "a", 4 * CHUNK_FRAMES) if (frame == shown).all()]
+        assert len(frames) == CHUNK_FRAMES, f"{request} begins with another picture"
+    ask(engine, Reset("a", None, "5", no_image=True))
+    assert not any((frame == 99).all() for frame in first_frames(engine, "a", 4 * CHUNK_FRAMES)[CHUNK_FRAMES * 2 :])
+    assert engine._sessions[0].start is None
+
+
+def test_other_sessions_go_on_while_a_picture_is_encoded_and_its_own_requests_wait() -> None:
+    pipeline = Held()
+    engine = Engine(pipeline, 2 * CHUNK_FRAMES)
+    engine.handle(Open("other", "red"))
+    assert engine.handle(Open("a", "red", image=picture(77))) == []
+    assert pipeline.begun.wait(60)
+    assert len(first_frames(engine, "other", 5 * CHUNK_FRAMES)) >= 5 * CHUNK_FRAMES
+    assert engine.handle(SetPrompt("a", "blue", "p")) == []
+    pipeline.let.set()
+    events: list[Event] = []
+    while len(events) < 2:
+        events += [event for event in engine.step(1.0) if isinstance(event, Opened | Accepted)]
+    assert [type(event) for event in events] == [Opened, Accepted]
+    frames = first_frames(engine, "a")
+    assert (frames[0] == 77).all() and frames[-1][0, 0, 2] == checksum("blue")
+
+
+def test_a_session_that_closes_meanwhile_is_answered() -> None:
+    pipeline = Held()
+    engine = Engine(pipeline, 2 * CHUNK_FRAMES)
+    engine.handle(Open("a", "red", image=picture(77)))
+    assert pipeline.begun.wait(60)
+    refused, closed = engine.handle(Close("a"))
+    assert isinstance(refused, Refused) and closed == Closed("a")
+    pipeline.let.set()
+
+
+def test_a_picture_that_cannot_be_encoded_refuses_the_request_alone(engine: Engine) -> None:
+    [refused] = ask(engine, Open("a", "red", image=picture(13)))
+    assert isinstance(refused, Refused) and refused.field == "image"
+    assert refused.reason == "the picture could not be encoded: the painter cannot look at this"
+    ask(engine, Open("a", "red", image=picture(77)))
+    [refused] = ask(engine, Reset("a", None, "r", picture(13)))
+    assert isinstance(refused, Refused) and (refused.field, refused.request) == ("image", "r")
+    assert (first_frames(engine, "a")[0] == 77).all(), "the stream goes on"
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8, 3), (SIZE, SIZE, 3), (2, SIZE, SIZE, 3)])
+def test_a_picture_of_another_size_is_refused(engine: Engine, shape: tuple[int, ...]) -> None:
+    [refused] = engine.handle(Open("a", "red", image=np.zeros(shape, np.uint8)))
+    assert isinstance(refused, Refused) and refused.field == "image"
+    assert f"[1, {SIZE}, {SIZE}, 3]" in refused.reason

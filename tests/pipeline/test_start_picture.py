@@ -1,0 +1,194 @@
+"""A stream that begins with a picture: shown first, seen by what follows, and the same on any number of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from streamdiff.commands.reference_run import ReferenceRun, run_reference
+from torch import Tensor
+
+from streamdiff.errors import RequestError
+from streamdiff.models.autoencoder.normalisation import Normalisation
+from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
+from streamdiff.models.autoencoder.taehv_codec import StreamingTaehv, TaehvEncoder
+from streamdiff.pipeline.executor import LocalRing
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from tests.small import CPU, RED, small_model, small_parts
+
+MODEL = small_model(4, layers=4, sink=2, window=8)
+SPEC = MODEL.spec
+CONTEXTS = ("clean", "staircase", "matched", "anchored")
+CHUNKS = 4
+
+
+def pixels(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (SPEC.height, SPEC.width, 3), np.uint8)
+
+
+def encoder(model_seed: int = 4) -> PictureEncoder:
+    parts = small_parts(model_seed)
+    half = TaehvEncoder(StreamingTaehv(parts.autoencoder, Normalisation(parts.mean.tolist(), parts.std.tolist(), CPU)))
+    return PictureEncoder(lambda: half, SPEC)
+
+
+def latents(seed: int) -> Tensor:
+    """As of a picture: the small model's own encoder makes much the same of every one."""
+    return 3 * torch.randn((1, *SPEC.chunk_shape), generator=torch.Generator().manual_seed(seed))
+
+
+class Recording(StreamingPipeline):
+    """Keeps the latents that go to the decoder, by stream."""
+
+    def __init__(self, stages: int = 1) -> None:
+        super().__init__(MODEL, CPU, ring=LocalRing(MODEL, CPU, stages) if stages > 1 else None, pictures=encoder())
+        self.decoded: dict[int, list[Tensor]] = {}
+
+    def _decode(self, stream: int, chunk: int, latents: Tensor) -> None:
+        assert chunk == len(self.decoded.setdefault(stream, []))
+        self.decoded[stream].append(latents.clone())
+        super()._decode(stream, chunk, latents)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def pipeline() -> Iterator[Recording]:
+    made = Recording()
+    yield made
+    made.close()
+
+
+def begin(pipeline: Recording, start: Tensor | None, session: int = 0, kv_context: str = "clean") -> None:
+    conditioning = pipeline.text.encode(RED)
+    pipeline.open(session, conditioning, seed=3, epoch=0, steps=4, kv_context=kv_context, start=start)
+
+
+def chunks_of(pipeline: Recording, session: int = 0, count: int = CHUNKS) -> list[Tensor]:
+    """The latents of a stream's first chunks, all of whose frames have to come, in order."""
+    frames, finished = 0, 0
+    while finished < count:
+        pipeline.set_frame_credit(session, 10 * SPEC.chunk_frames)
+        for piece in pipeline.step():
+            if piece.session == session and finished < count:
+                assert piece.chunk == finished
+                frames += len(piece.pictures)
+                finished += piece.last
+    assert frames == count * SPEC.chunk_frames
+    return pipeline.decoded[pipeline._streams[session].number][:count]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def test_the_picture_stands_still_in_the_latents_of_whole_chunks() -> None:
+    """Encoded like a clip of that picture by the same encoder, in one piece."""
+    latents = encoder().encode(pixels(1))
+    half = encoder().encoder
+    clip = torch.from_numpy(pixels(1)).permute(2, 0, 1).float()[None, :, None] / 127.5 - 1
+    whole = half.encode(clip.repeat(1, 1, SPEC.chunk_frames, 1, 1), half.new_memory())
+    assert latents.shape == (1, *SPEC.chunk_shape)
+    assert torch.equal(latents[0], whole[0])
+
+
+def test_chunks_that_are_made_together_are_all_given() -> None:
+    both = PictureEncoder(encoder().load, replace(SPEC, first_chunks=2)).encode(pixels(1))
+    assert both.shape == (2, *SPEC.chunk_shape)
+
+
+@pytest.mark.parametrize("kv_context", CONTEXTS)
+def test_it_is_shown_first_and_the_stream_goes_on_from_it_as_a_reference_run_does(
+    pipeline: Recording, kv_context: str
+) -> None:
+    begin(pipeline, latents(1), kv_context=kv_context)
+    run = ReferenceRun(
+        pipeline.text.encode(RED), CHUNKS, SPEC.schedule(4), kv_context, seed=3, given_latents=latents(1)
+    )
+    expected = [chunk for chunk, _ in run_reference(MODEL, CPU, run)]
+    shown = chunks_of(pipeline)
+    assert torch.equal(shown[0], latents(1)[0])
+    assert same(shown, expected)
+
+
+@pytest.mark.parametrize("kv_context", CONTEXTS)
+def test_every_later_chunk_depends_on_the_picture(pipeline: Recording, kv_context: str) -> None:
+    streams = []
+    for session, start in enumerate((latents(1), latents(2), None)):
+        begin(pipeline, start, session, kv_context)
+        streams.append(chunks_of(pipeline, session))
+        pipeline.close_session(session)
+    for one, two, none in zip(*streams, strict=True):
+        assert (one - two).abs().max() > 1e-3
+        assert (one - none).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kv_context", CONTEXTS)
+@pytest.mark.parametrize("stages", [2, 4])
+def test_stages_change_no_bit(pipeline: Recording, stages: int, kv_context: str) -> None:
+    begin(pipeline, pipeline.encode_picture(pixels(1)), kv_context=kv_context)
+    ring = Recording(stages)
+    begin(ring, ring.encode_picture(pixels(1)), kv_context=kv_context)
+    try:
+        assert same(chunks_of(ring), chunks_of(pipeline))
+    finally:
+        ring.close()
+
+
+@pytest.mark.parametrize("kv_context", CONTEXTS)
+def test_a_reset_to_a_picture_is_a_fresh_stream_and_so_is_one_without(pipeline: Recording, kv_context: str) -> None:
+    conditioning = pipeline.text.encode(RED)
+    begin(pipeline, latents(1), 7, kv_context)
+    fresh = chunks_of(pipeline, 7)
+    begin(pipeline, None, 0, kv_context)
+    without = chunks_of(pipeline, 0, 2)
+    pipeline.reset(0, conditioning, seed=3, epoch=1, start=latents(1))
+    assert same(chunks_of(pipeline, 0), fresh)
+    pipeline.reset(0, conditioning, seed=3, epoch=2)
+    assert same(chunks_of(pipeline, 0, 2), without)
+
+
+def test_a_stream_that_is_reset_before_its_picture_is_decoded_shows_nothing_of_it(pipeline: Recording) -> None:
+    begin(pipeline, latents(1))
+    pipeline.reset(0, pipeline.text.encode(RED), seed=3, epoch=1, start=latents(2))
+    assert torch.equal(chunks_of(pipeline, 0, 1)[0], latents(2)[0])
+
+
+def test_a_background_stream_begins_with_it_too(pipeline: Recording) -> None:
+    begin(pipeline, latents(1))
+    live = chunks_of(pipeline)
+    conditioning = pipeline.text.encode(RED)
+    pipeline.open(1, conditioning, seed=3, epoch=0, steps=4, kv_context="clean", background=True, start=latents(1))
+    assert same(chunks_of(pipeline, 1), live)
+
+
+def test_a_pipeline_without_an_encoder_says_so() -> None:
+    bare = StreamingPipeline(MODEL, CPU)
+    with pytest.raises(RequestError, match="encodes no pictures") as caught:
+        bare.encode_picture(pixels(1))
+    assert caught.value.field == "image"
+    bare.close()
+
+
+def test_sessions_with_and_without_pictures_interleaved_equal_each_alone(pipeline: Recording) -> None:
+    starts = {0: latents(1), 1: None, 2: latents(2)}
+    alone = {}
+    for session, start in starts.items():
+        begin(pipeline, start, session)
+        alone[session] = chunks_of(pipeline, session)
+        pipeline.close_session(session)
+    for session, start in starts.items():
+        begin(pipeline, start, session)
+    numbers = {session: pipeline._streams[session].number for session in starts}
+    while min(len(pipeline.decoded.get(number, [])) for number in numbers.values()) < CHUNKS:
+        for session in starts:
+            pipeline.set_frame_credit(session, 10 * SPEC.chunk_frames)
+        pipeline.step()
+    for session, number in numbers.items():
+        assert same(pipeline.decoded[number][:CHUNKS], alone[session])

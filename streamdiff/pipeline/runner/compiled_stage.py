@@ -18,8 +18,17 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from streamdiff.models.transformer import rope
+from streamdiff.models.transformer.attention_backend import AttendParts, merged
 from streamdiff.models.transformer.wan import BlockWeights, KeyValue, Tokens, block_modulation
-from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, StaticMetadata, TensorMetadata, attend_rows
+from streamdiff.pipeline.kv_cache.attention import (
+    AttentionMetadata,
+    Projected,
+    StaticMetadata,
+    TensorMetadata,
+    attend_rows,
+    rotate_sinks,
+)
 from streamdiff.pipeline.kv_cache.cache import LayerCaches
 from streamdiff.pipeline.runner.cuda_graph_cache import GraphCache
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
@@ -61,6 +70,8 @@ class Inputs(NamedTuple):
 
 
 Run = Callable[[Inputs], Tensors]
+Ropes = tuple[Tensor, ...]
+"""Of each row the rotary factors of its queries and keys, as `rope.matrices` has them."""
 
 
 class CompiledStage:
@@ -70,7 +81,10 @@ class CompiledStage:
         """`live`: whether forwards of sessions that are opened later may be captured, see `Captured`."""
         self._forward = forward
         self._graphs: dict[Key, Run] = {}
-        self._parts: dict[int, CompiledParts] = {}  # by the number of rows
+        self._parts: dict[tuple[int, bool], CompiledParts] = {}  # by the number of rows, and what they keep
+        self._attend = forward.denoiser.attend_parts(one_graph(merged))
+        self._rotate_sinks = one_graph(_rotate_all_sinks)
+        self._sinks: set[tuple[torch.Size, tuple[int, ...]]] = set()
         self._captured = captured_on(device, live)
         self.learning = False
 
@@ -100,31 +114,43 @@ class CompiledStage:
         if key not in self._graphs:
             if not self.learning:
                 return None
-            rows = len(key.shapes)
-            self._parts[rows] = self._parts.get(rows) or compiled(self._forward)
-            self._graphs[key] = partial(run_parts, self._forward, self._parts[rows], key)
+            kind = len(key.shapes), any(shape.keeps_unrotated for shape in key.shapes)
+            self._parts[kind] = self._parts.get(kind) or compiled(self._forward, kind[1])
+            self._graphs[key] = partial(run_parts, self._forward, self._parts[kind], self._attend, key)
         run = self._graphs[key]
         if self._captured is not None:
             return self._captured.run(key, run, inputs, texts, self.learning)
         return run(inputs)
 
+    def rotate_sinks(self, kept: Tensor, rotated: Tensor, factors: Tensor) -> None:
+        """As `kv_cache.attention.rotate_sinks`, all layers by one kernel for sinks of sizes that it was learned for.
+        Mutates: rotated."""
+        size = kept.shape, rotated.stride()
+        if self.learning:
+            self._sinks.add(size)
+        (self._rotate_sinks if size in self._sinks else rotate_sinks)(kept, rotated, factors)
+
 
 class CompiledParts(NamedTuple):
     """A stage's forward without its self-attentions, as graphs that are compiled when they are called first: up to the
-    first, from one to the next, and from the last on. Queries, keys and values are `[R, L, H, d]`."""
+    first, from one to the next, and from the last on. Queries, keys and values are `[R, L, H, d]`, queries and keys
+    rotated; where rows keep keys un-rotated, these follow."""
 
-    begin: Callable[[BlockWeights, Tensors], tuple[Tensor, ...]]
+    begin: Callable[[Ropes, BlockWeights, Tensors], tuple[Tensor, ...]]
     between: Callable[..., tuple[Tensor, ...]]
     end: Callable[..., Tensors]
 
 
-def compiled(forward: StageForward) -> CompiledParts:
+def compiled(forward: StageForward, keeps_unrotated: bool) -> CompiledParts:
     """The stage for one number of rows. Weights of blocks are arguments, so one graph does for all of them."""
     denoiser, attend = forward.denoiser, forward.denoiser.attend
 
-    def before(weights: BlockWeights, hidden: Tensor, modulation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def before(ropes: Ropes, weights: BlockWeights, hidden: Tensor, modulation: Tensor) -> tuple[Tensor, ...]:
         own = block_modulation(weights.block.scale_shift_table, modulation)
-        return denoiser.before_attention(weights, hidden, own)
+        query, key, value = denoiser.before_attention(weights, hidden, own)
+        factors = ropes[0] if len(ropes) == 1 else torch.stack(ropes, 1)
+        turned = rope.rotate(query, factors), rope.rotate(key, factors), value
+        return (*turned, key) if keeps_unrotated else turned
 
     def after(
         weights: BlockWeights, hidden: Tensor, modulation: Tensor, texts: tuple[KeyValue, ...], mixed: Tensor
@@ -132,13 +158,14 @@ def compiled(forward: StageForward) -> CompiledParts:
         own = block_modulation(weights.block.scale_shift_table, modulation)
         return denoiser.after_attention(weights, hidden, own, concat_rows(texts), mixed, attend)
 
-    def begin(weights: BlockWeights, given: Tensors) -> tuple[Tensor, ...]:
+    def begin(ropes: Ropes, weights: BlockWeights, given: Tensors) -> tuple[Tensor, ...]:
         tokens = forward.enter(given)
         modulation = denoiser.modulation(tokens.time).float()
         made = (tokens.hidden,) if forward.first else ()  # what is given is not handed back
-        return (*made, modulation, *before(weights, tokens.hidden, modulation))
+        return (*made, modulation, *before(ropes, weights, tokens.hidden, modulation))
 
     def between(
+        ropes: Ropes,
         weights: BlockWeights,
         following: BlockWeights,
         hidden: Tensor,
@@ -147,7 +174,7 @@ def compiled(forward: StageForward) -> CompiledParts:
         mixed: Tensor,
     ) -> tuple[Tensor, ...]:
         hidden = after(weights, hidden, modulation, texts, mixed)
-        return hidden, *before(following, hidden, modulation)
+        return hidden, *before(ropes, following, hidden, modulation)
 
     def end(
         weights: BlockWeights,
@@ -163,21 +190,29 @@ def compiled(forward: StageForward) -> CompiledParts:
     return CompiledParts(one_graph(begin), one_graph(between), one_graph(end))
 
 
-def run_parts(forward: StageForward, parts: CompiledParts, key: Key, inputs: Inputs) -> Tensors:
-    """The stage's forward by its compiled parts, and self-attention between them. Mutates: the caches."""
+def run_parts(forward: StageForward, parts: CompiledParts, attend: AttendParts, key: Key, inputs: Inputs) -> Tensors:
+    """The stage's forward by its compiled parts, and self-attention, by the kernel `attend`, between them. Mutates: the
+    caches."""
     denoiser, views = forward.denoiser, _views(key, inputs)
-    attend, weights = denoiser.attend_parts, [denoiser.weights(layer) for layer in range(len(denoiser.blocks))]
+    weights = [denoiser.weights(layer) for layer in range(len(denoiser.blocks))]
+    ropes = tuple(row.query_rope for row in inputs.rows)
     given = tuple(map(_as_inference_tensor, inputs.given))
-    *made, modulation, query, keys, values = parts.begin(weights[0], given)
-    hidden, time = made[0] if made else given[0], given[1]
-    last = len(weights) - 1
+    made = parts.begin(ropes, weights[0], given)
+    hidden, (modulation, *projected) = (made[0], made[1:]) if forward.first else (given[0], made)
+    time, last = given[1], len(weights) - 1
     for layer, own in enumerate(weights):
-        mixed = attend_rows(views, layer, query, keys, values, attend)
+        mixed = attend_rows(views, layer, _projected(projected), attend)
         texts = tuple(text[layer] for text in inputs.texts)
         if layer < last:
-            hidden, query, keys, values = parts.between(own, weights[layer + 1], hidden, modulation, texts, mixed)
+            hidden, *projected = parts.between(ropes, own, weights[layer + 1], hidden, modulation, texts, mixed)
     result = parts.end(weights[last], hidden, time, modulation, texts, mixed)
     return result if forward.last else (*result, time)
+
+
+def _projected(tensors: Sequence[Tensor]) -> Projected:
+    """Queries, keys, values and, if any, un-rotated keys `[R, L, H, d]`, row by row."""
+    query, key, value, *unrotated = (each.unbind() for each in tensors)
+    return Projected(query, key, value, unrotated[0] if unrotated else key)
 
 
 def _views(key: Key, inputs: Inputs) -> list[AttentionMetadata]:
@@ -186,6 +221,11 @@ def _views(key: Key, inputs: Inputs) -> list[AttentionMetadata]:
         AttentionMetadata(shape, TensorMetadata(inputs.caches[session], *row))
         for session, shape, row in zip(key.sessions, key.shapes, inputs.rows, strict=True)
     ]
+
+
+def _rotate_all_sinks(kept: Tensor, rotated: Tensor, factors: Tensor) -> None:
+    """`rotate_sinks` for a compiler, which makes no copies. Mutates: rotated."""
+    rotated.copy_(rope.rotate(kept, factors))
 
 
 def concat_rows(texts: Sequence[KeyValue]) -> KeyValue:

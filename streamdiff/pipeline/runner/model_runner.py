@@ -60,7 +60,7 @@ class ModelRunner:
         self.frames = spec.chunk_latents
         self.grid = (spec.latent_height // patch[1], spec.latent_width // patch[2])
         self.attention = RollingAttention(
-            self.frames, *self.grid, self.denoiser.head_dim, device, self.denoiser.attend_parts
+            self.frames, *self.grid, self.denoiser.head_dim, device, self.denoiser.attend_parts()
         )
         self._forward = StageForward(self.denoiser, spec.chunk_shape[1:], index == 0, index == stages - 1)
         self.compiled: CompiledStage | None = None
@@ -197,6 +197,7 @@ class ModelRunner:
         # In a ring a receive may stand on the device until another rank has sent (docs/decisions/0010), and a capture
         # waits for the device: there nothing is captured once streams run.
         self.compiled = CompiledStage(self._forward, self.device, live=self.stages == 1)
+        self.attention.rotate_sinks = self.compiled.rotate_sinks
         trials = self._try_out(sessions, memory, steps=steps, kv_context=kv_context)
         # From here on every chunk takes the slot of another. Where slots are spare, what is seen lies otherwise with
         # each of them.

@@ -9,9 +9,10 @@ torch takes the operations that it takes on CUDA. Counted per block (a model of 
     copied       bytes of the KV cache that anything but attention reads; not the sink's own keys, of which a rotated
                  copy is made where it moves: with each chunk, of each cache
 
-With `--compile on` what stands between two self-attentions is compiled: `compiled` are the kernels that torch's
-compiler writes for it (`generated_kernels`), and those of self-attention, which stays as it is; without matrix products
-and attention.
+`compiled` are the kernels of a block with `--compile on`, without matrix products and attention: those that torch's
+compiler writes for what is compiled (`generated_kernels`), and the writes of keys and values beside it.
+`compiled_copied_bytes` are those of the cache that anything but attention and compiled code reads, into which no cache
+goes but a sink's own keys.
 
 Beside ours stands diffusers' own `WanTransformer3DModel` for a clip of one chunk, which has no cache.
 """
@@ -20,9 +21,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,18 +35,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from benchmarks import report
+from benchmarks.operation_counter import Count, Counter
 from streamdiff.models.model import StageModel
 from streamdiff.models.spec import ModelSpec
-from streamdiff.models.transformer.wan import Fused, KeyValue, WanDenoiser
+from streamdiff.models.transformer.wan import Fused, WanDenoiser
 from streamdiff.models.transformer.weights import kept_dtype
-from streamdiff.pipeline.kv_cache.attention import RollingAttention
-from streamdiff.pipeline.runner import compiled_stage
+from streamdiff.pipeline.runner import compiled_parts, compiled_stage
+from streamdiff.pipeline.runner.compiled_stage import CompiledStage
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.runner.stage_forward import StageForward
 from streamdiff.pipeline.scheduler.step import MicroStep
 
 EPILOG = """examples:
@@ -67,90 +66,6 @@ CUDA, DTYPE = torch.device("cuda", 0), torch.bfloat16
 STEPS, TEXT_TOKENS = 4, 512
 _LATE = 20
 """Chunks after which every window has long been full."""
-_FREE = ("empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view", "lift_fresh", "_pin_memory")
-_FUSED = ("rms_norm", "layer_norm")
-"""One kernel each on CUDA."""
-_MATRIX = ("mm", "addmm", "bmm", "baddbmm", "convolution")
-
-
-@dataclass
-class Count:
-    """What was counted. `matrix` and `attention` are among the `operations`."""
-
-    operations: int = 0
-    matrix: int = 0
-    attention: int = 0
-    moved_bytes: int = 0
-    copied_bytes: int = 0
-    names: list[str] = field(default_factory=list)
-
-    def __sub__(self, other: Count) -> Count:
-        mine, theirs = vars(self), vars(other)
-        names = self.names[len(other.names) :]
-        return Count(**{name: mine[name] - theirs[name] for name in mine if name != "names"}, names=names)
-
-
-class Counter(TorchDispatchMode):
-    """Counts the operations that run under it; `caches` are tensors whose memory only attention should read."""
-
-    def __init__(self, caches: Iterable[Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = Count()
-        self._caches = {_memory(each) for each in caches}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "aten":
-            return func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name not in _FUSED:
-            with self:  # what is made of other operations comes back as these
-                if (result := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
-                    return result
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view and name not in _FREE:
-            self._add(name, func, args, kwargs or {}, result)
-        return result
-
-    def _add(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        count = self.count
-        count.operations += 1
-        count.names.append(name)
-        if name in _MATRIX or "attention" in name:
-            count.matrix += name in _MATRIX
-            count.attention += "attention" in name
-            return
-        read, written = _traffic(name, func, args, kwargs, result)
-        count.moved_bytes += sum(map(_nbytes, (*read, *written)))
-        count.copied_bytes += sum(_nbytes(each) for each in read if _memory(each) in self._caches)
-
-
-def _traffic(name: str, func: Any, args: Any, kwargs: Any, result: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Tensors that an element-wise operation reads and writes."""
-    if name == "index_copy_":
-        return [args[3]], [args[3]]  # as many are written
-    if name == "copy_":
-        return [args[1]], [args[0]]
-    outs = [kwargs[arg.name] for arg in func._schema.arguments if arg.is_out and arg.name in kwargs]
-    given = {name: each for name, each in kwargs.items() if not any(each is out for out in outs)}
-    if name == "index_select":
-        return [result], [result]
-    return _tensors((args, given)), outs or _tensors(result)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _nbytes(tensor: Tensor) -> int:
-    """Of the numbers that are there: one that is repeated over a dimension is there once."""
-    there = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        there *= size if stride else 1
-    return there * tensor.element_size()
-
-
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 class WithoutDevice(TorchFunctionMode):
@@ -241,36 +156,66 @@ def spec_of(model: str) -> ModelSpec:
     )
 
 
-def micro_step(
-    spec: ModelSpec, kv_context: str, blocks: int, step: int = 2, *, only_self_attention: bool = False
-) -> Count:
-    """One micro-step of ours in the steady state: the chunk's steps before it have run."""
-    with FakeTensorMode(), WithoutDevice(), torch.inference_mode():
+def micro_step(spec: ModelSpec, kv_context: str, blocks: int, step: int = 2, *, compiled: bool = False) -> Count:
+    """One micro-step of ours in the steady state: the chunk's steps before it have run. What is `compiled` counts as
+    many operations as torch's compiler writes kernels for it, and none of their bytes."""
+    with FakeTensorMode() as mode, WithoutDevice(), torch.inference_mode(), ExitStack() as stack:
         stage = ModelRunner(StageModel(spec, denoiser(blocks)), CUDA)
+        counter = Counter()
+        if compiled:
+            stack.enter_context(_written_code(counter, mode))
+            stage.compiled = CompiledStage(stage._forward, CUDA, live=False)
+            stage.compiled.learning = True
+            stage.attention.rotate_sinks = stage.compiled.rotate_sinks
         stage.open(0, steps=STEPS, kv_context=kv_context)
         stage.set_text(0, 0, torch.zeros(spec.text_shape), 0)
         latents = torch.zeros(1, *spec.chunk_shape, dtype=DTYPE, device=CUDA)
         given = latents, torch.zeros(1, spec.chunk_latents, stage.denoiser.width, dtype=DTYPE, device=CUDA)
         state, geometry = stage.sessions[0].state, stage.sessions[0].geometry
-        window = state.key, state.value
         # The first in its round of the slots: what it sees lies at the end of the others, where any is left over.
         chunk = next(chunk for chunk in range(_LATE, 2 * _LATE) if geometry.slot(chunk) == geometry.pinned)
         for before in range(step):
             stage.forward([MicroStep(0, chunk, before, STEPS, 0)], given)
-        counter = Counter(window)
-        if only_self_attention:
-            attend = partial(RollingAttention.__call__, stage.attention)
-            on = partial(RollingAttention.on, stage.attention)
-            stage.attention.on = lambda rows: on(rows) and partial(_counted, counter, attend)  # type: ignore
-        with nullcontext() if only_self_attention else counter:
+        counter.watch((state.key, state.value))
+        with counter:
             stage.forward([MicroStep(0, chunk, step, STEPS, 0)], given)
     counted: Count = counter.count
     return counted
 
 
-def _counted(counter: Counter, attend: Callable[..., Tensor], *given: Any) -> Tensor:
-    with counter:
-        return attend(*given)
+@contextmanager
+def _written_code(counter: Counter, mode: FakeTensorMode) -> Iterator[None]:
+    """Meanwhile what would be compiled is written for CUDA, and told to `counter`. Mutates: the compiled stage's way to
+    torch's compiler, counter."""
+    from benchmarks import generated_kernels  # imports torch's compiler
+
+    def one_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            leaves, tree = tree_flatten(given)
+            places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+            def of_tensors(*tensors: Tensor) -> Any:
+                filled = list(leaves)
+                for place, tensor in zip(places, tensors, strict=True):
+                    filled[place] = tensor
+                return tree_leaves(function(*tree_unflatten(filled, tree)))
+
+            with counter.paused() as counting:
+                if counting:
+                    names = generated_kernels.kernels(of_tensors, [leaves[place] for place in places], mode)
+                    counter.count.operations += len(names)
+                    counter.count.names += names
+                return function(*given)
+
+        return run
+
+    with (
+        mock.patch.object(compiled_stage, "one_graph", one_graph),
+        mock.patch.object(compiled_parts, "one_graph", one_graph),
+        mock.patch.object(compiled_stage, "captured_on", lambda device, live: None),
+        mock.patch.object(torch.compiler, "is_compiling", lambda: True),
+    ):
+        yield
 
 
 def clip(spec: ModelSpec, blocks: int) -> Count:
@@ -290,29 +235,17 @@ def per_block(count: Callable[[int], Count]) -> Count:
     return count(2) - count(1)
 
 
-def compiled_kernels(spec: ModelSpec, kv_context: str) -> int:
-    """Kernels of a block whose parts are compiled, beside matrix products and attention."""
-    from benchmarks import generated_kernels  # imports torch's compiler
+def compiled_block(spec: ModelSpec, kv_context: str) -> Count:
+    """A block where the stage is compiled: one between two others, so that all that stands from one self-attention to
+    the next is in it. Matrix products and cross-attention are calls within what is compiled, and not among its
+    operations."""
+    counted = [micro_step(spec, kv_context, blocks, compiled=True) for blocks in (3, 2)]
+    return counted[0] - counted[1]
 
-    with FakeTensorMode() as mode, WithoutDevice():
-        parts = denoiser(2)
-        stage = StageForward(parts, spec.chunk_shape[1:], first=False, last=False)
-        with mock.patch.object(compiled_stage, "one_graph", lambda function: function):
-            between = compiled_stage.compiled(stage).between
-        frames, tokens = spec.chunk_latents, parts.tokens(spec.chunk_shape[1:])
-        hidden = torch.zeros(1, tokens, parts.width, dtype=DTYPE, device=CUDA)
-        modulation = torch.zeros(1, frames, 6, parts.width, device=CUDA)
-        heads = parts.heads, parts.head_dim
-        text = [torch.zeros(1, TEXT_TOKENS, *heads, dtype=DTYPE, device=CUDA) for _ in range(2)]
-        mixed = torch.zeros(1, tokens, *heads, dtype=DTYPE, device=CUDA)
 
-        def block(hidden: Tensor, modulation: Tensor, key: Tensor, value: Tensor, mixed: Tensor) -> Any:
-            weights = parts.weights(0), parts.weights(1)
-            return between(*weights, hidden, modulation, (KeyValue(key, value),), mixed)
-
-        written = generated_kernels.kernels(block, (hidden, modulation, *text, mixed), mode)
-    own = per_block(lambda blocks: micro_step(spec, kv_context, blocks, only_self_attention=True))
-    return len(written) + own.operations - own.attention
+def kernels_beside(block: Count) -> int:
+    """Kernels of a compiled block beside matrix products and attention."""
+    return block.operations - block.attention
 
 
 def row(name: str, kv_context: str, block: Count, spec: ModelSpec) -> dict[str, report.Value]:
@@ -337,9 +270,11 @@ def measure() -> list[dict[str, report.Value]]:
         spec = spec_of(name)
         for kv_context in CONTEXTS:
             block = per_block(partial(micro_step, spec, kv_context))
-            rows.append(row(name, kv_context, block, spec) | {"compiled": compiled_kernels(spec, kv_context)})
+            compiled = compiled_block(spec, kv_context)
+            found = {"compiled": kernels_beside(compiled), "compiled_copied_bytes": compiled.copied_bytes}
+            rows.append(row(name, kv_context, block, spec) | found)
     spec = spec_of("self-forcing")
-    rows.append(row("diffusers", "none", per_block(lambda blocks: clip(spec, blocks)), spec) | {"compiled": None})
+    rows.append(row("diffusers", "none", per_block(lambda blocks: clip(spec, blocks)), spec) | dict.fromkeys(found))
     return rows
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from benchmarks import kernel_count
-from benchmarks.kernel_count import CONTEXTS, Counter, micro_step, per_block, row, spec_of
+from benchmarks.kernel_count import CONTEXTS, micro_step, per_block, row, spec_of
+from benchmarks.operation_counter import Counter
 
 LIMITS = {"clean": (30, 70), "staircase": (33, 75), "matched": (31, 75)}
 """Operations and activations of a block. A staircase's window lies in two pieces for most chunks, whose results are put

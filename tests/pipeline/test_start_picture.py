@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from streamdiff.commands.reference_run import ReferenceRun, run_reference
 from torch import Tensor
 
+from streamdiff.commands.reference_run import ReferenceRun, run_reference
 from streamdiff.errors import RequestError
 from streamdiff.models.autoencoder.normalisation import Normalisation
 from streamdiff.models.autoencoder.picture_encoder import PictureEncoder

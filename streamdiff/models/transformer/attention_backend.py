@@ -142,10 +142,27 @@ def _own_kernel(name: str) -> Attend:
     return run
 
 
-def over_parts(name: str) -> AttendParts:
+def merged(results: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Attention over all pieces of keys from that over each, `[R, L, H, d]`, and the logarithms of the sums of their
+    weights, float32 `[R, L, H, 1]`."""
+    mixed, total = results[0], weights[0].float()
+    for number, (result, weight) in enumerate(zip(results[1:], weights[1:], strict=True), 2):
+        last = number == len(results)
+        share = torch.sigmoid(weight - total)  # of all weights so far, those of this piece
+        rest = torch.addcmul(mixed, mixed, share, value=-1)
+        mixed = multiply_add(rest, result, share, result.dtype if last else torch.float32)
+        total = total if last else torch.logaddexp(total, weight.float())
+    return mixed
+
+
+Merge = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+"""As `merged`."""
+
+
+def over_parts(name: str, merge: Merge = merged) -> AttendParts:
     """Attention by the kernel of this name over keys and values in several pieces of memory, which are not put side by
-    side: each piece by itself, then their results by the weights that their keys have. Kernels that do not tell these
-    weights (`math`, and those of diffusers' dispatch) get a copy."""
+    side: each piece by itself, then their results by the weights that their keys have, which is what `merge` does.
+    Kernels that do not tell these weights (`math`, and those of diffusers' dispatch) get a copy."""
     whole = kernel(name)
 
     def run(query: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -154,8 +171,8 @@ def over_parts(name: str) -> AttendParts:
         own = _fused_kernel(query, *parts[0]) if name in FREE else name
         if own not in _TELLING:
             return whole(query, *(torch.cat(pieces, 1) for pieces in zip(*parts, strict=True)))
-        results = [_with_weights(own, query, *part) for part in parts]
-        return _merged([result for result, _ in results], torch.stack([weight for _, weight in results]))
+        results, weights = zip(*(_with_weights(own, query, *part) for part in parts), strict=True)
+        return merge(results, weights)
 
     return run
 
@@ -182,15 +199,6 @@ def _with_weights(name: str, query: Tensor, key: Tensor, value: Tensor) -> tuple
         mixed, weights = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)[:2]
     weights = weights.flatten(2)[..., : query.shape[1]]  # one kernel pads them, another has a dimension more
     return mixed.transpose(1, 2), weights.transpose(1, 2).unsqueeze(-1)
-
-
-def _merged(results: Sequence[Tensor], weights: Tensor) -> Tensor:
-    """Attention over all pieces from that over each, `[R, L, H, d]`, and its weights `[pieces, R, L, H, 1]`."""
-    shares = weights.float().softmax(0)
-    mixed = results[0] * shares[0]
-    for number, (result, share) in enumerate(zip(results[1:], shares[1:], strict=True), 2):
-        mixed = multiply_add(mixed, result, share, result.dtype if number == len(results) else torch.float32)
-    return mixed
 
 
 def _dispatching(name: str) -> Attend:

@@ -22,7 +22,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel,
 from torch import Tensor, nn
 
 from streamdiff.models.transformer import attention_backend
-from streamdiff.models.transformer.attention_backend import Attend, AttendParts
+from streamdiff.models.transformer.attention_backend import Attend, AttendParts, Merge, merged
 from streamdiff.models.transformer.attention_backend import attend as attend
 from streamdiff.models.transformer.elementwise import gelu, multiply_add
 from streamdiff.session_state.fields import session_value
@@ -227,10 +227,9 @@ class WanDenoiser:
         """The kernel that attention runs with."""
         return attention_backend.kernel(self.attention)
 
-    @property
-    def attend_parts(self) -> AttendParts:
-        """The same over keys and values in pieces."""
-        return attention_backend.over_parts(self.attention)
+    def attend_parts(self, merge: Merge = merged) -> AttendParts:
+        """The same over keys and values in pieces, whose results are put together by `merge`."""
+        return attention_backend.over_parts(self.attention, merge)
 
     def weights(self, layer: int) -> BlockWeights:
         """What `run_block` needs of a block, for use until the next call."""

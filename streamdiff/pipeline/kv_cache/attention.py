@@ -7,7 +7,7 @@ its number, the same on every rank; a stream of a million chunks is as valid as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -52,6 +52,11 @@ class StaticMetadata:
     ahead: int = 0
     keeps: int = 0
 
+    @property
+    def keeps_unrotated(self) -> bool:
+        """Whether keys of the row, not rotated, go into the sink."""
+        return self.sink_frames > 0 or self.adapt is not None
+
 
 class TensorMetadata(NamedTuple):
     """The part of a row's attention metadata that changes with chunk or session, all on the device.
@@ -75,6 +80,20 @@ class AttentionMetadata(NamedTuple):
 
     shape: StaticMetadata
     tensors: TensorMetadata
+
+
+class Projected(NamedTuple):
+    """Of each row `[L, H, d]`: queries and keys, both rotated by the row's `query_rope`, values, and keys as they were
+    before, which nothing reads unless a row `keeps_unrotated`."""
+
+    query: Sequence[Tensor]
+    key: Sequence[Tensor]
+    value: Sequence[Tensor]
+    unrotated: Sequence[Tensor]
+
+
+RotateSinks = Callable[[Tensor, Tensor, Tensor], None]
+"""As `rotate_sinks`."""
 
 
 class RollingAttention:
@@ -103,6 +122,8 @@ class RollingAttention:
         self.all_heads = all_heads
         self.frames, self.device, self.attend = frames, device, attend or over_parts("auto")
         self.rows: list[AttentionMetadata] = []
+        self.rotate_sinks: RotateSinks = rotate_sinks
+        """What rotates the sinks of all layers, where that is done before the forward."""
         self._grid = rope.Grid(height, width, head_dim, device)
         # All micro-steps of a chunk turn by the same angles; few chunks are in flight at once.
         self._table = lru_cache(maxsize=32)(self._make_table)
@@ -152,8 +173,9 @@ class RollingAttention:
         changed = fold is not None or (sink_frames > 0 and sink_at > 0)  # by the row itself
         sink_rope = self._table(sink_at, sink) if moved or changed else None
         if sink_rope is not None and not changed and not any(row.tensors.caches is caches for row in before):
-            for layer in range(len(caches.keys)):
-                move_sink(caches, layer, sink, plan.chunk, sink_rope)
+            tokens = len(sink_rope[0])
+            kept, rotated = (each[cache].flatten(1, 2)[:, :tokens] for each in (state.sink_key, state.key))
+            self.rotate_sinks(kept, rotated, sink_rope)
             sink_rope = None
         if adapt is not None:
             state.move_sink(cache, None)
@@ -199,7 +221,8 @@ class RollingAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `models.transformer.wan.SelfAttention`; `layer` counts the stage's blocks. Mutates: the rows' states."""
-        return attend_rows(self.rows, layer, query, key, value, self.attend, self.all_heads)
+        projected = rotated_rows(self.rows, query, key, value)
+        return attend_rows(self.rows, layer, projected, self.attend, self.all_heads)
 
     def _make_index(self, places: tuple[int, ...]) -> Tensor:
         index = torch.tensor(places)
@@ -212,47 +235,55 @@ class RollingAttention:
         return rope.matrices(factors.conj() if inverse else factors)
 
 
+def rotated_rows(rows: Sequence[AttentionMetadata], query: Tensor, key: Tensor, value: Tensor) -> Projected:
+    """Of queries, keys and values `[R, L, H, d]` what rows attend with."""
+    ropes = [row.tensors.query_rope for row in rows]
+    queries, keys = ([rope.rotate(*each) for each in zip(own, ropes, strict=True)] for own in (query, key))
+    return Projected(queries, keys, value.unbind(), key.unbind())
+
+
 def attend_rows(
     rows: Sequence[AttentionMetadata],
     layer: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    projected: Projected,
     attend: AttendParts,
     all_heads: AllHeads | None = None,
 ) -> Tensor:
     """Each row in turn writes its keys and values and attends to its view, by the kernel `attend`; those that it sees
-    of the rows after it are written before. All `[R, L, H, d]`. Mutates: the caches."""
+    of the rows after it are written before. Returns the attention output `[R, L, H, d]`. Mutates: the caches."""
     mixed, written = [], 0
     for index, (shape, row) in enumerate(rows):
         while written <= index + shape.ahead:
-            _write(rows[written], layer, key[written], value[written], all_heads)
+            _write(rows[written], layer, *(each[written] for each in projected[1:]), all_heads)
             written += 1
+        caches = row.caches
         if row.sink_rope is not None:
-            move_sink(row.caches, layer, shape.sink, shape.chunk, row.sink_rope)
-        keys, values = (_frames(each[layer], shape.chunk) for each in row.caches[:2])
+            tokens = len(row.sink_rope[0])
+            kept, rotated = (each[layer].flatten(0, 1)[None, :tokens] for each in (caches.sink_keys, caches.keys))
+            rotate_sinks(kept, rotated, row.sink_rope)
+        keys, values = (_frames(each[layer], shape.chunk) for each in caches[:2])
         seen = [(keys[a:b].flatten(0, 1)[None], values[a:b].flatten(0, 1)[None]) for a, b in shape.ranges]
-        mixed.append(attend(rope.rotate(query[index], row.query_rope)[None], seen))
+        mixed.append(attend(projected.query[index][None], seen))
         if shape.adapt is not None:
-            sink = row.caches.sink_keys[layer]
-            adapt_sink(
-                (sink, row.caches.values[layer][: len(sink)]), (key[index], value[index]), shape.adapt, all_heads
-            )
+            sink, own = caches.sink_keys[layer], (projected.unrotated[index], projected.value[index])
+            adapt_sink((sink, caches.values[layer][: len(sink)]), own, shape.adapt, all_heads)
     return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
 
 
-def _write(view: AttentionMetadata, layer: int, key: Tensor, value: Tensor, all_heads: AllHeads | None) -> None:
+def _write(
+    view: AttentionMetadata, layer: int, rotated: Tensor, value: Tensor, unrotated: Tensor, all_heads: AllHeads | None
+) -> None:
     """Put a row's keys and values `[L, H, d]` into its slot. Mutates: the caches."""
     shape, row = view
     keys, values, sink_keys, queue = (each[layer] for each in row.caches)
     if shape.fold is not None and row.inverse_rope is not None:
         gone = rope.rotate(keys.index_select(0, row.slot)[0], row.inverse_rope), values.index_select(0, row.slot)[0]
         fold_into_sink((sink_keys[0], values[0]), gone, shape.fold)
-    rotated, slot = rope.rotate(key, row.query_rope), row.slot
+    slot = row.slot
     if (ring := shape.ring) is not None:
         slot = take_slot(ring, queue, (keys[: ring.sink], values[: ring.sink]), (rotated, value), row.slot, all_heads)
     if shape.keeps:
-        kept = shape.keeps * len(key) // shape.chunk
+        kept = shape.keeps * len(rotated) // shape.chunk
         rotated, value = (
             torch.cat([own.index_select(0, slot)[0, :kept], new[kept:]])
             for own, new in ((keys, rotated), (values, value))
@@ -260,14 +291,15 @@ def _write(view: AttentionMetadata, layer: int, key: Tensor, value: Tensor, all_
     keys.index_copy_(0, slot, rotated[None])
     values.index_copy_(0, slot, value[None])
     if shape.sink_frames:
-        sink_keys.index_copy_(0, row.slot, key[None])
+        sink_keys.index_copy_(0, row.slot, unrotated[None])
 
 
-def move_sink(caches: LayerCaches, layer: int, sink: int, chunk: int, factors: Tensor) -> None:
-    """Rotate the sink's keys, its first `sink` latent frames, to where `factors` say, next to the window. Slots hold
-    `chunk` frames. Mutates: the keys."""
-    kept, rotated = (_frames(each[layer], chunk)[:sink] for each in (caches.sink_keys, caches.keys))
-    rotated.copy_(rope.rotate(kept.flatten(0, 1), factors).view_as(rotated))
+def rotate_sinks(kept: Tensor, rotated: Tensor, factors: Tensor) -> None:
+    """Rotate the sink's keys of some layers to where `factors` say, next to the window: `kept`, not rotated, into
+    `rotated`, both `[layers, tokens, H, d]`. One layer after the other, as a copy of all takes much memory. Mutates:
+    rotated."""
+    for own, there in zip(kept, rotated, strict=True):
+        there.copy_(rope.rotate(own, factors))
 
 
 def _ranges(places: Sequence[int]) -> tuple[tuple[int, int], ...]:

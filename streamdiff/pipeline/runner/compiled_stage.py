@@ -18,9 +18,20 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from streamdiff.models.transformer.wan import BlockWeights, KeyValue, Tokens, block_modulation
-from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, StaticMetadata, TensorMetadata, attend_rows
+from streamdiff.models.transformer import rope
+from streamdiff.models.transformer.attention_backend import AttendParts, merged
+from streamdiff.models.transformer.wan import KeyValue
+from streamdiff.pipeline.kv_cache.attention import (
+    AttentionMetadata,
+    Projected,
+    StaticMetadata,
+    TensorMetadata,
+    attend_rows,
+    rotate_sinks,
+    rotated_rows,
+)
 from streamdiff.pipeline.kv_cache.cache import LayerCaches
+from streamdiff.pipeline.runner.compiled_parts import CompiledParts, compiled, concat_rows
 from streamdiff.pipeline.runner.cuda_graph_cache import GraphCache
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
 from streamdiff.pipeline.runner.torch_compile import one_graph
@@ -70,7 +81,10 @@ class CompiledStage:
         """`live`: whether forwards of sessions that are opened later may be captured, see `Captured`."""
         self._forward = forward
         self._graphs: dict[Key, Run] = {}
-        self._parts: dict[int, CompiledParts] = {}  # by the number of rows
+        self._parts: dict[tuple[int, bool], CompiledParts] = {}  # by the number of rows, and what they keep
+        self._attend = forward.denoiser.attend_parts(one_graph(merged))
+        self._rotate_sinks = one_graph(_rotate_all_sinks)
+        self._sinks: set[tuple[torch.Size, tuple[int, ...]]] = set()
         # With an exchange in it a replay would have to be met by one of every other rank; compiled parts need not.
         self._captured = captured_on(device, live) if forward.group is None else None
         self.learning = False
@@ -101,94 +115,52 @@ class CompiledStage:
         if key not in self._graphs:
             if not self.learning:
                 return None
-            rows = len(key.shapes)
-            self._parts[rows] = self._parts.get(rows) or compiled(self._forward)
-            self._graphs[key] = partial(run_parts, self._forward, self._parts[rows], key)
+            kind = len(key.shapes), any(shape.keeps_unrotated for shape in key.shapes)
+            self._parts[kind] = self._parts.get(kind) or compiled(self._forward, kind[1])
+            self._graphs[key] = partial(run_parts, self._forward, self._parts[kind], self._attend, key)
         run = self._graphs[key]
         if self._captured is not None:
             return self._captured.run(key, run, inputs, texts, self.learning)
         return run(inputs)
 
-
-class CompiledParts(NamedTuple):
-    """A stage's forward without its self-attentions, as graphs that are compiled when they are called first: up to the
-    first, from one to the next, and from the last on. Queries, keys and values are `[R, L, H, d]`."""
-
-    begin: Callable[[BlockWeights, Tensors], tuple[Tensor, ...]]
-    between: Callable[..., tuple[Tensor, ...]]
-    end: Callable[..., Tensors]
-
-
-def compiled(forward: StageForward) -> CompiledParts:
-    """The stage for one number of rows. Weights of blocks are arguments, so one graph does for all of them."""
-    denoiser, attend = forward.denoiser, forward.denoiser.attend
-
-    def before(weights: BlockWeights, hidden: Tensor, modulation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        own = block_modulation(weights.block.scale_shift_table, modulation)
-        return denoiser.before_attention(weights, hidden, own)
-
-    def after(
-        weights: BlockWeights, hidden: Tensor, modulation: Tensor, texts: tuple[KeyValue, ...], mixed: Tensor
-    ) -> Tensor:
-        own = block_modulation(weights.block.scale_shift_table, modulation)
-        return denoiser.after_attention(weights, hidden, own, concat_rows(texts), mixed, attend)
-
-    def begin(weights: BlockWeights, given: Tensors) -> tuple[Tensor, ...]:
-        tokens = forward.enter(given)
-        modulation = denoiser.modulation(tokens.time).float()
-        made = (tokens.hidden,) if forward.first else ()  # what is given is not handed back
-        return (*made, modulation, *before(weights, tokens.hidden, modulation))
-
-    def between(
-        weights: BlockWeights,
-        following: BlockWeights,
-        hidden: Tensor,
-        modulation: Tensor,
-        texts: tuple[KeyValue, ...],
-        mixed: Tensor,
-    ) -> tuple[Tensor, ...]:
-        hidden = after(weights, hidden, modulation, texts, mixed)
-        return hidden, *before(following, hidden, modulation)
-
-    def end(
-        weights: BlockWeights,
-        hidden: Tensor,
-        time: Tensor,
-        modulation: Tensor,
-        texts: tuple[KeyValue, ...],
-        mixed: Tensor,
-    ) -> Tensors:
-        hidden = after(weights, hidden, modulation, texts, mixed)
-        if not forward.last:
-            return (hidden,)
-        tokens = Tokens(hidden, time)
-        return (denoiser.head(tokens, forward.grid) if forward.group is None else denoiser.output(tokens),)
-
-    return CompiledParts(one_graph(begin), one_graph(between), one_graph(end))
+    def rotate_sinks(self, kept: Tensor, rotated: Tensor, factors: Tensor) -> None:
+        """As `kv_cache.attention.rotate_sinks`, all layers by one kernel for sinks of sizes that it was learned for.
+        Mutates: rotated."""
+        size = kept.shape, rotated.stride()
+        if self.learning:
+            self._sinks.add(size)
+        (self._rotate_sinks if size in self._sinks else rotate_sinks)(kept, rotated, factors)
 
 
-def run_parts(forward: StageForward, parts: CompiledParts, key: Key, inputs: Inputs) -> Tensors:
-    """The stage's forward by its compiled parts, and self-attention between them, with the exchanges of ranks that
-    share the stage. Mutates: the caches."""
+def run_parts(forward: StageForward, parts: CompiledParts, attend: AttendParts, key: Key, inputs: Inputs) -> Tensors:
+    """The stage's forward by its compiled parts, and self-attention, by the kernel `attend`, between them, with the
+    exchanges of ranks that share the stage. Mutates: the caches."""
     denoiser, views, group = forward.denoiser, _views(key, inputs), forward.group
-    attend, weights = denoiser.attend_parts, [denoiser.weights(layer) for layer in range(len(denoiser.blocks))]
-    all_heads = None if group is None else group.all_heads
+    weights = [denoiser.weights(layer) for layer in range(len(denoiser.blocks))]
+    ropes = tuple(row.query_rope for row in inputs.rows)
     given = tuple(map(_as_inference_tensor, inputs.given))
-    *made, modulation, query, keys, values = parts.begin(weights[0], given)
-    hidden, time = made[0] if made else given[0], given[1]
-    last = len(weights) - 1
+    made = parts.begin(ropes, weights[0], given)
+    hidden, (modulation, *projected) = (made[0], made[1:]) if forward.first else (given[0], made)
+    time, last = given[1], len(weights) - 1
     for layer, own in enumerate(weights):
-        if group is not None:
-            query, keys, values = group.to_heads(query, keys, values)
-        mixed = attend_rows(views, layer, query, keys, values, attend, all_heads)
-        mixed = mixed if group is None else group.to_tokens(mixed)
+        if group is None:
+            mixed = attend_rows(views, layer, _projected(projected), attend)
+        else:
+            shared = rotated_rows(views, *group.to_heads(*projected))
+            mixed = group.to_tokens(attend_rows(views, layer, shared, attend, group.all_heads))
         texts = tuple(text[layer] for text in inputs.texts)
         if layer < last:
-            hidden, query, keys, values = parts.between(own, weights[layer + 1], hidden, modulation, texts, mixed)
+            hidden, *projected = parts.between(ropes, own, weights[layer + 1], hidden, modulation, texts, mixed)
     result = parts.end(weights[last], hidden, time, modulation, texts, mixed)
     if forward.last and group is not None:
         return forward.unite(result[0], group)
     return result if forward.last else (*result, time)
+
+
+def _projected(tensors: Sequence[Tensor]) -> Projected:
+    """Queries, keys, values and, if any, un-rotated keys `[R, L, H, d]`, row by row."""
+    query, key, value, *unrotated = (each.unbind() for each in tensors)
+    return Projected(query, key, value, unrotated[0] if unrotated else key)
 
 
 def _views(key: Key, inputs: Inputs) -> list[AttentionMetadata]:
@@ -199,9 +171,9 @@ def _views(key: Key, inputs: Inputs) -> list[AttentionMetadata]:
     ]
 
 
-def concat_rows(texts: Sequence[KeyValue]) -> KeyValue:
-    """Concatenate one layer's text keys and values of several rows; those of one row are returned without a copy."""
-    return texts[0] if len(texts) == 1 else KeyValue(*(torch.cat(parts) for parts in zip(*texts, strict=True)))
+def _rotate_all_sinks(kept: Tensor, rotated: Tensor, factors: Tensor) -> None:
+    """`rotate_sinks` for a compiler, which makes no copies. Mutates: rotated."""
+    rotated.copy_(rope.rotate(kept, factors))
 
 
 def concat_layers(texts: Texts) -> list[KeyValue]:

@@ -77,7 +77,7 @@ class ModelRunner:
         self.heads = self.denoiser.heads // (1 if group is None else group.size)
         all_heads = None if group is None else group.all_heads
         self.attention = RollingAttention(
-            self.frames, *self.grid, self.denoiser.head_dim, device, self.denoiser.attend_parts, all_heads
+            self.frames, *self.grid, self.denoiser.head_dim, device, self.denoiser.attend_parts(), all_heads
         )
         self._forward = StageForward(self.denoiser, spec.chunk_shape[1:], index == 0, index == stages - 1, group)
         self.compiled: CompiledStage | None = None
@@ -226,6 +226,7 @@ class ModelRunner:
         # In a ring a receive may stand on the device until another rank has sent (docs/decisions/0010), and a capture
         # waits for the device: there nothing is captured once streams run.
         self.compiled = CompiledStage(self._forward, self.device, live=self.stages == 1)
+        self.attention.rotate_sinks = self.compiled.rotate_sinks
         trials = self._try_out(sessions, memory, steps=steps, kv_context=kv_context)
         # From here on every chunk takes the slot of another. Where slots are spare, what is seen lies otherwise with
         # each of them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import getpass
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -36,26 +37,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Choose the soak tests or the others, and put slow ones first, so that no worker is left with one at the end."""
+    """Choose the soak tests or the others, and put slow ones first, above all those of one worker, so that none is left
+    with them at the end."""
     soak = config.getoption("--soak")
     left_out = [item for item in items if (item.get_closest_marker("soak") is not None) != soak]
     chosen = [item for item in items if (item.get_closest_marker("soak") is not None) == soak]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = sorted(chosen, key=lambda item: item.get_closest_marker("slow") is None)
+    items[:] = sorted(
+        chosen, key=lambda item: [item.get_closest_marker(mark) is None for mark in ("slow", "xdist_group")]
+    )
 
 
 class TogetherScheduling(LoadScopeScheduling):  # type: ignore[misc]
     """One test at a time to whichever worker is free; of a file with `xdist_group`, whose tests share what is made at
-    length, all to one. (xdist's own way to do so changes ids, which pytest 9.2 no longer lets it.)"""
+    length, all to one, and with it those of other files with the same group. (xdist's own way to do so changes ids,
+    which pytest 9.2 no longer lets it.)"""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return file if _together(file) else nodeid
+        return _group(nodeid.partition("::")[0]) or nodeid
 
 
 @cache
-def _together(file: str) -> bool:
-    return "xdist_group" in (ROOT / file).read_text("utf-8")
+def _group(file: str) -> str | None:
+    """The name that the file gives with `pytest.mark.xdist_group("name")`, of which it has one at most."""
+    found = re.search(r'xdist_group\("([^"]+)"\)', (ROOT / file).read_text("utf-8"))
+    return found and found[1]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:

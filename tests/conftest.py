@@ -18,6 +18,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.fork_server import open_interpreter
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # A test may be skipped under --no-skips only when it carries one of these marks: what it needs cannot be installed.
@@ -125,6 +127,22 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Generator[None, None,
         patch.setenv("HF_HOME", os.environ.get("HF_HOME", f"{usual}/huggingface"))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session")
+def forking(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path, None, None]:
+    """An executable that forks where `sys.executable` would import torch: `fork_server`, one for all workers."""
+    own = tmp_path_factory.getbasetemp()
+    interpreter = open_interpreter((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "forks")
+    with interpreter.hold:
+        yield interpreter.path
+
+
+@pytest.fixture
+def forked(forking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines and ranks that this test starts, itself or over a server, are forked. For tests that are not about how
+    they start."""
+    monkeypatch.setattr(sys, "executable", str(forking))
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from streamdiff.cli.main import main
 from streamdiff.pipeline.profiler import SUMMARY, TRACE
 from tests.server.test_restart import LIMIT_S, ROOT, watching
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
 
 @contextmanager

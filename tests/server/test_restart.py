@@ -375,6 +375,7 @@ def test_nothing_is_left_when_the_server_is_ended_while_an_engine_starts(gate: G
     assert not second.is_running()
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_the_model_streams_again_after_a_process_of_its_engine_was_killed(stages: int) -> None:
     """The engine alone, or the second of two ranks, with the embedded model."""

@@ -15,8 +15,8 @@ QUICK := not slow and not browser and not packaging and not interop
 ALONE := browser or interop
 # No other folder has such tests (tests/rules/test_markers.py), and need not be looked through for them.
 ALONE_IN := tests/browser tests/interop
-# One more than there are cores: many tests wait, for processes to start and for video to play.
-WORKERS := $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
+# More than there are cores: many tests wait, for processes to start and for video to play.
+WORKERS := $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 3 )))
 # Where ARGS choose tests, all of them may be of one kind.
 NONE := $(if $(ARGS),|| [ $$? -eq 5 ],)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import getpass
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
+
+from tests.fork_server import open_interpreter
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,26 +39,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Choose the soak tests or the others, and put slow ones first, so that no worker is left with one at the end."""
+    """Choose the soak tests or the others, and put slow ones first, above all those of one worker, so that none is left
+    with them at the end."""
     soak = config.getoption("--soak")
     left_out = [item for item in items if (item.get_closest_marker("soak") is not None) != soak]
     chosen = [item for item in items if (item.get_closest_marker("soak") is not None) == soak]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = sorted(chosen, key=lambda item: item.get_closest_marker("slow") is None)
+    items[:] = sorted(
+        chosen, key=lambda item: [item.get_closest_marker(mark) is None for mark in ("slow", "xdist_group")]
+    )
 
 
 class TogetherScheduling(LoadScopeScheduling):  # type: ignore[misc]
     """One test at a time to whichever worker is free; of a file with `xdist_group`, whose tests share what is made at
-    length, all to one. (xdist's own way to do so changes ids, which pytest 9.2 no longer lets it.)"""
+    length, all to one, and with it those of other files with the same group. (xdist's own way to do so changes ids,
+    which pytest 9.2 no longer lets it.)"""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return file if _together(file) else nodeid
+        return _group(nodeid.partition("::")[0]) or nodeid
 
 
 @cache
-def _together(file: str) -> bool:
-    return "xdist_group" in (ROOT / file).read_text("utf-8")
+def _group(file: str) -> str | None:
+    """The name that the file gives with `pytest.mark.xdist_group("name")`, of which it has one at most."""
+    found = re.search(r'xdist_group\("([^"]+)"\)', (ROOT / file).read_text("utf-8"))
+    return found and found[1]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -119,6 +127,22 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Generator[None, None,
         patch.setenv("HF_HOME", os.environ.get("HF_HOME", f"{usual}/huggingface"))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session")
+def forking(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path, None, None]:
+    """An executable that forks where `sys.executable` would import torch: `fork_server`, one for all workers."""
+    own = tmp_path_factory.getbasetemp()
+    interpreter = open_interpreter((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "forks")
+    with interpreter.hold:
+        yield interpreter.path
+
+
+@pytest.fixture
+def forked(forking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines and ranks that this test starts, itself or over a server, are forked. For tests that are not about how
+    they start."""
+    monkeypatch.setattr(sys, "executable", str(forking))
 
 
 @pytest.fixture

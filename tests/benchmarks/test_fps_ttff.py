@@ -28,6 +28,7 @@ def cases(*words: str) -> list[Case]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_one_and_two_stages_are_measured_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "result.json", tmp_path / "result.png"
     words = ["--kv-context", "staircase", "--stages", "1,2", *SMALL, "--out", str(out), "--plot", str(plot)]
@@ -154,6 +155,7 @@ def test_what_cannot_be_is_refused(words: list[str], told: str, capsys: pytest.C
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_case_that_fails_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert fps_ttff.main(["--steps", "3", "--stages", "1", "--kv-context", "clean", *SMALL]) == fps_ttff.FAILED
     told = capfd.readouterr().err

@@ -59,7 +59,21 @@ def test_a_rank_of_a_real_server_is_killed_and_three_viewers_see_video_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, plot = tmp_path / "restart.json", tmp_path / "restart.png"
-    words = ["--stages", "1", "--rank", "0", "--repeats", "1", "--rest", "0", "--out", str(out), "--plot", str(plot)]
+    words = [
+        "--stages",
+        "1",
+        "--rank",
+        "0",
+        "--repeats",
+        "1",
+        "--rest",
+        "0",
+        "--no-spare",
+        "--out",
+        str(out),
+        "--plot",
+        str(plot),
+    ]
     assert restart.main(words) == restart.OK
     stored = json.loads(out.read_text())
     assert stored["benchmark"] == "restart"

@@ -13,6 +13,7 @@ from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_two_stages_are_compared_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "ring.json"
     words = ["--stages", "2", "--steps", "2", "--forward-s", "0.02", "--rounds", "1", "--out", str(out)]

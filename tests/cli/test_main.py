@@ -258,6 +258,7 @@ def test_generate_makes_the_video_that_was_asked_for(streamdiff_command: Command
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_generate_over_several_ranks_makes_the_same_frames(
     streamdiff_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +278,7 @@ def test_generate_over_several_ranks_makes_the_same_frames(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_what_is_wrong_with_a_ring_is_told_once(streamdiff_command: Command, tmp_path: Path) -> None:
     """Though every rank finds it."""
     process = streamdiff_command("generate", "--output", "out.mp4", "--stages", "2", "--steps", "3", "--device", "cpu")

@@ -17,10 +17,11 @@ from typing import Any
 import httpx
 import pytest
 
+from streamdiff.cli.main import main
 from streamdiff.pipeline.profiler import SUMMARY, TRACE
 from tests.server.test_restart import LIMIT_S, ROOT, watching
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
 
 @contextmanager
@@ -109,8 +110,7 @@ def test_a_server_that_is_ended_meanwhile_writes_what_it_has(tmp_path: Path) -> 
     assert "streamdiff.step" in names and chunks is not None and 1 <= int(chunks[1]) < 100
 
 
-def test_a_number_of_chunks_without_a_folder_is_refused() -> None:
-    command = [sys.executable, "-m", "streamdiff", "serve", "--no-browser", "--port", "0", "--profile-chunks", "8"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 2
-    assert "is 8, but nothing is traced: say where to, with --profile DIR" in done.stderr
+def test_a_number_of_chunks_without_a_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """That what `main` returns is the exit code has tests of its own (`test_main`)."""
+    assert main(["serve", "--no-browser", "--port", "0", "--profile-chunks", "8"]) == 2
+    assert "is 8, but nothing is traced: say where to, with --profile DIR" in capsys.readouterr().err

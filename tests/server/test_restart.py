@@ -375,6 +375,7 @@ def test_nothing_is_left_when_the_server_is_ended_while_an_engine_starts(gate: G
     assert not second.is_running()
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     "ring",
     [

@@ -254,7 +254,8 @@ def attend_rows(
     mixed, written = [], 0
     for index, (shape, row) in enumerate(rows):
         while written <= index + shape.ahead:
-            _write(rows[written], layer, *(each[written] for each in projected[1:]), all_heads)
+            rotated, value, unrotated = (each[written] for each in projected[1:])
+            _write(rows[written], layer, rotated, value, unrotated, all_heads)
             written += 1
         caches = row.caches
         if row.sink_rope is not None:

@@ -23,7 +23,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.server.media.encoder import as_rgb
 
 LIMIT_S = 600.0  # ends what hangs; a busy machine takes minutes
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 MORE = pytest.mark.soak
 """The same with more ranks than it takes."""
 

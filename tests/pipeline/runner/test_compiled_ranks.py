@@ -21,7 +21,11 @@ from tests.pipeline.runner.compiled_process import CHUNKS
 from tests.pipeline.runner.test_compiled_stage import TOLERANCE, worst
 from tests.pipeline.test_streaming_pipeline import save_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("compiled stage"),
+    pytest.mark.usefixtures("forked"),
+]  # they share compiled kernels
 RANKS = 2
 FULL, AGAIN = 2, 1
 """While the window fills, two chunks of two streams (one warms up) run the plain path, and so do those two of a window

@@ -1,0 +1,252 @@
+"""One process for all tests of a session that has torch and the pipeline imported, and forks those that need them.
+
+An import takes four seconds of a core, and a ring of three ranks four of them. `Interpreter.path` is an executable to
+be taken for `sys.executable`: as `python -m MODULE ...` it is a small process that stands for the forked one (same
+output, input, environment and folder; signals are passed on, both end together, with the same code), where `MODULE` is
+one of HEAVY or makes a video; anything else it runs itself, and what that starts in turn is started so too.
+
+For tests whose subject is not how a process starts, what it imports, or what it has open. CUDA does not bear it.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import importlib
+import io
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from streamdiff.heavy_import import heavy_import
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAVY = {
+    "benchmarks.gpu_check",
+    "benchmarks.ring_schedule",
+    "benchmarks.stream_rank",
+    "streamdiff.engine.process.main",
+    "tests.engine.faulty",
+    "tests.pipeline.runner.compiled_process",
+}
+_IMPORTED = ("streamdiff.pipeline.build", "streamdiff.pipeline.worker_main")
+_DESCRIPTORS = (0, 1, 2)
+_LENGTH = 16
+"""Bytes of every number that is sent."""
+
+# Runs without site and with nothing imported that takes long; fields in braces are filled in.
+_STAND_IN = """#!{python} -IS
+import array, os, sys
+argv, environment = sys.argv[1:], dict(os.environ)
+if argv[:1] != ["-m"] or argv[1] not in {heavy!r} and argv[1:3] != ["streamdiff", "generate"]:
+    os.execv({python!r}, [{path!r}, *argv])
+import json, signal, socket
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+told = json.dumps({{"argv": argv, "environment": environment, "folder": os.getcwd()}}).encode()
+signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+server.sendmsg([b"%{length}d" % len(told)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", {fds}))])
+server.sendall(told)
+process = int(server.recv({length}, socket.MSG_WAITALL))
+for number in signals:
+    if signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, lambda number, _: os.kill(process, number))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+for descriptor in {fds}:
+    os.close(descriptor)
+code = int(server.recv({length}, socket.MSG_WAITALL) or -9)
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """An executable that forks, and the hold on the server behind it, which ends when nobody has one."""
+
+    path: Path
+    hold: socket.socket
+
+
+def open_interpreter(folder: Path) -> Interpreter:
+    """The one in `folder`, which the first process that asks makes there, with a server behind it."""
+    folder.mkdir(exist_ok=True)
+    address, path = folder / "fork.sock", folder / "bin" / "python"
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            _start_server(address)
+            _write_stand_in(path, address)
+    hold = socket.socket(socket.AF_UNIX)
+    hold.connect(str(address))
+    return Interpreter(path, hold)
+
+
+def _start_server(address: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(address))
+    listener.listen(128)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.fork_server", str(listener.fileno())]
+    subprocess.run(
+        command, cwd=ROOT, env=environment, pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, start_new_session=True, check=True,
+    )  # fmt: skip
+    listener.close()
+
+
+def _write_stand_in(path: Path, address: Path) -> None:
+    """Beside it what makes it, for the interpreter, a virtual environment with this one's packages: Python finds its
+    packages, and what `sys.executable` is, by the path that it is called by."""
+    path.parent.mkdir()
+    prefix = Path(sys.prefix)
+    (path.parent.parent / "lib").symlink_to(prefix / "lib")
+    (path.parent.parent / "pyvenv.cfg").write_bytes((prefix / "pyvenv.cfg").read_bytes())
+    python = str(Path(sys.executable).resolve())
+    path.write_text(
+        _STAND_IN.format(
+            python=python, path=str(path), heavy=HEAVY, address=str(address), length=_LENGTH, fds=list(_DESCRIPTORS)
+        )
+    )
+    path.chmod(0o755)
+
+
+# ---- the server --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Server:
+    """Forks a process for each request; who asked and the process end together."""
+
+    listener: socket.socket
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    processes: dict[int, socket.socket] = field(default_factory=dict)
+    """Who asked, by process."""
+    holds: set[socket.socket] = field(default_factory=set)
+
+    def serve(self) -> dict[str, Any] | None:
+        """Until nobody holds it any more; in a forked process: what it is to be."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.selector.register(self.listener, selectors.EVENT_READ)
+        self.selector.register(reader, selectors.EVENT_READ)
+        held = False
+        while self.holds or not held:
+            for key, _ in self.selector.select():
+                if key.fileobj is self.listener:
+                    connection, _ = self.listener.accept()
+                    self.selector.register(connection, selectors.EVENT_READ)
+                    self.holds.add(connection)
+                    held = True
+                elif key.fileobj == reader:
+                    os.read(reader, 4096)
+                    self.reap()
+                elif (wanted := self.hear(key.fileobj)) is not None:  # type: ignore[arg-type]
+                    self.leave(reader, writer)
+                    return wanted
+        return None
+
+    def hear(self, connection: socket.socket) -> dict[str, Any] | None:
+        """A request, for which a process is forked, or the end of who asked, and so of its process."""
+        rights = socket.CMSG_SPACE(len(_DESCRIPTORS) * array.array("i").itemsize)
+        try:
+            data, ancillary, _, _ = connection.recvmsg(_LENGTH, rights)
+        except ConnectionResetError:  # it was killed, and has not read how its process ended
+            data = b""
+        if not data:
+            self.forget(connection)
+            for process, asked in list(self.processes.items()):
+                if asked is connection:
+                    os.kill(process, signal.SIGKILL)
+            return None
+        descriptors = array.array("i", ancillary[0][2])
+        told = bytearray()
+        while len(told) < int(data):
+            told += connection.recv(65536)
+        process = os.fork()
+        if process == 0:
+            for own, given in zip(_DESCRIPTORS, descriptors, strict=True):
+                os.dup2(given, own)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if process == 0:
+            wanted: dict[str, Any] = json.loads(told)
+            return wanted
+        self.processes[process] = connection
+        connection.sendall(_number(process))
+        return None
+
+    def forget(self, connection: socket.socket) -> None:
+        """Mutates: self."""
+        self.holds.discard(connection)
+        self.selector.unregister(connection)
+        connection.close()
+
+    def reap(self) -> None:
+        """Tell of processes that have ended. Mutates: self."""
+        while self.processes:
+            process, status = os.waitpid(-1, os.WNOHANG)
+            if process == 0:
+                return
+            with contextlib.suppress(OSError):  # who asked has ended before
+                self.processes.pop(process).sendall(_number(os.waitstatus_to_exitcode(status)))
+
+    def leave(self, *pipe: int) -> None:
+        """In a forked process: have nothing of the server's. Mutates: this process."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self.selector.close()
+        for connection in (self.listener, *self.holds):
+            connection.close()
+        for descriptor in pipe:
+            os.close(descriptor)
+
+
+def _number(value: int) -> bytes:
+    return str(value).rjust(_LENGTH).encode()
+
+
+def become(wanted: dict[str, Any], executable: str) -> None:
+    """Be the process that was asked for, to its end. Mutates: this process."""
+    os.setsid()
+    os.chdir(wanted["folder"])
+    os.environ.clear()
+    os.environ.update(wanted["environment"])
+    _, module, *arguments = wanted["argv"]
+    sys.argv, sys.executable = [module, *arguments], executable
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(write_through="PYTHONUNBUFFERED" in os.environ)  # as `python` reads it when it starts
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def main() -> None:
+    if os.fork():  # it is nobody's child, or tests that look at theirs would see it
+        os._exit(0)
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    address = Path(listener.getsockname())
+    with heavy_import():
+        for module in _IMPORTED:
+            importlib.import_module(module)
+    wanted = Server(listener).serve()
+    if wanted is not None:
+        become(wanted, str(address.parent / "bin" / "python"))
+
+
+if __name__ == "__main__":
+    sys.path[:] = dict.fromkeys([str(ROOT), *sys.path, sysconfig.get_path("purelib")])
+    main()

@@ -2,6 +2,7 @@
 
     python -m benchmarks.tiny_quality            # 200 prompts, all contexts, 4 and 2 steps: hours on a CPU
     python -m benchmarks.tiny_quality --contexts clean --steps 4 --prompts 40
+    python -m benchmarks.tiny_quality --contexts anchored --sink 2 --anchor-every 2
     python -m benchmarks.tiny_quality --quick    # minutes: does it run, roughly how good is it
 
 What is done is kept beside the result until all is done: the same command goes on after an interruption.
@@ -26,8 +27,10 @@ from tqdm import tqdm
 from benchmarks import report, world_clips
 from benchmarks.world_judge import Verdict, as_frames, judge, wrapped
 from streamdiff import clock
+from streamdiff.config import ModelConfig
 from streamdiff.errors import StreamdiffError
 from streamdiff.models.tiny import world
+from streamdiff.models.spec import with_anchors, with_window
 from streamdiff.models.tiny.prompts import canonical
 
 SUMMARY = "Judge what the embedded model shows, at chosen chunks and after a prompt change."
@@ -35,8 +38,8 @@ RUN_UP = 2
 """Chunks decoded before a judged one: the decoder remembers frames, so it needs them to be in its stride."""
 DECODE_STREAMS = 8
 SHEET_STREAMS = 10
-CONTEXTS = ("clean", "staircase", "matched")
-WITHOUT_BAR = ("matched",)
+CONTEXTS = ("clean", "staircase", "matched", "anchored")
+WITHOUT_BAR = ("matched", "anchored")
 BARS = {"color": 0.98, "background": 0.98, "motion": 0.95, "shape": 0.90}
 DRIFT_BAR, CHANGE_BAR = 0.02, 0.95
 
@@ -72,7 +75,7 @@ class Plan:
 
     prompts: int = 200
     marks: tuple[int, ...] = (5, 50, 200)
-    contexts: tuple[str, ...] = CONTEXTS
+    contexts: tuple[str, ...] = CONTEXTS[:3]
     steps: tuple[int, ...] = (4, 2)
     change_at: int = 6
     seed: int = 0
@@ -346,16 +349,23 @@ def run(subject: Subject, plan: Plan, out: Path, head: report.Header, kept: Kept
     return results
 
 
-def load_subject(folder: Path, device: torch.device, frames: Callable[[Tensor], Tensor] = as_frames) -> Subject:
-    """The model in a folder, ready to be measured; `frames` turns uint8 `[N, T, H, W, 3]` into what the judge looks at.
+def load_subject(
+    folder: Path,
+    device: torch.device,
+    frames: Callable[[Tensor], Tensor] = as_frames,
+    config: ModelConfig = ModelConfig(),
+) -> Subject:
+    """The model in a folder with the sink and the anchors of `config`, ready to be measured; `frames` turns uint8
+    `[N, T, H, W, 3]` into what the judge looks at.
 
     Raises:
-        ConfigError: the folder is no model.
+        ConfigError: the folder is no model, or sink, anchors and KV context do not go together.
     """
     from benchmarks.rollout import rollout
     from streamdiff.models.tiny import model as tiny
 
     loaded = tiny.load_model(folder, device)
+    loaded = replace(loaded, spec=with_anchors(with_window(loaded.spec, None, config.sink, None), config))
     decoder = loaded.decoder
     assert decoder is not None, "the whole model was loaded"
 
@@ -371,13 +381,15 @@ def load_subject(folder: Path, device: torch.device, frames: Callable[[Tensor], 
     return Subject(frames_first, decode_each)
 
 
-def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Plan]:
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Plan, ModelConfig]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tiny_quality", description=SUMMARY)
     plain = Plan()
     parser.add_argument("--weights", type=Path, help="model folder (default: the packaged one)")
     parser.add_argument("--prompts", type=int, default=plain.prompts)
     parser.add_argument("--marks", type=int, nargs="+", default=plain.marks, help="chunks to judge, rising")
     parser.add_argument("--contexts", nargs="+", choices=CONTEXTS, default=plain.contexts)
+    parser.add_argument("--sink", type=int, metavar="LATENTS", help="latent frames of the sink (default: the model's)")
+    parser.add_argument("--anchor-every", type=int, metavar="N", help="with anchored: every Nth chunk is an anchor too")
     parser.add_argument("--steps", type=int, nargs="+", choices=plain.steps, default=plain.steps)
     parser.add_argument("--seed", type=int, default=plain.seed)
     parser.add_argument("--batch", type=int, default=plain.batch, help="streams at once")
@@ -390,22 +402,29 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Plan]:
         parser.error(f"--marks {' '.join(map(str, marks))}: rising chunk numbers from 1 on")
     if options.prompts < 1 or options.batch < 1:
         parser.error("--prompts and --batch: at least 1")
+    config = ModelConfig(
+        kv_context="anchored" if "anchored" in options.contexts else "clean",
+        sink=options.sink,
+        anchor_every=options.anchor_every,
+    )
+    if config.kv_context == "anchored" and len(options.contexts) > 1:
+        parser.error("--contexts: anchored goes alone, since its sink would change the others")
     plan = Plan(
         options.prompts, marks, tuple(options.contexts), tuple(options.steps), seed=options.seed, batch=options.batch
     )
     if options.quick:
         plan = replace(plan, prompts=16, marks=(5, 12), steps=(4,), batch=16)
-    return options, plan
+    return options, plan, config
 
 
 def main(argv: list[str] | None = None) -> int:
-    options, plan = parse(argv)
+    options, plan, config = parse(argv)
     name = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     head = report.header(warm_up="none: nothing here is timed")
     from streamdiff.models.tiny.model import WEIGHTS
 
     try:
-        subject = load_subject(options.weights or WEIGHTS, torch.device(name))
+        subject = load_subject(options.weights or WEIGHTS, torch.device(name), config=config)
     except StreamdiffError as error:
         print(f"error: {error}")
         return 2
@@ -413,7 +432,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{streams} on {name}; this takes about {report.duration(estimate_s(subject, plan))}", flush=True)
     out = options.out or report.RESULTS / f"tiny_quality{'_quick' if options.quick else ''}.json"
     weights = (options.weights or WEIGHTS) / "transformer" / "diffusion_pytorch_model.safetensors"
-    stamp = f"{plan} {hashlib.sha256(weights.read_bytes()).hexdigest()}"
+    stamp = f"{plan} {options.sink} {options.anchor_every} {hashlib.sha256(weights.read_bytes()).hexdigest()}"
     run(subject, plan, out, head, Kept(out.with_suffix(".parts"), stamp))
     print(f"written: {report.public_path(str(out.resolve()))} and contact sheets beside it")
     return 0

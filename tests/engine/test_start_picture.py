@@ -53,11 +53,15 @@ def ask(engine: Engine, command: Command) -> list[Event]:
     return events
 
 
-def first_frames(engine: Engine, session: str, count: int = 2 * CHUNK_FRAMES) -> list[np.ndarray]:
-    """The next frames of a session, shown at once."""
+def first_frames(
+    engine: Engine, session: str, count: int = 2 * CHUNK_FRAMES, answers: list[Event] | None = None
+) -> list[np.ndarray]:
+    """The next frames of a session, shown at once; answers that come meanwhile are added to `answers`."""
     frames: list[np.ndarray] = []
     while len(frames) < count:
         for event in engine.step():
+            if answers is not None and isinstance(event, Opened | Accepted):
+                answers.append(event)
             if isinstance(event, FrameBatch):
                 engine.handle(Shown(event.session, event.first + len(event.pictures)))
                 if event.session == session:
@@ -102,11 +106,9 @@ def test_other_sessions_go_on_while_a_picture_is_encoded_and_its_own_requests_wa
     assert len(first_frames(engine, "other", 5 * CHUNK_FRAMES)) >= 5 * CHUNK_FRAMES
     assert engine.handle(SetPrompt("a", "blue", "p")) == []
     pipeline.let.set()
-    events: list[Event] = []
-    while len(events) < 2:
-        events += [event for event in engine.step(1.0) if isinstance(event, Opened | Accepted)]
-    assert [type(event) for event in events] == [Opened, Accepted]
-    frames = first_frames(engine, "a")
+    answers: list[Event] = []
+    frames = first_frames(engine, "a", answers=answers)
+    assert [type(event) for event in answers] == [Opened, Accepted]
     assert (frames[0] == 77).all() and frames[-1][0, 0, 2] == checksum("blue")
 
 

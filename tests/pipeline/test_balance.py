@@ -25,7 +25,7 @@ def agree(config: ModelConfig, everybody: list[Measured]) -> set[tuple[tuple[int
     blocks = read_sizes(config.name).blocks
 
     def share(rank: int, own: Measured) -> tuple[tuple[int, int], ...]:
-        return share_out(config, 4, gather_costs(RankContext(rank, stages, store), own, stages, blocks))
+        return share_out(config, 4, gather_costs(RankContext(rank, stages, store), own, stages, 1, blocks))
 
     with ThreadPoolExecutor(stages) as pool:
         asked = [pool.submit(share, rank, own) for rank, own in enumerate(everybody)]

@@ -22,6 +22,7 @@ from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.model_sizes import read_sizes
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.worker_main import link_fault
+from streamdiff.session_state import walk
 from tests.pipeline.context_process import ADAPTIVE, ORDERS, Case, shared_model
 from tests.pipeline.playing import Order, play, same
 from tests.pipeline.processes import run_ranks
@@ -89,7 +90,7 @@ def test_a_rank_keeps_its_share_of_the_heads_and_that_is_counted() -> None:
         stage.set_text(0, 0, torch.zeros(model.spec.text_shape), 0)
         text = sum(pair.key.nbytes + pair.value.nbytes for pair in stage.sessions[0].text[0])
         counted = 4 * sizes.cache_values(sizes.blocks, steps=4, kv_context=kv_context, shares=2)
-        assert stage.sessions[0].state.nbytes + text == counted, kv_context
+        assert walk.nbytes(stage.sessions[0].state) + text == counted, kv_context
         assert counted < 0.6 * 4 * sizes.cache_values(sizes.blocks, steps=4, kv_context=kv_context)
 
 

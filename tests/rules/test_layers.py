@@ -21,7 +21,7 @@ PACKAGE = (
     ("saved_stream",),
     ("api",),
     ("server",),
-    ("engine",),
+    ("engine", "model_options"),
     ("pipeline",),
     ("models",),
     ("session_state",),

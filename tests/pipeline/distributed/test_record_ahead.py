@@ -98,6 +98,7 @@ class Stage:
     """Hands forwards to a device; that takes the host a round, and the device another."""
 
     device = CPU
+    index, stages = 0, 2  # not the last one
 
     def __init__(self, host: Host, device: Device, clock: Clock) -> None:
         self.host, self.own, self.clock = host, device, clock

@@ -328,7 +328,7 @@ def test_a_trace_has_a_track_per_stage_and_one_for_decoding(
 
 
 def test_rows_that_share_a_forward_are_one_event() -> None:
-    outcome = make(ModelConfig(), PlanJob(stages=1, sessions=3, max_rows=3, stage_times="1", chunks=8))
+    outcome = make(ModelConfig(), PlanJob(stages=1, sessions=6, max_rows=3, stage_times="1", chunks=8))
     full = [bar for bar in trace.bars(outcome.run.spans, 1) if len(bar.rows) == 3]
     assert full[0].label == "session 0 chunk 0 step 0 + session 1 chunk 0 step 0 + session 2 chunk 0 step 0"
 

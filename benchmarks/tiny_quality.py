@@ -40,6 +40,7 @@ DECODE_STREAMS = 8
 SHEET_STREAMS = 10
 CONTEXTS = ("clean", "staircase", "matched", "anchored")
 WITHOUT_BAR = ("matched", "anchored")
+PLAIN = ModelConfig()
 BARS = {"color": 0.98, "background": 0.98, "motion": 0.95, "shape": 0.90}
 DRIFT_BAR, CHANGE_BAR = 0.02, 0.95
 
@@ -353,7 +354,7 @@ def load_subject(
     folder: Path,
     device: torch.device,
     frames: Callable[[Tensor], Tensor] = as_frames,
-    config: ModelConfig = ModelConfig(),
+    config: ModelConfig = PLAIN,
 ) -> Subject:
     """The model in a folder with the sink and the anchors of `config`, ready to be measured; `frames` turns uint8
     `[N, T, H, W, 3]` into what the judge looks at.

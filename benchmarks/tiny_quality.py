@@ -29,8 +29,8 @@ from benchmarks.world_judge import Verdict, as_frames, judge, wrapped
 from streamdiff import clock
 from streamdiff.config import ModelConfig
 from streamdiff.errors import StreamdiffError
-from streamdiff.models.tiny import world
 from streamdiff.models.spec import with_anchors, with_window
+from streamdiff.models.tiny import world
 from streamdiff.models.tiny.prompts import canonical
 
 SUMMARY = "Judge what the embedded model shows, at chosen chunks and after a prompt change."

@@ -14,7 +14,10 @@ from torch import Tensor
 
 from benchmarks import report, tiny_quality, world_clips
 from benchmarks.tiny_quality import Plan, Subject
+from streamdiff.config import ModelConfig
+from streamdiff.errors import ConfigError
 from streamdiff.models.tiny import world
+from streamdiff.models.tiny.model import WEIGHTS
 from streamdiff.models.tiny.prompts import canonical
 
 pytestmark = pytest.mark.slow
@@ -153,9 +156,24 @@ def test_the_estimate_grows_with_the_plan() -> None:
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["--marks", "50", "5"], "rising"), (["--contexts", "blurry"], "clean"), (["--prompts", "0"], "at least 1")],
+    [
+        (["--marks", "50", "5"], "rising"),
+        (["--contexts", "blurry"], "clean"),
+        (["--prompts", "0"], "at least 1"),
+        (["--contexts", "clean", "anchored", "--sink", "2"], "anchored goes alone"),
+    ],
 )
 def test_bad_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         tiny_quality.parse(words)
     assert message in capsys.readouterr().err
+
+
+def test_anchors_are_those_that_were_asked_for() -> None:
+    _, _, config = tiny_quality.parse(["--contexts", "anchored", "--anchor-every", "3"])
+    subject = tiny_quality.load_subject(WEIGHTS, torch.device("cpu"), config=config)
+    kept = {0, 1}
+    asked = {"chunks": 2, "steps": 2, "kv_context": "anchored", "seed": 0, "keep": kept}
+    assert set(subject.rollout(["a red circle"], **asked)) == kept
+    with pytest.raises(ConfigError, match="so no chunk would be an anchor"):
+        tiny_quality.load_subject(WEIGHTS, torch.device("cpu"), config=ModelConfig(kv_context="anchored"))

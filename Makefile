@@ -22,7 +22,7 @@ NONE := $(if $(ARGS),|| [ $$? -eq 5 ],)
 
 # In continuous integration one unsteady test is not to hide what the others say: a test that fails is tried once more,
 # and the summary names it (RERUN). Whoever sees that mends the test, or what it found.
-RETRY := $(if $(CI),--reruns 1 -raR)
+RETRY := $(if $(CI),--reruns 1 --rerun-show-tracebacks -raR)
 
 # An interpreter given on the command line or in the environment reaches tools/environment.sh this way.
 export VENV

@@ -112,6 +112,8 @@ class LoadPlan:
         """See the function of that name; with the steps that are taken, and what pictures are."""
         return {
             **rank_facts(self.config, self.models),
+            # A server has it in its configuration, its other ranks leave it out where it is off.
+            "model.batching": str(batching_of(self.config, self.sizes)),
             "model.steps": str(self.steps),
             "model.pictures": self.config.pictures if isinstance(self.config, ServedModel) else "rgb",
         }

@@ -81,7 +81,8 @@ async def _is_received(receiver: asyncio.subprocess.Process) -> None:
 
 
 def _writers() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if "streamdiff.server.outputs.muxer" in each.cmdline()]
+    running = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+    return [each for each in running if "streamdiff.server.outputs.muxer" in each.cmdline()]
 
 
 def _statuses(site: Site) -> list[outputs.OutputStatus]:

@@ -63,8 +63,10 @@ class InFlightQueue:
         return max(0.0, self._held_since_s + self.wait_s - now_s)
 
     def _next_rows(self) -> list[MicroStep]:
-        taken, live = len(self.in_ring), sum(not self.scheduler.is_background(each.rows) for each in self.in_ring)
-        places = Places(self.limit - taken, self.limit - live, self.limit)
+        taken, places = len(self.in_ring), None
+        if self.scheduler.max_rows > 1:
+            live = sum(not self.scheduler.is_background(each.rows) for each in self.in_ring)
+            places = Places(self.limit - taken, self.limit - live, self.limit)
         rows = self.scheduler.next(background=taken < self.scheduler.stages, places=places)
         if rows:
             self._held_since_s = None

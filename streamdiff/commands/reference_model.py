@@ -169,6 +169,7 @@ class NoText:
     """The text encoder of a run whose embeddings are given: raises when used."""
 
     examples: tuple[str, ...] = ()
+    suggestions: tuple[tuple[str, ...], ...] = ()
     vocabulary: str = ""
     slow = False
 

@@ -37,8 +37,7 @@ from streamdiff.errors import RequestError, StreamdiffError
 from streamdiff.models.interfaces import Reading
 from streamdiff.pipeline.output import Frames
 
-# What can go wrong with one text or picture (memory, files, numbers), and ends nothing else. Others are faults of a
-# program.
+# What can go wrong with one text or picture (memory, files, numbers), and ends nothing else.
 _TEXT_ERRORS = (StreamdiffError, OSError, RuntimeError, ValueError, MemoryError)
 
 
@@ -65,6 +64,7 @@ class Engine:
         return Ready(
             **asdict(pipeline.info),
             examples=tuple(text.examples),
+            suggestions=text.suggestions,
             vocabulary=text.vocabulary,
             work_s=pipeline.work_s(),
             sessions_fit=pipeline.sessions_fit(),

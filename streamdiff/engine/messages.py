@@ -128,6 +128,7 @@ class Ready(ModelInfo):
     `sessions_fit`, how many sessions of the default kind the memory holds; None: unknown."""
 
     examples: tuple[str, ...] = ()
+    suggestions: tuple[tuple[str, ...], ...] = ()
     vocabulary: str = ""
     work_s: float | None = None
     sessions_fit: int | None = None

@@ -22,9 +22,11 @@ class Reading:
 
 class TextEncoder(Protocol):
     """Prompt to conditioning. `slow` says that `encode` may take longer than a frame is shown: it is then called on a
-    thread of its own, while streams go on and `read` is called on theirs."""
+    thread of its own, while streams go on and `read` is called on theirs. `suggestions`: groups of short prompts that
+    change one thing each and leave the rest as it is; empty where `read` fills nothing in."""
 
     examples: tuple[str, ...]
+    suggestions: tuple[tuple[str, ...], ...]
     vocabulary: str
     slow: bool
 

@@ -73,6 +73,7 @@ class RandomText:
     """A `TextEncoder` (models/interfaces.py) without an encoder: every text has embeddings of its own, drawn."""
 
     examples: tuple[str, ...] = ("anything: weights are random, and the picture is noise",)
+    suggestions: tuple[tuple[str, ...], ...] = ()
     vocabulary: str = "Any words. The weights are random, so the picture is noise; only speed and memory are real."
     slow: bool = False
 

@@ -57,6 +57,7 @@ class Embeddings:
 
     rows: Tensor
     examples: tuple[str, ...] = ()
+    suggestions: tuple[tuple[str, ...], ...] = ()
     vocabulary: str = ""
 
     def read(self, prompt: str, previous: str | None) -> object:

@@ -40,6 +40,7 @@ INFO = ModelInfo("painted", "cpu", SIZE, SIZE, 20.0, CHUNK_FRAMES, 2, "clean", (
 
 class PaintedText:
     examples: tuple[str, ...] = ("red circle left", "blue star")
+    suggestions = (("red", "blue"),)
     vocabulary = "colours, shapes, ways"
     slow = False
 

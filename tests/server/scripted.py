@@ -49,6 +49,7 @@ INFO = ModelInfo("scripted", "cpu", SIZE, SIZE, 40.0, CHUNK_FRAMES, 4, "clean", 
 @dataclass
 class Text:
     examples: tuple[str, ...] = ("a red circle moving right", "a blue star on grass", "a yellow square moving up")
+    suggestions: tuple[tuple[str, ...], ...] = (tuple(COLOURS), ("circle", "square"))
     vocabulary: str = "colours: " + ", ".join(COLOURS)
     slow: bool = False
 

@@ -57,7 +57,12 @@ def _fits(value: object, hint: object) -> bool:
 def _check(kind: type, name: str, value: object, hint: object) -> object:
     if not _fits(value, hint):
         raise WireError(f"{kind.__name__}.{name} is {value!r:.80}, expected {hint}")
-    return tuple(value) if isinstance(value, list) else value
+    return _frozen(value)
+
+
+def _frozen(value: object) -> object:
+    """JSON's lists as tuples, of tuples too."""
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
 def encode(message: Command | Event) -> list[Part]:

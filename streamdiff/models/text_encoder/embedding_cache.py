@@ -131,7 +131,8 @@ class CachedText:
     ) -> None:
         """`identity`, `revision` and `length` tell this encoder's entries from others' in the same cache: `TextKey`.
         `device` is where the encoder puts embeddings, and so where those of `kept` go."""
-        self.examples, self.vocabulary, self.slow = encoder.examples, encoder.vocabulary, encoder.slow
+        self.examples, self.suggestions = encoder.examples, encoder.suggestions
+        self.vocabulary, self.slow = encoder.vocabulary, encoder.slow
         self.encoder, self.cache = encoder, cache
         self._identity, self._revision, self._length = identity, revision, length
         self._kept, self._device = kept, torch.device(device)

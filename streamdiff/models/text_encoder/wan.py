@@ -43,6 +43,7 @@ class WanText:
     """Wan's `TextEncoder` (models/interfaces.py). For several threads; they encode one after the other."""
 
     examples: tuple[str, ...] = EXAMPLES
+    suggestions: tuple[tuple[str, ...], ...] = ()
     vocabulary: str = VOCABULARY
     slow: bool = True
 

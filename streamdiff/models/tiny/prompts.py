@@ -61,6 +61,12 @@ EXAMPLES = (
     "a purple square falling in the desert",
     "a yellow triangle standing still in the clouds",
 )
+SUGGESTIONS = (
+    COLOR_NAMES,
+    SHAPES,
+    tuple(phrases[0] for phrases in MOTION_PHRASES.values()),
+    tuple(phrases[0] for phrases in PLACE_PHRASES.values()),
+)
 VOCABULARY = (
     f"colours {', '.join(COLOR_NAMES)}; shapes {', '.join(SHAPES)}; "
     "moving left, right, up, down or standing still; "

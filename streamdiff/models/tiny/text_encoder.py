@@ -53,6 +53,7 @@ class TinyText:
     """The embedded model's `TextEncoder` (models/interfaces.py)."""
 
     examples: tuple[str, ...] = prompts.EXAMPLES
+    suggestions: tuple[tuple[str, ...], ...] = prompts.SUGGESTIONS
     vocabulary: str = prompts.VOCABULARY
     slow: bool = False
 

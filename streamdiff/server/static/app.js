@@ -2,8 +2,11 @@
 
 import { StreamClient } from "./client.js";
 import { $, drawFieldError, number, setText } from "./dom.js";
+import { startFolding } from "./fold.js";
 import { drawPicture, frameOf, startPictures } from "./picture.js";
+import { openShared, share } from "./share.js";
 import { drawStats, startMeasuring } from "./stats.js";
+import { chip, drawSuggestions } from "./suggestions.js";
 
 const video = $("video");
 const token = tokenOf(location.hash);
@@ -82,6 +85,7 @@ function drawVeil(text, { busy = true, button = false } = {}) {
 function drawState(state) {
   view.paused = state.paused;
   view.prompt = state.prompt;
+  view.text = state.text;
   const typing = document.activeElement === $("fps") && $("fps").valueAsNumber !== view.fps;
   if (state.fps !== view.fps && !typing) $("fps").value = state.fps;
   view.fps = state.fps;
@@ -99,6 +103,7 @@ function drawState(state) {
   drawPicture(state.image);
   drawNotice(state.engine === "restarting" ? `The engine is being started again: ${state.engine_reason}` : state.notice);
   for (const chip of $("chips").children) chip.setAttribute("aria-current", String(chip.textContent === state.prompt));
+  drawSuggestions(state.text, suggest);
   drawStatus();
 }
 
@@ -235,6 +240,12 @@ function sendPrompt(text) {
   else $("prompt").focus();
 }
 
+/** A prompt that the page offers, as if it had been typed. */
+function suggest(prompt) {
+  $("prompt").value = prompt;
+  sendPrompt(prompt);
+}
+
 function readSeed() {
   const seed = $("seed").valueAsNumber;
   const usable = Number.isInteger(seed) && seed >= 0 && seed <= 2147483647;
@@ -277,6 +288,11 @@ function togglePause() {
   ask(view.paused ? "resume" : "pause");
 }
 
+async function shareLink() {
+  const receipt = await share({ prompt: view.text || view.prompt, seed: view.seed, steps: view.steps });
+  if (receipt) drawReceipt(receipt);
+}
+
 function toggleFullscreen() {
   if (document.fullscreenElement) document.exitFullscreen();
   else $("screen").requestFullscreen?.();
@@ -317,6 +333,7 @@ $("dice").addEventListener("click", () => {
 $("pause").addEventListener("click", togglePause);
 $("reset").addEventListener("click", () => ask("reset"));
 $("fullscreen").addEventListener("click", toggleFullscreen);
+$("share").addEventListener("click", shareLink);
 $("fullscreen").hidden = !document.fullscreenEnabled;
 $("veil-button").addEventListener("click", () => {
   video.play().catch(() => {});
@@ -326,8 +343,8 @@ $("veil-button").addEventListener("click", () => {
 document.addEventListener("keydown", (event) => {
   const busy = event.target.closest("input, textarea, button, summary, a, select");
   if (busy || event.ctrlKey || event.metaKey || event.altKey || event.repeat) return;
-  const act = { "/": () => $("prompt").focus(), " ": togglePause, k: togglePause, r: () => ask("reset"), f: toggleFullscreen }[event.key.toLowerCase()];
-  if (!act || (!view.steers && act !== toggleFullscreen)) return;
+  const act = { "/": () => $("prompt").focus(), " ": togglePause, k: togglePause, r: () => ask("reset"), f: toggleFullscreen, c: () => $("fold").click(), s: shareLink }[event.key.toLowerCase()];
+  if (!act || (!view.steers && !"fcs".includes(event.key.toLowerCase()))) return;
   event.preventDefault();
   act();
 });
@@ -338,19 +355,12 @@ async function describe() {
   const { engine } = await (await fetch(`api/state${location.search}`, { headers: client.authorization })).json();
   $("chips").replaceChildren(
     ...engine.examples.map((example) => {
-      const chip = document.createElement("button");
-      chip.type = "button";
-      chip.className = "chip";
-      chip.dataset.steers = "";
-      chip.textContent = example;
-      chip.setAttribute("aria-current", String(example === view.prompt));
-      chip.addEventListener("click", () => {
-        $("prompt").value = example;
-        sendPrompt(example);
-      });
-      return chip;
+      const made = chip(example, suggest);
+      made.setAttribute("aria-current", String(example === view.prompt));
+      return made;
     }),
   );
+  drawSuggestions(view.text, suggest, engine.suggestions);
   drawControls();
   setText($("vocabulary-text"), engine.vocabulary.replaceAll("; ", "\n"));
   $("vocabulary").hidden = !engine.vocabulary;
@@ -380,4 +390,9 @@ for (const control of document.querySelectorAll("[data-steers][title]")) control
 drawStatus();
 startPictures({ steers: () => view.steers && client.connected, send: beginWith, frame: () => frameOf(video) });
 startMeasuring(client, view);
-client.start();
+startFolding();
+openShared(client.authorization).then((refused) => {
+  if (refused === null) return; // the page is on its way to the session
+  client.start();
+  if (refused) drawReceipt(refused);
+});

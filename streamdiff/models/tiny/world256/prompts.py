@@ -56,6 +56,16 @@ EXAMPLES = (
     "a purple square spinning in the desert as day turns into night",
     "an orange star bouncing fast over a meadow in the snow",
 )
+SUGGESTIONS = (
+    COLOR_NAMES,
+    SHAPES,
+    ("moving left", "moving up", "bouncing", "spinning", "standing still"),
+    ("faster", "slower", "larger", "smaller"),
+    tuple(PLACE_WORDS.values()),
+    ("by day", "at dusk", "at night", "at dawn", "as day turns into night"),
+    ("rain", "snow", "wind", "clear weather"),
+    ("camera panning left", "camera panning right", "still camera"),
+)
 VOCABULARY = (
     f"one or two things; colours {', '.join(COLOR_NAMES)}; shapes {', '.join(SHAPES)}, large or small; moving left, "
     "right, up or down, standing still, bouncing, spinning, slowly or fast; over a meadow, in the desert, over the "

@@ -15,6 +15,7 @@ class WorldText(TinyText):
     """The `TextEncoder` (models/base.py) that understands people."""
 
     examples = prompts.EXAMPLES
+    suggestions = prompts.SUGGESTIONS
     vocabulary = prompts.VOCABULARY
 
     def read(self, prompt: str, previous: str | None) -> Reading:

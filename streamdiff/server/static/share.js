@@ -1,0 +1,43 @@
+// A link with prompt, seed and steps. Whoever opens it gets a session of their own, which is the same stream when
+// this one began with that prompt.
+
+const NAMES = ["prompt", "seed", "steps"];
+
+/** Hand the link on: to the phone's own dialogue, else to the clipboard. Returns what to tell the visitor. */
+export async function share(what) {
+  const link = new URL(location.pathname, location.href);
+  for (const name of NAMES) link.searchParams.set(name, what[name]);
+  try {
+    if (navigator.share && matchMedia("(pointer: coarse)").matches) {
+      await navigator.share({ title: "streamdiff", text: what.prompt, url: link.href });
+      return "";
+    }
+    await navigator.clipboard.writeText(link.href);
+    return "A link to this prompt and seed is in the clipboard.";
+  } catch (error) {
+    return error.name === "AbortError" ? "" : `The link: ${link.href}`; // no clipboard: pages without TLS have none
+  }
+}
+
+/** Where the page's address is such a link, open its session and go there. Resolves with null then; else with why the
+ *  session was refused, or "" where the address is no such link. */
+export async function openShared(authorization) {
+  const asked = new URLSearchParams(location.search);
+  if (!asked.get("prompt") || asked.has("session")) return "";
+  const number = (name) => (asked.has(name) ? Number(asked.get(name)) : undefined);
+  const body = JSON.stringify({ prompt: asked.get("prompt"), seed: number("seed"), steps: number("steps") });
+  let answer;
+  try {
+    answer = await fetch("api/sessions", { method: "POST", body, headers: { "Content-Type": "application/json", ...authorization } });
+  } catch {
+    return refused("The server cannot be reached.");
+  }
+  const told = await answer.json().catch(() => ({}));
+  if (!answer.ok) return refused(told.detail ?? `The server answered ${answer.status}.`);
+  for (const name of NAMES) asked.delete(name);
+  asked.set("session", told.id);
+  location.replace(`${location.pathname}?${asked}#token=${encodeURIComponent(told.control_token)}`);
+  return null;
+}
+
+const refused = (why) => `The shared stream could not be opened, this is the server's own. ${why}`;

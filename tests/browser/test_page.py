@@ -1,0 +1,104 @@
+"""What the page offers beside the prompt: a link to share, words to try, controls that fold away; in Chromium."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import parse_qs, urlencode, urlsplit
+
+import httpx
+import pytest
+from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from benchmarks.browser import Server, console_errors, running_server
+from tests.browser.looking import PAINTED, coloured, until
+from tests.server.scripted import COLOURS
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running_server(PAINTED) as server:
+        yield server
+
+
+@pytest.fixture
+def page(server: Server, browser: WebDriver) -> Iterator[WebDriver]:
+    browser.get(server.url)
+    until(browser, lambda seen: seen["status"] == "Live")
+    yield browser
+    assert console_errors(browser) == []
+    browser.get("about:blank")
+
+
+def opened(server: Server, browser: WebDriver, link: str) -> dict[str, object]:
+    """The session to which a link leads."""
+    browser.get(link)
+    until(browser, lambda seen: "session=" in browser.current_url and seen["status"] == "Live")
+    session = parse_qs(urlsplit(browser.current_url).query)["session"][0]
+    found: dict[str, object] = httpx.get(f"{server.url}api/sessions/{session}", timeout=20).json()
+    return found
+
+
+def test_a_link_opens_a_session_with_its_prompt_and_seed_and_can_be_shared_on(
+    server: Server, browser: WebDriver
+) -> None:
+    asked = {"prompt": "a green circle & more", "seed": "7", "steps": "2"}
+    first = opened(server, browser, f"{server.url}?{urlencode(asked)}")
+    assert {name: str(first[name]) for name in asked} == asked
+    assert first["id"] != "default"
+    until(browser, lambda seen: coloured(seen, 1, 0) > 500)
+    browser.execute_cdp_cmd(
+        "Browser.grantPermissions", {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
+    )
+    browser.find_element("id", "share").click()
+    until(browser, lambda _: browser.find_element("id", "receipt").text.startswith("A link"))
+    link = browser.execute_async_script("navigator.clipboard.readText().then(arguments[0])")
+    second = opened(server, browser, link)
+    assert {name: str(second[name]) for name in asked} == asked
+    assert second["id"] != first["id"]
+    assert console_errors(browser) == []
+
+
+def test_a_link_that_cannot_be_opened_shows_the_servers_own_stream_and_says_why(
+    server: Server, browser: WebDriver
+) -> None:
+    browser.get(f"{server.url}?prompt=a+star&seed=-1")
+    until(browser, lambda seen: seen["status"] == "Live")
+    assert "seed" in browser.find_element("id", "receipt").text
+    assert "session=" not in browser.current_url
+    assert all("422" in line for line in console_errors(browser)), "the browser's own line about the answer"
+
+
+def test_a_suggestion_changes_the_prompt_and_is_then_not_suggested_again(page: WebDriver) -> None:
+    def words() -> list[str]:
+        return [chip.text for chip in page.find_elements(By.CSS_SELECTOR, "#suggestions .chip")]
+
+    until(page, lambda _: len(words()) == 2)
+    colour, shape = words()
+    assert colour in COLOURS and shape in ("circle", "square")
+    page.find_element(By.CSS_SELECTOR, "#suggestions .chip").click()
+    until(page, lambda _: page.find_element("id", "playing").text == colour)
+    until(page, lambda _: words() and words()[0] in set(COLOURS) - {colour})
+
+
+def test_the_controls_fold_away_and_stay_so_while_the_prompt_still_steers(page: WebDriver) -> None:
+    page.set_window_size(1280, 900)
+    settings, button = page.find_element("id", "settings"), page.find_element("id", "fold")
+    assert settings.is_displayed() and button.get_attribute("aria-expanded") == "true"
+    page.find_element("tag name", "body").send_keys("c")
+    until(page, lambda _: not settings.is_displayed())
+    page.refresh()
+    until(page, lambda seen: seen["status"] == "Live")
+    button = page.find_element("id", "fold")
+    assert button.get_attribute("aria-expanded") == "false"
+    assert not page.find_element("id", "settings").is_displayed()
+    picture, prompt = page.find_element("id", "screen").rect, page.find_element("id", "prompt").rect
+    assert picture["height"] > 500 and prompt["y"] + prompt["height"] < page.execute_script("return innerHeight")
+    assert page.find_element("id", "pause").accessible_name == "Pause"
+    page.find_element("id", "prompt").send_keys("a blue star" + Keys.ENTER)
+    until(page, lambda seen: coloured(seen, 2, 0) > 500)
+    button.click()
+    until(page, lambda _: page.find_element("id", "settings").is_displayed())

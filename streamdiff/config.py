@@ -308,6 +308,8 @@ class ServeConfig(_Section):
     """Seconds after which any session ends; null: never."""
     load: float = Field(0.9, gt=0, le=10)
     """Share of the engine's time that sessions may ask for together."""
+    adaptive: bool = False
+    """Sessions that do not say: whether they give up steps, then frame rate, before anybody is refused."""
     open_browser: bool = True
     """Open a browser where there is a display."""
     outputs: list[str] = []

@@ -192,6 +192,8 @@ SERVE = (
     PARALLEL,
     Option("--decode", "PLACE", "rank of a ring that decodes: head (default), last or own-rank", str, "model.decode"),
     *BATCHING,
+    Option("--adaptive", "", "under load, sessions give up steps, then frame rate, before anybody is refused",
+           key="serve.adaptive", action=SWITCH),
     Option("--codec", "CODEC", "auto, h264 or vp8 (default auto)", str, "serve.codec"),
     Option("--encoder", "NAME", "of H.264: auto, x264 or nvenc (default auto: what opens)", str, "serve.encoder"),
     Option("--scale", "N", "enlarge the picture before encoding (default: 2 for `tiny`, else 1)", int, "serve.scale"),

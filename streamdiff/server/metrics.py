@@ -48,6 +48,13 @@ class Metrics:
         self.session_first_s = histogram(
             "session_first_frame_seconds", "From asking for a session until its first frame is made", buckets=_SLOW_S
         )
+        self.steps = gauge("session_steps", "Denoise steps of a chunk, under load fewer than asked for", session)
+        self.asked_steps = gauge("session_asked_steps", "Those that were asked for", session)
+        self.fps = gauge("session_fps", "Frames shown per second, under load fewer than asked for", session)
+        self.asked_fps = gauge("session_asked_fps", "Those that were asked for", session)
+        self.load_changes = counter(
+            "load_changes", "Times that load took from an adaptive session (down), or gave back (up)", ["direction"]
+        )
         self.unanswered = gauge("requests_unanswered", "Requests that the engine has not answered yet", session)
         self.request_lag_s = histogram(
             "request_lag_seconds",

@@ -20,7 +20,7 @@ from streamdiff.pipeline.scheduler.scheduler import Places, StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 
 # Time inside is whole picoseconds: what happens together in exact arithmetic happens together here, whatever floats do.
-_PER_SECOND = 10**12
+PER_SECOND = 10**12
 
 
 @dataclass(frozen=True)
@@ -167,13 +167,13 @@ def simulate(setup: Setup) -> Run:
     """
     ring = _Ring(setup)
     ring.run()
-    end_s = ring.agenda.now / _PER_SECOND  # jobs that wait then are left out
+    end_s = ring.agenda.now / PER_SECOND  # jobs that wait then are left out
     begun = (span for span in ring.spans if span.begin_s <= end_s)
     spans = sorted(begun, key=lambda span: (span.begin_s, -1 if span.stage is None else span.stage))
     return Run(tuple(spans), tuple(ring.done), _figures(setup, spans, ring.done))
 
 
-class _Agenda:
+class Agenda:
     """Event queue; events of the same instant run in the order in which they were added."""
 
     def __init__(self) -> None:
@@ -195,10 +195,10 @@ class _Agenda:
         return True
 
 
-class _Server:
+class Server:
     """A stage, a link or a decoder: a FIFO queue that does one job at a time."""
 
-    def __init__(self, agenda: _Agenda) -> None:
+    def __init__(self, agenda: Agenda) -> None:
         self._agenda, self._free = agenda, 0
 
     def put(self, ticks: int, ended: Callable[[], None]) -> tuple[int, int]:
@@ -224,10 +224,10 @@ class _Ring:
             )
             least = min_ahead_frames(stream.kv_context, steps=stream.steps, stages=self.stages, chunk_frames=1)
             self.max_ahead.append(least + 1 if stream.max_ahead_chunks is None else stream.max_ahead_chunks)
-        self.agenda = _Agenda()
-        self.stage = [_Server(self.agenda) for _ in range(self.stages)]
-        self.link = [_Server(self.agenda) for _ in range(self.stages)]
-        self.decoder = _Server(self.agenda) if setup.decode_stage is None else self.stage[setup.decode_stage]
+        self.agenda = Agenda()
+        self.stage = [Server(self.agenda) for _ in range(self.stages)]
+        self.link = [Server(self.agenda) for _ in range(self.stages)]
+        self.decoder = Server(self.agenda) if setup.decode_stage is None else self.stage[setup.decode_stage]
         self.in_ring = self.forwards = 0
         self.admitted: dict[tuple[int, int], int] = {}
         self.unshown = [0] * len(setup.streams)
@@ -293,7 +293,7 @@ class _Ring:
     def _finish(self, row: MicroStep) -> None:
         now, session = self.agenda.now, row.session
         admitted = self.admitted.pop((session, row.chunk))
-        self.done.append(Done(session, row.chunk, admitted / _PER_SECOND, now / _PER_SECOND))
+        self.done.append(Done(session, row.chunk, admitted / PER_SECOND, now / PER_SECOND))
         self.shown_until[session] = max(self.shown_until[session], now) + _ticks(self.setup.streams[session].show_s)
         self.agenda.at(self.shown_until[session], partial(self._show, session))
 
@@ -301,7 +301,7 @@ class _Ring:
         self.unshown[session] -= 1
 
     def _note(self, stage: int | None, times: tuple[int, int], row: MicroStep, step: int | None, forward: int) -> None:
-        begin_s, end_s = (time / _PER_SECOND for time in times)
+        begin_s, end_s = (time / PER_SECOND for time in times)
         self.spans.append(Span(stage, begin_s, end_s, row.session, row.chunk, step, forward))
 
 
@@ -347,7 +347,7 @@ def _gaps(times: Sequence[float], window_s: float) -> Gaps:
 
 
 def _ticks(seconds: float) -> int:
-    return round(seconds * _PER_SECOND)
+    return round(seconds * PER_SECOND)
 
 
 def _check(good: bool, message: str) -> None:

@@ -41,12 +41,14 @@ class PlayoutSlot:
 class Progress:
     """How far the stream has come; frames count from the session's start. `frame`: the last one shown, -1 before.
     `shown`: new frames handed out; `repeated`: slots that showed the last frame again, because the next was not there;
+    `dry`: those of them in which no frame waited at all, though the stream was under way;
     `dropped`: frames that came and were never shown; `missed`: slots that passed unseen because the caller asked too
     late; `passed`: frames shown or dropped, what `Shown.frames` reports to the engine; `buffered`: frames that wait."""
 
     frame: int = -1
     shown: int = 0
     repeated: int = 0
+    dry: int = 0
     dropped: int = 0
     missed: int = 0
     passed: int = 0
@@ -294,6 +296,7 @@ class PlayoutBuffer:
             last = self.latest
             assert last is not None, "slots begin with a frame"
             self._progress.repeated += 1
+            self._progress.dry += not (self._filling or self._queue)
             due = PlayoutSlot(last.picture, last.frame, last.epoch, self.pts(self._slot), repeated)
         self._slot += 1
         self.latest = due

@@ -22,6 +22,7 @@ _IMAGE = (
     "a picture that it begins with and goes on from: JPEG, PNG, WebP or AVIF as base64 (or a data: URL), in a form a "
     "file; never an address"
 )
+_ADAPTIVE = "whether it gives up steps, then frame rate, under load, before anybody is refused"
 Image = Annotated[str, Field(max_length=MAX_JSON_BYTES)]
 ImageFit = Annotated[Fit, Field(description="how a picture of other proportions is fitted")]
 
@@ -35,6 +36,7 @@ class NewSession(Body):
     steps: Steps | None = None
     kv_context: KVContext | None = Field(None, description="what a chunk sees of earlier chunks")
     fps: Fps | None = None
+    adaptive: bool | None = Field(None, description=_ADAPTIVE)
     image: Image | None = Field(None, description=_IMAGE)
     fit: ImageFit = "cover"
 
@@ -46,7 +48,7 @@ class SessionChange(Body):
         json_schema_extra={
             "anyOf": [
                 {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
-                for name in ("fps", "steps", "prompt", "seed", "image")
+                for name in ("adaptive", "fps", "steps", "prompt", "seed", "image")
             ],
             "dependentSchemas": {
                 "switch": {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
@@ -56,6 +58,7 @@ class SessionChange(Body):
     )
 
     if_rev: control.Revision | None = Field(None, description="only while the state has this revision, else 409")
+    adaptive: bool | None = Field(None, description=_ADAPTIVE)
     fps: Fps | None = None
     steps: Steps | None = Field(None, description="from the next chunk on")
     prompt: Prompt | None = Field(None, description="from the next chunk on")
@@ -72,8 +75,9 @@ class SessionChange(Body):
             raise PydanticCustomError("switch", "`switch` says how a new `prompt` comes in; give both")
         if "fit" in self.model_fields_set and self.image is None:
             raise PydanticCustomError("fit", "`fit` says how an `image` is fitted; give both")
-        if all(value is None for value in (self.fps, self.steps, self.prompt, self.seed, self.image)):
-            raise PydanticCustomError("empty", "The change is empty; give fps, steps, prompt, seed or image")
+        given = (self.adaptive, self.fps, self.steps, self.prompt, self.seed, self.image)
+        if all(value is None for value in given):
+            raise PydanticCustomError("empty", "The change is empty; give adaptive, fps, steps, prompt, seed or image")
         return self
 
 
@@ -86,10 +90,14 @@ class SessionInfo(BaseModel):
     notice: str = Field(description="the model's remark on the prompt, or empty")
     seed: int
     image: bool = Field(description="whether it begins with a picture")
+    adaptive: bool = Field(description="whether it gives up steps, then frame rate, under load")
+    reason: str = Field(description="`load` while it has less than was asked for, else empty")
     steps: int = Field(description="denoise steps of a chunk")
+    asked_steps: int = Field(description="those that were asked for")
     steps_known: list[int] = Field(description="those that `steps` may be changed to; empty: unknown")
     kv_context: str
     fps: float = Field(description="frames shown per second")
+    asked_fps: float = Field(description="those that were asked for")
     native_fps: float = Field(description="frames per second at which motion looks as the model was trained")
     width: int
     height: int
@@ -222,6 +230,8 @@ def messages_of(change: SessionChange, ready: Ready, picture: Pictures | None = 
     """
     _check_steps(change.steps, ready)
     messages: list[control.ControlMessage] = []
+    if change.adaptive is not None:
+        messages.append(control.AdaptiveMessage(type="adaptive", adaptive=change.adaptive))
     if change.fps is not None:
         messages.append(control.FpsMessage(type="fps", fps=change.fps))
     if change.steps is not None:

@@ -21,8 +21,9 @@ from streamdiff.server.routes.forms import FORM, MAX_JSON_BYTES, given_picture, 
 from streamdiff.server.routes.schemas import Receipts, SessionInfo
 from streamdiff.server.sessions import control as messages
 from streamdiff.server.sessions.control import ControlMessage
-from streamdiff.server.sessions.live_session import LiveSession, SessionSpec
+from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.manager import SessionUnavailable
+from streamdiff.server.sessions.wish import SessionSpec
 
 _PROBLEMS = problem_responses(401, 403, 404, 410, 422, 429)
 _BAD_BODY, _CHANGED = problem_responses(400, 413, 415), problem_responses(400, 409, 413, 415)
@@ -78,6 +79,7 @@ async def open_session(request: Request, state: State) -> Response:
             steps=wanted.steps,
             kv_context=wanted.kv_context,
             image=picture,
+            adaptive=defaults.serve.adaptive if wanted.adaptive is None else wanted.adaptive,
         )
         try:
             session = await state.manager.open(spec)

@@ -16,7 +16,7 @@ from streamdiff.config import PromptPolicy
 from streamdiff.engine.messages import Pictures, Ready
 from streamdiff.engine.validation import MAX_PROMPT_CHARACTERS, MAX_SEED
 
-Kind = Literal["prompt", "reset", "steps", "fps", "pause", "resume", "get", "ping"]
+Kind = Literal["prompt", "reset", "steps", "fps", "adaptive", "pause", "resume", "get", "ping"]
 MAX_MESSAGE_BYTES, MAX_BODY_BYTES = 16 * 1024, 256 * 1024
 MESSAGES_PER_S = 50
 
@@ -111,6 +111,13 @@ class FpsMessage(ChangeMessage):
     fps: Fps
 
 
+class AdaptiveMessage(ChangeMessage):
+    """Under load, give up steps and then frame rate, or do not."""
+
+    type: Literal["adaptive"]
+    adaptive: bool
+
+
 class PauseMessage(ChangeMessage):
     """Hold the stream."""
 
@@ -136,7 +143,15 @@ class PingMessage(_Message):
 
 
 ControlMessage = (
-    PromptMessage | ResetMessage | StepsMessage | FpsMessage | PauseMessage | ResumeMessage | GetMessage | PingMessage
+    PromptMessage
+    | ResetMessage
+    | StepsMessage
+    | FpsMessage
+    | AdaptiveMessage
+    | PauseMessage
+    | ResumeMessage
+    | GetMessage
+    | PingMessage
 )
 MESSAGES: dict[str, type[ControlMessage]] = {
     get_args(model.model_fields["type"].annotation)[0]: model for model in get_args(ControlMessage)

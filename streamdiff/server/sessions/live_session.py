@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from streamdiff import clock
 from streamdiff.config import PROMPT_POLICIES, Config
 from streamdiff.engine import messages
-from streamdiff.engine.messages import Command, FrameBatch, Pictures, Ready
+from streamdiff.engine.messages import Command, FrameBatch, Ready
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.logging_setup import log_fields, prompt_log
@@ -22,9 +22,11 @@ from streamdiff.server.sessions import control
 from streamdiff.server.sessions.capacity import Lifetime
 from streamdiff.server.sessions.control import ControlError, ControlMessage, Id
 from streamdiff.server.sessions.engine_status import EngineStatus
+from streamdiff.server.sessions.load_policy import UNLIMITED, Asked, LoadLimit
 from streamdiff.server.sessions.playback import Playback
-from streamdiff.server.sessions.receipts import Mailbox, Receipt, RequestTracker, Subscribers
+from streamdiff.server.sessions.receipts import LOAD, Mailbox, Receipt, RequestTracker, Subscribers
 from streamdiff.server.sessions.stats import SessionStats
+from streamdiff.server.sessions.wish import SessionSpec, is_more, state_of, what_is_left, wish_after
 
 STALLED_S = 2.0
 SessionEvent = messages.Opened | messages.Accepted | messages.Applied | messages.Refused | FrameBatch | messages.Closed
@@ -32,19 +34,6 @@ SessionEvent = messages.Opened | messages.Accepted | messages.Applied | messages
 
 class SessionEnded(StreamdiffError):
     """The session ended while somebody waited for it."""
-
-
-@dataclass(frozen=True)
-class SessionSpec:
-    """How a session starts; None means the engine's default. `fps`: frames shown per second. `image`: the picture that
-    it begins with, see `messages.Open`."""
-
-    prompt: str
-    seed: int
-    fps: float
-    steps: int | None = None
-    kv_context: str | None = None
-    image: Pictures | None = None
 
 
 class LiveSession:
@@ -58,16 +47,19 @@ class LiveSession:
         ready: Ready,
         send: Callable[[Command], Awaitable[None]],
         metrics: Metrics,
-        may_play: Callable[[float, int], str] = lambda fps, steps: "",
+        may_play: Callable[[Asked], str] = lambda asked: "",
         occupancy: Callable[[], Sequence[float]] = tuple,
     ) -> None:
-        """`send` hands a command to the engine; `may_play` says why the session cannot show so many frames per second,
-        made in so many steps, or "" if it can; `occupancy`: what share of the time, 0 to 1, each rank was at work."""
+        """`send` hands a command to the engine; `may_play` says why the session cannot have what it asks for, or "" if
+        it can; `occupancy`: what share of the time, 0 to 1, each rank was at work."""
         self.id = id
         self.prompt = spec.prompt
         self.seed = spec.seed
         self.image = spec.image
         self.steps = ready.steps if spec.steps is None else spec.steps
+        self.limit = UNLIMITED
+        self._sent_steps = self.steps
+        self._asked = Asked(self.steps, spec.fps, spec.adaptive)
         self._ready = ready
         self.kv_context = ready.kv_context if spec.kv_context is None else spec.kv_context
         self.tokens: Tokens | None = None
@@ -98,7 +90,11 @@ class LiveSession:
     @property
     def fps(self) -> float:
         """Frames shown per second."""
-        return self.playback.format.fps
+        return self.playback.fps
+
+    def asked(self, now_s: float) -> Asked:
+        """What its viewers asked for."""
+        return replace(self._asked, plays=self.plays(now_s))
 
     @property
     def watched(self) -> bool:
@@ -121,6 +117,7 @@ class LiveSession:
             EngineFailure: the engine has ended.
         """
         playback = self.playback
+        self.steps = self._sent_steps = self.limit.steps_of(self._asked.steps)
         if self._epoch < 0:
             self._log(self.prompt)
             self._stats.opening(clock.monotonic_s())
@@ -197,6 +194,9 @@ class LiveSession:
             case messages.Refused() if not self.opened:
                 self._end_opening(RequestError(event.field, event.reason, event.code))
             case messages.Refused():
+                if isinstance(self._requests.find(event.request), control.StepsMessage):
+                    self._asked = replace(self._asked, steps=self.steps)
+                    self._sent_steps = self.steps
                 self.subscribers.deliver(self._requests.refused(event.request, event.field, event.reason, now_s))
             case messages.Closed():
                 self.opened = False
@@ -212,8 +212,8 @@ class LiveSession:
                 self.prompt = prompt
                 if switch == "reset":
                     self.playback.clear_before(event.epoch)
-            case control.StepsMessage(steps=steps):
-                self.steps = steps
+            case control.StepsMessage():
+                self.steps = self._sent_steps
         if event.text:  # what says nothing of the prompt leaves the remark on it too
             self.text, self.notice = event.text, event.notice
         receipts = self._requests.accepted(event.request, event.epoch, event.text, event.notice, now_s)
@@ -243,7 +243,8 @@ class LiveSession:
         self._check_capacity(message)
         if isinstance(message, control.PromptMessage) and message.switch is None:
             message = message.model_copy(update={"switch": self.switches[0]})
-        request = self._requests.begin(message, owner, clock.monotonic_s())
+        self._asked = wish_after(self._asked, message)
+        request = self._requests.begin(message, owner, clock.monotonic_s(), **what_is_left(message, self.limit))
         self.rev += isinstance(message, control.ChangeMessage)
         match message:
             case control.PromptMessage(prompt=prompt, switch=switch):
@@ -256,24 +257,49 @@ class LiveSession:
                 if self.paused:
                     await self._set_paused(False)
             case control.StepsMessage(steps=steps):
-                await self._send(messages.SetSteps(self.id, steps, request))
+                await self._send_steps(self.limit.steps_of(steps), request)
             case _:
                 if isinstance(message, control.FpsMessage):
-                    await self._send(messages.SetMaxAhead(self.id, self.playback.max_ahead_frames(message.fps)))
                     self.playback.set_fps(message.fps)
+                    await self._show_fps()
+                elif isinstance(message, control.AdaptiveMessage):
                     self._send_state()
                 elif message.type in ("pause", "resume"):
                     await self._set_paused(message.type == "pause")
                 self._accept_at_once(request)
         return request
 
+    async def limit_to(self, limit: LoadLimit) -> None:
+        """Make and show what load leaves of what was asked for, and tell everybody. Mutates: self.
+
+        Raises:
+            EngineFailure: the engine has ended.
+        """
+        slower, self.limit = limit.rate != self.limit.rate, limit
+        steps = limit.steps_of(self._asked.steps)
+        if steps != self._sent_steps:
+            asked = control.StepsMessage(type="steps", steps=steps)
+            request = self._requests.begin(asked, LOAD, clock.monotonic_s(), steps=steps, reason=LOAD)
+            await self._send_steps(steps, request)
+        if slower:
+            await self._show_fps()
+
+    async def _send_steps(self, steps: int, request: str) -> None:
+        self._sent_steps = steps
+        await self._send(messages.SetSteps(self.id, steps, request))
+
+    async def _show_fps(self) -> None:
+        fps = self.limit.fps_of(self._asked.fps)
+        await self._send(messages.SetMaxAhead(self.id, self.playback.max_ahead_frames(fps)))
+        self.playback.show_fps(fps)
+        self._send_state()
+
     def _check_capacity(self, message: ControlMessage) -> None:
         """Raises ControlError for steps that the model does not have, or for more work than there is time for."""
-        fps = message.fps if isinstance(message, control.FpsMessage) else self.fps
-        steps = message.steps if isinstance(message, control.StepsMessage) else self.steps
-        if isinstance(message, control.StepsMessage) and (why := control.steps_refusal(steps, self._ready)):
+        if isinstance(message, control.StepsMessage) and (why := control.steps_refusal(message.steps, self._ready)):
             raise ControlError("out_of_range", why, "steps", message.id)
-        if (fps > self.fps or steps > self.steps) and (why := self._may_play(fps, steps)):
+        wish = wish_after(self._asked, message)
+        if is_more(wish, self._asked) and (why := self._may_play(wish)):
             raise ControlError("no_capacity", why, message.type, message.id)
 
     async def control_and_wait(self, message: ControlMessage, owner: str, timeout_s: float) -> Receipt:
@@ -334,7 +360,10 @@ class LiveSession:
         """Copy figures that other objects hold into the metrics. Mutates: the metrics."""
         playback = self.playback
         encoding = playback.fanout.waiting
-        self._stats.update(playback.pacer.progress(), unanswered=self._requests.unanswered, encoding=encoding)
+        self._stats.update(
+            playback.pacer.progress(), unanswered=self._requests.unanswered, encoding=encoding,
+            steps=(self.steps, self._asked.steps), fps=(self.fps, self._asked.fps),
+        )  # fmt: skip
 
     def state(self, may_control: bool) -> dict[str, Any]:
         """All that a page needs to draw itself, JSON-able; for a caller that may control the session, or may not."""
@@ -351,11 +380,10 @@ class LiveSession:
             "rev": self.rev,
             "engine": self.engine.state,
             "engine_reason": self.engine.reason_for(may_control),
-            "steps": self.steps,
+            **state_of(self._asked, self.limit, self.steps),
             "steps_known": list(self._ready.steps_known),
             "kv_context": self.kv_context,
             "switches": list(self.switches),
-            "fps": fmt.fps,
             "native_fps": self._ready.native_fps,
             "width": fmt.width,
             "height": fmt.height,

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from streamdiff import clock
 from streamdiff.config import Config
-from streamdiff.engine.messages import Alive, Close, Command, Event, Failed, Measured, Ready, Refused
+from streamdiff.engine.messages import Alive, Close, Command, Event, Failed, FrameBatch, Measured, Ready, Refused
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.server.auth import Tokens
@@ -24,7 +24,9 @@ from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.sessions.capacity import Capacity, Lifetime
 from streamdiff.server.sessions.engine_status import EngineStatus
-from streamdiff.server.sessions.live_session import LiveSession, SessionEvent, SessionSpec
+from streamdiff.server.sessions.live_session import LiveSession, SessionEvent
+from streamdiff.server.sessions.load_policy import Asked, LoadPolicy, least_share
+from streamdiff.server.sessions.wish import SessionSpec
 from streamdiff.video.picture import fit_picture
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,8 @@ class SessionManager:
         self.make_room: Callable[[], Awaitable[bool]] | None = None
         """Has who can wait give back memory that a new session needs; says whether there was anything."""
         self.capacity = Capacity(ready.chunk_frames, ready.steps, config.serve.load, ready.work_s)
+        self.load_policy = LoadPolicy(ready.steps_known, config.serve.load)
+        self._load_changed = asyncio.Event()
         self._config, self._connection, self._metrics = config, connection, metrics
         name = config.serve.name
         self._prefix = "s-" if name is None else f"s-{name}-"
@@ -88,7 +92,8 @@ class SessionManager:
         self._tasks: list[asyncio.Task[None]] = []
         start = config.session
         image = None if start.image is None else fit_picture(start.image, ready.width, ready.height, start.fit)[None]
-        self._add(DEFAULT_SESSION, SessionSpec(start.prompt, start.seed, config.playback.fps, image=image))
+        wish = start.prompt, start.seed, config.playback.fps
+        self._add(DEFAULT_SESSION, SessionSpec(*wish, image=image, adaptive=config.serve.adaptive))
 
     # ---- what there is ------------------------------------------------------------------------------------------
 
@@ -110,18 +115,32 @@ class SessionManager:
         return self._end_reasons.get(id, "restart" if is_own else None)
 
     def free_sessions(self) -> int | None:
-        """How many more sessions of the default kind could play; None: not measured yet."""
-        free = self.capacity.free_sessions(self.shares(), self.share(self._config.playback.fps))
+        """How many more sessions of the default kind could play, with all that adaptive ones can give up; None: not
+        measured yet."""
+        default = Asked(self.ready.steps, self._config.playback.fps, self._config.serve.adaptive)
+        free = self.capacity.free_sessions(self._least_shares(), self._least_share(default))
         by_memory = self.ready.sessions_fit
         if free is None or by_memory is None:
             return free
         return max(0, min(free, by_memory - len(self._sessions)))
 
-    def shares(self, excluding: str | None = None) -> list[float]:
-        """The share of the engine's time that each session but `excluding` takes; 0 where nobody watches."""
+    def shares(self) -> list[float]:
+        """The share of the engine's time that each session takes; 0 where nobody watches."""
         now_s = clock.monotonic_s()
-        others = [session for session in self.sessions if session.id != excluding]
-        return [self.share(each.fps, each.steps) if each.plays(now_s) else 0.0 for each in others]
+        return [self.share(each.fps, each.steps) if each.plays(now_s) else 0.0 for each in self.sessions]
+
+    def _least_shares(self, excluding: str | None = None) -> list[float]:
+        """The least share that each session but `excluding` could take; 0 where nobody watches."""
+        now_s = clock.monotonic_s()
+        others = [session.asked(now_s) for session in self.sessions if session.id != excluding]
+        return [self._least_share(asked) if asked.plays else 0.0 for asked in others]
+
+    def _least_share(self, asked: Asked) -> float:
+        return least_share(asked, self.ready.steps_known, self.share)
+
+    def _refusal(self, asked: Asked, excluding: str | None = None) -> str:
+        """Why a session that asks for this cannot play, though adaptive ones give up all they can; "": it can."""
+        return self.capacity.refusal(self._least_shares(excluding), self._least_share(asked))
 
     def share(self, fps: float, steps: int | None = None) -> float:
         """The share of the engine's time that a session takes while it plays."""
@@ -141,13 +160,14 @@ class SessionManager:
         if self.draining:
             raise SessionUnavailable("draining", "The server is about to end and opens no more sessions.", 5)
         steps = self.ready.steps if spec.steps is None else spec.steps
-        if why := self.capacity.refusal(self.shares(), self.share(spec.fps, steps)):
+        if why := self._refusal(Asked(steps, spec.fps, spec.adaptive)):
             raise SessionUnavailable("time", why, self.retry_after_s())
         # Nothing is awaited between the look at the shares and this, which takes one.
         session = self._add(f"{self._prefix}{secrets.token_urlsafe(9)}", spec)
         serve, now_s = self._config.serve, clock.monotonic_s()
         session.lifetime = Lifetime(now_s, serve.idle_s, serve.lifetime_s)
         session.reserved_until_s = now_s + RESERVED_S
+        self._load_changed.set()
         session.tokens = Tokens.fresh()
         try:
             await self._open_on_engine(session)
@@ -202,8 +222,8 @@ class SessionManager:
         return math.ceil(min(max(soonest_s, SHORTEST_RETRY_S), LONGEST_RETRY_S))
 
     def _add(self, id: str, spec: SessionSpec) -> LiveSession:
-        def may_play(fps: float, steps: int) -> str:
-            return self.capacity.refusal(self.shares(excluding=id), self.share(fps, steps))
+        def may_play(asked: Asked) -> str:
+            return self._refusal(asked, excluding=id)
 
         send = self._connection.send
         session = LiveSession(id, spec, self._config, self.ready, send, self._metrics, may_play, lambda: self.occupancy)
@@ -225,7 +245,11 @@ class SessionManager:
         """Ask for the default session and begin to read events."""
         reader = asyncio.create_task(self._read_events(), name="engine-events")
         reader.add_done_callback(self._events_ended)
-        self._tasks = [reader, asyncio.create_task(self._end_expired(), name="housekeeping")]
+        self._tasks = [
+            reader,
+            asyncio.create_task(self._end_expired(), name="housekeeping"),
+            asyncio.create_task(self._follow_load(), name="load"),
+        ]
         await self._ask_open()
 
     async def _ask_open(self) -> None:
@@ -253,6 +277,28 @@ class SessionManager:
                 end = session.lifetime.end()
                 if end is not None and now_s >= end[0]:
                     await self.end(session.id, end[1])
+
+    async def _follow_load(self) -> None:
+        """Have adaptive sessions give up what is too much, and give it back: at every news, and every second."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HOUSEKEEPING_S):
+                    await self._load_changed.wait()
+            self._load_changed.clear()
+            if not self.engine.running:
+                continue
+            now_s = clock.monotonic_s()
+            asked = {each.id: each.asked(now_s) for each in self.sessions}
+            for id, limit in self.load_policy.decide(asked, self.share, now_s).items():
+                if (session := self.get(id)) is None:
+                    continue
+                steps, fps = limit.steps_of(asked[id].steps), limit.fps_of(asked[id].fps)
+                down = steps < session.steps or fps < session.fps
+                self._metrics.load_changes.labels("down" if down else "up").inc()
+                fields = log_fields(session=id, steps=steps, fps=fps)
+                logger.info("By load, session %s has %d steps, %g frames/s.", id, steps, fps, extra=fields)
+                with contextlib.suppress(EngineFailure):  # what reads its events says so
+                    await session.limit_to(limit)
 
     async def _read_events(self) -> None:
         """Pass events on until there are no more, and note why."""
@@ -294,10 +340,14 @@ class SessionManager:
             # The new engine has no memory for it. Viewers take time to go, and others wait for events.
             self._tasks.append(asyncio.create_task(self.end(session.id, "restart")))
         elif session is not None:
+            if isinstance(event, FrameBatch) and (slack_s := session.playback.slack_s(event)) is not None:
+                chunk_s = self.ready.chunk_frames / session.fps
+                self.load_policy.chunk(session.id, slack_s, chunk_s, clock.monotonic_s())
             session.handle(event)
 
     def _take_measurements(self, measured: Measured) -> None:
         self.capacity.measured(measured.work_s, clock.monotonic_s())
+        self._load_changed.set()
         self.occupancy = measured.occupancy
         for stage, total_s in enumerate(measured.busy_s):
             self._metrics.stage_busy_s.labels(str(stage)).inc(self._busy_s[stage].increase(total_s))

@@ -52,6 +52,9 @@ class Playback:
         self.snapshot = Snapshot(self.pacer.picture)
         self._made_s = clock.monotonic_s()
         self.made_frames = 0
+        self.fps = fps
+        """Frames shown per second; under load fewer than `format` says."""
+        self._chunk, self._dry = (-1, -1), 0
         self._progressed = asyncio.Event()
         self._reporting = asyncio.create_task(self._report_progress(), name=f"shown-{session}")
 
@@ -69,11 +72,29 @@ class Playback:
         self.pacer.clear_before(epoch)
         self._progressed.set()
 
+    def slack_s(self, batch: FrameBatch) -> float | None:
+        """Seconds of video that wait when a chunk's first frames come, before they are pushed; negative: so long the
+        last picture stood. None for a chunk's further frames, for the first chunks of a stream, which nothing came
+        before, and where nothing is shown. Mutates: self."""
+        chunk, before = (batch.epoch, batch.chunk), self._chunk
+        if chunk == before:
+            return None
+        progress = self.pacer.progress()
+        dry, self._dry, self._chunk = progress.dry - self._dry, progress.dry, chunk
+        if batch.chunk < 2 or self.pacer.held:
+            return None
+        return -dry / self.fps if dry else progress.buffered / self.fps
+
     def set_fps(self, fps: float) -> None:
-        """Show frames at another rate from now on. Mutates: self."""
+        """Show frames at another rate from now on, and encode for it. Mutates: self."""
         self.format = replace(self.format, fps=fps)
-        self.pacer.set_fps(fps)
+        self.show_fps(fps)
         self.fanout.set_format(self.format)
+
+    def show_fps(self, fps: float) -> None:
+        """Show frames at another rate from now on, by the encoders that there are. Mutates: self."""
+        self.fps = fps
+        self.pacer.set_fps(fps)
 
     def stalled_s(self) -> float:
         """Seconds since the engine made a frame; 0 while frames wait to be shown."""

@@ -12,13 +12,15 @@ from streamdiff.server.sessions.control import ControlMessage, Id, Kind, PromptM
 
 Stage = Literal["asked", "accepted", "applied", "shown", "superseded", "refused"]
 Mailbox = Callable[[dict[str, Any]], None]
+LOAD = "load"
+"""Owner of the requests that nobody made: load did. All peers get their receipts. Also the reason that these have."""
 
 
 @dataclass(frozen=True)
 class Receipt:
     """How far a request has come. `lag_s` counts from its arrival; `frame` is the first frame that obeys it, of chunk
     `chunk`, and `pts` its presentation time on the stream's media clock, in 90 kHz ticks. `switch` is what a
-    prompt does to the past."""
+    prompt does to the past. `steps` and `fps`, with the reason `load`: what holds, as it is less than was asked for."""
 
     request: str
     owner: str
@@ -35,6 +37,8 @@ class Receipt:
     field: str = ""
     reason: str = ""
     switch: str = ""
+    steps: int | None = None
+    fps: float | None = None
 
     def message(self) -> dict[str, Any]:
         """The JSON message for viewers, without unset fields and without `owner`."""
@@ -50,6 +54,7 @@ class _Request:
     owner: str
     control: ControlMessage
     begun_s: float
+    less: dict[str, Any]
     epoch: int | None = None
     frame: int | None = None
     chunk: int | None = None
@@ -58,7 +63,8 @@ class _Request:
         control, lag_s = self.control, max(0.0, now_s - self.begun_s)
         reached = (self.epoch, self.frame, self.chunk)
         switch = (control.switch or "") if isinstance(control, PromptMessage) else ""
-        return Receipt(self.name, self.owner, control.id, control.type, stage, lag_s, *reached, switch=switch, **more)
+        told = {"switch": switch, **({} if stage == "refused" else self.less), **more}
+        return Receipt(self.name, self.owner, control.id, control.type, stage, lag_s, *reached, **told)
 
 
 class RequestTracker:
@@ -72,13 +78,14 @@ class RequestTracker:
         self._limit = limit
         self._count = 0
 
-    def begin(self, control: ControlMessage, owner: str, now_s: float) -> str:
-        """Register a request and name it. Mutates: self."""
+    def begin(self, control: ControlMessage, owner: str, now_s: float, **less: Any) -> str:
+        """Register a request and name it; `less` is what its receipts say where it gets less than it asks for.
+        Mutates: self."""
         self._count += 1
         name = f"r{self._count}"
         if len(self._open) >= self._limit:
             self.forget(next(iter(self._open)))
-        self._open[name] = _Request(name, owner, control, now_s)
+        self._open[name] = _Request(name, owner, control, now_s, less)
         return name
 
     @property
@@ -209,5 +216,7 @@ class Subscribers:
             answer = self._answers.get(receipt.owner)
             if answer is not None and not answer.done() and receipt.stage in ("accepted", "refused"):
                 answer.set_result(receipt)
-            if receipt.owner in self._mailboxes:
+            if receipt.owner == LOAD:
+                self.broadcast(receipt.message())
+            elif receipt.owner in self._mailboxes:
                 self._mailboxes[receipt.owner][0](receipt.message())

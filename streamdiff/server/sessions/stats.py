@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from prometheus_client import Gauge
+
 from streamdiff.server.media.playout import Progress
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.rate_limit import Rate
-from streamdiff.server.sessions.receipts import Receipt
+from streamdiff.server.sessions.receipts import LOAD, Receipt
 
 
 class SessionStats:
@@ -46,7 +48,9 @@ class SessionStats:
             self._metrics.shown.labels(self._session).inc()
 
     def receipt(self, receipt: Receipt) -> None:
-        """Count how far a request has come, and how long that took. Mutates: self."""
+        """Count how far somebody's request has come, and how long that took. Mutates: self."""
+        if receipt.owner == LOAD:
+            return
         kind, stage, lag_s = receipt.kind, receipt.stage, receipt.lag_s
         if stage in ("accepted", "refused", "superseded"):
             self._metrics.controls.labels(kind, stage).inc()
@@ -67,8 +71,11 @@ class SessionStats:
             **{name: getattr(progress, name) for name in ("frame", "buffered", "repeated", "dropped", "missed")},
         }
 
-    def update(self, progress: Progress, *, unanswered: int, encoding: int) -> None:
-        """Bring counters of other objects into the metrics: frames so far; requests and pictures that wait.
+    def update(
+        self, progress: Progress, *, unanswered: int, encoding: int, steps: tuple[int, int], fps: tuple[float, float]
+    ) -> None:
+        """Bring figures of other objects into the metrics: frames so far; requests and pictures that wait; steps and
+        frames per second that hold, and that were asked for.
 
         Mutates: self.
         """
@@ -80,11 +87,17 @@ class SessionStats:
         metrics.buffered.labels(name).set(progress.buffered)
         metrics.unanswered.labels(name).set(unanswered)
         metrics.encoder_waiting.labels(name).set(encoding)
+        for figure, value in zip(self._wished(), (*steps, *fps), strict=True):
+            figure.labels(name).set(value)
+
+    def _wished(self) -> tuple[Gauge, ...]:
+        metrics = self._metrics
+        return metrics.steps, metrics.asked_steps, metrics.fps, metrics.asked_fps
 
     def end(self) -> None:
         """The session has ended. Mutates: self."""
         self._ended, metrics = True, self._metrics
         counted = (metrics.made, metrics.shown, metrics.repeated, metrics.dropped, metrics.chunk_s)
-        for figure in (*counted, metrics.buffered, metrics.unanswered, metrics.encoder_waiting):
+        for figure in (*counted, metrics.buffered, metrics.unanswered, metrics.encoder_waiting, *self._wished()):
             figure.labels(self._session)  # `remove` wants it to be there
             figure.remove(self._session)

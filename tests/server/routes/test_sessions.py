@@ -474,10 +474,12 @@ def test_the_description_of_the_api_names_every_address() -> None:
         for act in ("pause", "resume", "reset"):
             assert "post" in described["paths"][f"/api/sessions/{{session}}/{act}"]
         body = described["paths"]["/api/sessions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-        assert set(body["properties"]) == {"prompt", "seed", "size", "steps", "kv_context", "fps", "image", "fit"}
+        asked = {"prompt", "seed", "size", "steps", "kv_context", "fps", "adaptive", "image", "fit"}
+        assert set(body["properties"]) == asked
         change = described["paths"]["/api/sessions/{session}"]["patch"]["requestBody"]["content"]["application/json"]
         assert set(change["schema"]["properties"]) == {
             "if_rev",
+            "adaptive",
             "fps",
             "steps",
             "prompt",

@@ -1,0 +1,145 @@
+"""Adaptive sessions on a real server: what viewers see and are told while there is too much to do, and afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from streamdiff.config import Config, PlaybackConfig, ServeConfig
+from streamdiff.server.sessions import load_policy
+from tests.server.conftest import Peer, Site, bearer, open_site
+from tests.server.scripted import Painter
+
+pytestmark = pytest.mark.slow
+
+
+def _run(scene: Any, painter: Painter, fps: float = 40.0, **serve: Any) -> None:
+    async def main() -> None:
+        config = Config(serve=ServeConfig(**serve), playback=PlaybackConfig(fps=fps))
+        async with open_site(config, painter) as site:
+            await scene(site)
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def measured_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what chunks cost counts, however busy this machine is; what was given up comes back at once."""
+    monkeypatch.setattr(load_policy, "LATE", float("-inf"))
+    monkeypatch.setattr(load_policy, "HOLD_S", 0.2)
+
+
+async def _open(site: Site, **body: Any) -> httpx.Response:
+    response = await site.http.post("/api/sessions", json=body)
+    if response.status_code == 201:
+        peer = await site.offer()
+        assert (await site.post(peer, session=response.json()["id"])).status_code == 201
+        await peer.frame()
+    return response
+
+
+async def _until_corner(peer: Peer, *, white: bool) -> None:
+    """Wait until pictures are of chunks in fewer steps than usual, or are not."""
+    for _ in range(2000):
+        corner = (await peer.frame()).to_ndarray(format="rgb24")[4:20, 4:20]
+        if (corner.min() > 200) == white:
+            return
+    raise AssertionError(f"the corner never became {'white' if white else 'coloured'}")
+
+
+def _state_of(site: Site, session: str) -> dict[str, Any]:
+    live = site.state.manager.get(session)
+    assert live is not None
+    return live.state(may_control=False)
+
+
+def _now(state: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(state[name] for name in ("steps", "asked_steps", "fps", "asked_fps", "reason"))
+
+
+@pytest.mark.usefixtures("measured_only")
+def test_steps_go_down_when_another_comes_and_come_back_when_it_has_gone() -> None:
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        await _until_corner(peer, white=False)
+        other = await _open(site, prompt="blue")
+        assert other.status_code == 201, "there is time, as both can give up steps"
+        told = await peer.message({"type": "receipt", "kind": "steps", "stage": "shown"})
+        assert (told["steps"], told["reason"], told["id"]) == (2, "load", None)
+        await _until_corner(peer, white=True)
+        state = (await site.http.get("/api/state")).json()["state"]
+        assert _now(state) == (2, 4, 40.0, 40.0, "load") and state["adaptive"]
+        figures = (await site.http.get("/metrics")).text
+        assert 'streamdiff_session_steps{session="default"} 2.0' in figures
+        assert 'streamdiff_session_asked_steps{session="default"} 4.0' in figures
+        assert 'streamdiff_load_changes_total{direction="down"} 2.0' in figures
+        asked = await site.http.post("/api/control", json={"type": "steps", "steps": 4})
+        assert [asked.json()[name] for name in ("stage", "steps", "reason")] == ["accepted", 2, "load"]
+        path, headers = f"/api/sessions/{other.json()['id']}", bearer(other.json()["control_token"])
+        rigid = await site.http.patch(path, json={"adaptive": False}, headers=headers)
+        assert rigid.status_code == 200
+        await peer.message({"type": "state", "fps": 30.0})
+        await site.until(lambda: _now(_state_of(site, other.json()["id"])) == (4, 4, 40.0, 40.0, ""))
+        assert (await site.http.delete(path, headers=headers)).status_code == 200
+        await _until_corner(peer, white=False)
+        state = (await site.http.get("/api/state")).json()["state"]
+        assert _now(state) == (4, 4, 40.0, 40.0, "")
+        figures = (await site.http.get("/metrics")).text
+        assert 'streamdiff_load_changes_total{direction="down"} 3.0' in figures
+        assert other.json()["id"] not in figures
+
+    _run(scene, Painter(chunk_s=0.12), adaptive=True)  # each takes 0.6 of the time, in fewer steps 0.36
+
+
+@pytest.mark.usefixtures("measured_only")
+def test_then_frame_rate_is_lost_and_only_then_is_somebody_refused() -> None:
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        await _until_corner(peer, white=True)  # alone, it takes all of the time
+        rigid = await _open(site, adaptive=False)
+        assert (rigid.status_code, rigid.json()["code"]) == (503, "time"), "0.3 and 1.0"
+        for _ in range(2):
+            assert (await _open(site)).status_code == 201
+        await site.until(lambda: {(each.steps, each.fps) for each in site.state.manager.sessions} == {(2, 20.0)})
+        refused = await _open(site)
+        assert (refused.status_code, refused.json()["code"]) == (503, "time")
+        state = (await peer.message({"type": "state", "fps": 20.0})) if peer.channel else {}
+        assert _now(state) == (2, 4, 20.0, 40.0, "load")
+        asked = await site.http.post("/api/control", json={"type": "fps", "fps": 10})
+        assert [asked.json()[name] for name in ("stage", "fps", "reason")] == ["accepted", 5.0, "load"]
+        before = site.state.manager.sessions[0].playback.pacer.progress()
+        for _ in range(20):
+            await peer.frame()
+        after = site.state.manager.sessions[0].playback.pacer.progress()
+        assert after.shown > before.shown and after.missed == before.missed, "it plays on"
+
+    # Of the time: 1, in fewer steps 0.6, at half the frame rate 0.3.
+    _run(scene, Painter(chunk_s=0.2), adaptive=True, load=0.95)
+
+
+def test_chunks_that_come_late_are_noticed_whatever_was_measured() -> None:
+    class TooCheap(Painter):
+        def work_s(self) -> float:
+            return 0.001
+
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        await _until_corner(peer, white=False)
+        await _until_corner(peer, white=True)
+        assert (await peer.message({"type": "state", "steps": 2}))["reason"] == "load"
+
+    _run(scene, TooCheap(chunk_s=0.3), adaptive=True)  # and a chunk is shown for 0.2
+
+
+def test_who_is_not_adaptive_gives_nothing() -> None:
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        for _ in range(60):
+            await peer.frame()
+        state = (await site.http.get("/api/state")).json()["state"]
+        assert _now(state) == (4, 4, 40.0, 40.0, "") and not state["adaptive"]
+
+    _run(scene, Painter(chunk_s=0.3))

@@ -1,0 +1,167 @@
+"""Adaptive sessions: what the policy takes and gives back, and under virtual time with the real scheduler, what comes
+of it."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.simulated_load import Machine, Viewing, Visit, doubling, simulate
+from streamdiff.server.sessions.load_policy import (
+    FULL_S,
+    HOLD_S,
+    SETTLE_S,
+    UNLIMITED,
+    Asked,
+    LoadLimit,
+    LoadPolicy,
+    ladder,
+    least_share,
+)
+
+KNOWN = (4, 2)
+CHUNK_S = 0.3
+
+
+def _share(fps: float, steps: int) -> float:
+    """A session in 4 steps and 40 frames per second takes half of the time."""
+    return 0.5 * fps / 40 * (steps + 1) / 5
+
+
+def _asked(count: int, **changes: object) -> dict[str, Asked]:
+    return {f"s{number}": Asked(**{"steps": 4, "fps": 40.0, "adaptive": True, **changes}) for number in range(count)}  # type: ignore[arg-type]
+
+
+def _late(policy: LoadPolicy, session: str, now_s: float) -> None:
+    for _ in range(2):
+        policy.chunk(session, -0.1, CHUNK_S, now_s)
+
+
+def test_steps_go_before_frame_rate_and_what_cannot_give_keeps_all() -> None:
+    assert ladder(Asked(4, 40.0, True), (8, 4, 2, 1)) == [
+        UNLIMITED, LoadLimit(2), LoadLimit(1), LoadLimit(1, Fraction(3, 4)), LoadLimit(1, Fraction(1, 2)),
+    ]  # fmt: skip
+    assert ladder(Asked(2, 40.0, True), KNOWN)[1] == LoadLimit(None, Fraction(3, 4)), "it has the fewest already"
+    assert ladder(Asked(4, 40.0, False), KNOWN) == [UNLIMITED]
+    assert least_share(Asked(4, 40.0, True), KNOWN, _share) == pytest.approx(0.5 * 0.6 / 2)
+    assert least_share(Asked(4, 40.0, False), KNOWN, _share) == 0.5
+
+
+def test_no_more_is_taken_than_load_needs_and_the_last_to_come_gives_first() -> None:
+    policy = LoadPolicy(KNOWN, limit=0.99)
+    assert policy.decide(_asked(1), _share, 0.0) == {}
+    assert policy.decide(_asked(2), _share, 1.0) == {"s1": LoadLimit(2)}
+    assert policy.decide(_asked(3), _share, 2.0) == {"s0": LoadLimit(2), "s2": LoadLimit(2)}
+    assert policy.decide(_asked(4), _share, 3.0) == {
+        "s1": LoadLimit(2, Fraction(3, 4)), "s2": LoadLimit(2, Fraction(3, 4)), "s3": LoadLimit(2, Fraction(3, 4)),
+    }  # fmt: skip
+
+
+def test_it_comes_back_in_the_opposite_order_after_a_while() -> None:
+    policy = LoadPolicy(KNOWN, limit=0.9)
+    policy.decide(_asked(4), _share, 0.0)
+    assert policy.decide(_asked(2), _share, HOLD_S - 1) == {}, "it may be too much again soon"
+    assert policy.decide(_asked(2), _share, HOLD_S + 1) == {"s0": UNLIMITED, "s1": LoadLimit(2)}
+    assert policy.decide(_asked(1), _share, HOLD_S + 2) == {}
+
+
+def test_what_fits_only_just_comes_back_after_a_long_while() -> None:
+    policy = LoadPolicy(KNOWN, limit=1.0)
+    policy.decide(_asked(3), _share, 0.0)
+    assert policy.decide(_asked(2), _share, FULL_S - 1) == {"s0": UNLIMITED}
+    assert policy.decide(_asked(2), _share, 2 * FULL_S - 2) == {}
+    assert policy.decide(_asked(2), _share, 2 * FULL_S) == {"s1": UNLIMITED}
+
+
+def test_chunks_that_come_late_take_more_than_the_measured_load() -> None:
+    policy, asked = LoadPolicy(KNOWN, limit=2.0), _asked(3)
+    policy.decide(asked, _share, 0.0)
+    _late(policy, "s1", SETTLE_S / 2)
+    assert policy.decide(asked, _share, SETTLE_S / 2) == {}, "what is opened settles first"
+    policy.chunk("s1", -0.1, CHUNK_S, SETTLE_S)
+    policy.chunk("s1", 0.2, CHUNK_S, SETTLE_S)
+    policy.chunk("s1", -0.1, CHUNK_S, SETTLE_S)
+    assert policy.decide(asked, _share, SETTLE_S) == {}, "not two in a row"
+    policy.chunk("s1", 0.01, CHUNK_S, SETTLE_S)
+    assert policy.decide(asked, _share, SETTLE_S) == {"s1": LoadLimit(2), "s2": LoadLimit(2)}, "the late one first"
+
+
+def test_what_made_chunks_late_comes_back_later_each_time() -> None:
+    policy, asked = LoadPolicy(KNOWN, limit=2.0), _asked(1)
+    now_s, backs = 0.0, []
+    while now_s < 600:
+        for limit in policy.decide(asked, _share, now_s).values():
+            if limit == UNLIMITED:
+                backs.append(now_s)
+        if not policy._sessions["s0"].level:
+            _late(policy, "s0", now_s)
+        now_s += 0.5
+    gaps = [after - before for before, after in pairwise(backs)]
+    assert 5 <= len(backs) <= 12 and gaps[:3] == sorted(gaps[:3]) and max(gaps) > 4 * gaps[0]
+
+
+def test_a_changed_wish_keeps_what_is_given_up_as_far_as_it_is_less() -> None:
+    policy = LoadPolicy(KNOWN, limit=0.4)
+    assert policy.decide(_asked(1), _share, 0.0) == {"s0": LoadLimit(2)}
+    assert policy.decide(_asked(1, steps=2), _share, 1.0) == {"s0": UNLIMITED}, "2 was asked for, and is given"
+    assert policy.decide(_asked(1), _share, 2.0) == {"s0": LoadLimit(2)}
+    assert policy.decide(_asked(1, adaptive=False), _share, 3.0) == {"s0": UNLIMITED}
+    assert policy.decide({}, _share, 4.0) == {}
+
+
+def test_who_is_not_watched_gives_nothing_and_who_may_not_either() -> None:
+    policy = LoadPolicy(KNOWN, limit=0.9)
+    asked = {"stays": Asked(4, 40.0, False), "idle": Asked(4, 40.0, True, plays=False), "gives": Asked(4, 40.0, True)}
+    assert policy.decide(asked, _share, 0.0) == {"gives": LoadLimit(2)}
+
+
+def _stalls(seen: list[Viewing], at_least_s: float = 0.1) -> int:
+    """Times that a viewer saw a picture stand."""
+    return sum(wait_s > at_least_s for each in seen for _, wait_s in each.waits)
+
+
+@pytest.mark.parametrize(("stages", "kv_context"), [(1, "clean"), (4, "staircase")])
+def test_load_doubles_and_nobody_stalls(stages: int, kv_context: str) -> None:
+    machine = Machine(0.7 / 4 * CHUNK_S * stages / 5, stages=stages)
+    visits = doubling(4, 20.0, 30.0, kv_context=kv_context)
+    seen = simulate(machine, visits, 70.0)
+    assert _stalls(seen) == 0
+    assert all(each.chunks[-1][1] == 4 for each in seen[:4]), "all steps are back"
+    assert {steps for each in seen[:4] for at_s, steps in each.chunks if 25 < at_s < 50} == {2}
+    assert all(len(each.limits) == 2 for each in seen[:4]), "down once, up once"
+    rigid = simulate(machine, doubling(4, 20.0, 30.0, kv_context=kv_context, adaptive=False), 70.0)
+    assert _stalls(rigid) > 100
+
+
+def test_a_slow_moment_that_no_measurement_tells_is_met_and_passes() -> None:
+    machine = Machine(0.8 / 3 * CHUNK_S / 5, slow=1.5, slow_s=(20.0, 50.0))
+    seen = simulate(machine, [Visit()] * 3, 120.0)
+    rigid = simulate(machine, [Visit(adaptive=False)] * 3, 120.0)
+    assert sum(each.waited_s for each in seen) < 0.1 * sum(each.waited_s for each in rigid)
+    assert not [at_s for each in seen for at_s, _ in each.waits if not 20 < at_s < 55]
+    assert all(each.chunks[-1][1] == 4 for each in seen) and all(len(each.limits) <= 6 for each in seen)
+
+
+@settings(deadline=None, max_examples=15, derandomize=True)
+@given(
+    st.integers(1, 4), st.floats(0.3, 0.88), st.integers(1, 2), st.sampled_from(("clean", "staircase")),
+    st.floats(1.0, 2.0), st.booleans(),
+)  # fmt: skip
+def test_no_load_stalls_who_can_give_and_nothing_flaps(
+    sessions: int, load: float, stages: int, kv_context: str, more: float, one_stays: bool
+) -> None:
+    """Any load that a ring can serve, up to doubled: the longest wait is short, and limits change a few times."""
+    sessions = max(sessions, stages)  # fewer `clean` sessions than stages leave a ring idle
+    machine = Machine(load / sessions * CHUNK_S * stages / 5, stages=stages)
+    visits = [Visit(kv_context=kv_context)] * sessions
+    visits += [Visit(10.0 + number / 4, 25.0, kv_context=kv_context) for number in range(round(sessions * (more - 1)))]
+    if one_stays:
+        visits[0] = Visit(kv_context=kv_context, adaptive=False)
+    seen = simulate(machine, visits, 40.0)
+    assert _stalls(seen, CHUNK_S) == 0 and sum(each.waited_s for each in seen) < 0.02 * 40 * len(visits)
+    assert sum(len(each.limits) for each in seen) <= 6 * len(visits)
+    assert not (one_stays and seen[0].limits)

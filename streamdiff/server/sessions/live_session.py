@@ -83,9 +83,7 @@ class LiveSession:
         self.subscribers = Subscribers(self._stats.receipt)
         self._requests = RequestTracker()
         self._opening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.playback = Playback(
-            id, spec.fps, config, ready, metrics, self._take_shown, lambda frames: send(messages.Shown(id, frames))
-        )
+        self.playback = Playback(id, spec.fps, config, ready, metrics, self._take_shown, send)
 
     @property
     def fps(self) -> float:
@@ -123,7 +121,7 @@ class LiveSession:
             self._stats.opening(clock.monotonic_s())
         text = self.text or self.prompt  # as it was read last: words that said nothing then say nothing now
         past = (self._epoch + 1, playback.made_frames, playback.pacer.progress().passed)
-        ahead = playback.max_ahead_frames(self.fps)
+        ahead = playback.ahead_frames
         asked = messages.Open(self.id, text, self.seed, self.steps, self.kv_context, ahead, *past, image=self.image)
         await self._send(asked)
         if self.paused:
@@ -289,9 +287,8 @@ class LiveSession:
         await self._send(messages.SetSteps(self.id, steps, request))
 
     async def _show_fps(self) -> None:
-        fps = self.limit.fps_of(self._asked.fps)
-        await self._send(messages.SetMaxAhead(self.id, self.playback.max_ahead_frames(fps)))
-        self.playback.show_fps(fps)
+        self.playback.show_fps(self.limit.fps_of(self._asked.fps))
+        await self._send(messages.SetMaxAhead(self.id, self.playback.ahead_frames))
         self._send_state()
 
     def _check_capacity(self, message: ControlMessage) -> None:
@@ -353,8 +350,8 @@ class LiveSession:
         """Live figures, JSON-able; None where nothing was measured yet."""
         dropped = sum(counters.dropped for counters in self.playback.fanout.counters().values())
         figures = self._stats.figures(self.playback.pacer.progress(), dropped, clock.monotonic_s())
-        occupancy = [round(share, 3) for share in self._occupancy()]
-        return figures | {"stalled": self.stalled_s() > STALLED_S, "occupancy": occupancy}
+        occupancy, lead_ms = [round(share, 3) for share in self._occupancy()], round(self.playback.lead.lead_s * 1000)
+        return figures | {"stalled": self.stalled_s() > STALLED_S, "occupancy": occupancy, "lead_ms": lead_ms}
 
     def update_metrics(self) -> None:
         """Copy figures that other objects hold into the metrics. Mutates: the metrics."""

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 from streamdiff import clock
 from streamdiff.config import Config
-from streamdiff.engine.messages import FrameBatch, Ready
+from streamdiff.engine.messages import Command, FrameBatch, Ready, SetMaxAhead, Shown
 from streamdiff.errors import EngineFailure
 from streamdiff.server.media.codecs import H264_CHOICES, Format
 from streamdiff.server.media.fanout import Fanout
+from streamdiff.server.media.lead import PlayoutLead
 from streamdiff.server.media.pacer import Pacer
 from streamdiff.server.media.playout import PlayoutSlot
 from streamdiff.server.media.snapshot import Snapshot
@@ -22,7 +23,8 @@ from streamdiff.server.metrics import Metrics
 class Playback:
     """Pacer, encoders and snapshot of a session. Lives on the event loop.
 
-    Back-pressure: it reports how many frames were shown or skipped, and the engine makes only so many beyond those.
+    Back-pressure: it reports how many frames were shown or skipped, and the engine makes only so many beyond those as
+    the lead says.
     """
 
     def __init__(
@@ -33,34 +35,37 @@ class Playback:
         ready: Ready,
         metrics: Metrics,
         on_shown: Callable[[int, int, int], None],
-        report: Callable[[int], Awaitable[None]],
+        send: Callable[[Command], Awaitable[None]],
     ) -> None:
-        """`on_shown` is called with number, epoch and presentation time of every new frame on show; `report` sends the
-        count of frames that were shown or skipped so far to the engine: when there is news, the latest count only."""
-        self._on_shown, self._report = on_shown, report
-        self._max_ahead_s = config.playback.lead_s
+        """`on_shown` is called with number, epoch and presentation time of every new frame on show; `send` gives the
+        engine the count of frames that were shown or skipped so far, and how many it may make beyond: when there is
+        news, the latest only."""
+        self._session, self._on_shown, self._send = session, on_shown, send
+        self._chunk_frames, self._most_ahead_s = ready.chunk_frames, config.playback.lead_s
+        self.lead = PlayoutLead(ready.chunk_frames / fps, self._most_ahead_s)
+        self.fps = fps
+        """Frames shown per second; under load fewer than `format` says."""
         h264 = H264_CHOICES[config.serve.encoder][-1]
         self.format = Format(ready.width, ready.height, fps, config.scale, config.serve.bitrate, h264)
-        start_frames = min(ready.chunk_frames, self.max_ahead_frames(fps))
         loop = asyncio.get_running_loop()
 
         def deliver(slot: PlayoutSlot) -> None:  # on the pacer's thread
             loop.call_soon_threadsafe(self._shown, slot)
 
-        self.pacer = Pacer(fps, start_frames, deliver, config.serve.grace_s)
+        self.pacer = Pacer(fps, ready.chunk_frames, deliver, config.serve.grace_s)
         self.fanout = Fanout(self.format, self.pacer, metrics)
         self.snapshot = Snapshot(self.pacer.picture)
         self._made_s = clock.monotonic_s()
         self.made_frames = 0
-        self.fps = fps
-        """Frames shown per second; under load fewer than `format` says."""
         self._chunk, self._dry = (-1, -1), 0
+        self._told_ahead = self.ahead_frames
         self._progressed = asyncio.Event()
         self._reporting = asyncio.create_task(self._report_progress(), name=f"shown-{session}")
 
-    def max_ahead_frames(self, fps: float) -> int:
-        """Frames that the engine may make beyond those shown, at this rate."""
-        return max(1, round(self._max_ahead_s * fps))
+    @property
+    def ahead_frames(self) -> int:
+        """Frames that the engine may make beyond those shown."""
+        return max(1, round(self.lead.lead_s * self.fps))
 
     def push(self, batch: FrameBatch, now_s: float) -> None:
         """Take frames that the engine made. Mutates: self."""
@@ -75,7 +80,10 @@ class Playback:
     def slack_s(self, batch: FrameBatch) -> float | None:
         """Seconds of video that wait when a chunk's first frames come, before they are pushed; negative: so long the
         last picture stood. None for a chunk's further frames, for the first chunks of a stream, which nothing came
-        before, and where nothing is shown. Mutates: self."""
+        before, and where nothing is shown. With what the lead could still grow by, as long as something waits.
+
+        Mutates: self.
+        """
         chunk, before = (batch.epoch, batch.chunk), self._chunk
         if chunk == before:
             return None
@@ -83,7 +91,10 @@ class Playback:
         dry, self._dry, self._chunk = progress.dry - self._dry, progress.dry, chunk
         if batch.chunk < 2 or self.pacer.held:
             return None
-        return -dry / self.fps if dry else progress.buffered / self.fps
+        slack_s, spare_s = -dry / self.fps if dry else progress.buffered / self.fps, self.lead.spare_s
+        self.lead.arrived(slack_s)
+        self._progressed.set()
+        return slack_s + spare_s if slack_s > 0 else slack_s
 
     def set_fps(self, fps: float) -> None:
         """Show frames at another rate from now on, and encode for it. Mutates: self."""
@@ -92,8 +103,10 @@ class Playback:
         self.fanout.set_format(self.format)
 
     def show_fps(self, fps: float) -> None:
-        """Show frames at another rate from now on, by the encoders that there are. Mutates: self."""
-        self.fps = fps
+        """Show frames at another rate from now on, by the encoders that there are; the lead is measured afresh, and
+        `ahead_frames` is for the caller to tell. Mutates: self."""
+        self.fps, self.lead = fps, PlayoutLead(self._chunk_frames / fps, self._most_ahead_s)
+        self._told_ahead = self.ahead_frames
         self.pacer.set_fps(fps)
 
     def stalled_s(self) -> float:
@@ -116,10 +129,13 @@ class Playback:
         while True:
             await self._progressed.wait()
             self._progressed.clear()
-            passed = self.pacer.progress().passed
-            if passed > reported:
-                reported = passed
-                try:
-                    await self._report(passed)
-                except EngineFailure:
-                    continue  # the reader of the engine's events reports it; `Open` carries it to the next engine
+            passed, ahead = self.pacer.progress().passed, self.ahead_frames
+            try:
+                if ahead != self._told_ahead:
+                    self._told_ahead = ahead
+                    await self._send(SetMaxAhead(self._session, ahead))
+                if passed > reported:
+                    reported = passed
+                    await self._send(Shown(self._session, passed))
+            except EngineFailure:
+                continue  # the reader of the engine's events reports it; `Open` carries both to the next engine

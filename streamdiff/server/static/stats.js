@@ -74,7 +74,7 @@ function drawMore(inbound, reports, kbps, stats) {
     "Packets lost": inbound.packetsLost,
     Network: stats?.network,
     "Frame number": stats?.frame,
-    "Made ahead": stats == null ? null : `${stats.buffered} frames`,
+    "Made ahead": stats == null ? null : `${stats.buffered} frames, at most ${stats.lead_ms} ms`,
     Repeated: stats?.repeated,
     "Made, never shown": stats?.dropped,
     "Shown, not encoded": stats?.encoder_dropped,

@@ -111,10 +111,9 @@ def test_then_frame_rate_is_lost_and_only_then_is_somebody_refused() -> None:
         asked = await site.http.post("/api/control", json={"type": "fps", "fps": 10})
         assert [asked.json()[name] for name in ("stage", "fps", "reason")] == ["accepted", 5.0, "load"]
         before = site.state.manager.sessions[0].playback.pacer.progress()
-        for _ in range(20):
-            await peer.frame()
-        after = site.state.manager.sessions[0].playback.pacer.progress()
-        assert after.shown > before.shown and after.missed == before.missed, "it plays on"
+        pacer = site.state.manager.sessions[0].playback.pacer
+        await site.until(lambda: pacer.progress().shown > before.shown + 2)
+        assert pacer.progress().missed == before.missed, "it plays on"
 
     # Of the time: 1, in fewer steps 0.6, at half the frame rate 0.3.
     _run(scene, Painter(chunk_s=0.2), adaptive=True, load=0.95)

@@ -76,6 +76,7 @@ METRICS: dict[str, Metric] = {
     "refused_worst_s": Metric("s", "less", "the same, the slowest round"),
     "placed_s": Metric("s", "less", "from many offers at once until the last of those that get a place has its answer"),
     "gap_worst_s": Metric("s", "less", "longest time without a frame for who watches meanwhile, the worst round"),
+    "waited_s": Metric("s", "less", "frames that were not there when they were due, in seconds of video, per viewer"),
     "load_s": Metric("s", "less", "from the process's start to a warm engine"),
     "floor_s": Metric("s", "less", "a forward if every part ran at the device's measured ceilings"),
     "forward_s": Metric("s", "less", "a forward as it was measured, window full"),

@@ -235,12 +235,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--sessions", type=int, default=3, help="before the load doubles (default 3)")
     made.add_argument("--load", type=float, default=0.6, help="their share of the engine's time (default 0.6)")
     made.add_argument("--stages", type=int, default=1, help="stages of the ring (default 1)")
+    made.add_argument("--limit", type=float, default=0.9, help="share that all may ask for together (default 0.9)")
     made.add_argument("--out", type=Path, metavar="FILE", help="JSON file to write")
     options = made.parse_args(argv)
     head = report.header(warm_up="20 s of the simulated time before the load doubles")
     rows: list[dict[str, str | int | float | bool | None]] = []
     chunk_s = 12 / 40
-    machine = Machine(options.load / options.sessions * chunk_s * options.stages / 5, stages=options.stages)
+    forward_s = options.load / options.sessions * chunk_s * options.stages / 5
+    machine = Machine(forward_s, stages=options.stages, limit=options.limit)
     for adaptive in (True, False):
         seen = simulate(machine, doubling(options.sessions, 20.0, 30.0, adaptive=adaptive), 120.0)
         rows.append(
@@ -253,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     print(report.table(rows))
     if options.out is not None:
-        settings = {"case": {"sessions": options.sessions, "load": options.load, "stages": options.stages}}
+        settings = {"case": {name: getattr(options, name) for name in ("sessions", "load", "stages", "limit")}}
         report.write_json(options.out, head, {"case": {"rows": rows}}, benchmark="simulated_load", settings=settings)
     return OK
 

@@ -12,7 +12,7 @@ const video = $("video");
 const token = tokenOf(location.hash);
 // `?session=` and `?codec=` of the page's address are the server's business.
 const client = new StreamClient(`whep${location.search}`, token);
-const view = { phase: "connecting", steers: true, paused: false, seed: 0, fps: 0, steps: 0, prompt: "", frameSeen: false, notice: "", engine: "running" };
+const view = { phase: "connecting", steers: true, paused: false, seed: 0, fps: 0, askedFps: 0, steps: 0, prompt: "", frameSeen: false, notice: "", engine: "running" };
 const asked = new Map(); // id of a request -> { kind, at }
 
 globalThis.streamdiff = { client, view };
@@ -65,7 +65,7 @@ function drawSwitchHelp() {
 }
 
 /** The numbers of steps that the model has; where there is one, there is nothing to choose. */
-function drawSteps({ steps, steps_known: known }) {
+function drawSteps({ steps: made, asked_steps: steps, steps_known: known }) {
   const select = $("steps");
   $("steps-form").hidden = known.length < 2;
   if ([...select.options].map((option) => option.value).join() !== known.join()) {
@@ -74,6 +74,7 @@ function drawSteps({ steps, steps_known: known }) {
   }
   if (steps !== view.steps) select.value = steps;
   view.steps = steps;
+  setText($("steps-help"), made < steps ? `Much to do right now: ${made} of them.` : "Fewer are less work, more are finer.");
 }
 
 function drawVeil(text, { busy = true, button = false } = {}) {
@@ -86,10 +87,12 @@ function drawState(state) {
   view.paused = state.paused;
   view.prompt = state.prompt;
   view.text = state.text;
-  const typing = document.activeElement === $("fps") && $("fps").valueAsNumber !== view.fps;
-  if (state.fps !== view.fps && !typing) $("fps").value = state.fps;
+  const typing = document.activeElement === $("fps") && $("fps").valueAsNumber !== view.askedFps;
+  if (state.asked_fps !== view.askedFps && !typing) $("fps").value = state.asked_fps;
   view.fps = state.fps;
-  setText($("fps-native"), `The model's own rate: ${state.native_fps}`);
+  view.askedFps = state.asked_fps;
+  const slowed = state.fps < state.asked_fps ? `Much to do right now: ${state.fps} of them. ` : "";
+  setText($("fps-native"), `${slowed}The model's own rate: ${state.native_fps}`);
   setText($("playing-label"), state.session === "default" ? "Now playing" : `Now playing in session ${state.session}`);
   drawSwitches(state.switches);
   drawSteps(state);
@@ -134,11 +137,11 @@ function onReceipt(receipt) {
   if (receipt.text) request.text = receipt.text; // what the model was given, which may differ from what was typed
   if (AT_ONCE.includes(request.kind) && receipt.stage === "accepted") {
     asked.delete(receipt.id);
-    if (request.kind === "fps") drawReceipt(`Plays at ${request.fps} frames a second.`, "shown");
+    if (request.kind === "fps") drawReceipt(`Plays at ${receipt.fps ?? request.fps} frames a second.`, "shown");
   } else if (receipt.stage === "accepted" && MADE.includes(request.kind)) {
     drawReceipt(view.paused ? "Taken. It shows when you resume." : "Taken. It is being made now.", "accepted");
   } else if (receipt.stage === "shown" && request.kind === "steps") {
-    drawReceipt(`Chunks have ${request.steps} steps now, after ${seconds(lag)}.`, "shown");
+    drawReceipt(`Chunks have ${receipt.steps ?? request.steps} steps now, after ${seconds(lag)}.`, "shown");
   } else if (receipt.stage === "shown") {
     number("n-lag", lag / 1000, 2);
     view.lagMs = lag;
@@ -262,7 +265,7 @@ function changeFps() {
   const fps = $("fps").valueAsNumber;
   const usable = fps >= 1 && fps <= 120;
   drawFieldError("fps", usable ? "" : "Frames a second are a number from 1 to 120.");
-  if (usable && fps !== view.fps) ask("fps", { fps });
+  if (usable && fps !== view.askedFps) ask("fps", { fps });
 }
 
 function changeSteps() {

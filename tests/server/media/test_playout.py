@@ -149,7 +149,7 @@ def test_a_dry_buffer_repeats_and_goes_on_at_once_a_little_slower() -> None:
     assert [(due.frame, due.repeated) for _, due in taken] == [
         (0, False), (1, False), (2, False), (2, True), (2, True), (2, True),
     ]  # fmt: skip
-    assert playout.progress.repeated == 3
+    assert playout.progress.repeated == playout.progress.dry == 3
     playout.push(3, frames(3, 2))
     later = take(playout, 0.9)
     assert [(due.frame, due.repeated) for _, due in later] == [(3, False), (4, False), (4, True), (4, True)]
@@ -162,6 +162,7 @@ def test_after_a_long_stall_frames_gather_as_at_the_start() -> None:
     take(playout, 10.0)
     playout.push(3, frames(3, 2))
     assert {due.frame for _, due in take(playout, 10.5)} == {2}
+    assert 30 <= playout.progress.dry <= 31 < playout.progress.repeated, "then it waits for frames to gather"
     playout.push(5, frames(5, 1))
     assert [(due.frame, due.repeated) for _, due in take(playout, 10.8)] == [(3, False), (4, False), (5, False)]
 

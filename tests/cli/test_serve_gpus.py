@@ -27,7 +27,7 @@ def test_one_stream_gets_ranks_that_share_and_many_get_stages(capsys: pytest.Cap
     assert (one.parallel, one.stages, one.shares, one.decode) == ("1x4", 1, 4, "head")
     told = capsys.readouterr().err
     assert told.startswith("streamdiff: --parallel 1x4 --decode head: 1x4, decoding on the first rank: ")
-    assert "of 5 ways to use 4 x NVIDIA H100 SXM, linked by nvlink, estimated" in told
+    assert "of 6 ways to use 4 x NVIDIA H100 SXM, linked by nvlink, estimated" in told
     assert chosen(4, "many").model.parallel == "4x1"
     assert chosen(2).model.parallel == "1x2"
     assert chosen(4, vae=None).model.ranks == 4  # three that compute, and one that decodes

@@ -113,14 +113,16 @@ def compare(
 
 
 def _splits(count: int, sizes: ModelSizes, decode: str) -> Iterator[tuple[int, int, str]]:
-    """(stages, shares, decode's place): all ranks that compute, or one less where one decodes."""
-    places = [(count, decode)] if decode != "own-rank" else []
+    """(stages, shares, decode's place): all ranks compute, or one of them decodes; where shares do not divide what is
+    left then, a GPU stays idle."""
+    for shares in _shares(sizes):
+        if decode != "own-rank" and count % shares == 0 and count // shares <= sizes.blocks:
+            yield count // shares, shares, decode
     if decode == "own-rank" or (decode == "auto" and sizes.decoder.flops):
-        places.append((count - 1, "own-rank"))
-    for ranks, place in places:
         for shares in _shares(sizes):
-            if ranks > 0 and ranks % shares == 0 and ranks // shares <= sizes.blocks:
-                yield ranks // shares, shares, place
+            stages, idle = divmod(count - 1, shares)
+            if idle <= 1 and 1 <= stages <= sizes.blocks:
+                yield stages, shares, "own-rank"
 
 
 def _shares(sizes: ModelSizes) -> list[int]:

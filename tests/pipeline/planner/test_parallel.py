@@ -8,6 +8,7 @@ import math
 import pytest
 
 from streamdiff.cli import main
+from streamdiff.commands import plan
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.planner import gpus
@@ -17,6 +18,7 @@ from streamdiff.pipeline.planner.memory import Storage
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, sizes_of
 from streamdiff.pipeline.planner.parallel import Case, Comparison, Machine, compare
 from streamdiff.pipeline.planner.stage_layout import Workload, lay_out
+from tests.rules.source import ROOT
 
 LARGE = "random:wan2.1-14b"
 
@@ -80,6 +82,7 @@ def test_every_split_that_the_model_allows_is_there() -> None:
     found = compared(4, sizes())
     assert {place for place in cases(found)} == {
         ("1x4", "head"), ("2x2", "head"), ("4x1", "head"), ("1x3", "own-rank"), ("3x1", "own-rank"),
+        ("1x2", "own-rank"),  # one GPU idle
     }  # fmt: skip
     assert {case.parallel for case in compared(8, sizes(), decode="last").cases} == {"8x1", "4x2", "2x4"}  # 12 heads
     assert {case.parallel for case in compared(5, sizes(LARGE), decode="last").cases} == {"5x1", "1x5"}  # 40
@@ -131,7 +134,7 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([*words, "--link", "pcie", "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
     assert tree["link"] == "pcie" and tree["best"]["one"] == ["1x4", "head"]
-    assert all(len(case["rank_bytes"]) == 4 for case in tree["cases"])
+    assert {len(case["rank_bytes"]) for case in tree["cases"] if case["decode"] == "head"} == {4}
 
 
 @pytest.mark.parametrize(
@@ -148,3 +151,46 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_compared_is_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["plan", *words]) == 2
     assert told in capsys.readouterr().err
+
+
+PAGE = (("Wan 1.3B, `taew2_1`", "self-forcing", "taew2_1"), ("Wan 1.3B, Wan's", "self-forcing", None),
+        ("Wan 14B, `taew2_1`", LARGE, "taew2_1"))  # fmt: skip
+
+
+def row(title: str, name: str, vae: str | None, count: int) -> str:
+    """A line of the table in docs/parallel.md."""
+    found = compare_on(count, ModelConfig(name=name, vae=vae))
+    one, many = found.for_one, found.for_many
+    if one is None or many is None:
+        return f"| {title} | {count} | does not fit | | | | |"
+    ranks = f"{min(one.rank_bytes) / 1e9:.2g} to {max(one.rank_bytes) / 1e9:.2g}" if count > 1 else ""
+    memory = ranks or f"{max(one.rank_bytes) / 1e9:.2g}"
+    rate = many.crowd.frames_per_s * many.crowd.sessions
+    return (
+        f"| {title} | {count} | {split(one)} | {one.alone.frames_per_s:.3g} | {one.alone.latency_s:.2g}, "
+        f"{one.alone.first_chunk_s:.2g} s | {memory} GB | {split(many)}: {rate:.3g} |"
+    )
+
+
+def split(case: Case) -> str:
+    return f"`{case.parallel}`" + (" and one that decodes" if case.decode == "own-rank" else "")
+
+
+def compare_on(count: int, model: ModelConfig) -> Comparison:
+    return plan.compare(model, plan.PlanJob(gpu="h100", gpus=count))[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_the_pages_table_is_what_the_planner_says(count: int) -> None:
+    page = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
+    for each in PAGE:
+        assert row(*each, count) in page
+
+
+def test_the_pages_example_is_what_the_planner_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--gpus", "4", "--gpu", "h100", "--model", "self-forcing", "--vae", "taew2_1", "--sessions", "4"]
+    assert main.main(words) == 0
+    page = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
+    printed = capsys.readouterr().out.splitlines()
+    assert all(line in page for line in printed if line[:4] in ("PxC ", "4x1 ", "2x2 ", "1x4 ", "one ", "best"))

@@ -39,6 +39,7 @@ EPILOG = """examples:
   python -m benchmarks.fps_ttff --preset wan-1.3b --device cuda  Wan 1.3B, 832x480, 4 steps, both decoders
   python -m benchmarks.fps_ttff --preset wan-1.3b-all --list     what that would measure: every size, steps, context
   python -m benchmarks.fps_ttff --preset wan-14b --stages 1,2,4 --kv-context staircase --decoder tiny
+  python -m benchmarks.fps_ttff --preset wan-1.3b --parallel 1x2,1x4,2x2    ranks that share stages
   python -m benchmarks.fps_ttff --preset wan-1.3b --model self-forcing     the published weights, fetched if need be
   python -m benchmarks.fps_ttff --stages 1 --profile costs       and where the time goes: costs/*/summary.txt
   python -m benchmarks.compare before.json after.json            two of these files, figure by figure
@@ -190,7 +191,9 @@ def tables(results: Mapping[str, Any]) -> str:
     rows, parts = [], []
     for label, result in results.items():
         found = result["figures"]
-        rows.append({"case": label, **{title: found[name] for title, name in _COLUMNS.items()}})
+        peaks = [f"{count / 2**30:.3g}" for count in result["raw"]["peak_bytes"]]
+        told = {title: found[name] for title, name in _COLUMNS.items()}
+        rows.append({"case": label, **told, "by rank": " ".join(peaks)})
         if found["step_s"] is not None:
             ms = {name: found[f"{name}_s"] for name in _PARTS}
             parts.append(

@@ -8,6 +8,7 @@
     python -m benchmarks.gpu_check sessions:clean --device cuda   two at once: both captured, and against plain
     python -m benchmarks.gpu_check sync:clean --device cuda       micro-steps in which the host waits for nothing
     python -m benchmarks.gpu_check memory:clean --device cuda     replayed micro-steps that take no memory
+    python -m benchmarks.gpu_check shared:clean --device cuda     two ranks that share a stage, against one
 
 Prints one line; exit code 0 it holds, 1 it does not, 3 it cannot be tried here.
 """
@@ -16,14 +17,19 @@ from __future__ import annotations
 
 import argparse
 import copy
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.report import ROOT
 from benchmarks.stream_case import CONTEXTS, DECODERS
 from streamdiff.config import ModelConfig
 from streamdiff.models.autoencoder.autoencoder import load_decoder
@@ -249,6 +255,28 @@ def no_memory_taken(context: str, device: torch.device) -> str:
     return told
 
 
+def shared_as_alone(context: str, device: torch.device) -> str:
+    """Latents of the embedded model by two ranks that share its one stage against those of one, in float32."""
+    if device.type == "cuda" and torch.cuda.device_count() < 2:
+        raise NotHere("ranks that share a stage have a GPU each, and there is one")
+    with tempfile.TemporaryDirectory(prefix="streamdiff-") as folder:
+        alone = _generated(Path(folder) / "alone.safetensors", context, device)
+        shared = _generated(Path(folder) / "shared.safetensors", context, device, "--parallel", "1x2", "--processes")
+    return _held(off_by(shared, alone), _LATENTS_OFF)
+
+
+def _generated(out: Path, context: str, device: torch.device, *split: str) -> Tensor:
+    """Latents of `streamdiff generate`, which starts the ranks."""
+    words = ["--chunks", str(_CHUNKS), "--no-decode", "--latents-out", str(out), "--kv-context", context]
+    words += ["--device", device.type, "--dtype", "float32", *split]
+    done = subprocess.run(
+        [sys.executable, "-m", "streamdiff", "generate", *words], cwd=ROOT, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise AssertionError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    return load_file(out)["latents"]
+
+
 def _turns(runtime: StreamingPipeline, chunks: int) -> int:
     """Micro-steps of some chunks of a stream whose first ones were made before."""
     ring, info = runtime.ring, runtime.info
@@ -289,6 +317,7 @@ CHECKS: dict[str, tuple[Callable[[str, torch.device], str], tuple[str, ...]]] = 
     "sessions": (two_sessions, CONTEXTS),
     "sync": (no_host_sync, CONTEXTS),
     "memory": (no_memory_taken, CONTEXTS),
+    "shared": (shared_as_alone, ("clean",)),
 }
 NAMES = tuple(f"{kind}:{what}" for kind, (_, values) in CHECKS.items() for what in values)
 

@@ -97,6 +97,8 @@ def allowed(case: Case, faults: set[str]) -> str:
     config = case.config
     decoder = stream_case.decoder_of(config)
     reasons = [f"cpu:{config.kv_context}", f"decoder:{decoder}"]
+    if config.shares > 1:
+        reasons.append("shared:clean")
     if config.name != "tiny":
         dtype = "bfloat16" if config.dtype == "auto" and config.device == "cuda" else config.dtype
         reasons.append(f"wan:{'float32' if dtype == 'auto' else dtype}")
@@ -125,6 +127,12 @@ def wanted(device: str, gpus: int, only: Sequence[str], amount: Amount) -> list[
         ["--preset", "wan-1.3b", "--size", "512x512", "--decoder", "tiny"],
         ["--preset", "wan-1.3b", "--steps", "2,1", "--decoder", "tiny"],
         *(
+            ["--preset", name, "--parallel", parallel, "--decoder", "tiny", *FAST[:2]]
+            for name in ("wan-1.3b", "wan-14b")
+            for parallel, ranks in (("1x2", 2), ("1x4", 4), ("2x2", 4))
+            if gpus >= ranks
+        ),
+        *(
             ["--preset", name, "--kv-context", "staircase,matched", "--decoder", "tiny", "--stages", str(stages)]
             for name in ("wan-1.3b", "wan-14b")
             for stages in (2, 4)
@@ -137,7 +145,7 @@ def wanted(device: str, gpus: int, only: Sequence[str], amount: Amount) -> list[
     found: dict[str, Case] = {}
     for words in lines:
         if not only or words[1].removesuffix("-all") in only:
-            path = () if words[-len(FAST) :] == list(FAST) else PLAIN
+            path = () if FAST[0] in words else PLAIN
             options = fps_ttff.parser().parse_args([*words, *path, "--device", device])
             for case in stream_options.cases_of(options):
                 found.setdefault(case.label, replace(case, amount=amount))

@@ -1,6 +1,6 @@
 """Where a hop's time goes: what each rank of a ring does itself, how long messages travel, how long ranks wait.
 
-Used by `ring_schedule`. All ranks are on one machine and read one clock.
+Used by `sleeping_ring`. All ranks are on one machine and read one clock.
 """
 
 from __future__ import annotations

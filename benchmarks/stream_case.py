@@ -47,6 +47,7 @@ class Case:
         vae = f", {'full' if decoder_of(config) == 'full' else 'tiny'} decoder" if config.vae else ""
         steps = "own steps" if config.steps is None else f"{config.steps} step{'s' if config.steps > 1 else ''}"
         stages = f"{config.stages} stage{'s' if config.stages > 1 else ''}"
+        stages = stages if config.shares == 1 else f"{config.parallel} ranks"
         fast = (", compiled" if config.compile == "on" else "") + (", with-next" if config.clean_with_next else "")
         return f"{config.name}{size}, {steps}, {config.kv_context}{vae}, {stages}{fast}"
 
@@ -61,7 +62,7 @@ class Case:
 @dataclass(frozen=True)
 class Preset:
     """Lists whose product is a run's cases. `decoders` are `tiny` and `full`, None where the model has its own; of
-    `steps` None is what the model was made for."""
+    `steps` None is what the model was made for. `parallel` (PxC) stands in the place of `stages` where it is given."""
 
     about: str
     model: str
@@ -70,6 +71,7 @@ class Preset:
     stages: tuple[int, ...] = (1,)
     sizes: tuple[str | None, ...] = (None,)
     decoders: tuple[str | None, ...] = (None,)
+    parallel: tuple[str, ...] = ()
 
 
 _13, _14 = "random:wan2.1-1.3b", "random:wan2.1-14b"
@@ -97,6 +99,7 @@ FLAGS = {
     "model.steps": "--steps",
     "model.kv_context": "--kv-context",
     "model.stages": "--stages",
+    "model.parallel": "--parallel",
     "model.size": "--size",
     "model.vae": "--decoder",
 }
@@ -107,14 +110,16 @@ def combinations(preset: Preset, *, every: bool = False) -> list[dict[str, objec
     """The product of the preset's lists, as values of a configuration by dotted key.
 
     One session with KV context `clean` has one chunk in flight, which no second stage makes faster: that is left out
-    unless `every` is set.
+    unless `every` is set, or ranks are to share stages.
     """
     found = []
-    lists = (preset.sizes, preset.decoders, preset.steps, preset.kv_contexts, preset.stages)
-    for size, decoder, steps, context, stages in product(*lists):
-        if context == "clean" and stages > 1 and not every:
+    splits: list[tuple[str, int | str]] = [("model.parallel", each) for each in preset.parallel]
+    splits = splits or [("model.stages", each) for each in preset.stages]
+    lists = (preset.sizes, preset.decoders, preset.steps, preset.kv_contexts)
+    for size, decoder, steps, context, (key, split) in product(*lists, splits):
+        if context == "clean" and isinstance(split, int) and split > 1 and not every:
             continue
-        values: dict[str, object] = {"model.kv_context": context, "model.stages": stages}
+        values: dict[str, object] = {"model.kv_context": context, key: split}
         if steps is not None:
             values["model.steps"] = steps
         if size is not None:

@@ -26,6 +26,12 @@ def add(made: argparse.ArgumentParser) -> None:
         "--stages", type=whole_numbers, metavar="N,N", help="ranks of the ring, a process and a device each"
     )
     lists.add_argument(
+        "--parallel",
+        type=words,
+        metavar="PxC,PxC",
+        help="in place of --stages: P stages that C ranks share each, as 1x2",
+    )
+    lists.add_argument(
         "--steps", type=whole_numbers, metavar="N,N", help="denoise steps, as 4,2,1 (with --model: its own)"
     )
     lists.add_argument("--kv-context", type=words, metavar="C,C", help="clean, staircase, matched")
@@ -56,6 +62,8 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
         ConfigError: a value that cannot be; names the option.
     """
     preset = PRESETS[options.preset]
+    if options.stages and options.parallel:
+        raise ConfigError("--stages and --parallel are both given; --parallel says the stages too")
     given = {key: value for key, value in vars(options).items() if key.startswith("model.") and value is not None}
     names = {key: f"--{key.removeprefix('model.').replace('_', '-')}" for key in given}
     for word in options.set:
@@ -70,6 +78,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
         "steps": options.steps,
         "kv_contexts": options.kv_context,
         "stages": options.stages,
+        "parallel": options.parallel,
         "sizes": options.size,
         "decoders": _decoders(options.decoder),
     }

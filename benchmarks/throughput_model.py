@@ -151,8 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.stages = options.stages or (1,)
     try:
         cases = stream_options.cases_of(options)
-        if options.stages != (1,):
-            raise ConfigError("--stages must be 1: a forward is measured on one device")
+        if options.stages != (1,) or options.parallel:
+            raise ConfigError("--stages must be 1: a forward is measured on one device, without --parallel")
         if options.plot is not None:
             stream_plot.check(options.plot)
         device = own_device(cases[0].config.device)

@@ -146,6 +146,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("ring.mp4"), help=".mp4 or .webm (default ring.mp4)")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of the file (default 10)")
     parser.add_argument("--kv-context", default="staircase", help="staircase (default): one stream fills the ring")
+    parser.add_argument("--parallel", metavar="PxC", help="P stages that C ranks share each (default: a stage each)")
     parser.add_argument("--decode", default="head", help="rank that decodes: head (default), last or own-rank")
     parser.add_argument("--steps", type=int, help="denoise steps per chunk (default: the model's own)")
     parser.add_argument("--compile", default="auto", help="on: every rank makes graphs first (auto: with CUDA)")
@@ -157,8 +158,9 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    stages = world - 1 if options.decode == "own-rank" else world
     model: dict[str, object] = {
-        "stages": world - 1 if options.decode == "own-rank" else world,
+        **({"parallel": options.parallel} if options.parallel else {"stages": stages}),
         "decode": options.decode,
         "kv_context": options.kv_context,
         "steps": options.steps,

@@ -33,7 +33,7 @@ from streamdiff.heavy_import import heavy_import
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = {
     "benchmarks.gpu_check",
-    "benchmarks.ring_schedule",
+    "benchmarks.sleeping_ring",
     "benchmarks.stream_rank",
     "streamdiff.engine.process.main",
     "tests.engine.faulty",

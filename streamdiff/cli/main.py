@@ -77,6 +77,10 @@ def _print_error(error: Exception, status: int) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
+    if (arguments.gpus, arguments.goal) != (None, None):
+        from streamdiff.cli.serve_gpus import with_best
+
+        config = with_best(config, arguments.gpus, arguments.goal)
     _check_stages(config)
     if config.session.image is not None:
         from streamdiff.video.picture import fit_picture

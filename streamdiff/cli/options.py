@@ -220,6 +220,10 @@ SERVE = (
     Option("--insecure", "", "let other machines in without a token", key="serve.insecure", action=SWITCH),
     Option("--no-browser", "", "do not open a browser", key="serve.open_browser", action="store_false"),
 )
+GPUS = (
+    Option("--gpus", "N", "use so many GPUs as the planner finds best: stages, and ranks that share them", int),
+    Option("--for", "GOAL", "of --gpus: one stream (default), or many: as many as fit", key="goal"),
+)
 CONFIGURATION = (*ADDRESS, PROMPT, *IMAGE, STEPS_OR_LIST, *MODEL, *PARTS, *SERVE, *TRACE)
 """Every option that sets a value of the configuration."""
 
@@ -258,6 +262,8 @@ PLAN = (
     DECODE_AT_ONCE,
     *WINDOW[:2],
     Option("--gpu", "NAME", "h100, h200, b200, 4090 or 5090: what to expect of it, estimated"),
+    Option("--gpus", "N", "so many of --gpu: every P stages x C ranks that share each, and which is best", int),
+    Option("--link", "KIND", "what GPUs are linked by: nvlink or pcie (default: the fastest that --gpu has)"),
     Option("--fps", "N", "frames per second of each session that --gpu shall reach (default: the model's own)", float),
     Option("--stages", "N", "stages of the ring, one device each (default 4; 1 with --gpu)", int),
     Option("--sessions", "N", "sessions at the same time (default 1)", int),
@@ -296,6 +302,7 @@ SERVE_EXAMPLES = """examples:
   streamdiff serve --host 0.0.0.0 --control-token-file token.txt    let others watch; steering takes the token
   streamdiff serve --host 0.0.0.0 --insecure    let others on the network watch, and steer
   streamdiff serve --stages 4 --kv-context staircase    four ranks, started here, work on one stream
+  streamdiff serve --model longlive-1.3b --gpus 4      one stream, four GPUs, used as the planner finds best
   streamdiff serve --config configs/lan.yaml
   streamdiff serve --profile costs              costs/summary.txt says where the time goes, once somebody watches
 
@@ -314,6 +321,7 @@ each.
 """
 PLAN_EXAMPLES = """examples:
   streamdiff plan --gpu 4090 --model self-forcing --vae taew2_1 --sessions 2    what to expect of a card, and what fits
+  streamdiff plan --gpus 4 --gpu h100 --model longlive-1.3b --sessions 4    stages x ranks that share them: the best
   streamdiff plan --stages 4 --kv-context staircase --trace ring.json
   streamdiff plan --stages 4 --kv-context matched --stage-times 0.1,0.1,0.1,0.1 --decode-time 0.02
   streamdiff plan --stages 2 --sessions 2 --profile measured.json --plot ring.png

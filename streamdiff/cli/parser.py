@@ -13,7 +13,11 @@ from streamdiff.version import __version__
 
 # What each command is for, its examples, and its options.
 _COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
-    "serve": ("show a live stream in the browser", options.SERVE_EXAMPLES, (options.CONFIG, *options.CONFIGURATION)),
+    "serve": (
+        "show a live stream in the browser",
+        options.SERVE_EXAMPLES,
+        (options.CONFIG, *options.GPUS, *options.CONFIGURATION),
+    ),
     "generate": ("make a video file", options.GENERATE_EXAMPLES + reference_options.EXAMPLES, options.GENERATE),
     "plan": ("simulate the ring: throughput, latency, memory per rank", options.PLAN_EXAMPLES, options.PLAN),
     "decode": ("latents in a file to a video", convert_options.DECODE_EXAMPLES, convert_options.DECODE),

@@ -8,38 +8,43 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from streamdiff.commands import plan_forecast
+from streamdiff.commands import plan_forecast, plan_parallel
 from streamdiff.commands.models import aligned
 from streamdiff.commands.plan_forecast import GpuForecast
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.spec import choose_steps, with_anchors
 from streamdiff.pipeline.planner import costs as cost
-from streamdiff.pipeline.planner import gpus, trace
+from streamdiff.pipeline.planner import gpus, parallel, trace
 from streamdiff.pipeline.planner.forecast import costs_on, link_times, ring_setup
 from streamdiff.pipeline.planner.memory import Memory, Storage, memory
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, sizes_of
+from streamdiff.pipeline.planner.parallel import Comparison
 from streamdiff.pipeline.planner.partition import check_stages, split_evenly
 from streamdiff.pipeline.planner.simulator import Run, Setup, simulate
 from streamdiff.pipeline.planner.stage_layout import PLACES, Layout, Workload, fastest, lay_out, layout_of
 
 DTYPES = {"float32": 4, "bfloat16": 2}
+CHUNKS = 100
 
 
 @dataclass(frozen=True)
 class PlanJob:
     """What was asked for. Stage times come from `stage_times` (seconds, comma-separated), else from `profile`, else
-    from an estimate at the ceilings, those of `gpu` (`planner.gpus`) if it is named; `link_time` and `decode_time`
-    (seconds) win over either. `stages` and `dtype` are 4 and float32, with a GPU 1 and bfloat16, unless they are given;
-    `fps` is the rate that a forecast for a GPU is held against."""
+    from an estimate at the ceilings, those of `gpu` (`planner.gpus`) if it is named, linked by `link`; `link_time` and
+    `decode_time` (seconds) win over either. `stages` and `dtype` are 4 and float32, with a GPU 1 and bfloat16, unless
+    they are given; `fps` is the rate that a forecast for a GPU is held against. With `gpus` every way to use so many is
+    compared (`planner.parallel`). `chunks` are simulated per session: 100, or fewer where many cases are."""
 
     stages: int | None = None
     sessions: int = 1
     max_rows: int = 1
-    chunks: int = 100
+    chunks: int | None = None
     stage_times: str | None = None
     profile: Path | None = None
     gpu: str | None = None
+    gpus: int | None = None
+    link: str | None = None
     fps: float | None = None
     tflops: float | None = None
     gbps: float | None = None
@@ -88,6 +93,11 @@ def run(model: ModelConfig, job: PlanJob) -> int:
     Raises:
         ConfigError: something cannot be planned; nothing is computed or written then.
     """
+    if job.gpus is not None:
+        found, sizes, load = compare(model, job)
+        tree, lines = plan_parallel.as_tree(found, sizes, load), plan_parallel.as_text(found, sizes, load)
+        print(json.dumps(tree, indent=2) if job.as_json else "\n".join(lines))
+        return 0
     outcome = make(model, job)
     if job.trace is not None:
         trace.write_trace(job.trace, outcome.run.spans, outcome.load.stages)
@@ -103,30 +113,57 @@ def make(model: ModelConfig, job: PlanJob) -> Outcome:
     Raises:
         ConfigError: something cannot be planned.
     """
-    stages = job.stages if job.stages is not None else (1 if job.gpu else 4)
-    dtype = job.dtype or ("bfloat16" if job.gpu else "float32")
-    job = replace(job, stages=stages, dtype=dtype)
-    _check(job)
-    sizes = _as_asked(sizes_of(model), model)
-    steps = choose_steps(model.steps, sizes.spec.steps, sizes.spec.name)
+    job = replace(job, stages=job.stages if job.stages is not None else (1 if job.gpu else 4))
+    sizes, load, storage = _settled(model, job)
+    stages = load.stages
     check_stages(stages, sizes.blocks)
-    load = Workload(stages, job.sessions, steps, model.kv_context, job.max_rows, sizes.spec.anchor_every)
-    quantize = "none" if model.quantize == "auto" else model.quantize  # which only a trial on the device tells
-    storage = Storage(DTYPES[dtype], quantize, model.offload, decode_latents=model.decode_at_once)
     if job.stage_times is not None:
         source, layout, decode_s, links = _by_hand(job.stage_times, job, sizes, load)
     else:
         found = _costs(job, sizes, load, storage)
         source, layout, decode_s = found.source, lay_out(found, load, job.decode), found.decode_s
         links = link_times(found, stages)
-    setup = ring_setup(sizes, load, layout, links, decode_s, job.chunks)
+    setup = ring_setup(sizes, load, layout, links, decode_s, job.chunks or CHUNKS)
     asked = None
     if job.gpu is not None:
         gpu = gpus.find(job.gpu)
         asked = plan_forecast.ask(
-            gpu, model, sizes, load, storage, decode=job.decode, blocks=layout.blocks, fps=job.fps
+            gpu, model, sizes, load, storage, decode=job.decode, blocks=layout.blocks, fps=job.fps, link=job.link
         )
     return Outcome(source, sizes, load, layout, setup, memory(sizes, layout, load, storage), simulate(setup), asked)
+
+
+def compare(model: ModelConfig, job: PlanJob) -> tuple[Comparison, ModelSizes, Workload]:
+    """Every way to use `job.gpus` of its GPU for `model`.
+
+    Raises:
+        ConfigError: something cannot be planned.
+    """
+    if job.gpu is None or job.gpus is None:
+        raise ConfigError(f"--gpus is {job.gpus}; of which kind is said by --gpu, one of {', '.join(gpus.GPUS)}")
+    if not 1 <= job.gpus <= parallel.GPUS_AT_MOST:
+        raise ConfigError(f"--gpus is {job.gpus}, but must be 1 to {parallel.GPUS_AT_MOST}")
+    for name in ("stages", "stage_times", "profile", "link_time", "decode_time", "trace", "plot", "fps"):
+        if getattr(job, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} does not go with --gpus, which compares several rings; leave one of them out")
+    sizes, load, storage = _settled(model, replace(job, stages=1))
+    gpu = gpus.find(job.gpu)
+    machine = parallel.Machine(gpu, job.gpus, gpu.pick_link(job.link))
+    return parallel.compare(machine, sizes, load, storage, job.decode, job.chunks), sizes, load
+
+
+def _settled(model: ModelConfig, job: PlanJob) -> tuple[ModelSizes, Workload, Storage]:
+    """What is planned, checked as far as that goes without a split. Raises ConfigError."""
+    assert job.stages is not None
+    dtype = job.dtype or ("bfloat16" if job.gpu else "float32")
+    _check(replace(job, dtype=dtype))
+    sizes = _as_asked(sizes_of(model), model)
+    steps = choose_steps(model.steps, sizes.spec.steps, sizes.spec.name)
+    load = Workload(job.stages, job.sessions, steps, model.kv_context, job.max_rows, sizes.spec.anchor_every)
+    quantize = "none" if model.quantize == "auto" else model.quantize  # which only a trial on the device tells
+    storage = Storage(DTYPES[dtype], quantize, model.offload, decode_latents=model.decode_at_once)
+    return sizes, load, storage
 
 
 def _check(job: PlanJob) -> None:
@@ -134,7 +171,7 @@ def _check(job: PlanJob) -> None:
     for name, value in (("--stages", job.stages), ("--sessions", job.sessions), ("--max-rows", job.max_rows)):
         if value is not None and not 1 <= value <= 1024:
             raise ConfigError(f"{name} is {value}, but must be 1 to 1,024")
-    if not 8 <= job.chunks <= 10_000:
+    if job.chunks is not None and not 8 <= job.chunks <= 10_000:
         raise ConfigError(f"--chunks is {job.chunks}, but must be 8 to 10,000")
     for name, time_s in (("--link-time", job.link_time), ("--decode-time", job.decode_time)):
         if time_s is not None and not 0 <= time_s < math.inf:
@@ -153,6 +190,8 @@ def _check(job: PlanJob) -> None:
         gpus.find(job.gpu)
         if given := [name for name, ceiling in _ceilings(job) if ceiling is not None]:
             raise ConfigError(f"--gpu {job.gpu} says what {' and '.join(given)} would say; give one or the other")
+    if job.link is not None and job.gpu is None:
+        raise ConfigError(f"--link is {job.link!r}: it is what GPUs named with --gpu are linked by")
     if job.fps is not None and not (0 < job.fps < math.inf and job.gpu is not None):
         raise ConfigError(f"--fps is {job.fps:g}; it is the rate, above 0, that a --gpu is held against")
     for name, path in (("--trace", job.trace), ("--plot", job.plot)):
@@ -169,7 +208,7 @@ def _ceilings(job: PlanJob) -> tuple[tuple[str, float | None], ...]:
 
 def _costs(job: PlanJob, sizes: ModelSizes, load: Workload, storage: Storage) -> cost.Costs:
     if job.gpu is not None:
-        found = costs_on(gpus.find(job.gpu), sizes, load, storage)
+        found = costs_on(gpus.find(job.gpu), sizes, load, storage, job.link)
     elif job.profile is not None:
         found = cost.read_profile(job.profile, sizes, max_rows=load.max_rows)
     else:

@@ -40,9 +40,13 @@ def ask(
     decode: str,
     blocks: Blocks,
     fps: float | None,
+    link: str | None,
 ) -> GpuForecast:
-    """The forecast for one session and for the workload's, against `fps` (None: the model's own rate)."""
-    costs = {each: costs_on(gpu, sizes, replace(load, kv_context=each), storage) for each in _kv_contexts(sizes.spec)}
+    """The forecast for one session and for the workload's, against `fps` (None: the model's own rate), with stages
+    linked by `link` (None: the fastest)."""
+    costs = {
+        each: costs_on(gpu, sizes, replace(load, kv_context=each), storage, link) for each in _kv_contexts(sizes.spec)
+    }
     question = Question(sizes, costs, load, decode, storage, gpu.usable_bytes, fps or sizes.spec.native_fps)
     return GpuForecast(gpu, question, forecast(question), _quality(model.name), _misfit(gpu, model, question, blocks))
 

@@ -65,7 +65,7 @@ def _join(found: Found) -> rendezvous.RankContext:
     """Meet the other ranks. Mutates: torch's number of threads."""
     config = found.job.model
     torch.set_num_threads(config.threads)
-    rendezvous.check_world(config.stage_ranks, config.stage_ranks)
+    rendezvous.check_world(config)
     return rendezvous.join({**rank_facts(config, found.loader), "spec": str(found.spec)})
 
 

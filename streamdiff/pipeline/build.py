@@ -34,7 +34,7 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
     plan = load_plan.plan_load(config, device)
     config = plan.config
     if config.ranks == 1:
-        check_world(1, 1)
+        check_world(config)
     context = plan.join() if config.ranks > 1 else None
     progress = StartProgress(None, 1) if context is None else start_progress(context, config)
     plan = load_plan.plan_rank(plan, context)

@@ -124,7 +124,7 @@ class LoadPlan:
         Raises:
             ConfigError: another number of ranks than stages, or ranks that are not alike.
         """
-        rendezvous.check_world(self.config.stage_ranks, self.config.ranks)
+        rendezvous.check_world(self.config)
         return rendezvous.join(self.rank_facts())
 
     def demand(self, runs: Blocks) -> Demand:

@@ -133,6 +133,8 @@ def test_options_stand_in_place_of_the_presets_lists(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (["--stages", "2", "--parallel", "1x2"], "--stages and --parallel are both given"),
+        (["--parallel", "2"], "--parallel is '2', but must be PxC"),
         (["--decoder", "big"], "--decoder is big, but must be tiny or full"),
         (["--kv-context", "clear"], "--kv-context is 'clear', but must be one of clean, staircase, matched"),
         (["--chunks", "0"], "--chunks is 0, but must be at least 1"),
@@ -161,6 +163,23 @@ def test_a_case_that_fails_is_named(tmp_path: Path, capfd: pytest.CaptureFixture
     told = capfd.readouterr().err
     assert "steps is 3; model tiny has" in told
     assert "error: tiny, 3 steps, clean, 1 stage: its processes ended with exit code 2" in told
+
+
+def test_ranks_that_share_stages_are_cases_too() -> None:
+    shared, both, staged = cases("--parallel", "1x2,2x2,4x1", "--kv-context", "clean")
+    assert [case.config.ranks for case in (shared, both, staged)] == [2, 4, 4]
+    assert [case.config.shares for case in (shared, both, staged)] == [2, 2, 1]
+    assert (shared.label, staged.label) == ("tiny, 4 steps, clean, 1x2 ranks", "tiny, 4 steps, clean, 4 stages")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_ranks_that_share_a_stage_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "shared.json"
+    assert fps_ttff.main(["--parallel", "1x2", "--kv-context", "clean", *SMALL, "--out", str(out)]) == fps_ttff.OK
+    (result,) = json.loads(out.read_text())["results"].values()
+    assert result["figures"]["fps"] > 0 and len(result["raw"]["peak_bytes"]) == 2
+    assert "by rank" in capsys.readouterr().out
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:

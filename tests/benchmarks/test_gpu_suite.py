@@ -30,6 +30,7 @@ WAN = ModelConfig(name="random:wan2.1-1.3b", vae="random:taew2_1", device="cuda"
         ("wan:bfloat16", "wan:bfloat16"),
         ("wan:float32", ""),
         ("sync:clean", ""),
+        ("shared:clean", ""),
         ("tests", ""),
     ],
 )
@@ -40,6 +41,19 @@ def test_what_is_wrong_is_not_measured(fault: str, reason: str) -> None:
 def test_the_embedded_model_needs_no_wan() -> None:
     tiny = Case(ModelConfig(device="cuda"), Amount())
     assert allowed(tiny, {"wan:bfloat16", "decoder:tiny"}) == "" and allowed(tiny, {"cpu:clean"}) == "cpu:clean"
+
+
+def test_ranks_that_share_a_stage_are_measured_where_they_are_right() -> None:
+    assert {case.config.parallel for case in wanted("cuda", 4, (), Amount())} == {None, "1x2", "1x4", "2x2"}
+    (shared, *_) = [case for case in wanted("cuda", 2, (), Amount()) if case.config.shares > 1]
+    assert (shared.config.parallel, shared.config.kv_context, shared.config.compile) == ("1x2", "clean", "on")
+    assert allowed(shared, {"shared:clean"}) == "shared:clean" and allowed(shared, {"sync:clean"}) == ""
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("forked")
+def test_ranks_that_share_a_stage_are_checked() -> None:
+    assert gpu_check.shared_as_alone("clean", CPU).startswith("off by ")
 
 
 def test_only_what_does_not_hold_is_wrong() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import ring_schedule
-from benchmarks.ring_schedule import Done, Plan, Ran, figures_of
+from benchmarks import ring_parallel, ring_schedule
+from benchmarks.sleeping_ring import PROBES, Done, Plan, Ran, figures_of
 from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 
 
@@ -66,9 +66,52 @@ def test_what_is_missed_is_said(rate: float, latency: float, words: list[str]) -
     assert [line.split()[0] for line in lines] == words
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_ranks_that_share_a_stage_are_compared_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "ring.json"
+    words = ["--parallel", "1x2", "--steps", "1", "--forward-s", "0.02", "--rounds", "1", "--out", str(out)]
+    assert ring_schedule.main(words) == 0
+    results = json.loads(out.read_text())["results"]["20 ms"]
+    assert [found["sessions"] for found in results.values()] == [1, 2]
+    for label, found in results.items():
+        assert label.startswith("1x2, ")
+        assert found["ranks"]["chunks_per_s"] > 0 and found["one_rank"]["chunks_per_s"] > 0
+        # A shared stage sleeps for half a forward, and exchanges beside that; the simulator knows what that takes.
+        assert found["stage_ms"] > 10 and found["simulated_stage_ms"] > 10
+        assert 1 < found["simulated_rate_ratio"] < 2.05 or found["simulated_stage_ms"] > 20
+        assert found["exchange_floor_us"] >= 0 and found["exchange_gbps"] > 0
+        assert found["rate_aim"] is None  # one stream of forwards so short promises nothing
+    assert "through the simulator's" in capsys.readouterr().out
+
+
+def test_an_exchange_is_fitted_to_what_was_tried() -> None:
+    """Two exchanges in a block, of 3/4 and 1/4 of the bytes, at 1 GB/s with a floor of 100 us each."""
+    nbytes, ranks = 4e6, 4
+    taken = [2e-4 + times * nbytes * 3 / 4 / 1e9 for times in PROBES]
+    model = ring_parallel.exchange_of(taken, nbytes, ranks)
+    assert (model.floor_s, model.gbps) == pytest.approx((1e-4, 1.0))
+
+
+@pytest.mark.parametrize(("rate", "word"), [(3.31, "met"), (3.29, "MISSED")])
+def test_one_stream_on_four_ranks_that_share_is_judged(rate: float, word: str) -> None:
+    """With free exchanges four ranks that share a stage are four times as fast, and so the simulator says."""
+    plan = Plan(stages=1, kv_context="clean", streams=1)
+    figures = {"chunks_per_s": rate, "latency_s": 1 / rate, "first_chunk_s": 1.0}
+    alone = {**figures, "chunks_per_s": 1.0}
+    found = ring_parallel.judged(plan, 4, alone, Ran(figures, {}, (1e-9, 2e-9), 0.05))
+    assert found["simulated_rate_ratio"] == pytest.approx(4, rel=1e-3)
+    assert found["rate_of_simulated"] == pytest.approx(rate / 4, rel=1e-3)  # of one rank: a chunk a second
+    assert ring_parallel.verdicts({"1x4, 1 stream": found})[0].split()[0] == word
+
+
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
+        (["--parallel", "4"], "--parallel is '4', but must be a list of PxC"),
+        (["--parallel", "1x4", "--stages", "2"], "--stages and --parallel are both given"),
+        (["--parallel", "5x1"], "stages is 5, but must be 1 to 4"),
+        (["--parallel", "1x3"], "3 ranks cannot share 64 tokens of a frame"),
         (["--stages", "1"], "--stages must be at least 2"),
         (["--stages", "5"], "stages is 5, but must be 1 to 4: every stage needs a block"),
         (["--forward-s", "0"], "--forward-s more than 0"),

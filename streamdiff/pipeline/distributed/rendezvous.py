@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from streamdiff import clock
+from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.pipeline.planner.kv_budget import RankMemory
 
@@ -64,12 +65,13 @@ class RankContext:
         return self.store.get(_FAULT).decode() if self.store.check([_FAULT]) else None
 
 
-def check_world(stages: int, ranks: int) -> None:
-    """Raises ConfigError unless as many ranks were launched as a ring of `stages` needs."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+def check_world(config: ModelConfig) -> None:
+    """Raises ConfigError unless as many ranks were launched as `config` needs."""
+    world, ranks = int(os.environ.get("WORLD_SIZE", "1")), config.ranks
     if world == ranks:
         return
-    wanted = f"stages is {stages}" + (" and decoding has a rank of its own" if ranks > stages else "")
+    wanted = f"stages is {config.stages}" if config.shares == 1 else f"parallel is {config.parallel}"
+    wanted += " and decoding has a rank of its own" if ranks > config.stage_ranks else ""
     if world == 1:
         raise ConfigError(
             f"{wanted}, but this is one process. `streamdiff serve` and `streamdiff generate` start their ranks by "

@@ -26,6 +26,8 @@ PROFILE_KEYS = {
 _BLOCK_FLOOR_S = 1e-4
 # Setting up a message and noticing that it has come.
 _LINK_FLOOR_S = 2e-5
+# Of each of the four tensors that a block exchanges: read and written as it is packed, and as it is unpacked.
+_EXCHANGED, _COPIES = 4, 4
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,27 @@ class Costs:
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """What an all-to-all among the ranks that share a stage takes: `floor_s` whatever its size, and what a rank sends
+    the others over `gbps`, 10^9 bytes per second. The ranks do the same at the same time, so a stage stays one server
+    of the simulation, which takes that longer."""
+
+    floor_s: float
+    gbps: float
+
+    def seconds(self, nbytes: float, ranks: int) -> float:
+        """Where each of `ranks` has `nbytes`, of which it keeps one part."""
+        return self.floor_s + nbytes * (ranks - 1) / ranks / (self.gbps * 1e9)
+
+
+@dataclass(frozen=True)
 class Ceilings:
     """What a device reaches at best in real work (not on its data sheet): 10^12 operations, 10^9 bytes of memory
     traffic, 10^9 bytes over a link, per second. The defaults fit one H100-class GPU in bfloat16 and PCIe links.
 
     `attention_tflops` and `decode_tflops` are those of attention and of the decoder, where they are not `tflops`;
-    `elementwise` is what a block's element-wise kernels move beside, in hidden states of a chunk; `device` its name.
+    `elementwise` is what a block's element-wise kernels move beside, in hidden states of a chunk; `device` its name;
+    `exchange` is what ranks that share a stage exchange by.
 
     Raises:
         ConfigError: a value is not above 0.
@@ -61,6 +78,7 @@ class Ceilings:
     decode_tflops: float | None = None
     elementwise: float = 0.0
     device: str | None = None
+    exchange: Exchange = Exchange(_LINK_FLOOR_S, 25.0)
 
     def __post_init__(self) -> None:
         for name, value in (("--tflops", self.tflops), ("--gbps", self.gbps), ("--link-gbps", self.link_gbps)):
@@ -93,9 +111,12 @@ def estimate(
     max_rows: int,
     value_bytes: int,
     block_copy_s: float = 0.0,
+    shares: int = 1,
 ) -> Costs:
     """Costs from sizes alone: every part at the device's ceiling, window full. Real times are longer. Where blocks are
-    offloaded, `block_copy_s` is what a block's copy takes: one is copied while another computes."""
+    offloaded, `block_copy_s` is what a block's copy takes: one is copied while another computes. Where `shares` ranks
+    share each stage (`distributed.context_parallel`), each has 1/C of a forward's tokens and heads, all weights, and
+    two exchanges per block; what a message carries is split over as many links."""
     tokens, width, ffn = sizes.tokens, sizes.width, sizes.ffn_dim
     seen = tokens * sizes.spec.window(kv_context) // sizes.spec.chunk_latents
     flops, attention_flops = _block_flops(sizes, seen)
@@ -109,20 +130,38 @@ def estimate(
         )
 
     def block(r: int) -> float:
-        computing = ceilings.seconds(r * flops, (sizes.block_values + r * moved) * value_bytes, r * attention_flops)
-        between = ceilings.seconds(0.0, r * ceilings.elementwise * tokens * width * value_bytes)
-        return max(_BLOCK_FLOOR_S, block_copy_s, computing + between)
+        own = r / shares
+        weights = sizes.block_values
+        computing = ceilings.seconds(own * flops, (weights + own * moved) * value_bytes, own * attention_flops)
+        between = ceilings.seconds(0.0, own * ceilings.elementwise * tokens * width * value_bytes)
+        return max(_BLOCK_FLOOR_S, block_copy_s, computing + between) + exchanged(own * tokens * width * value_bytes)
+
+    def exchanged(tensor: float) -> float:
+        """A block's all-to-alls, queries, keys and values there, the result back, `tensor` bytes each, and copies."""
+        if shares == 1:
+            return 0.0
+        there_and_back = (ceilings.exchange.seconds(count * tensor, shares) for count in (_EXCHANGED - 1, 1))
+        return sum(there_and_back) + ceilings.seconds(0.0, _COPIES * _EXCHANGED * tensor)
 
     message = max_rows * value_bytes / (ceilings.link_gbps * 1e9)
+    flow_s = _LINK_FLOOR_S + sizes.flow_values * message
+    # The head hands the others what it begins with; of the last stage each gathers the flow.
+    hand_on, gather = (0.0, 0.0)
+    if shares > 1:
+        hand_on = flow_s
+        gather = ceilings.exchange.seconds(max_rows * value_bytes * sizes.flow_values, shares)
+    embed = part(sizes.embed_values, 2.0 * tokens * sizes.embed_values, 2 * tokens * width, _BLOCK_FLOOR_S / 4)
+    own = tokens / shares
+    head = part(sizes.output_values, 2.0 * own * sizes.output_values, 2 * own * width, _BLOCK_FLOOR_S / 4)
     decode_tflops = ceilings.decode_tflops or ceilings.tflops
     return Costs(
         source=ceilings.words,
         block_s=(tuple(map(block, rows)),) * sizes.blocks,
-        embed_s=part(sizes.embed_values, 2.0 * tokens * sizes.embed_values, 2 * tokens * width, _BLOCK_FLOOR_S / 4),
-        head_s=part(sizes.output_values, 2.0 * tokens * sizes.output_values, 2 * tokens * width, _BLOCK_FLOOR_S / 4),
+        embed_s=tuple(time_s + hand_on for time_s in embed),
+        head_s=tuple(time_s + gather for time_s in head),
         decode_s=sizes.spec.chunk_latents * sizes.decoder.flops / (decode_tflops * 1e12),
-        link_s=_LINK_FLOOR_S + sizes.hidden_values * message,
-        flow_s=_LINK_FLOOR_S + sizes.flow_values * message,
+        link_s=_LINK_FLOOR_S + sizes.hidden_values / shares * message,
+        flow_s=flow_s,
     )
 
 

@@ -32,12 +32,14 @@ _CHUNKS = 40
 
 @dataclass(frozen=True)
 class Expected:
-    """What to expect of `sessions` sessions in one KV context: frames per second of each, seconds to the first chunk of
-    the one that waits longest, bytes of the fullest rank, and whether that fits and the target rate is reached."""
+    """What to expect of `sessions` sessions in one KV context: frames per second of each, seconds of a chunk from its
+    admission, and to the first one of who waits longest, bytes of the fullest rank, and whether that fits and the
+    target rate is reached."""
 
     kv_context: str
     sessions: int
     frames_per_s: float
+    latency_s: float
     first_chunk_s: float
     nbytes: int
     fits: bool
@@ -70,17 +72,19 @@ class Question:
     target_fps: float
 
 
-def costs_on(gpu: Gpu, sizes: ModelSizes, load: Workload, storage: Storage) -> Costs:
-    """Estimated costs in the workload's KV context, blocks copied from host memory where they are offloaded."""
+def costs_on(gpu: Gpu, sizes: ModelSizes, load: Workload, storage: Storage, link: str | None = None) -> Costs:
+    """Estimated costs in the workload's KV context, blocks copied from host memory where they are offloaded. `link` is
+    what several are linked by, one of `gpu.links`; None: the fastest."""
     copied = storage.offload == "blocks" and offloaded_bytes(sizes, -(-sizes.blocks // load.stages), storage) > 0
     block_copy_s = block_weights(sizes, storage) / (gpu.host_gbps * 1e9) if copied else 0.0
     return estimate(
         sizes,
-        gpu.ceilings(_DTYPES[storage.value_bytes]),
+        gpu.ceilings(_DTYPES[storage.value_bytes], link),
         kv_context=load.kv_context,
         max_rows=load.max_rows,
         value_bytes=storage.value_bytes,
         block_copy_s=block_copy_s,
+        shares=load.shares,
     )
 
 
@@ -121,22 +125,25 @@ def offload_note(demand: Demand, card: str | None, graphs: bool) -> str:
 def forecast(question: Question) -> Forecast:
     """Expectations for one session, and for as many as the workload has."""
     counts = sorted({1, question.load.sessions})
-    expected = [_expected(question, kv_context, count) for kv_context in question.costs for count in counts]
-    return Forecast(tuple(expected), {kv_context: _most(question, kv_context) for kv_context in question.costs})
+    expected = [expect(question, kv_context, count) for kv_context in question.costs for count in counts]
+    most = {kv_context: most_sessions(question, kv_context) for kv_context in question.costs}
+    return Forecast(tuple(expected), most)
 
 
-def _expected(question: Question, kv_context: str, sessions: int) -> Expected:
+def expect(question: Question, kv_context: str, sessions: int, chunks: int = _CHUNKS) -> Expected:
+    """What to expect of so many sessions in this KV context, each simulated for `chunks` chunks."""
     sizes, load = question.sizes, replace(question.load, kv_context=kv_context, sessions=sessions)
     costs = question.costs[kv_context]
     layout = lay_out(costs, load, question.decode)
     links = link_times(costs, load.stages)
-    figures = simulate(ring_setup(sizes, load, layout, links, costs.decode_s, _CHUNKS)).figures
+    figures = simulate(ring_setup(sizes, load, layout, links, costs.decode_s, chunks)).figures
     rate = figures.chunks_per_s * sizes.spec.chunk_frames / sessions
     taken = _fullest(memory(sizes, layout, load, question.storage))
     return Expected(
         kv_context,
         sessions,
         rate,
+        figures.latency_s,
         figures.first_chunk_s,
         taken,
         taken <= question.usable_bytes,
@@ -166,7 +173,7 @@ def link_times(costs: Costs, stages: int) -> tuple[float, ...]:
     return (*[costs.link_s] * (stages - 1), costs.flow_s)
 
 
-def _most(question: Question, kv_context: str) -> int:
+def most_sessions(question: Question, kv_context: str) -> int:
     """Sessions that every rank has memory for."""
     load = replace(question.load, kv_context=kv_context)
     layout = lay_out(question.costs[kv_context], load, question.decode)

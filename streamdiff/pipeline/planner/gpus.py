@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline.planner.costs import Ceilings
+from streamdiff.pipeline.planner.costs import Ceilings, Exchange
 
 _GIB = 2**30
 CONTEXT_BYTES = 600_000_000
@@ -24,6 +24,12 @@ CONVOLUTION_SHARE = 0.25
 ELEMENTWISE_ACTIVATIONS = 66.0
 """What element-wise kernels of a block read and write, in hidden states of a chunk: the plain path's
 (benchmarks/results/kernel_count.json). Compiled blocks move less."""
+EXCHANGE_SHARE = 2 / 3
+"""Of a link's rate, what an all-to-all reaches: 300 of NVLink's 450 GB/s, an assumption."""
+EXCHANGE_FLOOR_S = 5e-5
+"""What an all-to-all costs beside its bytes: its launch, ranks that wait for one another, what kernels of fewer rows
+lose. An assumption: of FLUX by xDiT on H100s, 28 steps of 4,608 tokens, compiled, 4.30 s on one, 2.68 s on two, 1.63 s
+on four (its docs/performance/flux.md), bytes and copies leave 40 to 55 us for each of four exchanges in 57 blocks."""
 FACTOR = 1.5
 """Within which published figures of well-made engines lie, both ways (tests/pipeline/planner/test_gpus.py)."""
 
@@ -56,17 +62,30 @@ class Gpu:
         """10^9 bytes per second of copies from pinned host memory."""
         return HOST_SHARE * self.pcie_gbps
 
-    def ceilings(self, dtype: str) -> Ceilings:
-        """What it is expected to reach in `dtype`, a key of `tflops`."""
-        peak = self.tflops[dtype]
+    @property
+    def links(self) -> dict[str, float]:
+        """10^9 bytes per second, one way, of what links it to its like, the fastest first."""
+        pcie = {"pcie": self.pcie_gbps}
+        return {"nvlink": self.link_gbps, **pcie} if self.link_gbps > self.pcie_gbps else pcie
+
+    def pick_link(self, wanted: str | None) -> str:
+        """`wanted`, or where that is None the fastest. Raises ConfigError: it has no such link."""
+        if wanted is not None and wanted not in self.links:
+            raise ConfigError(f"--link is {wanted!r}, but {self.title} can be linked by {' or '.join(self.links)}")
+        return wanted or next(iter(self.links))
+
+    def ceilings(self, dtype: str, link: str | None = None) -> Ceilings:
+        """What it is expected to reach in `dtype`, a key of `tflops`, linked by `link` (`links`; None: the fastest)."""
+        peak, link_gbps = self.tflops[dtype], self.links[self.pick_link(link)]
         return Ceilings(
             tflops=self.matrix_share * peak,
             gbps=MEMORY_SHARE * self.memory_gbps,
-            link_gbps=MEMORY_SHARE * self.link_gbps,
+            link_gbps=MEMORY_SHARE * link_gbps,
             attention_tflops=self.attention_share * peak,
             decode_tflops=CONVOLUTION_SHARE * peak,
             elementwise=ELEMENTWISE_ACTIVATIONS,
             device=self.title,
+            exchange=Exchange(EXCHANGE_FLOOR_S, EXCHANGE_SHARE * link_gbps),
         )
 
 

@@ -68,26 +68,32 @@ def test_weights_and_settings_are_among_the_facts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "stages", "ranks", "words"),
+    ("world", "values", "words"),
     [
         (
             1,
-            4,
-            4,
+            {"stages": 4},
             r"stages is 4, but this is one process.*`streamdiff generate` start.*torchrun --nproc-per-node 4",
         ),
-        (2, 4, 4, r"stages is 4, but torchrun started 2 ranks; start 4"),
-        (4, 4, 5, r"stages is 4 and decoding has a rank of its own, but torchrun started 4 ranks; start 5"),
+        (2, {"stages": 4}, r"stages is 4, but torchrun started 2 ranks; start 4"),
+        (
+            4,
+            {"stages": 4, "decode": "own-rank"},
+            r"stages is 4 and decoding has a rank of its own, but torchrun started 4 ranks; start 5",
+        ),
+        (2, {"parallel": "2x2"}, r"parallel is 2x2, but torchrun started 2 ranks; start 4"),
+        (1, {"parallel": "1x2"}, r"parallel is 1x2, but this is one process.*torchrun --nproc-per-node 2"),
     ],
 )
 def test_another_number_of_ranks(
-    monkeypatch: pytest.MonkeyPatch, world: int, stages: int, ranks: int, words: str
+    monkeypatch: pytest.MonkeyPatch, world: int, values: dict[str, object], words: str
 ) -> None:
+    config = ModelConfig.model_validate(values)
     monkeypatch.setenv("WORLD_SIZE", str(world))
     with pytest.raises(ConfigError, match=words):
-        check_world(stages, ranks)
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    check_world(stages, ranks)
+        check_world(config)
+    monkeypatch.setenv("WORLD_SIZE", str(config.ranks))
+    check_world(config)
 
 
 def test_stages_in_one_process_are_refused() -> None:

@@ -1,0 +1,73 @@
+"""`serve --gpus N` takes what the planner finds best on the devices here, says why, and refuses with reasons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from streamdiff.cli import main
+from streamdiff.cli.serve_gpus import devices_here, with_best
+from streamdiff.config import Config
+from streamdiff.errors import ConfigError
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def config(**model: Any) -> Config:
+    return Config.model_validate({"model": {"name": "self-forcing", "vae": "taew2_1", **model}})
+
+
+def chosen(count: int, goal: str | None = None, titles: tuple[str, ...] = (H100,) * 4, **model: Any) -> Config:
+    return with_best(config(**model), count, goal, lambda: titles)
+
+
+def test_one_stream_gets_ranks_that_share_and_many_get_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    one = chosen(4).model
+    assert (one.parallel, one.stages, one.shares, one.decode) == ("1x4", 1, 4, "head")
+    told = capsys.readouterr().err
+    assert told.startswith("streamdiff: --parallel 1x4 --decode head: 1x4, decoding on the first rank: ")
+    assert "of 6 ways to use 4 x NVIDIA H100 SXM, linked by nvlink, estimated" in told
+    assert chosen(4, "many").model.parallel == "4x1"
+    assert chosen(2).model.parallel == "1x2"
+    assert chosen(4, vae=None).model.ranks == 4  # three that compute, and one that decodes
+    assert (one.name, one.vae) == ("self-forcing", "taew2_1")
+
+
+def test_what_is_said_by_the_user_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    assert chosen(4, decode="head", vae=None).model.decode == "head"
+    assert "--decode" not in capsys.readouterr().err
+    assert with_best(config(stages=2), None, None) == config(stages=2)
+
+
+@pytest.mark.parametrize(
+    ("count", "goal", "titles", "model", "told"),
+    [
+        (None, "many", (), {}, "--for many says what --gpus N is used for"),
+        (4, "all", (), {}, "--for is 'all', but must be one or many"),
+        (4, None, (), {"stages": 2}, r"and stages is given \(2, by --stages or model.stages"),
+        (4, None, (), {"parallel": "2x2"}, r"and parallel is given \(2x2, by --parallel or model.parallel"),
+        (4, None, (), {"device": "cpu"}, "device is cpu; --stages or --parallel split"),
+        (4, None, (), {}, r"torch sees 0 CUDA devices here \(none\)"),
+        (4, None, (H100,), {}, r"torch sees 1 CUDA devices here \(NVIDIA H100 80GB HBM3\)"),
+        (2, None, (H100, "NVIDIA H200"), {}, "the devices are NVIDIA H100 80GB HBM3, NVIDIA H200"),
+        (2, None, ("Tesla T4",) * 2, {}, "the devices are Tesla T4; .*--parallel PxC"),
+        (1, None, ("NVIDIA GeForce RTX 4090",), {"name": "random:wan2.1-14b"}, "does not fit on 1 x NVIDIA GeForce"),
+        (65, None, (H100,) * 65, {}, "--gpus is 65, but must be 1 to 16"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(
+    count: int | None, goal: str | None, titles: tuple[str, ...], model: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        with_best(config(**model), count, goal, lambda: titles)
+
+
+@pytest.mark.slow
+def test_a_machine_without_gpus_is_told_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices_here() == []
+    assert main.main(["serve", "--gpus", "4"]) == 2
+    assert "sees 0 CUDA devices here (none). Give fewer, or --stages or --parallel" in capsys.readouterr().err

@@ -91,11 +91,13 @@ class Painter:
     fits: int | None = None
     shares: tuple[float, ...] = ()
     switches: list[str] = field(default_factory=list)
-    on_fault: Callable[[int, str], None] = lambda session, why: None
     info: ModelInfo = INFO
     text: Text = field(default_factory=Text)
     _streams: dict[int, _Stream] = field(default_factory=dict)
     _made: int = 0
+
+    def __post_init__(self) -> None:
+        self.on_fault: Callable[[int, str], None] = lambda session, why: None
 
     def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
         return self.info.chunk_frames

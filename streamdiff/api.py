@@ -25,6 +25,7 @@ from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import (
     Accepted,
     Close,
+    Closed,
     Command,
     Event,
     FrameBatch,
@@ -88,6 +89,8 @@ class StreamSession:
         self._answers: dict[str, Accepted | Opened | Refused] = {}  # by request
         self._resets: set[str] = set()
         self._closed = self._is_open = False
+        self._failure = ""
+        """Why the stream has ended by itself; empty: it has not."""
         self.text, self.notice, self._switch = "", "", PROMPT_POLICIES[0]
         if prompt is None:
             return
@@ -107,6 +110,7 @@ class StreamSession:
         if self._is_open:
             self._tell(Close(_NAME))
         self._is_open = False
+        self._failure = ""
         self._frames.clear()
         self._made = 0
         opened = self._ask(Open(_NAME, prompt, seed, image=self._fitted(image, fit)), "", Opened)
@@ -127,6 +131,7 @@ class StreamSession:
                     frame = self._frames.popleft()
                     self._engine.handle(Shown(_NAME, self._made - len(self._frames)))
                     return frame
+                self._check_well()
                 if self._closed or not self._engine.busy:
                     return None
                 self._take(self._engine.step(_STEP_WAIT_S))
@@ -258,8 +263,10 @@ class StreamSession:
             if isinstance(event, FrameBatch):
                 self._frames.extend(event.pictures)
                 self._made = event.first + len(event.pictures)
+            elif isinstance(event, Closed):
+                self._failure, self._is_open = event.reason, False
             elif isinstance(event, Opened):
-                self._answers[""] = event
+                self._answers[""], self._failure = event, ""
             elif isinstance(event, Accepted | Refused):
                 self._answers[event.request] = event
                 if event.request in self._resets:
@@ -270,6 +277,11 @@ class StreamSession:
     def _check_open(self) -> None:
         if self._closed:
             raise StreamdiffError("the stream is closed; open another with streamdiff.open")
+        self._check_well()
+
+    def _check_well(self) -> None:
+        if self._failure:
+            raise StreamdiffError(f"the stream failed and has ended: {self._failure}")
 
 
 def load(config: ModelConfig) -> Pipeline:

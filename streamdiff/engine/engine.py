@@ -7,16 +7,17 @@ and in the user's own (`streamdiff.api`).
 from __future__ import annotations
 
 from concurrent import futures
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from streamdiff.engine import reports
+from streamdiff.engine.failures import Failures
 from streamdiff.engine.messages import (
     Close,
     Closed,
     Command,
     Event,
-    Measured,
     Open,
     Pause,
     Pictures,
@@ -32,13 +33,19 @@ from streamdiff.engine.messages import (
 from streamdiff.engine.pipeline_api import Pipeline, SavingPipeline
 from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue, Request, has_picture
 from streamdiff.engine.session import Session, possible_switches
-from streamdiff.engine.validation import bad_value, check_picture, check_prompt, check_seed, expects_answer, refused
-from streamdiff.errors import RequestError, StreamdiffError
+from streamdiff.engine.validation import (
+    SESSION_ERRORS,
+    bad_value,
+    check_begin,
+    check_open,
+    check_prompt,
+    expects_answer,
+    reason_of,
+    refused,
+)
+from streamdiff.errors import RequestError
 from streamdiff.models.interfaces import Reading
 from streamdiff.pipeline.output import Frames
-
-# What can go wrong with one text or picture (memory, files, numbers), and ends nothing else.
-_TEXT_ERRORS = (StreamdiffError, OSError, RuntimeError, ValueError, MemoryError)
 
 
 class Engine:
@@ -57,18 +64,12 @@ class Engine:
         self._texts: dict[str, tuple[str, Any]] = {}  # by session: the text that was encoded last, and what came of it
         # A slot's next session starts above all epochs of the one before, so frames can never be taken for its own.
         self._next_epoch: dict[int, int] = {}
+        self._failures = Failures()
+        pipeline.on_fault = self._failures.note
 
     def ready(self) -> Ready:
         """What the pipeline is, for whoever connects."""
-        pipeline, text = self._pipeline, self._pipeline.text
-        return Ready(
-            **asdict(pipeline.info),
-            examples=tuple(text.examples),
-            suggestions=text.suggestions,
-            vocabulary=text.vocabulary,
-            work_s=pipeline.work_s(),
-            sessions_fit=pipeline.sessions_fit(),
-        )
+        return reports.ready(self._pipeline)
 
     def handle(self, command: Command) -> list[Event]:
         """Carry out one command. What cannot be done is answered by `Refused`, and changes nothing."""
@@ -83,18 +84,21 @@ class Engine:
             return [refused(command, error)]
 
     def step(self, wait_s: float = 0.0) -> list[Event]:
-        """Carry out what had to wait for its text, give new prompts and steps to the pipeline, let it work once, and
-        number what came out. With nothing to do but wait, waits up to `wait_s`."""
+        """Carry out what had to wait for its text, give new prompts and steps to the pipeline, let it work once, number
+        what came out, and end sessions that failed. With nothing to do but wait, waits up to `wait_s`."""
         if self._waiting and not self._pipeline.busy:
             futures.wait(self._waiting.encodings(), wait_s, futures.FIRST_COMPLETED)
         events = self.settle()
-        for session in self._sessions.values():
-            session.apply_pending()
+        for slot, session in self._sessions.items():
+            try:
+                session.apply_pending()
+            except SESSION_ERRORS as error:
+                self._failures.note_error(slot, error)
         finished = False
         for made in self._pipeline.step(wait_s):
             events += self._number(made)
             finished = finished or made.last
-        return events + (self._measured() if finished else [])
+        return events + self._end_failed() + (reports.measured(self._pipeline) if finished else [])
 
     def save(self, name: str) -> tuple[Any, list[Event]]:
         """A snapshot of a session, and what came before it was taken. Its `about` has the session's text, epoch and
@@ -154,19 +158,6 @@ class Engine:
         """Texts that are being encoded: when one is done, `settle` has something to do."""
         return self._waiting.encodings()
 
-    def _measured(self) -> list[Event]:
-        work_s = self._pipeline.work_s()
-        if work_s is None:
-            return []
-        counts, pipeline = self._pipeline.forwards(), self._pipeline
-        forwards = tuple(counts.rows[rows] for rows in range(1, max(counts.rows, default=0) + 1))
-        return [
-            Measured(
-                work_s, tuple(pipeline.occupancy()), tuple(pipeline.busy_s()),
-                forwards, tuple(counts.alone), tuple(counts.alone.values()),
-            )
-        ]  # fmt: skip
-
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to do, or to wait for, before the next command."""
@@ -182,12 +173,7 @@ class Engine:
 
     def describe(self) -> str:
         """Where every session is, for an error message."""
-        if not self._sessions:
-            return "no session open"
-        return ", ".join(
-            f"session {session.name!r} at chunk {session.chunk + 1} (epoch {session.epoch})"
-            for session in self._sessions.values()
-        )
+        return reports.describe(self._sessions.values())
 
     def close(self) -> None:
         """Free the pipeline and everything in it."""
@@ -200,14 +186,9 @@ class Engine:
     # ---- commands ----------------------------------------------------------------------------------------------
 
     def _open(self, command: Open) -> list[Event]:
-        if not command.session:
-            raise RequestError("session", "the session has no id; give any non-empty text")
+        check_open(command, self._pipeline.info)
         if command.session in self._slots or command.session in self._waiting:
             raise RequestError("session", f"session {command.session!r} is open already; close it or use another id")
-        check_seed(command.seed)
-        if min(command.epoch, command.made_frames, command.shown_frames) < 0:
-            raise RequestError("session", "epoch, made_frames and shown_frames of a session count from 0")
-        check_picture(command.image, self._pipeline.info)
         reading = self._read(command.prompt, None)
         if self._pipeline.text.slow or has_picture(command):
             self._min_ahead_frames(*self._choice(command))
@@ -218,7 +199,7 @@ class Engine:
         slot = self._free_slot()
         try:
             session, events = self._start(slot, command, reading, start)
-        except ValueError as error:
+        except SESSION_ERRORS as error:
             self._texts.pop(command.session, None)
             raise bad_value(error, "session") from error
         self._slots[command.session] = slot
@@ -274,8 +255,7 @@ class Engine:
         opening = command.session in self._waiting.opening()
         session = None if opening else self._find(command)
         if isinstance(command, Reset):
-            check_seed(command.seed)
-            check_picture(command.image, self._pipeline.info)
+            check_begin(command, self._pipeline.info)
         if isinstance(command, SetPrompt):
             if session is not None:
                 self._pipeline.check_switch(self._slots[command.session], command.switch)
@@ -283,11 +263,21 @@ class Engine:
             reading = self._read(command.prompt, previous)
             if self._pipeline.text.slow or command.session in self._waiting:
                 return self._wait(PendingRequest(command, reading.text, reading.notice))
-            return self._do(PendingRequest(command, reading.text, reading.notice))
+            return self._carry_out(PendingRequest(command, reading.text, reading.notice))
         # What comes before the session is there waits for it, and a reset begins with the prompt that was asked for.
         if opening or (isinstance(command, Reset) and (has_picture(command) or command.session in self._waiting)):
             return self._wait(PendingRequest(command))
-        return self._do(PendingRequest(command))
+        return self._carry_out(PendingRequest(command))
+
+    def _carry_out(self, pending: PendingRequest) -> list[Event]:
+        """`_do`, where a session that fails half way is ended."""
+        try:
+            return self._do(pending)
+        except RequestError:
+            raise
+        except SESSION_ERRORS as error:
+            self._failures.note_error(self._slots[pending.request.session], error)
+            return self._end_failed()
 
     def _do(self, pending: PendingRequest) -> list[Event]:
         """Carry out a request whose text, if it has one, need not be waited for."""
@@ -331,7 +321,17 @@ class Engine:
         slot = self._slots.pop(name)
         session = self._sessions.pop(slot)
         self._next_epoch[slot] = session.epoch + 1
+        self._failures.drop(slot)
         return [*events, *session.close()]
+
+    def _end_failed(self) -> list[Event]:
+        """End the sessions that have failed. Mutates: self."""
+        events: list[Event] = []
+        for slot, why in self._failures.take().items():
+            if (session := self._sessions.get(slot)) is not None:
+                ended = self._close(session.name)
+                events += [replace(event, reason=why) if isinstance(event, Closed) else event for event in ended]
+        return events
 
     def _find(self, command: Request | Close) -> Session | None:
         """Its session; None for what has no answer and crossed with the session's end."""
@@ -356,7 +356,7 @@ class Engine:
     def _answer(self, pending: PendingRequest) -> list[Event]:
         """Carry out a request that waited, or say why its text could not be encoded."""
         error = pending.error
-        if error is not None and not isinstance(error, _TEXT_ERRORS):
+        if error is not None and not isinstance(error, SESSION_ERRORS):
             raise error
         if pending.conditioning is not None:
             self._texts[pending.request.session] = pending.text, pending.conditioning
@@ -367,9 +367,8 @@ class Engine:
             if isinstance(error, RequestError):
                 raise error
             if error is not None:
-                what = str(error) if isinstance(error, StreamdiffError) else f"{type(error).__name__}: {error}"
-                raise RequestError("prompt", f"the prompt could not be encoded: {what}")
-            return self._do(pending)
+                raise RequestError("prompt", f"the prompt could not be encoded: {reason_of(error)}")
+            return self._carry_out(pending)
         except RequestError as refusal:
             if pending.request.session not in self._slots:
                 self._texts.pop(pending.request.session, None)
@@ -381,9 +380,8 @@ class Engine:
             return self._pipeline.encode_picture(picture)
         except RequestError:
             raise
-        except _TEXT_ERRORS as error:
-            what = str(error) if isinstance(error, StreamdiffError) else f"{type(error).__name__}: {error}"
-            raise RequestError("image", f"the picture could not be encoded: {what}") from error
+        except SESSION_ERRORS as error:
+            raise RequestError("image", f"the picture could not be encoded: {reason_of(error)}") from error
 
     def _encoded(self, name: str, text: str) -> Any:
         """The conditioning of a session's text. Slow texts have been encoded already: a session takes none before."""

@@ -195,7 +195,9 @@ class FrameBatch(SessionMessage):
 
 @dataclass(frozen=True)
 class Closed(SessionMessage):
-    """The session has ended; no event of it follows."""
+    """The session has ended; no event of it follows. `reason`: what failed, where nobody asked for its end."""
+
+    reason: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ same tests run on both. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -26,6 +26,9 @@ class Pipeline(Protocol):
     """
 
     info: ModelInfo
+    on_fault: Callable[[int, str], None]
+    """Called within `step`, `save` and `load` with a session that has failed by itself, and why. It makes nothing more,
+    and is still to be closed; the others go on."""
 
     @property
     def text(self) -> TextEncoder: ...

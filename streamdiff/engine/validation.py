@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from streamdiff.engine.messages import Command, Open, Pictures, Refused, Reset, SetPrompt, SetSteps, Shutdown
+from streamdiff.engine.messages import Command, Open, Refused, Reset, SetPrompt, SetSteps, Shutdown
 from streamdiff.engine.prompt_queue import PendingRequest
-from streamdiff.errors import RequestError
+from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.pipeline.output import ModelInfo
 
+SESSION_ERRORS = (StreamdiffError, OSError, RuntimeError, ValueError, MemoryError)
+"""What can go wrong with one session's text, picture or memory, and ends nothing else. Others are faults of a
+program."""
 MAX_PROMPT_CHARACTERS = 2000
 MAX_SEED = 2**31 - 1
 
@@ -21,13 +24,19 @@ def check_prompt(prompt: str) -> None:
         )
 
 
-def check_seed(seed: int | None) -> None:
+def check_open(command: Open, info: ModelInfo) -> None:
+    if not command.session:
+        raise RequestError("session", "the session has no id; give any non-empty text")
+    if min(command.epoch, command.made_frames, command.shown_frames) < 0:
+        raise RequestError("session", "epoch, made_frames and shown_frames of a session count from 0")
+    check_begin(command, info)
+
+
+def check_begin(command: Open | Reset, info: ModelInfo) -> None:
+    """A seed that there is, and a picture of the model's size: whoever sends one has fitted it."""
+    seed, image = command.seed, command.image
     if seed is not None and not 0 <= seed <= MAX_SEED:
         raise RequestError("seed", f"the seed is {seed}; it must be a whole number from 0 to {MAX_SEED}")
-
-
-def check_picture(image: Pictures | None, info: ModelInfo) -> None:
-    """A start picture has the model's size: whoever sends it has fitted it."""
     if image is not None and image.shape != (1, info.height, info.width, 3):
         raise RequestError(
             "image",
@@ -46,6 +55,19 @@ def refused(command: Command, error: RequestError) -> Refused:
     return Refused(session, request, error.field, str(error), error.code)
 
 
-def bad_value(error: ValueError, field: str) -> RequestError:
-    """What the pipeline cannot run, as what was wrong with the request: `field`, unless the error knows better."""
-    return error if isinstance(error, RequestError) else RequestError(field, str(error))
+def bad_value(error: Exception, field: str) -> RequestError:
+    """What the pipeline cannot run, as what was wrong with the request: `field`, unless the error knows better. Raises
+    the error where it is the engine's end."""
+    if isinstance(error, EngineFailure):
+        raise error
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, ValueError):
+        return RequestError(field, str(error))
+    code = "memory" if "Memory" in type(error).__name__ else ""  # Python's own, or torch's
+    return RequestError(field, f"it could not be opened: {reason_of(error)}", code)
+
+
+def reason_of(error: BaseException) -> str:
+    """An error as a reason, for people."""
+    return str(error) if isinstance(error, StreamdiffError) else f"{type(error).__name__}: {error}"

@@ -21,6 +21,7 @@ from streamdiff.pipeline.distributed.link import Receiver, Sender
 from streamdiff.pipeline.distributed.local_link import LocalLink, NoLink
 from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, SessionUpdate, StageMessage
 from streamdiff.pipeline.planner.partition import split_evenly
+from streamdiff.pipeline.row_faults.returned import ReturnedRows
 from streamdiff.pipeline.runner.in_flight_queue import InFlightQueue
 from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.runner.model_runner import ModelRunner
@@ -63,7 +64,10 @@ class RingExecutor:
         timer = timer or DeviceTimer.on(device)
         loop = NoLink()
         self._sender, self._receiver = links or (loop, loop)
-        self._admission = InFlightQueue(self.scheduler, self.sampler, stages + 1 if stages > 1 else 1, timer, wait_s)
+        self._admission = InFlightQueue(
+            self.scheduler, self.sampler, stages + 1 if stages > 1 else 1, timer, wait_s,
+            lambda name: self.stage.exchange.word(name),
+        )  # fmt: skip
         self.worker = Worker(self._admission, self.stage, self._sender, timer)
         self.changes: dict[int, PendingSteps] = {}  # by session
 
@@ -102,6 +106,11 @@ class RingExecutor:
     def held_s(self) -> float:
         """Seconds for which what could enter still waits for rows of other sessions; 0: for nothing."""
         return self._admission.held_s()
+
+    @property
+    def faults(self) -> ReturnedRows:
+        """What becomes of sessions whose rows fail; `on_fault` is the caller's to set."""
+        return self._admission.returned
 
     @property
     def waiting(self) -> bool:
@@ -163,6 +172,7 @@ class RingExecutor:
 
     def _begin(self, session: int, state: SamplerSession) -> None:
         """Let a stream that the scheduler knows begin, behind what is given. Mutates: self."""
+        self.faults.forget(session)
         if state.given_latents and state.clean_pass:
             self.scheduler.go_on_from(session, len(state.given_latents))
         self.sampler.sessions[session] = state

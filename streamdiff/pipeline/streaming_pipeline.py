@@ -24,6 +24,8 @@ from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.output import Frames, ModelInfo, StreamChunk, StreamProgress
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
+from streamdiff.pipeline.row_faults.errors import Streak, fault_name
+from streamdiff.pipeline.row_faults.returned import OnFault, fail_all
 from streamdiff.pipeline.runner.sampler import Finished
 from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.scheduler.scheduler import ForwardCounts
@@ -87,6 +89,11 @@ class StreamingPipeline(SavesSessions):
         self._put_off: deque[tuple[int, int, Tensor]] = deque()  # background chunks that wait for an idle decoder
         self._given: deque[tuple[int, int, Tensor]] = deque()  # chunks that streams begin with, to be decoded
         self._finished_costs: list[float] = []  # of the chunks that this step finished
+        self.on_fault: OnFault = fail_all
+        """Called within `step` with a session that has failed and is to be closed, and why."""
+        self._failed: set[int] = set()
+        self._decoding_streak = Streak()
+        self.ring.faults.on_fault = self._fail
         self._decoding = self._decode_where(model, workers, device, at_once)
         self.ring.notify(self._wake)
         if workers is not None:
@@ -313,6 +320,7 @@ class StreamingPipeline(SavesSessions):
         """A new stream of a session. What it is given with a clean pass alone never comes back finished, and is decoded
         from here. Mutates: self."""
         self._end(session)
+        self._failed.discard(session)
         stream = self._streams[session] = StreamProgress(next(self._numbers), session, background)
         given = self.ring.sampler.sessions[session].given_latents
         for chunk in range(self.ring.scheduler.next_chunk(session)):
@@ -353,6 +361,11 @@ class StreamingPipeline(SavesSessions):
         stream = next((each for each in self._streams.values() if each.number == piece.stream), None)
         if stream is None:
             return []
+        if piece.fault:
+            stream.decoding -= 1
+            self._decoding_failed(stream, piece)
+            return []
+        self._decoding_streak.well()
         # A piece is one latent frame; a stream's first may show fewer frames than it was admitted for.
         stream.decoding -= piece.last
         stream.ahead_frames -= self.model.spec.frames_per_latent
@@ -361,6 +374,19 @@ class StreamingPipeline(SavesSessions):
         if piece.last:
             self._finished_costs.append(chunk.cost)
         return [Frames(stream.session, piece.chunk, chunk.epoch, piece.pictures, piece.last, chunk_s)]
+
+    def _decoding_failed(self, stream: StreamProgress, piece: Piece) -> None:
+        """A chunk could not be decoded; where its latents are no numbers a stage may have said why. Mutates: self."""
+        if stream.session not in self._failed:
+            name = fault_name(stream.session, stream.chunks[piece.chunk].epoch)
+            why = self.ring.stage.exchange.word(name) or piece.fault
+            self._decoding_streak.lost(why)
+            self._fail(stream.session, why)
+
+    def _fail(self, session: int, why: str) -> None:
+        if session not in self._failed:
+            self._failed.add(session)
+            self.on_fault(session, why)
 
     def _look(self) -> None:
         """Re-raise a decoding error on the caller's thread."""

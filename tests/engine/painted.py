@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -84,6 +85,7 @@ class PaintedPipeline:
         self.streams: dict[int, _Stream] = {}
         self.calls: list[tuple[object, ...]] = []
         self.closed = False
+        self.on_fault: Callable[[int, str], None]
 
     def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
         if kv_context not in ("clean", "staircase", "matched"):

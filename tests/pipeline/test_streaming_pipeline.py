@@ -13,7 +13,7 @@ import torch
 
 from streamdiff.config import Config, ModelConfig, ServeConfig
 from streamdiff.device import own_device
-from streamdiff.errors import ConfigError
+from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, yuv420p
 from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline.build import load_runtime
@@ -219,15 +219,42 @@ def test_a_prompt_change_leaves_the_frames_before_it_alone(runtime: StreamingPip
     assert not np.array_equal(got[change * CHUNK :][:CHUNK], expected[change * CHUNK :][:CHUNK])
 
 
-def test_an_error_while_decoding_comes_out_of_step() -> None:
+def test_a_session_that_cannot_be_decoded_is_told_and_a_second_one_ends_the_pipeline() -> None:
     """A decoder for other latents than the model's: real parts that do not fit together."""
+    lost: dict[int, str] = {}
     wrong = small_autoencoder(0, replace(AUTOENCODER, latent_channels=5))
     runtime = StreamingPipeline(
         replace(MODEL, decoder=PictureDecoder(small_decoder(wrong, torch.zeros(5), torch.ones(5)))), CPU
     )
+    runtime.on_fault = lost.__setitem__
     open_session(runtime)
-    with pytest.raises(ValueError, match=r"expected \[B, 5, F, h, w\]"):
-        take(runtime, 0, 1)
+    runtime.set_frame_credit(0, 4 * CHUNK)
+    while not lost:
+        runtime.step(1.0)
+    assert "decoding chunk 0: ValueError" in lost[0] and "expected [B, 5, F, h, w]" in lost[0]
+    for _ in range(3):
+        runtime.step(1.0)
+    assert list(lost) == [0], "once"
+    runtime.close_session(0)
+    open_session(runtime, 1)
+    runtime.set_frame_credit(1, CHUNK)
+    with pytest.raises(EngineFailure, match=r"one session after the other fails.*expected \[B, 5, F, h, w\]"):
+        while True:
+            runtime.step(1.0)
+    runtime.close()
+
+
+def test_given_latents_that_are_no_numbers_end_their_session() -> None:
+    """Found where pictures reach the host, as on a GPU: they are shown before anything is computed of them."""
+    lost: dict[int, str] = {}
+    runtime = StreamingPipeline(MODEL, CPU)
+    runtime.on_fault = lost.__setitem__
+    start = torch.full((1, *MODEL.spec.chunk_shape), torch.nan)
+    text = runtime.text.encode(RED)
+    runtime.open(0, text, seed=0, epoch=0, steps=4, kv_context="clean", start=start)
+    while not lost:
+        runtime.step(1.0)
+    assert "decoding chunk 0" in lost[0] and "NaN" in lost[0]
     runtime.close()
 
 

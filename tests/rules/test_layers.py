@@ -53,6 +53,7 @@ PIPELINE = (
     ("load_plan",),
     ("balance", "decode", "executor"),
     ("runner",),
+    ("row_faults",),
     ("distributed",),
     ("kv_cache", "planner"),
     ("device_timer", "output", "scheduler", "throughput"),

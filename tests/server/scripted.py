@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,8 @@ COLOURS = {
     "purple": (140, 60, 190),
     "orange": (235, 130, 40),
 }
+BLACK = (0, 0, 0)
+"""What a stream of this colour ends by: there is no such paint."""
 MARKS = {"recache": (255, 255, 255), "flush": (0, 0, 0), "reset": (240, 60, 240)}
 SIZE = 128
 CHUNK_FRAMES = 8
@@ -54,7 +57,7 @@ class Text:
     slow: bool = False
 
     def read(self, prompt: str, previous: str | None) -> Reading:
-        known = [word for word in prompt.lower().replace(",", " ").split() if word in COLOURS]
+        known = [word for word in prompt.lower().replace(",", " ").split() if word in (*COLOURS, "black")]
         if known:
             return Reading(prompt)
         text = previous or "a red circle"
@@ -62,7 +65,7 @@ class Text:
 
     def encode(self, text: str) -> Any:
         known = [word for word in text.lower().replace(",", " ").split() if word in COLOURS]
-        return COLOURS[known[-1]] if known else COLOURS["red"]
+        return COLOURS[known[-1]] if known else BLACK if "black" in text else COLOURS["red"]
 
 
 @dataclass
@@ -93,6 +96,9 @@ class Painter:
     text: Text = field(default_factory=Text)
     _streams: dict[int, _Stream] = field(default_factory=dict)
     _made: int = 0
+
+    def __post_init__(self) -> None:
+        self.on_fault: Callable[[int, str], None] = lambda session, why: None
 
     def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
         return self.info.chunk_frames
@@ -164,6 +170,9 @@ class Painter:
         made = []
         for slot in self._ready():
             stream = self._streams[slot]
+            if stream.colour == BLACK:
+                self.on_fault(slot, f"chunk {stream.chunk}: the painter has no black")
+                continue
             chunk_s = self.chunk_s * (stream.steps + 1) / (self.info.steps + 1)
             time.sleep(chunk_s)
             pictures = np.stack([self._paint(stream, number) for number in range(self.info.chunk_frames)])

@@ -27,6 +27,7 @@ from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
 from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, StateExchange
+from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, check_own, told
 from streamdiff.pipeline.runner.worker import LEAVE_S
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.session_state import walk
@@ -37,14 +38,26 @@ DECODE_THREADS = 1
 """CPU threads of decoding beside a stage's work."""
 
 
+def _word(stream: int) -> str:
+    """The name under which a decoding rank leaves word of what failed."""
+    return f"decoding of stream {stream}"
+
+
 @dataclass(frozen=True)
 class Piece:
-    """Pictures uint8 `[n, *P]` of one latent frame, P as in `streamdiff.video.pixel_format`; `last` of its chunk."""
+    """Pictures uint8 `[n, *P]` of one latent frame, P as in `streamdiff.video.pixel_format`; `last` of its chunk.
+    `fault`: why there are none, and the stream cannot go on."""
 
     stream: int
     chunk: int
     pictures: NDArray[np.uint8]
     last: bool
+    fault: str = ""
+
+    @classmethod
+    def failed(cls, stream: int, chunk: int, fault: str) -> Piece:
+        """What stands for all that is left of a chunk."""
+        return cls(stream, chunk, np.empty(0, np.uint8), True, fault)
 
 
 Deliver = Callable[[Piece], None]
@@ -84,8 +97,13 @@ class _Memories:
     def decode(self, stream: int, chunk: int, latents: Tensor) -> Iterator[Tensor]:
         if stream not in self._memories:
             self._memories[stream] = self._decoder.new_memory()
-        timed = partial(self._timed.work, f"decoding chunk {chunk}")
-        return decode_chunk(self._decoder, latents, self._memories[stream], self._lane, self._at_once, timed)
+        timed, finite = partial(self._timed.work, f"decoding chunk {chunk}"), self._lane.finite(latents)
+        for pictures in decode_chunk(
+            self._decoder, latents, self._memories[stream], self._lane, self._at_once, timed
+        ):  # fmt: skip
+            if not finite():
+                raise ArithmeticError("its latents are no numbers (NaN or infinite)")
+            yield pictures
 
     def forget(self, stream: int) -> None:
         self._memories.pop(stream, None)
@@ -148,8 +166,12 @@ class LocalDecoding:
 
     def _decode(self, stream: int, chunk: int, latents: Tensor, ready: torch.cuda.Event | None) -> None:
         self._lane.follow(ready, latents)
-        for index, pictures in enumerate(self._memories.decode(stream, chunk, latents)):
-            self._deliver(Piece(stream, chunk, pictures.numpy().copy(), index == latents.shape[1] - 1))
+        try:
+            for index, pictures in enumerate(self._memories.decode(stream, chunk, latents)):
+                self._deliver(Piece(stream, chunk, pictures.numpy().copy(), index == latents.shape[1] - 1))
+        except ROW_ERRORS as error:
+            check_own(error)
+            self._deliver(Piece.failed(stream, chunk, told(error, f"decoding chunk {chunk}")))
 
 
 def latents_layout(spec: ModelSpec) -> MessageLayout:
@@ -223,13 +245,20 @@ class RemoteDecoding:
 
     def _receive(self) -> None:
         try:
-            while (work := self._receiver.receive(None)) is None or work.kind is MessageKind.ROWS:
-                if work is not None:
+            while (work := self._receiver.receive(None)) is None or work.kind is not MessageKind.STOP:
+                if work is not None and work.control is not None:
+                    self._deliver(self._failed(work.control))
+                elif work is not None:
                     row, pictures = work.rows[0], work.tensors[0].numpy().copy()
                     self._deliver(Piece(row.session, row.chunk, pictures, row.step == self._pieces - 1))
             self._receiver.close(LEAVE_S)
         except LinkClosed as error:
             self._fail(error)
+
+    def _failed(self, about: SessionUpdate) -> Piece:
+        """The piece that stands for a chunk that could not be decoded, whose number is told as an epoch."""
+        why = self._exchange.word(_word(about.session))
+        return Piece.failed(about.session, about.epoch, why or f"decoding chunk {about.epoch} failed")
 
     def _fail(self, error: LinkClosed) -> None:
         self._error = error
@@ -291,9 +320,14 @@ class DecodeWorker:
     def _decode(self, work: StageMessage) -> None:
         (row,) = work.rows
         self.now = work
-        for index, pictures in enumerate(self._memories.decode(row.session, row.chunk, work.tensors[0][0])):
-            rows = (MicroStep(row.session, row.chunk, index, row.steps, 0),) * len(pictures)
-            self._sender.send(StageMessage(MessageKind.ROWS, rows, None, (pictures,)))
+        try:
+            for index, pictures in enumerate(self._memories.decode(row.session, row.chunk, work.tensors[0][0])):
+                rows = (MicroStep(row.session, row.chunk, index, row.steps, 0),) * len(pictures)
+                self._sender.send(StageMessage(MessageKind.ROWS, rows, None, (pictures,)))
+        except ROW_ERRORS as error:
+            check_own(error)
+            self._exchange.leave_word(_word(row.session), told(error, f"decoding chunk {row.chunk}"))
+            self._sender.send(StageMessage(MessageKind.CLOSE, (), SessionUpdate(row.session, row.chunk)))
         self.done += 1
         self.now, self.last = None, work
 

@@ -41,6 +41,15 @@ class TransferStream:
             self._stream.wait_event(point)
             latents.record_stream(self._stream)
 
+    def finite(self, values: Tensor) -> Callable[[], bool]:
+        """Whether values are numbers throughout; to be called once something that was handed to the stream after this
+        has been fetched: nobody waits for it then."""
+        if self._stream is None:
+            return torch.isfinite(values).all().item  # type: ignore[return-value]
+        told = torch.empty((), dtype=torch.bool, pin_memory=True)
+        told.copy_(torch.isfinite(values).all(), non_blocking=True)
+        return told.item  # type: ignore[return-value]
+
     def fetch(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
         """Each piece `[n, ...]` on the host, valid until the next is asked for. The next one is already being
         decoded when the host waits for a copy; two pinned buffers take turns."""

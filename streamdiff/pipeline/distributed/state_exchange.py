@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import Store
 State = tuple[Mapping[str, Tensor], Any]
 """What `session_state.walk.save` gives."""
 _PIECE = 1 << 22  # bytes of a value: torch's TCPStore takes 8 MiB at most
+_LONGEST_WORD = 2000  # characters
 
 
 class StateExchange(Protocol):
@@ -23,18 +24,31 @@ class StateExchange(Protocol):
     def take(self, name: str) -> State:
         """The state left there, which is gone then; waits for it between processes."""
 
+    def leave_word(self, name: str, text: str) -> None:
+        """Leave a text under a name, over what was there."""
+
+    def word(self, name: str) -> str | None:
+        """The text left there, which is gone then; None where there is none. Does not wait for one."""
+
 
 class LocalExchange:
     """Within a process."""
 
     def __init__(self) -> None:
         self._states: dict[str, State] = {}
+        self._words: dict[str, str] = {}
 
     def put(self, name: str, state: State) -> None:
         self._states[name] = state
 
     def take(self, name: str) -> State:
         return self._states.pop(name)
+
+    def leave_word(self, name: str, text: str) -> None:
+        self._words[name] = text
+
+    def word(self, name: str) -> str | None:
+        return self._words.pop(name, None)
 
 
 class StoreExchange:
@@ -60,6 +74,20 @@ class StoreExchange:
             self._store.delete_key(key)
         return load(data), said["tree"]
 
+    def leave_word(self, name: str, text: str) -> None:
+        self._store.set(_word(name), text[:_LONGEST_WORD])
+
+    def word(self, name: str) -> str | None:
+        if not self._store.check([_word(name)]):
+            return None
+        text = self._store.get(_word(name)).decode()
+        self._store.delete_key(_word(name))
+        return text
+
 
 def _key(name: str, piece: int | None = None) -> str:
     return f"state/{name}" if piece is None else f"state/{name}/{piece}"
+
+
+def _word(name: str) -> str:
+    return f"word/{name}"

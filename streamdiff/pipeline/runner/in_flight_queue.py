@@ -6,10 +6,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from streamdiff import clock
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.message import MessageKind, StageMessage
-from streamdiff.pipeline.runner.sampler import Finished, LatentSampler
+from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, at, check_own, fault_name, told
+from streamdiff.pipeline.row_faults.returned import ReturnedRows
+from streamdiff.pipeline.runner.sampler import Finished, LatentSampler, SamplerSession
 from streamdiff.pipeline.scheduler.scheduler import Places, StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 
@@ -29,12 +34,16 @@ class InFlightQueue:
         limit: int,
         timer: DeviceTimer,
         wait_s: float = 0.0,
+        word: Callable[[str], str | None] = lambda name: None,
     ) -> None:
+        """`word`: what a stage left under a name (`errors.fault_name`), None: nothing."""
         self.scheduler, self.sampler, self.limit, self.wait_s = scheduler, sampler, limit, wait_s
         self._held_since_s: float | None = None
         self._timed = timer.stream()
         self.controls: deque[StageMessage] = deque()
-        self.in_ring: deque[StageMessage] = deque()  # in the ring, in order, without their tensors
+        self.in_ring: deque[StageMessage] = deque()  # in order; rows with their inputs, as they may be tried again
+        self.returned, self._word = ReturnedRows(), word
+        self._streams: deque[list[SamplerSession | None]] = deque()  # of each message in the ring that of each row
         self.stopping = False
 
     def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
@@ -43,15 +52,41 @@ class InFlightQueue:
             return None
         if self.controls:
             message = self.controls.popleft()
-        elif not self.stopping and self.held_s() == 0 and (rows := self._next_rows()):
-            message = StageMessage(MessageKind.ROWS, tuple(rows))
-            with self._timed.work(message):
-                message = replace(message, tensors=self.sampler.inputs(rows))
-            self.sampler.look_ahead(rows)
-        else:
+        elif self.stopping or self.held_s() > 0 or (made := self._next_message()) is None:
             return None
-        self.in_ring.append(message.bare)
+        else:
+            message = made
+        self.in_ring.append(message if message.kind is MessageKind.ROWS else message.bare)
+        self._streams.append([self.sampler.sessions.get(row.session) for row in message.rows])
         return message
+
+    def _next_message(self) -> StageMessage | None:
+        """What the scheduler hands out, with its inputs; None: nothing. Mutates: self, scheduler, sampler."""
+        if not (rows := self._next_rows()):
+            return None
+        message = StageMessage(MessageKind.ROWS, tuple(rows))
+        with self._timed.work(message):
+            rows, tensors = self._inputs(rows)
+        self.sampler.look_ahead(rows)
+        return replace(message, rows=tuple(rows), tensors=tensors) if rows else None
+
+    def _inputs(self, rows: list[MicroStep]) -> tuple[list[MicroStep], tuple[Tensor, ...]]:
+        """Those of the rows that have inputs, and these; sessions of which they cannot be made are over. Mutates: self,
+        sampler."""
+        try:
+            return rows, self.sampler.inputs(rows)
+        except ROW_ERRORS as error:
+            check_own(error)
+        kept, parts = [], []
+        for session in dict.fromkeys(row.session for row in rows):
+            own = [row for row in rows if row.session == session]
+            try:
+                parts.append(self.sampler.inputs(own))
+                kept += own
+            except ROW_ERRORS as error:
+                check_own(error)
+                self.returned.lose(session, own[0], told(error, f"{at(own[0])} could not begin"))
+        return kept, tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
     def held_s(self) -> float:
         """Seconds for which what is ready still waits for rows of other sessions; 0: for nothing. Mutates: self."""
@@ -80,12 +115,48 @@ class InFlightQueue:
         self.stopping = True
 
     def back(self, message: StageMessage) -> list[Finished]:
-        """Process a message that has come back; returns finished chunks. Mutates: self, scheduler, sampler."""
-        entered = self.in_ring.popleft()
+        """Process a message that has come back; returns finished chunks. Mutates: self, scheduler, sampler.
+
+        Raises:
+            EngineFailure: one session after the other fails.
+        """
+        entered, streams = self.in_ring.popleft(), self._streams.popleft()
         if message.kind is not MessageKind.ROWS:
             return []
-        with self._timed.work(entered):
-            finished = self.sampler.advance(message.rows, message.tensors[0])
-        for row in message.rows:
-            self.scheduler.returned(row)
+        finished: list[Finished] = []
+        with self._timed.work(entered.bare):
+            for row, flow, well in zip(
+                message.rows, message.tensors[0].split(1), self.returned.fates(message), strict=True
+            ):
+                place = entered.rows.index(row)
+                if well:
+                    finished += self._advance(row, flow)
+                elif streams[place] is not None and self.sampler.sessions.get(row.session) is streams[place]:
+                    self._failed(entered, place)
         return finished
+
+    def _advance(self, row: MicroStep, flow: Tensor) -> list[Finished]:
+        """Take over a row's flow `[1, C, F, h, w]`. Mutates: self, scheduler, sampler."""
+        try:
+            finished = self.sampler.advance((row,), flow)
+        except ROW_ERRORS as error:
+            check_own(error)
+            self.returned.lose(row.session, row, told(error, f"{at(row)} could not be taken over"))
+            return []
+        self.scheduler.returned(row)
+        return finished
+
+    def _failed(self, entered: StageMessage, place: int) -> None:
+        """A row of a stream that goes on came back without numbers: it runs once more, before anything else and alone,
+        or its session is over. Mutates: self."""
+        row = entered.rows[place]
+        if self.stopping or row.session in self.returned.lost:
+            return
+        word, session = self._word(fault_name(row.session, row.epoch)), self.sampler.sessions[row.session]
+        behind = [replace(entered.bare, rows=entered.rows[place + 1 :]), *self.in_ring]
+        may_repeat = self.sampler.repeats and not row.recaches
+        if may_repeat and self.returned.may_try(row, word, behind, session.kv_context):
+            tensors = tuple(tensor[place : place + 1] for tensor in entered.tensors)
+            self.controls.appendleft(StageMessage(MessageKind.ROWS, (row,), None, tensors))
+        else:
+            self.returned.lose(row.session, row, word)

@@ -18,12 +18,13 @@ from streamdiff.models.sampling import nearest_steps
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.models.transformer.weights_digest import weights_digest
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup
-from streamdiff.pipeline.distributed.message import MessageKind, StageMessage
+from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, StateExchange
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, RollingAttention
 from streamdiff.pipeline.kv_cache.cache import KVCache
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
 from streamdiff.pipeline.planner.kv_budget import RankMemory
+from streamdiff.pipeline.row_faults.stage_guard import StageGuard
 from streamdiff.pipeline.runner.compiled_stage import CompiledStage, concat_layers
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
 from streamdiff.pipeline.scheduler.kv_context import PER_STEP, cache_count, most_steps
@@ -82,6 +83,7 @@ class ModelRunner:
         self._forward = StageForward(self.denoiser, spec.chunk_shape[1:], index == 0, index == stages - 1, group)
         self.compiled: CompiledStage | None = None
         self.sessions: dict[int, RunnerSession] = {}
+        self.guard = StageGuard(self)
         self.exchange: StateExchange = LocalExchange()
         """Where states are left for the head, and found."""
         self._waiting: list[KVCache] = []  # caches with graphs, for sessions to come
@@ -90,16 +92,18 @@ class ModelRunner:
     @torch.inference_mode()
     def carry_out(self, message: StageMessage) -> StageMessage:
         """Execute a stage message; returns the message for the next rank. Mutates: self."""
-        control = message.control
-        if control is None:
-            return StageMessage(message.kind, message.rows, None, self.forward(message.rows, message.tensors))
-        match message.kind:
+        if message.control is None:
+            return StageMessage(message.kind, message.rows, None, self.guard.forward(message.rows, message.tensors))
+        self.guard.update(message)
+        return message
+
+    def update(self, kind: MessageKind, control: SessionUpdate, tensors: Tensors) -> None:
+        """Make a change to a session, see `MessageKind`. Mutates: self."""
+        match kind:
             case MessageKind.OPEN:
                 self.open(control.session, steps=control.steps, kv_context=control.kv_context)
             case MessageKind.TEXT:
-                self.set_text(
-                    control.session, control.epoch, message.tensors[0], control.oldest, control.visible_from_chunk
-                )
+                self.set_text(control.session, control.epoch, tensors[0], control.oldest, control.visible_from_chunk)
             case MessageKind.RESET:
                 self.reset(control.session)
             case MessageKind.STEPS:
@@ -110,7 +114,30 @@ class ModelRunner:
                 self.exchange.put(f"stage {self.index}", self.save(control.session))
             case MessageKind.LOAD:
                 walk.load(self.sessions[control.session], *self.exchange.take(f"stage {self.index}"), self.device)
-        return message
+
+    @property
+    def shared(self) -> bool:
+        """Whether other ranks take part in each forward."""
+        return self._forward.group is not None
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a forward that was begun may be run again from the same inputs, to the same caches: a sink into which
+        chunks are folded, or put, has them by then."""
+        return self.spec.adaptive_sink is None and self.spec.averaged_sink is None
+
+    def nothing(self, rows: int, given: Tensors) -> Tensors:
+        """What `forward` would return for so many rows, with NaN for numbers; where no other rank shares the stage."""
+        like = given[0]
+        if self._forward.last:
+            return (like.new_full((rows, *self.spec.chunk_shape), torch.nan),)
+        tokens = self.denoiser.tokens(self._forward.grid)
+        return like.new_full((rows, tokens, self.denoiser.width), torch.nan), given[1].clone()
+
+    def forget_sinks(self, session: int) -> None:
+        """Have the sink of a session's caches rotated anew. Mutates: its caches."""
+        if session in self.sessions:
+            self.sessions[session].state.sink_at.clear()
 
     @torch.inference_mode()
     def open(self, session: int, *, steps: int, kv_context: str) -> None:
@@ -184,6 +211,7 @@ class ModelRunner:
         nearest timestep. Runs on the first row that needs it. Mutates: session."""
         if session.matched and session.cached_steps != session.steps:
             before, now = self.spec.schedule(session.cached_steps), self.spec.schedule(session.steps)
+            session.cached_steps = 0  # what fails half way is not begun again: there is no schedule of 0 steps
             session.state.rearrange(nearest_steps(before, now))
             session.cached_steps = session.steps
 

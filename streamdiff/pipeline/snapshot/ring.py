@@ -39,10 +39,13 @@ class StageStates:
 
     @classmethod
     def take(cls, ring: RingExecutor) -> StageStates:
-        """What `MessageKind.SAVE` has left in the ring's exchange."""
+        """What `MessageKind.SAVE` has left in the ring's exchange. Raises ConfigError where a stage has no such
+        session, as opening it failed there."""
         parts, weights = [], []
-        for stage in range(ring.stage.stages):
-            tensors, tree = ring.stage.exchange.take(f"stage {stage}")
+        left = [ring.stage.exchange.take(f"stage {stage}") for stage in range(ring.stage.stages)]
+        for tensors, tree in left:
+            if "broken" in tree:
+                raise ConfigError(tree["broken"])
             parts.append(walk.restored(tensors, tree["state"]))
             weights += tree["weights"]
         return cls(parts, weights)

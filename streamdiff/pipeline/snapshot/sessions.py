@@ -27,6 +27,7 @@ class SavesSessions(ABC):
     ring: RingExecutor
     _streams: dict[int, StreamProgress]
     _decoding: Decoding
+    _failed: set[int]
 
     @abstractmethod
     def open(
@@ -77,20 +78,24 @@ class SavesSessions(ABC):
             frames, stream = self._ask(MessageKind.SAVE, session), self._streams[session]
             change = place(snapshot, self.ring, stream)
             self._decoding.load(stream.number, (snapshot.tensors, snapshot.trees["decoder"]))
-        except ConfigError as error:
+            frames += self._ask(MessageKind.LOAD, session)
+        except (ConfigError, RequestError) as error:
             if session in self._streams:
                 self.close_session(session)
+            if isinstance(error, RequestError):
+                raise
             raise RequestError("snapshot", str(error)) from error
-        frames += self._ask(MessageKind.LOAD, session)
         resume(self.ring, session, change)
         return frames
 
     def _ask(self, kind: MessageKind, session: int) -> list[Frames]:
         """Hold a session, have all stages save or load it, and go on until nothing of it is in the ring or decoding.
-        Returns frames that came meanwhile."""
+        Returns frames that came meanwhile. Raises RequestError where it fails on the way."""
         frames: list[Frames] = []
         self.ring.scheduler.hold(session, True)
         self.ring.tell(kind, SessionUpdate(session))
         while occupied(self.ring, session) or self._streams[session].decoding:
             frames += self.step(_REST_WAIT_S)
+        if session in self._failed:
+            raise RequestError("session", "the session has failed meanwhile")
         return frames

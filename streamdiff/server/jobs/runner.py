@@ -24,6 +24,7 @@ from streamdiff import clock
 from streamdiff.config import ServeConfig
 from streamdiff.engine.messages import (
     Close,
+    Closed,
     Command,
     Event,
     Failed,
@@ -376,6 +377,8 @@ class JobRunner:
                         raise _Again(wait_s=NO_MEMORY_RETRY_S)
                     case Refused() as refused:
                         raise RequestError(refused.field, refused.reason, refused.code)
+                    case Closed(reason=why):
+                        raise RequestError("session", f"the engine could not go on with it: {why}")
                     case Restarting():
                         raise _Again(attempt=True)
                     case Failed():

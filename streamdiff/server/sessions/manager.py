@@ -16,7 +16,18 @@ from typing import Protocol
 
 from streamdiff import clock
 from streamdiff.config import Config
-from streamdiff.engine.messages import Alive, Close, Command, Event, Failed, FrameBatch, Measured, Ready, Refused
+from streamdiff.engine.messages import (
+    Alive,
+    Close,
+    Closed,
+    Command,
+    Event,
+    Failed,
+    FrameBatch,
+    Measured,
+    Ready,
+    Refused,
+)
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.server.auth import Tokens
@@ -196,16 +207,19 @@ class SessionManager:
             await session.ask_open()
             await session.wait_open(OPEN_TIMEOUT_S)
 
-    async def end(self, id: str, reason: str) -> None:
-        """End a session and all who watch it; `reason` is a short code. Does nothing for one that has ended."""
+    async def end(self, id: str, reason: str, why: str = "") -> None:
+        """End a session and all who watch it; `reason` is a short code, `why` what the engine said, which only those
+        who may control are told. Does nothing for one that has ended."""
         session = self.get(id)
         if session is None:
             return
         self._end_reasons[id] = reason
         if len(self._end_reasons) > REMEMBERED:
             del self._end_reasons[next(iter(self._end_reasons))]
-        logger.info("Session %s ends: %s.", id, reason, extra=log_fields(session=id, reason=reason))
-        session.subscribers.broadcast({"type": "session_ended", "reason": reason})
+        level, fields = logging.WARNING if why else logging.INFO, log_fields(session=id, reason=reason)
+        logger.log(level, "Session %s ends: %s.", id, f"{reason}: {why}" if why else reason, extra=fields)
+        ended = {"type": "session_ended", "reason": reason}
+        session.subscribers.broadcast(ended | {"message": why} if why else ended, ended)
         await self._drop(session)
         if session.opened:
             await self._close(id)
@@ -339,6 +353,9 @@ class SessionManager:
         if session is not None and isinstance(event, Refused) and session.engine.state == "restarting":
             # The new engine has no memory for it. Viewers take time to go, and others wait for events.
             self._tasks.append(asyncio.create_task(self.end(session.id, "restart")))
+        elif session is not None and isinstance(event, Closed) and event.reason:
+            session.handle(event)
+            self._tasks.append(asyncio.create_task(self.end(session.id, "failed", event.reason)))
         elif session is not None:
             if isinstance(event, FrameBatch) and (slack_s := session.playback.slack_s(event)) is not None:
                 chunk_s = self.ready.chunk_frames / session.fps

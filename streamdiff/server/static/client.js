@@ -189,7 +189,7 @@ export class StreamClient extends EventTarget {
       }
       if (message.type === "stats") this.serverShows = message.shown_fps > 1;
       this.#emit("message", message);
-      if (message.type === "session_ended") this.#fail({ message: `The session has ended (${message.reason}).`, again: true });
+      if (message.type === "session_ended") this.#fail({ message: `The session has ended (${message.message ?? message.reason}).`, again: true });
       if (message.type === "bye") this.#retry("The server is shutting down.", 1000 * (message.retry_after_s ?? 2));
     };
     channel.onclose = () => {

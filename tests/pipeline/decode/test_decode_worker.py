@@ -46,9 +46,10 @@ def remote(deliver: Callable[[Piece], None], wake: Wake, at_once: int) -> Iterat
     """The two ends in two threads."""
     assert MODEL.decoder is not None
     there, back = LocalLink(latents_layout(SPEC)), LocalLink(pictures_layout(SPEC))
-    worker = threading.Thread(target=DecodeWorker(MODEL.decoder, there, back, at_once=at_once).run)
+    exchange = LocalExchange()
+    worker = threading.Thread(target=DecodeWorker(MODEL.decoder, there, back, at_once=at_once, exchange=exchange).run)
     worker.start()
-    decoding = RemoteDecoding(there, back, SPEC, deliver, wake, LocalExchange())
+    decoding = RemoteDecoding(there, back, SPEC, deliver, wake, exchange)
     yield decoding
     decoding.close()
     worker.join(LIMIT_S)
@@ -127,23 +128,46 @@ def test_yuv420_comes_over_a_link_as_it_was_made() -> None:
     assert np.array_equal(shown, decoder.decode(latents(3)[None], decoder.new_memory()).numpy())
 
 
+def test_latents_that_are_no_numbers_end_their_stream_and_no_other(heard: tuple[Decoding, Heard]) -> None:
+    decoding, out = heard
+    bad = latents(1)
+    bad[0, 1, 2, 3] = torch.nan
+    for stream, given in enumerate((latents(0), bad, latents(0))):
+        decoding.submit(stream, 4, given)
+    first = out.chunk()[2]
+    failed = out.pieces.get(timeout=LIMIT_S)
+    assert (failed.stream, failed.chunk, failed.last) == (1, 4, True)
+    assert failed.fault == "decoding chunk 4: ArithmeticError: its latents are no numbers (NaN or infinite)"
+    assert np.array_equal(out.chunk()[2], first)
+    decoding.check()
+
+
 class Broken:
     """A decoder that fails."""
 
     temporal = 4
+    network = MODEL.decoder.network if MODEL.decoder is not None else None
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
     def new_memory(self) -> None: ...
 
     def decode(self, latents: torch.Tensor, memory: Any) -> torch.Tensor:
-        raise ArithmeticError("the test's own fault")
+        raise self.error
 
 
-def test_an_error_of_the_decoder_is_raised_where_the_head_looks() -> None:
-    woken = threading.Event()
-    decoding = LocalDecoding(Broken(), lambda piece: None, woken.set)
+def test_what_one_stream_alone_meets_is_told_and_a_fault_of_the_program_raised_where_the_head_looks() -> None:
+    woken, heard = threading.Event(), Heard()
+    decoder = Broken(MemoryError("no memory for this stream"))
+    decoding = LocalDecoding(decoder, heard.pieces.put, woken.set)  # type: ignore[arg-type]
     decoding.submit(0, 0, latents(0))
+    assert heard.pieces.get(timeout=LIMIT_S).fault.endswith("MemoryError: no memory for this stream")
+    assert not woken.is_set()
+    decoder.error = TypeError("the test's own fault")
+    decoding.submit(1, 0, latents(0))
     assert woken.wait(LIMIT_S)
-    with pytest.raises(ArithmeticError, match="own fault"):
+    with pytest.raises(TypeError, match="own fault"):
         decoding.check()
     decoding.close()
 

@@ -80,6 +80,17 @@ def refusal(answer: httpx.Response) -> tuple[int, str | None, str]:
     return answer.status_code, body["error"]["param"], body["error"]["code"]
 
 
+def test_a_video_whose_session_fails_says_so_and_the_next_is_made(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with making(tmp_path) as site:
+            bad, good = await ask(site, prompt="black"), await ask(site)
+            video = await ended(site, bad["id"])
+            assert video["status"] == "failed" and "the painter has no black" in video["error"]["message"]
+            assert (await ended(site, good["id"]))["status"] == "completed"
+
+    asyncio.run(main())
+
+
 def test_openai_s_client_has_a_video_made_watches_it_takes_it_and_deletes_it(tmp_path: Path) -> None:
     import openai
 

@@ -418,6 +418,32 @@ def test_no_session_is_opened_while_draining() -> None:
     _run(scene)
 
 
+def test_a_session_that_fails_ends_with_a_reason_and_the_others_play() -> None:
+    """Those who may control it are told what failed, others that it did."""
+
+    async def scene(site: Site) -> None:
+        session = await _open(site, prompt="blue")
+        path = f"/api/sessions/{session['id']}"
+        viewer, owner = await _watch(site, session["id"]), await site.offer()
+        await site.post(owner, session=session["id"], token=session["control_token"])
+        for peer in (viewer, owner):
+            await peer.message({"type": "hello"})
+        changed = await site.http.patch(path, json={"prompt": "black"}, headers=session["headers"])
+        assert changed.json()["receipts"][0]["stage"] == "accepted"
+        told, owner_told = [await peer.message({"type": "session_ended"}) for peer in (viewer, owner)]
+        assert told == {"type": "session_ended", "reason": "failed"}
+        assert owner_told["reason"] == "failed" and "the painter has no black" in owner_told["message"]
+        for response in (await site.http.get(path), await site.http.post(f"{path}/pause", headers=session["headers"])):
+            assert (response.status_code, response.json()["reason"]) == (410, "failed")
+            assert "painter" not in response.text
+        listed = (await site.http.get("/api/sessions")).json()["sessions"]
+        assert [each["id"] for each in listed] == ["default"]
+        assert _is(_colour(await (await site.watch()).frame()), "red")
+        assert not [each for each in site.client.sent if isinstance(each, Close)], "it was closed already"
+
+    _run(scene)
+
+
 def test_a_session_that_nobody_watches_ends_and_the_default_one_stays() -> None:
     async def scene(site: Site) -> None:
         session = await _open(site, prompt="blue")

@@ -1,0 +1,143 @@
+"""A stage's side: what fails for one session leaves the others' rows as they are.
+
+Rows that cannot be run come out as NaN, of the shape that they would have, and so they travel on: NaN stays NaN through
+every later stage, in rows and caches of that session alone, and needs no field in a message, also where a record has
+gone ahead of its tensors. The reason is left in the stage's exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
+from streamdiff.pipeline.distributed.state_exchange import StateExchange
+from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, at, check_own, fault_name, told
+from streamdiff.pipeline.scheduler.step import MicroStep
+
+Tensors = tuple[Tensor, ...]
+
+
+class GuardedStage(Protocol):
+    """`ModelRunner`, as the guard sees it."""
+
+    index: int
+    exchange: StateExchange
+
+    @property
+    def shared(self) -> bool:
+        """Whether other ranks take part in each forward: what one of them alone leaves out would stop the others."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a forward that was begun may be run again from the same inputs, to the same caches."""
+
+    def forward(self, rows: Sequence[MicroStep], given: Tensors) -> Tensors: ...
+
+    def nothing(self, rows: int, given: Tensors) -> Tensors:
+        """What `forward` would return for so many rows, with NaN for numbers."""
+
+    def forget_sinks(self, session: int) -> None:
+        """Have a session's sink placed anew: it may have been on the way."""
+
+    def update(self, kind: MessageKind, control: SessionUpdate, tensors: Tensors) -> None: ...
+
+
+class StageGuard:
+    """Has a stage carry out messages. `broken`: the sessions that it cannot run any more, and why."""
+
+    def __init__(self, stage: GuardedStage) -> None:
+        self._stage = stage
+        self.broken: dict[int, str] = {}
+
+    def forward(self, rows: Sequence[MicroStep], given: Tensors) -> Tensors:
+        """Run `rows`. If that fails, each session's by themselves, once: those that fail again are NaN, and their
+        session is broken. Mutates: self, the stage.
+
+        Raises:
+            Exception: one that is no session's own: of a kind that cannot be, of all of several sessions, or of a stage
+                whose forwards cannot be run again.
+        """
+        well = [index for index, row in enumerate(rows) if row.session not in self.broken]
+        parts: list[tuple[list[int], Tensors]] = []
+        try:
+            if well:
+                part = self._stage.forward([rows[index] for index in well], _of(given, well, len(rows)))
+                if len(well) == len(rows):
+                    return part
+                parts = [(well, part)]
+        except ROW_ERRORS as error:
+            check_own(error)
+            if self._stage.shared or not self._stage.repeats:
+                raise
+            parts = self._each_session(rows, given, well)
+        return self._put_together(rows, given, parts)
+
+    def update(self, message: StageMessage) -> None:
+        """Make a change to a session, which is broken if that fails. Of a broken one nothing is done but to close it.
+        Mutates: self, the stage.
+
+        Raises:
+            Exception: one that is no session's own.
+        """
+        control, kind = message.control, message.kind
+        assert control is not None, "rows go to `forward`"
+        if kind in (MessageKind.OPEN, MessageKind.CLOSE):
+            self.broken.pop(control.session, None)
+        if (why := self.broken.get(control.session)) is not None:
+            if kind is MessageKind.SAVE:  # the head waits for it
+                self._stage.exchange.put(f"stage {self._stage.index}", ({}, {"broken": why}))
+            return
+        try:
+            self._stage.update(kind, control, message.tensors)
+        except ROW_ERRORS as error:
+            check_own(error)
+            if self._stage.shared or kind in (MessageKind.SAVE, MessageKind.CLOSE):
+                raise
+            self.broken[control.session] = told(error, f"{kind.name.lower()} failed on stage {self._stage.index}")
+
+    def _each_session(
+        self, rows: Sequence[MicroStep], given: Tensors, well: Sequence[int]
+    ) -> list[tuple[list[int], Tensors]]:
+        """Run each session's rows by themselves; those that may depend on each other stay together. From the same
+        inputs everything that is written is written again, to the same values. Mutates: self, the stage."""
+        parts: list[tuple[list[int], Tensors]] = []
+        sessions = list(dict.fromkeys(rows[index].session for index in well))
+        for session in sessions:
+            own = [index for index in well if rows[index].session == session]
+            self._stage.forget_sinks(session)
+            try:
+                part = self._stage.forward([rows[index] for index in own], _of(given, own, len(rows)))
+            except ROW_ERRORS as error:
+                check_own(error)
+                where = f"{at(rows[own[0]])} failed on stage {self._stage.index}, also alone"
+                self.broken[session] = told(error, where)
+                if len(sessions) > 1 and all(each in self.broken for each in sessions):
+                    raise
+            else:
+                parts.append((own, tuple(tensor.clone() for tensor in part)))  # the next one may write there
+        return parts
+
+    def _put_together(
+        self, rows: Sequence[MicroStep], given: Tensors, parts: Sequence[tuple[list[int], Tensors]]
+    ) -> Tensors:
+        """The result for all rows, NaN for those that are in no part, of which word is left."""
+        whole = self._stage.nothing(len(rows), given)
+        for indices, part in parts:
+            for place, index in enumerate(indices):
+                for there, own in zip(whole, part, strict=True):
+                    there[index].copy_(own[place])
+        done = {index for indices, _ in parts for index in indices}
+        for session, epoch in {(row.session, row.epoch) for index, row in enumerate(rows) if index not in done}:
+            self._stage.exchange.leave_word(fault_name(session, epoch), self.broken[session])
+        return whole
+
+
+def _of(given: Tensors, indices: Sequence[int], rows: int) -> Tensors:
+    """The inputs of some of so many rows, in order."""
+    if len(indices) == rows:
+        return given
+    return tuple(torch.stack([tensor[index] for index in indices]) for tensor in given)

@@ -153,8 +153,11 @@ def test_what_cannot_be_compared_is_refused(words: list[str], told: str, capsys:
     assert told in capsys.readouterr().err
 
 
-PAGE = (("Wan 1.3B, `taew2_1`", "self-forcing", "taew2_1"), ("Wan 1.3B, Wan's", "self-forcing", None),
-        ("Wan 14B, `taew2_1`", LARGE, "taew2_1"))  # fmt: skip
+PAGE: tuple[tuple[str, str, str | None], ...] = (
+    ("Wan 1.3B, `taew2_1`", "self-forcing", "taew2_1"),
+    ("Wan 1.3B, Wan's", "self-forcing", None),
+    ("Wan 14B, `taew2_1`", LARGE, "taew2_1"),
+)
 
 
 def row(title: str, name: str, vae: str | None, count: int) -> str:

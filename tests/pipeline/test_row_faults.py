@@ -110,6 +110,22 @@ def test_an_error_that_a_forward_of_several_has_is_tried_session_by_session(
     check_others(found, alone, -1, exact=True)  # each row ran alone
 
 
+def test_a_sink_that_was_on_its_way_is_placed_anew() -> None:
+    ring = RingExecutor(MODEL, CPU)
+    rotate, calls = ring.stage.attention.rotate_sinks, []
+
+    def short_of_memory(*arguments):  # type: ignore[no-untyped-def]
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory to rotate in")
+        rotate(*arguments)
+
+    ring.stage.attention.rotate_sinks = short_of_memory
+    found, lost = play_failing(ring, MODEL, {0: "clean"}, chunks=6)
+    expected = play_failing(RingExecutor(MODEL, CPU), MODEL, {0: "clean"}, chunks=6)[0]
+    assert not lost and len(calls) > 2 and same(found[0], expected[0])
+
+
 def test_noise_that_cannot_be_drawn_ends_its_session(alone: dict[int, list[torch.Tensor]]) -> None:
     ring = RingExecutor(MODEL, CPU, max_rows=4)
     inputs = ring.sampler.inputs

@@ -86,6 +86,23 @@ def check_parallel(parallel: str | None, stages: int) -> None:
         )
 
 
+def check_split_decode(decode: str, shares: int, rows: int) -> None:
+    """Raises ConfigError where the decoder is to be split and `shares` ranks of a stage cannot share `rows` rows of a
+    latent frame."""
+    if decode != "split":
+        return
+    if shares == 1:
+        raise ConfigError(
+            "decode is split, but each stage has one rank: it is for ranks that share a stage (--parallel PxC, C above "
+            "1); use decode head, last or own-rank"
+        )
+    if shares > rows:
+        raise ConfigError(
+            f"decode is split, but {shares} ranks share a stage and a latent frame has {rows} rows: each needs one; use "
+            "decode head, last or own-rank"
+        )
+
+
 def check_stages(stages: int, blocks: int) -> None:
     """Raises ConfigError unless every stage can have a block."""
     if not 1 <= stages <= blocks:

@@ -39,8 +39,9 @@ class Rows(Protocol):
 
 
 class RowDecoder:
-    """A `VideoDecoder` on one of the ranks that share pictures. They decode the same pieces of the same streams in the
-    same order; the first gets whole frames, each other one its own rows of them. It is given whole latents."""
+    """A `VideoDecoder` on one of the ranks that share pictures. They decode the same pieces of the same streams by the
+    same methods in the same order; the first gets whole frames, each other one its own rows of them. It is given whole
+    latents."""
 
     def __init__(self, network: VideoDecoder, rows: Rows) -> None:
         """Mutates: the layers of `network`, which decodes by `rows` from now on."""

@@ -66,7 +66,11 @@ class RowGroup:
                 place.view(part[..., inner, :].shape).copy_(part[..., inner, :])
         self._carry_out(
             lambda: dist.all_to_all_single(
-                received.view(-1), sent.view(-1), splits, splits, group=self.group  # nothing for those further away
+                received.view(-1),
+                sent.view(-1),
+                splits,
+                splits,
+                group=self.group,  # nothing for those further away
             )
         )
         for (_, outer), row in zip(sides, received, strict=True):
@@ -129,9 +133,9 @@ class RowGroup:
 
 
 def make_row_group(ranks: int, height: int, device: torch.device) -> RowGroup | None:
-    """The group of the first `ranks` ranks for latents of `height` rows, which is warm; None on every other rank. NCCL's
-    on CUDA, with few multiprocessors, else gloo's. All ranks of the default group call this together. Mutates: this
-    process's environment, by `ENVIRONMENT`."""
+    """The group of the first `ranks` ranks for latents of `height` rows, which is warm; None on every other rank.
+    NCCL's on CUDA, with few multiprocessors, else gloo's. All ranks of the default group call this together. Mutates:
+    this process's environment, by `ENVIRONMENT`."""
     on_cuda = device.type == "cuda"
     if on_cuda:
         os.environ.update(ENVIRONMENT)

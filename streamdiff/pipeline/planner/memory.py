@@ -98,8 +98,8 @@ def offloaded_bytes(sizes: ModelSizes, blocks: int, storage: Storage) -> int:
 def memory(sizes: ModelSizes, layout: Layout, load: Workload, storage: Storage) -> tuple[Memory, ...]:
     """Memory of every rank.
 
-    The text encoder is on rank 0; so is the decoder, unless it is on the last rank or one of its own, or with `split` on
-    all ranks of the first stage, each with its rows.
+    The text encoder is on rank 0; so is the decoder, unless it is on the last rank or one of its own, or with `split`
+    on all ranks of the first stage, each with its rows.
     Caches, and what the decoder remembers, are of all sessions. A link has two slots at each of its ends, for the rows
     of a full forward. The ranks that share a stage follow one another; the first of them has what one rank has alone.
     """
@@ -118,7 +118,9 @@ def memory(sizes: ModelSizes, layout: Layout, load: Workload, storage: Storage) 
         on_device = count if storage.offload == "none" else min(count, OFFLOAD_BUFFERS)
         weights = values * other + on_device * block_weights(sizes, storage)
         role = " ".join(
-            word for word, here in (("head", rank == 0), ("output", stage == last), ("decode", rank in decoders)) if here
+            word
+            for word, here in (("head", rank == 0), ("output", stage == last), ("decode", rank in decoders))
+            if here
         )
         caches = cache_bytes(
             sizes, count, steps=load.steps, kv_context=load.kv_context, value_bytes=values, shares=load.shares

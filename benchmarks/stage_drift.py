@@ -7,8 +7,9 @@ Real processes over TCP run the embedded model, as many sessions in KV context `
 decoding. Every rank keeps the seconds of each forward of its blocks, by chunk. Afterwards time is cut into windows, and
 two rings are compared over them: one that keeps the split which the first window asks for, and one that moves blocks
 before each window to the split which the window before asked for, if that was to gain enough. Splits are the planner's
-(`planner.partition.split_blocks`), by each rank's own seconds per block. Nothing moves in this run: gain and cost are
-computed. On a machine with fewer cores than ranks, or with other work, it measures that work.
+(`planner.partition.split_blocks`), by each rank's own seconds per block, and cut as finely as those of `--model`, whose
+bytes are copied too: the embedded model has four blocks only. Nothing moves in this run: gain and cost are computed. On
+a machine with fewer cores than ranks, or with other work, it measures that work.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ import torch.distributed as dist
 
 from benchmarks import report
 from streamdiff import clock
+from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model
 from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.costs import Ceilings
 from streamdiff.pipeline.planner.memory import Storage, block_weights, cache_bytes
-from streamdiff.pipeline.planner.model_sizes import ModelSizes, read_sizes
+from streamdiff.pipeline.planner.model_sizes import ModelSizes, read_sizes, sizes_of
 from streamdiff.pipeline.planner.partition import check_stages, split_blocks, split_evenly
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.stage_forward import Tensors
@@ -48,7 +50,7 @@ SUMMARY = "Drift of stage times in a running ring, and what blocks that move bet
 CPU = torch.device("cpu")
 LIMIT_S = 60.0  # for the ring to come to rest
 STEPS = 4
-VALUE_BYTES = 4
+VALUE_BYTES = 2  # of the model whose blocks are counted
 
 Split = tuple[tuple[int, int], ...]
 
@@ -189,9 +191,9 @@ def moved_blocks(before: Split, after: Split) -> int:
 
 
 def compare(windows: Sequence[Sequence[float]], blocks: int, least_gain: float) -> Outcome:
-    """What moving would have gained in these windows; the ring ran with even shares."""
-    counts = [end - first for first, end in split_evenly(blocks, len(windows[0]))]
-    rates = [[seconds / count for seconds, count in zip(window, counts, strict=True)] for window in windows]
+    """What moving would have gained in these windows of a ring with even shares, were these `blocks` blocks."""
+    each = blocks / len(windows[0])
+    rates = [[seconds / each for seconds in window] for window in windows]
     kept = at = best_split(blocks, rates[0])
     moves = moved = 0
     times: list[tuple[float, float, float]] = []
@@ -224,21 +226,22 @@ def rows_of(windows: Sequence[Sequence[float]]) -> list[dict[str, report.Value]]
     ]
 
 
-def results_of(timings: Sequence[Sequence[Timing]], plan: Plan, link_gbps: float) -> tuple[dict[str, report.Json], str]:
-    """Drift by stage, cost and gain of moving; and the latter in words.
+def results_of(
+    timings: Sequence[Sequence[Timing]], plan: Plan, sizes: ModelSizes, link_gbps: float
+) -> tuple[dict[str, report.Json], str]:
+    """Drift by stage, cost and gain of moving with blocks as of a model of these sizes; and the latter in words.
 
     Raises:
         ConfigError: too few windows.
     """
-    windows, sizes = windows_of(timings, plan), read_sizes("tiny")
+    windows = windows_of(timings, plan)
     if len(windows) < 3:
         raise ConfigError(f"there are {len(windows)} windows with chunks of all stages; 3 are needed: run it longer")
     found = compare(windows, sizes.blocks, plan.least_gain)
     moved = block_bytes(sizes, plan.stages)
     cost_s = found.moved_blocks * moved / (link_gbps * 1e9)
-    forwards = len(timings[0]) * (len(windows) - 1) * plan.window_s / (plan.seconds + plan.warm_up_s)
     gain, foreseen = 1 - found.moving_s / found.kept_s, 1 - found.foreseen_s / found.kept_s
-    saved_s = forwards * (found.kept_s - found.moving_s)
+    saved_s = gain * (len(windows) - 1) * plan.window_s  # a full ring is as fast as its slowest stage
     words = (
         f"the slowest stage would be {gain:.1%} faster with {found.moves} moves of blocks ({foreseen:.1%} with "
         f"foresight): {saved_s:.3g} s saved, {cost_s:.3g} s of copying {moved / 1e6:.3g} MB for each block"
@@ -263,6 +266,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--window-s", type=float, default=plain.window_s, help="seconds of a window (default 10)")
     parser.add_argument("--warm-up-s", type=float, default=plain.warm_up_s, help="seconds before (default 10)")
     parser.add_argument("--least-gain", type=float, default=plain.least_gain, help="of a move (0.05)")
+    parser.add_argument("--model", default="self-forcing", help="whose blocks are counted (default self-forcing)")
     parser.add_argument("--link-gbps", type=float, default=Ceilings().link_gbps, help="GB/s of a move (default 25)")
     parser.add_argument("--out", type=Path, help="JSON file to write (default: results/stage_drift_STAGES.json)")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
@@ -278,13 +282,14 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--stages must be at least 2, --seconds three windows, --window-s and --link-gbps above 0")
     try:
         check_stages(plan.stages, read_sizes("tiny").blocks)
+        sizes = sizes_of(ModelConfig(name=options.model))
         head = report.header(warm_up=f"{plan.warm_up_s:g} s")
         timings = run_ring(plan)
-        results, words = results_of(timings, plan, options.link_gbps)
+        results, words = results_of(timings, plan, sizes, options.link_gbps)
     except ConfigError as error:
         parser.error(str(error))
     out = options.out or report.RESULTS / f"stage_drift_{plan.stages}.json"
-    report.write_json(out, head, results, plan=asdict(plan), link_gbps=options.link_gbps)
+    report.write_json(out, head, results, plan=asdict(plan), model=options.model, link_gbps=options.link_gbps)
     print(report.table(rows_of(windows_of(timings, plan))))
     print(words)
     print(f"written: {report.public_path(str(out.resolve()))}")

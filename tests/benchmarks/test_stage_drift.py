@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections import Counter
+from typing import cast
 
 import pytest
 
-from benchmarks import stage_drift
-from benchmarks.stage_drift import Plan, Timing, best_split, compare, moved_blocks, windows_of
+from benchmarks.stage_drift import Plan, Timing, best_split, compare, moved_blocks, results_of, run_ring, windows_of
+from streamdiff.errors import ConfigError
+from streamdiff.pipeline.planner.model_sizes import read_sizes
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_two_stages_are_measured_by_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "drift.json"
-    words = ["--seconds", "6", "--window-s", "2", "--warm-up-s", "1", "--out", str(out)]
-    assert stage_drift.main(words) == 0
-    results = json.loads(out.read_text())["results"]
-    assert [each["stage"] for each in results["stages"]] == [0, 1]
-    for each in results["stages"]:
-        assert 0 < each["least_ms"] <= each["median_ms"] <= each["most_ms"]
-    assert results["gain_foreseen"] >= 0 and results["block_bytes"] > 0
-    assert "the slowest stage would be" in capsys.readouterr().out
+def test_every_stage_of_a_ring_keeps_what_its_forwards_take() -> None:
+    """Five forwards a chunk: of all chunks but those on the way when it ended."""
+    stages = run_ring(Plan(seconds=3, warm_up_s=0))
+    chunks = [Counter((each.session, each.chunk) for each in own) for own in stages]
+    assert chunks[0] == chunks[1] and set(chunks[0].values()) <= {1, 2, 3, 4, 5}
+    assert chunks[0][0, 0] == 5
+    assert all(each.seconds > 0 for own in stages for each in own)
+
+
+def test_what_is_written_says_cost_and_gain() -> None:
+    """The second of two stages takes three times as long from the third window on."""
+    plan = Plan(seconds=60, window_s=10, warm_up_s=0)
+    stages = [
+        [Timing(float(at), 0, at, 0.1 if not slow or at < 20 else 0.3) for at in range(61)] for slow in (False, True)
+    ]
+    results, words = results_of(stages, plan, read_sizes("tiny"), 1.0)
+    first, second = cast(list[dict[str, float]], results["stages"])
+    assert (first["drift"], second["drift"]) == (0, pytest.approx(2))
+    found = cast(dict[str, float], results["of_the_slowest_stage"])
+    assert found["moves"] == 1 and found["moved_blocks"] == 1
+    assert results["copying_s"] == pytest.approx(cast(int, results["block_bytes"]) / 1e9)
+    assert cast(float, results["gain"]) > 0.2 and "with 1 moves of blocks" in words
+    with pytest.raises(ConfigError, match="there are 2 windows with chunks of all stages; 3 are needed"):
+        results_of(stages, Plan(seconds=20, window_s=10, warm_up_s=0), read_sizes("tiny"), 1.0)
 
 
 def test_windows_have_the_median_of_their_chunks() -> None:

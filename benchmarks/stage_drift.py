@@ -202,8 +202,8 @@ def compare(windows: Sequence[Sequence[float]], blocks: int, least_gain: float) 
         if slowest(asked, before) < (1 - least_gain) * slowest(at, before):
             moves, moved, at = moves + 1, moved + moved_blocks(at, asked), asked
         times.append((slowest(kept, now), slowest(at, now), slowest(best_split(blocks, now), now)))
-    means = [sum(column) / len(times) for column in zip(*times, strict=True)]
-    return Outcome(*means, moves, moved)
+    kept_s, moving_s, foreseen_s = (sum(column) / len(times) for column in zip(*times, strict=True))
+    return Outcome(kept_s, moving_s, foreseen_s, moves, moved)
 
 
 def block_bytes(sizes: ModelSizes, sessions: int) -> int:
@@ -274,8 +274,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.rank:
         rank, port = map(int, options.rank.split("/"))
-        timings = run_rank(rank, port, Plan(**json.loads(options.plan)))
-        print(json.dumps([list(asdict(each).values()) for each in timings]), flush=True)
+        own = run_rank(rank, port, Plan(**json.loads(options.plan)))
+        print(json.dumps([list(asdict(each).values()) for each in own]), flush=True)
         return 0
     plan = Plan(options.stages, options.seconds, options.window_s, options.warm_up_s, options.least_gain)
     if plan.stages < 2 or plan.window_s <= 0 or plan.seconds < 3 * plan.window_s or options.link_gbps <= 0:

@@ -94,9 +94,9 @@ def _share_rows(layers: nn.Module, rows: Rows) -> None:
             module.register_forward_pre_hook(lambda _, given: (rows.whole(given[0]),))
             module.register_forward_hook(lambda _, given, result: rows.own(result))
         elif isinstance(module, WanCausalConv3d) and module._padding[2]:
-            left, right, _, _, *time = module._padding
-            module._padding = (left, right, 0, 0, *time)
+            width, _, _, _, time, later = module._padding
+            module._padding = (width, width, 0, 0, time, later)
             module.register_forward_pre_hook(with_halo)
         elif isinstance(module, nn.Conv2d) and module.kernel_size[0] > 1:
-            module.padding = (0, module.padding[1])
+            module.padding = (0, int(module.padding[1]))
             module.register_forward_pre_hook(with_halo)

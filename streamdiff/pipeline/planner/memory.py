@@ -161,8 +161,8 @@ def _decoder(sizes: ModelSizes, load: Workload, storage: Storage, ranks: int) ->
     share = -(-height // ranks) / height  # of the one with the most rows
     latents = min(chunk, storage.decode_latents or chunk)
     work = sizes.decoder.work(latents) if sizes.decoder.work_per_latent else 0
-    shared = (round(share * values * each) for each in (load.sessions * sizes.decoder.remembered, work))
-    return (values * sizes.decoder.weights, *shared)
+    remembered = round(share * values * load.sessions * sizes.decoder.remembered)
+    return values * sizes.decoder.weights, remembered, round(share * values * work)
 
 
 def stage_memory(entry: Entry, stages: int, quantize: str = "none") -> tuple[Memory, ...]:

@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HEAVY = {
     "benchmarks.gpu_check",
     "benchmarks.sleeping_ring",
+    "benchmarks.stage_drift",
     "benchmarks.stream_rank",
     "streamdiff.engine.process.main",
     "tests.engine.faulty",

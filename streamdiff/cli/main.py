@@ -157,6 +157,7 @@ def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         ("--seconds", arguments.seconds is not None, "--chunks"),
         ("--prompt-at", bool(arguments.prompt_at), "--prompt-switch"),
         ("--image", getattr(arguments, "session.image") is not None, "--given-latents"),
+        ("--decode", getattr(arguments, "model.decode") is not None, "rank 0, which decodes there, or --seconds"),
         ("--profile", getattr(arguments, "model.trace") is not None, "--seconds instead of them"),
         ("--profile-chunks", getattr(arguments, "model.trace_chunks") is not None, "--seconds instead of them"),
     ):
@@ -251,7 +252,7 @@ def _check_stages(config: Config) -> None:
     from streamdiff.models.resolve import is_embedded
 
     model = config.model
-    if model.stage_ranks == 1 or model.weights is not None:
+    if (model.stage_ranks == 1 and model.decode != "split") or model.weights is not None:
         return
     if is_embedded(model.name) or model.name in entries.entries():
         from streamdiff.pipeline.planner.fit import check_ranks

@@ -184,13 +184,15 @@ BATCHING = (
 )
 PARALLEL = Option("--parallel", "PxC", "P stages, each shared by C ranks, as 1x2 (default: --stages x 1)", str,
                   "model.parallel")
+DECODE = Option("--decode", "PLACE", "rank of a ring that decodes: head (default), last, own-rank, or split: those of "
+                "the first stage share it by rows of the picture, with --parallel PxC", str, "model.decode")
 SERVE = (
     Option("--chunk-frames", "N", "latent frames of a chunk, of a model that the catalogue does not know", int,
            "model.chunk_latents"),
     *WINDOW,
     STAGES,
     PARALLEL,
-    Option("--decode", "PLACE", "rank of a ring that decodes: head (default), last or own-rank", str, "model.decode"),
+    DECODE,
     *BATCHING,
     Option("--adaptive", "", "under load, sessions give up steps, then frame rate, before anybody is refused",
            key="serve.adaptive", action=SWITCH),
@@ -240,6 +242,7 @@ GENERATE = (
     *PARTS,
     STAGES,
     PARALLEL,
+    DECODE,
     *TRACE,
     Option("--output", "FILE", ".mp4, .webm, or a folder for PNG frames", Path),
     Option("--seconds", "S", "length (default 10)", float),

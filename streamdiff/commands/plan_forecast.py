@@ -11,7 +11,8 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.catalogue import entries
 from streamdiff.models.spec import ModelSpec, check_anchors
 from streamdiff.pipeline.planner import fit, gpus
-from streamdiff.pipeline.planner.forecast import Expected, Forecast, Question, costs_on, forecast, offload_words
+from streamdiff.pipeline.planner.costs import split_decode_words
+from streamdiff.pipeline.planner.forecast import DTYPES, Expected, Forecast, Question, costs_on, forecast, offload_words
 from streamdiff.pipeline.planner.gpus import Gpu
 from streamdiff.pipeline.planner.memory import Storage
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
@@ -119,6 +120,9 @@ def as_text(found: GpuForecast) -> Iterator[str]:
         yield f"  {_sessions(count)} {verb} it in: {', '.join(found.forecast.reaching(count)) or 'none'}"
     if (words := offload_words(found.question.sizes, found.question.storage, found.question.load, gpu)) is not None:
         yield f"  {words}"
+    ceilings = gpu.ceilings(DTYPES[found.question.storage.value_bytes])
+    number = found.question.storage.bytes_per_decoder_value
+    yield f"  {split_decode_words(found.question.sizes, ceilings, number, (2, 4))}"
     if found.misfit is not None:
         yield f"  {found.misfit}"
     yield f"  rates: {gpu.source}"

@@ -52,12 +52,12 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
         ring = topology.head_ring(model, place, device, progress.enter)
         progress.enter("graphs")
         if decoder is None:
-            links = topology.decode_links(model.spec, 0, config.decode_rank, device, plan.pixel_format)
+            links = topology.decode_links(model.spec, 0, config.decode_ranks[0], device, plan.pixel_format)
     rank_loader.compile_stage(plan, ring.stage, memory, progress)
     rank_loader.compile_decoder(plan, decoder, DECODE_THREADS)
     workers, memories = None, [memory]
     if context is not None:
-        workers = WorkerGroup(context, ring, config.hang_s, links)
+        workers = WorkerGroup(context, ring, config.hang_s, links, topology.row_senders(model.spec, config))
         memories = context.receive_memories()
         progress.finish()
     blocks = [last - first for first, last in loaded.runs for _ in range(config.shares)]

@@ -199,8 +199,7 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
         sizes = read_sizes(config.name, spec)
     else:
         sizes = sizes_from(models.architecture, spec, decoder_sizes(spec, models.model.autoencoder, models.model.vae))
-    if config.ranks > 1:
-        fit.check_ranks(config, sizes)
+    fit.check_ranks(config, sizes)
     steps = choose_steps(settled.config.steps, spec.steps, spec.name)
     if config.profile is not None and config.ranks > 1:
         runs = balance.share_out(config, steps, read_profile(Path(config.profile), sizes, max_rows=1))

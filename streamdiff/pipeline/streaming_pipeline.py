@@ -20,6 +20,7 @@ from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.decode.decode_worker import Decoding, LocalDecoding, Piece
+from streamdiff.pipeline.decode.split_decoding import SplitDecoding
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.output import Frames, ModelInfo, StreamChunk, StreamProgress
@@ -313,8 +314,10 @@ class StreamingPipeline(SavesSessions):
             return remote
         if model.decoder is None:
             raise ValueError("a runtime that decodes needs a model with a decoder")
-        timer = self.ring.worker.timer
-        return LocalDecoding(model.decoder, self._deliver, self._wake, device, at_once, timer)
+        given = model.decoder, self._deliver, self._wake, device, at_once, self.ring.worker.timer
+        if workers is not None and workers.row_senders:
+            return SplitDecoding(workers.row_senders, *given)
+        return LocalDecoding(*given)
 
     def _begin(self, session: int, background: bool, epoch: int) -> None:
         """A new stream of a session. What it is given with a clean pass alone never comes back finished, and is decoded

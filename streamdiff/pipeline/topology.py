@@ -249,6 +249,17 @@ def follower(model: StageModel, topology: StageTopology, device: torch.device, o
     return Worker(receiver, ModelRunner(model, device, topology.stage, topology.stages, group), sender)
 
 
+def row_senders(spec: ModelSpec, config: ModelConfig, group: dist.ProcessGroup | None = None) -> tuple[TcpSender, ...]:
+    """The head's ends of the edges to the ranks that share its pictures, if any; waits for each."""
+    others = config.decode_ranks[1:] if config.decode == "split" else ()
+    return tuple(TcpSender(latents_layout(spec), other, _LATENTS_TAG, group) for other in others)
+
+
+def row_receiver(spec: ModelSpec, device: torch.device, group: dist.ProcessGroup | None = None) -> TcpReceiver:
+    """The other end, on one of these ranks. Does not wait."""
+    return TcpReceiver(latents_layout(spec), 0, _LATENTS_TAG, device, group)
+
+
 def decode_links(
     spec: ModelSpec,
     rank: int,

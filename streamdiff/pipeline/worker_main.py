@@ -17,6 +17,7 @@ from streamdiff.config import ModelConfig
 from streamdiff.device import bind, own_device
 from streamdiff.pipeline import load_plan, rank_loader, topology
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, DecodeWorker
+from streamdiff.pipeline.decode.split_decoding import SplitDecodeWorker
 from streamdiff.pipeline.distributed.heartbeat import HealthMonitor
 from streamdiff.pipeline.distributed.link import GroupBroken, LinkClosed
 from streamdiff.pipeline.distributed.rendezvous import RankContext
@@ -47,6 +48,8 @@ def run_worker(config: ModelConfig) -> None:
     workers: list[Worker | DecodeWorker] = []
     context.send_memory(loaded.memory)
     exchange = StoreExchange(context.store)
+    # First of all, as the head waits for it before it has made its graphs.
+    rows = topology.row_receiver(plan.spec, device) if config.decode == "split" and decoder is not None else None
     if loaded.model is not None:
         worker = topology.follower(loaded.model, place, device, progress.enter)
         worker.stage.exchange = exchange
@@ -60,9 +63,12 @@ def run_worker(config: ModelConfig) -> None:
         # Beside a stage it has a thread of its own, alone it is the process.
         threads = DECODE_THREADS if workers else torch.get_num_threads()
         rank_loader.compile_decoder(plan, decoder, threads)
-        sender, receiver = topology.decode_links(plan.spec, context.rank, config.decode_rank, device, plan.pixel_format)
         timer = workers[0].timer if workers else None
-        workers.append(DecodeWorker(decoder, receiver, sender, device, plan.decode_latents, timer, exchange))
+        if rows is not None:
+            workers.append(SplitDecodeWorker(decoder, rows, device, plan.decode_latents, timer))
+        else:
+            links = topology.decode_links(plan.spec, context.rank, context.rank, device, plan.pixel_format)
+            workers.append(DecodeWorker(decoder, links[1], links[0], device, plan.decode_latents, timer, exchange))
     progress.finish()
     work(workers, context, config.hang_s, device)
 

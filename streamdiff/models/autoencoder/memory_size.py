@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+_PLANE = 9
+"""Size of a kernel of 3 x 3 pixels, the least that looks beyond a row."""
 _LOOKED_BACK = 2
 """Input frames that a causal convolution of three frames keeps."""
 _WAN_WORK, _TAEHV_WORK = 7.0, 2.5
@@ -18,12 +20,20 @@ float32. Measured without compilation (tests/models/autoencoder/test_memory_size
 @dataclass(frozen=True)
 class DecoderSizes:
     """Numbers (not bytes) that a decoder takes: `weights`, `remembered` of each stream, `work_per_latent` beside it for
-    each latent frame of a call; and floating-point operations of decoding one latent frame."""
+    each latent frame of a call; and floating-point operations of decoding one latent frame, of which `attention_flops`
+    are those of attention within a frame. Where ranks share pictures by rows (`row_decoder`): `halos` convolutions look
+    beyond a row, whose inputs have `halo` numbers in a row for each latent frame and `kept_halo` for what they look
+    back on; `attended` numbers of each latent frame go to every rank."""
 
     weights: int = 0
     remembered: int = 0
     work_per_latent: int = 0
     flops: float = 0.0
+    attention_flops: float = 0.0
+    halos: int = 0
+    halo: int = 0
+    kept_halo: int = 0
+    attended: int = 0
 
     def work(self, latents: int) -> int:
         """What a call for so many latent frames takes at its widest moment. What will be remembered stands beside what
@@ -41,42 +51,49 @@ def wan_decoder(config: Mapping[str, Any], height: int, width: int) -> DecoderSi
     base: int = config.get("decoder_base_dim") or config["base_dim"]
     middle = base * config["dim_mult"][-1]
     attention = 4.0 * (height * width) ** 2 * middle
+    beyond = [(before, size, places, scale) for before, _, size, _, places, scale in layers if size >= _PLANE]
     return DecoderSizes(
-        weights=sum((size * before + 1) * after + norm for before, after, size, norm, _ in layers),
+        weights=sum((size * before + 1) * after + norm for before, after, size, norm, *_ in layers),
         remembered=wan_values(config, height, width),
         work_per_latent=round(_WAN_WORK * base * config["dim_mult"][0] * temporal * height * width * spatial**2),
-        flops=attention + sum(2.0 * size * before * after * places for before, after, size, _, places in layers),
+        flops=attention + sum(2.0 * size * before * after * places for before, after, size, _, places, _ in layers),
+        attention_flops=attention,
+        halos=len(beyond),
+        halo=sum(before * places // (height * scale) for before, _, places, scale in beyond),
+        kept_halo=sum(_LOOKED_BACK * before * width * scale for before, size, _, scale in beyond if size > _PLANE),
+        attended=middle * height * width,
     )
 
 
-def _wan_layers(config: Mapping[str, Any], pixels: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Every convolution: channels before and after, size of its kernel, weights of the norm before it, and pixels of
-    all frames that it makes of one latent frame."""
+def _wan_layers(config: Mapping[str, Any], pixels: int) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """Every convolution: channels before and after, size of its kernel, weights of the norm before it, pixels of all
+    frames that it makes of one latent frame, and its rows to one of the latents'."""
+    scale = 1
     base: int = config.get("decoder_base_dim") or config["base_dim"]
     multiples: list[int] = [*config["dim_mult"]][::-1]
     grows_in_time = [*config["temperal_downsample"]][::-1]
     widths = [base * each for each in (multiples[0], *multiples)]
     latent, middle, residual = config["z_dim"], widths[0], bool(config.get("is_residual"))
-    yield latent, latent, 1, 0, pixels
-    yield latent, middle, 27, 0, pixels
-    yield from [(middle, middle, 27, middle, pixels)] * 4
-    yield middle, 3 * middle, 1, middle, pixels  # attention
-    yield middle, middle, 1, 0, pixels
+    yield latent, latent, 1, 0, pixels, scale
+    yield latent, middle, 27, 0, pixels, scale
+    yield from [(middle, middle, 27, middle, pixels, scale)] * 4
+    yield middle, 3 * middle, 1, middle, pixels, scale  # attention
+    yield middle, middle, 1, 0, pixels, scale
     for level, (before, after) in enumerate(pairwise(widths)):
         if level > 0 and not residual:
             before //= 2  # enlarging halves the channels
-        yield before, after, 27, before, pixels
-        yield from [(after, after, 27, after, pixels)] * (2 * config["num_res_blocks"] + 1)
+        yield before, after, 27, before, pixels, scale
+        yield from [(after, after, 27, after, pixels, scale)] * (2 * config["num_res_blocks"] + 1)
         if before != after:
-            yield before, after, 1, 0, pixels
+            yield before, after, 1, 0, pixels, scale
         if level < len(grows_in_time):
             if grows_in_time[level]:
-                yield after, 2 * after, 3, 0, pixels
+                yield after, 2 * after, 3, 0, pixels, scale
                 pixels *= 2
-            pixels *= 4
-            yield after, after if residual else after // 2, 9, 0, pixels
+            pixels, scale = pixels * 4, scale * 2
+            yield after, after if residual else after // 2, 9, 0, pixels, scale
     patch = config.get("patch_size") or 1
-    yield widths[-1], 3 * patch**2, 27, widths[-1], pixels
+    yield widths[-1], 3 * patch**2, 27, widths[-1], pixels, scale
 
 
 def wan_values(config: Mapping[str, Any], height: int, width: int) -> int:
@@ -151,7 +168,20 @@ class Config:
             remembered=self.memory_values(height, width),
             work_per_latent=round(_TAEHV_WORK * last * frames * pixels),
             flops=self.decode_flops(height, width),
+            halos=2 + sum(3 * count + 1 for count in self.decoder_blocks),
+            halo=self._halo(width),
         )
+
+    def _halo(self, width: int) -> int:
+        """See `DecoderSizes.halo`; what a block looks back on is part of its input."""
+        inner, frames, count = self.decoder_widths, 1, self.latent_channels * width
+        for i, (blocks, grows, lasts) in enumerate(
+            zip(self.decoder_blocks, self.decoder_space, self.decoder_time, strict=True)
+        ):
+            count += 4 * blocks * inner[i] * width * frames  # of a block's three, the first sees the frame before too
+            width, frames = width * grows, frames * lasts
+            count += inner[i] * width * frames
+        return count + inner[-1] * width * frames
 
     def _decoder_weights(self) -> int:
         inner = self.decoder_widths

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from streamdiff.models.autoencoder.normalisation import Normalisation
 
@@ -34,12 +34,13 @@ class VideoDecoder(Protocol):
 
     Sizes: `spatial` pixels per latent pixel each way, `temporal` frames per latent frame (but a stream's first, which
     may have fewer). `normalisation` leads from raw latents to normalised ones, None where the network knows the latter
-    alone."""
+    alone. `layers` are those that see more than a pixel."""
 
     latent_channels: int
     spatial: int
     temporal: int
     device: torch.device
+    layers: nn.Module
 
     @property
     def normalisation(self) -> Normalisation | None: ...

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.normalisation import WAN_CHANNELS, WAN_MEAN, WAN_STD, Normalisation, split_whole
@@ -70,6 +70,10 @@ class _Half:
 
 class TaehvDecoder(_Half):
     """Latents to frames, a `VideoDecoder`."""
+
+    def __init__(self, model: StreamingTaehv) -> None:
+        super().__init__(model)
+        self.layers: nn.Module = model.autoencoder.decoder
 
     def new_memory(self) -> Memory:
         return Memory()

@@ -92,6 +92,7 @@ class WanDecoder(_Half):
 
     def __init__(self, autoencoder: AutoencoderKLWan) -> None:
         super().__init__(autoencoder, autoencoder.decoder)
+        self.layers: nn.Module = autoencoder.decoder
         self._layout = torch.contiguous_format
 
     def set_channels_last(self, channels_last: bool) -> None:

@@ -12,7 +12,7 @@ from streamdiff.config import ModelConfig
 from streamdiff.models.spec import with_window
 from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Memory, Storage, memory
 from streamdiff.pipeline.planner.model_sizes import SMALL, ModelSizes, decoder_sizes
-from streamdiff.pipeline.planner.partition import check_parallel, check_shares, check_stages
+from streamdiff.pipeline.planner.partition import check_parallel, check_shares, check_split_decode, check_stages
 from streamdiff.pipeline.planner.stage_layout import Blocks, Layout, Workload
 
 _UNIT = 32
@@ -72,6 +72,7 @@ def check_ranks(config: ModelConfig, sizes: ModelSizes) -> None:
     check_stages(config.stages, sizes.blocks)
     if config.shares > 1:
         check_shares(config.shares, sizes.heads, sizes.tokens // sizes.spec.chunk_latents)
+    check_split_decode(config.decode, config.shares, sizes.spec.latent_height)
 
 
 def misfit(demand: Demand, rank: int, free: int, where: str) -> str | None:

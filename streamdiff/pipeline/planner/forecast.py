@@ -25,7 +25,7 @@ from streamdiff.pipeline.planner.simulator import Setup, Stream, simulate
 from streamdiff.pipeline.planner.stage_layout import Layout, Workload, lay_out
 from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS
 
-_DTYPES = {4: "float32", 2: "bfloat16"}
+DTYPES = {4: "float32", 2: "bfloat16"}
 _CHUNKS = 40
 """Simulated per session: enough for a steady state."""
 
@@ -79,7 +79,7 @@ def costs_on(gpu: Gpu, sizes: ModelSizes, load: Workload, storage: Storage, link
     block_copy_s = block_weights(sizes, storage) / (gpu.host_gbps * 1e9) if copied else 0.0
     return estimate(
         sizes,
-        gpu.ceilings(_DTYPES[storage.value_bytes], link),
+        gpu.ceilings(DTYPES[storage.value_bytes], link),
         kv_context=load.kv_context,
         max_rows=load.max_rows,
         value_bytes=storage.value_bytes,

@@ -9,7 +9,9 @@ from itertools import accumulate, pairwise
 from streamdiff.errors import ConfigError
 
 
-def split_blocks(block_s: Sequence[float], extra_s: Sequence[float]) -> tuple[tuple[int, int], ...]:
+def split_blocks(
+    block_s: Sequence[float], extra_s: Sequence[float], slowness: Sequence[float] | None = None
+) -> tuple[tuple[int, int], ...]:
     """Give each rank a contiguous run of blocks, at least one, so that the slowest rank is as fast as possible.
 
     Exact, by dynamic programming over (rank, blocks given out), O(ranks * blocks^2). Among the splits that are equally
@@ -18,6 +20,7 @@ def split_blocks(block_s: Sequence[float], extra_s: Sequence[float]) -> tuple[tu
     Args:
         block_s: seconds of each block.
         extra_s: what each rank spends on other things per forward: one entry per rank.
+        slowness: how many times as long as `block_s` each rank takes for a block; None: all the same.
 
     Returns:
         (first, last) of each rank, last exclusive.
@@ -27,12 +30,14 @@ def split_blocks(block_s: Sequence[float], extra_s: Sequence[float]) -> tuple[tu
     """
     ranks, blocks = len(extra_s), len(block_s)
     check_stages(ranks, blocks)
-    for time_s in (*block_s, *extra_s):
+    slowness = slowness or [1.0] * ranks
+    for time_s in (*block_s, *extra_s, *slowness):
         if not 0 <= time_s < math.inf:
             raise ConfigError(f"a time to split by is {time_s:g} s; it must be 0 or more")
     before = [0.0, *accumulate(block_s)]
     cost_of = [
-        [[before[j] - before[i] + extra for j in range(blocks + 1)] for i in range(blocks + 1)] for extra in extra_s
+        [[slow * (before[j] - before[i]) + extra for j in range(blocks + 1)] for i in range(blocks + 1)]
+        for extra, slow in zip(extra_s, slowness, strict=True)
     ]
     slowest = [0.0] + [math.inf] * blocks  # of the ranks so far, by blocks given out
     for cost in cost_of:
@@ -83,6 +88,23 @@ def check_parallel(parallel: str | None, stages: int) -> None:
     if parallel is not None and int(parallel.split("x")[0]) != stages:
         raise ConfigError(
             f"stages is {stages}, but parallel is {parallel}, stages x ranks that share each; leave stages out"
+        )
+
+
+def check_split_decode(decode: str, shares: int, rows: int) -> None:
+    """Raises ConfigError where the decoder is to be split and `shares` ranks of a stage cannot share `rows` rows of a
+    latent frame."""
+    if decode != "split":
+        return
+    if shares == 1:
+        raise ConfigError(
+            "decode is split, but each stage has one rank: it is for ranks that share a stage (--parallel PxC, C above "
+            "1); use decode head, last or own-rank"
+        )
+    if shares > rows:
+        raise ConfigError(
+            f"decode is split, but {shares} ranks share a stage and a latent frame has {rows} rows: each needs one; "
+            "use decode head, last or own-rank"
         )
 
 

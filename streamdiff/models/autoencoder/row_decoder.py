@@ -1,0 +1,102 @@
+"""A decoder whose pictures several ranks share by rows: each has all weights, and of every layer its own rows.
+
+A convolution of 3 x 3 looks one row beyond them, which the neighbours have: they are exchanged in front of each one
+(the *halo*). Attention within a frame sees the whole picture, so its input is put together on every rank. All else goes
+pixel by pixel. What a stream remembers is kept by each rank for its own rows, without a halo.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanAttentionBlock, WanCausalConv3d
+from torch import Tensor, nn
+
+from streamdiff.models.autoencoder.normalisation import Normalisation
+from streamdiff.models.autoencoder.picture_decoder import DecoderState, VideoDecoder
+
+
+class Rows(Protocol):
+    """One rank's rows among those of all ranks that share a picture. Rows are the last dimension but one of everything,
+    at any resolution. All ranks call the methods but `own` in the same order, with tensors that only differ in rows."""
+
+    @property
+    def count(self) -> int:
+        """Rows of the latents that this rank has."""
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's rows of what has all. Raises ValueError where it has not the rows that are shared."""
+
+    def halo(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """Each of `parts`, own rows, with the row above and the one below; zeros beyond the picture."""
+
+    def whole(self, own: Tensor) -> Tensor:
+        """All rows, from own ones, on every rank."""
+
+    def to_first(self, own: Tensor) -> Tensor:
+        """The same on the first rank alone; own rows on the others."""
+
+
+class RowDecoder:
+    """A `VideoDecoder` on one of the ranks that share pictures. They decode the same pieces of the same streams by the
+    same methods in the same order; the first gets whole frames, each other one its own rows of them. It is given whole
+    latents."""
+
+    def __init__(self, network: VideoDecoder, rows: Rows) -> None:
+        """Mutates: the layers of `network`, which decodes by `rows` from now on."""
+        self._network, self._rows = network, rows
+        self.layers, self.device = network.layers, network.device
+        self.latent_channels, self.spatial, self.temporal = network.latent_channels, network.spatial, network.temporal
+        self.new_memory, self.frames_of, self.pieces = network.new_memory, network.frames_of, network.pieces
+        self.set_channels_last = network.set_channels_last
+        _share_rows(network.layers, rows)
+
+    @property
+    def normalisation(self) -> Normalisation | None:
+        return self._network.normalisation
+
+    def stream_bytes(self, height: int, width: int) -> int:
+        """Bytes that this rank keeps of a stream, whatever `height`."""
+        return self._network.stream_bytes(self._rows.count, width)
+
+    @torch.inference_mode()
+    def decode_video(self, latents: Tensor, memory: Any) -> Tensor:
+        """See `VideoDecoder`."""
+        return self._rows.to_first(self._network.decode_video(self._rows.own(latents), memory))
+
+    def past(self, latents: Tensor, memory: Any) -> DecoderState:
+        return self._network.past(self._rows.own(latents), memory)
+
+    def step(self, piece: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
+        frames, after = self._network.step(self._rows.own(piece), past)
+        return self._rows.to_first(frames), after
+
+    def remember(self, latents: Tensor, memory: Any, past: DecoderState) -> int:
+        return self._network.remember(self._rows.own(latents), memory, past)
+
+
+def one_pixel(frames: Tensor) -> Tensor:
+    """The `Layout` of a rank whose rows another one has put together: of each frame a pixel, uint8 `[n, 1, 1]`."""
+    return frames[:, 0, :1, :1].to(torch.uint8)
+
+
+def _share_rows(layers: nn.Module, rows: Rows) -> None:
+    """Have every layer that looks beyond its own rows see those of the other ranks. Mutates: layers."""
+
+    def with_halo(module: nn.Module, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Of a convolution's input, and of the frames that it looks back on, if there are any."""
+        there = [each for each in given if each is not None]
+        return (*rows.halo(*there), *[None] * (len(given) - len(there)))
+
+    for module in layers.modules():
+        if isinstance(module, WanAttentionBlock):
+            module.register_forward_pre_hook(lambda _, given: (rows.whole(given[0]),))
+            module.register_forward_hook(lambda _, given, result: rows.own(result))
+        elif isinstance(module, WanCausalConv3d) and module._padding[2]:
+            width, _, _, _, time, later = module._padding
+            module._padding = (width, width, 0, 0, time, later)
+            module.register_forward_pre_hook(with_halo)
+        elif isinstance(module, nn.Conv2d) and module.kernel_size[0] > 1:
+            module.padding = (0, int(module.padding[1]))
+            module.register_forward_pre_hook(with_halo)

@@ -1,0 +1,126 @@
+"""Who comes when: live viewers and jobs of an open loop, drawn from a seed. Nobody waits for anybody else's end.
+
+The same seed gives the same people at every load: only the time between them is longer or shorter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+PROMPTS = (
+    "a red circle moving right over a meadow",
+    "a blue star rising at night",
+    "a yellow square moving left at sunset",
+    "a green triangle sinking over the sea",
+    "a white heart drifting left at sunset",
+)
+QUIET_S = 3.0
+"""Nobody comes in the last seconds: too short a visit says nothing. No prompt either, unless the visit goes on so long
+after it."""
+
+
+@dataclass(frozen=True)
+class Visitor:
+    """Opens a session at `at_s`, watches it for `stay_s`, and says another prompt at each of `prompts_s`, which count
+    from the arrival. Sessions of two visitors differ in `seed`."""
+
+    at_s: float
+    stay_s: float
+    seed: int
+    prompts_s: tuple[float, ...]
+
+    @property
+    def leaves_s(self) -> float:
+        return self.at_s + self.stay_s
+
+    def prompt(self, number: int) -> str:
+        """Its first prompt is number 0."""
+        return PROMPTS[(self.seed + number) % len(PROMPTS)]
+
+
+@dataclass(frozen=True)
+class JobArrival:
+    """Asks at `at_s` for a video of `seconds`."""
+
+    at_s: float
+    seconds: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is offered, for `seconds`: `sessions` live ones at once on average, each of which stays for `stay_s` on
+    average, and `jobs_per_minute` jobs of `job_seconds` of video. A visitor says another prompt every `prompt_s` on
+    average.
+
+    Before, in `stay_s / 2`, as many sessions as are there on average come one after the other.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    sessions: float
+    seconds: float
+    stay_s: float = 8.0
+    jobs_per_minute: float = 0.0
+    job_seconds: float = 1.0
+    prompt_s: float = 4.0
+
+    def __post_init__(self) -> None:
+        for name in ("sessions", "stay_s", "job_seconds", "prompt_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name):g}, but must be above 0")
+        if self.jobs_per_minute < 0:
+            raise ValueError(f"jobs_per_minute is {self.jobs_per_minute:g}, but must be 0 or more")
+        if self.seconds <= QUIET_S:
+            raise ValueError(f"seconds is {self.seconds:g}, but must be above {QUIET_S:g}")
+
+    @property
+    def begin_s(self) -> float:
+        """From when on the load is that which is offered."""
+        return self.stay_s / 2
+
+    @property
+    def end_s(self) -> float:
+        """When all leave who are still there."""
+        return self.begin_s + self.seconds
+
+
+def visitors(load: Load, seed: int) -> list[Visitor]:
+    """In the order in which they come."""
+    gaps, people = Random(f"visitors {seed}"), round(load.sessions)
+    times = [load.begin_s * number / people for number in range(people)]
+    at_s = load.begin_s + _gap_s(gaps, load)
+    while at_s < load.end_s - QUIET_S:
+        times.append(at_s)
+        at_s += _gap_s(gaps, load)
+    return [_visitor(load, at_s, seed, number) for number, at_s in enumerate(times)]
+
+
+def _gap_s(gaps: Random, load: Load) -> float:
+    """By Little's law so many are there on average as come while one stays."""
+    return gaps.expovariate(1.0) * load.stay_s / load.sessions
+
+
+def _visitor(load: Load, at_s: float, seed: int, number: int) -> Visitor:
+    """Stays for a quarter of the average at least, and not beyond the end."""
+    own = Random(f"visitor {seed} {number}")
+    stay_s = min(load.stay_s * (0.25 + 0.75 * own.expovariate(1.0)), load.end_s - at_s)
+    prompts, prompt_s = [], own.expovariate(1.0) * load.prompt_s
+    while prompt_s < stay_s - QUIET_S:
+        prompts.append(prompt_s)
+        prompt_s += own.expovariate(1.0) * load.prompt_s
+    return Visitor(at_s, stay_s, number, tuple(prompts))
+
+
+def jobs(load: Load, seed: int) -> list[JobArrival]:
+    """In the order in which they come, from the beginning of what is measured on."""
+    if load.jobs_per_minute == 0:
+        return []
+    gaps, found = Random(f"jobs {seed}"), list[JobArrival]()
+    at_s = load.begin_s + gaps.expovariate(load.jobs_per_minute / 60)
+    while at_s < load.end_s - QUIET_S:
+        found.append(JobArrival(at_s, load.job_seconds, len(found)))
+        at_s += gaps.expovariate(load.jobs_per_minute / 60)
+    return found

@@ -15,9 +15,8 @@ PROMPTS = (
     "a green triangle sinking over the sea",
     "a white heart drifting left at sunset",
 )
-QUIET_S = 3.0
-"""Nobody comes in the last seconds: too short a visit says nothing. No prompt either, unless the visit goes on so long
-after it."""
+LEAST_S = 3.0
+"""The shortest visit, and how long it goes on after a prompt at least: less than that says nothing."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,8 @@ class Load:
     average, and `jobs_per_minute` jobs of `job_seconds` of video. A visitor says another prompt every `prompt_s` on
     average.
 
-    Before, in `stay_s / 2`, as many sessions as are there on average come one after the other.
+    Before, in `stay_s / 2`, as many sessions as are there on average come one after the other; who is there at the end
+    stays for `LEAST_S` more at most.
 
     Raises:
         ValueError: a value is out of range.
@@ -68,13 +68,13 @@ class Load:
     prompt_s: float = 4.0
 
     def __post_init__(self) -> None:
-        for name in ("sessions", "stay_s", "job_seconds", "prompt_s"):
+        for name in ("sessions", "seconds", "job_seconds", "prompt_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name):g}, but must be above 0")
         if self.jobs_per_minute < 0:
             raise ValueError(f"jobs_per_minute is {self.jobs_per_minute:g}, but must be 0 or more")
-        if self.seconds <= QUIET_S:
-            raise ValueError(f"seconds is {self.seconds:g}, but must be above {QUIET_S:g}")
+        if self.stay_s <= LEAST_S:
+            raise ValueError(f"stay_s is {self.stay_s:g}, but must be above {LEAST_S:g}, which everybody stays")
 
     @property
     def begin_s(self) -> float:
@@ -83,7 +83,7 @@ class Load:
 
     @property
     def end_s(self) -> float:
-        """When all leave who are still there."""
+        """When the last ones have come."""
         return self.begin_s + self.seconds
 
 
@@ -92,7 +92,7 @@ def visitors(load: Load, seed: int) -> list[Visitor]:
     gaps, people = Random(f"visitors {seed}"), round(load.sessions)
     times = [load.begin_s * number / people for number in range(people)]
     at_s = load.begin_s + _gap_s(gaps, load)
-    while at_s < load.end_s - QUIET_S:
+    while at_s < load.end_s:
         times.append(at_s)
         at_s += _gap_s(gaps, load)
     return [_visitor(load, at_s, seed, number) for number, at_s in enumerate(times)]
@@ -104,11 +104,12 @@ def _gap_s(gaps: Random, load: Load) -> float:
 
 
 def _visitor(load: Load, at_s: float, seed: int, number: int) -> Visitor:
-    """Stays for a quarter of the average at least, and not beyond the end."""
+    """Stays for `LEAST_S` and a drawn time."""
     own = Random(f"visitor {seed} {number}")
-    stay_s = min(load.stay_s * (0.25 + 0.75 * own.expovariate(1.0)), load.end_s - at_s)
+    stay_s = LEAST_S + own.expovariate(1.0) * (load.stay_s - LEAST_S)
+    stay_s = min(stay_s, load.end_s + LEAST_S - at_s)
     prompts, prompt_s = [], own.expovariate(1.0) * load.prompt_s
-    while prompt_s < stay_s - QUIET_S:
+    while prompt_s < stay_s - LEAST_S:
         prompts.append(prompt_s)
         prompt_s += own.expovariate(1.0) * load.prompt_s
     return Visitor(at_s, stay_s, number, tuple(prompts))
@@ -120,7 +121,7 @@ def jobs(load: Load, seed: int) -> list[JobArrival]:
         return []
     gaps, found = Random(f"jobs {seed}"), list[JobArrival]()
     at_s = load.begin_s + gaps.expovariate(load.jobs_per_minute / 60)
-    while at_s < load.end_s - QUIET_S:
+    while at_s < load.end_s:
         found.append(JobArrival(at_s, load.job_seconds, len(found)))
         at_s += gaps.expovariate(load.jobs_per_minute / 60)
     return found

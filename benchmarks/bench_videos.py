@@ -124,7 +124,9 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--base-url", default="http://127.0.0.1:8000/v1", metavar="URL", help="before /videos (default %(default)s)")
     add("--model", help="its name there (default: the server's choice)")
-    add("--request-rate", type=float, default=math.inf, metavar="N", help="requests a second (default inf: all at once)")
+    add(
+        "--request-rate", type=float, default=math.inf, metavar="N", help="requests a second (default inf: all at once)"
+    )
     add("--max-concurrency", type=int, metavar="N", help="on their way at once, at most (default: all)")
     add("--num-prompts", type=int, default=10, metavar="N", help="requests that count (default 10)")
     add("--prompts", type=Path, metavar="FILE", help="a prompt a line, taken in turns (default: five of our own)")

@@ -1,6 +1,6 @@
 """How many fit: live sessions and jobs come at given rates, and how many of them are served well?
 
-Starts `streamdiff serve` once for each variant and climbs a ladder of loads until too few visitors are served as `--slo`
+Starts `streamdiff serve` once for each variant and climbs a ladder of loads until too few visitors are served as --slo
 says; the load before is the tipping point. The same visitors then come to the simulator: the real scheduler, playout
 buffer and admission in virtual time, with the times of forwards and decoding that were measured on this machine first.
 
@@ -37,7 +37,7 @@ from streamdiff.pipeline.planner.trace import check_plot
 OK, FAILED, USAGE = 0, 1, 2
 SLO = "first_frame=2,stalls=0,rate=0.9,control=4"
 SIDES = ("server", "simulator")
-_JOB_SLO: dict[str, float] = {}
+LIMITS = slo.LIVE_LIMITS | slo.JOB_LIMITS
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ def climb(options: argparse.Namespace, limits: slo.Slo, label: str, play: Play) 
         load = load_of(options, sessions)
         visits, videos = play(load)
         live = slo.live_figures(visits, limits, options.fps, load.begin_s, load.end_s)
-        points.append(Point(sessions, live, slo.video_figures(videos, _JOB_SLO, options.seconds)))
+        job_limits = {"total": limits["job"]} if "job" in limits else {}
+        points.append(Point(sessions, live, slo.video_figures(videos, job_limits, options.seconds)))
         share = live["served_share"]
         assert isinstance(share, float)
         print(f"{label}: {sessions:g} sessions at once, {share:.0%} served well", file=sys.stderr, flush=True)
@@ -225,7 +226,7 @@ def parser() -> argparse.ArgumentParser:
     load("--job-seconds", type=float, default=1.0, help="of video in a job (default 1)")
     load("--seed", type=int, default=0, help="of who comes when (default 0)")
     well = made.add_argument_group("served well").add_argument
-    well("--slo", default=SLO, metavar="LIMITS", help=f"of {', '.join(slo.LIVE_LIMITS)} (default {SLO})")
+    well("--slo", default=SLO, metavar="LIMITS", help=f"of {', '.join(LIMITS)} (default {SLO})")
     well("--share", type=float, default=0.95, help="of visitors who must be served well (default 0.95)")
     server = made.add_argument_group("servers").add_argument
     server("--rows", type=_rows, default="1,2,4,8", metavar="LIST", help="max_rows (default %(default)s; empty: none)")
@@ -265,7 +266,7 @@ def check(options: argparse.Namespace) -> tuple[dict[str, float], list[Variant]]
     if options.plot is not None:
         check_plot(options.plot)
     options.sides = SIDES if options.side == "both" else (options.side,)
-    return slo.parse(options.slo), variants
+    return slo.parse(options.slo, LIMITS), variants
 
 
 def settings_of(options: argparse.Namespace, limits: slo.Slo) -> dict[str, report.Json]:

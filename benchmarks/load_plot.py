@@ -27,7 +27,9 @@ def draw(path: Path, results: Mapping[str, Any]) -> None:
         for number, (name, result) in enumerate(results.items()):
             if side in result:
                 _variant(grid[:, column], result[side]["points"], f"C{number}", name)
-        most = max(point["offered"] for result in results.values() if side in result for point in result[side]["points"])
+        most = max(
+            point["offered"] for result in results.values() if side in result for point in result[side]["points"]
+        )
         grid[0][column].plot([0, most], [0, most], color="lightgray", zorder=0)
         grid[-1][column].set_xlabel("offered: sessions at once, on average")
     grid[0][0].set_ylabel("goodput: those served well")

@@ -93,8 +93,8 @@ class LoadedServer:
         pc: RTCPeerConnection | None = None
         seen, viewer = peers.Seen(), _Viewer(visit)
         try:
+            session = await self._open(visitor, visit)  # also after its time: else nobody would end what was opened
             async with asyncio.timeout_at(_loop_s(leaves_s)):
-                session = await self._open(visitor, visit)
                 if session:
                     url = self._url.rstrip("/") + session["whep"]
                     pc, seen = await peers.watch(self._http, url, False, hear=viewer.hear, opened=viewer.open)
@@ -154,7 +154,9 @@ def _loop_s(at_s: float) -> float:
     return asyncio.get_running_loop().time() + at_s - clock.monotonic_s()
 
 
-async def run(url: str, fps: float, visitors: Sequence[Visitor], jobs: Sequence[JobArrival]) -> tuple[list[Visit], list[Video]]:
+async def run(
+    url: str, fps: float, visitors: Sequence[Visitor], jobs: Sequence[JobArrival]
+) -> tuple[list[Visit], list[Video]]:
     """See `LoadedServer.run`."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=LIMIT_S, limits=limits) as http:

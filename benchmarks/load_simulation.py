@@ -61,11 +61,12 @@ class _Live:
 
     visit: Visit
     playout: PlayoutBuffer
+    passed: int = 0  # frames that were shown
     made: int = 0  # frames that are decoded
     begun: int = 0  # frames of chunks that are admitted and not decoded yet
     epoch: int = 0
     asked: list[tuple[int, float]] = field(default_factory=list)  # epochs of prompts not seen yet, and when they came
-    ticking: bool = False
+    tick_s: float = math.inf  # when the buffer is asked next
 
 
 @dataclass(eq=False)
@@ -90,9 +91,7 @@ class LoadSimulation:
             stages=stages, chunk_frames=times.chunk_frames, max_rows=settings.max_rows
         )
         self._capacity = Capacity(times.chunk_frames, times.steps, settings.load_limit, times.work_s)
-        least = min_ahead_frames(
-            times.kv_context, steps=times.steps, stages=stages, chunk_frames=times.chunk_frames
-        )
+        least = min_ahead_frames(times.kv_context, steps=times.steps, stages=stages, chunk_frames=times.chunk_frames)
         lead_frames = max(1, round(settings.lead_s * settings.fps))
         self._ahead_frames, self._start_frames = max(lead_frames, least), min(times.chunk_frames, lead_frames)
         self._jobs_at_once = stages if times.kv_context == "clean" else 1
@@ -150,9 +149,7 @@ class LoadSimulation:
         """A slot that no session had before, so that epochs may begin at 0."""
         slot, self._slots = self._slots, self._slots + 1
         times = self._times
-        self._scheduler.open(
-            slot, steps=times.steps, kv_context=times.kv_context, epoch=0, background=background
-        )
+        self._scheduler.open(slot, steps=times.steps, kv_context=times.kv_context, epoch=0, background=background)
         return slot
 
     def _say(self, slot: int) -> None:
@@ -181,7 +178,7 @@ class LoadSimulation:
     def _feed(self) -> None:
         """Let enter what may, as `InFlightQueue` does."""
         for slot, live in self._live.items():
-            ahead = live.made - live.playout.progress.passed + live.begun
+            ahead = live.made - live.passed + live.begun
             self._scheduler.set_frame_credit(slot, self._ahead_frames - ahead)
         for slot, job in self._jobs.items():
             left = job.frames + self._times.chunk_frames - 1 - job.made - job.begun
@@ -235,11 +232,7 @@ class LoadSimulation:
             live.playout.push(live.made, np.zeros((frames, 1), np.uint8), epoch=row.epoch)
             live.made += frames
             live.begun -= frames
-            if live.ticking:
-                self._show(row.session, live)
-            else:
-                live.ticking = True
-                self._tick(row.session)
+            self._tick(row.session)
         elif row.session in self._jobs:
             self._deliver_job(row.session, frames)
         if last:
@@ -257,22 +250,23 @@ class LoadSimulation:
             self._begin_jobs()
 
     def _tick(self, slot: int) -> None:
-        """Show what is due, and come back when more is."""
+        """Show what is due, and come back when more is; for an earlier time a later one is forgotten."""
         live = self._live.get(slot)
         if live is None:
             return
-        self._show(slot, live)
-        next_s = live.playout.next_due_s
-        if next_s is not None:
-            # Time that is a sum of floats may fall a hair short of a slot's.
-            self._at(max(next_s, self.now_s + 1e-6), partial(self._tick, slot))
-
-    def _show(self, slot: int, live: _Live) -> None:
+        if live.tick_s <= self.now_s:
+            live.tick_s = math.inf
         while (due := live.playout.due(self.now_s)) is not None:
             if not due.repeated:
                 self._shown(slot, live, due)
+        next_s = live.playout.next_due_s
+        # Time that is a sum of floats may fall a hair short of a slot's.
+        if next_s is not None and (at_s := max(next_s, self.now_s + 1e-6)) < live.tick_s:
+            live.tick_s = at_s
+            self._at(at_s, partial(self._tick, slot))
 
     def _shown(self, slot: int, live: _Live, due: PlayoutSlot) -> None:
+        live.passed = due.frame + 1
         if live.visit.first_frame_s is None:
             live.visit.first_frame_s = self.now_s - live.visit.at_s
             self._look(slot)
@@ -282,5 +276,5 @@ class LoadSimulation:
     def _look(self, slot: int) -> None:
         live = self._live.get(slot)
         if live is not None:
-            live.visit.looks.append((self.now_s, live.playout.progress.frame + 1))
+            live.visit.looks.append((self.now_s, live.passed))
             self._at(self.now_s + LOOK_S, partial(self._look, slot))

@@ -16,6 +16,7 @@ LIVE_LIMITS = {
     "rate": "frames shown of those due, a share, at least",
     "control": "seconds from a prompt to its first frame on show, every prompt, at most",
 }
+JOB_LIMITS = {"job": "seconds from the request for a job until its video is there, at most"}
 VIDEO_LIMITS = {
     "total": "seconds from the request until the video is downloaded, at most",
     "submit": "seconds until the request is taken, at most",
@@ -30,7 +31,7 @@ STILL_SHARE = 0.5
 Slo = Mapping[str, float]
 
 
-def parse(text: str, known: Mapping[str, str] = LIVE_LIMITS) -> dict[str, float]:
+def parse(text: str, known: Mapping[str, str]) -> dict[str, float]:
     """`first_frame=0.5,stalls=0` as limits by name.
 
     Raises:
@@ -104,7 +105,7 @@ class Visit:
             "rate": 1.0 if rate is None and self.first_frame_s is not None else rate,
             "control": max(self.controls, default=0.0),
         }
-        return broken(found, slo)
+        return broken(found, {name: limit for name, limit in slo.items() if name in LIVE_LIMITS})
 
     def watched_s(self, begin_s: float, end_s: float) -> float:
         """Seconds of the visit that lie in a span."""
@@ -142,9 +143,7 @@ def spread(values: Sequence[float]) -> dict[str, report.Value]:
     return {f"p{percent}": round(report.percentile(values, percent), 4) if values else None for percent in PERCENTILES}
 
 
-def live_figures(
-    visits: Sequence[Visit], slo: Slo, fps: float, begin_s: float, end_s: float
-) -> dict[str, report.Json]:
+def live_figures(visits: Sequence[Visit], slo: Slo, fps: float, begin_s: float, end_s: float) -> dict[str, report.Json]:
     """What so many visits come to, between two times. `offered` and `goodput` are sessions at once on average: those
     who came, and those of them who were served well."""
     why = [visit.broken(slo, fps) for visit in visits]

@@ -97,7 +97,10 @@ class LoadedServer:
             async with asyncio.timeout_at(_loop_s(leaves_s)):
                 if session:
                     url = self._url.rstrip("/") + session["whep"]
-                    pc, seen = await peers.watch(self._http, url, False, hear=viewer.hear, opened=viewer.open)
+                    token = session["control_token"]
+                    pc, seen = await peers.watch(
+                        self._http, url, False, hear=viewer.hear, opened=viewer.open, token=token
+                    )
                     await self._stay(visitor, viewer, zero_s)
         except TimeoutError:
             pass  # left: before there was anything to see, or at the end
@@ -111,7 +114,7 @@ class LoadedServer:
         if pc is not None:
             await pc.close()
         if session:
-            await self._end(session["id"])
+            await self._end(session, visit)
         visit.at_s -= zero_s
         visit.leaves_s -= zero_s
         visit.looks = [(at_s - zero_s, frames) for at_s, frames in visit.looks]
@@ -133,11 +136,15 @@ class LoadedServer:
             viewer.say(f"p{number}", visitor.prompt(number))
         await _until(zero_s + visitor.leaves_s)
 
-    async def _end(self, session: str) -> None:
+    async def _end(self, session: dict[str, Any], visit: Visit) -> None:
+        """Mutates: visit, where the server does not end it."""
+        url, shown = f"{self._url}api/sessions/{session['id']}", peers.bearer(session["control_token"])
         try:
-            await self._http.delete(f"{self._url}api/sessions/{session}")
+            answer = await self._http.delete(url, headers=shown)
         except httpx.HTTPError:  # it ends by itself when nobody watches
             return
+        if answer.status_code != 200:
+            visit.refused = visit.refused or f"error: end http {answer.status_code}"
 
 
 def visitor_prompt(number: int) -> str:

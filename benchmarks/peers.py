@@ -68,9 +68,11 @@ async def watch(
     look: Callable[[VideoFrame], None] = lambda frame: None,
     hear: Callable[[str], None] | None = None,
     opened: Callable[[RTCDataChannel], None] = lambda channel: None,
+    token: str | None = None,
 ) -> tuple[RTCPeerConnection, Seen]:
     """Connect one viewer; `look` is called with every decoded frame, `hear` with what the server says on a data
-    channel, which is there only for that, and `opened` with that channel when it is open.
+    channel, which is there only for that, and `opened` with that channel when it is open. `token` is shown to the
+    server.
 
     Raises:
         RuntimeError: the server refused; with its answer.
@@ -86,16 +88,23 @@ async def watch(
         channel.on("message", hear)
         channel.on("open", lambda: opened(channel))
     try:
-        await _connect(pc, http, url, seen, decode)
+        await _connect(pc, http, url, seen, decode, SDP if token is None else SDP | bearer(token))
     except BaseException:
         await pc.close()
         raise
     return pc, seen
 
 
-async def _connect(pc: RTCPeerConnection, http: httpx.AsyncClient, url: str, seen: Seen, decode: bool) -> None:
+def bearer(token: str) -> dict[str, str]:
+    """The header that shows a token."""
+    return {"Authorization": f"Bearer {token}"}
+
+
+async def _connect(
+    pc: RTCPeerConnection, http: httpx.AsyncClient, url: str, seen: Seen, decode: bool, headers: dict[str, str]
+) -> None:
     await pc.setLocalDescription(await pc.createOffer())
-    response = await http.post(url, content=pc.localDescription.sdp, headers=SDP)
+    response = await http.post(url, content=pc.localDescription.sdp, headers=headers)
     if response.status_code != 201:
         raise RuntimeError(f"{url} answered {response.status_code}: {response.text}")
     if not decode:

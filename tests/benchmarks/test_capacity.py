@@ -87,15 +87,24 @@ def test_a_job_counts_against_its_own_limit_only() -> None:
 
 
 @pytest.mark.slow
-def test_a_short_run_of_server_and_simulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_times_of_an_engine_are_measured() -> None:
+    from benchmarks import load_times
+    from streamdiff.config import ModelConfig
+
+    found = load_times.measure(ModelConfig(), 2, rounds=1)
+    assert len(found.forward_s) == 2 and min(*found.forward_s, found.decode_s, found.work_s) > 0
+    assert (found.chunk_frames, found.chunk_latents, found.steps, found.kv_context) == (12, 3, 4, "clean")
+
+
+@pytest.mark.slow
+def test_a_short_run_of_server_and_simulator(times: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "capacity.json"
     words = ["--loads", "1", "--rows", "", "--variant", "two=--batching dynamic --max-rows 2", "--seconds", "3"]
     # Whatever a busy machine does, somebody comes, and is counted.
     words += ["--stay", "5", "--slo", "first_frame=60", "--share", "0.01", "--jobs", "60", "--job-seconds", "0.3"]
-    assert capacity.main([*words, "--tokens", "2", "--out", str(out)]) == capacity.OK
+    assert capacity.main([*words, "--times", times, "--tokens", "2", "--out", str(out)]) == capacity.OK
     stored: dict[str, Any] = json.loads(out.read_text())
     sides = stored["results"]["two"]
-    assert len(stored["times"]["forward_s"]) == 2 and min(stored["times"]["forward_s"]) > 0
     for side in ("server", "simulator"):
         [point] = sides[side]["points"]
         assert point["visits"] == sides["simulator"]["points"][0]["visits"] > 0

@@ -35,7 +35,8 @@ def test_visitors_note_what_they_were_shown_and_leave_nothing_open(tmp_path: Pat
                 assert visit.received is not None and visit.received > 0
                 # Counted by the peer, and told by the server: pictures that are sent again may come on top.
                 assert visit.received >= 0.5 * (last - first)
-            assert len(visits[0].controls) == 1 and visits[1].controls == []
+            [lag_s] = visits[0].controls
+            assert 0 < lag_s < 7.99 and visits[1].controls == []  # seen, and not given up after eight seconds
             # Has left before there was anything.
             assert visits[2].first_frame_s is None and visits[2].looks == []
             [video] = videos

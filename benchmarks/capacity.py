@@ -38,6 +38,8 @@ OK, FAILED, USAGE = 0, 1, 2
 SLO = "first_frame=2,stalls=0,rate=0.9,control=4"
 SIDES = ("server", "simulator")
 LIMITS = slo.LIVE_LIMITS | slo.JOB_LIMITS
+WARM_UP = Load(2.0, 1.0, stay_s=4.0)
+"""Comes to every server first and is not counted: first calls, first connections."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def on_server(options: argparse.Namespace, limits: slo.Slo, variant: Variant, fo
             who, what = arrivals.visitors(load, options.seed), arrivals.jobs(load, options.seed)
             return asyncio.run(load_server.run(server.url, options.fps, who, what))
 
-        play(load_of(options, 1.0))  # not counted: first calls, first connections
+        play(WARM_UP)
         return climb(options, limits, f"{variant.name}, server", play)
 
 
@@ -314,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE
     head = report.header(
         ["benchmarks.capacity", *argv] if argv is not None else None,
-        warm_up="one session at once on every server; before each load half a visit, in which people come one by one",
+        warm_up="two sessions on every server; before each load half a visit, in which people come one by one",
     )
     try:
         made, times = measure(options, limits, variants)
@@ -324,7 +326,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for sides in made.values():
         for result in sides.values():
             result |= {"date": head.date, "command": head.command, "load_average": head.hardware["load_average"]}
-    results = before["results"] | {name: before["results"].get(name, {}) | sides for name, sides in made.items()}
+    joined = before["results"] | {name: before["results"].get(name, {}) | sides for name, sides in made.items()}
+    results = dict(sorted(joined.items()))
     print(report.table(rows_of(results)))
     if options.out is not None:
         told = before["times"] if times is None else asdict(times)

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import arrivals, capacity, slo
+from benchmarks import arrivals, capacity, report, slo
 from benchmarks.capacity import Variant, rows_variant, variant_of
+from benchmarks.slo import LIVE_LIMITS
 from streamdiff.cli.parser import parse
+from tests.benchmarks.test_report import numbers
 
 TIMES = {
     "forward_s": [0.02, 0.025, 0.03, 0.035], "decode_s": 0.04, "work_s": 0.14, "chunk_frames": 12, "chunk_latents": 3,
@@ -70,6 +72,9 @@ def test_the_simulated_curve_has_a_tipping_point_and_goes_on_in_the_same_file(ti
     shares = [point["served_share"] for point in one["points"]]
     assert shares == sorted(shares, reverse=True) and shares[0] >= 0.95 > shares[-1]
     assert plot.stat().st_size > 5000
+    readme = (report.ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    found = numbers(stored["results"]) | set(stored["times"]) - {"chunk_frames", "chunk_latents", "steps", "kv_context"}
+    assert not [name for name in found - set(LIVE_LIMITS) if f"`{name}`" not in readme]
     # Others' settings are not mixed in.
     assert capacity.main([*words, "--rows", "2", "--fps", "20"]) == capacity.USAGE
 

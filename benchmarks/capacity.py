@@ -19,7 +19,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ def climb(options: argparse.Namespace, limits: slo.Slo, label: str, play: Play) 
         share = live["served_share"]
         assert isinstance(share, float)
         print(f"{label}: {sessions:g} sessions at once, {share:.0%} served well", file=sys.stderr, flush=True)
-        return share >= options.share
+        return bool(share >= options.share)
 
     tipping = slo.find_tipping(served, options.loads, halvings=options.halvings, beyond=options.beyond)
     points.sort(key=lambda point: point.sessions)
@@ -260,6 +260,8 @@ def check(options: argparse.Namespace) -> tuple[dict[str, float], list[Variant]]
         raise ValueError("--add needs --out")
     slo.find_tipping(lambda load: load_of(options, load).sessions > 0, options.loads)
     variants = [*map(rows_variant, options.rows), *map(variant_of, options.variant)]
+    if options.serve:
+        variants = [replace(each, max_rows=_simulated_rows([*options.serve, *each.words])) for each in variants]
     if not variants or len({variant.name for variant in variants}) < len(variants):
         raise ValueError("give --rows or --variant, each name once")
     for variant in variants:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from aiortc import RTCDataChannel, RTCPeerConnection
+from aiortc import InvalidStateError, RTCDataChannel, RTCPeerConnection
 
 from benchmarks import peers
 from benchmarks.arrivals import JobArrival, Visitor
@@ -23,7 +23,8 @@ from streamdiff import clock
 
 LIMIT_S = 60.0
 """An answer that takes longer is no answer."""
-_ERRORS = (httpx.HTTPError, RuntimeError, TimeoutError, ConnectionError)
+_ERRORS = (httpx.HTTPError, RuntimeError, ConnectionError, InvalidStateError, ValueError)
+"""What a server and a line can do to a visitor; ValueError: an answer that is no JSON."""
 
 
 @dataclass(eq=False)
@@ -32,11 +33,7 @@ class _Viewer:
 
     visit: Visit
     asked_s: dict[str, float] = field(default_factory=dict)  # prompts that were not seen yet, by id
-    channel: RTCDataChannel | None = None
-
-    def open(self, channel: RTCDataChannel) -> None:
-        """Mutates: self."""
-        self.channel = channel
+    channel: asyncio.Future[RTCDataChannel] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def hear(self, text: str) -> None:
         """The server said something. Mutates: self."""
@@ -47,11 +44,11 @@ class _Viewer:
         if seen and (asked_s := self.asked_s.pop(message["id"], None)) is not None:
             self.visit.controls.append(now_s - asked_s)
 
-    def say(self, id: str, prompt: str) -> None:
-        """Ask for another prompt, where there is a line. Mutates: self."""
+    async def say(self, id: str, prompt: str) -> None:
+        """Ask for another prompt, as soon as there is a line; it counts from now on. Mutates: self."""
         self.asked_s[id] = clock.monotonic_s()
-        if self.channel is not None:
-            self.channel.send(json.dumps({"type": "prompt", "id": id, "prompt": prompt, "switch": "keep"}))
+        channel = await asyncio.shield(self.channel)  # a visit that ends meanwhile must not end it
+        channel.send(json.dumps({"type": "prompt", "id": id, "prompt": prompt, "switch": "keep"}))
 
     def give_up(self) -> None:
         """Prompts that were not seen took longer than until now. Mutates: self."""
@@ -74,7 +71,9 @@ class LoadedServer:
         visits = await asyncio.gather(*(self._visit(visitor, zero_s) for visitor in visitors))
         for task in making:
             task.cancel()
-        await asyncio.gather(*making, return_exceptions=True)
+        for ended in await asyncio.gather(*making, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended
         return list(visits), videos
 
     async def _job(self, job: JobArrival, zero_s: float, videos: list[Video], number: int) -> None:
@@ -99,7 +98,7 @@ class LoadedServer:
                     url = self._url.rstrip("/") + session["whep"]
                     token = session["control_token"]
                     pc, seen = await peers.watch(
-                        self._http, url, False, hear=viewer.hear, opened=viewer.open, token=token
+                        self._http, url, False, hear=viewer.hear, opened=viewer.channel.set_result, token=token
                     )
                     await self._stay(visitor, viewer, zero_s)
         except TimeoutError:
@@ -133,7 +132,7 @@ class LoadedServer:
     async def _stay(self, visitor: Visitor, viewer: _Viewer, zero_s: float) -> None:
         for number, after_s in enumerate(visitor.prompts_s, start=1):
             await _until(zero_s + visitor.at_s + after_s)
-            viewer.say(f"p{number}", visitor.prompt(number))
+            await viewer.say(f"p{number}", visitor.prompt(number))
         await _until(zero_s + visitor.leaves_s)
 
     async def _end(self, session: dict[str, Any], visit: Visit) -> None:

@@ -108,7 +108,8 @@ async def _connect(
     if response.status_code != 201:
         raise RuntimeError(f"{url} answered {response.status_code}: {response.text}")
     if not decode:
-        aiortc.rtcrtpreceiver.decoder_worker = _count_only
+        counter: Any = _count_only
+        aiortc.rtcrtpreceiver.decoder_worker = counter
         pc.on("track", lambda track: _COUNTED.update({track._queue: seen}))
     await pc.setRemoteDescription(RTCSessionDescription(response.text, "answer"))
     while pc.connectionState in ("new", "connecting"):

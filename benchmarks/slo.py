@@ -135,6 +135,8 @@ class Video:
         """Why it was not served well; empty: was."""
         if self.error:
             return [self.error]
+        if self.total_s is None:
+            return ["unfinished"]
         return broken({name: getattr(self, f"{name}_s") for name in VIDEO_LIMITS}, slo)
 
 

@@ -186,7 +186,7 @@ def test_what_goes_wrong_has_a_name(seed: int, error: str) -> None:
 
 def test_a_video_that_is_never_done_is_given_up_and_deleted() -> None:
     with standing() as stand:
-        assert one(stand, 4, "--timeout", "1").error == "timeout"
+        assert one(stand, 4, "--timeout", "0.3").error == "timeout"
         assert stand.deleted == ["/v1/videos/v-4"]
 
 

@@ -38,6 +38,8 @@ def test_variants_are_arguments_of_serve_and_the_simulator_plays_those_that_it_k
         arguments = parse(["serve", *one.words])
         assert variant_of(f"x={' '.join(one.words)}").max_rows == one.max_rows == rows
         assert getattr(arguments, "batching.max_rows") in (rows, None)
+    options = capacity.parser().parse_args(["--rows", "2", "--", "--steps", "2"])
+    assert [each.max_rows for each in capacity.check(options)[1]] == [None]
     with pytest.raises(ValueError, match="NAME"):
         variant_of("--adaptive")
 
@@ -54,6 +56,7 @@ def test_wrong_options_are_refused(words: list[str], capsys: pytest.CaptureFixtu
     assert "error:" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_simulated_curve_has_a_tipping_point_and_goes_on_in_the_same_file(times: str, tmp_path: Path) -> None:
     out, plot = tmp_path / "capacity.json", tmp_path / "capacity.png"
     words = ["--side", "simulator", "--times", times, "--seconds", "12", "--loads", "2,6,18,24", "--jobs", "6"]

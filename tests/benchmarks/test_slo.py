@@ -76,7 +76,8 @@ def test_videos_are_counted_by_what_became_of_them() -> None:
     assert (found["videos"], found["completed"], found["served_well"]) == (5, 2, 1)
     assert (found["per_minute"], found["goodput_per_minute"]) == (2.0, 1.0)
     assert found["errors"] == {"failed": 1, "http 429": 1}
-    assert found["broken"] == {"total": 2, "failed": 1, "http 429": 1}
+    assert found["broken"] == {"total": 1, "failed": 1, "http 429": 1, "unfinished": 1}
+    assert slo.video_figures(videos, {}, 60.0)["served_well"] == 2
     total_s = found["total_s"]
     assert isinstance(total_s, dict) and total_s["p50"] == pytest.approx(6.3)
 

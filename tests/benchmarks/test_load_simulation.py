@@ -53,6 +53,19 @@ def test_a_ring_of_stages_carries_more_sessions_than_one_stage() -> None:
     assert max(visit.rate(FPS) or 0 for visit in one) < 0.9 < min(visit.rate(FPS) or 0 for visit in four)
 
 
+def test_a_forward_of_two_rows_takes_its_own_time() -> None:
+    visits, _, forwards = play([Visitor(0.0, 1.0, 0, ()), Visitor(0.0, 1.0, 1, ())], max_rows=2)
+    assert forwards[:4] == [2, 2, 2, 2]
+    assert visits[0].first_frame_s == pytest.approx(4 * 0.025 + 0.04, abs=1e-4)
+    assert visits[1].first_frame_s == pytest.approx(4 * 0.025 + 0.06 + 0.04, abs=1e-4)
+
+
+def test_a_chunk_of_a_job_waits_for_those_of_visitors_to_be_decoded() -> None:
+    [visit], _, _ = play([Visitor(0.3, 5.0, 0, ())], [JobArrival(0.0, 6.0, 0)], replace(TIMES, decode_s=1.0))
+    # The job's first chunk is decoded from 0.08 to 1.08 s, its second one waits since 0.18 s, the visitor's comes later.
+    assert visit.first_frame_s == pytest.approx(1.08 + 2 / 3 - 0.3, abs=1e-4)
+
+
 def test_nothing_differs_between_two_runs() -> None:
     load = Load(5, 30.0, jobs_per_minute=20)
     runs = [play(arrivals.visitors(load, 7), arrivals.jobs(load, 7), max_rows=4) for _ in range(2)]

@@ -62,7 +62,7 @@ def test_a_forward_of_two_rows_takes_its_own_time() -> None:
 
 def test_a_chunk_of_a_job_waits_for_those_of_visitors_to_be_decoded() -> None:
     [visit], _, _ = play([Visitor(0.3, 5.0, 0, ())], [JobArrival(0.0, 6.0, 0)], replace(TIMES, decode_s=1.0))
-    # The job's first chunk is decoded from 0.08 to 1.08 s, its second one waits since 0.18 s, the visitor's comes later.
+    # The job's first chunk is decoded from 0.08 to 1.08 s, its second waits since 0.18 s, the visitor's since 0.38 s.
     assert visit.first_frame_s == pytest.approx(1.08 + 2 / 3 - 0.3, abs=1e-4)
 
 

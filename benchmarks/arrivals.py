@@ -5,6 +5,8 @@ The same seed gives the same people at every load: only the time between them is
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
@@ -87,26 +89,32 @@ class Load:
         return self.begin_s + self.seconds
 
 
+def exponentials(seed: str) -> Iterator[float]:
+    """Draws of the unit exponential, of which any eight that begin at a multiple of eight are one from each eighth of
+    the distribution: so short runs too have the load that was asked for, about."""
+    own = Random(seed)
+    while True:
+        for eighth in own.sample(range(8), 8):
+            yield -math.log(1 - (eighth + own.random()) / 8)
+
+
 def visitors(load: Load, seed: int) -> list[Visitor]:
     """In the order in which they come."""
-    gaps, people = Random(f"visitors {seed}"), round(load.sessions)
+    gaps, stays = exponentials(f"visitors {seed}"), exponentials(f"stays {seed}")
+    people = round(load.sessions)
     times = [load.begin_s * number / people for number in range(people)]
-    at_s = load.begin_s + _gap_s(gaps, load)
+    # By Little's law so many are there on average as come while one stays.
+    at_s = load.begin_s + next(gaps) * load.stay_s / load.sessions
     while at_s < load.end_s:
         times.append(at_s)
-        at_s += _gap_s(gaps, load)
-    return [_visitor(load, at_s, seed, number) for number, at_s in enumerate(times)]
+        at_s += next(gaps) * load.stay_s / load.sessions
+    return [_visitor(load, at_s, next(stays), seed, number) for number, at_s in enumerate(times)]
 
 
-def _gap_s(gaps: Random, load: Load) -> float:
-    """By Little's law so many are there on average as come while one stays."""
-    return gaps.expovariate(1.0) * load.stay_s / load.sessions
-
-
-def _visitor(load: Load, at_s: float, seed: int, number: int) -> Visitor:
+def _visitor(load: Load, at_s: float, stay: float, seed: int, number: int) -> Visitor:
     """Stays for `LEAST_S` and a drawn time."""
     own = Random(f"visitor {seed} {number}")
-    stay_s = LEAST_S + own.expovariate(1.0) * (load.stay_s - LEAST_S)
+    stay_s = LEAST_S + stay * (load.stay_s - LEAST_S)
     stay_s = min(stay_s, load.end_s + LEAST_S - at_s)
     prompts, prompt_s = [], own.expovariate(1.0) * load.prompt_s
     while prompt_s < stay_s - LEAST_S:
@@ -119,9 +127,9 @@ def jobs(load: Load, seed: int) -> list[JobArrival]:
     """In the order in which they come, from the beginning of what is measured on."""
     if load.jobs_per_minute == 0:
         return []
-    gaps, found = Random(f"jobs {seed}"), list[JobArrival]()
-    at_s = load.begin_s + gaps.expovariate(load.jobs_per_minute / 60)
+    gaps, found = exponentials(f"jobs {seed}"), list[JobArrival]()
+    at_s = load.begin_s + next(gaps) * 60 / load.jobs_per_minute
     while at_s < load.end_s:
         found.append(JobArrival(at_s, load.job_seconds, len(found)))
-        at_s += gaps.expovariate(load.jobs_per_minute / 60)
+        at_s += next(gaps) * 60 / load.jobs_per_minute
     return found

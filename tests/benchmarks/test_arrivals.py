@@ -35,6 +35,14 @@ def test_as_many_are_there_at_once_as_are_offered() -> None:
     assert all(one.at_s <= later.at_s for one, later in pairwise(found))
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_short_runs_have_about_the_load_asked_for(seed: int) -> None:
+    load = Load(6, 30.0)
+    found = arrivals.visitors(load, seed)
+    watched_s = sum(max(0.0, min(each.leaves_s, load.end_s) - max(each.at_s, load.begin_s)) for each in found)
+    assert watched_s / load.seconds == pytest.approx(6, rel=0.35)
+
+
 def test_a_visit_is_long_enough_to_say_something_and_ends_with_the_run() -> None:
     load = Load(10, 60.0, stay_s=8.0)
     for visitor in arrivals.visitors(load, 2):

@@ -15,24 +15,29 @@ import json
 import queue
 import signal
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import aiortc.rtcrtpreceiver
 import httpx
-from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
+from aiortc import RTCConfiguration, RTCDataChannel, RTCPeerConnection, RTCSessionDescription
 from aiortc.mediastreams import MediaStreamError
 from av import VideoFrame
+
+from streamdiff import clock
 
 SDP = {"Content-Type": "application/sdp"}
 
 
 @dataclass
 class Seen:
-    """What one viewer got so far."""
+    """What one viewer got so far. `first_s`: when the first frame came, in seconds of `clock.monotonic_s`; only where
+    nothing is decoded."""
 
     frames: int = 0
+    first_s: float | None = None
     bytes: int = 0
     keys: int = 0
     width: int = 0
@@ -41,15 +46,18 @@ class Seen:
     state: str = "new"
 
 
-def _count_only(seen: Seen) -> Any:
+_COUNTED: weakref.WeakKeyDictionary[Any, Seen] = weakref.WeakKeyDictionary()
+"""Of each track that is not decoded, by the queue of its frames."""
+
+
+def _count_only(loop: Any, pictures: queue.Queue[Any], decoded: Any, *_: Any) -> None:
     """A stand-in for aiortc's decoder thread: it counts what it is handed. In this process only."""
-
-    def worker(loop: Any, pictures: queue.Queue[Any], *_: Any) -> None:
-        while (task := pictures.get()) is not None:
-            seen.frames += 1
-            seen.bytes += len(task[1].data)
-
-    return worker
+    seen = _COUNTED[decoded]
+    while (task := pictures.get()) is not None:
+        if seen.first_s is None:
+            seen.first_s = clock.monotonic_s()
+        seen.frames += 1
+        seen.bytes += len(task[1].data)
 
 
 async def watch(
@@ -59,9 +67,12 @@ async def watch(
     *,
     look: Callable[[VideoFrame], None] = lambda frame: None,
     hear: Callable[[str], None] | None = None,
+    opened: Callable[[RTCDataChannel], None] = lambda channel: None,
+    token: str | None = None,
 ) -> tuple[RTCPeerConnection, Seen]:
     """Connect one viewer; `look` is called with every decoded frame, `hear` with what the server says on a data
-    channel, which is there only for that.
+    channel, which is there only for that, and `opened` with that channel when it is open. `token` is shown to the
+    server.
 
     Raises:
         RuntimeError: the server refused; with its answer.
@@ -73,17 +84,36 @@ async def watch(
     if decode:
         pc.on("track", lambda track: asyncio.ensure_future(_decode(track, seen, look)))
     if hear is not None:
-        pc.createDataChannel("control").on("message", hear)
+        channel = pc.createDataChannel("control")
+        channel.on("message", hear)
+        channel.on("open", lambda: opened(channel))
+    try:
+        await _connect(pc, http, url, seen, decode, SDP if token is None else SDP | bearer(token))
+    except BaseException:
+        await pc.close()
+        raise
+    return pc, seen
+
+
+def bearer(token: str) -> dict[str, str]:
+    """The header that shows a token."""
+    return {"Authorization": f"Bearer {token}"}
+
+
+async def _connect(
+    pc: RTCPeerConnection, http: httpx.AsyncClient, url: str, seen: Seen, decode: bool, headers: dict[str, str]
+) -> None:
     await pc.setLocalDescription(await pc.createOffer())
-    response = await http.post(url, content=pc.localDescription.sdp, headers=SDP)
+    response = await http.post(url, content=pc.localDescription.sdp, headers=headers)
     if response.status_code != 201:
         raise RuntimeError(f"{url} answered {response.status_code}: {response.text}")
     if not decode:
-        aiortc.rtcrtpreceiver.decoder_worker = _count_only(seen)
+        counter: Any = _count_only
+        aiortc.rtcrtpreceiver.decoder_worker = counter
+        pc.on("track", lambda track: _COUNTED.update({track._queue: seen}))
     await pc.setRemoteDescription(RTCSessionDescription(response.text, "answer"))
     while pc.connectionState in ("new", "connecting"):
         await asyncio.sleep(0.01)
-    return pc, seen
 
 
 async def _decode(track: Any, seen: Seen, look: Callable[[VideoFrame], None]) -> None:

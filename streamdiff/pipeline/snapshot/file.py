@@ -21,7 +21,9 @@ from streamdiff.models.spec import ModelSpec
 from streamdiff.version import __version__
 
 KIND, FORMAT = "streamdiff session", 1
-_PICTURES = "pictures"
+_PICTURES, _START = "pictures", "start"
+LOOSE = (_PICTURES, _START)
+"""Tensors that no tree names."""
 _OPENED = {"seed": int, "steps": int, "kv_context": str, "epoch": int}
 
 
@@ -45,6 +47,11 @@ class Snapshot:
     def nbytes(self) -> int:
         """Bytes of its tensors, nearly all of the file."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def outline(self) -> dict[str, Tensor]:
+        """Its tensors without content."""
+        return {name: each.to("meta") for name, each in self.tensors.items()}
 
     def check_model(self, spec: ModelSpec, dtype: object) -> None:
         """Raises ConfigError for the first fact about the model that is another one here, by its name."""

@@ -14,7 +14,7 @@ from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.output import Frames, StreamProgress
 from streamdiff.pipeline.snapshot.file import Snapshot
-from streamdiff.pipeline.snapshot.ring import check_unshared, collect, occupied, place, resume
+from streamdiff.pipeline.snapshot.ring import collect, occupied, place, resume
 
 _REST_WAIT_S = 0.1
 """How long a step waits for frames while a session comes to rest."""
@@ -48,10 +48,9 @@ class SavesSessions(ABC):
         been; with frames that came meanwhile, after which the snapshot is taken.
 
         Raises:
-            ConfigError: its noise was given as tensors, or ranks share a stage.
+            ConfigError: its noise was given as tensors.
             EngineFailure: as `step`.
         """
-        check_unshared(self.ring)
         frames, stream = self._ask(MessageKind.SAVE, session), self._streams[session]
         try:
             return collect(self.ring, self.model, stream, self._decoding.save(stream.number)), frames
@@ -67,7 +66,6 @@ class SavesSessions(ABC):
             EngineFailure: as `step`.
         """
         try:
-            check_unshared(self.ring)
             snapshot.check_model(self.model.spec, self.model.denoiser.dtype)
             opened = snapshot.session
             self.open(
@@ -75,7 +73,9 @@ class SavesSessions(ABC):
                 steps=opened["steps"], kv_context=opened["kv_context"],
             )  # fmt: skip
             frames, stream = self._ask(MessageKind.SAVE, session), self._streams[session]
-            change = place(snapshot, self.ring, stream)
+            change = place(
+                snapshot, self.ring, self.model, stream, self._decoding.outlines(self.model.spec.chunk_shape)
+            )
             self._decoding.load(stream.number, (snapshot.tensors, snapshot.trees["decoder"]))
         except ConfigError as error:
             if session in self._streams:

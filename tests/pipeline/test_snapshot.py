@@ -170,7 +170,7 @@ def test_a_file_that_is_no_snapshot_is_refused(snapshot: Snapshot, tmp_path: Pat
     with pytest.raises(ConfigError, match="not a readable snapshot"):
         Snapshot.read(path)
     path.write_bytes(b"\x80\x04" * 40)
-    with pytest.raises(ConfigError, match="not a readable snapshot"):
+    with pytest.raises(ConfigError, match="this is a pickle"):
         Snapshot.read(path)
     save_file({"a": torch.ones(1)}, path)
     with pytest.raises(ConfigError, match="but no snapshot of a session"):
@@ -206,13 +206,3 @@ def test_between_one_process_and_a_ring_of_processes_with_a_rank_that_decodes(tm
     pipeline.close()
     begin = int(there["saved_at"])
     assert np.array_equal(np.stack(here), np.stack(alone)[begin : begin + len(here)])
-
-
-def test_ranks_that_share_a_stage_save_nothing_and_take_no_snapshot(snapshot: Snapshot) -> None:
-    pipeline = opened(1, "matched")
-    pipeline.ring.stage.heads //= 2  # as a rank of a shared stage has
-    with pytest.raises(ConfigError, match=r"ranks that share a stage .* run it with --stages P"):
-        pipeline.save(0)
-    with pytest.raises(RequestError, match="ranks that share a stage"):
-        pipeline.load(5, snapshot)
-    pipeline.close()

@@ -78,7 +78,7 @@ class SavesSessions(ABC):
         session.apply_pending()
         snapshot, frames = self._saving().save(self._slots[name])
         events = [event for made in frames for event in self._number(made)]
-        return replace(snapshot, about={"session": session.saved()}), events
+        return replace(snapshot, about={"session": session.saved()}).with_start(session.start), events
 
     def load(self, name: str, snapshot: Any) -> list[Event]:
         """Open session `name` as a snapshot has it; its frames go on being numbered.
@@ -107,6 +107,7 @@ class SavesSessions(ABC):
         )  # fmt: skip
         session.restore(saved)
         frames = self._saving().load(slot, snapshot)
+        session.start = snapshot.start()
         self._slots[name], self._sessions[slot] = slot, session
         return session, [event for made in frames for event in self._number(made)]
 
@@ -139,7 +140,7 @@ class SavesSessions(ABC):
         session, events = self._load(command.session, snapshot, ahead)
         slot = self._slots[command.session]
         new_text, new_steps = reading.text != session.text, command.steps not in (None, saved.steps)
-        session.start = start
+        session.start = session.start if start is None else start
         session.renumber(command.epoch - new_text - new_steps, command.made_frames, command.shown_frames)
         switches = possible_switches(self._pipeline, slot)
         if new_text:

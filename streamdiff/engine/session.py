@@ -21,8 +21,12 @@ from numpy.typing import NDArray
 from streamdiff.config import PROMPT_POLICIES
 from streamdiff.engine.messages import Accepted, Applied, Closed, Event, FrameBatch, Opened
 from streamdiff.engine.pipeline_api import Pipeline
-from streamdiff.errors import RequestError
+from streamdiff.errors import ConfigError, RequestError
+from streamdiff.session_state import typed
 from streamdiff.session_state.fields import DERIVED, KEPT, STATE, fields_of, session_state
+
+_MAX_TEXT = 10_000
+"""Characters of a prompt as a model is given it: more than any that is accepted becomes."""
 
 
 @session_state("session")
@@ -52,7 +56,7 @@ class Session:
     _epoch_shift: int = field(metadata=DERIVED)
     """What is added to the pipeline's epochs: a stream that goes on from a snapshot goes on with those of before."""
     start: Any = field(metadata=DERIVED)
-    """The encoded picture that a reset begins with. A snapshot has what became of it, not the picture itself."""
+    """The encoded picture that a reset begins with. It is no JSON: a snapshot has it among its tensors."""
 
     def __init__(
         self,
@@ -119,15 +123,15 @@ class Session:
         """Go on from what `saved` told of a session whose stream the pipeline has loaded. Mutates: self.
 
         Raises:
-            RequestError: it tells other things than this version would.
+            RequestError: it tells other things than this version would, or of other types.
         """
-        names = fields_of(Session, STATE, KEPT)
-        if set(saved) != set(names):
-            differ = ", ".join(sorted(set(saved) ^ set(names)))
-            raise RequestError(
-                "snapshot", f"the snapshot tells other things of its session than this version: {differ}"
-            )
-        for name in names:
+        try:
+            typed.check_plain(saved, Session, "about.session")
+        except ConfigError as error:
+            raise RequestError("snapshot", str(error)) from error
+        if len(saved["text"]) > _MAX_TEXT:
+            raise RequestError("snapshot", f"about.session.text has more than {_MAX_TEXT:,} characters in the snapshot")
+        for name in fields_of(Session, STATE, KEPT):
             setattr(self, name, saved[name])
 
     def renumber(self, epoch: int, made_frames: int, shown_frames: int) -> None:

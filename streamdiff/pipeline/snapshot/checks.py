@@ -20,9 +20,11 @@ from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
 from streamdiff.pipeline.output import StreamProgress
 from streamdiff.pipeline.runner.model_runner import RunnerSession
+from streamdiff.pipeline.runner.noise import SeededNoise
 from streamdiff.pipeline.runner.sampler import PendingSteps, SamplerSession
 from streamdiff.pipeline.scheduler.kv_context import PER_STEP
 from streamdiff.pipeline.scheduler.scheduled_session import ScheduledSession
+from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.session_state import typed, walk
 from streamdiff.session_state.fields import STATE, session_state
 
@@ -56,19 +58,14 @@ class Opened:
 _TREES: dict[str, Any] = {"stages": RunnerSession, "head": HeadState, "stream": StreamProgress, "decoder": Any}
 
 
-def check_session(
-    shapes: Mapping[str, Tensor],
-    trees: Mapping[str, Any],
-    about: Mapping[str, Any],
-    opened: Opened,
-    loose: Iterable[str],
-) -> None:
-    """Whether a session like `opened` could have come to be what a snapshot says; `shapes` are its tensors without
-    content, of which those called `loose` belong to nobody.
+def check_session(snapshot: Snapshot, opened: Opened, loose: Iterable[str]) -> None:
+    """Whether a session like `opened` could have come to be what a snapshot says. Tensors called `loose` belong to
+    nobody.
 
     Raises:
         ConfigError: for the first thing that cannot be, with its name, what it is, and what it may be.
     """
+    shapes, trees, told = snapshot.outline, snapshot.trees, snapshot.about.get("session")
     if set(trees) != set(_TREES):
         raise ConfigError(f"trees are {', '.join(sorted(trees))} in the snapshot; they must be {', '.join(_TREES)}")
     dimensions = {name: tensor.ndim for name, tensor in shapes.items()}
@@ -83,7 +80,9 @@ def check_session(
     _check_sampler(head, opened)
     _check_stages(stages, opened, head.scheduled)
     _check_stream(stream, opened, head.scheduled)
-    if (told := about.get("session")) is not None:
+    for name, value in opened_with(head).items():
+        _must(snapshot.session[name] == value, f"session.{name}", snapshot.session[name], f"{value}, as `head` says")
+    if told is not None:
         _check_told(told, head, stream)
 
 
@@ -106,6 +105,21 @@ def check_content(tensors: Mapping[str, Tensor], trees: Mapping[str, Any], geome
         _check_queue(queue, geometry, trees["head"]["fields"]["scheduled"]["fields"])
 
 
+def opened_with(head: HeadState) -> dict[str, Any]:
+    """What a session is opened with where it goes on. Raises ConfigError where its noise was given as tensors."""
+    sampler, scheduled = head.sampler, head.scheduled
+    if not isinstance(sampler.given, SeededNoise):
+        raise ConfigError("a session whose noise was given as tensors cannot be saved; give it a seed")
+    return {
+        "seed": sampler.given.seed,
+        "steps": sampler.schedule.steps,
+        "next_steps": (sampler if head.pending is None else head.pending).schedule.steps,
+        "kv_context": sampler.kv_context,
+        "epoch": scheduled.epoch,
+        "next_chunk": scheduled.next_chunk,
+    }
+
+
 # ---- one part after the other -----------------------------------------------------------------------------------
 
 
@@ -123,7 +137,7 @@ def _check_scheduled(head: HeadState, fresh: ScheduledSession) -> None:
     _within(f"{where}.next_chunk", new.next_chunk, 0, _MOST)
     _within(f"{where}.frame_credit", new.frame_credit, -_MOST, _MOST)
     _must(new.draining == (head.pending is not None), f"{where}.draining", new.draining, "true while steps change only")
-    _must(0 == new.next_chunk or new.next_chunk >= new.first_chunks, f"{where}.next_chunk", new.next_chunk,
+    _must(new.next_chunk == 0 or new.next_chunk >= new.first_chunks, f"{where}.next_chunk", new.next_chunk,
           f"0, or at least {new.first_chunks}, which are made together")  # fmt: skip
     number, epoch = new.chunks[0].number if new.chunks else new.next_chunk, 0
     _must(not 0 < number < new.first_chunks, f"{where}.chunks[0].number", number, f"0 or at least {new.first_chunks}")

@@ -20,7 +20,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint.safetensors_header import LENGTH_BYTES, Entry
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.snapshot.header import FORMAT, KIND, read_entries
-from streamdiff.session_state.walk import META
+from streamdiff.session_state.walk import META, described
 from streamdiff.version import __version__
 
 _PICTURES, _START = "pictures", "start"
@@ -126,6 +126,31 @@ class Snapshot:
     def pictures(self) -> list[NDArray[np.uint8]]:
         """Those pictures."""
         return list(self.tensors[_PICTURES].numpy()) if _PICTURES in self.tensors else []
+
+    def with_start(self, latents: Tensor | None) -> Snapshot:
+        """The same with latents `[n, C, F, h, w]` that a reset begins with; None: with none."""
+        return self if latents is None else replace(self, tensors={**self.tensors, _START: latents.cpu()})
+
+    def start(self) -> Tensor | None:
+        """Those latents."""
+        return self.tensors[_START] if _START in self.tensors else None
+
+    def check_loose(self, spec: ModelSpec) -> None:
+        """Raises ConfigError where tensors that no tree names are not such as this model has."""
+        shapes, told = self.outline, self.about.get("session")
+        start, pictures = shapes.get(_START), shapes.get(_PICTURES)
+        expected = torch.empty((spec.first_chunks, *spec.chunk_shape), device=META)
+        if start is not None and described(start) != described(expected):
+            raise ConfigError(f"{_START} is {described(start)} in the snapshot, but {described(expected)} here")
+        most = told["_made_frames"] if isinstance(told, dict) else 0
+        shape = (spec.height, spec.width, 3)
+        if pictures is not None and (
+            pictures.dtype != torch.uint8 or pictures.shape[1:] != shape or not 0 < len(pictures) <= most
+        ):
+            raise ConfigError(
+                f"{_PICTURES} is {described(pictures)} in the snapshot; it can be uint8 {['n', *shape]}, of n frames "
+                f"from 1 to the {most} that were made"
+            )
 
     def write(self, path: Path) -> None:
         """Write it whole, or nothing.

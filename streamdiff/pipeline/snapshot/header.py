@@ -9,11 +9,20 @@ from typing import Any
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint.safetensors_header import LENGTH_BYTES, Entry, parse_data
+from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 
 KIND, FORMAT = "streamdiff session", 1
 MAX_HEADER_BYTES = 16 << 20
 """Of a snapshot's header."""
-_OPENED = {"seed": int, "steps": int, "kv_context": str, "epoch": int}
+_MOST = 2**40
+_OPENED = {
+    "seed": (0, _MOST),
+    "steps": (1, 1000),
+    "next_steps": (1, 1000),
+    "epoch": (0, _MOST),
+    "next_chunk": (0, _MOST),
+}
+"""What a session is opened with, and the range of each; and `kv_context`."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,7 @@ class SnapshotHeader:
     @property
     def steps(self) -> int:
         """Denoise steps that the latest request has asked for, whether they hold already or not."""
-        return int(self.session.get("next_steps", self.session["steps"]))
+        return int(self.session["next_steps"])
 
 
 def read_metadata(metadata: Mapping[str, str], name: str) -> SnapshotHeader:
@@ -48,14 +57,25 @@ def read_metadata(metadata: Mapping[str, str], name: str) -> SnapshotHeader:
         said = json.loads(metadata["header"], parse_constant=_no_constant)
         if odd := [part for part in ("model", "session", "trees", "about") if not isinstance(said[part], dict)]:
             raise ConfigError(f"{name}: the snapshot's header has no usable {', '.join(odd)}")
-        unlike = [key for key, kind in _OPENED.items() if type(said["session"].get(key)) is not kind]
-        if unlike:
-            raise ConfigError(f"{name}: the snapshot's header has no usable {', '.join(unlike)}")
+        _check_opened(said["session"], name)
         return SnapshotHeader(said["model"], said["session"], said["trees"], said["about"])
     except ConfigError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{name}: the snapshot's header is damaged: {type(error).__name__}: {error}") from None
+
+
+def _check_opened(session: Mapping[str, Any], name: str) -> None:
+    """Raises ConfigError where the session could not be opened as it says."""
+    if set(session) != {*_OPENED, "kv_context"}:
+        raise ConfigError(
+            f"{name}: its session has {', '.join(session)}; it must have {', '.join(_OPENED)}, kv_context"
+        )
+    for key, (low, high) in _OPENED.items():
+        if type(session[key]) is not int or not low <= session[key] <= high:
+            raise ConfigError(f"{name}: {key} is {session[key]!r:.60}; it must be a whole number from {low} to {high}")
+    if session["kv_context"] not in KV_CONTEXTS:
+        raise ConfigError(f"{name}: kv_context is {session['kv_context']!r:.60}; it can be {', '.join(KV_CONTEXTS)}")
 
 
 def read_header(data: bytes | memoryview, name: str = "the snapshot") -> SnapshotHeader:

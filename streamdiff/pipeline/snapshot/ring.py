@@ -8,16 +8,21 @@ from typing import Any
 
 import torch
 
-from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.picture_decoder import memory_outlines
 from streamdiff.models.model import Model
 from streamdiff.pipeline.distributed.state_exchange import State
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.output import StreamProgress
 from streamdiff.pipeline.runner.model_runner import RunnerSession, state_place
-from streamdiff.pipeline.runner.noise import SeededNoise
 from streamdiff.pipeline.runner.sampler import PendingSteps
-from streamdiff.pipeline.snapshot.checks import HeadState, Opened, check_content, check_memory, check_session
+from streamdiff.pipeline.snapshot.checks import (
+    HeadState,
+    Opened,
+    check_content,
+    check_memory,
+    check_session,
+    opened_with,
+)
 from streamdiff.pipeline.snapshot.file import LOOSE, Snapshot, model_facts
 from streamdiff.session_state import walk
 
@@ -117,7 +122,8 @@ def place(
     head = head_state(ring, stream.session)
     pictures = (None, *remembered(model)) if model.first_frame_reencoder is not None else (None,)
     opened = Opened(model.spec, head, stages.whole_outline, stream, pictures)
-    check_session(snapshot.outline, trees, snapshot.about, opened, LOOSE)
+    check_session(snapshot, opened, LOOSE)
+    snapshot.check_loose(model.spec)
     check_memory(snapshot.outline, trees["decoder"], decoder, "decoder")
     check_content(tensors, trees, head.sampler.geometry)
     stages = stages.replaced(walk.restored(tensors, trees["stages"]))
@@ -147,18 +153,3 @@ def resume(ring: RingExecutor, session: int, change: PendingSteps | None) -> Non
 def head_state(ring: RingExecutor, session: int) -> HeadState:
     """The head's own state of a session, not a copy."""
     return HeadState(ring.scheduler.session(session), ring.sampler.sessions[session], ring.changes.get(session))
-
-
-def opened_with(head: HeadState) -> dict[str, Any]:
-    """What a session is opened with where it goes on. Raises ConfigError where its noise was given as tensors."""
-    sampler, scheduled = head.sampler, head.scheduled
-    if not isinstance(sampler.given, SeededNoise):
-        raise ConfigError("a session whose noise was given as tensors cannot be saved; give it a seed")
-    return {
-        "seed": sampler.given.seed,
-        "steps": sampler.schedule.steps,
-        "next_steps": (sampler if head.pending is None else head.pending).schedule.steps,
-        "kv_context": sampler.kv_context,
-        "epoch": scheduled.epoch,
-        "next_chunk": scheduled.next_chunk,
-    }

@@ -27,6 +27,7 @@ class SavesSessions(ABC):
     ring: RingExecutor
     _streams: dict[int, StreamProgress]
     _decoding: Decoding
+    _came: list[Frames]
 
     @abstractmethod
     def open(
@@ -54,6 +55,9 @@ class SavesSessions(ABC):
         frames, stream = self._ask(MessageKind.SAVE, session), self._streams[session]
         try:
             return collect(self.ring, self.model, stream, self._decoding.save(stream.number)), frames
+        except ConfigError:
+            self._came += frames
+            raise
         finally:
             self.ring.scheduler.hold(session, False)
 
@@ -69,6 +73,7 @@ class SavesSessions(ABC):
             RequestError: it is of another model, other weights or sizes, or does not fit in; nothing is open then.
             EngineFailure: as `step`.
         """
+        frames: list[Frames] = []
         try:
             snapshot.check_model(self.model.spec, self.model.denoiser.dtype)
             opened = snapshot.session
@@ -76,12 +81,14 @@ class SavesSessions(ABC):
                 session, torch.zeros(self.model.spec.text_shape), seed=opened["seed"], epoch=opened["epoch"],
                 steps=opened["steps"], kv_context=opened["kv_context"],
             )  # fmt: skip
-            frames, stream = self._ask(MessageKind.SAVE, session), self._streams[session]
+            frames += self._ask(MessageKind.SAVE, session)
+            stream = self._streams[session]
             change = place(
                 snapshot, self.ring, self.model, stream, self._decoding.outlines(self.model.spec.chunk_shape)
             )
             self._decoding.load(stream.number, (snapshot.tensors, snapshot.trees["decoder"]))
         except ConfigError as error:
+            self._came += frames
             if session in self._streams:
                 self.close_session(session)
             raise RequestError("snapshot", str(error)) from error

@@ -294,6 +294,8 @@ class ServeConfig(_Section):
     max_viewers: int = Field(32, ge=1, le=1000)
     max_connections: int = Field(1000, ge=8, le=100_000)
     """Open HTTP connections, at most."""
+    max_snapshot_mb: int = Field(1024, ge=1, le=65536)
+    """MiB of a saved session that is sent to go on here, at most."""
     address_share: float = Field(0.5, gt=0, le=1)
     """Of viewers' places, control WebSockets and connections, what one address may hold."""
     request_s: float = Field(10.0, gt=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from streamdiff.server.webrtc.viewers import Viewers
 
 REQUESTS_PER_S, REQUEST_BURST = 50.0, 200.0
 MAX_SOCKETS = 64
+MAX_SNAPSHOTS = 2
 _BEARER = {"WWW-Authenticate": 'Bearer realm="streamdiff"'}
 SOCKET_PROTOCOL, TOKEN_PROTOCOL = "streamdiff", "streamdiff.token."
 
@@ -57,6 +59,8 @@ class AppState:
         self.ice_servers = IceServers(serve.ice_servers)
         self.viewers = Viewers(slots, self.codecs, self.metrics, self.ice_servers)
         self.session_outputs = SessionOutputs(AllowedTargets(serve.output_targets), self.metrics)
+        self.snapshots = asyncio.Semaphore(MAX_SNAPSHOTS)
+        """Files of sessions that are being taken or sent, which lie in memory meanwhile."""
         self.manager.on_end = self._session_ends
         self.started_s = int(clock.wall_s())
         self.jobs: JobRunner | None = None

@@ -28,8 +28,8 @@ _BEFORE = 3
 
 
 def memory_outlines(new_memory: Callable[[], Any], decode: Callable[[Any], object], chunk_latents: int) -> list[Any]:
-    """What a decoder may remember of a stream, as outlines (`session_state.walk`): before it begins, and after each chunk
-    until all are alike. `decode` takes one of `chunk_latents` latent frames into a memory."""
+    """What a decoder may remember of a stream, as outlines (`session_state.walk`): before it begins, and after each
+    chunk until all are alike. `decode` takes one of `chunk_latents` latent frames into a memory."""
     memory = new_memory()
     outlines = [walk.outline(memory)]
     for _ in range(1 + -(-_BEFORE // chunk_latents)):

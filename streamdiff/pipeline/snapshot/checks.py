@@ -1,8 +1,8 @@
 """Whether a snapshot is one of a session that could be here: looked at before any rank is given a part of it.
 
-A snapshot may come from a stranger. What it says has been seen to be of the declared types (`session_state.typed`); here
-every number that counts or points at something is held against a session that has just been opened in the same way,
-and tensors against its sizes, without their content. So whatever is taken in can be run, and what a stranger makes up
+A snapshot may come from a stranger. What it says has to be of the declared types (`session_state.typed`); every number
+that counts or points at something is held against a session that has just been opened in the same way, and tensors
+against its sizes, without their content. So whatever is taken in can be run, and what a stranger makes up
 is at worst a stream that looks wrong.
 """
 

@@ -133,7 +133,7 @@ class Snapshot:
 
     def start(self) -> Tensor | None:
         """Those latents."""
-        return self.tensors[_START] if _START in self.tensors else None
+        return self.tensors.get(_START)
 
     def check_loose(self, spec: ModelSpec) -> None:
         """Raises ConfigError where tensors that no tree names are not such as this model has."""

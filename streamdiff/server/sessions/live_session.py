@@ -14,7 +14,7 @@ from typing import Any
 from streamdiff import clock
 from streamdiff.config import PROMPT_POLICIES, Config
 from streamdiff.engine import messages
-from streamdiff.engine.messages import Command, FrameBatch, Pictures, Ready
+from streamdiff.engine.messages import Command, Data, FrameBatch, Pictures, Ready
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.logging_setup import log_fields, prompt_log
@@ -125,8 +125,9 @@ class LiveSession:
         """Whether the engine makes frames for it, or is about to: a session that nobody watches takes memory only."""
         return self.watched or not self.idle or now_s < self.reserved_until_s
 
-    async def ask_open(self) -> None:
-        """Ask the engine for the session; a new engine, where it takes up what the one before has left.
+    async def ask_open(self, snapshot: Data | None = None) -> None:
+        """Ask the engine for the session; a new engine, where it takes up what the one before has left, or goes on from
+        `snapshot`.
 
         Raises:
             EngineFailure: the engine has ended.
@@ -136,12 +137,12 @@ class LiveSession:
             self._log(self.prompt)
             self._stats.opening(clock.monotonic_s())
         text = self.text or self.prompt  # as it was read last: words that said nothing then say nothing now
-        past = (self._epoch + 1, playback.made_frames, playback.pacer.progress().passed)
+        past = (self._epoch + 1, playback.made_frames, playback.passed_frames)
         ahead = playback.max_ahead_frames(self.fps)
-        asked = messages.Open(self.id, text, self.seed, self.steps, self.kv_context, ahead, *past, image=self.image)
-        await self._send(asked)
-        if self.paused:
-            await self._send(messages.Pause(self.id))
+        how = (text, self.seed, self.steps, self.kv_context, ahead, *past)
+        await self._send(messages.Open(self.id, *how, image=self.image, snapshot=snapshot))
+        if self.paused or snapshot is not None:
+            await self._send(messages.Pause(self.id) if self.paused else messages.Resume(self.id))
 
     def _log(self, prompt: str) -> None:
         if self._log_prompts:

@@ -16,8 +16,9 @@ from typing import Protocol
 
 from streamdiff import clock
 from streamdiff.config import Config
-from streamdiff.engine.messages import Alive, Close, Command, Event, Failed, Measured, Ready, Refused
+from streamdiff.engine.messages import Alive, Close, Command, Data, Event, Failed, Measured, Ready, Refused
 from streamdiff.engine.process.supervisor import Restarting
+from streamdiff.engine.snapshot_header import read_saved_session
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.logging_setup import log_fields
@@ -129,8 +130,8 @@ class SessionManager:
 
     # ---- open and end -------------------------------------------------------------------------------------------
 
-    async def open(self, spec: SessionSpec) -> LiveSession:
-        """Open a session.
+    async def open(self, spec: SessionSpec, snapshot: Data | None = None) -> LiveSession:
+        """Open a session, which goes on from the file `snapshot`, if there is one.
 
         Raises:
             SessionUnavailable: no time, no memory, the server is about to end, or the engine does not run.
@@ -150,7 +151,7 @@ class SessionManager:
         session.reserved_until_s = now_s + RESERVED_S
         session.tokens = Tokens.fresh()
         try:
-            await self._open_on_engine(session)
+            await self._open_on_engine(session, snapshot)
         except BaseException as error:
             await self._drop(session)
             if not isinstance(error, RequestError):
@@ -164,16 +165,18 @@ class SessionManager:
         logger.info("Session %s was opened.", session.id, extra=fields)
         return session
 
-    async def _open_on_engine(self, session: LiveSession) -> None:
+    async def _open_on_engine(self, session: LiveSession, snapshot: Data | None) -> None:
         """Ask the engine for a session; once more where what can wait has given back memory. Mutates: session."""
+        if snapshot is not None:
+            session.playback.go_on(read_saved_session(snapshot).made_frames)
         try:
-            await session.ask_open()
+            await session.ask_open(snapshot)
             await session.wait_open(OPEN_TIMEOUT_S)
         except RequestError as error:
             if error.code != "memory" or self.make_room is None or not await self.make_room():
                 raise
             session.open_again()
-            await session.ask_open()
+            await session.ask_open(snapshot)
             await session.wait_open(OPEN_TIMEOUT_S)
 
     async def end(self, id: str, reason: str) -> None:

@@ -11,7 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from streamdiff.engine.engine import Engine
+from streamdiff.engine.messages import FrameBatch, Open, Reset
 from streamdiff.errors import ConfigError, RequestError
+from streamdiff.models.autoencoder.normalisation import Normalisation
+from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
+from streamdiff.models.autoencoder.taehv_codec import StreamingTaehv, TaehvEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.tiny.model import WEIGHTS, load_model
 from streamdiff.pipeline.executor import LocalRing
@@ -20,7 +25,7 @@ from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.pipeline import snapshot_process as process
 from tests.pipeline.processes import run_ranks
-from tests.small import BLUE, CPU, RED, WHITE, small_model
+from tests.small import BLUE, CPU, RED, WHITE, small_model, small_parts
 
 PLAIN = small_model(4, layers=4, sink=2)
 MODEL = replace(PLAIN, spec=replace(PLAIN.spec, anchor_every=2))
@@ -163,6 +168,35 @@ def test_tensors_of_another_size_are_refused_before_any_stage_has_them(snapshot:
     pipeline.load(0, snapshot)
     play(pipeline, play_after, CHUNK)
     pipeline.close()
+
+
+def test_a_reset_after_it_begins_with_the_picture_of_before() -> None:
+    """In another engine, from the file alone."""
+    parts = small_parts(4)
+    half = TaehvEncoder(StreamingTaehv(parts.autoencoder, Normalisation(parts.mean.tolist(), parts.std.tolist(), CPU)))
+    picture = np.random.default_rng(2).integers(0, 256, (1, MODEL.spec.height, MODEL.spec.width, 3), np.uint8)
+
+    def engine() -> Engine:
+        return Engine(StreamingPipeline(MODEL, CPU, pictures=PictureEncoder(lambda: half, MODEL.spec)), 2 * CHUNK)
+
+    def first_frames(engine: Engine) -> np.ndarray:
+        """Of the stream after a reset."""
+        engine.handle(Reset("a", 7, "reset"))
+        made: list[np.ndarray] = []
+        while len(made) < CHUNK:
+            for event in engine.step(0.1):
+                made += list(event.pictures) if isinstance(event, FrameBatch) else []
+        engine.close()
+        return np.stack(made[:CHUNK])
+
+    one, other = engine(), engine()
+    one.handle(Open("a", RED, seed=3, image=picture))
+    while not any(isinstance(event, FrameBatch) for event in one.step(0.1)):
+        pass
+    data = one.save("a")[0].to_bytes()
+    other.handle(Open("a", "", snapshot=data))
+    assert torch.equal(other._sessions[0].start, one._sessions[0].start)
+    assert np.array_equal(first_frames(one), first_frames(other))
 
 
 def test_a_file_that_is_no_snapshot_is_refused(snapshot: Snapshot, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -139,7 +138,6 @@ def _check_fields(node: Any, where: str, tensors: Mapping[str, int], found: set[
         _check(content[name], _hints(kind)[name], f"{where}.{name}", tensors, found)
 
 
-@cache
 def _hints(kind: type[Any]) -> dict[str, Any]:
     return get_type_hints(kind)
 

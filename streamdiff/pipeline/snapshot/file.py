@@ -12,17 +12,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from streamdiff.atomic_write import check_parent, temporary_sibling
 from streamdiff.errors import ConfigError
 from streamdiff.models.spec import ModelSpec
+from streamdiff.pipeline.snapshot.header import FORMAT, KIND, SnapshotHeader, read_header, read_metadata
 from streamdiff.version import __version__
 
-KIND, FORMAT = "streamdiff session", 1
 _PICTURES = "pictures"
-_OPENED = {"seed": int, "steps": int, "kv_context": str, "epoch": int}
 
 
 @dataclass(frozen=True)
@@ -80,11 +79,31 @@ class Snapshot:
             ConfigError: the folder is not there or cannot be written to.
         """
         check_parent(path)
+        with temporary_sibling(path) as temporary:
+            save_file(dict(self.tensors), temporary, self._metadata())
+            temporary.replace(path)
+
+    def to_bytes(self) -> bytes:
+        """What `write` writes."""
+        return save(dict(self.tensors), self._metadata())
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> Snapshot:
+        """The snapshot in a file's content. Raises ConfigError as `read` does."""
+        header = read_header(data)
+        try:
+            return cls._of(header, load(bytes(data)))
+        except SafetensorError as error:
+            raise ConfigError(f"the snapshot is not readable: {error}") from None
+
+    def _metadata(self) -> dict[str, str]:
         parts = {"model": self.model, "session": self.session, "trees": self.trees, "about": self.about}
         header = json.dumps({"streamdiff": __version__, **parts})
-        with temporary_sibling(path) as temporary:
-            save_file(dict(self.tensors), temporary, {"kind": KIND, "format": str(FORMAT), "header": header})
-            temporary.replace(path)
+        return {"kind": KIND, "format": str(FORMAT), "header": header}
+
+    @classmethod
+    def _of(cls, header: SnapshotHeader, tensors: Mapping[str, Tensor]) -> Snapshot:
+        return cls(header.model, header.session, header.trees, tensors, header.about)
 
     @classmethod
     def read(cls, path: Path) -> Snapshot:
@@ -95,24 +114,11 @@ class Snapshot:
         """
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
-                said = file.metadata() or {}
-                if said.get("kind") != KIND:
-                    raise ConfigError(f"{path} is a safetensors file, but no snapshot of a session")
-                if said.get("format") != str(FORMAT):
-                    raise ConfigError(
-                        f"{path} has snapshot format {said.get('format')}, this version of streamdiff reads {FORMAT}; "
-                        "take it again with this version"
-                    )
+                header = read_metadata(file.metadata() or {}, str(path))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
-            header = json.loads(said["header"])
-            unlike = [name for name, kind in _OPENED.items() if type(header["session"].get(name)) is not kind]
-            if unlike:
-                raise ConfigError(f"{path}: the snapshot's header has no usable {', '.join(unlike)}")
-            return cls(header["model"], header["session"], header["trees"], tensors, header["about"])
+            return cls._of(header, tensors)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path}: not a readable snapshot: {error}") from None
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise ConfigError(f"{path}: the snapshot's header is damaged: {type(error).__name__}: {error}") from None
 
 
 def model_facts(spec: ModelSpec, dtype: object, weights: Sequence[str]) -> dict[str, Any]:

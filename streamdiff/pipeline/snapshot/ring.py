@@ -144,6 +144,7 @@ def opened_with(head: HeadState) -> dict[str, Any]:
     return {
         "seed": sampler.given.seed,
         "steps": sampler.schedule.steps,
+        "next_steps": (sampler if head.pending is None else head.pending).schedule.steps,
         "kv_context": sampler.kv_context,
         "epoch": scheduled.epoch,
         "next_chunk": scheduled.next_chunk,

@@ -58,6 +58,10 @@ class SavesSessions(ABC):
         finally:
             self.ring.scheduler.hold(session, False)
 
+    def read_snapshot(self, data: bytes | memoryview) -> Snapshot:
+        """The snapshot in a file's content. Raises ConfigError for what is none."""
+        return Snapshot.from_bytes(data)
+
     def load(self, session: int, snapshot: Snapshot) -> list[Frames]:
         """Open a session that goes on, to the bit, where a snapshot was taken, on any number of stages. Returns
         frames of other sessions that came meanwhile.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from streamdiff import clock
@@ -24,10 +25,19 @@ from streamdiff.server.sessions.control import ControlError, ControlMessage, Id
 from streamdiff.server.sessions.engine_status import EngineStatus
 from streamdiff.server.sessions.playback import Playback
 from streamdiff.server.sessions.receipts import Mailbox, Receipt, RequestTracker, Subscribers
+from streamdiff.server.sessions.saving import SnapshotRequests
 from streamdiff.server.sessions.stats import SessionStats
 
 STALLED_S = 2.0
-SessionEvent = messages.Opened | messages.Accepted | messages.Applied | messages.Refused | FrameBatch | messages.Closed
+SessionEvent = (
+    messages.Opened
+    | messages.Saved
+    | messages.Accepted
+    | messages.Applied
+    | messages.Refused
+    | FrameBatch
+    | messages.Closed
+)
 
 
 class SessionEnded(StreamdiffError):
@@ -89,6 +99,7 @@ class LiveSession:
         self._log_prompts = config.serve.log_prompts
         self._stats = SessionStats(metrics, id)
         self.subscribers = Subscribers(self._stats.receipt)
+        self.snapshots = SnapshotRequests(id, send)
         self._requests = RequestTracker()
         self._opening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.playback = Playback(
@@ -156,6 +167,7 @@ class LiveSession:
         """
         self.opened, self.engine = False, engine
         self.subscribers.fail_pending(lambda: self._unavailable(None))
+        self.snapshots.fail(lambda: EngineFailure(engine.reason))
         self._end_opening(EngineFailure(engine.reason))
         self.open_again()
         why = engine.message(may_control=True, consequence=", and this was not taken before")
@@ -194,6 +206,8 @@ class LiveSession:
                 self._take_accepted(event, now_s)
             case messages.Applied():
                 self.subscribers.deliver(self._requests.applied(event.epoch, event.first_frame, now_s, event.chunk))
+            case messages.Saved() | messages.Refused() if self.snapshots.take(event):
+                pass
             case messages.Refused() if not self.opened:
                 self._end_opening(RequestError(event.field, event.reason, event.code))
             case messages.Refused():
@@ -367,6 +381,8 @@ class LiveSession:
     async def close(self) -> None:
         """End its threads and tasks; the engine's session is not closed. Mutates: self."""
         self.closed = True
-        self.subscribers.fail_pending(lambda: SessionEnded("the session ended before this was answered"))
+        ended = partial(SessionEnded, "the session ended before this was answered")
+        self.subscribers.fail_pending(ended)
+        self.snapshots.fail(ended)
         await self.playback.close()
         self._stats.end()

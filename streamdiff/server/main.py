@@ -218,7 +218,7 @@ async def _serve_engine(
                 await state.manager.hand_over()
             else:
                 await _drain(state, config.serve.drain_s, shutdown)
-            state.manager.end_keeping()
+            await state.manager.end_keeping()
         return EXIT_OK
     finally:
         for task in (requested, ended):

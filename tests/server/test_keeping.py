@@ -36,6 +36,13 @@ async def opened(http: httpx.AsyncClient, **fields: Any) -> tuple[str, dict[str,
     return made["id"], {"Authorization": f"Bearer {made['control_token']}"}
 
 
+@asynccontextmanager
+async def steering(http: httpx.AsyncClient, name: str, key: dict[str, str]) -> AsyncIterator[Watching]:
+    """A viewer who may steer."""
+    async with httpx.AsyncClient(base_url=http.base_url, headers=key, timeout=60) as own, watching(own, name) as viewer:
+        yield viewer
+
+
 async def shown_past(viewer: Watching, frame: int) -> int:
     """Wait until a frame above this number is on show."""
     async with asyncio.timeout(LIMIT_S):
@@ -53,7 +60,8 @@ async def kept(http: httpx.AsyncClient, folder: Path, id: str) -> None:
     await until(lambda: path.stat().st_ino != first)
 
 
-async def chunk_of_the_next_prompt(viewer: Watching, http: httpx.AsyncClient, prompt: str) -> dict[str, Any]:
+async def applied_prompt(viewer: Watching, prompt: str) -> dict[str, Any]:
+    """Change the prompt; returns the receipt that says from which frame, and which chunk, it holds."""
     said = len(viewer.messages)
     viewer.channel.send('{"type": "prompt", "prompt": "%s", "id": "next"}' % prompt)  # noqa: UP031
     return await viewer.after(said, {"type": "receipt", "stage": "applied", "id": "next"})
@@ -67,7 +75,7 @@ def test_an_engine_that_is_killed_goes_on_with_the_same_stream(tmp_path: Path) -
 
     async def scene(http: httpx.AsyncClient) -> None:
         name, key = await opened(http, prompt="green", seed=5)
-        async with watching(http) as viewer, watching(http, name) as other:
+        async with watching(http) as viewer, steering(http, name, key) as other:
             frame = await shown_past(other, 100)
             await kept(http, folder, name)
             files = list(folder.iterdir())
@@ -80,7 +88,7 @@ def test_an_engine_that_is_killed_goes_on_with_the_same_stream(tmp_path: Path) -
             await other.after(said[0], {"type": "state", "engine": "running"})
             await viewer.after(said[1], {"type": "state", "engine": "running"})
             await shown_past(other, frame)
-            applied = await chunk_of_the_next_prompt(other, http, "blue")
+            applied = await applied_prompt(other, "blue")
             assert applied["chunk"] > frame // 8, "chunks are counted from the stream's beginning"
             assert applied["frame"] >= frame
             times = [pts for pts, _ in other.frames]
@@ -114,7 +122,7 @@ def test_what_the_new_engine_refuses_begins_afresh(monkeypatch: pytest.MonkeyPat
             server.engine.send_signal(signal.SIGKILL)
             await viewer.after(len(viewer.messages), {"type": "state", "engine": "restarting"})
             await shown_past(viewer, frame + 40)
-            applied = await chunk_of_the_next_prompt(viewer, http, "blue")
+            applied = await applied_prompt(viewer, "blue")
             assert applied["chunk"] < frame // 8
             assert near(GREEN)(*viewer.frames[-1]) or near((40, 80, 220))(*viewer.frames[-1])
 
@@ -187,9 +195,9 @@ def test_sessions_are_handed_over_at_sigterm(tmp_path: Path) -> None:
             assert (await http.get("/api/state")).json()["state"]["prompt"] == "blue"
             refused = await http.post(f"/api/sessions/{told['name']}/pause", headers=told["held key"])
             assert refused.status_code in (401, 403)
-            async with watching(http, told["name"]) as viewer:
+            async with steering(http, told["name"], told["key"]) as viewer:
                 assert await shown_past(viewer, 0) >= told["frame"] - 20
-                applied = await chunk_of_the_next_prompt(viewer, http, "red")
+                applied = await applied_prompt(viewer, "red")
                 assert applied["chunk"] >= told["frame"] // 8
             await until(lambda: [path.name for path in folder.iterdir()] == ["s-a-other.session.refused"])
             assert (await http.get("/api/sessions/s-a-other")).status_code == 410

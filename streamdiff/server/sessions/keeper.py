@@ -49,6 +49,7 @@ class SessionKeeper:
         self._next_s: dict[str, float] = {}  # when a session is kept again
         self._found: dict[str, FoundSession] = {}  # not opened yet
         self._unable: set[str] = set()  # said already
+        self._keeping = asyncio.Lock()
 
     # ---- keeping ------------------------------------------------------------------------------------------------
 
@@ -66,7 +67,8 @@ class SessionKeeper:
                 continue
             # Those that are due together, as after a restart, are spread from now on.
             self._next_s[due.id] = now_s + self._keep_s
-            await self.keep(due)
+            async with self._keeping:
+                await self.keep(due)
             await asyncio.sleep(self._keep_s / (4 * len(played)))
 
     async def keep(self, session: LiveSession) -> None:
@@ -147,10 +149,12 @@ class SessionKeeper:
         if self._kept.pop(id, None) is not None and self._folder is not None:
             self._folder.remove(id)
 
-    def end(self) -> None:
+    async def end(self) -> None:
         """The server ends as it was asked to, and its sessions with it. Mutates: self, the folder."""
-        for id in list(self._kept):
-            self.forget(id)
+        self._keep_s = None
+        async with self._keeping:  # a file that is being written is whole then
+            for id in list(self._kept):
+                self.forget(id)
 
     # ---- from one server to the next ----------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -145,7 +146,12 @@ class LiveSession:
         how = (text, self.seed, self.steps, self.kv_context, ahead, *past)
         self.resets += snapshot is None
         await self._send(messages.Open(self.id, *how, image=self.image, snapshot=snapshot))
-        if self.paused or snapshot is not None:
+        if self.paused and snapshot is None:
+            await self.tell_paused()
+
+    async def tell_paused(self) -> None:
+        """Tell the engine whether it is paused: a snapshot may have it otherwise."""
+        with suppress(EngineFailure):  # the next engine is told
             await self._send(messages.Pause(self.id) if self.paused else messages.Resume(self.id))
 
     def _log(self, prompt: str) -> None:

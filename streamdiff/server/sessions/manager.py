@@ -261,9 +261,9 @@ class SessionManager:
         self.draining = True
         await self._keeper.hand_over(self.sessions)
 
-    def end_keeping(self) -> None:
+    async def end_keeping(self) -> None:
         """The server ends as it was asked to: nobody goes on from what it has kept."""
-        self._keeper.end()
+        await self._keeper.end()
 
     async def stop(self) -> None:
         """Stop reading and close every session."""
@@ -329,6 +329,7 @@ class SessionManager:
                 return
             if snapshot is not None:
                 self._metrics.lost_s.inc(self._keeper.opened(session, snapshot))
+                self._tasks.append(asyncio.create_task(session.tell_paused()))
         if session is not None and isinstance(event, Refused) and session.engine.state == "restarting":
             # The new engine has no memory for it. Viewers take time to go, and others wait for events.
             self._tasks.append(asyncio.create_task(self.end(session.id, "restart")))

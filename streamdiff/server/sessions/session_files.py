@@ -136,7 +136,7 @@ class SessionFolder:
         except FileNotFoundError:
             return None
         except (OSError, ValidationError, ValueError) as error:
-            self._set_aside(path, f"{type(error).__name__}: {str(error)[:300]}")
+            self._set_aside(path, f"{type(error).__name__}: {str(error).splitlines()[0]}")
             return None
         return FoundSession(record, snapshot, self)
 

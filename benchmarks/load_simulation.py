@@ -21,8 +21,8 @@ from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.scheduler.scheduler import Places, StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.server.jobs.runner import AHEAD_CHUNKS
+from streamdiff.server.load.capacity import Capacity
 from streamdiff.server.media.playout import PlayoutBuffer, PlayoutSlot
-from streamdiff.server.sessions.capacity import Capacity
 
 LOOK_S = 0.5
 """How often the count of frames shown is looked at, as the server tells it."""

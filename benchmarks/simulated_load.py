@@ -21,8 +21,8 @@ from streamdiff.pipeline.planner.simulator import PER_SECOND, Agenda, Server
 from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.scheduler.scheduler import Places, StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
-from streamdiff.server.sessions.capacity import Capacity
-from streamdiff.server.sessions.load_policy import UNLIMITED, Asked, LoadLimit, LoadPolicy
+from streamdiff.server.load.capacity import Capacity
+from streamdiff.server.load.load_policy import UNLIMITED, Asked, LoadLimit, LoadPolicy
 
 LOOK_S = 1.0
 """How often the policy is asked where no chunk is finished."""

@@ -24,14 +24,16 @@ from streamdiff.engine.messages import (
     Ready,
     Reset,
     Resume,
+    Save,
     SetMaxAhead,
     SetPrompt,
     SetSteps,
     Shown,
     Shutdown,
 )
-from streamdiff.engine.pipeline_api import Pipeline, SavingPipeline
+from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue, Request, has_picture
+from streamdiff.engine.saving import SavesSessions
 from streamdiff.engine.session import Session, possible_switches
 from streamdiff.engine.validation import (
     SESSION_ERRORS,
@@ -48,7 +50,7 @@ from streamdiff.models.interfaces import Reading
 from streamdiff.pipeline.output import Frames
 
 
-class Engine:
+class Engine(SavesSessions):
     """Sessions by name, each in a slot of `pipeline`."""
 
     def __init__(self, pipeline: Pipeline, max_ahead_frames: int) -> None:
@@ -79,6 +81,8 @@ class Engine:
             if isinstance(command, Shutdown):
                 names = [*self._slots, *self._waiting.opening()]
                 return [event for name in names for event in self._close(name)]
+            if isinstance(command, Save):
+                return self._save(command)
             return self._control(command)
         except RequestError as error:
             return [refused(command, error)]
@@ -99,53 +103,6 @@ class Engine:
             events += self._number(made)
             finished = finished or made.last
         return events + self._end_failed() + (reports.measured(self._pipeline) if finished else [])
-
-    def save(self, name: str) -> tuple[Any, list[Event]]:
-        """A snapshot of a session, and what came before it was taken. Its `about` has the session's text, epoch and
-        frame numbers; prompts that have been accepted are in it.
-
-        Raises:
-            RequestError: there is no such session, or a prompt of it is still being encoded.
-        """
-        session = self._find(Close(name))
-        assert session is not None, "`_find` raises"
-        if name in self._waiting:
-            raise RequestError("session", f"a prompt of session {name!r} is being encoded; save it when it is accepted")
-        session.apply_pending()
-        snapshot, frames = self._saving().save(self._slots[name])
-        events = [event for made in frames for event in self._number(made)]
-        return replace(snapshot, about={"session": session.saved()}), events
-
-    def load(self, name: str, snapshot: Any) -> list[Event]:
-        """Open session `name` as a snapshot has it; its frames go on being numbered.
-
-        Raises:
-            RequestError: the id is taken, or the snapshot does not fit; nothing is open then.
-        """
-        if name in self._slots or name in self._waiting:
-            raise RequestError("session", f"session {name!r} is open already; close it or use another id")
-        saved, opened = snapshot.about.get("session"), snapshot.session
-        if not isinstance(saved, dict):
-            raise RequestError(
-                "snapshot", "the snapshot tells nothing of the engine's session; it was not saved by one"
-            )
-        slot = self._free_slot()
-        steps, kv_context, epoch = opened["steps"], opened["kv_context"], opened["epoch"]
-        session = Session(
-            name, self._pipeline, slot, partial(self._encoded, name), text="", seed=0, kv_context=kv_context,
-            epoch=epoch, max_ahead_frames=self._max_ahead_frames,
-            min_ahead_frames=self._min_ahead_frames(steps, kv_context),
-        )  # fmt: skip
-        session.restore(saved)
-        frames = self._saving().load(slot, snapshot)
-        self._slots[name], self._sessions[slot] = slot, session
-        events = session.open("", possible_switches(self._pipeline, slot))
-        return events + [event for made in frames for event in self._number(made)]
-
-    def _saving(self) -> SavingPipeline:
-        if not isinstance(self._pipeline, SavingPipeline):
-            raise RequestError("session", f"{type(self._pipeline).__name__} cannot save sessions")
-        return self._pipeline
 
     def _free_slot(self) -> int:
         return next(slot for slot in range(len(self._slots) + 1) if slot not in self._sessions)
@@ -189,6 +146,8 @@ class Engine:
         check_open(command, self._pipeline.info)
         if command.session in self._slots or command.session in self._waiting:
             raise RequestError("session", f"session {command.session!r} is open already; close it or use another id")
+        if command.snapshot is not None:
+            return self._open_saved(command)
         reading = self._read(command.prompt, None)
         if self._pipeline.text.slow or has_picture(command):
             self._min_ahead_frames(*self._choice(command))
@@ -196,6 +155,8 @@ class Engine:
         return self._open_now(command, reading)
 
     def _open_now(self, command: Open, reading: Reading, start: Any = None) -> list[Event]:
+        if command.snapshot is not None:
+            return self._go_on(command, reading, start)
         slot = self._free_slot()
         try:
             session, events = self._start(slot, command, reading, start)

@@ -1,6 +1,6 @@
 """What travels between the web process and the engine process: commands one way, events the other.
 
-Plain frozen dataclasses with JSON-able fields; the pictures of a `FrameBatch` travel beside its header as raw bytes.
+Plain frozen dataclasses with JSON-able fields; pictures and snapshots travel beside the header as raw bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from streamdiff.config import PROMPT_POLICIES
 from streamdiff.pipeline.output import ModelInfo
 
 Pictures = NDArray[np.uint8]
+Data = bytes | memoryview
+"""A file's content."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,11 @@ class Open(SessionMessage):
     Resume after an engine restart: `epoch`, the lowest to use; `made_frames`, number of the next frame; `shown_frames`,
     frames already shown. `background`: a job, which takes the time that other sessions leave. `image`: the picture that
     the stream begins with and goes on from, RGB `[1, H, W, 3]` of the model's size; a reset begins with it again.
+
+    `snapshot`, a snapshot's file: the stream goes on from there with the snapshot's seed and KV context. The rest is
+    what has changed since: a `prompt` ("": none) and `steps` other than the snapshot's hold from the next chunk on;
+    `image` is for resets; frames are numbered from `made_frames`, or from the snapshot's number where that is higher;
+    epochs go on so that the last, which has all of it, is `epoch` or above. A background session takes none.
     """
 
     prompt: str
@@ -46,6 +53,15 @@ class Open(SessionMessage):
     shown_frames: int = 0
     background: bool = False
     image: Pictures | None = field(default=None, repr=False)
+    snapshot: Data | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Save(SessionMessage):
+    """Take a snapshot of the session, which goes on. Answered by `Saved` or `Refused`. What was accepted before is in
+    it, and frames that were made and are not shown yet are not."""
+
+    request: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,7 +132,7 @@ class Shutdown:
     """End the engine process."""
 
 
-Command = Open | SetPrompt | SetSteps | Pause | Resume | Reset | SetMaxAhead | Close | Shown | Shutdown
+Command = Open | Save | SetPrompt | SetSteps | Pause | Resume | Reset | SetMaxAhead | Close | Shown | Shutdown
 
 
 # ---- events: engine to web process -----------------------------------------------------------------------------
@@ -143,6 +159,14 @@ class Opened(SessionMessage):
     text: str
     notice: str = ""
     switches: tuple[str, ...] = PROMPT_POLICIES
+
+
+@dataclass(frozen=True)
+class Saved(SessionMessage):
+    """The session as it was after the frames that came before this: `data` is a snapshot's whole file."""
+
+    request: str
+    data: Data = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -227,4 +251,4 @@ class Failed:
     reason: str
 
 
-Event = Ready | Opened | Accepted | Applied | Refused | FrameBatch | Closed | Measured | Alive | Failed
+Event = Ready | Opened | Saved | Accepted | Applied | Refused | FrameBatch | Closed | Measured | Alive | Failed

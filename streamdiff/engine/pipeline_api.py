@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from streamdiff.engine.messages import Data
 from streamdiff.models.interfaces import TextEncoder
 from streamdiff.pipeline.output import Frames, ModelInfo
 from streamdiff.pipeline.scheduler.scheduler import ForwardCounts
@@ -116,7 +117,11 @@ class SavingPipeline(Protocol):
     """One whose sessions can be saved and go on elsewhere; the real one is."""
 
     def save(self, session: int) -> tuple[Any, Sequence[Frames]]:
-        """A `pipeline.snapshot.file.Snapshot` of an open session, and frames that came before it was taken."""
+        """A `pipeline.snapshot.file.Snapshot` of an open session, and frames that came before it was taken. Raises
+        ConfigError for one that cannot be saved."""
+
+    def read_snapshot(self, data: Data) -> Any:
+        """The snapshot in a file's content. Raises ConfigError for what is none."""
 
     def load(self, session: int, snapshot: Any) -> Sequence[Frames]:
         """Open a stream that goes on from a snapshot; returns frames that came meanwhile. Raises RequestError for one

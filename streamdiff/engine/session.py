@@ -21,8 +21,12 @@ from numpy.typing import NDArray
 from streamdiff.config import PROMPT_POLICIES
 from streamdiff.engine.messages import Accepted, Applied, Closed, Event, FrameBatch, Opened
 from streamdiff.engine.pipeline_api import Pipeline
-from streamdiff.errors import RequestError
+from streamdiff.errors import ConfigError, RequestError
+from streamdiff.session_state import typed
 from streamdiff.session_state.fields import DERIVED, KEPT, STATE, fields_of, session_state
+
+_MAX_TEXT = 10_000
+"""Characters of a prompt as a model is given it: more than any that is accepted becomes."""
 
 
 @session_state("session")
@@ -49,8 +53,10 @@ class Session:
     _paused: bool = field(metadata=KEPT)
     _made_frames: int = field(metadata=KEPT)
     _shown_frames: int = field(metadata=KEPT)
+    _epoch_shift: int = field(metadata=DERIVED)
+    """What is added to the pipeline's epochs: a stream that goes on from a snapshot goes on with those of before."""
     start: Any = field(metadata=DERIVED)
-    """The encoded picture that a reset begins with. A snapshot has what became of it, not the picture itself."""
+    """The encoded picture that a reset begins with. It is no JSON: a snapshot has it among its tensors."""
 
     def __init__(
         self,
@@ -91,6 +97,7 @@ class Session:
         self._pending_switch = self._pending_steps = None
         self._applied_epoch = epoch - 1
         self._oldest_epoch = epoch
+        self._epoch_shift = 0
         self._paused = False
         self._made_frames = made_frames
         self._shown_frames = min(shown_frames, made_frames)
@@ -109,22 +116,34 @@ class Session:
     def saved(self) -> dict[str, Any]:
         """How far it is, as JSON has it; to be called with nothing pending."""
         assert self._pending_switch is None and self._pending_steps is None, "apply_pending comes first"
-        return {name: getattr(self, name) for name in fields_of(Session, STATE, KEPT)}
+        saved = {name: getattr(self, name) for name in fields_of(Session, STATE, KEPT)}
+        return saved | {name: saved[name] - self._epoch_shift for name in ("epoch", "_applied_epoch", "_oldest_epoch")}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `saved` told of a session whose stream the pipeline has loaded. Mutates: self.
 
         Raises:
-            RequestError: it tells other things than this version would.
+            RequestError: it tells other things than this version would, or of other types.
         """
-        names = fields_of(Session, STATE, KEPT)
-        if set(saved) != set(names):
-            differ = ", ".join(sorted(set(saved) ^ set(names)))
-            raise RequestError(
-                "snapshot", f"the snapshot tells other things of its session than this version: {differ}"
-            )
-        for name in names:
+        try:
+            typed.check_plain(saved, Session, "about.session")
+        except ConfigError as error:
+            raise RequestError("snapshot", str(error)) from error
+        if len(saved["text"]) > _MAX_TEXT:
+            raise RequestError("snapshot", f"about.session.text has more than {_MAX_TEXT:,} characters in the snapshot")
+        for name in fields_of(Session, STATE, KEPT):
             setattr(self, name, saved[name])
+
+    def renumber(self, epoch: int, made_frames: int, shown_frames: int) -> None:
+        """After `restore`: call the latest epoch `epoch`, if it is lower, and announce the first one to come; number
+        frames from `made_frames`, if they are lower. Of those made, as many wait to be shown as by these figures.
+        Mutates: self."""
+        self._epoch_shift = max(0, epoch - self.epoch)
+        self.epoch += self._epoch_shift
+        self._oldest_epoch += self._epoch_shift
+        self._applied_epoch = self._oldest_epoch - 1
+        self._made_frames = max(self._made_frames, made_frames)
+        self._shown_frames = self._made_frames - max(0, made_frames - shown_frames)
 
     def set_prompt(self, text: str, notice: str, request: str, switch: str = "keep") -> list[Event]:
         """Accept a prompt; `apply_pending` gives it to the pipeline, unless a later one comes first. With `switch`
@@ -156,13 +175,13 @@ class Session:
         if self._pending_steps is not None and self._pending_steps[0] < epoch:
             self._apply_steps()
         conditioning = self._encode(self.text)
-        self._pipeline.set_conditioning(self._slot, conditioning, epoch=epoch, switch=policy)
+        self._pipeline.set_conditioning(self._slot, conditioning, epoch=epoch - self._epoch_shift, switch=policy)
         self._apply_steps()
 
     def _apply_steps(self) -> None:
         if self._pending_steps is not None:
             (epoch, steps), self._pending_steps = self._pending_steps, None
-            self._pipeline.set_steps(self._slot, steps, epoch=epoch)
+            self._pipeline.set_steps(self._slot, steps, epoch=epoch - self._epoch_shift)
 
     def reset(self, seed: int | None, request: str) -> list[Event]:
         """Begin again, with the latest prompt and steps, and from `start`. A paused stream stays paused.
@@ -176,8 +195,8 @@ class Session:
         self._pending_switch = None
         self._shown_frames = self._made_frames
         self._apply_steps()
-        conditioning = self._encode(self.text)
-        self._pipeline.reset(self._slot, conditioning, seed=self.seed, epoch=self.epoch, start=self.start)
+        epoch, conditioning = self.epoch - self._epoch_shift, self._encode(self.text)
+        self._pipeline.reset(self._slot, conditioning, seed=self.seed, epoch=epoch, start=self.start)
         self._pipeline.set_paused(self._slot, self._paused)
         self._set_frame_credit()
         return [Accepted(self.name, request, self.epoch, self.text)]
@@ -202,6 +221,7 @@ class Session:
 
     def made(self, *, epoch: int, chunk: int, pictures: NDArray[np.uint8], chunk_s: float | None) -> list[Event]:
         """Number decoded frames. Those of before the last reset are dropped."""
+        epoch += self._epoch_shift
         if epoch < self._oldest_epoch:
             return []
         assert epoch <= self.epoch, f"frames of epoch {epoch}, but the last one asked for is {self.epoch}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamdiff.engine.messages import Command, Open, Refused, Reset, SetPrompt, SetSteps, Shutdown
+from streamdiff.engine.messages import Command, Open, Refused, Reset, Save, SetPrompt, SetSteps, Shutdown
 from streamdiff.engine.prompt_queue import PendingRequest
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.pipeline.output import ModelInfo
@@ -51,7 +51,7 @@ def expects_answer(pending: PendingRequest) -> bool:
 
 def refused(command: Command, error: RequestError) -> Refused:
     session = "" if isinstance(command, Shutdown) else command.session
-    request = command.request if isinstance(command, SetPrompt | SetSteps | Reset) else ""
+    request = command.request if isinstance(command, Save | SetPrompt | SetSteps | Reset) else ""
     return Refused(session, request, error.field, str(error), error.code)
 
 

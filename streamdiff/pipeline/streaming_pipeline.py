@@ -89,6 +89,7 @@ class StreamingPipeline(SavesSessions):
         self._pending = 0  # chunks that are decoding
         self._put_off: deque[tuple[int, int, Tensor]] = deque()  # background chunks that wait for an idle decoder
         self._given: deque[tuple[int, int, Tensor]] = deque()  # chunks that streams begin with, to be decoded
+        self._came: list[Frames] = []  # meanwhile, and nobody has had them
         self._finished_costs: list[float] = []  # of the chunks that this step finished
         self.on_fault: OnFault = fail_all
         """Called within `step` with a session that has failed and is to be closed, and why."""
@@ -199,6 +200,9 @@ class StreamingPipeline(SavesSessions):
         return frames
 
     def _step(self, wait_s: float) -> list[Frames]:
+        if self._came:
+            came, self._came = self._came, []
+            return came
         now_s = clock.monotonic_s()
         rows, finished = self._turn()
         for row in rows:
@@ -222,7 +226,7 @@ class StreamingPipeline(SavesSessions):
     @property
     def busy(self) -> bool:
         """Whether a step can run now, or something is decoding or decoded and not handed out yet."""
-        waiting = self._given or self._put_off
+        waiting = self._given or self._put_off or self._came
         return self.ring.has_work or self._pending > 0 or bool(waiting) or not self._ready.empty()
 
     def unfinished(self) -> set[tuple[int, int, int]]:

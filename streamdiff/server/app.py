@@ -24,7 +24,8 @@ from streamdiff.server.media.codecs import Format
 from streamdiff.server.middleware import GuardMiddleware, LoadingStatus
 from streamdiff.server.outputs import target
 from streamdiff.server.problem import Problem, respond
-from streamdiff.server.routes import control, health, outputs, sessions, videos, whep
+from streamdiff.server.routes import control, health, outputs, sessions, snapshots, videos, whep
+from streamdiff.server.sessions.keeper import SessionKeeper, find_sessions, open_folders
 from streamdiff.server.sessions.manager import EngineConnection
 from streamdiff.version import __version__
 
@@ -47,7 +48,7 @@ def create_app(config: Config) -> FastAPI:
     """The application. It answers that the model is loading until an engine is attached (`attach_engine`)."""
     app = _App(title="streamdiff", version=__version__, docs_url=None, redoc_url=None, openapi_url="/api/openapi.json")
     app.state.app_state, app.state.loading = None, LoadingStatus()
-    routers = [module.router for module in (whep, sessions, outputs, control, health, videos)]
+    routers = [module.router for module in (whep, sessions, snapshots, outputs, control, health, videos)]
     app.add_api_route("/", _page, methods=["GET", "HEAD"], include_in_schema=False)
     app.mount("/static", StaticFiles(packages=[("streamdiff.server", "static")]), name="static")
     routes = [*app.routes, *(route for router in routers for route in router.routes)]
@@ -75,13 +76,16 @@ async def attach_engine(
 
     Raises:
         ConfigError: no codec, a size that cannot be encoded, tokens that cannot be used, or an output that cannot be
-            written, a folder for jobs that cannot be used.
+            written, a folder for jobs or sessions that cannot be used.
     """
     codecs, encoder = known_codecs.choose(config.serve.codec, config.serve.encoder)
     config = config.model_copy(update={"serve": config.serve.model_copy(update={"encoder": encoder})})
     Format(ready.width, ready.height, config.playback.fps, config.scale, config.serve.bitrate)  # or its error
     targets = target.parse_all(config.serve.outputs)
-    state = AppState(config, connection, ready, codecs, read_tokens(config.serve), targets)
+    folders = open_folders(config.serve)
+    found = await asyncio.to_thread(find_sessions, folders)
+    keeper = SessionKeeper(config.serve, folders)
+    state = AppState(config, connection, ready, codecs, read_tokens(config.serve), targets, keeper, found)
     await state.manager.start()
     if state.jobs is not None:
         await state.jobs.start()

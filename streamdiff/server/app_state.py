@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,13 +23,16 @@ from streamdiff.server.outputs.session_outputs import AllowedTargets, SessionOut
 from streamdiff.server.outputs.target import Target
 from streamdiff.server.peers import PerAddressLimiter, SlotPool, address_of
 from streamdiff.server.problem import Problem
+from streamdiff.server.sessions.keeper import SessionKeeper
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.manager import DEFAULT_SESSION, EngineConnection, SessionManager
+from streamdiff.server.sessions.session_files import FoundSession
 from streamdiff.server.webrtc.ice_servers import IceServers
 from streamdiff.server.webrtc.viewers import Viewers
 
 REQUESTS_PER_S, REQUEST_BURST = 50.0, 200.0
 MAX_SOCKETS = 64
+MAX_SNAPSHOTS = 2
 _BEARER = {"WWW-Authenticate": 'Bearer realm="streamdiff"'}
 SOCKET_PROTOCOL, TOKEN_PROTOCOL = "streamdiff", "streamdiff.token."
 
@@ -44,7 +48,10 @@ class AppState:
         codecs: tuple[Codec, ...],
         tokens: Tokens,
         targets: Sequence[Target] = (),
+        keeper: SessionKeeper | None = None,
+        found: Sequence[FoundSession] = (),
     ) -> None:
+        """`keeper` and `found`: see `SessionManager`."""
         self.config = config
         self.metrics = Metrics()
         self.codecs = codecs
@@ -52,11 +59,13 @@ class AppState:
         serve = config.serve
         self.sockets = SlotPool(MAX_SOCKETS, serve.address_share, "sockets", "control WebSockets")
         self._requests = PerAddressLimiter(REQUESTS_PER_S, REQUEST_BURST)
-        self.manager = SessionManager(config, connection, ready, self.metrics)
+        self.manager = SessionManager(config, connection, ready, self.metrics, keeper, found)
         slots = SlotPool(serve.max_viewers, serve.address_share, "viewers", "serve.max_viewers")
         self.ice_servers = IceServers(serve.ice_servers)
         self.viewers = Viewers(slots, self.codecs, self.metrics, self.ice_servers)
         self.session_outputs = SessionOutputs(AllowedTargets(serve.output_targets), self.metrics)
+        self.snapshots = asyncio.Semaphore(MAX_SNAPSHOTS)
+        """Files of sessions that are being taken or sent, which lie in memory meanwhile."""
         self.manager.on_end = self._session_ends
         self.started_s = int(clock.wall_s())
         self.jobs: JobRunner | None = None
@@ -86,7 +95,7 @@ class AppState:
             session.update_metrics()
         self.metrics.sessions.set(len(self.manager.sessions))
         self.viewers.update_metrics()
-        free = self.manager.free_sessions()
+        free = self.manager.load.free_sessions()
         self.metrics.free_sessions.set(float("nan") if free is None else free)
         self.metrics.engine_up.set(self.manager.engine.running)
         self.metrics.sockets.set(self.sockets.count)

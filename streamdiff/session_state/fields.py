@@ -15,6 +15,8 @@ STATE: dict[str, str] = {"session_state": "state"}
 BY_LAYER: dict[str, str] = {"session_state": "state", "of": "layers"}
 """Metadata of STATE that each stage has for its own layers: a tensor `[caches, layers, ...]`, a dict of lists with an
 entry per layer, or a state with such fields. On another number of stages it is cut elsewhere."""
+BY_HEAD: dict[str, str | int] = {**BY_LAYER, "heads": 4}
+"""Metadata of BY_LAYER whose axis 4 are heads: where ranks share a stage, each has its own of them."""
 KEPT: dict[str, str] = {"session_state": "kept"}
 """Metadata of what the session was opened with, or told since, and keeps when its stream begins afresh."""
 DERIVED: dict[str, str] = {"session_state": "derived"}
@@ -30,6 +32,12 @@ _ClassT = TypeVar("_ClassT", bound=type[Any])
 def _kind(declared: Field[Any]) -> dict[str, str]:
     """What a field says of a session, beside what it may say of other things."""
     return {key: value for key, value in declared.metadata.items() if key in BY_LAYER}
+
+
+def heads_axis(kind: type[Any], name: str) -> int | None:
+    """The axis of heads of a declared class's field; None: it has none, see BY_HEAD."""
+    axis: int | None = next(each for each in fields(kind) if each.name == name).metadata.get("heads")
+    return axis
 
 
 def session_state(name: str) -> Callable[[_ClassT], _ClassT]:

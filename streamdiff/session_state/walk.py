@@ -16,13 +16,25 @@ import torch
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
-from streamdiff.session_state.fields import BY_LAYER, KEPT, STATE, class_of, derive, fields_of, mutable, name_of
+from streamdiff.session_state.fields import (
+    BY_LAYER,
+    KEPT,
+    STATE,
+    class_of,
+    derive,
+    fields_of,
+    heads_axis,
+    mutable,
+    name_of,
+)
 
 _T = TypeVar("_T")
 _PLAIN = (bool, int, float, str, type(None))
 _CLASS, _TENSOR, _ORDER, _FIELDS = "class", "tensor", "order", "fields"
 
 CPU = torch.device("cpu")
+META = torch.device("meta")
+"""Where tensors have a shape and a type, and no content."""
 
 
 def nbytes(state: object) -> int:
@@ -66,6 +78,23 @@ def save(state: object, path: str = "") -> tuple[dict[str, Tensor], Any]:
     return tensors, _written(state, path or "state", write)
 
 
+def outline(state: object) -> Any:
+    """The state as what JSON can hold, with type and shape of each tensor in place of its content."""
+    return _written(state, "", lambda tensor, where: {_TENSOR: described(tensor)})
+
+
+def difference(one: Any, other: Any, where: str) -> tuple[str, Any, Any] | None:
+    """The first place where two outlines differ, and what each has there; None: they are alike."""
+    if isinstance(one, dict) and isinstance(other, dict) and set(one) == set(other):
+        parts = [(f".{name}" if name not in (_CLASS, _FIELDS) else "", one[name], other[name]) for name in one]
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        parts = [(f"[{index}]", *pair) for index, pair in enumerate(zip(one, other, strict=True))]
+    else:
+        return None if one == other else (where, one, other)
+    found = (difference(a, b, where + name) for name, a, b in parts)
+    return next((each for each in found if each is not None), None)
+
+
 @torch.inference_mode()
 def load(into: _T, tensors: Mapping[str, Tensor], tree: Any, device: torch.device = CPU) -> _T:
     """Put what `save` gave into a state that has just been opened in the same way. Its tensors are written in place, so
@@ -87,7 +116,7 @@ def load(into: _T, tensors: Mapping[str, Tensor], tree: Any, device: torch.devic
             return made.setdefault(name, saved.to(device, copy=True))
         if (there.shape, there.dtype) != (saved.shape, saved.dtype):
             raise ConfigError(
-                f"{where} is {_described(saved)} in the snapshot, but {_described(there)} here: it was taken with "
+                f"{where} is {described(saved)} in the snapshot, but {described(there)} here: it was taken with "
                 "another model, size, or KV context"
             )
         return there.copy_(saved)
@@ -96,9 +125,9 @@ def load(into: _T, tensors: Mapping[str, Tensor], tree: Any, device: torch.devic
     return result
 
 
-def restored(tensors: Mapping[str, Tensor], tree: Any) -> Any:
-    """The state that `save` was given, in host memory, without what is DERIVED. Raises ConfigError as `load`."""
-    result: Any = load(None, tensors, tree)
+def restored(tensors: Mapping[str, Tensor], tree: Any, device: torch.device = CPU) -> Any:
+    """The state that `save` was given, without what is DERIVED. Raises ConfigError as `load`."""
+    result: Any = load(None, tensors, tree, device)
     return result
 
 
@@ -129,6 +158,33 @@ def layers_of(state: _T, first: int, last: int) -> _T:
         return layers_of(each, first, last)
 
     result: _T = _with_layers(state, lambda name: cut(getattr(state, name)))
+    return result
+
+
+@torch.inference_mode()
+def with_all_heads(parts: Sequence[_T]) -> _T:
+    """The state with all heads, of those that the ranks of a stage have with theirs. Mutates: nothing."""
+
+    def join(name: str) -> Any:
+        each = [getattr(part, name) for part in parts]
+        if (axis := heads_axis(type(parts[0]), name)) is not None:
+            return torch.cat(each, axis)
+        return with_all_heads(each) if mutable(each[0]) else each[0]
+
+    return parts[0] if len(parts) == 1 else _with_layers(parts[0], join)
+
+
+@torch.inference_mode()
+def heads_of(state: _T, index: int, count: int) -> _T:
+    """The state with the heads of rank `index` of the `count` ranks of a stage: views of that with all."""
+
+    def cut(name: str) -> Any:
+        each = getattr(state, name)
+        if (axis := heads_axis(type(state), name)) is not None:
+            return each.chunk(count, axis)[index]
+        return heads_of(each, index, count) if mutable(each) else each
+
+    result: _T = _with_layers(state, cut)
     return result
 
 
@@ -228,7 +284,10 @@ def _read(node: Any, there: Any, where: str, read: Callable[[Mapping[str, Any], 
         for name in own
     }
     if there is None or not mutable(there):
-        return known(**values)
+        try:
+            return known(**values)
+        except ValueError as error:
+            raise ConfigError(f"{where} cannot be: {error}") from error
     return _set(there, values)
 
 
@@ -245,5 +304,6 @@ def _set(state: Any, values: Mapping[str, Any]) -> Any:
     return state
 
 
-def _described(tensor: Tensor) -> str:
+def described(tensor: Tensor) -> str:
+    """Type and shape of a tensor, as messages name it."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

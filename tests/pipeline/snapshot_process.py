@@ -1,5 +1,5 @@
-"""One rank of a ring of three stages, and one rank that decodes, with the embedded model:
-`python -m tests.pipeline.snapshot_process RANK RANKS PORT FOLDER`.
+"""One rank of a ring, and one rank that decodes, with the embedded model:
+`python -m tests.pipeline.snapshot_process RANK RANKS PORT FOLDER STAGES SHARES`.
 
 The head plays a session, saves it to FOLDER/ring, and goes on from FOLDER/alone with another; it writes what it showed
 of both.
@@ -21,7 +21,7 @@ from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
 from tests.small import RED
 
-STAGES, SAVED_AT, CHUNKS = 3, 2, 5
+SAVED_AT, CHUNKS = 2, 5
 
 
 def opened(pipeline: StreamingPipeline, session: int = 0) -> None:
@@ -40,11 +40,11 @@ def shown(frames: list, session: int = 0) -> list[np.ndarray]:  # type: ignore[t
     return [picture for each in frames if each.session == session for picture in each.pictures]
 
 
-def main(rank: int, ranks: int, port: int, folder: Path) -> None:
+def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     use_rendezvous()
-    config = ModelConfig(stages=STAGES, decode="own-rank", device="cpu", threads=1)
+    config = ModelConfig(parallel=f"{stages}x{shares}", decode="own-rank", device="cpu", threads=1)
     if rank:
         worker_main.run_worker(config)
         return
@@ -52,8 +52,8 @@ def main(rank: int, ranks: int, port: int, folder: Path) -> None:
     first, second = list[np.ndarray](), list[np.ndarray]()
     opened(pipeline)
     play(pipeline, first, SAVED_AT)
-    while sum(chunk.entered - chunk.back for chunk in pipeline.ring.scheduler.session(0).chunks) < 2:
-        first += shown(pipeline.step())  # until two of its micro-steps are in the ring
+    while sum(chunk.entered - chunk.back for chunk in pipeline.ring.scheduler.session(0).chunks) < min(stages, 2):
+        first += shown(pipeline.step())  # until two of its micro-steps are in the ring, where that can be
     snapshot, frames = pipeline.save(0)
     snapshot.write(folder / "ring")
     first += shown(frames)
@@ -70,4 +70,4 @@ def main(rank: int, ranks: int, port: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    main(*map(int, sys.argv[1:4]), Path(sys.argv[4]), *map(int, sys.argv[5:7]))

@@ -102,6 +102,7 @@ TORCH_FREE = (
     "streamdiff.engine.process.fetching",
     "streamdiff.engine.process.ipc",
     "streamdiff.engine.session",
+    "streamdiff.engine.snapshot_header",
     "streamdiff.models.catalogue.entries",
     "streamdiff.models.defaults",
     "streamdiff.models.recognition",

@@ -78,7 +78,7 @@ def test_what_a_viewer_and_a_prompt_move() -> None:
         assert after['streamdiff_alone_total{reason="ring"}'] == alone
         told = (await site.http.get("/api/state")).json()["batching"]
         assert told["rows"]["2"] == 2 * told["alone"]["ring"] >= 2 * alone
-        assert after["streamdiff_sessions_room"] == site.state.manager.free_sessions()
+        assert after["streamdiff_sessions_room"] == site.state.manager.load.free_sessions()
 
         await site.http.delete(peer.location)
         left = await _figures(site)

@@ -1,4 +1,4 @@
-"""Commands and events as bytes: a JSON header, and the pictures of a `FrameBatch` or a session's start raw beside it.
+"""Commands and events as bytes: a JSON header, and pictures and snapshots raw beside it.
 
 The codec is generated from the dataclass fields of `messages`, so a new message or field travels without a line
 here; anything unknown, missing or of the wrong type is an error. Knows nothing about sockets.
@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import numpy as np
 
 from streamdiff.engine import messages
-from streamdiff.engine.messages import Command, Event, Pictures
+from streamdiff.engine.messages import Command, Data, Event, Pictures
 from streamdiff.errors import StreamdiffError
 from streamdiff.video.pixel_format import kind_of
 
@@ -26,6 +26,7 @@ COMMANDS: tuple[type, ...] = get_args(Command)
 EVENTS: tuple[type, ...] = get_args(Event)
 _KIND = "kind"
 _OPTIONAL = Pictures | None
+_DATA = (Data, Data | None)
 
 
 class WireError(StreamdiffError):
@@ -34,7 +35,7 @@ class WireError(StreamdiffError):
 
 @cache
 def _schema(kind: type) -> dict[str, object]:
-    """Field name to type hint; `Pictures` stands for the raw part."""
+    """Field name to type hint; `Pictures` and `Data` stand for a raw part."""
     hints = get_type_hints(kind, vars(messages))
     return {item.name: hints[item.name] for item in fields(kind)}
 
@@ -51,7 +52,7 @@ def _fits(value: object, hint: object) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
     if hint is str or hint is bool or hint is NoneType:
         return isinstance(value, hint)
-    raise TypeError(f"messages may hold str, bool, int, float, None, tuples of these and Pictures, not {hint!r}")
+    raise TypeError(f"messages may hold str, bool, int, float, None, tuples of these, Pictures and Data, not {hint!r}")
 
 
 def _check(kind: type, name: str, value: object, hint: object) -> object:
@@ -66,7 +67,7 @@ def _frozen(value: object) -> object:
 
 
 def encode(message: Command | Event) -> list[Part]:
-    """Bytes of a message: one part, or two for one with pictures. The second is a view of the array, not a copy.
+    """Bytes of a message: one part, and one more for each field that has pictures or data: a view, not a copy.
 
     Raises:
         WireError: a field that has not the declared type.
@@ -80,8 +81,13 @@ def encode(message: Command | Event) -> list[Part]:
             pictures = _checked_pictures(kind, name, value)
             header[name] = list(pictures.shape)
             parts.append(np.ascontiguousarray(pictures).data.cast("B"))
+        elif hint in _DATA and value is not None:
+            if not isinstance(value, bytes | memoryview):
+                raise WireError(f"{kind.__name__}.{name} is {type(value).__name__}, expected bytes")
+            header[name] = len(value)
+            parts.append(value)
         else:
-            header[name] = None if hint == _OPTIONAL else _check(kind, name, value, hint)
+            header[name] = None if hint == _OPTIONAL or hint in _DATA else _check(kind, name, value, hint)
     return [json.dumps(header, separators=(",", ":"), allow_nan=False).encode("ascii"), *parts]
 
 
@@ -136,9 +142,13 @@ def _decode(parts: Sequence[Part], kinds: tuple[type, ...]) -> Any:
 
 
 def _value(kind: type, field: str, value: object, hint: object, raw: list[Part]) -> object:
-    """A field's value; pictures are the next of the `raw` parts. Mutates: raw."""
-    if hint == _OPTIONAL and value is None:
+    """A field's value; pictures and data are the next of the `raw` parts. Mutates: raw."""
+    if value is None and (hint == _OPTIONAL or hint == _DATA[1]):
         return None
+    if hint in _DATA:
+        if not raw or value != len(raw[0]) or isinstance(value, bool):
+            raise WireError(f"{kind.__name__}.{field}: {value!r:.80} bytes, with {len(raw)} raw parts")
+        return raw.pop(0)
     return _pictures(kind, value, raw) if hint in (Pictures, _OPTIONAL) else _check(kind, field, value, hint)
 
 
@@ -160,6 +170,7 @@ def decode_command(parts: Sequence[Part]) -> Command:
 
 
 def decode_event(parts: Sequence[Part]) -> Event:
-    """The event in `parts`; its pictures are a read-only view of the last part. Raises WireError for anything else."""
+    """The event in `parts`; pictures are a read-only view of their part, and data is the part itself. Raises WireError
+    for anything else."""
     event: Event = _decode(parts, EVENTS)
     return event

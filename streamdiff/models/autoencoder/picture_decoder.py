@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamdiff.models.autoencoder.normalisation import Normalisation
+from streamdiff.session_state import walk
 
 DecoderState = Mapping[int, Tensor | str | None]
 Step = Callable[[Tensor, DecoderState], tuple[Tensor, DecoderState]]
@@ -24,6 +25,19 @@ Capture = Callable[[Step, Tensor, DecoderState], Step]
 Key = Hashable
 _BEFORE = 3
 """Latent frames, at least, after which all of a stream's chunks are alike: Wan's decoder has seen two frames then."""
+
+
+def memory_outlines(new_memory: Callable[[], Any], decode: Callable[[Any], object], chunk_latents: int) -> list[Any]:
+    """What a decoder may remember of a stream, as outlines (`session_state.walk`): before it begins, and after each
+    chunk until all are alike. `decode` takes one of `chunk_latents` latent frames into a memory."""
+    memory = new_memory()
+    outlines = [walk.outline(memory)]
+    for _ in range(1 + -(-_BEFORE // chunk_latents)):
+        decode(memory)
+        outlines.append(walk.outline(memory))
+    return outlines
+
+
 Layout = Callable[[Tensor], Tensor]
 """Frames `[n, 3, H, W]`, float in [0, 255], to pictures in bytes."""
 

@@ -64,6 +64,19 @@ def parse_header(path: Path, max_bytes: int | None = None) -> Header:
             text = file.read(length)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    return _parsed(path, text, file_bytes)
+
+
+def parse_data(data: bytes | memoryview, name: str) -> Header:
+    """The same of a file's content; errors call it `name`."""
+    path, start = Path(name), bytes(data[:LENGTH_BYTES])
+    length = int.from_bytes(start, "little")
+    if len(start) < LENGTH_BYTES or length > min(len(data) - LENGTH_BYTES, _MAX_HEADER_BYTES):
+        raise _other_kind(path, start, len(data), length)
+    return _parsed(path, bytes(data[LENGTH_BYTES : LENGTH_BYTES + length]), len(data))
+
+
+def _parsed(path: Path, text: bytes, file_bytes: int) -> Header:
     try:
         tree = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
@@ -74,7 +87,7 @@ def parse_header(path: Path, max_bytes: int | None = None) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ConfigError(f"{path}: __metadata__ must hold texts by name, but is {json.dumps(metadata)[:60]}")
     entries = {name: _entry(path, name, value) for name, value in tree.items()}
-    _check_layout(path, entries, file_bytes - LENGTH_BYTES - length)
+    _check_layout(path, entries, file_bytes - LENGTH_BYTES - len(text))
     return Header(path, file_bytes, entries, metadata)
 
 

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
+from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, memory_outlines
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.host_copy import TransferStream, decode_chunk
 from streamdiff.pipeline.device_timer import DeviceTimer
@@ -36,6 +36,8 @@ from streamdiff.video.pixel_format import PictureKind, shape_of
 CPU = torch.device("cpu")
 DECODE_THREADS = 1
 """CPU threads of decoding beside a stage's work."""
+_NO_STREAM = -1
+"""A SAVE of it asks for `outlines`."""
 
 
 def _word(stream: int) -> str:
@@ -78,6 +80,9 @@ class Decoding(Protocol):
     def load(self, stream: int, state: State) -> None:
         """Let a stream that has not begun go on from what was saved. Raises ConfigError where it does not fit."""
 
+    def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
+        """What the decoder may remember of a stream of chunks `[C, F, h, w]`, see `memory_outlines`; waits for it."""
+
     def check(self) -> None:
         """Raises what has gone wrong on the way."""
 
@@ -93,6 +98,7 @@ class _Memories:
         self._decoder, self._lane, self._at_once = decoder, lane, at_once
         self._timed = timer.stream()
         self._memories: dict[int, Any] = {}
+        self._outlines: list[Any] = []
 
     def decode(self, stream: int, chunk: int, latents: Tensor) -> Iterator[Tensor]:
         if stream not in self._memories:
@@ -114,6 +120,14 @@ class _Memories:
     def load(self, stream: int, state: State) -> None:
         device = self._decoder.network.device
         self._memories[stream] = walk.load(self._decoder.new_memory(), *state, device)
+
+    def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
+        """Decodes some chunks of nothing, once."""
+        if not self._outlines:
+            latents = torch.zeros((1, *chunk_shape), device=self._decoder.network.device)
+            decode = partial(self._decoder.decode, latents)
+            self._outlines = memory_outlines(self._decoder.new_memory, decode, chunk_shape[1])
+        return self._outlines
 
 
 class LocalDecoding:
@@ -147,6 +161,9 @@ class LocalDecoding:
 
     def load(self, stream: int, state: State) -> None:
         self._pool.submit(self._memories.load, stream, state).result()
+
+    def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
+        return self._pool.submit(self._memories.outlines, chunk_shape).result()
 
     def check(self) -> None:
         if self._error is not None:
@@ -223,6 +240,11 @@ class RemoteDecoding:
     def load(self, stream: int, state: State) -> None:
         self._exchange.put("decoder", state)
         self._works.put(StageMessage(MessageKind.LOAD, (), SessionUpdate(stream)))
+
+    def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
+        self._exchange.put("chunk shape", ({}, list(chunk_shape)))
+        outlines: list[Any] = self.save(_NO_STREAM)[1]
+        return outlines
 
     def check(self) -> None:
         if self._error is not None:
@@ -312,6 +334,9 @@ class DecodeWorker:
         match kind:
             case MessageKind.CLOSE:
                 self._memories.forget(stream)
+            case MessageKind.SAVE if stream == _NO_STREAM:
+                shape = tuple(self._exchange.take("chunk shape")[1])
+                self._exchange.put("decoder", ({}, self._memories.outlines(shape)))
             case MessageKind.SAVE:
                 self._exchange.put("decoder", self._memories.save(stream))
             case MessageKind.LOAD:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
-from streamdiff.session_state.fields import BY_LAYER, DERIVED, STATE, session_state
+from streamdiff.session_state.fields import BY_HEAD, BY_LAYER, DERIVED, STATE, session_state
 
 
 class LayerCaches(NamedTuple):
@@ -36,9 +36,9 @@ class KVCache:
     rotated for.
     """
 
-    key: Tensor = field(metadata=BY_LAYER)
-    value: Tensor = field(metadata=BY_LAYER)
-    sink_key: Tensor = field(metadata=BY_LAYER)
+    key: Tensor = field(metadata=BY_HEAD)
+    value: Tensor = field(metadata=BY_HEAD)
+    sink_key: Tensor = field(metadata=BY_HEAD)
     queue: Tensor = field(metadata=BY_LAYER)
     sink_at: dict[int, int] = field(default_factory=dict, metadata=STATE)
     _layers: list[LayerCaches] = field(init=False, repr=False, metadata=DERIVED)

@@ -22,9 +22,10 @@ Tensors = tuple[Tensor, ...]
 
 
 class GuardedStage(Protocol):
-    """`ModelRunner`, as the guard sees it."""
+    """`ModelRunner`, as the guard sees it. `place`: where it leaves a session's state in the exchange."""
 
     index: int
+    place: str
     exchange: StateExchange
 
     @property
@@ -89,7 +90,7 @@ class StageGuard:
             self.broken.pop(control.session, None)
         if (why := self.broken.get(control.session)) is not None:
             if kind is MessageKind.SAVE:  # the head waits for it
-                self._stage.exchange.put(f"stage {self._stage.index}", ({}, {"broken": why}))
+                self._stage.exchange.put(self._stage.place, ({}, {"broken": why}))
             return
         try:
             self._stage.update(kind, control, message.tensors)

@@ -75,7 +75,8 @@ class ModelRunner:
             raise ValueError(f"a patch has {patch[0]} latent frames; it must have 1, as windows count latent frames")
         self.frames = spec.chunk_latents
         self.grid = (spec.latent_height // patch[1], spec.latent_width // patch[2])
-        self.heads = self.denoiser.heads // (1 if group is None else group.size)
+        self.shares, share = (1, 0) if group is None else (group.size, group.index)
+        self.heads, self.place = self.denoiser.heads // self.shares, state_place(index, share)
         all_heads = None if group is None else group.all_heads
         self.attention = RollingAttention(
             self.frames, *self.grid, self.denoiser.head_dim, device, self.denoiser.attend_parts(), all_heads
@@ -111,9 +112,9 @@ class ModelRunner:
             case MessageKind.CLOSE:
                 self.close(control.session)
             case MessageKind.SAVE:
-                self.exchange.put(f"stage {self.index}", self.save(control.session))
+                self.exchange.put(self.place, self.save(control.session))
             case MessageKind.LOAD:
-                walk.load(self.sessions[control.session], *self.exchange.take(f"stage {self.index}"), self.device)
+                walk.load(self.sessions[control.session], *self.exchange.take(self.place), self.device)
 
     @property
     def shared(self) -> bool:
@@ -337,6 +338,11 @@ class ModelRunner:
         return self.attention.view(
             session.geometry, session.state, cache, row.chunk, visible_from, adapt, fold, ahead, before, clean=clean
         )
+
+
+def state_place(stage: int, share: int) -> str:
+    """The name under which rank `share` of those of a stage exchanges states with the head."""
+    return f"stage {stage}, share {share}"
 
 
 def _met(

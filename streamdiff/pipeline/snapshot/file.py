@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import mmap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,62 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 from streamdiff.atomic_write import check_parent, temporary_sibling
 from streamdiff.errors import ConfigError
+from streamdiff.models.checkpoint.safetensors_header import LENGTH_BYTES, Entry
 from streamdiff.models.spec import ModelSpec
+from streamdiff.pipeline.snapshot.header import FORMAT, KIND, read_entries
+from streamdiff.session_state.walk import META, described
 from streamdiff.version import __version__
 
-KIND, FORMAT = "streamdiff session", 1
-_PICTURES = "pictures"
-_OPENED = {"seed": int, "steps": int, "kv_context": str, "epoch": int}
+_PICTURES, _START = "pictures", "start"
+LOOSE = (_PICTURES, _START)
+"""Tensors that no tree names."""
+_MOST = 2**31
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+           "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}  # fmt: skip
+
+
+class FileTensors(Mapping[str, Tensor]):
+    """The tensors in a file's content, each read when it is asked for, into memory of its own."""
+
+    def __init__(self, data: bytes | memoryview, entries: Mapping[str, Entry]) -> None:
+        """Raises ConfigError for a tensor of a type that no session has."""
+        self._data, self._entries = memoryview(data), entries
+        self._begin = LENGTH_BYTES + int.from_bytes(self._data[:LENGTH_BYTES], "little")
+        for name, entry in entries.items():
+            if entry.dtype not in _DTYPES:
+                raise ConfigError(f"tensor {name!r} is {entry.dtype} in the snapshot; it can be {', '.join(_DTYPES)}")
+            if max(entry.shape, default=0) > _MOST:
+                raise ConfigError(f"tensor {name!r} has the shape {list(entry.shape)} in the snapshot; that is none")
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        dtype = _DTYPES[entry.dtype]
+        if entry.begin == entry.end:
+            return torch.empty(entry.shape, dtype=dtype)
+        own = bytearray(self._data[self._begin + entry.begin : self._begin + entry.end])
+        return torch.frombuffer(own, dtype=dtype).view(entry.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.end - entry.begin for entry in self._entries.values())
+
+    def outline(self) -> dict[str, Tensor]:
+        """The tensors without content, of which nothing is read."""
+        return {
+            name: torch.empty(entry.shape, dtype=_DTYPES[entry.dtype], device=META)
+            for name, entry in self._entries.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -44,7 +89,16 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors, nearly all of the file."""
+        if isinstance(self.tensors, FileTensors):
+            return self.tensors.nbytes
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def outline(self) -> dict[str, Tensor]:
+        """Its tensors without content."""
+        if isinstance(self.tensors, FileTensors):
+            return self.tensors.outline()
+        return {name: each.to(META) for name, each in self.tensors.items()}
 
     def check_model(self, spec: ModelSpec, dtype: object) -> None:
         """Raises ConfigError for the first fact about the model that is another one here, by its name."""
@@ -73,6 +127,31 @@ class Snapshot:
         """Those pictures."""
         return list(self.tensors[_PICTURES].numpy()) if _PICTURES in self.tensors else []
 
+    def with_start(self, latents: Tensor | None) -> Snapshot:
+        """The same with latents `[n, C, F, h, w]` that a reset begins with; None: with none."""
+        return self if latents is None else replace(self, tensors={**self.tensors, _START: latents.cpu()})
+
+    def start(self) -> Tensor | None:
+        """Those latents."""
+        return self.tensors.get(_START)
+
+    def check_loose(self, spec: ModelSpec) -> None:
+        """Raises ConfigError where tensors that no tree names are not such as this model has."""
+        shapes, told = self.outline, self.about.get("session")
+        start, pictures = shapes.get(_START), shapes.get(_PICTURES)
+        expected = torch.empty((spec.first_chunks, *spec.chunk_shape), device=META)
+        if start is not None and described(start) != described(expected):
+            raise ConfigError(f"{_START} is {described(start)} in the snapshot, but {described(expected)} here")
+        most = told["_made_frames"] if isinstance(told, dict) else 0
+        shape = (spec.height, spec.width, 3)
+        if pictures is not None and (
+            pictures.dtype != torch.uint8 or pictures.shape[1:] != shape or not 0 < len(pictures) <= most
+        ):
+            raise ConfigError(
+                f"{_PICTURES} is {described(pictures)} in the snapshot; it can be uint8 {['n', *shape]}, of n frames "
+                f"from 1 to the {most} that were made"
+            )
+
     def write(self, path: Path) -> None:
         """Write it whole, or nothing.
 
@@ -80,39 +159,39 @@ class Snapshot:
             ConfigError: the folder is not there or cannot be written to.
         """
         check_parent(path)
+        with temporary_sibling(path) as temporary:
+            save_file(dict(self.tensors), temporary, self._metadata())
+            temporary.replace(path)
+
+    def to_bytes(self) -> bytes:
+        """What `write` writes."""
+        return save(dict(self.tensors), self._metadata())
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview, name: str = "the snapshot") -> Snapshot:
+        """The snapshot in a file's content, which errors call `name`. Of its tensors nothing is read before they are
+        asked for. Raises ConfigError as `read` does."""
+        header, entries = read_entries(data, name)
+        return cls(header.model, header.session, header.trees, FileTensors(data, entries), header.about)
+
+    def _metadata(self) -> dict[str, str]:
         parts = {"model": self.model, "session": self.session, "trees": self.trees, "about": self.about}
         header = json.dumps({"streamdiff": __version__, **parts})
-        with temporary_sibling(path) as temporary:
-            save_file(dict(self.tensors), temporary, {"kind": KIND, "format": str(FORMAT), "header": header})
-            temporary.replace(path)
+        return {"kind": KIND, "format": str(FORMAT), "header": header}
 
     @classmethod
     def read(cls, path: Path) -> Snapshot:
-        """The snapshot in a file.
+        """The snapshot in a file, which is not to be changed meanwhile; see `from_bytes`.
 
         Raises:
             ConfigError: nothing there, no snapshot, a damaged one, or one of another format.
         """
         try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                said = file.metadata() or {}
-                if said.get("kind") != KIND:
-                    raise ConfigError(f"{path} is a safetensors file, but no snapshot of a session")
-                if said.get("format") != str(FORMAT):
-                    raise ConfigError(
-                        f"{path} has snapshot format {said.get('format')}, this version of streamdiff reads {FORMAT}; "
-                        "take it again with this version"
-                    )
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
-            header = json.loads(said["header"])
-            unlike = [name for name, kind in _OPENED.items() if type(header["session"].get(name)) is not kind]
-            if unlike:
-                raise ConfigError(f"{path}: the snapshot's header has no usable {', '.join(unlike)}")
-            return cls(header["model"], header["session"], header["trees"], tensors, header["about"])
-        except (OSError, SafetensorError) as error:
+            with path.open("rb") as file:
+                data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        except (OSError, ValueError) as error:  # an empty file cannot be mapped
             raise ConfigError(f"{path}: not a readable snapshot: {error}") from None
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise ConfigError(f"{path}: the snapshot's header is damaged: {type(error).__name__}: {error}") from None
+        return cls.from_bytes(data, str(path))
 
 
 def model_facts(spec: ModelSpec, dtype: object, weights: Sequence[str]) -> dict[str, Any]:

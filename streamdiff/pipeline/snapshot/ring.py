@@ -3,38 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from streamdiff.errors import ConfigError
+from streamdiff.models.autoencoder.picture_decoder import memory_outlines
 from streamdiff.models.model import Model
 from streamdiff.pipeline.distributed.state_exchange import State
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.output import StreamProgress
-from streamdiff.pipeline.runner.model_runner import RunnerSession
-from streamdiff.pipeline.runner.noise import SeededNoise
-from streamdiff.pipeline.runner.sampler import PendingSteps, SamplerSession
-from streamdiff.pipeline.scheduler.scheduled_session import ScheduledSession
-from streamdiff.pipeline.snapshot.file import Snapshot, model_facts
+from streamdiff.pipeline.runner.model_runner import RunnerSession, state_place
+from streamdiff.pipeline.runner.sampler import PendingSteps
+from streamdiff.pipeline.snapshot.checks import (
+    HeadState,
+    Opened,
+    check_content,
+    check_memory,
+    check_session,
+    opened_with,
+)
+from streamdiff.pipeline.snapshot.file import LOOSE, Snapshot, model_facts
 from streamdiff.session_state import walk
-from streamdiff.session_state.fields import STATE, session_state
-
-
-@session_state("ring-head")
-@dataclass
-class HeadState:
-    """What the head alone has of a session."""
-
-    scheduled: ScheduledSession = field(metadata=STATE)
-    sampler: SamplerSession = field(metadata=STATE)
-    pending: PendingSteps | None = field(default=None, metadata=STATE)
 
 
 @dataclass(frozen=True)
 class StageStates:
-    """What the stages have of a session, first to last, in host memory, and digests of the weights of all blocks."""
+    """What the stages have of a session, in host memory: by stage, first to last, that of each rank that shares it; and
+    digests of the weights of all blocks."""
 
-    parts: Sequence[RunnerSession]
+    parts: Sequence[Sequence[RunnerSession]]
     weights: Sequence[str]
 
     @classmethod
@@ -42,42 +41,45 @@ class StageStates:
         """What `MessageKind.SAVE` has left in the ring's exchange. Raises ConfigError where a stage has no such
         session, as opening it failed there."""
         parts, weights = [], []
-        left = [ring.stage.exchange.take(f"stage {stage}") for stage in range(ring.stage.stages)]
-        for tensors, tree in left:
-            if "broken" in tree:
-                raise ConfigError(tree["broken"])
-            parts.append(walk.restored(tensors, tree["state"]))
-            weights += tree["weights"]
+        for stage in range(ring.stage.stages):
+            there = [ring.stage.exchange.take(state_place(stage, share)) for share in range(ring.stage.shares)]
+            for _, tree in there:
+                if "broken" in tree:
+                    raise ConfigError(tree["broken"])
+            parts.append([walk.restored(tensors, tree["state"]) for tensors, tree in there])
+            weights += there[0][1]["weights"]
         return cls(parts, weights)
 
+    @property
+    def whole(self) -> RunnerSession:
+        """All layers and heads."""
+        return walk.joined([walk.with_all_heads(shares) for shares in self.parts])
+
+    @property
+    def whole_outline(self) -> RunnerSession:
+        """The same without content."""
+        return StageStates([[walk.to_device(each, walk.META) for each in part] for part in self.parts], ()).whole
+
     def replaced(self, whole: RunnerSession) -> StageStates:
-        """The same stages with their layers of `whole`. Mutates: self.
+        """The same stages and ranks with their layers and heads of `whole`. Mutates: self.
 
         Raises:
-            ConfigError: it is of another number of layers, or of other sizes.
+            ConfigError: it is of other sizes.
         """
-        counts = [part.state.key.shape[1] for part in self.parts]
-        if sum(counts) != whole.state.key.shape[1]:
-            raise ConfigError(f"the snapshot has {whole.state.key.shape[1]} layers, but the model {sum(counts)}")
-        ends = [sum(counts[: index + 1]) for index in range(len(counts))]
-        cut = [walk.layers_of(whole, end - count, end) for count, end in zip(counts, ends, strict=True)]
-        parts = [walk.load(part, *walk.save(own)) for part, own in zip(self.parts, cut, strict=True)]
-        return StageStates(parts, self.weights)
+        first, stages = 0, []
+        for shares in self.parts:
+            last = first + shares[0].state.key.shape[1]
+            own = walk.layers_of(whole, first, last)
+            cut = [walk.heads_of(own, share, len(shares)) for share in range(len(shares))]
+            stages.append([walk.load(part, *walk.save(each)) for part, each in zip(shares, cut, strict=True)])
+            first = last
+        return StageStates(stages, self.weights)
 
     def give(self, ring: RingExecutor) -> None:
         """Leave it in the ring's exchange for `MessageKind.LOAD`."""
-        for stage, part in enumerate(self.parts):
-            ring.stage.exchange.put(f"stage {stage}", walk.save(part))
-
-
-def check_unshared(ring: RingExecutor) -> None:
-    """Raises ConfigError where several ranks share a stage: each has the caches of its own heads, and stages save
-    whole ones."""
-    if ring.stage.heads != ring.stage.denoiser.heads:
-        raise ConfigError(
-            "sessions of ranks that share a stage (--parallel PxC with C above 1) can neither be saved nor go on from "
-            "a snapshot; run it with --stages P"
-        )
+        for stage, shares in enumerate(self.parts):
+            for share, part in enumerate(shares):
+                ring.stage.exchange.put(state_place(stage, share), walk.save(part))
 
 
 def occupied(ring: RingExecutor, session: int) -> bool:
@@ -97,7 +99,7 @@ def collect(ring: RingExecutor, model: Model, stream: StreamProgress, decoder: S
     """
     stages, head = StageStates.take(ring), head_state(ring, stream.session)
     states = {
-        "stages": walk.save(walk.joined(stages.parts), "stages"),
+        "stages": walk.save(stages.whole, "stages"),
         "head": walk.save(head, "head"),
         "stream": walk.save(stream, "stream"),
         "decoder": walk.save(walk.restored(*decoder), "decoder"),
@@ -110,20 +112,39 @@ def collect(ring: RingExecutor, model: Model, stream: StreamProgress, decoder: S
     )
 
 
-def place(snapshot: Snapshot, ring: RingExecutor, stream: StreamProgress) -> PendingSteps | None:
+def place(
+    snapshot: Snapshot, ring: RingExecutor, model: Model, stream: StreamProgress, decoder: Sequence[Any]
+) -> PendingSteps | None:
     """Put a snapshot into a session that was opened as it says, of which the stages have been asked for their part, and
-    leave there what they are to load. Returns the change of steps that is still to come. Mutates: ring, stream.
+    leave there what they are to load. `decoder`: what it may remember, as outlines. Returns the change of steps that is
+    still to come. Mutates: ring, stream.
 
     Raises:
-        ConfigError: other weights, or sizes; nothing is left for the stages then.
+        ConfigError: other weights, sizes, or anything else that cannot be; nothing is left for the stages then.
     """
     stages, tensors, trees = StageStates.take(ring), snapshot.tensors, snapshot.trees
     snapshot.check_weights(stages.weights)
+    head = head_state(ring, stream.session)
+    pictures = (None, *remembered(model)) if model.first_frame_reencoder is not None else (None,)
+    opened = Opened(model.spec, head, stages.whole_outline, stream, pictures)
+    check_session(snapshot, opened, LOOSE)
+    snapshot.check_loose(model.spec)
+    check_memory(snapshot.outline, trees["decoder"], decoder, "decoder")
+    check_content(tensors, trees, head.sampler.geometry)
     stages = stages.replaced(walk.restored(tensors, trees["stages"]))
-    head = walk.load(head_state(ring, stream.session), tensors, trees["head"], ring.stage.device)
+    head = walk.load(head, tensors, trees["head"], ring.stage.device)
     walk.load(stream, tensors, trees["stream"])
     stages.give(ring)
     return head.pending
+
+
+def remembered(model: Model) -> list[Any]:
+    """What the decoder of `first_frame_reencoder` may remember, as outlines."""
+    reencoder = model.first_frame_reencoder
+    assert reencoder is not None
+    latents = torch.zeros(model.spec.chunk_shape, device=reencoder.decoder.device)
+    return memory_outlines(reencoder.new_memory, lambda memory: reencoder.decoder.decode_video(latents[None], memory),
+                           model.spec.chunk_latents)  # fmt: skip
 
 
 def resume(ring: RingExecutor, session: int, change: PendingSteps | None) -> None:
@@ -137,17 +158,3 @@ def resume(ring: RingExecutor, session: int, change: PendingSteps | None) -> Non
 def head_state(ring: RingExecutor, session: int) -> HeadState:
     """The head's own state of a session, not a copy."""
     return HeadState(ring.scheduler.session(session), ring.sampler.sessions[session], ring.changes.get(session))
-
-
-def opened_with(head: HeadState) -> dict[str, Any]:
-    """What a session is opened with where it goes on. Raises ConfigError where its noise was given as tensors."""
-    sampler, scheduled = head.sampler, head.scheduled
-    if not isinstance(sampler.given, SeededNoise):
-        raise ConfigError("a session whose noise was given as tensors cannot be saved; give it a seed")
-    return {
-        "seed": sampler.given.seed,
-        "steps": sampler.schedule.steps,
-        "kv_context": sampler.kv_context,
-        "epoch": scheduled.epoch,
-        "next_chunk": scheduled.next_chunk,
-    }

@@ -14,7 +14,7 @@ from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.output import Frames, StreamProgress
 from streamdiff.pipeline.snapshot.file import Snapshot
-from streamdiff.pipeline.snapshot.ring import check_unshared, collect, occupied, place, resume
+from streamdiff.pipeline.snapshot.ring import collect, occupied, place, resume
 
 _REST_WAIT_S = 0.1
 """How long a step waits for frames while a session comes to rest."""
@@ -28,6 +28,7 @@ class SavesSessions(ABC):
     _streams: dict[int, StreamProgress]
     _decoding: Decoding
     _failed: set[int]
+    _came: list[Frames]
 
     @abstractmethod
     def open(
@@ -49,15 +50,21 @@ class SavesSessions(ABC):
         been; with frames that came meanwhile, after which the snapshot is taken.
 
         Raises:
-            ConfigError: its noise was given as tensors, or ranks share a stage.
+            ConfigError: its noise was given as tensors.
             EngineFailure: as `step`.
         """
-        check_unshared(self.ring)
         frames, stream = self._ask(MessageKind.SAVE, session), self._streams[session]
         try:
             return collect(self.ring, self.model, stream, self._decoding.save(stream.number)), frames
+        except ConfigError:
+            self._came += frames
+            raise
         finally:
             self.ring.scheduler.hold(session, False)
+
+    def read_snapshot(self, data: bytes | memoryview) -> Snapshot:
+        """The snapshot in a file's content. Raises ConfigError for what is none."""
+        return Snapshot.from_bytes(data)
 
     def load(self, session: int, snapshot: Snapshot) -> list[Frames]:
         """Open a session that goes on, to the bit, where a snapshot was taken, on any number of stages. Returns
@@ -67,19 +74,23 @@ class SavesSessions(ABC):
             RequestError: it is of another model, other weights or sizes, or does not fit in; nothing is open then.
             EngineFailure: as `step`.
         """
+        frames: list[Frames] = []
         try:
-            check_unshared(self.ring)
             snapshot.check_model(self.model.spec, self.model.denoiser.dtype)
             opened = snapshot.session
             self.open(
                 session, torch.zeros(self.model.spec.text_shape), seed=opened["seed"], epoch=opened["epoch"],
                 steps=opened["steps"], kv_context=opened["kv_context"],
             )  # fmt: skip
-            frames, stream = self._ask(MessageKind.SAVE, session), self._streams[session]
-            change = place(snapshot, self.ring, stream)
+            frames += self._ask(MessageKind.SAVE, session)
+            stream = self._streams[session]
+            change = place(
+                snapshot, self.ring, self.model, stream, self._decoding.outlines(self.model.spec.chunk_shape)
+            )
             self._decoding.load(stream.number, (snapshot.tensors, snapshot.trees["decoder"]))
             frames += self._ask(MessageKind.LOAD, session)
         except (ConfigError, RequestError) as error:
+            self._came += frames
             if session in self._streams:
                 self.close_session(session)
             if isinstance(error, RequestError):
@@ -97,5 +108,6 @@ class SavesSessions(ABC):
         while occupied(self.ring, session) or self._streams[session].decoding:
             frames += self.step(_REST_WAIT_S)
         if session in self._failed:
+            self._came += frames
             raise RequestError("session", "the session has failed meanwhile")
         return frames

@@ -1,4 +1,4 @@
-"""Forms with a picture among their fields, read within bounds; the picture is decoded beside the event loop."""
+"""Forms with files among their fields, read within bounds; pictures are decoded beside the event loop."""
 
 from __future__ import annotations
 
@@ -28,15 +28,19 @@ Fields = dict[str, str | bytes]
 
 
 async def read_form(
-    request: Request, kind: str, pictures: Collection[str], refuse: Callable[[str, str, str], Exception]
+    request: Request,
+    kind: str,
+    files: Collection[str],
+    refuse: Callable[[str, str, str], Exception],
+    max_bytes: int = MAX_FORM_BYTES,
 ) -> Fields:
-    """The fields of a form; files only where they are `pictures`. `refuse` makes the answer to a field that is wrong,
-    from its name, why, and a word for programs.
+    """The fields of a form of `max_bytes` at most; files only where they are `files`. `refuse` makes the answer to a
+    field that is wrong, from its name, why, and a word for programs.
 
     Raises:
         Problem: 400 for what is no form, 413, or as `refuse`.
     """
-    body = _limited(request.stream())
+    body = _limited(request.stream(), max_bytes)
     try:
         if kind == FORM:
             limits = {"max_files": _MAX_FILES, "max_fields": _MAX_FIELDS}
@@ -49,7 +53,7 @@ async def read_form(
     try:
         fields: Fields = {}
         for name, value in form.multi_items():
-            if isinstance(value, UploadFile) and name not in pictures:
+            if isinstance(value, UploadFile) and name not in files:
                 raise refuse(name, f"`{name[:40]}` is a file, which would be ignored.", "unsupported")
             if name in fields:
                 raise refuse(name, f"`{name[:40]}` is given {len(form.getlist(name))} times; give it once.", "invalid")
@@ -59,12 +63,12 @@ async def read_form(
         await form.close()
 
 
-async def _limited(stream: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+async def _limited(stream: AsyncIterator[bytes], max_bytes: int) -> AsyncGenerator[bytes, None]:
     length = 0
     async for piece in stream:
         length += len(piece)
-        if length > MAX_FORM_BYTES:
-            message = f"The form is larger than {MAX_FORM_BYTES // 1024 // 1024} MiB, the most this address takes."
+        if length > max_bytes:
+            message = f"The form is larger than {max_bytes // 1024 // 1024} MiB, the most this address takes."
             raise Problem(413, message, {"Connection": "close"}, code="too_large")
         yield piece
 

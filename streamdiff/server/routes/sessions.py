@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
@@ -9,6 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from streamdiff import clock
+from streamdiff.config import Config
 from streamdiff.engine.messages import Pictures, Ready
 from streamdiff.errors import RequestError
 from streamdiff.server.app_state import AppState, count_refusals
@@ -17,8 +19,9 @@ from streamdiff.server.problem import Problem, Responses, media_type, problem_re
 from streamdiff.server.routes import schemas
 from streamdiff.server.routes.control import carry_out, status_of
 from streamdiff.server.routes.dependencies import BINARY, JSON, Controlled, State, Watched, needs
-from streamdiff.server.routes.forms import FORM, MAX_JSON_BYTES, given_picture, read_form
+from streamdiff.server.routes.forms import FORM, MAX_FORM_BYTES, MAX_JSON_BYTES, Fields, given_picture, read_form
 from streamdiff.server.routes.schemas import Receipts, SessionInfo
+from streamdiff.server.routes.snapshots import given_snapshot
 from streamdiff.server.sessions import control as messages
 from streamdiff.server.sessions.control import ControlMessage
 from streamdiff.server.sessions.live_session import LiveSession
@@ -42,11 +45,17 @@ _SENT = "a file"
 WithImageT = TypeVar("WithImageT", schemas.NewSession, schemas.SessionChange)
 
 
-def _bodies(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
-    """The body of an operation, as JSON or as a form, where the picture may be a file."""
+_SNAPSHOT = {
+    "description": "a file of GET /api/sessions/{id}/snapshot, to go on from; without seed, kv_context, image",
+    **BINARY,
+}
+
+
+def _bodies(model: type[BaseModel], *, required: bool = True, **files: dict[str, Any]) -> dict[str, Any]:
+    """The body of an operation, as JSON or as a form, where the picture and other `files` may be files."""
     schema = model.model_json_schema()
     file = {"description": "the picture itself", **BINARY}
-    form = schema | {"properties": schema["properties"] | {"image": file}}
+    form = schema | {"properties": schema["properties"] | {"image": file} | files}
     return {"requestBody": {"required": required, "content": {JSON: {"schema": schema}, FORM: {"schema": form}}}}
 
 
@@ -63,26 +72,22 @@ async def list_sessions(request: Request, state: State) -> schemas.SessionList:
 @router.post(
     "", status_code=201, response_model=schemas.OpenedSession, summary="Open a session",
     responses=_BAD_BODY | _UNAVAILABLE,
-    **needs("steer", **_bodies(schemas.NewSession, required=False)),
+    **needs("steer", **_bodies(schemas.NewSession, required=False, snapshot=_SNAPSHOT)),
 )  # fmt: skip
 async def open_session(request: Request, state: State) -> Response:
     with count_refusals(state.metrics.refused):
         state.require(request, Role.CONTROLLER)
         state.limit(request)
-        wanted, picture = await _read(request, schemas.NewSession, state.manager.ready)
+        most = MAX_FORM_BYTES + (state.config.serve.max_snapshot_mb << 20)
+        fields = await _form(request, ("image", "snapshot"), most)
+        snapshot = _snapshot(fields)
+        wanted, picture = await _read(request, schemas.NewSession, state.manager.ready, fields)
         schemas.check_new(wanted, state.manager.ready)
-        defaults = state.config
-        spec = SessionSpec(
-            prompt=defaults.session.prompt if wanted.prompt is None else wanted.prompt,
-            seed=wanted.seed,
-            fps=defaults.playback.fps if wanted.fps is None else wanted.fps,
-            steps=wanted.steps,
-            kv_context=wanted.kv_context,
-            image=picture,
-            adaptive=defaults.serve.adaptive if wanted.adaptive is None else wanted.adaptive,
-        )
+        spec = _spec(wanted, picture, state.config)
+        if snapshot is not None:
+            spec = _spec_of_saved(snapshot, wanted, state.config)
         try:
-            session = await state.manager.open(spec)
+            session = await state.manager.open(spec, snapshot)
         except SessionUnavailable as error:
             raise Problem(503, str(error), {"Retry-After": str(error.retry_after_s)}, code=error.code) from error
         except RequestError as error:
@@ -104,7 +109,8 @@ async def show_session(state: State, live: Watched) -> SessionInfo:
 )  # fmt: skip
 async def change_session(request: Request, response: Response, state: State, live: Controlled) -> Receipts:
     ready = state.manager.ready
-    change, picture = await _read(request, schemas.SessionChange, ready)
+    fields = await _form(request, ("image",), MAX_FORM_BYTES)
+    change, picture = await _read(request, schemas.SessionChange, ready, fields)
     messages = schemas.messages_of(change, ready, picture)
     return await _carry_out_all(state, live, messages, response)
 
@@ -133,11 +139,55 @@ async def reset_session(response: Response, state: State, live: Controlled) -> R
     return await _carry_out_all(state, live, [messages.ResetMessage(type="reset")], response)
 
 
-async def _read(request: Request, model: type[WithImageT], ready: Ready) -> tuple[WithImageT, Pictures | None]:
-    """The body, JSON or a form, and the picture in it, fitted to the engine's size."""
+def _spec(wanted: schemas.NewSession, picture: Pictures | None, defaults: Config) -> SessionSpec:
+    return SessionSpec(
+        prompt=defaults.session.prompt if wanted.prompt is None else wanted.prompt,
+        seed=wanted.seed,
+        fps=defaults.playback.fps if wanted.fps is None else wanted.fps,
+        steps=wanted.steps,
+        kv_context=wanted.kv_context,
+        image=picture,
+        adaptive=defaults.serve.adaptive if wanted.adaptive is None else wanted.adaptive,
+    )
+
+
+def _spec_of_saved(snapshot: bytes, wanted: schemas.NewSession, defaults: Config) -> SessionSpec:
+    """A session that goes on from a file, with what it is to have instead. Raises Problem: 413, 422."""
+    limit = defaults.serve.max_snapshot_mb
+    if len(snapshot) > limit << 20:
+        raise Problem(
+            413, f"`snapshot` is larger than serve.max_snapshot_mb, {limit} MiB.", code="too_large", field="snapshot"
+        )
+    saved = given_snapshot(snapshot, wanted)
+    return replace(
+        _spec(wanted, None, defaults),
+        prompt=saved.text if wanted.prompt is None else wanted.prompt,
+        seed=saved.seed,
+        steps=saved.steps if wanted.steps is None else wanted.steps,
+        kv_context=saved.kv_context,
+    )
+
+
+def _snapshot(fields: Fields | None) -> bytes | None:
+    """The file that a session is to go on from. Raises Problem 422 where it is no file. Mutates: fields."""
+    given = (fields or {}).pop("snapshot", None)
+    if isinstance(given, str):
+        raise _invalid("snapshot", "`snapshot` is a text; it must be a file of the form.", "invalid")
+    return given
+
+
+async def _form(request: Request, files: tuple[str, ...], max_bytes: int) -> Fields | None:
+    """The fields of a body that is a form; None: it is none."""
     kind = media_type(request)
-    if kind == FORM:
-        fields = await read_form(request, kind, ("image",), _invalid)
+    return await read_form(request, kind, files, _invalid, max_bytes) if kind == FORM else None
+
+
+async def _read(
+    request: Request, model: type[WithImageT], ready: Ready, fields: Fields | None = None
+) -> tuple[WithImageT, Pictures | None]:
+    """The body, JSON or the fields of a form, and the picture in it, fitted to the engine's size."""
+    kind = media_type(request)
+    if fields is not None:
         file = fields.pop("image") if isinstance(fields.get("image"), bytes) else None
         texts = {name: value for name, value in fields.items() if isinstance(value, str)}
         read = schemas.read(model, texts if file is None else texts | {"image": _SENT})
@@ -166,7 +216,7 @@ def _info_of(state: AppState, session: LiveSession) -> SessionInfo:
         watched=session.watched,
         age_s=round(now_s - session.lifetime.opened_s, 1),
         ends_in_s=None if end is None else round(max(0.0, end[0] - now_s), 1),
-        share=round(state.manager.share(session.fps, session.steps), 4),
+        share=round(state.manager.load.share(session.fps, session.steps), 4),
         whep=f"/whep/{session.id}",
         control=f"/api/sessions/{session.id}/control",
         stats=session.stats(),
@@ -176,12 +226,12 @@ def _info_of(state: AppState, session: LiveSession) -> SessionInfo:
 def _capacity(state: AppState) -> schemas.CapacityInfo:
     manager, ready = state.manager, state.manager.ready
     return schemas.CapacityInfo(
-        room=manager.free_sessions(),
-        work_s=manager.capacity.work_s(clock.monotonic_s()),
+        room=manager.load.free_sessions(),
+        work_s=manager.load.capacity.work_s(clock.monotonic_s()),
         chunk_frames=ready.chunk_frames,
-        share=round(sum(manager.shares()), 4),
-        share_limit=manager.capacity.limit,
-        occupancy=[round(share, 3) for share in manager.occupancy],
+        share=round(sum(manager.load.shares()), 4),
+        share_limit=manager.load.capacity.limit,
+        occupancy=[round(share, 3) for share in manager.load.occupancy],
         sessions_fit=ready.sessions_fit,
         size=f"{ready.width}x{ready.height}",
         steps=list(ready.steps_known),

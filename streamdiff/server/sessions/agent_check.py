@@ -43,5 +43,5 @@ def weight(manager: SessionManager) -> int:
     """
     if manager.draining or not manager.engine.running:
         return 0
-    free = manager.free_sessions()
+    free = manager.load.free_sessions()
     return UNMEASURED if free is None else min(free, 100)

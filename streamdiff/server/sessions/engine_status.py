@@ -1,7 +1,8 @@
-"""State of the engine, and what callers may learn of a failure."""
+"""State of the engine, what callers may learn of a failure, and whether it has opened a session."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,3 +38,33 @@ class EngineStatus:
     def message(self, may_control: bool, consequence: str = "") -> str:
         """A sentence on an engine that does not run, and why."""
         return f"{_WORDS[self.state]}{consequence}: {self.reason_for(may_control)}"
+
+
+class Opening:
+    """Whether the engine has opened a session that it was asked for. Lives on the event loop."""
+
+    def __init__(self) -> None:
+        self.again()
+
+    def again(self) -> None:
+        """Wait for another answer than the last: the session is asked for once more. Mutates: self."""
+        self._answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait until the engine has opened it.
+
+        Raises:
+            RequestError: it refused; EngineFailure: it has ended; TimeoutError: it did not answer in time.
+        """
+        async with asyncio.timeout(timeout_s):
+            await asyncio.shield(self._answer)
+
+    def end(self, error: Exception | None) -> None:
+        """The engine has opened it, or not. Mutates: self."""
+        if self._answer.done():
+            return
+        if error is None:
+            self._answer.set_result(None)
+        else:
+            self._answer.set_exception(error)
+            self._answer.exception()  # nobody need wait for it

@@ -7,29 +7,40 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from streamdiff import clock
 from streamdiff.config import PROMPT_POLICIES, Config
 from streamdiff.engine import messages
-from streamdiff.engine.messages import Command, FrameBatch, Ready
+from streamdiff.engine.messages import Command, Data, FrameBatch, Ready
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.server.auth import Tokens
+from streamdiff.server.load.capacity import Lifetime
+from streamdiff.server.load.load_policy import UNLIMITED, Asked, LoadLimit
 from streamdiff.server.logging_setup import log_fields, prompt_log
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.sessions import control
-from streamdiff.server.sessions.capacity import Lifetime
 from streamdiff.server.sessions.control import ControlError, ControlMessage, Id
-from streamdiff.server.sessions.engine_status import EngineStatus
-from streamdiff.server.sessions.load_policy import UNLIMITED, Asked, LoadLimit
+from streamdiff.server.sessions.engine_status import EngineStatus, Opening
 from streamdiff.server.sessions.playback import Playback
 from streamdiff.server.sessions.receipts import LOAD, Mailbox, Receipt, RequestTracker, Subscribers
+from streamdiff.server.sessions.saving import SnapshotRequests
 from streamdiff.server.sessions.stats import SessionStats
 from streamdiff.server.sessions.wish import SessionSpec, is_more, state_of, what_is_left, wish_after
 
 STALLED_S = 2.0
-SessionEvent = messages.Opened | messages.Accepted | messages.Applied | messages.Refused | FrameBatch | messages.Closed
+SessionEvent = (
+    messages.Opened
+    | messages.Saved
+    | messages.Accepted
+    | messages.Applied
+    | messages.Refused
+    | FrameBatch
+    | messages.Closed
+)
 
 
 class SessionEnded(StreamdiffError):
@@ -75,14 +86,18 @@ class LiveSession:
         self.opened = False
         self.closed = False  # or about to be: nobody may join
         self.engine = EngineStatus()
-        self._epoch = -1  # the latest one that the engine reported
+        self.epoch = -1
+        """The latest one that the engine reported."""
+        self.resets = 0
+        """How often its stream has begun afresh."""
         self._latest_shown_epoch = 0
         self._send, self._may_play, self._occupancy = send, may_play, occupancy
         self._log_prompts = config.serve.log_prompts
         self._stats = SessionStats(metrics, id)
         self.subscribers = Subscribers(self._stats.receipt)
+        self.snapshots = SnapshotRequests(id, send)
         self._requests = RequestTracker()
-        self._opening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.opening = Opening()
         self.playback = Playback(id, spec.fps, config, ready, metrics, self._take_shown, send)
 
     @property
@@ -108,41 +123,35 @@ class LiveSession:
         """Whether the engine makes frames for it, or is about to: a session that nobody watches takes memory only."""
         return self.watched or not self.idle or now_s < self.reserved_until_s
 
-    async def ask_open(self) -> None:
-        """Ask the engine for the session; a new engine, where it takes up what the one before has left.
+    async def ask_open(self, snapshot: Data | None = None) -> None:
+        """Ask the engine for the session; a new engine, where it takes up what the one before has left, or goes on from
+        `snapshot`.
 
         Raises:
             EngineFailure: the engine has ended.
         """
         playback = self.playback
         self.steps = self._sent_steps = self.limit.steps_of(self._asked.steps)
-        if self._epoch < 0:
+        if self.epoch < 0:
             self._log(self.prompt)
             self._stats.opening(clock.monotonic_s())
         text = self.text or self.prompt  # as it was read last: words that said nothing then say nothing now
-        past = (self._epoch + 1, playback.made_frames, playback.pacer.progress().passed)
+        past = (self.epoch + 1, playback.made_frames, playback.passed_frames)
         ahead = playback.ahead_frames
-        asked = messages.Open(self.id, text, self.seed, self.steps, self.kv_context, ahead, *past, image=self.image)
-        await self._send(asked)
-        if self.paused:
-            await self._send(messages.Pause(self.id))
+        how = (text, self.seed, self.steps, self.kv_context, ahead, *past)
+        self.resets += snapshot is None
+        await self._send(messages.Open(self.id, *how, image=self.image, snapshot=snapshot))
+        if self.paused and snapshot is None:
+            await self.tell_paused()
+
+    async def tell_paused(self) -> None:
+        """Tell the engine whether it is paused: a snapshot may have it otherwise."""
+        with suppress(EngineFailure):  # the next engine is told
+            await self._send(messages.Pause(self.id) if self.paused else messages.Resume(self.id))
 
     def _log(self, prompt: str) -> None:
         if self._log_prompts:
             prompt_log.info("session %s: prompt %r", self.id, prompt, extra=log_fields(session=self.id))
-
-    def open_again(self) -> None:
-        """Wait for another answer than the last: the session is asked for once more. Mutates: self."""
-        self._opening = asyncio.get_running_loop().create_future()
-
-    async def wait_open(self, timeout_s: float) -> None:
-        """Wait until the engine has opened it.
-
-        Raises:
-            RequestError: it refused; TimeoutError: it did not answer in time.
-        """
-        async with asyncio.timeout(timeout_s):
-            await asyncio.shield(self._opening)
 
     def engine_lost(self, engine: EngineStatus) -> None:
         """The engine has ended: refuse the requests that ended with it. The last picture stays; `ask_open` goes on.
@@ -151,21 +160,14 @@ class LiveSession:
         """
         self.opened, self.engine = False, engine
         self.subscribers.fail_pending(lambda: self._unavailable(None))
-        self._end_opening(EngineFailure(engine.reason))
-        self.open_again()
+        self.snapshots.fail(lambda: EngineFailure(engine.reason))
+        self.opening.end(EngineFailure(engine.reason))
+        self.opening.again()
         why = engine.message(may_control=True, consequence=", and this was not taken before")
-        carried = self._epoch + 1 if engine.state == "restarting" else None
+        carried = self.epoch + 1 if engine.state == "restarting" else None
         made_frames = self.playback.made_frames
         self.subscribers.deliver(self._requests.engine_lost(carried, made_frames, why, clock.monotonic_s()))
         self._send_state()
-
-    def _end_opening(self, error: Exception | None) -> None:
-        if not self._opening.done():
-            if error is None:
-                self._opening.set_result(None)
-            else:
-                self._opening.set_exception(error)
-                self._opening.exception()  # nobody need wait for it
 
     def _unavailable(self, id: Id) -> ControlError:
         code = "restarting" if self.engine.state == "restarting" else "engine_ended"
@@ -181,16 +183,18 @@ class LiveSession:
                 self.playback.push(event, now_s)
                 self._stats.made(len(event.pictures), event.chunk_s, now_s)
             case messages.Opened():
-                self.opened, self.engine, self._epoch = True, EngineStatus(), event.epoch
-                self._end_opening(None)
+                self.opened, self.engine, self.epoch = True, EngineStatus(), event.epoch
+                self.opening.end(None)
                 self.text, self.notice, self.switches = event.text, event.notice or self.notice, event.switches
                 self._send_state()
             case messages.Accepted():
                 self._take_accepted(event, now_s)
             case messages.Applied():
                 self.subscribers.deliver(self._requests.applied(event.epoch, event.first_frame, now_s, event.chunk))
+            case messages.Saved() | messages.Refused() if self.snapshots.take(event):
+                pass
             case messages.Refused() if not self.opened:
-                self._end_opening(RequestError(event.field, event.reason, event.code))
+                self.opening.end(RequestError(event.field, event.reason, event.code))
             case messages.Refused():
                 if isinstance(self._requests.find(event.request), control.StepsMessage):
                     self._asked = replace(self._asked, steps=self.steps)
@@ -200,15 +204,16 @@ class LiveSession:
                 self.opened = False
 
     def _take_accepted(self, event: messages.Accepted, now_s: float) -> None:
-        self._epoch = event.epoch
+        self.epoch = event.epoch
         match self._requests.find(event.request):
             case control.ResetMessage(seed=seed) as reset:
                 self.playback.clear_before(event.epoch)
-                self.seed = self.seed if seed is None else seed
+                self.seed, self.resets = self.seed if seed is None else seed, self.resets + 1
                 self.image = reset.picture if isinstance(reset, control.PictureReset) else self.image
             case control.PromptMessage(prompt=prompt, switch=switch):
                 self.prompt = prompt
                 if switch == "reset":
+                    self.resets += 1
                     self.playback.clear_before(event.epoch)
             case control.StepsMessage():
                 self.steps = self._sent_steps
@@ -392,6 +397,8 @@ class LiveSession:
     async def close(self) -> None:
         """End its threads and tasks; the engine's session is not closed. Mutates: self."""
         self.closed = True
-        self.subscribers.fail_pending(lambda: SessionEnded("the session ended before this was answered"))
+        ended = partial(SessionEnded, "the session ended before this was answered")
+        self.subscribers.fail_pending(ended)
+        self.snapshots.fail(ended)
         await self.playback.close()
         self._stats.end()

@@ -10,8 +10,7 @@ import contextlib
 import logging
 import math
 import secrets
-from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol
 
 from streamdiff import clock
@@ -21,22 +20,28 @@ from streamdiff.engine.messages import (
     Close,
     Closed,
     Command,
+    Data,
     Event,
     Failed,
     FrameBatch,
     Measured,
+    Opened,
     Ready,
     Refused,
 )
 from streamdiff.engine.process.supervisor import Restarting
+from streamdiff.engine.snapshot_header import read_saved_session
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.server.auth import Tokens
+from streamdiff.server.load.capacity import Lifetime
+from streamdiff.server.load.load_policy import Asked
 from streamdiff.server.logging_setup import log_fields
-from streamdiff.server.metrics import CounterDelta, Metrics
-from streamdiff.server.sessions.capacity import Capacity, Lifetime
+from streamdiff.server.metrics import Metrics
+from streamdiff.server.sessions.engine_load import EngineLoad
 from streamdiff.server.sessions.engine_status import EngineStatus
+from streamdiff.server.sessions.keeper import SessionKeeper, spec_of
 from streamdiff.server.sessions.live_session import LiveSession, SessionEvent
-from streamdiff.server.sessions.load_policy import Asked, LoadPolicy, least_share
+from streamdiff.server.sessions.session_files import FoundSession
 from streamdiff.server.sessions.wish import SessionSpec
 from streamdiff.video.picture import fit_picture
 
@@ -73,38 +78,45 @@ class SessionUnavailable(StreamdiffError):
 
 
 class SessionManager:
-    """The open sessions. `occupancy` is the share of the time that each stage was at work, as the engine reported last,
-    and `batching` its forwards by rows, and those of one row by the reason, since it began.
-    While `draining` no session is opened; `ended` is set when the engine has ended for good."""
+    """The open sessions. While `draining` no session is opened; `ended` is set when the engine has ended for good."""
 
-    def __init__(self, config: Config, connection: EngineConnection, ready: Ready, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        config: Config,
+        connection: EngineConnection,
+        ready: Ready,
+        metrics: Metrics,
+        keeper: SessionKeeper | None = None,
+        found: Sequence[FoundSession] = (),
+    ) -> None:
+        """`found` are sessions that a server before has left; they go on here. Without `keeper` none is kept."""
         self.ready = ready
         self.engine = EngineStatus()
         self.draining = False
         self.ended = asyncio.Event()
-        self.occupancy: tuple[float, ...] = ()
-        self.batching: dict[str, dict[str, int]] = {"rows": {}, "alone": {}}
         self.on_end: Callable[[LiveSession, str], Awaitable[None]] | None = None
         """Called when a session ends, before its threads do: closes the connections of its viewers."""
         self.on_event: Callable[[Event | Restarting], None] = lambda event: None
         """Called with everything that the engine says, after the sessions have heard it."""
         self.make_room: Callable[[], Awaitable[bool]] | None = None
         """Has who can wait give back memory that a new session needs; says whether there was anything."""
-        self.capacity = Capacity(ready.chunk_frames, ready.steps, config.serve.load, ready.work_s)
-        self.load_policy = LoadPolicy(ready.steps_known, config.serve.load)
-        self._load_changed = asyncio.Event()
+        self.load = EngineLoad(config, ready, metrics, lambda: self.sessions)
         self._config, self._connection, self._metrics = config, connection, metrics
         name = config.serve.name
         self._prefix = "s-" if name is None else f"s-{name}-"
-        self._busy_s: defaultdict[int, CounterDelta] = defaultdict(CounterDelta)  # by stage
-        self._forwards: defaultdict[str, CounterDelta] = defaultdict(CounterDelta)  # by rows, or by reason
         self._sessions: dict[str, LiveSession] = {}
         self._end_reasons: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._keeper = SessionKeeper(config.serve, (None, None)) if keeper is None else keeper
+        self._going_on: dict[str, Data] = {}  # by session, what the engine has been asked to go on from
         start = config.session
         image = None if start.image is None else fit_picture(start.image, ready.width, ready.height, start.fit)[None]
         wish = start.prompt, start.seed, config.playback.fps
         self._add(DEFAULT_SESSION, SessionSpec(*wish, image=image, adaptive=config.serve.adaptive))
+        for each in found:
+            session = self._add(each.record.id, spec_of(each.record, ready))
+            session.reserved_until_s = clock.monotonic_s() + RESERVED_S
+            self._keeper.take_up(each, session, config.serve)
 
     # ---- what there is ------------------------------------------------------------------------------------------
 
@@ -125,42 +137,10 @@ class SessionManager:
         is_own = self._config.serve.name is not None and id.startswith(self._prefix)
         return self._end_reasons.get(id, "restart" if is_own else None)
 
-    def free_sessions(self) -> int | None:
-        """How many more sessions of the default kind could play, with all that adaptive ones can give up; None: not
-        measured yet."""
-        default = Asked(self.ready.steps, self._config.playback.fps, self._config.serve.adaptive)
-        free = self.capacity.free_sessions(self._least_shares(), self._least_share(default))
-        by_memory = self.ready.sessions_fit
-        if free is None or by_memory is None:
-            return free
-        return max(0, min(free, by_memory - len(self._sessions)))
-
-    def shares(self) -> list[float]:
-        """The share of the engine's time that each session takes; 0 where nobody watches."""
-        now_s = clock.monotonic_s()
-        return [self.share(each.fps, each.steps) if each.plays(now_s) else 0.0 for each in self.sessions]
-
-    def _least_shares(self, excluding: str | None = None) -> list[float]:
-        """The least share that each session but `excluding` could take; 0 where nobody watches."""
-        now_s = clock.monotonic_s()
-        others = [session.asked(now_s) for session in self.sessions if session.id != excluding]
-        return [self._least_share(asked) if asked.plays else 0.0 for asked in others]
-
-    def _least_share(self, asked: Asked) -> float:
-        return least_share(asked, self.ready.steps_known, self.share)
-
-    def _refusal(self, asked: Asked, excluding: str | None = None) -> str:
-        """Why a session that asks for this cannot play, though adaptive ones give up all they can; "": it can."""
-        return self.capacity.refusal(self._least_shares(excluding), self._least_share(asked))
-
-    def share(self, fps: float, steps: int | None = None) -> float:
-        """The share of the engine's time that a session takes while it plays."""
-        return self.capacity.share(fps, clock.monotonic_s(), steps)
-
     # ---- open and end -------------------------------------------------------------------------------------------
 
-    async def open(self, spec: SessionSpec) -> LiveSession:
-        """Open a session.
+    async def open(self, spec: SessionSpec, snapshot: Data | None = None) -> LiveSession:
+        """Open a session, which goes on from the file `snapshot`, if there is one.
 
         Raises:
             SessionUnavailable: no time, no memory, the server is about to end, or the engine does not run.
@@ -171,17 +151,17 @@ class SessionManager:
         if self.draining:
             raise SessionUnavailable("draining", "The server is about to end and opens no more sessions.", 5)
         steps = self.ready.steps if spec.steps is None else spec.steps
-        if why := self._refusal(Asked(steps, spec.fps, spec.adaptive)):
+        if why := self.load.refusal(Asked(steps, spec.fps, spec.adaptive)):
             raise SessionUnavailable("time", why, self.retry_after_s())
         # Nothing is awaited between the look at the shares and this, which takes one.
         session = self._add(f"{self._prefix}{secrets.token_urlsafe(9)}", spec)
         serve, now_s = self._config.serve, clock.monotonic_s()
         session.lifetime = Lifetime(now_s, serve.idle_s, serve.lifetime_s)
         session.reserved_until_s = now_s + RESERVED_S
-        self._load_changed.set()
+        self.load.changed()
         session.tokens = Tokens.fresh()
         try:
-            await self._open_on_engine(session)
+            await self._open_on_engine(session, snapshot)
         except BaseException as error:
             await self._drop(session)
             if not isinstance(error, RequestError):
@@ -195,17 +175,21 @@ class SessionManager:
         logger.info("Session %s was opened.", session.id, extra=fields)
         return session
 
-    async def _open_on_engine(self, session: LiveSession) -> None:
+    async def _open_on_engine(self, session: LiveSession, snapshot: Data | None) -> None:
         """Ask the engine for a session; once more where what can wait has given back memory. Mutates: session."""
+        if snapshot is not None:
+            session.playback.go_on(read_saved_session(snapshot).made_frames)
         try:
-            await session.ask_open()
-            await session.wait_open(OPEN_TIMEOUT_S)
+            await session.ask_open(snapshot)
+            await session.opening.wait(OPEN_TIMEOUT_S)
         except RequestError as error:
             if error.code != "memory" or self.make_room is None or not await self.make_room():
                 raise
-            session.open_again()
-            await session.ask_open()
-            await session.wait_open(OPEN_TIMEOUT_S)
+            session.opening.again()
+            await session.ask_open(snapshot)
+            await session.opening.wait(OPEN_TIMEOUT_S)
+        if snapshot is not None:  # which may have been paused
+            await session.tell_paused()
 
     async def end(self, id: str, reason: str, why: str = "") -> None:
         """End a session and all who watch it; `reason` is a short code, `why` what the engine said, which only those
@@ -237,10 +221,12 @@ class SessionManager:
 
     def _add(self, id: str, spec: SessionSpec) -> LiveSession:
         def may_play(asked: Asked) -> str:
-            return self._refusal(asked, excluding=id)
+            return self.load.refusal(asked, excluding=id)
 
         send = self._connection.send
-        session = LiveSession(id, spec, self._config, self.ready, send, self._metrics, may_play, lambda: self.occupancy)
+        session = LiveSession(
+            id, spec, self._config, self.ready, send, self._metrics, may_play, lambda: self.load.occupancy
+        )
         self._sessions[id] = session
         return session
 
@@ -248,6 +234,7 @@ class SessionManager:
         """Forget a session and end what belongs to it. Mutates: self, session."""
         # Before anything is awaited: a viewer that is just being connected sees it and is refused.
         session.closed = True
+        self._keeper.forget(session.id)
         self._sessions.pop(session.id, None)
         if self.on_end is not None:
             await self.on_end(session, self._end_reasons.get(session.id, "refused"))
@@ -261,16 +248,29 @@ class SessionManager:
         reader.add_done_callback(self._events_ended)
         self._tasks = [
             reader,
+            asyncio.create_task(self._keeper.run(lambda: self.sessions), name="keep-sessions"),
             asyncio.create_task(self._end_expired(), name="housekeeping"),
-            asyncio.create_task(self._follow_load(), name="load"),
+            asyncio.create_task(self.load.follow(lambda: self.engine.running), name="load"),
         ]
         await self._ask_open()
 
     async def _ask_open(self) -> None:
-        """Open all sessions on the engine."""
+        """Open all sessions on the engine, from what is kept of them."""
         for session in self.sessions:
+            snapshot = await self._keeper.snapshot(session)
+            if snapshot is not None:
+                self._going_on[session.id] = snapshot
             with contextlib.suppress(EngineFailure):  # it has ended at once, and the event that says so comes next
-                await session.ask_open()
+                await session.ask_open(snapshot)
+
+    async def hand_over(self) -> None:
+        """Open no more sessions, and leave those there are in `serve.handover` for the next server."""
+        self.draining = True
+        await self._keeper.hand_over(self.sessions)
+
+    async def end_keeping(self) -> None:
+        """The server ends as it was asked to: nobody goes on from what it has kept."""
+        await self._keeper.end()
 
     async def stop(self) -> None:
         """Stop reading and close every session."""
@@ -292,28 +292,6 @@ class SessionManager:
                 if end is not None and now_s >= end[0]:
                     await self.end(session.id, end[1])
 
-    async def _follow_load(self) -> None:
-        """Have adaptive sessions give up what is too much, and give it back: at every news, and every second."""
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HOUSEKEEPING_S):
-                    await self._load_changed.wait()
-            self._load_changed.clear()
-            if not self.engine.running:
-                continue
-            now_s = clock.monotonic_s()
-            asked = {each.id: each.asked(now_s) for each in self.sessions}
-            for id, limit in self.load_policy.decide(asked, self.share, now_s).items():
-                if (session := self.get(id)) is None:
-                    continue
-                steps, fps = limit.steps_of(asked[id].steps), limit.fps_of(asked[id].fps)
-                down = steps < session.steps or fps < session.fps
-                self._metrics.load_changes.labels("down" if down else "up").inc()
-                fields = log_fields(session=id, steps=steps, fps=fps)
-                logger.info("By load, session %s has %d steps, %g frames/s.", id, steps, fps, extra=fields)
-                with contextlib.suppress(EngineFailure):  # what reads its events says so
-                    await session.limit_to(limit)
-
     async def _read_events(self) -> None:
         """Pass events on until there are no more, and note why."""
         reason = "it ended"
@@ -322,7 +300,7 @@ class SessionManager:
                 case Failed():
                     reason = event.reason
                 case Measured():
-                    self._take_measurements(event)
+                    self.load.measured(event)
                 case Restarting():
                     self.engine = EngineStatus("restarting", event.reason, event.retry_after_s)
                     self._metrics.engine_restarts.inc()
@@ -330,7 +308,7 @@ class SessionManager:
                         session.engine_lost(self.engine)
                 case Ready():
                     self.ready, self.engine = event, EngineStatus()
-                    self.capacity.restart(event.work_s)
+                    self.load.restart(event)
                     await self._ask_open()
                 case Alive():  # for the bridge
                     pass
@@ -345,11 +323,20 @@ class SessionManager:
     def _is_fatal(self, refused: Refused) -> bool:
         """Whether a refusal ends everything: the session that the page shows could not be opened."""
         default = self.get(DEFAULT_SESSION)
-        return refused.session == DEFAULT_SESSION and default is not None and not default.opened
+        is_default = refused.session == DEFAULT_SESSION and refused.session not in self._going_on
+        return is_default and default is not None and not default.opened
 
     def _dispatch(self, event: SessionEvent) -> None:
         """Hand an event to its session, if that is still open."""
         session = self.get(event.session)
+        if session is not None and not session.opened and isinstance(event, Opened | Refused):
+            snapshot = self._going_on.pop(session.id, None)
+            if snapshot is not None and isinstance(event, Refused):
+                self._tasks.append(asyncio.create_task(self._begin_afresh(session, event.reason)))
+                return
+            if snapshot is not None:
+                self._metrics.lost_s.inc(self._keeper.opened(session, snapshot))
+                self._tasks.append(asyncio.create_task(session.tell_paused()))
         if session is not None and isinstance(event, Refused) and session.engine.state == "restarting":
             # The new engine has no memory for it. Viewers take time to go, and others wait for events.
             self._tasks.append(asyncio.create_task(self.end(session.id, "restart")))
@@ -357,25 +344,17 @@ class SessionManager:
             session.handle(event)
             self._tasks.append(asyncio.create_task(self.end(session.id, "failed", event.reason)))
         elif session is not None:
-            if isinstance(event, FrameBatch) and (slack_s := session.playback.slack_s(event)) is not None:
-                chunk_s = self.ready.chunk_frames / session.fps
-                self.load_policy.chunk(session.id, slack_s, chunk_s, clock.monotonic_s())
+            if isinstance(event, FrameBatch):
+                self.load.chunk(session, event)
             session.handle(event)
 
-    def _take_measurements(self, measured: Measured) -> None:
-        self.capacity.measured(measured.work_s, clock.monotonic_s())
-        self._load_changed.set()
-        self.occupancy = measured.occupancy
-        for stage, total_s in enumerate(measured.busy_s):
-            self._metrics.stage_busy_s.labels(str(stage)).inc(self._busy_s[stage].increase(total_s))
-        self.batching = {
-            "rows": {str(rows): count for rows, count in enumerate(measured.forwards, 1) if count},
-            "alone": dict(zip(measured.alone, measured.alone_forwards, strict=True)),
-        }
-        for rows, count in enumerate(measured.forwards, 1):
-            self._metrics.forwards.labels(str(rows)).inc(self._forwards[str(rows)].increase(count))
-        for reason, count in self.batching["alone"].items():
-            self._metrics.alone.labels(reason).inc(self._forwards[reason].increase(count))
+    async def _begin_afresh(self, session: LiveSession, why: str) -> None:
+        """The engine has refused to go on with a session: it begins afresh, or ends where it came with a file."""
+        if not self._keeper.refused(session, why) and session.id != DEFAULT_SESSION:
+            await self.end(session.id, "restart")
+            return
+        with contextlib.suppress(EngineFailure):  # as in `_ask_open`
+            await session.ask_open()
 
     def _events_ended(self, reader: asyncio.Task[None]) -> None:
         """The engine has ended for good."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from streamdiff.engine.messages import Pictures
+from streamdiff.server.load.load_policy import Asked, LoadLimit
 from streamdiff.server.sessions.control import AdaptiveMessage, ControlMessage, FpsMessage, StepsMessage
-from streamdiff.server.sessions.load_policy import Asked, LoadLimit
 from streamdiff.server.sessions.receipts import LOAD
 
 

@@ -61,6 +61,10 @@ MESSAGES = [
     messages.Open("a", "a red circle", image=PICTURES[:1]),
     messages.Reset("a", 7, "r2", PICTURES[1:]),
     messages.Reset("a", no_image=True),
+    messages.Open("a", "", snapshot=b"file"),
+    messages.Save("a", "r4"),
+    messages.Saved("a", "r4", b"\0" * 9),
+    messages.Saved("a", "r4", b""),
 ]
 
 
@@ -105,7 +109,7 @@ BATCH = {"kind": "FrameBatch", "session": "a", "epoch": 0, "chunk": 0, "first": 
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ({**HEADER, "kind": "Nonsense"}, "unknown kind 'Nonsense'; expected Open, SetPrompt"),
+        ({**HEADER, "kind": "Nonsense"}, "unknown kind 'Nonsense'; expected Open, Save, SetPrompt"),
         ({**HEADER, "kind": "Closed"}, "unknown kind 'Closed'"),
         ({**HEADER, "kind": None}, "unknown kind None"),
         ({**HEADER, "more": 1}, r"Shown: unknown fields \['more'\], missing fields \[\]"),
@@ -120,6 +124,13 @@ BATCH = {"kind": "FrameBatch", "session": "a", "epoch": 0, "chunk": 0, "first": 
 def test_what_is_not_a_command_is_refused(header: object, message: str) -> None:
     with pytest.raises(WireError, match=message):
         serializer.decode_command([json.dumps(header).encode()])
+
+
+@pytest.mark.parametrize("raw", [[], [b"1234"], [b"12345", b"more"]])
+def test_a_snapshot_of_another_size_than_told_is_refused(raw: list[bytes]) -> None:
+    header = {"kind": "Saved", "session": "a", "request": "r", "data": 5}
+    with pytest.raises(WireError, match="Saved"):
+        serializer.decode_event([json.dumps(header).encode(), *raw])
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"{", b"[" * 100_000])

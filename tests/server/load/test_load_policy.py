@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulated_load import Machine, Viewing, Visit, doubling, simulate
-from streamdiff.server.sessions.load_policy import (
+from streamdiff.server.load.load_policy import (
     FULL_S,
     HOLD_S,
     SETTLE_S,

@@ -1,0 +1,169 @@
+"""Saving an engine's sessions, and opening sessions that go on from what was saved."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from streamdiff.engine.messages import Close, Event, Open, Save, Saved
+from streamdiff.engine.pipeline_api import Pipeline, SavingPipeline
+from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue, Request, has_picture
+from streamdiff.engine.session import Session, possible_switches
+from streamdiff.engine.snapshot_header import SavedSession, read_saved_session
+from streamdiff.errors import ConfigError, RequestError
+from streamdiff.models.interfaces import Reading
+from streamdiff.pipeline.output import Frames
+
+
+class SavesSessions(ABC):
+    """What `Engine` inherits for it."""
+
+    _pipeline: Pipeline
+    _max_ahead_frames: int
+    _slots: dict[str, int]
+    _sessions: dict[int, Session]
+    _waiting: PromptQueue
+    _texts: dict[str, tuple[str, Any]]
+
+    @abstractmethod
+    def _find(self, command: Request | Close) -> Session | None:
+        """Its session."""
+
+    @abstractmethod
+    def _read(self, prompt: str, previous: str | None) -> Reading:
+        """How a prompt is understood."""
+
+    @abstractmethod
+    def _wait(self, pending: PendingRequest) -> list[Event]:
+        """Encode what a request has first."""
+
+    @abstractmethod
+    def _number(self, made: Frames) -> list[Event]:
+        """Decoded frames as events."""
+
+    @abstractmethod
+    def _open_now(self, command: Open, reading: Reading, start: Any = None) -> list[Event]:
+        """Open a session of which everything is encoded."""
+
+    @abstractmethod
+    def _close(self, name: str) -> list[Event]:
+        """End a session."""
+
+    @abstractmethod
+    def _free_slot(self) -> int:
+        """The lowest number that no session has."""
+
+    @abstractmethod
+    def _min_ahead_frames(self, steps: int, kv_context: str) -> int:
+        """Frames that a session must be allowed to be ahead."""
+
+    @abstractmethod
+    def _encoded(self, name: str, text: str) -> Any:
+        """The conditioning of a session's text."""
+
+    def save(self, name: str) -> tuple[Any, list[Event]]:
+        """A snapshot of a session, and what came before it was taken. Its `about` has the session's text, epoch and
+        frame numbers; prompts that have been accepted are in it.
+
+        Raises:
+            RequestError: there is no such session, or a prompt of it is still being encoded.
+            ConfigError: sessions of this pipeline cannot be saved.
+        """
+        session = self._find(Close(name))
+        assert session is not None, "`_find` raises"
+        if name in self._waiting:
+            raise RequestError("session", f"a prompt of session {name!r} is being encoded; save it when it is accepted")
+        session.apply_pending()
+        snapshot, frames = self._saving().save(self._slots[name])
+        events = [event for made in frames for event in self._number(made)]
+        return replace(snapshot, about={"session": session.saved()}).with_start(session.start), events
+
+    def load(self, name: str, snapshot: Any) -> list[Event]:
+        """Open session `name` as a snapshot has it; its frames go on being numbered.
+
+        Raises:
+            RequestError: the id is taken, or the snapshot does not fit; nothing is open then.
+        """
+        session, events = self._load(name, snapshot, self._max_ahead_frames)
+        return session.open("", possible_switches(self._pipeline, self._slots[name])) + events
+
+    def _load(self, name: str, snapshot: Any, max_ahead_frames: int) -> tuple[Session, list[Event]]:
+        """A session that goes on from a snapshot, with no frames allowed yet, and what others made meanwhile."""
+        if name in self._slots or name in self._waiting:
+            raise RequestError("session", f"session {name!r} is open already; close it or use another id")
+        saved, opened = snapshot.about.get("session"), snapshot.session
+        if not isinstance(saved, dict):
+            raise RequestError(
+                "snapshot", "the snapshot tells nothing of the engine's session; it was not saved by one"
+            )
+        slot = self._free_slot()
+        steps, kv_context, epoch = opened["steps"], opened["kv_context"], opened["epoch"]
+        session = Session(
+            name, self._pipeline, slot, partial(self._encoded, name), text="", seed=0, kv_context=kv_context,
+            epoch=epoch, max_ahead_frames=max_ahead_frames,
+            min_ahead_frames=self._min_ahead_frames(steps, kv_context),
+        )  # fmt: skip
+        session.restore(saved)
+        frames = self._saving().load(slot, snapshot)
+        session.start = snapshot.start()
+        self._slots[name], self._sessions[slot] = slot, session
+        return session, [event for made in frames for event in self._number(made)]
+
+    def _save(self, command: Save) -> list[Event]:
+        try:
+            snapshot, events = self.save(command.session)
+        except ConfigError as error:
+            raise RequestError("session", str(error)) from error
+        return [*events, Saved(command.session, command.request, snapshot.to_bytes())]
+
+    def _open_saved(self, command: Open) -> list[Event]:
+        """Open a session that goes on; first its new prompt and picture are encoded, if it has any."""
+        if command.background:
+            raise RequestError("snapshot", "a background session does not go on from a snapshot; open it without")
+        self._saving()
+        saved = _saved_session(command)
+        reading = self._read(command.prompt, None) if command.prompt else Reading(saved.text, "")
+        if has_picture(command) or (reading.text != saved.text and self._pipeline.text.slow):
+            return self._wait(PendingRequest(command, reading.text, reading.notice))
+        return self._open_now(command, reading)
+
+    def _go_on(self, command: Open, reading: Reading, start: Any) -> list[Event]:
+        """Open a session that goes on from a snapshot, with what has been changed since. `start`: see `Session`."""
+        assert command.snapshot is not None
+        try:
+            saved, snapshot = _saved_session(command), self._saving().read_snapshot(command.snapshot)
+        except ConfigError as error:
+            raise RequestError("snapshot", str(error)) from error
+        ahead = self._max_ahead_frames if command.max_ahead_frames is None else command.max_ahead_frames
+        session, events = self._load(command.session, snapshot, ahead)
+        slot = self._slots[command.session]
+        new_text, new_steps = reading.text != session.text, command.steps not in (None, saved.steps)
+        session.start = session.start if start is None else start
+        session.renumber(command.epoch - new_text - new_steps, command.made_frames, command.shown_frames)
+        switches = possible_switches(self._pipeline, slot)
+        if new_text:
+            session.set_prompt(reading.text, reading.notice, "", next(each for each in switches if each != "reset"))
+        if new_steps and command.steps is not None:
+            try:
+                self._pipeline.check_steps(slot, command.steps)
+            except RequestError:
+                self._close(command.session)
+                raise
+            session.set_steps(command.steps, self._min_ahead_frames(command.steps, session.kv_context), "")
+        return events + session.open(reading.notice, switches)
+
+    def _saving(self) -> SavingPipeline:
+        if not isinstance(self._pipeline, SavingPipeline):
+            raise RequestError("session", f"{type(self._pipeline).__name__} cannot save sessions")
+        return self._pipeline
+
+
+def _saved_session(command: Open) -> SavedSession:
+    """What the snapshot of a session to be opened says. Raises RequestError for what is no snapshot of an engine's."""
+    assert command.snapshot is not None
+    try:
+        return read_saved_session(command.snapshot)
+    except ConfigError as error:
+        raise RequestError("snapshot", str(error)) from error

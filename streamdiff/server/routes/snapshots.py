@@ -1,0 +1,103 @@
+"""`/api/sessions/{id}/snapshot`: a session as one file, and what such a file says where a session is opened with it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter, Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from streamdiff.engine.messages import Data
+from streamdiff.engine.snapshot_header import SavedSession, read_saved_session
+from streamdiff.errors import ConfigError, EngineFailure, RequestError
+from streamdiff.server.app_state import AppState
+from streamdiff.server.problem import Problem, problem_responses
+from streamdiff.server.routes.dependencies import BINARY, Controlled, State, answer, needs
+from streamdiff.server.routes.schemas import NewSession
+from streamdiff.server.sessions.live_session import LiveSession, SessionEnded
+
+OCTETS = "application/octet-stream"
+SAVE_TIMEOUT_S = 60.0
+_PIECE = 1 << 18
+Headers = dict[str, str]
+_FIXED = ("seed", "kv_context", "image")
+"""What a snapshot has, and a session that goes on from it cannot begin with."""
+_PROBLEMS = problem_responses(
+    401, 403, 404, 410, 429, 503, 504, s409="The session cannot be saved now; `detail` says why"
+)
+
+router = APIRouter(prefix="/api/sessions", tags=["sessions"], responses=_PROBLEMS)
+
+
+@router.get(
+    "/{session}/snapshot", summary="The session as one file, from which another goes on",
+    response_class=Response, responses=answer("A safetensors file; Content-Length: its bytes", OCTETS, BINARY),
+    **needs("steer"),
+)  # fmt: skip
+async def save_session(state: State, live: Controlled) -> Response:
+    if state.snapshots.locked():
+        raise Problem(503, "Other snapshots are being sent; ask again.", {"Retry-After": "1"}, code="busy")
+    async with contextlib.AsyncExitStack() as held:
+        await held.enter_async_context(state.snapshots)
+        data = await _taken(state, live)
+        sending = held.pop_all()
+    headers = {
+        "Content-Length": str(len(data)),
+        "Content-Disposition": f'attachment; filename="{live.id}.safetensors"',
+        "Cache-Control": "no-store",
+    }
+
+    async def pieces() -> AsyncIterator[memoryview]:
+        view = memoryview(data)
+        for begin in range(0, len(view), _PIECE):
+            yield view[begin : begin + _PIECE]
+
+    return _Sending(pieces(), sending, headers)
+
+
+async def _taken(state: AppState, live: LiveSession) -> Data:
+    """A session's file. Raises Problem: 409, 410, 503, 504."""
+    if not live.opened:
+        raise state.engine_problem(may_control=True)
+    try:
+        return await live.snapshots.save(SAVE_TIMEOUT_S)
+    except RequestError as error:
+        raise Problem(409, str(error), code="refused", field=error.field) from error
+    except EngineFailure as error:
+        raise state.engine_problem(may_control=True) from error
+    except SessionEnded as error:
+        raise Problem(410, "The session has ended.", code="ended") from error
+    except TimeoutError as error:
+        raise Problem(504, "The engine saved nothing in time.", code="timeout") from error
+
+
+class _Sending(StreamingResponse):
+    """Gives back its place when it is sent, or the caller has gone."""
+
+    def __init__(self, content: AsyncIterator[memoryview], place: contextlib.AsyncExitStack, headers: Headers) -> None:
+        super().__init__(content, headers=headers, media_type=OCTETS)
+        self._place = place
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._place:
+            await super().__call__(scope, receive, send)
+
+
+def given_snapshot(data: Data, wanted: NewSession) -> SavedSession:
+    """What the file that a session is to go on from says.
+
+    Raises:
+        Problem: 422 for what is no snapshot, or a field that such a session cannot have.
+    """
+    for name in _FIXED:
+        if name in wanted.model_fields_set and getattr(wanted, name) is not None:
+            raise Problem(
+                422, f"`{name}`: a session that goes on from a snapshot has that of the snapshot; leave it out.",
+                code="invalid", field=name,
+            )  # fmt: skip
+    try:
+        return read_saved_session(data)
+    except ConfigError as error:
+        raise Problem(422, f"`snapshot`: {error}", code="refused", field="snapshot") from error

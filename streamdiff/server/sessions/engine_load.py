@@ -1,0 +1,137 @@
+"""What the open sessions take of the engine, what is left of it, and what adaptive ones give up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from streamdiff import clock
+from streamdiff.config import Config
+from streamdiff.engine.messages import FrameBatch, Measured, Ready
+from streamdiff.errors import EngineFailure
+from streamdiff.server.load.capacity import Capacity
+from streamdiff.server.load.load_policy import Asked, LoadPolicy, least_share
+from streamdiff.server.logging_setup import log_fields
+from streamdiff.server.metrics import CounterDelta, Metrics
+from streamdiff.server.sessions.live_session import LiveSession
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+
+
+class EngineLoad:
+    """`occupancy` is the share of the time that each stage was at work, as the engine reported last, and `batching` its
+    forwards by rows, and those of one row by the reason, since it began."""
+
+    def __init__(
+        self, config: Config, ready: Ready, metrics: Metrics, sessions: Callable[[], Sequence[LiveSession]]
+    ) -> None:
+        """`sessions` are the open ones, oldest first."""
+        self.capacity = Capacity(ready.chunk_frames, ready.steps, config.serve.load, ready.work_s)
+        self.occupancy: tuple[float, ...] = ()
+        self.batching: dict[str, dict[str, int]] = {"rows": {}, "alone": {}}
+        self._policy = LoadPolicy(ready.steps_known, config.serve.load)
+        self._config, self._ready, self._metrics, self._sessions = config, ready, metrics, sessions
+        self._busy_s: defaultdict[int, CounterDelta] = defaultdict(CounterDelta)  # by stage
+        self._forwards: defaultdict[str, CounterDelta] = defaultdict(CounterDelta)  # by rows, or by reason
+        self._changed = asyncio.Event()
+
+    # ---- what there is ------------------------------------------------------------------------------------------
+
+    def free_sessions(self) -> int | None:
+        """How many more sessions of the default kind could play, with all that adaptive ones can give up; None: not
+        measured yet."""
+        default = Asked(self._ready.steps, self._config.playback.fps, self._config.serve.adaptive)
+        free = self.capacity.free_sessions(self._least_shares(), self._least_share(default))
+        by_memory = self._ready.sessions_fit
+        if free is None or by_memory is None:
+            return free
+        return max(0, min(free, by_memory - len(self._sessions())))
+
+    def share(self, fps: float, steps: int | None = None) -> float:
+        """The share of the engine's time that a session takes while it plays."""
+        return self.capacity.share(fps, clock.monotonic_s(), steps)
+
+    def shares(self) -> list[float]:
+        """The share of the engine's time that each session takes; 0 where nobody watches."""
+        now_s = clock.monotonic_s()
+        return [self.share(each.fps, each.steps) if each.plays(now_s) else 0.0 for each in self._sessions()]
+
+    def refusal(self, asked: Asked, excluding: str | None = None) -> str:
+        """Why a session that asks for this cannot play beside all but `excluding`, though adaptive ones give up all
+        they can; "": it can."""
+        return self.capacity.refusal(self._least_shares(excluding), self._least_share(asked))
+
+    def _least_shares(self, excluding: str | None = None) -> list[float]:
+        """The least share that each session but `excluding` could take; 0 where nobody watches."""
+        now_s = clock.monotonic_s()
+        others = [session.asked(now_s) for session in self._sessions() if session.id != excluding]
+        return [self._least_share(asked) if asked.plays else 0.0 for asked in others]
+
+    def _least_share(self, asked: Asked) -> float:
+        return least_share(asked, self._ready.steps_known, self.share)
+
+    # ---- news ---------------------------------------------------------------------------------------------------
+
+    def changed(self) -> None:
+        """A session has come or asks for something else. Mutates: self."""
+        self._changed.set()
+
+    def restart(self, ready: Ready) -> None:
+        """Another engine is there. Mutates: self."""
+        self._ready = ready
+        self.capacity.restart(ready.work_s)
+
+    def chunk(self, session: LiveSession, batch: FrameBatch) -> None:
+        """Frames of a session have come, which are not with those that wait yet. Mutates: self."""
+        if (slack_s := session.playback.slack_s(batch)) is not None:
+            chunk_s = self._ready.chunk_frames / session.fps
+            self._policy.chunk(session.id, slack_s, chunk_s, clock.monotonic_s())
+
+    def measured(self, measured: Measured) -> None:
+        """The engine has measured. Mutates: self, the metrics."""
+        self.capacity.measured(measured.work_s, clock.monotonic_s())
+        self._changed.set()
+        self.occupancy = measured.occupancy
+        for stage, total_s in enumerate(measured.busy_s):
+            self._metrics.stage_busy_s.labels(str(stage)).inc(self._busy_s[stage].increase(total_s))
+        self.batching = {
+            "rows": {str(rows): count for rows, count in enumerate(measured.forwards, 1) if count},
+            "alone": dict(zip(measured.alone, measured.alone_forwards, strict=True)),
+        }
+        for rows, count in enumerate(measured.forwards, 1):
+            self._metrics.forwards.labels(str(rows)).inc(self._forwards[str(rows)].increase(count))
+        for reason, count in self.batching["alone"].items():
+            self._metrics.alone.labels(reason).inc(self._forwards[reason].increase(count))
+
+    # ---- what is given up ---------------------------------------------------------------------------------------
+
+    async def follow(self, running: Callable[[], bool]) -> None:
+        """Have adaptive sessions give up what is too much, and give it back: at every news, and every second, while the
+        engine is `running`; until cancelled."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await self._changed.wait()
+            self._changed.clear()
+            if running():
+                await self._limit_sessions()
+
+    async def _limit_sessions(self) -> None:
+        now_s = clock.monotonic_s()
+        sessions = {each.id: each for each in self._sessions()}
+        asked = {id: each.asked(now_s) for id, each in sessions.items()}
+        for id, limit in self._policy.decide(asked, self.share, now_s).items():
+            session, steps, fps = sessions[id], limit.steps_of(asked[id].steps), limit.fps_of(asked[id].fps)
+            if session.closed:
+                continue
+            down = steps < session.steps or fps < session.fps
+            self._metrics.load_changes.labels("down" if down else "up").inc()
+            fields = log_fields(session=id, steps=steps, fps=fps)
+            logger.info("By load, session %s has %d steps, %g frames/s.", id, steps, fps, extra=fields)
+            with contextlib.suppress(EngineFailure):  # what reads its events says so
+                await session.limit_to(limit)

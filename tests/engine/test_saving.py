@@ -1,0 +1,178 @@
+"""What is saved over the bridge's messages goes on, to the bit, on another engine; what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from streamdiff.config import ModelConfig
+from streamdiff.engine.engine import Engine
+from streamdiff.engine.messages import (
+    Accepted,
+    Applied,
+    Close,
+    Command,
+    Event,
+    FrameBatch,
+    Open,
+    Opened,
+    Refused,
+    Save,
+    Saved,
+    SetPrompt,
+    SetSteps,
+    Shown,
+)
+from streamdiff.engine.pipeline_api import Pipeline
+from streamdiff.engine.process.main import _load_runtime
+from streamdiff.engine.snapshot_header import read_saved_session
+from streamdiff.errors import ConfigError
+from tests.engine.painted import PaintedPipeline
+from tests.small import BLUE, RED
+
+CHUNK = 12
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Iterator[Pipeline]:
+    pipeline = _load_runtime(ModelConfig())
+    yield pipeline
+    pipeline.close()
+
+
+class Driven:
+    """An engine, everything it said, and its frames by session and number."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.engine = Engine(pipeline, 4 * CHUNK)
+        self.events: list[Event] = []
+        self.frames: dict[str, dict[int, np.ndarray]] = {}
+
+    def tell(self, *commands: Command) -> None:
+        for command in commands:
+            self._take(self.engine.handle(command))
+
+    def play(self, session: str, until: Callable[[], bool]) -> None:
+        """Show what is made at once."""
+        while not until():
+            self._take(self.engine.step(0.01))
+            self.tell(Shown(session, max(self.frames.get(session, {0: None})) + 1))
+
+    def frames_to(self, session: str, count: int) -> None:
+        self.play(session, lambda: max(self.frames.get(session, {-1: None})) + 1 >= count)
+
+    def last(self, kind: type) -> Event:
+        return next(event for event in reversed(self.events) if isinstance(event, kind))
+
+    def _take(self, events: list[Event]) -> None:
+        self.events += events
+        for event in events:
+            if isinstance(event, FrameBatch):
+                own = self.frames.setdefault(event.session, {})
+                own |= {event.first + index: picture for index, picture in enumerate(event.pictures)}
+
+
+def saved(driven: Driven, session: str) -> bytes:
+    driven.tell(Save(session, "s1"))
+    event = driven.last(Saved)
+    assert isinstance(event, Saved) and (event.session, event.request) == (session, "s1")
+    return bytes(event.data)
+
+
+@pytest.mark.slow
+def test_a_stream_goes_on_from_the_bytes_beside_others(pipeline: Pipeline) -> None:
+    driven = Driven(pipeline)
+    driven.tell(Open("a", RED, 4), Open("b", BLUE, 5))
+    driven.frames_to("a", 2 * CHUNK)
+    driven.tell(SetPrompt("a", BLUE, "r1"))
+    data = saved(driven, "a")
+    told = read_saved_session(data)
+    assert (told.text, told.seed, told.steps, told.nbytes, told.model["name"]) == (BLUE, 4, 4, len(data), "tiny")
+    assert told.made_frames == max(driven.frames["a"]) + 1
+    driven.tell(Open("c", "", snapshot=data))
+    opened = driven.last(Opened)
+    assert isinstance(opened, Opened) and (opened.session, opened.text, opened.epoch) == ("c", BLUE, 1)
+    end = told.made_frames + 2 * CHUNK
+    driven.frames_to("a", end)
+    driven.frames_to("c", end)
+    driven.frames_to("b", 2 * CHUNK)
+    own = range(told.made_frames, end)
+    assert min(driven.frames["c"]) == told.made_frames
+    assert all(np.array_equal(driven.frames["a"][number], driven.frames["c"][number]) for number in own)
+    assert not np.array_equal(driven.frames["a"][end - 1], driven.frames["b"][2 * CHUNK - 1])
+    driven.tell(Close("a"), Close("b"), Close("c"))
+
+
+@pytest.mark.slow
+def test_what_changed_after_it_was_saved_holds_from_the_next_chunk(pipeline: Pipeline) -> None:
+    """As a session that comes back: frames and epochs go on from what viewers know, and the last epoch has it all."""
+    driven = Driven(pipeline)
+    driven.tell(Open("a", RED, 4))
+    driven.frames_to("a", 2 * CHUNK)
+    data = saved(driven, "a")
+    made = read_saved_session(data).made_frames
+    driven.tell(SetPrompt("a", BLUE, "r1"), SetSteps("a", 2, "r2"))
+    driven.frames_to("a", made + 2 * CHUNK)
+    driven.tell(Close("a"))
+
+    driven.tell(Open("c", BLUE, steps=2, snapshot=data, epoch=9, made_frames=200, shown_frames=190))
+    opened = driven.last(Opened)
+    assert isinstance(opened, Opened) and (opened.text, opened.epoch) == (BLUE, 9)
+    driven.frames_to("c", 200 + 2 * CHUNK)
+    applied = [event for event in driven.events if isinstance(event, Applied) and event.session == "c"]
+    assert (applied[-1].epoch, min(driven.frames["c"])) == (9, 200)
+    before = made - 200
+    assert all(np.array_equal(driven.frames["c"][n], driven.frames["a"][n + before]) for n in driven.frames["c"])
+    driven.tell(SetPrompt("c", RED, "r3"))
+    accepted = driven.last(Accepted)
+    assert isinstance(accepted, Accepted) and accepted.epoch == 10
+    driven.play("c", lambda: any(isinstance(event, Applied) and event.epoch == 10 for event in driven.events))
+    again = read_saved_session(saved(driven, "c"))
+    assert (again.text, again.steps) == (RED, 2)
+    driven.tell(Close("c"))
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_refused_by_name_and_others_go_on(pipeline: Pipeline, tmp_path: Path) -> None:
+    driven = Driven(pipeline)
+    driven.tell(Open("a", RED, 4))
+    driven.frames_to("a", CHUNK)
+    data = saved(driven, "a")
+
+    def refused(command: Command) -> tuple[str, str]:
+        driven.tell(command)
+        event = driven.events[-1]
+        assert isinstance(event, Refused)
+        return event.field, event.reason
+
+    assert refused(Open("c", "", snapshot=data[:-1]))[0] == "snapshot"
+    assert refused(Open("c", "", snapshot=b"PK\x03\x04"))[0] == "snapshot"
+    assert refused(Open("c", "", snapshot=data, background=True))[0] == "snapshot"
+    assert refused(Open("a", "", snapshot=data))[0] == "session"
+    assert refused(Open("c", "", snapshot=data, steps=3))[0] == "steps"
+    assert refused(Save("c", "s2"))[0] == "session"
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    said = json.loads(header["__metadata__"]["header"])
+    said["model"]["weights"][1] = "0" * 16
+    header["__metadata__"]["header"] = json.dumps(said)
+    text = json.dumps(header).encode()
+    field, reason = refused(Open("c", "", snapshot=len(text).to_bytes(8, "little") + text + data[8 + length :]))
+    assert field == "snapshot" and "other weights" in reason
+    driven.frames_to("a", 3 * CHUNK)
+    driven.tell(Open("c", "", snapshot=data), Close("a"), Close("c"))
+    assert isinstance(driven.last(Opened), Opened)
+
+
+def test_a_pipeline_that_cannot_save_says_so() -> None:
+    driven = Driven(PaintedPipeline())
+    driven.tell(Open("a", "red"), Save("a", "s1"))
+    refused = driven.events[-1]
+    assert isinstance(refused, Refused) and (refused.request, refused.field) == ("s1", "session")
+    assert "cannot save sessions" in refused.reason
+    with pytest.raises(ConfigError, match="not a safetensors file"):
+        read_saved_session(b"x" * 100)

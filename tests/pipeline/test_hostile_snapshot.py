@@ -1,0 +1,222 @@
+"""A snapshot from a stranger, with any of its values changed: it is refused by the value's name, or its session works;
+no other session is touched by it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from streamdiff.engine.engine import Engine
+from streamdiff.engine.messages import Close, Event, FrameBatch, Open, Opened, Refused, SetPrompt, Shown
+from streamdiff.errors import ConfigError
+from streamdiff.models.model import Model
+from streamdiff.pipeline.executor import LocalRing
+from streamdiff.pipeline.snapshot.file import Snapshot
+from streamdiff.pipeline.snapshot.header import MAX_HEADER_BYTES
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from tests.small import BLUE, CPU, RED, WHITE, small_model
+
+PLAIN = small_model(4, layers=2, sink=2)
+ADAPTIVE = replace(PLAIN, spec=replace(PLAIN.spec, adaptive_sink=0.97, rope="absolute"))
+CHUNK = PLAIN.spec.chunk_frames
+CASES = {"staircase": PLAIN, "matched": ADAPTIVE, "anchored": replace(PLAIN, spec=replace(PLAIN.spec, anchor_every=2))}
+STRUCTURE = ("fields", "class", "order", "tensor")
+CHANGES_EACH = 3
+"""Of each value; the whole list over several values of a kind."""
+VALUES = (
+    -1,
+    0,
+    2**31,
+    2**70,
+    -(2**53),
+    1.5,
+    1e300,
+    True,
+    None,
+    "",
+    "x" * 100_000,
+    [],
+    {},
+    [1],
+    {"class": "dict", "fields": 3},
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class Place:
+    """An engine with a session of its own that goes on all the time."""
+
+    def __init__(self, model: Model, stages: int) -> None:
+        self.engine = Engine(StreamingPipeline(model, CPU, ring=LocalRing(model, CPU, stages)), 4 * CHUNK)
+        self.own: list[np.ndarray] = []
+        self.engine.handle(Open("own", WHITE, seed=9))
+
+    def go_on(self, session: str, chunks: int, events: list[Event]) -> int:
+        """Step until a session has so many more chunks; returns how many frames of it came. Mutates: events."""
+        came, turns = 0, 0
+        while came < chunks * CHUNK:
+            events += self.engine.step(0.1)
+            for event in events:
+                if not isinstance(event, FrameBatch):
+                    continue
+                self.engine.handle(Shown(event.session, event.first + len(event.pictures)))
+                came += len(event.pictures) * (event.session == session)
+                self.own += list(event.pictures) if event.session == "own" else []
+            events.clear()
+            turns += 1
+            assert turns < 2000, f"session {session} stands still"
+        return came
+
+    def offer(self, data: bytes) -> str:
+        """Open a session from a file, and play it if it was taken; returns why it was not."""
+        events = self.engine.handle(Open("guest", "", snapshot=data))
+        refusals = [event for event in events if isinstance(event, Refused)]
+        if refusals:
+            assert refusals[0].field == "snapshot"
+            assert "Traceback" not in refusals[0].reason
+            return refusals[0].reason
+        assert any(isinstance(event, Opened) for event in events)
+        self.engine.handle(SetPrompt("guest", BLUE))
+        self.go_on("guest", 3, events)
+        self.engine.handle(Close("guest"))
+        return ""
+
+
+def taken(kv_context: str, stages: int = 2) -> bytes:
+    """A snapshot in mid-stream, with chunks in flight where the context has some."""
+    place = Place(CASES[kv_context], stages)
+    place.engine.handle(Open("guest", RED, seed=3, kv_context=kv_context))
+    place.go_on("guest", 4, [])
+    while kv_context != "clean" and not place.engine._pipeline.ring.waiting:  # type: ignore[attr-defined]
+        place.engine.step(0.1)
+    snapshot, _ = place.engine.save("guest")
+    place.engine.close()
+    return snapshot.to_bytes()
+
+
+def parts(data: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    length = int.from_bytes(data[:8], "little")
+    metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+    return json.loads(metadata["header"]), load(data)
+
+
+def whole(header: Any, tensors: dict[str, torch.Tensor]) -> bytes:
+    text = header if isinstance(header, str) else json.dumps(header)
+    return save(tensors, {"kind": "streamdiff session", "format": "1", "header": text})
+
+
+def leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to every value of a header, and to every object that names its class."""
+    if isinstance(node, dict):
+        if "class" in node:
+            yield path
+        for key, each in node.items():
+            yield from leaves(each, (*path, key))
+    elif isinstance(node, list):
+        for index, each in enumerate(node):
+            yield from leaves(each, (*path, index))
+    else:
+        yield path
+
+
+def changed(header: Any, path: tuple[Any, ...], value: Any) -> Any:
+    result = copy.deepcopy(header)
+    place = result
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return result
+
+
+def check_other_session(place: Place, model: Model, stages: int) -> None:
+    alone = Place(model, stages)
+    place.go_on("own", 2, [])
+    alone.go_on("own", -(-len(place.own) // CHUNK), [])
+    alone.engine.close()
+    count = min(len(place.own), len(alone.own))
+    assert np.array_equal(np.stack(place.own[:count]), np.stack(alone.own[:count]))
+
+
+def offer_changed_values(kv_context: str, most: int | None) -> None:
+    """A file per changed value of the header, at `most` so many."""
+    data, draw = taken(kv_context), random.Random(1)
+    header, tensors = parts(data)
+    place = Place(CASES[kv_context], 2)
+    assert not place.offer(data), "as it is, it goes on"
+    changes = [
+        (path, value)
+        for path in leaves(header)
+        if path[0] not in ("model", "streamdiff") or len(path) < 3
+        for value in draw.sample(VALUES, CHANGES_EACH)
+    ]
+    for path, value in changes if most is None else draw.sample(changes, most):
+        why = place.offer(whole(changed(header, path, value), tensors))
+        names = [str(key) for key in path if isinstance(key, str) and key not in STRUCTURE]
+        assert not why or any(re.search(rf"\b{re.escape(name)}\b", why) for name in names), (path, value, why)
+    check_other_session(place, CASES[kv_context], 2)
+    place.engine.close()
+
+
+def offer_changed_tensors(kv_context: str, most: int | None) -> None:
+    """The same of tensors: another shape, type or content, or none."""
+    header, tensors = parts(taken(kv_context))
+    place = Place(CASES[kv_context], 2)
+    changes: list[tuple[str, torch.Tensor | None]] = []
+    for name, tensor in tensors.items():
+        contents = (-1, 2**40) if tensor.dtype == torch.int64 else (torch.nan, torch.inf)
+        odd = [tensor.reshape(-1), tensor[..., :-1], tensor.to(torch.float16), torch.zeros((2**20, 0))]
+        odd += [torch.full_like(tensor, content) for content in contents if tensor.numel()]
+        changes += [(name, None), *((name, each.contiguous()) for each in odd if unlike(each, tensor))]
+    for name, each in changes if most is None else random.Random(1).sample(changes, most):
+        others = {key: value for key, value in tensors.items() if key != name}
+        why = place.offer(whole(header, others if each is None else others | {name: each}))
+        assert any(part in why for part in (name, name.rpartition(".")[2].split("[")[0])), (name, each, why)
+    assert "but nothing in its header says what it is" in place.offer(whole(header, tensors | {"more": torch.ones(1)}))
+    check_other_session(place, CASES[kv_context], 2)
+    place.engine.close()
+
+
+def unlike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.dtype) != (other.shape, other.dtype) or not torch.equal(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_context", CASES)
+def test_some_values_and_tensors_are_anything(kv_context: str) -> None:
+    offer_changed_values(kv_context, 40)
+    offer_changed_tensors(kv_context, 12)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kv_context", CASES)
+def test_every_value_and_tensor_is_anything(kv_context: str) -> None:
+    offer_changed_values(kv_context, None)
+    offer_changed_tensors(kv_context, None)
+
+
+def test_a_header_is_looked_at_before_anything_is_read() -> None:
+    header, tensors = parts(taken("staircase"))
+    for text in ("[" * 100_000, "[]", '{"model": NaN}', '{"a": ' + "9" * 5000 + "}", json.dumps(header | {"trees": 3})):
+        with pytest.raises(ConfigError, match="header"):
+            Snapshot.from_bytes(whole(text, tensors))
+    with pytest.raises(ConfigError, match=r"has a header of 16,\d+,\d+ bytes; a snapshot's has at most 16,777,216"):
+        Snapshot.from_bytes(whole(header | {"more": "x" * MAX_HEADER_BYTES}, tensors))
+    with pytest.raises(ConfigError, match="not a safetensors file, or cut off"):
+        Snapshot.from_bytes(whole(header, tensors)[:50])
+    whole_file = whole(header, tensors)
+    with pytest.raises(ConfigError, match="of tensors, but"):
+        Snapshot.from_bytes(whole_file[:-8])

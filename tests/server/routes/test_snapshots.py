@@ -1,0 +1,137 @@
+"""A session saved over HTTP goes on from its file on another server, with other stages; others are refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save
+
+from streamdiff.config import Config, PlaybackConfig, ServeConfig
+from streamdiff.engine.messages import Event, FrameBatch
+from streamdiff.engine.snapshot_header import read_saved_session
+from streamdiff.models.model import Model
+from streamdiff.pipeline.executor import LocalRing
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from tests.server.conftest import Site, bearer, open_site
+from tests.small import BLUE, CPU, RED, small_model
+
+pytestmark = pytest.mark.slow
+MODEL = small_model(4, layers=4, sink=2)
+CHUNK = MODEL.spec.chunk_frames
+LEAD = PlaybackConfig(lead_s=4.0)
+TOKEN = "control-token-of-the-tests"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def pipeline(stages: int, model: Model = MODEL) -> Any:
+    return StreamingPipeline(model, CPU, ring=LocalRing(model, CPU, stages))
+
+
+class Frames:
+    """What the engine of a site has made, by session and number."""
+
+    def __init__(self, site: Site) -> None:
+        self.made: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
+        site.state.manager.on_event = self._take
+
+    def _take(self, event: Event | Any) -> None:
+        if isinstance(event, FrameBatch):
+            self.made[event.session].update(enumerate(event.pictures, event.first))
+
+
+async def saved(site: Site, session: str, headers: dict[str, str]) -> bytes:
+    answer = await site.http.get(f"/api/sessions/{session}/snapshot", headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    return answer.content
+
+
+async def opened(site: Site, snapshot: bytes, headers: dict[str, str] | None = None, **fields: str) -> httpx.Response:
+    files = {"snapshot": ("a.safetensors", snapshot, "application/octet-stream")}
+    return await site.http.post("/api/sessions", files=files, data=fields, headers=headers)
+
+
+def test_a_session_goes_on_to_the_bit_on_another_server_with_other_stages() -> None:
+    async def main() -> None:
+        async with open_site(Config(playback=LEAD), pipeline(1)) as site:
+            frames = Frames(site)
+            session = (await site.http.post("/api/sessions", json={"prompt": RED, "seed": 3})).json()
+            made, steer = frames.made[session["id"]], bearer(session["control_token"])
+            await site.until(lambda: len(made) >= 2 * CHUNK)
+            snapshot = await saved(site, session["id"], steer)
+            begin = read_saved_session(snapshot).made_frames
+            await site.until(lambda: len(made) >= begin + 2 * CHUNK)
+            url = f"/api/sessions/{session['id']}/snapshot"
+            assert (await site.http.get(url)).status_code == 401
+            assert (await site.http.get(url, headers=bearer(session["view_token"]))).status_code == 403
+        async with open_site(Config(playback=LEAD, serve=ServeConfig(load=10.0)), pipeline(4)) as site:
+            frames = Frames(site)
+            answer = await opened(site, snapshot)
+            assert answer.status_code == 201, answer.text
+            told = answer.json()
+            assert (told["seed"], told["prompt"], told["kv_context"]) == (3, RED, "clean")
+            again = frames.made[told["id"]]
+            await site.until(lambda: len(again) >= 2 * CHUNK)
+            both = sorted(made.keys() & again.keys())
+            assert min(again) == begin
+            assert len(both) >= 2 * CHUNK
+            assert all(np.array_equal(made[number], again[number]) for number in both)
+            other = await opened(site, snapshot, prompt=BLUE)
+            assert other.status_code == 201, other.text
+            assert other.json()["prompt"] == BLUE
+
+    asyncio.run(main())
+
+
+def test_what_does_not_fit_is_refused_by_name_and_others_play_on() -> None:
+    async def main() -> None:
+        config = Config(serve=ServeConfig(max_snapshot_mb=1))
+        other = small_model(5, layers=4, sink=2)
+        async with open_site(Config(), pipeline(1)) as site:
+            snapshot = await saved(site, "default", {})
+        async with open_site(config, pipeline(1, other)) as site:
+
+            async def refusal(data: bytes, **fields: str) -> tuple[int, str, str]:
+                answer = await opened(site, data, **fields)
+                assert answer.headers["content-type"] == "application/problem+json"
+                return answer.status_code, answer.json().get("field", ""), answer.json()["detail"]
+
+            status, field, why = await refusal(snapshot)
+            assert (status, field) == (422, "snapshot")
+            assert "name is small-4 in the snapshot, but small-5 here" in why
+            for name, value in (("seed", "3"), ("kv_context", "clean")):
+                assert (await refusal(snapshot, **{name: value}))[:2] == (422, name)
+            for hostile in (
+                b"", b"\x80\x04" * 40, snapshot[:-5], snapshot[:200], save({"a": torch.ones(1)}),
+                save({"a": torch.ones(1)}, {"kind": "streamdiff session", "format": "1", "header": "[" * 99_999}),
+            ):  # fmt: skip
+                assert (await refusal(hostile))[:2] == (422, "snapshot")
+            assert (await refusal(bytes(2**20 + 1)))[:2] == (413, "snapshot")
+            assert (await refusal(bytes(2**24 + 2**20 + 1)))[0] == 413
+            text = await site.http.post("/api/sessions", files={"snapshot": (None, "words")})
+            assert (text.status_code, text.json()["field"]) == (422, "snapshot")
+            assert len((await site.http.get("/api/sessions")).json()["sessions"]) == 1
+            assert (await site.http.post("/api/sessions", json={"prompt": RED})).status_code == 201
+
+    asyncio.run(main())
+
+
+def test_a_server_with_a_token_takes_none_without(tmp_path: Path) -> None:
+    async def main() -> None:
+        (tmp_path / "token").write_text(TOKEN)
+        serve = ServeConfig(control_token_file=str(tmp_path / "token"))
+        async with open_site(Config(serve=serve)) as site:
+            assert (await opened(site, b"x")).status_code == 401
+
+    asyncio.run(main())

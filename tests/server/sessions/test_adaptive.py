@@ -9,6 +9,8 @@ import httpx
 import pytest
 
 from streamdiff.config import Config, PlaybackConfig, ServeConfig
+from streamdiff.engine.messages import Open
+from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.server.sessions import load_policy
 from tests.server.conftest import Peer, Site, bearer, open_site
 from tests.server.scripted import Painter
@@ -130,6 +132,19 @@ def test_chunks_that_come_late_are_noticed_whatever_was_measured() -> None:
         assert (await peer.message({"type": "state", "steps": 2}))["reason"] == "load"
 
     _run(scene, TooCheap(chunk_s=0.3), adaptive=True)  # and a chunk is shown for 0.2
+
+
+@pytest.mark.usefixtures("measured_only")
+def test_an_engine_that_comes_back_goes_on_with_what_load_leaves() -> None:
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        await peer.message({"type": "state", "steps": 2, "asked_steps": 4})
+        await site.client.inject(Restarting("it was lost", 1))
+        await site.client.inject(site.client.ready)
+        await site.until(lambda: len([each for each in site.client.sent if isinstance(each, Open)]) > 1)
+        assert [each.steps for each in site.client.sent if isinstance(each, Open)] == [4, 2]
+
+    _run(scene, Painter(chunk_s=0.2), adaptive=True)
 
 
 def test_who_is_not_adaptive_gives_nothing() -> None:

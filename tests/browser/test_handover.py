@@ -21,7 +21,7 @@ def shows(browser: WebDriver, channel: int, other: int) -> None:
     pictures: set[tuple[int, ...]] = set()
 
     def seen(page: dict) -> bool:  # type: ignore[type-arg]
-        pictures.add(tuple(page["pixels"]))
+        pictures.add(tuple(page["pixels"] or ()))
         return page["status"] == "Live" and len(pictures) >= 3 and coloured(page, channel, other) > 12
 
     until(browser, seen)

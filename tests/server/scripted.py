@@ -95,6 +95,13 @@ class Painting:
     about: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=lambda: {"name": INFO.model, "size": SIZE})
 
+    def with_start(self, start: None) -> Painting:
+        """A painter begins with no picture."""
+        return self
+
+    def start(self) -> None:
+        return None
+
     def to_bytes(self) -> bytes:
         parts = {"model": self.model, "session": self.session, "trees": self.trees, "about": self.about}
         metadata = {"kind": KIND, "format": str(FORMAT), "header": json.dumps(parts)}

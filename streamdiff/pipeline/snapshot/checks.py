@@ -81,7 +81,8 @@ def check_session(snapshot: Snapshot, opened: Opened, loose: Iterable[str]) -> N
     _check_stages(stages, opened, head.scheduled)
     _check_stream(stream, opened, head.scheduled)
     for name, value in opened_with(head).items():
-        _must(snapshot.session[name] == value, f"session.{name}", snapshot.session[name], f"{value}, as `head` says")
+        theirs = snapshot.session.get(name)
+        _must(theirs == value, f"session.{name}", theirs, f"{value}, as `head` says")
     if told is not None:
         _check_told(told, head, stream)
 

@@ -23,6 +23,7 @@ _OPENED = {
     "next_chunk": (0, _MOST),
 }
 """What a session is opened with, and the range of each; and `kv_context`."""
+_NEEDED = {"seed", "steps", "epoch", "kv_context"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class SnapshotHeader:
     @property
     def steps(self) -> int:
         """Denoise steps that the latest request has asked for, whether they hold already or not."""
-        return int(self.session["next_steps"])
+        return int(self.session.get("next_steps", self.session["steps"]))
 
 
 def read_metadata(metadata: Mapping[str, str], name: str) -> SnapshotHeader:
@@ -67,13 +68,14 @@ def read_metadata(metadata: Mapping[str, str], name: str) -> SnapshotHeader:
 
 def _check_opened(session: Mapping[str, Any], name: str) -> None:
     """Raises ConfigError where the session could not be opened as it says."""
-    if set(session) != {*_OPENED, "kv_context"}:
+    if not _NEEDED <= set(session) <= _NEEDED | set(_OPENED):
         raise ConfigError(
             f"{name}: its session has {', '.join(session)}; it must have {', '.join(_OPENED)}, kv_context"
         )
-    for key, (low, high) in _OPENED.items():
-        if type(session[key]) is not int or not low <= session[key] <= high:
-            raise ConfigError(f"{name}: {key} is {session[key]!r:.60}; it must be a whole number from {low} to {high}")
+    for key, value in session.items():
+        low, high = _OPENED.get(key, (0, 0))
+        if key in _OPENED and (type(value) is not int or not low <= value <= high):
+            raise ConfigError(f"{name}: {key} is {value!r:.60}; it must be a whole number from {low} to {high}")
     if session["kv_context"] not in KV_CONTEXTS:
         raise ConfigError(f"{name}: kv_context is {session['kv_context']!r:.60}; it can be {', '.join(KV_CONTEXTS)}")
 

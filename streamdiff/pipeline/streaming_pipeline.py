@@ -71,6 +71,7 @@ class StreamingPipeline(SavesSessions):
         Raises:
             ConfigError: steps that the model does not have.
         """
+        super().__init__()
         spec = model.spec
         self.model, self.text = model, model.text
         self.hook: StepHook | None = None
@@ -147,7 +148,9 @@ class StreamingPipeline(SavesSessions):
 
     def reset(self, session: int, conditioning: Tensor, *, seed: int, epoch: int, start: Tensor | None = None) -> None:
         """Drop what is in flight and start afresh at chunk 0, or from `start`, see `open`; the frame credit is 0 until
-        it is set again."""
+        it is set again. Not of a session that `is_away`."""
+        self._forget_swapped(session)
+        self.ring.scheduler.hold(session, False)
         self.ring.reset(session, conditioning, seed=seed, epoch=epoch, given_latents=start)
         self._begin(session, self._streams[session].background, epoch)
 
@@ -172,6 +175,7 @@ class StreamingPipeline(SavesSessions):
 
     def close_session(self, session: int) -> None:
         """End a stream and free its state; no more frames of it come out."""
+        self._forget_swapped(session)
         self.ring.close(session)
         if self._budget is not None:
             self._budget.give_back(session)
@@ -192,6 +196,7 @@ class StreamingPipeline(SavesSessions):
 
     def _step(self, wait_s: float) -> list[Frames]:
         now_s = clock.monotonic_s()
+        self._turn_swaps()
         rows, finished = self._turn()
         for row in rows:
             if row.step == 0:
@@ -214,7 +219,7 @@ class StreamingPipeline(SavesSessions):
     @property
     def busy(self) -> bool:
         """Whether a step can run now, or something is decoding or decoded and not handed out yet."""
-        waiting = self._given or self._put_off
+        waiting = self._given or self._put_off or self.coming
         return self.ring.has_work or self._pending > 0 or bool(waiting) or not self._ready.empty()
 
     def unfinished(self) -> set[tuple[int, int, int]]:
@@ -266,6 +271,7 @@ class StreamingPipeline(SavesSessions):
         if self.hook is not None:
             self.hook.close()
         self._decoding.close(abandon=self.ring.worker.timer.hung)
+        self.ring.stage.swaps.close()
         if self._workers is not None:
             self._workers.leave()
 
@@ -307,7 +313,7 @@ class StreamingPipeline(SavesSessions):
         if model.decoder is None:
             raise ValueError("a runtime that decodes needs a model with a decoder")
         timer = self.ring.worker.timer
-        return LocalDecoding(model.decoder, self._deliver, self._wake, device, at_once, timer)
+        return LocalDecoding(model.decoder, self._deliver, self._wake, device, at_once, timer, self.ring.stage.swaps)
 
     def _begin(self, session: int, background: bool, epoch: int) -> None:
         """A new stream of a session. What it is given with a clean pass alone never comes back finished, and is decoded
@@ -334,7 +340,7 @@ class StreamingPipeline(SavesSessions):
         """Everything decoded so far; waits up to `wait_s` while something is decoding or in the ring."""
         out: list[Frames] = []
         while True:
-            wait = wait_s if (self._pending or self.ring.waiting) and not out else 0.0
+            wait = wait_s if (self._pending or self.ring.waiting or self.coming) and not out else 0.0
             if not out and (held_s := self.ring.held_s):  # nothing else would wake it
                 wait = min(wait_s, held_s)
             try:

@@ -7,6 +7,7 @@ which they were finished. A *stream* here is a session from its start or reset t
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -25,12 +26,21 @@ from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.host_copy import TransferStream, decode_chunk
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
-from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, SessionUpdate, StageMessage
+from streamdiff.pipeline.distributed.message import (
+    MessageKind,
+    MessageLayout,
+    Outcome,
+    SessionUpdate,
+    StageMessage,
+)
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, StateExchange
 from streamdiff.pipeline.runner.worker import LEAVE_S
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.session_state import walk
+from streamdiff.session_state.swap_store import Lost, SwapStore
 from streamdiff.video.pixel_format import PictureKind, shape_of
+
+logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 DECODE_THREADS = 1
@@ -65,6 +75,12 @@ class Decoding(Protocol):
     def load(self, stream: int, state: State) -> None:
         """Let a stream that has not begun go on from what was saved. Raises ConfigError where it does not fit."""
 
+    def swap_out(self, stream: int) -> None:
+        """Keep what the decoder remembers of a stream elsewhere, after all that was submitted, until `swap_in`."""
+
+    def swap_in(self, stream: int) -> Outcome:
+        """Have it remembered again, before what is submitted later. NOT_YET: call again; never waits."""
+
     def check(self) -> None:
         """Raises what has gone wrong on the way."""
 
@@ -76,8 +92,10 @@ class Decoding(Protocol):
 class _Memories:
     """What the decoder remembers of each stream."""
 
-    def __init__(self, decoder: PictureDecoder, lane: TransferStream, at_once: int, timer: DeviceTimer) -> None:
-        self._decoder, self._lane, self._at_once = decoder, lane, at_once
+    def __init__(
+        self, decoder: PictureDecoder, lane: TransferStream, at_once: int, timer: DeviceTimer, swaps: SwapStore
+    ) -> None:
+        self._decoder, self._lane, self._at_once, self._swaps = decoder, lane, at_once, swaps
         self._timed = timer.stream()
         self._memories: dict[int, Any] = {}
 
@@ -89,8 +107,30 @@ class _Memories:
 
     def forget(self, stream: int) -> None:
         self._memories.pop(stream, None)
+        self._swaps.drop(_swapped(stream))
+
+    def swap_out(self, stream: int) -> None:
+        if stream in self._memories:
+            self._swaps.put(_swapped(stream), self._memories.pop(stream))
+
+    def swap_in(self, stream: int) -> Outcome:
+        """Where it is lost the stream has none any more."""
+        name = _swapped(stream)
+        if name not in self._swaps:  # it had none
+            return Outcome.DONE
+        try:
+            if not self._swaps.ready(name):
+                return Outcome.NOT_YET
+        except Lost as error:
+            logger.warning("What the decoder remembers of stream %d is lost: %s", stream, error)
+            return Outcome.LOST
+        self._memories[stream] = self._swaps.take(name, self._decoder.new_memory())
+        self._swaps.follow()
+        return Outcome.DONE
 
     def save(self, stream: int) -> State:
+        if _swapped(stream) in self._swaps:
+            return self._swaps.read(_swapped(stream))
         return walk.save(self._memories[stream] if stream in self._memories else self._decoder.new_memory())
 
     def load(self, stream: int, state: State) -> None:
@@ -109,11 +149,14 @@ class LocalDecoding:
         device: torch.device = CPU,
         at_once: int = 1,
         timer: DeviceTimer | None = None,
+        swaps: SwapStore | None = None,
     ) -> None:
         """`wake` is called, from that thread, when something has gone wrong; `device` is the decoder's, `timer` that
-        device's; `at_once` latent frames are decoded by one call."""
+        device's; `at_once` latent frames are decoded by one call; `swaps` is where what is swapped out lies."""
         self._lane = TransferStream(device)
-        self._memories = _Memories(decoder, self._lane, at_once, timer or DeviceTimer.on(device))
+        swaps = swaps or SwapStore(device)
+        self._memories = _Memories(decoder, self._lane, at_once, timer or DeviceTimer.on(device), swaps)
+        self._coming: dict[int, Future[Outcome]] = {}
         self._deliver, self._wake = deliver, wake
         self._error: BaseException | None = None
         self._pool = ThreadPoolExecutor(1, "decode", initializer=self._enter)
@@ -122,6 +165,7 @@ class LocalDecoding:
         self._pool.submit(self._decode, stream, chunk, latents, self._lane.mark()).add_done_callback(self._ended)
 
     def forget(self, stream: int) -> None:
+        self._coming.pop(stream, None)
         self._pool.submit(self._memories.forget, stream)
 
     def save(self, stream: int) -> State:
@@ -129,6 +173,16 @@ class LocalDecoding:
 
     def load(self, stream: int, state: State) -> None:
         self._pool.submit(self._memories.load, stream, state).result()
+
+    def swap_out(self, stream: int) -> None:
+        self._pool.submit(self._memories.swap_out, stream)
+
+    def swap_in(self, stream: int) -> Outcome:
+        if stream not in self._coming:
+            self._coming[stream] = self._pool.submit(self._memories.swap_in, stream)
+        if not self._coming[stream].done():
+            return Outcome.NOT_YET
+        return self._coming.pop(stream).result()
 
     def check(self) -> None:
         if self._error is not None:
@@ -150,6 +204,11 @@ class LocalDecoding:
         self._lane.follow(ready, latents)
         for index, pictures in enumerate(self._memories.decode(stream, chunk, latents)):
             self._deliver(Piece(stream, chunk, pictures.numpy().copy(), index == latents.shape[1] - 1))
+
+
+def _swapped(stream: int) -> str:
+    """What a decoder's part of a stream is called in a swap store."""
+    return f"decoder {stream}"
 
 
 def latents_layout(spec: ModelSpec) -> MessageLayout:
@@ -177,6 +236,7 @@ class RemoteDecoding:
         """`wake` is called, from a thread, when the other rank is gone; `exchange` is between the two."""
         self._sender, self._receiver, self._pieces = sender, receiver, spec.chunk_latents
         self._exchange = exchange
+        self._coming: dict[int, Outcome | None] = {}  # streams that were asked to come back; None: no answer yet
         self._deliver, self._wake = deliver, wake
         self._works: queue.SimpleQueue[StageMessage] = queue.SimpleQueue()
         self._error: LinkClosed | None = None
@@ -192,6 +252,7 @@ class RemoteDecoding:
         self._works.put(StageMessage(MessageKind.ROWS, (row,), None, (latents[None],)))
 
     def forget(self, stream: int) -> None:
+        self._coming.pop(stream, None)
         self._works.put(StageMessage(MessageKind.CLOSE, (), SessionUpdate(stream)))
 
     def save(self, stream: int) -> State:
@@ -201,6 +262,17 @@ class RemoteDecoding:
     def load(self, stream: int, state: State) -> None:
         self._exchange.put("decoder", state)
         self._works.put(StageMessage(MessageKind.LOAD, (), SessionUpdate(stream)))
+
+    def swap_out(self, stream: int) -> None:
+        self._works.put(StageMessage(MessageKind.SWAP_OUT, (), SessionUpdate(stream)))
+
+    def swap_in(self, stream: int) -> Outcome:
+        if stream not in self._coming:
+            self._coming[stream] = None
+            self._works.put(StageMessage(MessageKind.SWAP_IN, (), SessionUpdate(stream)))
+        if self._coming[stream] is None:
+            return Outcome.NOT_YET
+        return self._coming.pop(stream) or Outcome.DONE
 
     def check(self) -> None:
         if self._error is not None:
@@ -223,8 +295,12 @@ class RemoteDecoding:
 
     def _receive(self) -> None:
         try:
-            while (work := self._receiver.receive(None)) is None or work.kind is MessageKind.ROWS:
-                if work is not None:
+            while (work := self._receiver.receive(None)) is None or work.kind is not MessageKind.STOP:
+                if work is not None and work.control is not None:
+                    if work.control.session in self._coming:
+                        self._coming[work.control.session] = work.control.outcome
+                        self._wake()
+                elif work is not None:
                     row, pictures = work.rows[0], work.tensors[0].numpy().copy()
                     self._deliver(Piece(row.session, row.chunk, pictures, row.step == self._pieces - 1))
             self._receiver.close(LEAVE_S)
@@ -250,12 +326,13 @@ class DecodeWorker:
         at_once: int = 1,
         timer: DeviceTimer | None = None,
         exchange: StateExchange | None = None,
+        swaps: SwapStore | None = None,
     ) -> None:
         """`device` is the decoder's, `timer` that device's; `at_once` latent frames are decoded by one call; `exchange`
-        leads to the head, None: within this process."""
+        leads to the head, None: within this process; `swaps` is where what is swapped out lies."""
         self._exchange = exchange or LocalExchange()
         self._lane, self.timer = TransferStream(device), timer or DeviceTimer.on(device)
-        self._memories = _Memories(decoder, self._lane, at_once, self.timer)
+        self._memories = _Memories(decoder, self._lane, at_once, self.timer, swaps or SwapStore(device))
         self._receiver, self._sender = receiver, sender
         self.now: StageMessage | None = None
         self.last: StageMessage | None = None
@@ -287,6 +364,11 @@ class DecodeWorker:
                 self._exchange.put("decoder", self._memories.save(stream))
             case MessageKind.LOAD:
                 self._memories.load(stream, self._exchange.take("decoder"))
+            case MessageKind.SWAP_OUT:
+                self._memories.swap_out(stream)
+            case MessageKind.SWAP_IN:
+                outcome = self._memories.swap_in(stream)
+                self._sender.send(StageMessage(kind, (), SessionUpdate(stream, outcome=outcome)))
 
     def _decode(self, work: StageMessage) -> None:
         (row,) = work.rows

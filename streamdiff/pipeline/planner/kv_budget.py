@@ -21,10 +21,12 @@ _GB = 1e9
 
 
 class RankMemory(NamedTuple):
-    """A rank's `free` bytes for sessions, and the bytes of decoder state of each session, if this rank decodes."""
+    """A rank's `free` bytes for sessions, the bytes of decoder state of each session, if this rank decodes, and the
+    bytes of host memory that it may fill with sessions that are swapped out."""
 
     free: int
     decoding: int = 0
+    host: int = 0
 
     def holds(self, sessions: int, nbytes: int) -> int:
         """How many of `sessions` sessions fit whose caches have `nbytes` each."""
@@ -53,6 +55,7 @@ class KVCacheBudget:
     waiting: PreallocatedCaches | None = None
     shares: int = 1
     _taken: dict[int, list[int]] = field(default_factory=dict)
+    _away: dict[int, list[int]] = field(default_factory=dict)
 
     def need(self, *, steps: int, kv_context: str) -> list[int]:
         """Bytes of a session on every rank.
@@ -61,19 +64,23 @@ class KVCacheBudget:
             RequestError: it does not fit, code "memory"; says on which rank, and the numbers.
         """
         need = self._need(steps, kv_context)
+        self._check(need, f"its caches ({kv_context}, {steps} steps)")
+        return need
+
+    def _check(self, need: list[int], what: str) -> None:
+        """Raises RequestError where `need` is not left on a rank."""
         for rank, wanted in enumerate(need):
-            free, decoding = self.memory[rank]
+            free, decoding, _ = self.memory[rank]
             left = free - sum(taken[rank] for taken in self._taken.values()) - self._unused(need)[rank]
             also = f" and {decoding / _GB:.3g} GB of decoder's memory" if decoding else ""
             if wanted > left:
                 raise RequestError(
                     "session",
-                    f"the session does not fit: its caches ({kv_context}, {steps} steps){also} need "
+                    f"the session does not fit: {what}{also} need "
                     f"{wanted / _GB:.3g} GB on rank {rank}, where {left / _GB:.3g} of {free / _GB:.3g} GB are left "
-                    f"({len(self._taken)} sessions open). Close one, or give more with model.memory_gb",
+                    f"({len(self._taken)} sessions there). Close one, or give more with model.memory_gb",
                     "memory",
                 )
-        return need
 
     def fits(self, *, steps: int, kv_context: str) -> int:
         """How many sessions like this fit, with none open."""
@@ -106,6 +113,35 @@ class KVCacheBudget:
     def give_back(self, session: int) -> None:
         """Release the bytes of a session. Mutates: self."""
         self._taken.pop(session, None)
+        self._away.pop(session, None)
+
+    def away_fits(self, session: int, spills: bool) -> bool:
+        """Whether a session may be swapped out: host memory has room for its part on every rank, or, where ranks write
+        what is too much to disk (`spills`), is there at all."""
+        need = self._taken[session]
+        taken = [sum(parts) for parts in zip(need, *self._away.values(), strict=True)]
+        return all(
+            rank.host > 0 and (spills or nbytes <= rank.host) for nbytes, rank in zip(taken, self.memory, strict=True)
+        )
+
+    def away_count(self, *, steps: int, kv_context: str) -> int:
+        """How many sessions like this host memory holds, with none away."""
+        return min(
+            rank.host // max(1, need) for rank, need in zip(self.memory, self._need(steps, kv_context), strict=True)
+        )
+
+    def swap_out(self, session: int) -> None:
+        """A session's bytes are host memory's now. Mutates: self."""
+        self._away[session] = self._taken.pop(session)
+
+    def swap_in(self, session: int) -> None:
+        """The other way. Mutates: self.
+
+        Raises:
+            RequestError: it does not fit, as `need`.
+        """
+        self._check(self._away[session], "caches of a session that was swapped out")
+        self._taken[session] = self._away.pop(session)
 
 
 def free_bytes(device: torch.device, sharers: int, memory_gb: float | None, work: int = 0) -> int:

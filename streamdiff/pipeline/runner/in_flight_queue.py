@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from streamdiff import clock
 from streamdiff.pipeline.device_timer import DeviceTimer
-from streamdiff.pipeline.distributed.message import MessageKind, StageMessage
+from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
 from streamdiff.pipeline.runner.sampler import Finished, LatentSampler
 from streamdiff.pipeline.scheduler.scheduler import Places, StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
@@ -36,6 +36,8 @@ class InFlightQueue:
         self.controls: deque[StageMessage] = deque()
         self.in_ring: deque[StageMessage] = deque()  # in the ring, in order, without their tensors
         self.stopping = False
+        self.swapped_in: deque[SessionUpdate] = deque()
+        """What has come back of SWAP_IN."""
 
     def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
         """The next message that may enter, or None; never waits. Mutates: self, scheduler, sampler."""
@@ -82,6 +84,8 @@ class InFlightQueue:
     def back(self, message: StageMessage) -> list[Finished]:
         """Process a message that has come back; returns finished chunks. Mutates: self, scheduler, sampler."""
         entered = self.in_ring.popleft()
+        if message.kind is MessageKind.SWAP_IN and message.control is not None:
+            self.swapped_in.append(message.control)
         if message.kind is not MessageKind.ROWS:
             return []
         with self._timed.work(entered):

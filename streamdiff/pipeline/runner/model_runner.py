@@ -5,8 +5,9 @@ Does what stage messages say; never decides anything itself. Knows nothing about
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
@@ -18,7 +19,7 @@ from streamdiff.models.sampling import nearest_steps
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.models.transformer.weights_digest import weights_digest
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup
-from streamdiff.pipeline.distributed.message import MessageKind, StageMessage
+from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, StateExchange
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, RollingAttention
 from streamdiff.pipeline.kv_cache.cache import KVCache
@@ -30,6 +31,9 @@ from streamdiff.pipeline.scheduler.kv_context import PER_STEP, cache_count, most
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.session_state import walk
 from streamdiff.session_state.fields import BY_LAYER, KEPT, STATE, reset, session_state
+from streamdiff.session_state.swap_store import Lost, SwapStore
+
+logger = logging.getLogger(__name__)
 
 _TRIAL = -1
 """The first session that graphs are made with; others have smaller numbers."""
@@ -84,6 +88,9 @@ class ModelRunner:
         self.sessions: dict[int, RunnerSession] = {}
         self.exchange: StateExchange = LocalExchange()
         """Where states are left for the head, and found."""
+        self.swaps = SwapStore(device)
+        """Where sessions lie that are swapped out."""
+        self._arriving: set[int] = set()  # sessions whose caches are still copied to the device
         self._waiting: list[KVCache] = []  # caches with graphs, for sessions to come
         self._most_waiting = 0
 
@@ -91,6 +98,8 @@ class ModelRunner:
     def carry_out(self, message: StageMessage) -> StageMessage:
         """Execute a stage message; returns the message for the next rank. Mutates: self."""
         control = message.control
+        for session in {row.session for row in message.rows} if control is None else {control.session}:
+            self._arrive(session)
         if control is None:
             return StageMessage(message.kind, message.rows, None, self.forward(message.rows, message.tensors))
         match message.kind:
@@ -110,11 +119,17 @@ class ModelRunner:
                 self.exchange.put(f"stage {self.index}", self.save(control.session))
             case MessageKind.LOAD:
                 walk.load(self.sessions[control.session], *self.exchange.take(f"stage {self.index}"), self.device)
+            case MessageKind.SWAP_OUT:
+                self.swap_out(control.session)
+            case MessageKind.SWAP_IN:
+                outcome = max(control.outcome, self.swap_in(control))
+                return replace(message, control=replace(control, outcome=outcome))
         return message
 
     @torch.inference_mode()
     def open(self, session: int, *, steps: int, kv_context: str) -> None:
         """Allocate the session's caches. Mutates: self."""
+        self.swaps.follow()  # caches that are taken over may still be copied
         geometry = cache_geometry(self.spec, kv_context, steps=steps)
         caches = cache_count(kv_context, steps=most_steps(steps, self.spec.steps))
         alike = [number for number, state in enumerate(self._waiting) if state.serves(geometry, caches)]
@@ -136,6 +151,8 @@ class ModelRunner:
     def close(self, session: int) -> None:
         """Free the session's KV cache. With CUDA graphs, keep as many caches as `compile` preallocated, those with most
         graphs first, since graphs are bound to their addresses; free the others and their graphs. Mutates: self."""
+        self.swaps.drop(_swapped(session))
+        self._arriving.discard(session)
         gone, compiled = self.sessions.pop(session, None), self.compiled
         if gone is None or compiled is None:
             return
@@ -172,8 +189,39 @@ class ModelRunner:
 
     def save(self, session: int) -> State:
         """The session's state as `walk.save` has it, and digests of the stage's blocks."""
-        tensors, tree = walk.save(self.sessions[session])
+        away = session not in self.sessions
+        tensors, tree = self.swaps.read(_swapped(session)) if away else walk.save(self.sessions[session])
         return tensors, {"state": tree, "weights": self._weights}
+
+    def swap_out(self, session: int) -> None:
+        """Let the session's caches be others', and keep what is in them elsewhere. Mutates: self."""
+        name, gone = _swapped(session), self.sessions[session]
+        self.close(session)
+        self.swaps.put(name, gone)
+
+    def swap_in(self, control: SessionUpdate) -> Outcome:
+        """Give a session caches again, with what was in them; where that is lost, empty ones. NOT_YET: ask again.
+        Mutates: self."""
+        session, name = control.session, _swapped(control.session)
+        if session in self.sessions:
+            return Outcome.DONE
+        try:
+            if not self.swaps.ready(name):
+                return Outcome.NOT_YET
+        except Lost as error:
+            logger.warning("Session %d cannot come back and begins afresh: %s", session, error)
+            self.open(session, steps=control.steps, kv_context=control.kv_context)
+            return Outcome.LOST
+        self.open(session, steps=control.steps, kv_context=control.kv_context)
+        self.swaps.take(name, self.sessions[session])
+        self._arriving.add(session)
+        return Outcome.DONE
+
+    def _arrive(self, session: int) -> None:
+        """What follows uses the session's caches: on the device it waits for what comes back. Mutates: self."""
+        if session in self._arriving:
+            self._arriving.discard(session)
+            self.swaps.follow()
 
     @cached_property
     def _weights(self) -> list[str]:
@@ -309,6 +357,11 @@ class ModelRunner:
         return self.attention.view(
             session.geometry, session.state, cache, row.chunk, visible_from, adapt, fold, ahead, before, clean=clean
         )
+
+
+def _swapped(session: int) -> str:
+    """What a stage's part of a session is called in a swap store."""
+    return f"stage {session}"
 
 
 def _met(

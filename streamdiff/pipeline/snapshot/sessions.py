@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.model import Model
-from streamdiff.pipeline.decode.decode_worker import Decoding
 from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate
-from streamdiff.pipeline.executor import RingExecutor
-from streamdiff.pipeline.output import Frames, StreamProgress
+from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.snapshot.ring import check_unshared, collect, occupied, place, resume
+from streamdiff.pipeline.snapshot.swapping import SwapsSessions
 
 _REST_WAIT_S = 0.1
 """How long a step waits for frames while a session comes to rest."""
 
 
-class SavesSessions(ABC):
+class SavesSessions(SwapsSessions):
     """What `StreamingPipeline` inherits to save its sessions and to go on from snapshots."""
 
     model: Model
-    ring: RingExecutor
-    _streams: dict[int, StreamProgress]
-    _decoding: Decoding
 
     @abstractmethod
     def open(
@@ -39,10 +35,6 @@ class SavesSessions(ABC):
     def close_session(self, session: int) -> None:
         """End a stream."""
 
-    @abstractmethod
-    def step(self, wait_s: float = 0.0) -> list[Frames]:
-        """Run at most one forward and hand out what is decoded."""
-
     def save(self, session: int) -> tuple[Snapshot, list[Frames]]:
         """A session as it is now. What it has in flight comes back first, and it goes on afterwards as if nothing had
         been; with frames that came meanwhile, after which the snapshot is taken.
@@ -52,11 +44,12 @@ class SavesSessions(ABC):
             EngineFailure: as `step`.
         """
         check_unshared(self.ring)
-        frames, stream = self._ask(MessageKind.SAVE, session), self._streams[session]
+        frames = self._come_back(session) + self._ask(MessageKind.SAVE, session)
+        stream = self._streams[session]
         try:
             return collect(self.ring, self.model, stream, self._decoding.save(stream.number)), frames
         finally:
-            self.ring.scheduler.hold(session, False)
+            self.ring.scheduler.hold(session, self.is_away(session))
 
     def load(self, session: int, snapshot: Snapshot) -> list[Frames]:
         """Open a session that goes on, to the bit, where a snapshot was taken, on any number of stages. Returns

@@ -224,6 +224,8 @@ class ServedModel(ModelConfig):
 
     pictures: Literal["auto", "rgb", "yuv420"]
     batching: BatchingConfig = BatchingConfig()
+    host_memory_gb: float | None = None
+    state_dir: str | None = None
 
 
 class SessionConfig(_Section):
@@ -306,6 +308,11 @@ class ServeConfig(_Section):
     """Seconds after which a session that nobody watches ends; null: never."""
     lifetime_s: float | None = Field(3600.0, gt=0)
     """Seconds after which any session ends; null: never."""
+    host_memory_gb: float | None = Field(None, ge=0)
+    """Host memory for sessions that are swapped out, of this machine's ranks together; 0: none is. Default: a quarter
+    of what is free at the start."""
+    state_dir: str | None = None
+    """Folder for sessions that are swapped out beyond that; null: there are no more of them."""
     load: float = Field(0.9, gt=0, le=10)
     """Share of the engine's time that sessions may ask for together."""
     open_browser: bool = True
@@ -392,5 +399,6 @@ class Config(_Section):
         `serve.pictures` says otherwise: YUV420 has a colour for 2 x 2 pixels only."""
         enlarged = self.serve.pictures == "auto" and self.scale > 1
         pictures = "rgb" if enlarged else self.serve.pictures
-        own = {"pictures": pictures, "batching": self.batching}
+        swap = {"host_memory_gb": self.serve.host_memory_gb, "state_dir": self.serve.state_dir}
+        own = {"pictures": pictures, "batching": self.batching, **swap}
         return ServedModel.model_validate({**self.model.model_dump(), **own})

@@ -11,35 +11,42 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from streamdiff.engine.measuring import measured
 from streamdiff.engine.messages import (
     Close,
     Closed,
     Command,
     Event,
-    Measured,
     Open,
     Pause,
-    Pictures,
     Ready,
     Reset,
     Resume,
+    SetActive,
     SetMaxAhead,
     SetPrompt,
     SetSteps,
     Shown,
     Shutdown,
+    Swapped,
 )
 from streamdiff.engine.pipeline_api import Pipeline, SavingPipeline
 from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue, Request, has_picture
 from streamdiff.engine.session import Session, possible_switches
-from streamdiff.engine.validation import bad_value, check_picture, check_prompt, check_seed, expects_answer, refused
+from streamdiff.engine.swapping import Swapping
+from streamdiff.engine.validation import (
+    TEXT_ERRORS,
+    bad_value,
+    check_picture,
+    check_prompt,
+    check_seed,
+    encode_picture,
+    expects_answer,
+    refused,
+)
 from streamdiff.errors import RequestError, StreamdiffError
 from streamdiff.models.interfaces import Reading
 from streamdiff.pipeline.output import Frames
-
-# What can go wrong with one text or picture (memory, files, numbers), and ends nothing else. Others are faults of a
-# program.
-_TEXT_ERRORS = (StreamdiffError, OSError, RuntimeError, ValueError, MemoryError)
 
 
 class Engine:
@@ -54,9 +61,10 @@ class Engine:
         self._max_ahead_frames = max_ahead_frames
         self._slots: dict[str, int] = {}
         self._sessions: dict[int, Session] = {}
-        self._waiting = PromptQueue(pipeline.text.encode, self._encode_picture)
+        self._swapping = Swapping(pipeline)
+        self._waiting = PromptQueue(pipeline.text.encode, partial(encode_picture, pipeline))
         self._texts: dict[str, tuple[str, Any]] = {}  # by session: the text that was encoded last, and what came of it
-        # A slot's next session starts above all epochs of the one before, so frames can never be taken for its own.
+        # A slot's next session starts above all epochs of the one before: frames are never taken for its own.
         self._next_epoch: dict[int, int] = {}
 
     def ready(self) -> Ready:
@@ -68,6 +76,7 @@ class Engine:
             vocabulary=text.vocabulary,
             work_s=pipeline.work_s(),
             sessions_fit=pipeline.sessions_fit(),
+            sessions_away=self._swapping.sessions_away(),
         )
 
     def handle(self, command: Command) -> list[Event]:
@@ -83,18 +92,28 @@ class Engine:
             return [refused(command, error)]
 
     def step(self, wait_s: float = 0.0) -> list[Event]:
-        """Carry out what had to wait for its text, give new prompts and steps to the pipeline, let it work once, and
-        number what came out. With nothing to do but wait, waits up to `wait_s`."""
+        """Carry out what had to wait for its text or its session, give new prompts and steps to the pipeline, let it
+        work once, and number what came out. With nothing to do but wait, waits up to `wait_s`."""
         if self._waiting and not self._pipeline.busy:
             futures.wait(self._waiting.encodings(), wait_s, futures.FIRST_COMPLETED)
-        events = self.settle()
-        for session in self._sessions.values():
+        events = self._swap() + self.settle()
+        for session in (each for slot, each in self._sessions.items() if not self._swapping.away(slot)):
             session.apply_pending()
         finished = False
         for made in self._pipeline.step(wait_s):
             events += self._number(made)
             finished = finished or made.last
-        return events + (self._measured() if finished else [])
+        events += self._begin_lost()
+        return events + (measured(self._pipeline) if finished else [])
+
+    def _swap(self) -> list[Event]:
+        """Let sessions come and go, and tell where they are."""
+        events = [event for pending in self._swapping.turn() for event in self._answer(pending)]
+        return events + [Swapped(self._sessions[slot].name, place) for slot, place in self._swapping.moved()]
+
+    def _begin_lost(self) -> list[Event]:
+        """Streams whose caches are lost begin afresh."""
+        return [event for slot in self._swapping.lost() for event in self._sessions[slot].reset(None, "")]
 
     def save(self, name: str) -> tuple[Any, list[Event]]:
         """A snapshot of a session, and what came before it was taken. Its `about` has the session's text, epoch and
@@ -133,7 +152,7 @@ class Engine:
             min_ahead_frames=self._min_ahead_frames(steps, kv_context),
         )  # fmt: skip
         session.restore(saved)
-        frames = self._saving().load(slot, snapshot)
+        frames = self._swapping.with_room(lambda: self._saving().load(slot, snapshot))
         self._slots[name], self._sessions[slot] = slot, session
         events = session.open("", possible_switches(self._pipeline, slot))
         return events + [event for made in frames for event in self._number(made)]
@@ -147,25 +166,12 @@ class Engine:
         return next(slot for slot in range(len(self._slots) + 1) if slot not in self._sessions)
 
     def settle(self) -> list[Event]:
-        """Carry out what had to wait for its text and need not any more; `step` does so too."""
+        """Carry out what had to wait for its text and need not any more."""
         return [event for pending in self._waiting.turn() for event in self._answer(pending)]
 
     def encodings(self) -> list[futures.Future[Any]]:
-        """Texts that are being encoded: when one is done, `settle` has something to do."""
+        """Texts that are being encoded: one that is done lets `settle` do something."""
         return self._waiting.encodings()
-
-    def _measured(self) -> list[Event]:
-        work_s = self._pipeline.work_s()
-        if work_s is None:
-            return []
-        counts, pipeline = self._pipeline.forwards(), self._pipeline
-        forwards = tuple(counts.rows[rows] for rows in range(1, max(counts.rows, default=0) + 1))
-        return [
-            Measured(
-                work_s, tuple(pipeline.occupancy()), tuple(pipeline.busy_s()),
-                forwards, tuple(counts.alone), tuple(counts.alone.values()),
-            )
-        ]  # fmt: skip
 
     @property
     def busy(self) -> bool:
@@ -217,7 +223,7 @@ class Engine:
     def _open_now(self, command: Open, reading: Reading, start: Any = None) -> list[Event]:
         slot = self._free_slot()
         try:
-            session, events = self._start(slot, command, reading, start)
+            session, events = self._swapping.with_room(lambda: self._start(slot, command, reading, start))
         except ValueError as error:
             self._texts.pop(command.session, None)
             raise bad_value(error, "session") from error
@@ -297,12 +303,17 @@ class Engine:
         session = self._find(request)
         if session is None:
             return []
+        slot = self._slots[request.session]
+        if self._swapping.put_off(slot, pending):
+            return []
         match request:
+            case SetActive():
+                self._swapping.set_active(slot, request)
             case SetPrompt():
-                self._pipeline.check_switch(self._slots[request.session], request.switch)
+                self._pipeline.check_switch(slot, request.switch)
                 return session.set_prompt(pending.text, pending.notice, request.request, request.switch)
             case SetSteps():
-                self._pipeline.check_steps(self._slots[request.session], request.steps)
+                self._pipeline.check_steps(slot, request.steps)
                 min_ahead_frames = self._min_ahead_frames(request.steps, session.kv_context)
                 return session.set_steps(request.steps, min_ahead_frames, request.request)
             case Pause() | Resume():
@@ -322,9 +333,8 @@ class Engine:
         if not opening:
             self._find(Close(name))
         gone = RequestError("session", f"session {name!r} was closed before this was done")
-        events: list[Event] = [
-            refused(pending.request, gone) for pending in self._waiting.drop(name) if expects_answer(pending)
-        ]
+        asked = self._waiting.drop(name) + self._swapping.forget(self._slots.get(name, -1))
+        events: list[Event] = [refused(pending.request, gone) for pending in asked if expects_answer(pending)]
         self._texts.pop(name, None)
         if opening:
             return [*events, Closed(name)]
@@ -338,7 +348,7 @@ class Engine:
         slot = self._slots.get(command.session)
         if slot is not None:
             return self._sessions[slot]
-        if isinstance(command, Shown | SetMaxAhead):
+        if isinstance(command, Shown | SetMaxAhead | SetActive):
             return None
         known = ", ".join(repr(name) for name in self._slots) or "none"
         raise RequestError("session", f"there is no session {command.session!r}; open ones: {known}")
@@ -356,7 +366,7 @@ class Engine:
     def _answer(self, pending: PendingRequest) -> list[Event]:
         """Carry out a request that waited, or say why its text could not be encoded."""
         error = pending.error
-        if error is not None and not isinstance(error, _TEXT_ERRORS):
+        if error is not None and not isinstance(error, TEXT_ERRORS):
             raise error
         if pending.conditioning is not None:
             self._texts[pending.request.session] = pending.text, pending.conditioning
@@ -374,16 +384,6 @@ class Engine:
             if pending.request.session not in self._slots:
                 self._texts.pop(pending.request.session, None)
             return [refused(pending.request, refusal)] if expects_answer(pending) else []
-
-    def _encode_picture(self, picture: Pictures) -> Any:
-        """Raises RequestError for a picture that the pipeline cannot encode. On the queue's thread."""
-        try:
-            return self._pipeline.encode_picture(picture)
-        except RequestError:
-            raise
-        except _TEXT_ERRORS as error:
-            what = str(error) if isinstance(error, StreamdiffError) else f"{type(error).__name__}: {error}"
-            raise RequestError("image", f"the picture could not be encoded: {what}") from error
 
     def _encoded(self, name: str, text: str) -> Any:
         """The conditioning of a session's text. Slow texts have been encoded already: a session takes none before."""

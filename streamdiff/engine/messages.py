@@ -100,6 +100,16 @@ class SetMaxAhead(SessionMessage):
 
 
 @dataclass(frozen=True)
+class SetActive(SessionMessage):
+    """Whether somebody needs the session's next chunk; a new session is active. The memory of one that is not may be
+    taken for another, and with `swap_out` is given back as soon as it has made what it may; once it is active it comes
+    back. Has no answer, but `Swapped` tells where it is."""
+
+    active: bool
+    swap_out: bool = False
+
+
+@dataclass(frozen=True)
 class Close(SessionMessage):
     """End the session and free its state. Answered by `Closed`."""
 
@@ -116,7 +126,7 @@ class Shutdown:
     """End the engine process."""
 
 
-Command = Open | SetPrompt | SetSteps | Pause | Resume | Reset | SetMaxAhead | Close | Shown | Shutdown
+Command = Open | SetPrompt | SetSteps | Pause | Resume | Reset | SetMaxAhead | SetActive | Close | Shown | Shutdown
 
 
 # ---- events: engine to web process -----------------------------------------------------------------------------
@@ -125,12 +135,14 @@ Command = Open | SetPrompt | SetSteps | Pause | Resume | Reset | SetMaxAhead | C
 @dataclass(frozen=True)
 class Ready(ModelInfo):
     """The engine is warm. What the model is, and `work_s`, the seconds of work in a chunk as measured while warming up;
-    `sessions_fit`, how many sessions of the default kind the memory holds; None: unknown."""
+    `sessions_fit`, how many sessions of the default kind the memory holds, and `sessions_away`, how many more may be
+    open that are swapped out; None: unknown, or as many as one likes."""
 
     examples: tuple[str, ...] = ()
     vocabulary: str = ""
     work_s: float | None = None
     sessions_fit: int | None = None
+    sessions_away: int | None = 0
 
 
 @dataclass(frozen=True)
@@ -193,6 +205,13 @@ class FrameBatch(SessionMessage):
 
 
 @dataclass(frozen=True)
+class Swapped(SessionMessage):
+    """Where the session lies now: `device`, `host` (memory) or `disk`."""
+
+    place: str
+
+
+@dataclass(frozen=True)
 class Closed(SessionMessage):
     """The session has ended; no event of it follows."""
 
@@ -224,4 +243,4 @@ class Failed:
     reason: str
 
 
-Event = Ready | Opened | Accepted | Applied | Refused | FrameBatch | Closed | Measured | Alive | Failed
+Event = Ready | Opened | Accepted | Applied | Refused | FrameBatch | Swapped | Closed | Measured | Alive | Failed

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from streamdiff.engine.messages import Command, Open, Pictures, Refused, Reset, SetPrompt, SetSteps, Shutdown
+from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.prompt_queue import PendingRequest
-from streamdiff.errors import RequestError
+from streamdiff.errors import RequestError, StreamdiffError
 from streamdiff.pipeline.output import ModelInfo
 
 MAX_PROMPT_CHARACTERS = 2000
 MAX_SEED = 2**31 - 1
+
+# What can go wrong with one text or picture (memory, files, numbers), and ends nothing else. Others are faults of a
+# program.
+TEXT_ERRORS = (StreamdiffError, OSError, RuntimeError, ValueError, MemoryError)
 
 
 def check_prompt(prompt: str) -> None:
@@ -33,6 +40,17 @@ def check_picture(image: Pictures | None, info: ModelInfo) -> None:
             "image",
             f"the picture is of shape {list(image.shape)}; {info.model} takes [1, {info.height}, {info.width}, 3]",
         )
+
+
+def encode_picture(pipeline: Pipeline, picture: Pictures) -> Any:
+    """Raises RequestError for a picture that the pipeline cannot encode."""
+    try:
+        return pipeline.encode_picture(picture)
+    except RequestError:
+        raise
+    except TEXT_ERRORS as error:
+        what = str(error) if isinstance(error, StreamdiffError) else f"{type(error).__name__}: {error}"
+        raise RequestError("image", f"the picture could not be encoded: {what}") from error
 
 
 def expects_answer(pending: PendingRequest) -> bool:

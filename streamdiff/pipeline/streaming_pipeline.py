@@ -254,6 +254,12 @@ class StreamingPipeline(SavesSessions):
             return None
         return self._budget.fits(steps=self.info.steps, kv_context=self.info.kv_context)
 
+    def sessions_away(self) -> int | None:
+        """How many of them may be swapped out; None: as many as one likes, as there is a disk to write to."""
+        if self._budget is None or self.ring.stage.swaps.spills:
+            return None
+        return self._budget.away_count(steps=self.info.steps, kv_context=self.info.kv_context)
+
     def measure_from_here(self) -> None:
         """Restart the measurement, so that warm-up does not count. Mutates: self."""
         if self._workers is not None:

@@ -49,7 +49,7 @@ def run_worker(config: ModelConfig) -> None:
     exchange = StoreExchange(context.store)
     if loaded.model is not None:
         worker = topology.follower(loaded.model, place, device, progress.enter)
-        worker.stage.exchange = exchange
+        worker.stage.exchange, worker.stage.swaps = exchange, loaded.swaps
         progress.enter("graphs")
         rank_loader.compile_stage(plan, worker.stage, loaded.memory, progress)
         workers.append(worker)
@@ -62,9 +62,12 @@ def run_worker(config: ModelConfig) -> None:
         rank_loader.compile_decoder(plan, decoder, threads)
         sender, receiver = topology.decode_links(plan.spec, context.rank, config.decode_rank, device, plan.pixel_format)
         timer = workers[0].timer if workers else None
-        workers.append(DecodeWorker(decoder, receiver, sender, device, plan.decode_latents, timer, exchange))
+        workers.append(
+            DecodeWorker(decoder, receiver, sender, device, plan.decode_latents, timer, exchange, loaded.swaps)
+        )
     progress.finish()
     work(workers, context, config.hang_s, device)
+    loaded.swaps.close()
 
 
 def start_progress(context: RankContext, config: ModelConfig) -> StartProgress:

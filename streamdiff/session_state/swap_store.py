@@ -183,17 +183,17 @@ class SwapStore:
         if self._stream is None:
             yield _copy
             return
-        caller = torch.cuda.current_stream(self.device)
+        own, caller = self._stream, torch.cuda.current_stream(self.device)
 
         def copy(there: Tensor, saved: Tensor) -> Tensor:
             """Whoever frees either of them meanwhile does not have it overwritten."""
             for tensor in (there, saved):
-                for stream in (caller, self._stream) if tensor.is_cuda else ():
+                for stream in (caller, own) if tensor.is_cuda else ():
                     tensor.record_stream(stream)
             return _copy(there, saved)
 
-        self._stream.wait_stream(caller)
-        with torch.cuda.stream(self._stream):
+        own.wait_stream(caller)
+        with torch.cuda.stream(own):
             yield copy
 
     def _host(self, tensor: Tensor) -> Tensor:
@@ -300,7 +300,7 @@ def _copy(there: Tensor, saved: Tensor) -> Tensor:
 
 
 def _sum(tensor: Tensor) -> int:
-    return crc32(tensor.reshape(-1).view(torch.uint8).numpy())
+    return crc32(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
 
 
 def _checked(file: Path, sums: Mapping[str, int]) -> dict[str, Tensor]:

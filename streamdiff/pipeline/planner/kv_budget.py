@@ -12,11 +12,14 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from streamdiff.config import ModelConfig, ServedModel
 from streamdiff.errors import RequestError
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
 
 _KEPT_BACK = 0.1
 """Share of a CPU's free memory that is left for everything else."""
+_FOR_SWAPPED = 0.25
+"""Share of a machine's free memory that sessions may take which are swapped out."""
 _GB = 1e9
 
 
@@ -115,14 +118,12 @@ class KVCacheBudget:
         self._taken.pop(session, None)
         self._away.pop(session, None)
 
-    def away_fits(self, session: int, spills: bool) -> bool:
-        """Whether a session may be swapped out: host memory has room for its part on every rank, or, where ranks write
-        what is too much to disk (`spills`), is there at all."""
-        need = self._taken[session]
-        taken = [sum(parts) for parts in zip(need, *self._away.values(), strict=True)]
-        return all(
-            rank.host > 0 and (spills or nbytes <= rank.host) for nbytes, rank in zip(taken, self.memory, strict=True)
-        )
+    def away_fits(self, session: int, spills: bool, returning: int | None = None) -> bool:
+        """Whether a session may be swapped out, where another is `returning`: host memory has room for its part on
+        every rank, or ranks write what is too much to disk (`spills`)."""
+        away = [need for other, need in self._away.items() if other != returning]
+        taken = [sum(parts) for parts in zip(self._taken[session], *away, strict=True)]
+        return spills or all(nbytes <= rank.host for nbytes, rank in zip(taken, self.memory, strict=True))
 
     def away_count(self, *, steps: int, kv_context: str) -> int:
         """How many sessions like this host memory holds, with none away."""
@@ -144,11 +145,22 @@ class KVCacheBudget:
         self._taken[session] = self._away.pop(session)
 
 
-def free_bytes(device: torch.device, sharers: int, memory_gb: float | None, work: int = 0) -> int:
+def host_bytes(config: ModelConfig, sharers: int) -> int:
+    """Host memory that this rank may fill with sessions that are swapped out, one of the `sharers` on its machine. Only
+    a server's are."""
+    if not isinstance(config, ServedModel):
+        return 0
+    if config.host_memory_gb is not None:
+        return int(config.host_memory_gb * _GB / sharers)
+    return int(psutil.virtual_memory().available * _FOR_SWAPPED / sharers)
+
+
+def free_bytes(device: torch.device, sharers: int, memory_gb: float | None, work: int = 0, swapped: int = 0) -> int:
     """What this rank has for caches: `memory_gb`, or what is free now, less on a GPU the `work` bytes that computing
-    will take, and on a CPU, which `sharers` share, a tenth."""
+    will take, and on a CPU, which `sharers` share, a tenth and the `swapped` bytes that sessions may take which are
+    swapped out: there it is the same memory."""
     if memory_gb is not None:
         return round(memory_gb * _GB)
     if device.type == "cuda":
         return max(0, torch.cuda.mem_get_info(device)[0] - work)
-    return int(psutil.virtual_memory().available * (1 - _KEPT_BACK) / sharers)
+    return max(0, int(psutil.virtual_memory().available * (1 - _KEPT_BACK) / sharers) - swapped)

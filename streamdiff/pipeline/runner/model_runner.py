@@ -182,9 +182,9 @@ class ModelRunner:
         """Chunks from now on have `steps` of the model's own steps, and belong to `epoch`, which begins with the text
         of the one before if it has none. Mutates: self."""
         kept = self.sessions[session]
-        latest = max(kept.text)
-        kept.text.setdefault(epoch, kept.text[latest])
-        kept.visible_from_chunk.setdefault(epoch, kept.visible_from_chunk[latest])
+        for latest in sorted(kept.text)[-1:]:  # none where what it was is lost, before it begins afresh
+            kept.text.setdefault(epoch, kept.text[latest])
+            kept.visible_from_chunk.setdefault(epoch, kept.visible_from_chunk[latest])
         kept.steps = steps
 
     def save(self, session: int) -> State:

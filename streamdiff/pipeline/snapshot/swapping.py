@@ -58,11 +58,12 @@ class SwapsSessions(ABC):
             and not self.ring.scheduler.may_enter(session)
         )
 
-    def can_swap_out(self, session: int) -> bool:
-        """Whether host memory, or the disk, takes what an open session has on the devices of all ranks."""
+    def can_swap_out(self, session: int, returning: int | None = None) -> bool:
+        """Whether host memory, or the disk, takes what an open session has on the devices of all ranks, with what
+        another one leaves there that is `returning` in its place."""
         swaps = self.ring.stage.swaps
         return session not in self._away and (
-            swaps.takes(0) if self._budget is None else self._budget.away_fits(session, swaps.spills)
+            swaps.takes(0) if self._budget is None else self._budget.away_fits(session, swaps.spills, returning)
         )
 
     def swap_out(self, session: int) -> None:

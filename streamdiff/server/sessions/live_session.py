@@ -27,7 +27,8 @@ from streamdiff.server.sessions.receipts import Mailbox, Receipt, RequestTracker
 from streamdiff.server.sessions.stats import SessionStats
 
 STALLED_S = 2.0
-SessionEvent = messages.Opened | messages.Accepted | messages.Applied | messages.Refused | FrameBatch | messages.Closed
+_Answer = messages.Opened | messages.Accepted | messages.Applied | messages.Refused | messages.Closed
+SessionEvent = _Answer | FrameBatch | messages.Swapped
 
 
 class SessionEnded(StreamdiffError):
@@ -80,6 +81,9 @@ class LiveSession:
         self.text = self.notice = ""
         self.switches = PROMPT_POLICIES
         self.paused = False
+        self.place = "device"
+        """Where its caches lie: on the device, in host memory or on disk."""
+        self._told: tuple[bool, bool] | None = None  # active, and whether to be swapped out, as the engine was told
         self.opened = False
         self.closed = False  # or about to be: nobody may join
         self.engine = EngineStatus()
@@ -92,8 +96,10 @@ class LiveSession:
         self._requests = RequestTracker()
         self._opening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.playback = Playback(
-            id, spec.fps, config, ready, metrics, self._take_shown, lambda frames: send(messages.Shown(id, frames))
-        )
+            id, spec.fps, config, ready, metrics, self._take_shown, lambda frames: send(messages.Shown(id, frames)),
+            self.tell_active,
+        )  # fmt: skip
+        self._grace_s = config.serve.grace_s
 
     @property
     def fps(self) -> float:
@@ -114,13 +120,24 @@ class LiveSession:
         """Whether the engine makes frames for it, or is about to: a session that nobody watches takes memory only."""
         return self.watched or not self.idle or now_s < self.reserved_until_s
 
+    async def tell_active(self) -> None:
+        """Tell the engine, where that has changed, whether somebody needs the next chunk, and whether nobody has for
+        `serve.grace_s`, so that the caches are swapped out. Does nothing before the engine has opened it."""
+        now_s, active = clock.monotonic_s(), not self.idle
+        self.lifetime.watch(self.watched, now_s)
+        since_s = self.lifetime.idle_since_s
+        told = active, not active and (since_s is None or now_s - since_s >= self._grace_s)
+        if self.opened and told != self._told:
+            self._told = told
+            await self._send(messages.SetActive(self.id, *told))
+
     async def ask_open(self) -> None:
         """Ask the engine for the session; a new engine, where it takes up what the one before has left.
 
         Raises:
             EngineFailure: the engine has ended.
         """
-        playback = self.playback
+        playback, self._told, self.place = self.playback, None, "device"
         if self._epoch < 0:
             self._log(self.prompt)
             self._stats.opening(clock.monotonic_s())
@@ -187,6 +204,7 @@ class LiveSession:
                 self._stats.made(len(event.pictures), event.chunk_s, now_s)
             case messages.Opened():
                 self.opened, self.engine, self._epoch = True, EngineStatus(), event.epoch
+                self.playback.look()
                 self._end_opening(None)
                 self.text, self.notice, self.switches = event.text, event.notice or self.notice, event.switches
                 self._send_state()
@@ -198,6 +216,8 @@ class LiveSession:
                 self._end_opening(RequestError(event.field, event.reason, event.code))
             case messages.Refused():
                 self.subscribers.deliver(self._requests.refused(event.request, event.field, event.reason, now_s))
+            case messages.Swapped():
+                self.place = event.place
             case messages.Closed():
                 self.opened = False
 
@@ -301,6 +321,7 @@ class LiveSession:
         await self._send(messages.Pause(self.id) if paused else messages.Resume(self.id))
         self.paused = paused
         self.playback.pacer.set_paused(paused)
+        await self.tell_active()
         self._send_state()
 
     def _accept_at_once(self, request: str) -> None:
@@ -348,6 +369,7 @@ class LiveSession:
             "seed": self.seed,
             "image": self.image is not None,
             "paused": self.paused,
+            "place": self.place,
             "rev": self.rev,
             "engine": self.engine.state,
             "engine_reason": self.engine.reason_for(may_control),

@@ -112,10 +112,27 @@ class SessionManager:
     def free_sessions(self) -> int | None:
         """How many more sessions of the default kind could play; None: not measured yet."""
         free = self.capacity.free_sessions(self.shares(), self.share(self._config.playback.fps))
-        by_memory = self.ready.sessions_fit
+        by_memory, away = self.ready.sessions_fit, self.ready.sessions_away
         if free is None or by_memory is None:
             return free
-        return max(0, min(free, by_memory - len(self._sessions)))
+        most = by_memory - sum(not session.idle for session in self.sessions)
+        if away is not None:
+            most = min(most, by_memory + away - len(self._sessions))
+        return max(0, min(free, most))
+
+    def refuse_viewer(self, session: LiveSession) -> str:
+        """Why a session that is swapped out cannot come back to be watched now, or "" if it can."""
+        fit, others = self.ready.sessions_fit, [each for each in self.sessions if each is not session]
+        if session.place == "device" or fit is None or sum(not each.idle for each in others) < fit:
+            return ""
+        return (
+            f"The session is swapped out, as nobody watched it, and the memory is taken by the {fit} that fit and are "
+            "watched. Come again when one of them is not."
+        )
+
+    def places(self) -> dict[str, int]:
+        """How many sessions have their caches on the device, in host memory and on disk."""
+        return {place: sum(each.place == place for each in self.sessions) for place in ("device", "host", "disk")}
 
     def shares(self, excluding: str | None = None) -> list[float]:
         """The share of the engine's time that each session but `excluding` takes; 0 where nobody watches."""
@@ -249,7 +266,8 @@ class SessionManager:
             await asyncio.sleep(min([HOUSEKEEPING_S, *(limit / 4 for limit in limits)]))
             now_s = clock.monotonic_s()
             for session in self.sessions:
-                session.lifetime.watch(session.watched, now_s)
+                with contextlib.suppress(EngineFailure):  # the reader of the engine's events hears of it
+                    await session.tell_active()
                 end = session.lifetime.end()
                 if end is not None and now_s >= end[0]:
                     await self.end(session.id, end[1])

@@ -34,10 +34,12 @@ class Playback:
         metrics: Metrics,
         on_shown: Callable[[int, int, int], None],
         report: Callable[[int], Awaitable[None]],
+        on_watched: Callable[[], Awaitable[None]],
     ) -> None:
         """`on_shown` is called with number, epoch and presentation time of every new frame on show; `report` sends the
-        count of frames that were shown or skipped so far to the engine: when there is news, the latest count only."""
-        self._on_shown, self._report = on_shown, report
+        count of frames that were shown or skipped so far to the engine: when there is news, the latest count only;
+        `on_watched` is called when the first viewer has come or the last has gone, and may be at other times."""
+        self._on_shown, self._report, self._on_watched = on_shown, report, on_watched
         self._max_ahead_s = config.playback.lead_s
         h264 = H264_CHOICES[config.serve.encoder][-1]
         self.format = Format(ready.width, ready.height, fps, config.scale, config.serve.bitrate, h264)
@@ -48,11 +50,11 @@ class Playback:
             loop.call_soon_threadsafe(self._shown, slot)
 
         self.pacer = Pacer(fps, start_frames, deliver, config.serve.grace_s)
-        self.fanout = Fanout(self.format, self.pacer, metrics)
+        self._progressed = asyncio.Event()
+        self.fanout = Fanout(self.format, self.pacer, metrics, self.look)
         self.snapshot = Snapshot(self.pacer.picture)
         self._made_s = clock.monotonic_s()
         self.made_frames = 0
-        self._progressed = asyncio.Event()
         self._reporting = asyncio.create_task(self._report_progress(), name=f"shown-{session}")
 
     def max_ahead_frames(self, fps: float) -> int:
@@ -75,6 +77,10 @@ class Playback:
         self.pacer.set_fps(fps)
         self.fanout.set_format(self.format)
 
+    def look(self) -> None:
+        """Have what is reported looked at. Mutates: self."""
+        self._progressed.set()
+
     def stalled_s(self) -> float:
         """Seconds since the engine made a frame; 0 while frames wait to be shown."""
         return 0.0 if self.pacer.progress().buffered else clock.monotonic_s() - self._made_s
@@ -96,9 +102,10 @@ class Playback:
             await self._progressed.wait()
             self._progressed.clear()
             passed = self.pacer.progress().passed
-            if passed > reported:
-                reported = passed
-                try:
+            try:
+                await self._on_watched()
+                if passed > reported:
+                    reported = passed
                     await self._report(passed)
-                except EngineFailure:
-                    continue  # the reader of the engine's events reports it; `Open` carries it to the next engine
+            except EngineFailure:
+                continue  # the reader of the engine's events reports it; `Open` carries it to the next engine

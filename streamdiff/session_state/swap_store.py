@@ -150,6 +150,11 @@ class SwapStore:
     def __contains__(self, name: str) -> bool:
         return name in self._kept
 
+    @property
+    def names(self) -> list[str]:
+        """All that is here, the one away longest first."""
+        return list(self._kept)
+
     def place(self, name: str) -> Place:
         """Where a state lies."""
         return "disk" if self._kept[name].tensors is None else "host"
@@ -261,8 +266,9 @@ class SwapStore:
             above = state_dir.expanduser() / _FOLDER
             above.mkdir(mode=0o700, parents=True, exist_ok=True)
             for old in above.iterdir():
-                if _lock(old) is not None:
-                    shutil.rmtree(old, ignore_errors=True)
+                if (free := _lock(old)) is not None:
+                    with free:
+                        shutil.rmtree(old, ignore_errors=True)
             own = Path(tempfile.mkdtemp(dir=above))  # for the user alone
             self._held = _lock(own, "w")
             (own / "trial").write_bytes(bytes(1 << 16))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from streamdiff.models.tiny.model import WEIGHTS, load_model
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.session_state.swap_store import SwapStore
-from tests.small import BLUE, CPU, RED, WHITE, small_model
+from tests.pipeline import swap_process as process
+from tests.pipeline.processes import run_ranks
+from tests.small import CPU, RED, WHITE, small_model
 
 PLAIN = small_model(4, layers=4, sink=2)
 MODEL = replace(PLAIN, spec=replace(PLAIN.spec, anchor_every=2))
@@ -41,6 +43,12 @@ def started(stages: int, state_dir: Path | None = None, host_bytes: int | None =
     for stage in (ring.stage, *(worker.stage for worker in ring.others)):
         stage.swaps = SwapStore(CPU, host_bytes, state_dir)
     return StreamingPipeline(MODEL, CPU, ring=ring)
+
+
+def ended(pipeline: StreamingPipeline) -> None:
+    pipeline.close()
+    for stage in stages_of(pipeline):
+        stage.swaps.close()
 
 
 def opened(pipeline: StreamingPipeline, kv_context: str) -> None:
@@ -80,38 +88,121 @@ def alone(kv_context: str) -> Streams:
         opened(pipeline, kv_context)
         streams = _ALONE[kv_context] = Streams(pipeline)
         streams.play(CHUNKS, 0, 1)
-        pipeline.close()
+        ended(pipeline)
     return _ALONE[kv_context]
 
 
-def swap(streams: Streams, until: Callable[[], bool] = lambda: True) -> None:
-    """Swap session 0 out, let session 1 go on until the former is where it is to be, and bring it back."""
-    pipeline = streams.pipeline
+def swap(streams: Streams, place: str) -> None:
+    """Swap session 0 out, let session 1 go on until all that the former has is in this place, and bring it back."""
+    pipeline, stages = streams.pipeline, stages_of(streams.pipeline)
+    for stage in stages:
+        stage.swaps.host_bytes = None if place == "host" else 0
     pipeline.swap_out(0)
     shown = len(streams.pictures[1]) // CHUNK
     streams.play(shown + 1, 1)
-    while any(0 in stage.sessions for stage in stages_of(pipeline)) or not until():  # the device's memory is free
+    while {stage.swaps.place(name) for stage in stages for name in stage.swaps.names} != {place} or any(
+        0 in stage.sessions for stage in stages
+    ):
         streams.take(pipeline.step(0.01))
+    assert pipeline.place(0) == place
     pipeline.swap_in(0)
+
+
+def until_mid_chunk(streams: Streams) -> None:
+    scheduled = streams.pipeline.ring.scheduler.session(0)
+    while not any(chunk.back >= 0 for chunk in scheduled.chunks):
+        streams.pipeline.set_frame_credit(0, 6 * CHUNK)
+        streams.take(streams.pipeline.step(0.01))
+
+
+def until_at_rest(streams: Streams) -> None:
+    streams.pipeline.set_frame_credit(0, 0)
+    while not streams.pipeline.at_rest(0):
+        streams.take(streams.pipeline.step(0.01))
 
 
 @pytest.mark.parametrize("stages", [1, 4])
 @pytest.mark.parametrize("kv_context", CONTEXTS)
-def test_in_mid_chunk_and_between_chunks(kv_context: str, stages: int) -> None:
-    pipeline = started(stages)
+def test_in_mid_chunk_and_between_chunks_in_host_memory_and_on_disk(
+    kv_context: str, stages: int, tmp_path: Path
+) -> None:
+    pipeline = started(stages, tmp_path)
     opened(pipeline, kv_context)
     streams = Streams(pipeline)
     streams.play(2, 0, 1)
-    scheduled = pipeline.ring.scheduler.session(0)
-    while not any(chunk.back >= 0 for chunk in scheduled.chunks):  # in mid-chunk
-        streams.take(pipeline.step(0.01))
-    swap(streams)
-    streams.play(4, 0, 1)
-    pipeline.set_frame_credit(0, 0)
-    while not pipeline.at_rest(0):
-        streams.take(pipeline.step(0.01))
-    swap(streams)
+    for chunks, until, place in (
+        (3, until_mid_chunk, "host"),
+        (4, until_at_rest, "disk"),
+        (5, until_mid_chunk, "disk"),
+        (6, until_at_rest, "host"),
+    ):
+        until(streams)
+        swap(streams, place)
+        streams.play(chunks, 0, 1)
+    assert not list(tmp_path.glob("swap/*/*.safetensors")), "what is back leaves no file"
     streams.play(CHUNKS, 0, 1)
-    pipeline.close()
+    ended(pipeline)
     for session in (0, 1):
         assert np.array_equal(streams.shown(session), alone(kv_context).shown(session)), f"session {session}"
+
+
+def test_a_damaged_file_is_told_and_only_that_stream_begins_afresh(tmp_path: Path) -> None:
+    pipeline = started(2, tmp_path, host_bytes=0)
+    opened(pipeline, "matched")
+    streams = Streams(pipeline)
+    streams.play(2, 0, 1)
+    until_mid_chunk(streams)
+    pipeline.swap_out(0)
+    while len(list(tmp_path.glob("swap/*/*.safetensors"))) < 3 or pipeline.place(0) != "disk":
+        streams.take(pipeline.step(0.01))
+    file = next(tmp_path.glob("swap/*/*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    pipeline.swap_in(0)
+    while not (lost := pipeline.take_lost()):
+        streams.take(pipeline.step(0.01))
+    assert lost == [0] and pipeline.take_lost() == []
+    streams.pictures[0].clear()
+    pipeline.reset(0, pipeline.text.encode(RED), seed=3, epoch=6)
+    streams.play(CHUNKS, 0, 1)
+    ended(pipeline)
+    for session in (0, 1):
+        assert np.array_equal(streams.shown(session), alone("matched").shown(session)), f"session {session}"
+
+
+def test_a_snapshot_of_a_session_that_is_away_is_whole_and_its_end_leaves_nothing() -> None:
+    pipeline = started(2)
+    opened(pipeline, "staircase")
+    streams = Streams(pipeline)
+    streams.play(2, 0, 1)
+    until_at_rest(streams)
+    pipeline.swap_out(0)
+    snapshot, frames = pipeline.save(0)
+    streams.take(frames)
+    assert pipeline.is_away(0), "it stays where it is"
+    pipeline.close_session(0)
+    streams.take(pipeline.load(0, snapshot))
+    assert not any(stage.swaps.names for stage in stages_of(pipeline))
+    streams.play(CHUNKS, 0, 1)
+    ended(pipeline)
+    for session in (0, 1):
+        assert np.array_equal(streams.shown(session), alone("staircase").shown(session)), f"session {session}"
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ring processes")
+@pytest.mark.parametrize("place", ["host", pytest.param("disk", marks=pytest.mark.soak)])
+def test_on_a_ring_of_processes_over_rough_links_with_a_rank_that_decodes(place: str, tmp_path: Path) -> None:
+    """Messages leave late, and slots hold rubbish once they are free: nothing is swapped in the middle of a send."""
+    (tmp_path / place).touch()
+    run_ranks("tests.pipeline.swap_process", [str(tmp_path)], process.STAGES + 1, 600)
+    with torch.inference_mode():
+        pipeline = StreamingPipeline(load_model(WEIGHTS, CPU), CPU)
+    process.opened(pipeline)
+    alone = process.Shown(pipeline)
+    alone.play(process.CHUNKS, 0, 1)
+    pipeline.close()
+    there = np.load(tmp_path / "shown.npz")
+    for session, name in enumerate(there.files):
+        assert np.array_equal(there[name], np.stack(alone.pictures[session][: len(there[name])])), f"session {session}"

@@ -114,6 +114,7 @@ class SwapStore:
         is used. Mutates: self, into."""
         with self._changed:
             kept = self._forget(name)
+            self._spill()
         assert kept.tensors is not None, "`ready` said so"
         with self._on_stream() as copy:
             return walk.load(into, kept.tensors, kept.tree, self.device, copy)
@@ -139,6 +140,7 @@ class SwapStore:
         with self._changed:
             if name in self._kept:
                 self._forget(name)
+                self._spill()
 
     def follow(self) -> None:
         """What the caller's stream is given from now on runs after all copies so far."""
@@ -213,9 +215,10 @@ class SwapStore:
         return sum(kept.nbytes for kept in self._kept.values() if kept.tensors is not None and not kept.writing)
 
     def _spill(self) -> None:
-        """Begin to write what has been here longest while there is too much. Mutates: self."""
+        """Begin to write what has been here longest while there is too much; after a fault too, as there may be room
+        again. Mutates: self."""
         for kept in self._kept.values():
-            if not self.spills or self.host_bytes is None or self._in_host <= self.host_bytes:
+            if self._folder is None or self.host_bytes is None or self._in_host <= self.host_bytes:
                 return
             if kept.tensors is not None and not kept.writing and not kept.reading:
                 kept.writing = True

@@ -79,6 +79,8 @@ def main(rank: int, ranks: int, port: int, folder: Path) -> None:
                 shown.step(1)
         assert pipeline.is_away(0) and pipeline.place(0) == ("disk" if (folder / "disk").exists() else "host")
         pipeline.swap_in(0)
+        while pipeline.is_away(0):
+            shown.step(1)
     shown.play(CHUNKS, 0, 1)
     assert not list((folder / "state").glob("swap/*/*.safetensors"))
     pipeline.close()

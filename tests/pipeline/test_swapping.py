@@ -106,6 +106,8 @@ def swap(streams: Streams, place: str) -> None:
         streams.take(pipeline.step(0.01))
     assert pipeline.place(0) == place
     pipeline.swap_in(0)
+    while pipeline.is_away(0):
+        streams.take(pipeline.step(0.01))
 
 
 def until_mid_chunk(streams: Streams) -> None:

@@ -67,7 +67,9 @@ class SwapsSessions(ABC):
         )
 
     def swap_out(self, session: int) -> None:
-        """Give a session's device memory back; it makes nothing until `swap_in`. What is in the ring comes back."""
+        """Give a session's device memory back, of one that `can_swap_out`; it makes nothing until `swap_in`. What is in
+        the ring comes back."""
+        assert session not in self._away, f"session {session} is swapped out already, or not back yet"
         away = self._away[session] = _Away(next(self._tickets))
         self.ring.scheduler.hold(session, True)
         self.ring.tell(MessageKind.SWAP_OUT, SessionUpdate(session))

@@ -21,8 +21,6 @@ PROMPT_POLICIES: tuple[str, ...] = get_args(PromptPolicy)
 
 # What a browser sends as Origin, or * for every page there is.
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/?#@]+)$")]
-
-
 # A DNS name, as in a Host header but without the port.
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?$", max_length=253)]
 
@@ -33,8 +31,6 @@ def _network(value: str) -> str:
 
 
 Proxy = Annotated[str, AfterValidator(_network)]
-
-
 # Stages, and ranks that share each.
 Parallel = Annotated[str, Field(pattern=r"^[1-9][0-9]?x[1-9][0-9]?$")]
 
@@ -309,8 +305,7 @@ class ServeConfig(_Section):
     lifetime_s: float | None = Field(3600.0, gt=0)
     """Seconds after which any session ends; null: never."""
     host_memory_gb: float | None = Field(None, ge=0)
-    """Host memory for sessions that are swapped out, of this machine's ranks together; 0: none is. Default: a quarter
-    of what is free at the start."""
+    """Host memory for sessions that are swapped out, of all ranks of a machine; 0: none is. null: a quarter of it."""
     state_dir: str | None = None
     """Folder for sessions that are swapped out beyond that; null: there are no more of them."""
     load: float = Field(0.9, gt=0, le=10)
@@ -399,6 +394,6 @@ class Config(_Section):
         `serve.pictures` says otherwise: YUV420 has a colour for 2 x 2 pixels only."""
         enlarged = self.serve.pictures == "auto" and self.scale > 1
         pictures = "rgb" if enlarged else self.serve.pictures
-        swap = {"host_memory_gb": self.serve.host_memory_gb, "state_dir": self.serve.state_dir}
+        swap = self.serve.model_dump(include={"host_memory_gb", "state_dir"})
         own = {"pictures": pictures, "batching": self.batching, **swap}
         return ServedModel.model_validate({**self.model.model_dump(), **own})

@@ -102,7 +102,7 @@ async def _measure(server: Server, sessions: int, play: int, fps: float) -> list
         if fit != play:
             raise RuntimeError(f"{fit} sessions fit, not {play}: SESSION_BYTES is of another model or version")
         await http.delete("api/sessions/default")
-        names = []
+        names: list[str] = []
         for _ in tqdm(range(sessions), desc="open", dynamic_ncols=True):
             body = {"prompt": "a red circle moving left", "seed": len(names), "fps": fps}
             answer = await http.post("api/sessions", json=body)
@@ -144,10 +144,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     kept, found = sum(each.kept for each in switches), figures(switches)
     places = {place: sum(each.place == place for each in switches) for place in ("device", "host", "disk")}
     label = f"tiny, {options.sessions} sessions on memory for {options.play}"
-    print(report.table([{"case": label, **found, "from": places, "kept": f"{kept} of {len(switches)}"}]))
+    print(report.table([{"case": label, **found, "from": str(places), "kept": f"{kept} of {len(switches)}"}]))
     if options.out is not None:
         chosen = {label: {name: getattr(options, name) for name in ("sessions", "play", "host", "fps")}}
-        result = {"figures": found, "kept": kept, "from": places, "switches": [asdict(each) for each in switches]}
+        result: dict[str, Any] = {
+            "figures": found,
+            "kept": kept,
+            "from": places,
+            "switches": [asdict(each) for each in switches],
+        }
         report.write_json(options.out, head, {label: result}, benchmark="swap", settings=chosen)
     return OK if kept == len(switches) else WRONG
 

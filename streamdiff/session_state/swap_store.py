@@ -309,7 +309,8 @@ def _copy(there: Tensor, saved: Tensor) -> Tensor:
 
 
 def _sum(tensor: Tensor) -> int:
-    return crc32(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+    values: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return crc32(values)
 
 
 def _checked(file: Path, sums: Mapping[str, int]) -> dict[str, Tensor]:

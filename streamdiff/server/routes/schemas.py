@@ -125,7 +125,7 @@ class CapacityInfo(BaseModel):
     occupancy: list[float] = Field(description="share of the time that each stage of a ring was at work")
     sessions_fit: int | None = Field(description="sessions of the default kind that can play; null: unknown")
     sessions_away: int | None = Field(description="and may be swapped out beside them; null: as many as one likes")
-    places: dict[Literal["device", "host", "disk"], int] = Field(description="open sessions, by where their caches lie")
+    places: dict[str, int] = Field(description="open sessions, by where they lie: device, host, disk")
     size: str
     steps: list[int]
     native_fps: float

@@ -16,10 +16,8 @@ PromptPolicy = Literal["keep", "recache", "recache-causal", "flush", "reset"]
 forward or chunk by chunk; only the oldest chunks that always stay (the sink) are kept; or the stream begins afresh."""
 RECACHES = ("recache", "recache-causal")
 PROMPT_POLICIES: tuple[str, ...] = get_args(PromptPolicy)
-
 # What a browser sends as Origin, or * for every page there is.
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/?#@]+)$")]
-
 # A DNS name, as in a Host header but without the port.
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?$", max_length=253)]
 
@@ -30,10 +28,8 @@ def _network(value: str) -> str:
 
 
 Proxy = Annotated[str, AfterValidator(_network)]
-
 # Stages, and ranks that share each.
 Parallel = Annotated[str, Field(pattern=r"^[1-9][0-9]?x[1-9][0-9]?$")]
-
 # fmt: off
 Attention = Literal[
     "auto", "sdpa", "math", "flash", "efficient", "cudnn", "fa3", "fa4",
@@ -220,6 +216,8 @@ class ServedModel(ModelConfig):
 
     pictures: Literal["auto", "rgb", "yuv420"]
     batching: BatchingConfig = BatchingConfig()
+    host_memory_gb: float | None = None
+    state_dir: str | None = None
 
 
 class SessionConfig(_Section):
@@ -304,6 +302,8 @@ class ServeConfig(_Section):
     """Seconds after which a session that nobody watches ends; null: never."""
     lifetime_s: float | None = Field(3600.0, gt=0)
     """Seconds after which any session ends; null: never."""
+    host_memory_gb: float | None = Field(None, ge=0)
+    """Host memory for sessions that are swapped out, of all ranks of a machine; 0: none is. null: a quarter of it."""
     load: float = Field(0.9, gt=0, le=10)
     """Share of the engine's time that sessions may ask for together."""
     adaptive: bool = False
@@ -339,11 +339,10 @@ class ServeConfig(_Section):
     keep_s: float | None = Field(None, ge=0.1)
     """Every so many seconds a session that plays is kept, and goes on from there when the engine fails; null: never."""
     state_dir: str | None = None
-    """Folder for sessions that are kept, which a new server goes on from; null: kept in this one's memory."""
+    """Folder for sessions that are swapped out or kept; null: both lie in memory, and end with the server."""
     restarts: int = Field(5, ge=0, le=1000)
     """How often an engine that fails is started again within `restart_window_s`; 0: the server ends."""
     restart_window_s: float = Field(300.0, gt=0)
-    """Seconds over which restarts are counted."""
     restart_wait_s: float = Field(0.5, ge=0)
     """Seconds before the second restart; then twice as long each time."""
     spare: bool = True
@@ -375,10 +374,8 @@ class ServeConfig(_Section):
     @property
     def media_ports(self) -> range | None:
         """`udp_ports` as numbers."""
-        if self.udp_ports is None:
-            return None
-        low, high = map(int, self.udp_ports.split("-"))
-        return range(low, high + 1)
+        low, _, high = (self.udp_ports or "").partition("-")
+        return range(int(low), int(high) + 1) if low else None
 
 
 class Config(_Section):
@@ -398,7 +395,7 @@ class Config(_Section):
     def served_model(self) -> ServedModel:
         """What the engine of a server loads, on every rank. Pictures that are enlarged come as RGB, unless
         `serve.pictures` says otherwise: YUV420 has a colour for 2 x 2 pixels only."""
-        enlarged = self.serve.pictures == "auto" and self.scale > 1
-        pictures = "rgb" if enlarged else self.serve.pictures
-        own = {"pictures": pictures, "batching": self.batching}
+        pictures = "rgb" if self.serve.pictures == "auto" and self.scale > 1 else self.serve.pictures
+        swap = self.serve.model_dump(include={"host_memory_gb", "state_dir"})
+        own = {"pictures": pictures, "batching": self.batching, **swap}
         return ServedModel.model_validate({**self.model.model_dump(), **own})

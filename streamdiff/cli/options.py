@@ -218,11 +218,13 @@ SERVE = (
            "serve.handover"),
     Option("--keep-s", "N", "every N seconds keep what plays; it goes on from there when the engine fails", float,
            "serve.keep_s"),
-    Option("--state-dir", "DIR", "keep it here, not in memory: a new server goes on from there too", str,
-           "serve.state_dir"),
     Option("--server-name", "NAME", "of this server among several behind one balancer", str, "serve.name"),
     Option("--udp-ports", "LOW-HIGH", "of viewers' media (default: any)", str, "serve.udp_ports"),
     Option("--log-format", "KIND", "text, or json: one object a line on standard error", str, "serve.log_format"),
+    Option("--host-memory-gb", "GB", "host memory for sessions that nobody watches (default: a quarter of what is "
+           "free; 0: they keep the device's)", float, "serve.host_memory_gb"),
+    Option("--state-dir", "FOLDER", "for those that have no room there, and for what --keep-s keeps: a new server goes "
+           "on from there too", str, "serve.state_dir"),
     Option("--max-viewers", "N", "viewers at the same time, at most", int, "serve.max_viewers"),
     Option("--address-share", "SHARE", "of these, what one address may hold (0.5)", float, "serve.address_share"),
     Option("--insecure", "", "let other machines in without a token", key="serve.insecure", action=SWITCH),

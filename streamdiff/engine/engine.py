@@ -20,27 +20,30 @@ from streamdiff.engine.messages import (
     Event,
     Open,
     Pause,
-    Pictures,
     Ready,
     Reset,
     Resume,
     Save,
+    SetActive,
     SetMaxAhead,
     SetPrompt,
     SetSteps,
     Shown,
     Shutdown,
+    Swapped,
 )
 from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue, Request, has_picture
 from streamdiff.engine.saving import SavesSessions
 from streamdiff.engine.session import Session, possible_switches
+from streamdiff.engine.swapping import Swapping
 from streamdiff.engine.validation import (
     SESSION_ERRORS,
     bad_value,
     check_begin,
     check_open,
     check_prompt,
+    encode_picture,
     expects_answer,
     reason_of,
     refused,
@@ -62,16 +65,17 @@ class Engine(SavesSessions):
         self._max_ahead_frames = max_ahead_frames
         self._slots: dict[str, int] = {}
         self._sessions: dict[int, Session] = {}
-        self._waiting = PromptQueue(pipeline.text.encode, self._encode_picture)
+        self._swapping = Swapping(pipeline)
+        self._waiting = PromptQueue(pipeline.text.encode, partial(encode_picture, pipeline))
         self._texts: dict[str, tuple[str, Any]] = {}  # by session: the text that was encoded last, and what came of it
-        # A slot's next session starts above all epochs of the one before, so frames can never be taken for its own.
+        # A slot's next session starts above all epochs of the one before: frames are never taken for its own.
         self._next_epoch: dict[int, int] = {}
         self._failures = Failures()
         pipeline.on_fault = self._failures.note
 
     def ready(self) -> Ready:
         """What the pipeline is, for whoever connects."""
-        return reports.ready(self._pipeline)
+        return reports.ready(self._pipeline, self._swapping.sessions_away())
 
     def handle(self, command: Command) -> list[Event]:
         """Carry out one command. What cannot be done is answered by `Refused`, and changes nothing."""
@@ -88,31 +92,43 @@ class Engine(SavesSessions):
             return [refused(command, error)]
 
     def step(self, wait_s: float = 0.0) -> list[Event]:
-        """Carry out what had to wait for its text, give new prompts and steps to the pipeline, let it work once, number
-        what came out, and end sessions that failed. With nothing to do but wait, waits up to `wait_s`."""
+        """Carry out what had to wait for its text or its session, give new prompts and steps to the pipeline, let it
+        work once, number what came out, and end sessions that failed. With nothing to do but wait, waits up to
+        `wait_s`."""
         if self._waiting and not self._pipeline.busy:
             futures.wait(self._waiting.encodings(), wait_s, futures.FIRST_COMPLETED)
-        events = self.settle()
+        events = self._swap() + self.settle()
         for slot, session in self._sessions.items():
             try:
-                session.apply_pending()
+                if not self._swapping.away(slot):
+                    session.apply_pending()
             except SESSION_ERRORS as error:
                 self._failures.note_error(slot, error)
         finished = False
         for made in self._pipeline.step(wait_s):
             events += self._number(made)
             finished = finished or made.last
-        return events + self._end_failed() + (reports.measured(self._pipeline) if finished else [])
+        events += self._begin_lost() + self._end_failed()
+        return events + (reports.measured(self._pipeline) if finished else [])
+
+    def _swap(self) -> list[Event]:
+        """Let sessions come and go, and tell where they are."""
+        events = [event for pending in self._swapping.turn() for event in self._answer(pending)]
+        return events + [Swapped(self._sessions[slot].name, place) for slot, place in self._swapping.moved()]
+
+    def _begin_lost(self) -> list[Event]:
+        """Streams whose caches are lost begin afresh."""
+        return [event for slot in self._swapping.lost() for event in self._sessions[slot].reset(None, "")]
 
     def _free_slot(self) -> int:
         return next(slot for slot in range(len(self._slots) + 1) if slot not in self._sessions)
 
     def settle(self) -> list[Event]:
-        """Carry out what had to wait for its text and need not any more; `step` does so too."""
+        """Carry out what had to wait for its text and need not any more."""
         return [event for pending in self._waiting.turn() for event in self._answer(pending)]
 
     def encodings(self) -> list[futures.Future[Any]]:
-        """Texts that are being encoded: when one is done, `settle` has something to do."""
+        """Texts that are being encoded: one that is done lets `settle` do something."""
         return self._waiting.encodings()
 
     @property
@@ -159,7 +175,7 @@ class Engine(SavesSessions):
             return self._go_on(command, reading, start)
         slot = self._free_slot()
         try:
-            session, events = self._start(slot, command, reading, start)
+            session, events = self._swapping.with_room(lambda: self._start(slot, command, reading, start))
         except SESSION_ERRORS as error:
             self._texts.pop(command.session, None)
             raise bad_value(error, "session") from error
@@ -248,12 +264,17 @@ class Engine(SavesSessions):
         session = self._find(request)
         if session is None:
             return []
+        slot = self._slots[request.session]
+        if self._swapping.put_off(slot, pending):
+            return []
         match request:
+            case SetActive():
+                self._swapping.set_active(slot, request)
             case SetPrompt():
-                self._pipeline.check_switch(self._slots[request.session], request.switch)
+                self._pipeline.check_switch(slot, request.switch)
                 return session.set_prompt(pending.text, pending.notice, request.request, request.switch)
             case SetSteps():
-                self._pipeline.check_steps(self._slots[request.session], request.steps)
+                self._pipeline.check_steps(slot, request.steps)
                 min_ahead_frames = self._min_ahead_frames(request.steps, session.kv_context)
                 return session.set_steps(request.steps, min_ahead_frames, request.request)
             case Pause() | Resume():
@@ -273,9 +294,8 @@ class Engine(SavesSessions):
         if not opening:
             self._find(Close(name))
         gone = RequestError("session", f"session {name!r} was closed before this was done")
-        events: list[Event] = [
-            refused(pending.request, gone) for pending in self._waiting.drop(name) if expects_answer(pending)
-        ]
+        asked = self._waiting.drop(name) + self._swapping.forget(self._slots.get(name, -1))
+        events: list[Event] = [refused(pending.request, gone) for pending in asked if expects_answer(pending)]
         self._texts.pop(name, None)
         if opening:
             return [*events, Closed(name)]
@@ -299,7 +319,7 @@ class Engine(SavesSessions):
         slot = self._slots.get(command.session)
         if slot is not None:
             return self._sessions[slot]
-        if isinstance(command, Shown | SetMaxAhead):
+        if isinstance(command, Shown | SetMaxAhead | SetActive):
             return None
         known = ", ".join(repr(name) for name in self._slots) or "none"
         raise RequestError("session", f"there is no session {command.session!r}; open ones: {known}")
@@ -334,15 +354,6 @@ class Engine(SavesSessions):
             if pending.request.session not in self._slots:
                 self._texts.pop(pending.request.session, None)
             return [refused(pending.request, refusal)] if expects_answer(pending) else []
-
-    def _encode_picture(self, picture: Pictures) -> Any:
-        """Raises RequestError for a picture that the pipeline cannot encode. On the queue's thread."""
-        try:
-            return self._pipeline.encode_picture(picture)
-        except RequestError:
-            raise
-        except SESSION_ERRORS as error:
-            raise RequestError("image", f"the picture could not be encoded: {reason_of(error)}") from error
 
     def _encoded(self, name: str, text: str) -> Any:
         """The conditioning of a session's text. Slow texts have been encoded already: a session takes none before."""

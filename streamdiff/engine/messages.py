@@ -116,6 +116,16 @@ class SetMaxAhead(SessionMessage):
 
 
 @dataclass(frozen=True)
+class SetActive(SessionMessage):
+    """Whether somebody needs the session's next chunk; a new session is active. The memory of one that is not may be
+    taken for another, and with `swap_out` is given back as soon as it has made what it may; once it is active it comes
+    back. Has no answer, but `Swapped` tells where it is."""
+
+    active: bool
+    swap_out: bool = False
+
+
+@dataclass(frozen=True)
 class Close(SessionMessage):
     """End the session and free its state. Answered by `Closed`."""
 
@@ -132,7 +142,9 @@ class Shutdown:
     """End the engine process."""
 
 
-Command = Open | Save | SetPrompt | SetSteps | Pause | Resume | Reset | SetMaxAhead | Close | Shown | Shutdown
+Command = (
+    Open | Save | SetPrompt | SetSteps | Pause | Resume | Reset | SetMaxAhead | SetActive | Close | Shown | Shutdown
+)
 
 
 # ---- events: engine to web process -----------------------------------------------------------------------------
@@ -141,13 +153,15 @@ Command = Open | Save | SetPrompt | SetSteps | Pause | Resume | Reset | SetMaxAh
 @dataclass(frozen=True)
 class Ready(ModelInfo):
     """The engine is warm. What the model is, and `work_s`, the seconds of work in a chunk as measured while warming up;
-    `sessions_fit`, how many sessions of the default kind the memory holds; None: unknown."""
+    `sessions_fit`, how many sessions of the default kind the memory holds, and `sessions_away`, how many more may be
+    open that are swapped out; None: unknown, or as many as one likes."""
 
     examples: tuple[str, ...] = ()
     suggestions: tuple[tuple[str, ...], ...] = ()
     vocabulary: str = ""
     work_s: float | None = None
     sessions_fit: int | None = None
+    sessions_away: int | None = 0
 
 
 @dataclass(frozen=True)
@@ -218,6 +232,13 @@ class FrameBatch(SessionMessage):
 
 
 @dataclass(frozen=True)
+class Swapped(SessionMessage):
+    """Where the session lies now: `device`, `host` (memory) or `disk`."""
+
+    place: str
+
+
+@dataclass(frozen=True)
 class Closed(SessionMessage):
     """The session has ended; no event of it follows. `reason`: what failed, where nobody asked for its end."""
 
@@ -251,4 +272,6 @@ class Failed:
     reason: str
 
 
-Event = Ready | Opened | Saved | Accepted | Applied | Refused | FrameBatch | Closed | Measured | Alive | Failed
+Event = (
+    Ready | Opened | Saved | Accepted | Applied | Refused | FrameBatch | Swapped | Closed | Measured | Alive | Failed
+)

@@ -126,3 +126,32 @@ class SavingPipeline(Protocol):
     def load(self, session: int, snapshot: Any) -> Sequence[Frames]:
         """Open a stream that goes on from a snapshot; returns frames that came meanwhile. Raises RequestError for one
         that does not fit."""
+
+
+@runtime_checkable
+class SwappingPipeline(Protocol):
+    """One whose sessions can give their device memory back and come back; the real one is."""
+
+    def sessions_away(self) -> int | None:
+        """How many sessions of the default kind may be swapped out; None: as many as one likes."""
+
+    def at_rest(self, session: int) -> bool:
+        """Whether nothing of it is under way or may begin."""
+
+    def can_swap_out(self, session: int, returning: int | None = None) -> bool:
+        """Whether there is a place for what it has; `returning` leaves its own."""
+
+    def swap_out(self, session: int) -> None:
+        """Give its memory back; it makes nothing until it is back."""
+
+    def swap_in(self, session: int) -> None:
+        """Let it come back. Raises RequestError, code "memory", where there is no room now."""
+
+    def is_away(self, session: int) -> bool:
+        """Whether it is swapped out, or not yet wholly back."""
+
+    def place(self, session: int) -> str:
+        """`device`, `host` or `disk`."""
+
+    def take_lost(self) -> list[int]:
+        """Sessions that came back without what they were, and make nothing before `reset`. Told once."""

@@ -13,7 +13,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeGuard
 
-from streamdiff.engine.messages import Open, Pause, Pictures, Reset, Resume, SetMaxAhead, SetPrompt, SetSteps, Shown
+from streamdiff.engine.messages import (
+    Open,
+    Pause,
+    Pictures,
+    Reset,
+    Resume,
+    SetActive,
+    SetMaxAhead,
+    SetPrompt,
+    SetSteps,
+    Shown,
+)
 
 
 class _WithPicture(Protocol):
@@ -23,7 +34,7 @@ class _WithPicture(Protocol):
     def image(self) -> Pictures: ...
 
 
-Request = Open | SetPrompt | SetSteps | Reset | Pause | Resume | SetMaxAhead | Shown
+Request = Open | SetPrompt | SetSteps | Reset | Pause | Resume | SetMaxAhead | SetActive | Shown
 
 
 @dataclass(frozen=True)

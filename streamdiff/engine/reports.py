@@ -10,8 +10,8 @@ from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.session import Session
 
 
-def ready(pipeline: Pipeline) -> Ready:
-    """What the pipeline is, for whoever connects."""
+def ready(pipeline: Pipeline, sessions_away: int | None) -> Ready:
+    """What the pipeline is, for whoever connects; `sessions_away`: see `Ready`."""
     return Ready(
         **asdict(pipeline.info),
         examples=tuple(pipeline.text.examples),
@@ -19,6 +19,7 @@ def ready(pipeline: Pipeline) -> Ready:
         vocabulary=pipeline.text.vocabulary,
         work_s=pipeline.work_s(),
         sessions_fit=pipeline.sessions_fit(),
+        sessions_away=sessions_away,
     )
 
 

@@ -12,6 +12,7 @@ from streamdiff.engine.pipeline_api import Pipeline, SavingPipeline
 from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue, Request, has_picture
 from streamdiff.engine.session import Session, possible_switches
 from streamdiff.engine.snapshot_header import SavedSession, read_saved_session
+from streamdiff.engine.swapping import Swapping
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.interfaces import Reading
 from streamdiff.pipeline.output import Frames
@@ -25,6 +26,7 @@ class SavesSessions(ABC):
     _slots: dict[str, int]
     _sessions: dict[int, Session]
     _waiting: PromptQueue
+    _swapping: Swapping
     _texts: dict[str, tuple[str, Any]]
 
     @abstractmethod
@@ -106,7 +108,7 @@ class SavesSessions(ABC):
             min_ahead_frames=self._min_ahead_frames(steps, kv_context),
         )  # fmt: skip
         session.restore(saved)
-        frames = self._saving().load(slot, snapshot)
+        frames = self._swapping.with_room(lambda: self._saving().load(slot, snapshot))
         session.start = snapshot.start()
         self._slots[name], self._sessions[slot] = slot, session
         return session, [event for made in frames for event in self._number(made)]

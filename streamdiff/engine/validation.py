@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from streamdiff.engine.messages import Command, Open, Refused, Reset, Save, SetPrompt, SetSteps, Shutdown
+from typing import Any
+
+from streamdiff.engine.messages import Command, Open, Pictures, Refused, Reset, Save, SetPrompt, SetSteps, Shutdown
+from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.prompt_queue import PendingRequest
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.pipeline.output import ModelInfo
@@ -42,6 +45,16 @@ def check_begin(command: Open | Reset, info: ModelInfo) -> None:
             "image",
             f"the picture is of shape {list(image.shape)}; {info.model} takes [1, {info.height}, {info.width}, 3]",
         )
+
+
+def encode_picture(pipeline: Pipeline, picture: Pictures) -> Any:
+    """Raises RequestError for a picture that the pipeline cannot encode."""
+    try:
+        return pipeline.encode_picture(picture)
+    except RequestError:
+        raise
+    except SESSION_ERRORS as error:
+        raise RequestError("image", f"the picture could not be encoded: {reason_of(error)}") from error
 
 
 def expects_answer(pending: PendingRequest) -> bool:

@@ -53,6 +53,7 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
         progress.enter("graphs")
         if decoder is None:
             links = topology.decode_links(model.spec, 0, config.decode_ranks[0], device, plan.pixel_format)
+    ring.stage.swaps = loaded.swaps
     rank_loader.compile_stage(plan, ring.stage, memory, progress)
     rank_loader.compile_decoder(plan, decoder, DECODE_THREADS)
     workers, memories = None, [memory]

@@ -6,6 +6,7 @@ that comes back into the next latents (`LatentSampler`). With one stage there ar
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -126,6 +127,11 @@ class RingExecutor:
     def contents(self) -> str:
         """What is in the ring, oldest first, for messages."""
         return ", ".join(str(message) for message in self._admission.in_ring) or "nothing"
+
+    def take_swapped_in(self) -> list[SessionUpdate]:
+        """What has come back of SWAP_IN since the last call, with its outcome on all stages. Mutates: self."""
+        come, self._admission.swapped_in = list(self._admission.swapped_in), deque()
+        return come
 
     def notify(self, call: Callable[[], None]) -> None:
         """Have `call` called, from any thread, when something comes back."""

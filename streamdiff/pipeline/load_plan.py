@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from streamdiff.pipeline.planner.batching import batching_of
 from streamdiff.pipeline.planner.costs import read_profile
 from streamdiff.pipeline.planner.fit import Demand
 from streamdiff.pipeline.planner.forecast import offload_note
-from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, free_bytes
+from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, free_bytes, host_bytes
 from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Storage
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, decoder_sizes, read_sizes, sizes_from
 from streamdiff.pipeline.planner.partition import split_evenly
@@ -37,6 +38,7 @@ from streamdiff.pipeline.planner.stage_layout import Blocks, Workload
 from streamdiff.pipeline.runner import block_offload
 from streamdiff.pipeline.runner.torch_compile import compile_fault, one_graph
 from streamdiff.pipeline.scheduler.kv_context import sessions_to_fill
+from streamdiff.session_state.swap_store import SwapStore
 from streamdiff.version import __version__
 from streamdiff.video.pixel_format import PictureKind
 
@@ -159,14 +161,35 @@ class LoadPlan:
             if (text := fit.misfit(demand, rank, limit, where)) is not None:
                 raise ConfigError(text)
 
+    @cached_property
+    def swap_bytes(self) -> int:
+        """Host memory of this rank for sessions that are swapped out."""
+        return host_bytes(self.config, _ranks_here())
+
+    def swap_store(self) -> SwapStore:
+        """Where this rank keeps them. Ranks that share a stage do so in host memory alone: the head hears of one of
+        them only, and a file takes each its own time to read.
+
+        Raises:
+            ConfigError: nothing can be written to `state_dir`.
+        """
+        config = self.config
+        folder = config.state_dir if isinstance(config, ServedModel) and config.shares == 1 else None
+        return SwapStore(self.device, self.swap_bytes, None if folder is None else Path(folder))
+
     def room(self, rank: int, runs: Blocks) -> int:
         """Bytes for sessions on the rank, now that the weights are loaded."""
         config, demand = self.config, self.demand(runs)
         work = demand.memory()[rank].work + demand.libraries
-        room = free_bytes(self.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), config.memory_gb, work)
+        room = free_bytes(self.device, _ranks_here(), config.memory_gb, work, self.swap_bytes)
         if config.device_memory_gb is None:
             return room
         return max(0, min(room, round(config.device_memory_gb * 1e9) - demand.without_sessions(rank)))
+
+
+def _ranks_here() -> int:
+    """Ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @dataclass(frozen=True)

@@ -24,25 +24,27 @@ from streamdiff.pipeline.planner.stage_layout import Blocks
 from streamdiff.pipeline.runner import block_offload
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.torch_compile import keep_compiled_code, one_graph
+from streamdiff.session_state.swap_store import SwapStore
 
 
 @dataclass(frozen=True)
 class LoadedRank:
     """What one rank runs. `model` is None on a rank that only decodes, a `Model` on rank 0; `decoder` is None where
     another rank decodes. `runs` are first and last block (exclusive) of each stage. `memory` is what there is for
-    sessions, now that the weights are loaded."""
+    sessions, now that the weights are loaded; `swaps` keeps those that are swapped out."""
 
     model: StageModel | None
     decoder: PictureDecoder | None
     runs: Blocks
     memory: RankMemory
+    swaps: SwapStore
 
 
 def load_rank(plan: RankPlan, context: RankContext | None = None) -> LoadedRank:
     """Load the parts of `plan`; `context` is None where there is one rank. Mutates: torch's flag for cuDNN.
 
     Raises:
-        ConfigError: parts that are missing or do not fit; or as `LoadPlan.pixel_format`.
+        ConfigError: parts that are missing or do not fit; or as `LoadPlan.pixel_format` and `swap_store`.
     """
     config, spec, device, found = plan.config, plan.spec, plan.device, plan.models.model
     if device.type == "cuda":
@@ -65,7 +67,7 @@ def load_rank(plan: RankPlan, context: RankContext | None = None) -> LoadedRank:
     free = plan.room(plan.rank, runs)
     if text is not None and device.type == "cuda" and config.memory_gb is None:
         free = max(0, free - awaited_bytes(text, device))
-    return LoadedRank(model, decoder, runs, RankMemory(free, remembered))
+    return LoadedRank(model, decoder, runs, RankMemory(free, remembered, plan.swap_bytes), plan.swap_store())
 
 
 def _load_decoder(plan: RankPlan, rows: RowGroup | None) -> PictureDecoder:

@@ -23,13 +23,13 @@ from streamdiff.pipeline.decode.decode_worker import Decoding, LocalDecoding, Pi
 from streamdiff.pipeline.decode.split_decoding import SplitDecoding
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.figures import TellsFigures
 from streamdiff.pipeline.output import Frames, ModelInfo, StreamChunk, StreamProgress
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
 from streamdiff.pipeline.row_faults.errors import Streak, fault_name
 from streamdiff.pipeline.row_faults.returned import OnFault, fail_all
 from streamdiff.pipeline.runner.sampler import Finished
 from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
-from streamdiff.pipeline.scheduler.scheduler import ForwardCounts
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.snapshot.sessions import SavesSessions
 from streamdiff.pipeline.throughput import ChunkCostMeter
@@ -49,7 +49,7 @@ class StepHook(Protocol):
         """The pipeline is about to close."""
 
 
-class StreamingPipeline(SavesSessions):
+class StreamingPipeline(SavesSessions, TellsFigures):
     """Runs sessions, which have numbers; `step` is called repeatedly from one thread."""
 
     def __init__(
@@ -74,6 +74,7 @@ class StreamingPipeline(SavesSessions):
         Raises:
             ConfigError: steps that the model does not have.
         """
+        super().__init__()
         spec = model.spec
         self.model, self.text = model, model.text
         self.hook: StepHook | None = None
@@ -156,7 +157,9 @@ class StreamingPipeline(SavesSessions):
 
     def reset(self, session: int, conditioning: Tensor, *, seed: int, epoch: int, start: Tensor | None = None) -> None:
         """Drop what is in flight and start afresh at chunk 0, or from `start`, see `open`; the frame credit is 0 until
-        it is set again."""
+        it is set again. Not of a session that `is_away`."""
+        self._forget_swapped(session)
+        self.ring.scheduler.hold(session, False)
         self.ring.reset(session, conditioning, seed=seed, epoch=epoch, given_latents=start)
         self._begin(session, self._streams[session].background, epoch)
 
@@ -181,6 +184,7 @@ class StreamingPipeline(SavesSessions):
 
     def close_session(self, session: int) -> None:
         """End a stream and free its state; no more frames of it come out."""
+        self._forget_swapped(session)
         self.ring.close(session)
         if self._budget is not None:
             self._budget.give_back(session)
@@ -204,6 +208,7 @@ class StreamingPipeline(SavesSessions):
             came, self._came = self._came, []
             return came
         now_s = clock.monotonic_s()
+        self._turn_swaps()
         rows, finished = self._turn()
         for row in rows:
             if row.step == 0:
@@ -226,7 +231,7 @@ class StreamingPipeline(SavesSessions):
     @property
     def busy(self) -> bool:
         """Whether a step can run now, or something is decoding or decoded and not handed out yet."""
-        waiting = self._given or self._put_off or self._came
+        waiting = self._given or self._put_off or self._came or self.coming
         return self.ring.has_work or self._pending > 0 or bool(waiting) or not self._ready.empty()
 
     def unfinished(self) -> set[tuple[int, int, int]]:
@@ -239,45 +244,12 @@ class StreamingPipeline(SavesSessions):
         if self._workers is not None:
             self._workers.check(wait_s)
 
-    def occupancy(self) -> list[float]:
-        """Share of the time since loading that each stage was at work, its decoding included; empty with one stage."""
-        return self._workers.occupancy() if self._workers is not None else []
-
-    def forwards(self) -> ForwardCounts:
-        """Forwards that entered the ring, by their rows, and why rows went alone."""
-        return self.ring.scheduler.counts
-
-    def busy_s(self) -> list[float]:
-        """Seconds that each rank's device was at work since its process began, decoding included where it is done."""
-        return self._workers.busy_s() if self._workers is not None else [self.ring.worker.timer.busy_s]
-
-    def work_s(self) -> float | None:
-        """Seconds of work in a chunk in the default number of steps, as the latest ones tell: of the busiest rank."""
-        return self._meter.work_s()
-
-    def sessions_fit(self) -> int | None:
-        """How many sessions of the default kind the memory for caches holds; None without a budget."""
-        if self._budget is None:
-            return None
-        return self._budget.fits(steps=self.info.steps, kv_context=self.info.kv_context)
-
-    def measure_from_here(self) -> None:
-        """Restart the measurement, so that warm-up does not count. Mutates: self."""
-        if self._workers is not None:
-            self._workers.hear()
-        self._meter = ChunkCostMeter(clock.monotonic_s(), self.busy_s())
-
-    def measure_to_here(self) -> None:
-        """Include the ranks' work until now, which they report only with heartbeats. Mutates: self."""
-        if self._workers is not None:
-            self._workers.hear()
-            self._meter.finished(clock.monotonic_s(), self.busy_s(), [])
-
     def close(self) -> None:
         """End decoding and the other ranks."""
         if self.hook is not None:
             self.hook.close()
         self._decoding.close(abandon=self.ring.worker.timer.hung)
+        self.ring.stage.swaps.close()
         if self._workers is not None:
             self._workers.leave()
 
@@ -318,7 +290,7 @@ class StreamingPipeline(SavesSessions):
             return remote
         if model.decoder is None:
             raise ValueError("a runtime that decodes needs a model with a decoder")
-        given = model.decoder, self._deliver, self._wake, device, at_once, self.ring.worker.timer
+        given = model.decoder, self._deliver, self._wake, device, at_once, self.ring.worker.timer, self.ring.stage.swaps
         if workers is not None and workers.row_senders:
             return SplitDecoding(workers.row_senders, *given)
         return LocalDecoding(*given)
@@ -349,7 +321,7 @@ class StreamingPipeline(SavesSessions):
         """Everything decoded so far; waits up to `wait_s` while something is decoding or in the ring."""
         out: list[Frames] = []
         while True:
-            wait = wait_s if (self._pending or self.ring.waiting) and not out else 0.0
+            wait = wait_s if (self._pending or self.ring.waiting or self.coming) and not out else 0.0
             if not out and (held_s := self.ring.held_s):  # nothing else would wake it
                 wait = min(wait_s, held_s)
             try:

@@ -52,7 +52,7 @@ def run_worker(config: ModelConfig) -> None:
     rows = topology.row_receiver(plan.spec, device) if config.decode == "split" and decoder is not None else None
     if loaded.model is not None:
         worker = topology.follower(loaded.model, place, device, progress.enter)
-        worker.stage.exchange = exchange
+        worker.stage.exchange, worker.stage.swaps = exchange, loaded.swaps
         progress.enter("graphs")
         rank_loader.compile_stage(plan, worker.stage, loaded.memory, progress)
         workers.append(worker)
@@ -68,9 +68,11 @@ def run_worker(config: ModelConfig) -> None:
             workers.append(SplitDecodeWorker(decoder, rows, device, plan.decode_latents, timer))
         else:
             links = topology.decode_links(plan.spec, context.rank, context.rank, device, plan.pixel_format)
-            workers.append(DecodeWorker(decoder, links[1], links[0], device, plan.decode_latents, timer, exchange))
+            given = decoder, links[1], links[0], device, plan.decode_latents, timer, exchange, loaded.swaps
+            workers.append(DecodeWorker(*given))
     progress.finish()
     work(workers, context, config.hang_s, device)
+    loaded.swaps.close()
 
 
 def start_progress(context: RankContext, config: ModelConfig) -> StartProgress:

@@ -41,6 +41,9 @@ class Metrics:
         )
         self.free_sessions = gauge("sessions_room", "Further sessions that could play, NaN before that is known")
         self.sessions = gauge("sessions", "Open sessions")
+        self.sessions_at = gauge(
+            "sessions_at", "Those with their caches on the device, in host memory, on disk", ["place"]
+        )
         self.refused = counter("sessions_refused", "Sessions that were not opened, by the reason", ["reason"])
         self.made = counter("frames_made", "Frames the engine made", session)
         self.chunk_s = histogram(

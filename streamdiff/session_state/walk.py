@@ -60,10 +60,14 @@ def to_device(state: _T, device: torch.device) -> _T:
     return result
 
 
+def _to_host(tensor: Tensor) -> Tensor:
+    return tensor.to(CPU, copy=True)
+
+
 @torch.inference_mode()
-def save(state: object, path: str = "") -> tuple[dict[str, Tensor], Any]:
+def save(state: object, path: str = "", fetch: Callable[[Tensor], Tensor] = _to_host) -> tuple[dict[str, Tensor], Any]:
     """A state as tensors by name, which begins with `path`, contiguous and in host memory, and all else as what JSON
-    can hold. Nothing of it is the state's own memory."""
+    can hold. Nothing of it is the state's own memory. `fetch` copies a contiguous tensor to the host."""
     tensors: dict[str, Tensor] = {}
     names: dict[int, tuple[Tensor, Any]] = {}
 
@@ -71,7 +75,7 @@ def save(state: object, path: str = "") -> tuple[dict[str, Tensor], Any]:
         if id(tensor) not in names:
             strides = tensor.stride()
             order = sorted(range(tensor.ndim), key=lambda axis: -strides[axis])
-            tensors[where] = tensor.detach().permute(order).contiguous().to(CPU, copy=True)
+            tensors[where] = fetch(tensor.detach().permute(order).contiguous())
             names[id(tensor)] = tensor, {_TENSOR: where, _ORDER: order}
         return names[id(tensor)][1]
 
@@ -95,10 +99,21 @@ def difference(one: Any, other: Any, where: str) -> tuple[str, Any, Any] | None:
     return next((each for each in found if each is not None), None)
 
 
+def _copied(there: Tensor, saved: Tensor) -> Tensor:
+    return there.copy_(saved)
+
+
 @torch.inference_mode()
-def load(into: _T, tensors: Mapping[str, Tensor], tree: Any, device: torch.device = CPU) -> _T:
+def load(
+    into: _T,
+    tensors: Mapping[str, Tensor],
+    tree: Any,
+    device: torch.device = CPU,
+    put: Callable[[Tensor, Tensor], Tensor] = _copied,
+) -> _T:
     """Put what `save` gave into a state that has just been opened in the same way. Its tensors are written in place, so
-    that graphs stay bound to them; others are made on `device`. What is DERIVED stays.
+    that graphs stay bound to them; others are made on `device`. What is DERIVED stays. `put` copies the second tensor
+    into the first, and returns that.
 
     Returns the state. Mutates: into; where it raises, part of it may be written.
 
@@ -113,13 +128,15 @@ def load(into: _T, tensors: Mapping[str, Tensor], tree: Any, device: torch.devic
             raise ConfigError(f"{where} is tensor {name!r}, which the snapshot lacks")
         saved = tensors[name].permute([order.index(axis) for axis in range(len(order))])
         if not isinstance(there, Tensor):
-            return made.setdefault(name, saved.to(device, copy=True))
+            if name not in made:
+                made[name] = put(torch.empty_like(saved, device=device), saved)
+            return made[name]
         if (there.shape, there.dtype) != (saved.shape, saved.dtype):
             raise ConfigError(
                 f"{where} is {described(saved)} in the snapshot, but {described(there)} here: it was taken with "
                 "another model, size, or KV context"
             )
-        return there.copy_(saved)
+        return put(there, saved)
 
     result: _T = _read(tree, into, "the session" if into is None else type(into).__name__, read)
     return result

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,17 +19,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, memory_outlines
+from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.spec import ModelSpec
-from streamdiff.pipeline.decode.host_copy import TransferStream, decode_chunk
+from streamdiff.pipeline.decode.decoder_memories import DecoderMemories
+from streamdiff.pipeline.decode.host_copy import TransferStream
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
-from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, SessionUpdate, StageMessage
+from streamdiff.pipeline.distributed.message import (
+    MessageKind,
+    MessageLayout,
+    Outcome,
+    SessionUpdate,
+    StageMessage,
+)
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, StateExchange
 from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, check_own, told
 from streamdiff.pipeline.runner.worker import LEAVE_S
 from streamdiff.pipeline.scheduler.step import MicroStep
-from streamdiff.session_state import walk
+from streamdiff.session_state.swap_store import SwapStore
 from streamdiff.video.pixel_format import PictureKind, shape_of
 
 CPU = torch.device("cpu")
@@ -83,51 +89,18 @@ class Decoding(Protocol):
     def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
         """What the decoder may remember of a stream of chunks `[C, F, h, w]`, see `memory_outlines`; waits for it."""
 
+    def swap_out(self, stream: int) -> None:
+        """Keep what the decoder remembers of a stream elsewhere, after all that was submitted, until `swap_in`."""
+
+    def swap_in(self, stream: int) -> Outcome:
+        """Have it remembered again, before what is submitted later. NOT_YET: call again; never waits."""
+
     def check(self) -> None:
         """Raises what has gone wrong on the way."""
 
     def close(self, abandon: bool = False) -> None:
         """End the threads; what is not decoded is dropped. With `abandon` they are not waited for: the device that they
         wait for is stuck."""
-
-
-class _Memories:
-    """What the decoder remembers of each stream."""
-
-    def __init__(self, decoder: PictureDecoder, lane: TransferStream, at_once: int, timer: DeviceTimer) -> None:
-        self._decoder, self._lane, self._at_once = decoder, lane, at_once
-        self._timed = timer.stream()
-        self._memories: dict[int, Any] = {}
-        self._outlines: list[Any] = []
-
-    def decode(self, stream: int, chunk: int, latents: Tensor) -> Iterator[Tensor]:
-        if stream not in self._memories:
-            self._memories[stream] = self._decoder.new_memory()
-        timed, finite = partial(self._timed.work, f"decoding chunk {chunk}"), self._lane.finite(latents)
-        for pictures in decode_chunk(
-            self._decoder, latents, self._memories[stream], self._lane, self._at_once, timed
-        ):  # fmt: skip
-            if not finite():
-                raise ArithmeticError("its latents are no numbers (NaN or infinite)")
-            yield pictures
-
-    def forget(self, stream: int) -> None:
-        self._memories.pop(stream, None)
-
-    def save(self, stream: int) -> State:
-        return walk.save(self._memories[stream] if stream in self._memories else self._decoder.new_memory())
-
-    def load(self, stream: int, state: State) -> None:
-        device = self._decoder.network.device
-        self._memories[stream] = walk.load(self._decoder.new_memory(), *state, device)
-
-    def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
-        """Decodes some chunks of nothing, once."""
-        if not self._outlines:
-            latents = torch.zeros((1, *chunk_shape), device=self._decoder.network.device)
-            decode = partial(self._decoder.decode, latents)
-            self._outlines = memory_outlines(self._decoder.new_memory, decode, chunk_shape[1])
-        return self._outlines
 
 
 class LocalDecoding:
@@ -141,11 +114,14 @@ class LocalDecoding:
         device: torch.device = CPU,
         at_once: int = 1,
         timer: DeviceTimer | None = None,
+        swaps: SwapStore | None = None,
     ) -> None:
         """`wake` is called, from that thread, when something has gone wrong; `device` is the decoder's, `timer` that
-        device's; `at_once` latent frames are decoded by one call."""
+        device's; `at_once` latent frames are decoded by one call; `swaps` is where what is swapped out lies."""
         self._lane = TransferStream(device)
-        self._memories = _Memories(decoder, self._lane, at_once, timer or DeviceTimer.on(device))
+        swaps = swaps or SwapStore(device)
+        self._memories = DecoderMemories(decoder, self._lane, at_once, timer or DeviceTimer.on(device), swaps)
+        self._coming: dict[int, Future[Outcome]] = {}
         self._deliver, self._wake = deliver, wake
         self._error: BaseException | None = None
         self._pool = ThreadPoolExecutor(1, "decode", initializer=self._enter)
@@ -154,6 +130,7 @@ class LocalDecoding:
         self._pool.submit(self._decode, stream, chunk, latents, self._lane.mark()).add_done_callback(self._ended)
 
     def forget(self, stream: int) -> None:
+        self._coming.pop(stream, None)
         self._pool.submit(self._memories.forget, stream)
 
     def save(self, stream: int) -> State:
@@ -164,6 +141,16 @@ class LocalDecoding:
 
     def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
         return self._pool.submit(self._memories.outlines, chunk_shape).result()
+
+    def swap_out(self, stream: int) -> None:
+        self._pool.submit(self._memories.swap_out, stream)
+
+    def swap_in(self, stream: int) -> Outcome:
+        if stream not in self._coming:
+            self._coming[stream] = self._pool.submit(self._memories.swap_in, stream)
+        if not self._coming[stream].done():
+            return Outcome.NOT_YET
+        return self._coming.pop(stream).result()
 
     def check(self) -> None:
         if self._error is not None:
@@ -216,6 +203,7 @@ class RemoteDecoding:
         """`wake` is called, from a thread, when the other rank is gone; `exchange` is between the two."""
         self._sender, self._receiver, self._pieces = sender, receiver, spec.chunk_latents
         self._exchange = exchange
+        self._coming: dict[int, Outcome | None] = {}  # streams that were asked to come back; None: no answer yet
         self._deliver, self._wake = deliver, wake
         self._works: queue.SimpleQueue[StageMessage] = queue.SimpleQueue()
         self._error: LinkClosed | None = None
@@ -231,6 +219,7 @@ class RemoteDecoding:
         self._works.put(StageMessage(MessageKind.ROWS, (row,), None, (latents[None],)))
 
     def forget(self, stream: int) -> None:
+        self._coming.pop(stream, None)
         self._works.put(StageMessage(MessageKind.CLOSE, (), SessionUpdate(stream)))
 
     def save(self, stream: int) -> State:
@@ -245,6 +234,17 @@ class RemoteDecoding:
         self._exchange.put("chunk shape", ({}, list(chunk_shape)))
         outlines: list[Any] = self.save(_NO_STREAM)[1]
         return outlines
+
+    def swap_out(self, stream: int) -> None:
+        self._works.put(StageMessage(MessageKind.SWAP_OUT, (), SessionUpdate(stream)))
+
+    def swap_in(self, stream: int) -> Outcome:
+        if stream not in self._coming:
+            self._coming[stream] = None
+            self._works.put(StageMessage(MessageKind.SWAP_IN, (), SessionUpdate(stream)))
+        if self._coming[stream] is None:
+            return Outcome.NOT_YET
+        return self._coming.pop(stream) or Outcome.DONE
 
     def check(self) -> None:
         if self._error is not None:
@@ -269,13 +269,21 @@ class RemoteDecoding:
         try:
             while (work := self._receiver.receive(None)) is None or work.kind is not MessageKind.STOP:
                 if work is not None and work.control is not None:
-                    self._deliver(self._failed(work.control))
+                    self._take(work.kind, work.control)
                 elif work is not None:
                     row, pictures = work.rows[0], work.tensors[0].numpy().copy()
                     self._deliver(Piece(row.session, row.chunk, pictures, row.step == self._pieces - 1))
             self._receiver.close(LEAVE_S)
         except LinkClosed as error:
             self._fail(error)
+
+    def _take(self, kind: MessageKind, about: SessionUpdate) -> None:
+        """What the other rank says of a stream."""
+        if kind is not MessageKind.SWAP_IN:
+            self._deliver(self._failed(about))
+        elif about.session in self._coming:
+            self._coming[about.session] = about.outcome
+            self._wake()
 
     def _failed(self, about: SessionUpdate) -> Piece:
         """The piece that stands for a chunk that could not be decoded, whose number is told as an epoch."""
@@ -301,12 +309,13 @@ class DecodeWorker:
         at_once: int = 1,
         timer: DeviceTimer | None = None,
         exchange: StateExchange | None = None,
+        swaps: SwapStore | None = None,
     ) -> None:
         """`device` is the decoder's, `timer` that device's; `at_once` latent frames are decoded by one call; `exchange`
-        leads to the head, None: within this process."""
+        leads to the head, None: within this process; `swaps` is where what is swapped out lies."""
         self._exchange = exchange or LocalExchange()
         self._lane, self.timer = TransferStream(device), timer or DeviceTimer.on(device)
-        self._memories = _Memories(decoder, self._lane, at_once, self.timer)
+        self._memories = DecoderMemories(decoder, self._lane, at_once, self.timer, swaps or SwapStore(device))
         self._receiver, self._sender = receiver, sender
         self.now: StageMessage | None = None
         self.last: StageMessage | None = None
@@ -341,6 +350,11 @@ class DecodeWorker:
                 self._exchange.put("decoder", self._memories.save(stream))
             case MessageKind.LOAD:
                 self._memories.load(stream, self._exchange.take("decoder"))
+            case MessageKind.SWAP_OUT:
+                self._memories.swap_out(stream)
+            case MessageKind.SWAP_IN:
+                outcome = self._memories.swap_in(stream)
+                self._sender.send(StageMessage(kind, (), SessionUpdate(stream, outcome=outcome)))
 
     def _decode(self, work: StageMessage) -> None:
         (row,) = work.rows

@@ -16,10 +16,11 @@ from streamdiff.pipeline.decode.decode_worker import DecodeWorker, Deliver, Loca
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
 from streamdiff.pipeline.distributed.local_link import NoSender
-from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
+from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.state_exchange import State
 from streamdiff.pipeline.runner.worker import LEAVE_S
 from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.session_state.swap_store import SwapStore
 
 
 class SplitDecoding(LocalDecoding):
@@ -34,8 +35,9 @@ class SplitDecoding(LocalDecoding):
         device: torch.device,
         at_once: int = 1,
         timer: DeviceTimer | None = None,
+        swaps: SwapStore | None = None,
     ) -> None:
-        super().__init__(decoder, deliver, wake, device, at_once, timer)
+        super().__init__(decoder, deliver, wake, device, at_once, timer, swaps)
         self._others = others
 
     def forget(self, stream: int) -> None:
@@ -50,6 +52,12 @@ class SplitDecoding(LocalDecoding):
     def load(self, stream: int, state: State) -> NoReturn:
         """As `save`."""
         self.save(stream)
+
+    def swap_out(self, stream: int) -> None:
+        """What ranks remember of their rows stays: it is little, and the head hears of no other rank."""
+
+    def swap_in(self, stream: int) -> Outcome:
+        return Outcome.DONE
 
     def close(self, abandon: bool = False) -> None:
         super().close(abandon)

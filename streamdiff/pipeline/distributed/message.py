@@ -33,12 +33,23 @@ class MessageKind(IntEnum):
     STEPS = 6
     SAVE = 7
     LOAD = 8
+    SWAP_OUT = 9
+    SWAP_IN = 10
+
+
+class Outcome(IntEnum):
+    """What became of a message on a stage; of several stages the highest counts."""
+
+    DONE = 0
+    NOT_YET = 1
+    LOST = 2
 
 
 @dataclass(frozen=True)
 class SessionUpdate:
     """A change to one session. `oldest` is the oldest epoch still in use; chunks of the epoch of TEXT see none before
-    `visible_from_chunk` but the sink; `steps` matters to OPEN and STEPS, `kv_context` to OPEN."""
+    `visible_from_chunk` but the sink; `steps` matters to OPEN, STEPS and SWAP_IN, `kv_context` to OPEN and SWAP_IN.
+    `outcome` is that of SWAP_IN on the stages that it has come through."""
 
     session: int
     epoch: int = 0
@@ -46,6 +57,7 @@ class SessionUpdate:
     steps: int = 0
     kv_context: str = "clean"
     visible_from_chunk: int = 0
+    outcome: Outcome = Outcome.DONE
 
     def values(self) -> list[int]:
         return [
@@ -55,12 +67,13 @@ class SessionUpdate:
             self.steps,
             KV_CONTEXTS.index(self.kv_context),
             self.visible_from_chunk,
+            int(self.outcome),
         ]
 
     @classmethod
     def of(cls, values: Sequence[int]) -> SessionUpdate:
-        session, epoch, oldest, steps, context, visible_from_chunk = values
-        return cls(session, epoch, oldest, steps, KV_CONTEXTS[context], visible_from_chunk)
+        session, epoch, oldest, steps, context, visible_from_chunk, outcome = values
+        return cls(session, epoch, oldest, steps, KV_CONTEXTS[context], visible_from_chunk, Outcome(outcome))
 
 
 CONTROL_LENGTH = len(SessionUpdate(0).values())

@@ -12,19 +12,24 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from streamdiff.config import ModelConfig, ServedModel
 from streamdiff.errors import RequestError
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
 
 _KEPT_BACK = 0.1
 """Share of a CPU's free memory that is left for everything else."""
+_FOR_SWAPPED = 0.25
+"""Share of a machine's free memory that sessions may take which are swapped out."""
 _GB = 1e9
 
 
 class RankMemory(NamedTuple):
-    """A rank's `free` bytes for sessions, and the bytes of decoder state of each session, if this rank decodes."""
+    """A rank's `free` bytes for sessions, the bytes of decoder state of each session, if this rank decodes, and the
+    bytes of host memory that it may fill with sessions that are swapped out."""
 
     free: int
     decoding: int = 0
+    host: int = 0
 
     def holds(self, sessions: int, nbytes: int) -> int:
         """How many of `sessions` sessions fit whose caches have `nbytes` each."""
@@ -53,6 +58,7 @@ class KVCacheBudget:
     waiting: PreallocatedCaches | None = None
     shares: int = 1
     _taken: dict[int, list[int]] = field(default_factory=dict)
+    _away: dict[int, list[int]] = field(default_factory=dict)
 
     def need(self, *, steps: int, kv_context: str) -> list[int]:
         """Bytes of a session on every rank.
@@ -61,19 +67,23 @@ class KVCacheBudget:
             RequestError: it does not fit, code "memory"; says on which rank, and the numbers.
         """
         need = self._need(steps, kv_context)
+        self._check(need, f"its caches ({kv_context}, {steps} steps)")
+        return need
+
+    def _check(self, need: list[int], what: str) -> None:
+        """Raises RequestError where `need` is not left on a rank."""
         for rank, wanted in enumerate(need):
-            free, decoding = self.memory[rank]
+            free, decoding, _ = self.memory[rank]
             left = free - sum(taken[rank] for taken in self._taken.values()) - self._unused(need)[rank]
             also = f" and {decoding / _GB:.3g} GB of decoder's memory" if decoding else ""
             if wanted > left:
                 raise RequestError(
                     "session",
-                    f"the session does not fit: its caches ({kv_context}, {steps} steps){also} need "
+                    f"the session does not fit: {what}{also} need "
                     f"{wanted / _GB:.3g} GB on rank {rank}, where {left / _GB:.3g} of {free / _GB:.3g} GB are left "
-                    f"({len(self._taken)} sessions open). Close one, or give more with model.memory_gb",
+                    f"({len(self._taken)} sessions there). Close one, or give more with model.memory_gb",
                     "memory",
                 )
-        return need
 
     def fits(self, *, steps: int, kv_context: str) -> int:
         """How many sessions like this fit, with none open."""
@@ -106,13 +116,51 @@ class KVCacheBudget:
     def give_back(self, session: int) -> None:
         """Release the bytes of a session. Mutates: self."""
         self._taken.pop(session, None)
+        self._away.pop(session, None)
+
+    def away_fits(self, session: int, spills: bool, returning: int | None = None) -> bool:
+        """Whether a session may be swapped out, where another is `returning`: host memory has room for its part on
+        every rank, or ranks write what is too much to disk (`spills`)."""
+        away = [need for other, need in self._away.items() if other != returning]
+        taken = [sum(parts) for parts in zip(self._taken[session], *away, strict=True)]
+        return spills or all(nbytes <= rank.host for nbytes, rank in zip(taken, self.memory, strict=True))
+
+    def away_count(self, *, steps: int, kv_context: str) -> int:
+        """How many sessions like this host memory holds, with none away."""
+        return min(
+            rank.host // max(1, need) for rank, need in zip(self.memory, self._need(steps, kv_context), strict=True)
+        )
+
+    def swap_out(self, session: int) -> None:
+        """A session's bytes are host memory's now. Mutates: self."""
+        self._away[session] = self._taken.pop(session)
+
+    def swap_in(self, session: int) -> None:
+        """The other way. Mutates: self.
+
+        Raises:
+            RequestError: it does not fit, as `need`.
+        """
+        self._check(self._away[session], "caches of a session that was swapped out")
+        self._taken[session] = self._away.pop(session)
 
 
-def free_bytes(device: torch.device, sharers: int, memory_gb: float | None, work: int = 0) -> int:
+def host_bytes(config: ModelConfig, sharers: int) -> int:
+    """Host memory that this rank may fill with sessions that are swapped out, one of the `sharers` on its machine. Only
+    a server's are."""
+    if not isinstance(config, ServedModel):
+        return 0
+    if config.host_memory_gb is not None:
+        return int(config.host_memory_gb * _GB / sharers)
+    return int(psutil.virtual_memory().available * _FOR_SWAPPED / sharers)
+
+
+def free_bytes(device: torch.device, sharers: int, memory_gb: float | None, work: int = 0, swapped: int = 0) -> int:
     """What this rank has for caches: `memory_gb`, or what is free now, less on a GPU the `work` bytes that computing
-    will take, and on a CPU, which `sharers` share, a tenth."""
+    will take, and on a CPU, which `sharers` share, a tenth and the `swapped` bytes that sessions may take which are
+    swapped out: there it is the same memory."""
     if memory_gb is not None:
         return round(memory_gb * _GB)
     if device.type == "cuda":
         return max(0, torch.cuda.mem_get_info(device)[0] - work)
-    return int(psutil.virtual_memory().available * (1 - _KEPT_BACK) / sharers)
+    return max(0, int(psutil.virtual_memory().available * (1 - _KEPT_BACK) / sharers) - swapped)

@@ -8,6 +8,7 @@ gone ahead of its tensors. The reason is left in the stage's exchange.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -44,7 +45,7 @@ class GuardedStage(Protocol):
     def forget_sinks(self, session: int) -> None:
         """Have a session's sink placed anew: it may have been on the way."""
 
-    def update(self, kind: MessageKind, control: SessionUpdate, tensors: Tensors) -> None: ...
+    def update(self, kind: MessageKind, control: SessionUpdate, tensors: Tensors) -> SessionUpdate: ...
 
 
 class StageGuard:
@@ -77,9 +78,9 @@ class StageGuard:
             parts = self._each_session(rows, given, well)
         return self._put_together(rows, given, parts)
 
-    def update(self, message: StageMessage) -> None:
+    def update(self, message: StageMessage) -> StageMessage:
         """Make a change to a session, which is broken if that fails. Of a broken one nothing is done but to close it.
-        Mutates: self, the stage.
+        Returns the message for the next rank. Mutates: self, the stage.
 
         Raises:
             Exception: one that is no session's own.
@@ -91,14 +92,15 @@ class StageGuard:
         if (why := self.broken.get(control.session)) is not None:
             if kind is MessageKind.SAVE:  # the head waits for it
                 self._stage.exchange.put(self._stage.place, ({}, {"broken": why}))
-            return
+            return message
         try:
-            self._stage.update(kind, control, message.tensors)
+            return replace(message, control=self._stage.update(kind, control, message.tensors))
         except ROW_ERRORS as error:
             check_own(error)
             if self._stage.shared or kind in (MessageKind.SAVE, MessageKind.CLOSE):
                 raise
             self.broken[control.session] = told(error, f"{kind.name.lower()} failed on stage {self._stage.index}")
+        return message
 
     def _each_session(
         self, rows: Sequence[MicroStep], given: Tensors, well: Sequence[int]

@@ -10,7 +10,7 @@ tensors, so nothing is ever compiled again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -35,6 +35,8 @@ from streamdiff.pipeline.runner.compiled_parts import CompiledParts, compiled, c
 from streamdiff.pipeline.runner.cuda_graph_cache import GraphCache
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
 from streamdiff.pipeline.runner.torch_compile import one_graph
+from streamdiff.pipeline.scheduler.kv_context import PER_STEP
+from streamdiff.pipeline.scheduler.step import MicroStep
 
 Texts = Sequence[Sequence[KeyValue]]
 """Of each row, of each layer."""
@@ -350,3 +352,16 @@ def _copy_inputs(static: Inputs, inputs: Inputs) -> None:
         for to, source in zip(there, here, strict=True):
             if to is not None and source is not None:
                 to.copy_(source)
+
+
+def forwards_met(
+    trial: int, chunk: int, steps: int, kv_context: str, anchor: bool, with_next: bool
+) -> Iterator[list[MicroStep]]:
+    """Rows of the forwards of one of the session's chunks: the first step, and the clean pass; where each step has a
+    cache of its own every step, and an `anchor`'s clean pass. Or of that which takes the next chunk's first step with
+    it."""
+    if with_next:
+        yield [MicroStep(trial, chunk, steps, steps, 0), MicroStep(trial, chunk + 1, 0, steps, 0)]
+        return
+    for step in range(steps + anchor) if kv_context in PER_STEP else (0, steps):
+        yield [MicroStep(trial, chunk, step, steps, 0)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from streamdiff import clock
 from streamdiff.pipeline.device_timer import DeviceTimer
-from streamdiff.pipeline.distributed.message import MessageKind, StageMessage
+from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
 from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, at, check_own, fault_name, told
 from streamdiff.pipeline.row_faults.returned import ReturnedRows
 from streamdiff.pipeline.runner.sampler import Finished, LatentSampler, SamplerSession
@@ -45,6 +45,8 @@ class InFlightQueue:
         self.returned, self._word = ReturnedRows(), word
         self._streams: deque[list[SamplerSession | None]] = deque()  # of each message in the ring that of each row
         self.stopping = False
+        self.swapped_in: deque[SessionUpdate] = deque()
+        """What has come back of SWAP_IN."""
 
     def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
         """The next message that may enter, or None; never waits. Mutates: self, scheduler, sampler."""
@@ -121,6 +123,8 @@ class InFlightQueue:
             EngineFailure: one session after the other fails.
         """
         entered, streams = self.in_ring.popleft(), self._streams.popleft()
+        if message.kind is MessageKind.SWAP_IN and message.control is not None:
+            self.swapped_in.append(message.control)
         if message.kind is not MessageKind.ROWS:
             return []
         finished: list[Finished] = []

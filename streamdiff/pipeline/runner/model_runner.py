@@ -5,8 +5,9 @@ Does what stage messages say; never decides anything itself. Knows nothing about
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
@@ -18,19 +19,22 @@ from streamdiff.models.sampling import nearest_steps
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.models.transformer.weights_digest import weights_digest
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup
-from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
+from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, StateExchange
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, RollingAttention
 from streamdiff.pipeline.kv_cache.cache import KVCache
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
 from streamdiff.pipeline.planner.kv_budget import RankMemory
 from streamdiff.pipeline.row_faults.stage_guard import StageGuard
-from streamdiff.pipeline.runner.compiled_stage import CompiledStage, concat_layers
+from streamdiff.pipeline.runner.compiled_stage import CompiledStage, concat_layers, forwards_met
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
 from streamdiff.pipeline.scheduler.kv_context import PER_STEP, cache_count, most_steps
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.session_state import walk
 from streamdiff.session_state.fields import BY_LAYER, KEPT, STATE, reset, session_state
+from streamdiff.session_state.swap_store import Lost, SwapStore
+
+logger = logging.getLogger(__name__)
 
 _TRIAL = -1
 """The first session that graphs are made with; others have smaller numbers."""
@@ -87,19 +91,24 @@ class ModelRunner:
         self.guard = StageGuard(self)
         self.exchange: StateExchange = LocalExchange()
         """Where states are left for the head, and found."""
+        self.swaps = SwapStore(device)
+        """Where sessions lie that are swapped out."""
+        self._arriving: set[int] = set()  # sessions whose caches are still copied to the device
         self._waiting: list[KVCache] = []  # caches with graphs, for sessions to come
         self._most_waiting = 0
 
     @torch.inference_mode()
     def carry_out(self, message: StageMessage) -> StageMessage:
         """Execute a stage message; returns the message for the next rank. Mutates: self."""
-        if message.control is None:
+        control = message.control
+        for session in {row.session for row in message.rows} if control is None else {control.session}:
+            self._arrive(session)
+        if control is None:
             return StageMessage(message.kind, message.rows, None, self.guard.forward(message.rows, message.tensors))
-        self.guard.update(message)
-        return message
+        return self.guard.update(message)
 
-    def update(self, kind: MessageKind, control: SessionUpdate, tensors: Tensors) -> None:
-        """Make a change to a session, see `MessageKind`. Mutates: self."""
+    def update(self, kind: MessageKind, control: SessionUpdate, tensors: Tensors) -> SessionUpdate:
+        """Make a change to a session, see `MessageKind`; returns it for the next rank. Mutates: self."""
         match kind:
             case MessageKind.OPEN:
                 self.open(control.session, steps=control.steps, kv_context=control.kv_context)
@@ -115,6 +124,11 @@ class ModelRunner:
                 self.exchange.put(self.place, self.save(control.session))
             case MessageKind.LOAD:
                 walk.load(self.sessions[control.session], *self.exchange.take(self.place), self.device)
+            case MessageKind.SWAP_OUT:
+                self.swap_out(control.session)
+            case MessageKind.SWAP_IN:
+                return replace(control, outcome=max(control.outcome, self.swap_in(control)))
+        return control
 
     @property
     def shared(self) -> bool:
@@ -143,6 +157,7 @@ class ModelRunner:
     @torch.inference_mode()
     def open(self, session: int, *, steps: int, kv_context: str) -> None:
         """Allocate the session's caches. Mutates: self."""
+        self.swaps.follow()  # caches that are taken over may still be copied
         geometry = cache_geometry(self.spec, kv_context, steps=steps)
         caches = cache_count(kv_context, steps=most_steps(steps, self.spec.steps))
         alike = [number for number, state in enumerate(self._waiting) if state.serves(geometry, caches)]
@@ -164,6 +179,8 @@ class ModelRunner:
     def close(self, session: int) -> None:
         """Free the session's KV cache. With CUDA graphs, keep as many caches as `compile` preallocated, those with most
         graphs first, since graphs are bound to their addresses; free the others and their graphs. Mutates: self."""
+        self.swaps.drop(_swapped(session))
+        self._arriving.discard(session)
         gone, compiled = self.sessions.pop(session, None), self.compiled
         if gone is None or compiled is None:
             return
@@ -193,15 +210,46 @@ class ModelRunner:
         """Chunks from now on have `steps` of the model's own steps, and belong to `epoch`, which begins with the text
         of the one before if it has none. Mutates: self."""
         kept = self.sessions[session]
-        latest = max(kept.text)
-        kept.text.setdefault(epoch, kept.text[latest])
-        kept.visible_from_chunk.setdefault(epoch, kept.visible_from_chunk[latest])
+        for latest in sorted(kept.text)[-1:]:  # none where what it was is lost, before it begins afresh
+            kept.text.setdefault(epoch, kept.text[latest])
+            kept.visible_from_chunk.setdefault(epoch, kept.visible_from_chunk[latest])
         kept.steps = steps
 
     def save(self, session: int) -> State:
         """The session's state as `walk.save` has it, and digests of the stage's blocks."""
-        tensors, tree = walk.save(self.sessions[session])
+        away = session not in self.sessions
+        tensors, tree = self.swaps.read(_swapped(session)) if away else walk.save(self.sessions[session])
         return tensors, {"state": tree, "weights": self._weights}
+
+    def swap_out(self, session: int) -> None:
+        """Let the session's caches be others', and keep what is in them elsewhere. Mutates: self."""
+        name, gone = _swapped(session), self.sessions[session]
+        self.close(session)
+        self.swaps.put(name, gone)
+
+    def swap_in(self, control: SessionUpdate) -> Outcome:
+        """Give a session caches again, with what was in them; where that is lost, empty ones. NOT_YET: ask again.
+        Mutates: self."""
+        session, name = control.session, _swapped(control.session)
+        if session in self.sessions:
+            return Outcome.DONE
+        try:
+            if not self.swaps.ready(name):
+                return Outcome.NOT_YET
+        except Lost as error:
+            logger.warning("Session %d cannot come back and begins afresh: %s", session, error)
+            self.open(session, steps=control.steps, kv_context=control.kv_context)
+            return Outcome.LOST
+        self.open(session, steps=control.steps, kv_context=control.kv_context)
+        self.swaps.take(name, self.sessions[session])
+        self._arriving.add(session)
+        return Outcome.DONE
+
+    def _arrive(self, session: int) -> None:
+        """What follows uses the session's caches: on the device it waits for what comes back. Mutates: self."""
+        if session in self._arriving:
+            self._arriving.discard(session)
+            self.swaps.follow()
 
     @cached_property
     def _weights(self) -> list[str]:
@@ -267,7 +315,7 @@ class ModelRunner:
         on_progress(0, len(kinds))
         for made, with_next in enumerate(kinds, 1):
             for trial, chunk in product(trials, chunks):
-                for rows in _met(trial, chunk, steps, kv_context, chunk in geometry.anchors, with_next):
+                for rows in forwards_met(trial, chunk, steps, kv_context, chunk in geometry.anchors, with_next):
                     self.forward(rows, self._forward.zeros(len(rows), self.device))
             on_progress(made, len(kinds))
         self.compiled.learning = False
@@ -345,14 +393,6 @@ def state_place(stage: int, share: int) -> str:
     return f"stage {stage}, share {share}"
 
 
-def _met(
-    trial: int, chunk: int, steps: int, kv_context: str, anchor: bool, with_next: bool
-) -> Iterator[list[MicroStep]]:
-    """Rows of the forwards of one of the session's chunks: the first step, and the clean pass; where each step has a
-    cache of its own every step, and an `anchor`'s clean pass. Or of that which takes the next chunk's first step with
-    it."""
-    if with_next:
-        yield [MicroStep(trial, chunk, steps, steps, 0), MicroStep(trial, chunk + 1, 0, steps, 0)]
-        return
-    for step in range(steps + anchor) if kv_context in PER_STEP else (0, steps):
-        yield [MicroStep(trial, chunk, step, steps, 0)]
+def _swapped(session: int) -> str:
+    """What a stage's part of a session is called in a swap store."""
+    return f"stage {session}"

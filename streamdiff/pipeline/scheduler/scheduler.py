@@ -211,6 +211,10 @@ class StreamBatchScheduler:
         state = self._sessions[session]
         state.held, state.stale = held, True
 
+    def may_enter(self, session: int) -> bool:
+        """Whether something of a session may enter now."""
+        return self._choice(self._sessions[session]) is not None
+
     def set_frame_credit(self, session: int, frames: int) -> None:
         """Set the number of frames that may still be admitted; admitting a chunk takes `chunk_frames` of it."""
         state = self._sessions[session]

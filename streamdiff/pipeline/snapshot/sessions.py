@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.model import Model
-from streamdiff.pipeline.decode.decode_worker import Decoding
 from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate
-from streamdiff.pipeline.executor import RingExecutor
-from streamdiff.pipeline.output import Frames, StreamProgress
+from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.snapshot.ring import collect, occupied, place, resume
+from streamdiff.pipeline.snapshot.swapping import SwapsSessions
 
 _REST_WAIT_S = 0.1
 """How long a step waits for frames while a session comes to rest."""
 
 
-class SavesSessions(ABC):
+class SavesSessions(SwapsSessions):
     """What `StreamingPipeline` inherits to save its sessions and to go on from snapshots."""
 
     model: Model
-    ring: RingExecutor
-    _streams: dict[int, StreamProgress]
-    _decoding: Decoding
     _failed: set[int]
     _came: list[Frames]
 
@@ -41,10 +37,6 @@ class SavesSessions(ABC):
     def close_session(self, session: int) -> None:
         """End a stream."""
 
-    @abstractmethod
-    def step(self, wait_s: float = 0.0) -> list[Frames]:
-        """Run at most one forward and hand out what is decoded."""
-
     def save(self, session: int) -> tuple[Snapshot, list[Frames]]:
         """A session as it is now. What it has in flight comes back first, and it goes on afterwards as if nothing had
         been; with frames that came meanwhile, after which the snapshot is taken.
@@ -53,14 +45,15 @@ class SavesSessions(ABC):
             ConfigError: its noise was given as tensors.
             EngineFailure: as `step`.
         """
-        frames, stream = self._ask(MessageKind.SAVE, session), self._streams[session]
+        frames = self._come_back(session) + self._ask(MessageKind.SAVE, session)
+        stream = self._streams[session]
         try:
             return collect(self.ring, self.model, stream, self._decoding.save(stream.number)), frames
         except ConfigError:
             self._came += frames
             raise
         finally:
-            self.ring.scheduler.hold(session, False)
+            self.ring.scheduler.hold(session, self.is_away(session))
 
     def read_snapshot(self, data: bytes | memoryview) -> Snapshot:
         """The snapshot in a file's content. Raises ConfigError for what is none."""

@@ -6,6 +6,7 @@ Knows nothing about peer connections or sessions. Lives on the event loop; packe
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 from streamdiff import clock
@@ -48,7 +49,9 @@ class _Stream:
 class Fanout:
     """Hands every packet of a codec to each receiver of that codec: encoded once, however many there are."""
 
-    def __init__(self, fmt: Format, pacer: Pacer, metrics: Metrics) -> None:
+    def __init__(self, fmt: Format, pacer: Pacer, metrics: Metrics, on_change: Callable[[], None]) -> None:
+        """`on_change` is called when encoders begin or end."""
+        self._on_change = on_change
         self._format, self._pacer, self._metrics = fmt, pacer, metrics
         self._loop = asyncio.get_running_loop()
         self._streams: dict[Codec, _Stream] = {}
@@ -103,6 +106,7 @@ class Fanout:
 
     def _set_encoders(self) -> None:
         self._pacer.set_encoders(tuple(stream.encoder for stream in self._streams.values()))
+        self._on_change()
 
     def request_key(self, codec: Codec) -> None:
         """A receiver of `codec` can go on only from a key frame."""

@@ -13,8 +13,8 @@ from streamdiff.server.problem import Problem, Responses, media_type, problem_re
 from streamdiff.server.routes.dependencies import BINARY, JSON, Controlled, State, Watched, answer, body, needs
 from streamdiff.server.routes.websocket import control_socket
 from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlError, ControlMessage, message_schema, parse
-from streamdiff.server.sessions.live_session import LiveSession, SessionEnded
-from streamdiff.server.sessions.receipts import Receipt
+from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.sessions.receipts import Receipt, SessionEnded
 
 ANSWER_TIMEOUT_S = 5.0
 """How long a request waits for the engine's answer before it is answered with 202."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -103,6 +103,9 @@ class SessionInfo(BaseModel):
     height: int
     paused: bool
     watched: bool
+    place: Literal["device", "host", "disk"] = Field(
+        description="where its caches lie: on the device, or swapped out to host memory or disk as nobody watches"
+    )
     rev: int = Field(description="goes up with every change")
     age_s: float
     ends_in_s: float | None = Field(description="when it ends by itself as things are; null: never")
@@ -128,7 +131,9 @@ class CapacityInfo(BaseModel):
     share: float = Field(description="of the engine's time that the sessions take that somebody watches")
     share_limit: float
     occupancy: list[float] = Field(description="share of the time that each stage of a ring was at work")
-    sessions_fit: int | None = Field(description="sessions of the default kind that the memory holds; null: unknown")
+    sessions_fit: int | None = Field(description="sessions of the default kind that can play; null: unknown")
+    sessions_away: int | None = Field(description="and may be swapped out beside them; null: as many as one likes")
+    places: dict[str, int] = Field(description="open sessions, by where they lie: device, host, disk")
     size: str
     steps: list[int]
     native_fps: float

@@ -233,6 +233,8 @@ def _capacity(state: AppState) -> schemas.CapacityInfo:
         share_limit=manager.load.capacity.limit,
         occupancy=[round(share, 3) for share in manager.load.occupancy],
         sessions_fit=ready.sessions_fit,
+        sessions_away=ready.sessions_away,
+        places=manager.places(),
         size=f"{ready.width}x{ready.height}",
         steps=list(ready.steps_known),
         native_fps=ready.native_fps,

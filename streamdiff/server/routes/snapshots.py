@@ -16,7 +16,8 @@ from streamdiff.server.app_state import AppState
 from streamdiff.server.problem import Problem, problem_responses
 from streamdiff.server.routes.dependencies import BINARY, Controlled, State, answer, needs
 from streamdiff.server.routes.schemas import NewSession
-from streamdiff.server.sessions.live_session import LiveSession, SessionEnded
+from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.sessions.receipts import SessionEnded
 
 OCTETS = "application/octet-stream"
 SAVE_TIMEOUT_S = 60.0

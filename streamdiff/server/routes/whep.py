@@ -71,6 +71,8 @@ async def watch(
         offer = _text(await read_body(request, MAX_SDP_BYTES))
         live = state.running_session(request)
         _check_client(client)
+        if why := state.manager.refuse_viewer(live):
+            raise Problem(503, why, {"Retry-After": str(state.manager.retry_after_s())}, code="memory")
         may_control = state.may_control(request, live)
         id, answer = await state.viewers.create(live, offer, address_of(request), codec, may_control, client)
     headers = {"Location": f"/whep/{quote(live.id, safe='')}/{id}"} | links(state.ice_servers.issue())

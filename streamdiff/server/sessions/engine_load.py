@@ -47,10 +47,13 @@ class EngineLoad:
         measured yet."""
         default = Asked(self._ready.steps, self._config.playback.fps, self._config.serve.adaptive)
         free = self.capacity.free_sessions(self._least_shares(), self._least_share(default))
-        by_memory = self._ready.sessions_fit
+        by_memory, away, sessions = self._ready.sessions_fit, self._ready.sessions_away, self._sessions()
         if free is None or by_memory is None:
             return free
-        return max(0, min(free, by_memory - len(self._sessions())))
+        most = by_memory - sum(not session.idle for session in sessions)
+        if away is not None:
+            most = min(most, by_memory + away - len(sessions))
+        return max(0, min(free, most))
 
     def share(self, fps: float, steps: int | None = None) -> float:
         """The share of the engine's time that a session takes while it plays."""

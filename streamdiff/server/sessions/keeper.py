@@ -19,7 +19,8 @@ from streamdiff.engine.snapshot_header import read_saved_session
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.logging_setup import log_fields
-from streamdiff.server.sessions.live_session import LiveSession, SessionEnded
+from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.sessions.receipts import SessionEnded
 from streamdiff.server.sessions.session_files import FoundSession, SessionFolder, SessionRecord, encoded_picture
 from streamdiff.server.sessions.wish import SessionSpec
 

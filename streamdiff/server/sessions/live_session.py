@@ -16,7 +16,7 @@ from streamdiff import clock
 from streamdiff.config import PROMPT_POLICIES, Config
 from streamdiff.engine import messages
 from streamdiff.engine.messages import Command, Data, FrameBatch, Ready
-from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
+from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.load.capacity import Lifetime
 from streamdiff.server.load.load_policy import UNLIMITED, Asked, LoadLimit
@@ -26,25 +26,15 @@ from streamdiff.server.sessions import control
 from streamdiff.server.sessions.control import ControlError, ControlMessage, Id
 from streamdiff.server.sessions.engine_status import EngineStatus, Opening
 from streamdiff.server.sessions.playback import Playback
-from streamdiff.server.sessions.receipts import LOAD, Mailbox, Receipt, RequestTracker, Subscribers
+from streamdiff.server.sessions.receipts import LOAD, Mailbox, Receipt, RequestTracker, SessionEnded, Subscribers
 from streamdiff.server.sessions.saving import SnapshotRequests
 from streamdiff.server.sessions.stats import SessionStats
 from streamdiff.server.sessions.wish import SessionSpec, is_more, state_of, what_is_left, wish_after
 
 STALLED_S = 2.0
-SessionEvent = (
-    messages.Opened
-    | messages.Saved
-    | messages.Accepted
-    | messages.Applied
-    | messages.Refused
-    | FrameBatch
-    | messages.Closed
-)
-
-
-class SessionEnded(StreamdiffError):
-    """The session ended while somebody waited for it."""
+_TOLD = ("prompt", "text", "notice", "seed", "paused", "place", "rev", "kv_context")  # of a session, as they are
+_Answer = messages.Opened | messages.Accepted | messages.Applied | messages.Refused | messages.Closed
+SessionEvent = _Answer | FrameBatch | messages.Saved | messages.Swapped
 
 
 class LiveSession:
@@ -64,9 +54,7 @@ class LiveSession:
         """`send` hands a command to the engine; `may_play` says why the session cannot have what it asks for, or "" if
         it can; `occupancy`: what share of the time, 0 to 1, each rank was at work."""
         self.id = id
-        self.prompt = spec.prompt
-        self.seed = spec.seed
-        self.image = spec.image
+        self.prompt, self.seed, self.image = spec.prompt, spec.seed, spec.image
         self.steps = ready.steps if spec.steps is None else spec.steps
         self.limit = UNLIMITED
         self._sent_steps = self.steps
@@ -78,27 +66,28 @@ class LiveSession:
         self.lifetime = Lifetime(clock.monotonic_s())
         self.reserved_until_s = float("-inf")
         """Until then it keeps its share of the engine's time though nobody watches."""
-        self.rev = 0
-        """Revision of the state: goes up with every request."""
+        self.rev = 0  # of the state: goes up with every request
         self.text = self.notice = ""
         self.switches = PROMPT_POLICIES
         self.paused = False
+        self.place = "device"
+        """Where its caches lie: on the device, in host memory or on disk."""
+        self._told: tuple[bool, bool] | None = None  # active, and whether to be swapped out, as the engine was told
         self.opened = False
         self.closed = False  # or about to be: nobody may join
         self.engine = EngineStatus()
         self.epoch = -1
         """The latest one that the engine reported."""
-        self.resets = 0
-        """How often its stream has begun afresh."""
+        self.resets = 0  # how often its stream has begun afresh
         self._latest_shown_epoch = 0
         self._send, self._may_play, self._occupancy = send, may_play, occupancy
-        self._log_prompts = config.serve.log_prompts
+        self._log_prompts, self._grace_s = config.serve.log_prompts, config.serve.grace_s
         self._stats = SessionStats(metrics, id)
         self.subscribers = Subscribers(self._stats.receipt)
         self.snapshots = SnapshotRequests(id, send)
         self._requests = RequestTracker()
         self.opening = Opening()
-        self.playback = Playback(id, spec.fps, config, ready, metrics, self._take_shown, send)
+        self.playback = Playback(id, spec.fps, config, ready, metrics, self._take_shown, send, self.tell_active)
 
     @property
     def fps(self) -> float:
@@ -123,6 +112,17 @@ class LiveSession:
         """Whether the engine makes frames for it, or is about to: a session that nobody watches takes memory only."""
         return self.watched or not self.idle or now_s < self.reserved_until_s
 
+    async def tell_active(self) -> None:
+        """Tell the engine, where that has changed, whether somebody needs the next chunk, and whether nobody has for
+        `serve.grace_s`, so that the caches are swapped out. Does nothing before the engine has opened it."""
+        now_s, active = clock.monotonic_s(), not self.idle
+        self.lifetime.watch(self.watched, now_s)
+        since_s = self.lifetime.idle_since_s
+        told = active, not active and (since_s is None or now_s - since_s >= self._grace_s)
+        if self.opened and told != self._told:
+            self._told = told
+            await self._send(messages.SetActive(self.id, *told))
+
     async def ask_open(self, snapshot: Data | None = None) -> None:
         """Ask the engine for the session; a new engine, where it takes up what the one before has left, or goes on from
         `snapshot`.
@@ -130,7 +130,7 @@ class LiveSession:
         Raises:
             EngineFailure: the engine has ended.
         """
-        playback = self.playback
+        playback, self._told, self.place = self.playback, None, "device"
         self.steps = self._sent_steps = self.limit.steps_of(self._asked.steps)
         if self.epoch < 0:
             self._log(self.prompt)
@@ -184,6 +184,7 @@ class LiveSession:
                 self._stats.made(len(event.pictures), event.chunk_s, now_s)
             case messages.Opened():
                 self.opened, self.engine, self.epoch = True, EngineStatus(), event.epoch
+                self.playback.look()
                 self.opening.end(None)
                 self.text, self.notice, self.switches = event.text, event.notice or self.notice, event.switches
                 self._send_state()
@@ -200,6 +201,8 @@ class LiveSession:
                     self._asked = replace(self._asked, steps=self.steps)
                     self._sent_steps = self.steps
                 self.subscribers.deliver(self._requests.refused(event.request, event.field, event.reason, now_s))
+            case messages.Swapped():
+                self.place = event.place
             case messages.Closed():
                 self.opened = False
 
@@ -329,6 +332,7 @@ class LiveSession:
         await self._send(messages.Pause(self.id) if paused else messages.Resume(self.id))
         self.paused = paused
         self.playback.pacer.set_paused(paused)
+        await self.tell_active()
         self._send_state()
 
     def _accept_at_once(self, request: str) -> None:
@@ -355,8 +359,8 @@ class LiveSession:
         """Live figures, JSON-able; None where nothing was measured yet."""
         dropped = sum(counters.dropped for counters in self.playback.fanout.counters().values())
         figures = self._stats.figures(self.playback.pacer.progress(), dropped, clock.monotonic_s())
-        occupancy, lead_ms = [round(share, 3) for share in self._occupancy()], round(self.playback.lead.lead_s * 1000)
-        return figures | {"stalled": self.stalled_s() > STALLED_S, "occupancy": occupancy, "lead_ms": lead_ms}
+        figures |= {"stalled": self.stalled_s() > STALLED_S, "lead_ms": round(self.playback.lead.lead_s * 1000)}
+        return figures | {"occupancy": [round(share, 3) for share in self._occupancy()]}
 
     def update_metrics(self) -> None:
         """Copy figures that other objects hold into the metrics. Mutates: the metrics."""
@@ -373,23 +377,15 @@ class LiveSession:
         return {
             "type": "state",
             "session": self.id,
-            "prompt": self.prompt,
-            "text": self.text,
-            "notice": self.notice,
-            "seed": self.seed,
+            **{name: getattr(self, name) for name in _TOLD},
             "image": self.image is not None,
-            "paused": self.paused,
-            "rev": self.rev,
             "engine": self.engine.state,
             "engine_reason": self.engine.reason_for(may_control),
             **state_of(self._asked, self.limit, self.steps),
             "steps_known": list(self._ready.steps_known),
-            "kv_context": self.kv_context,
             "switches": list(self.switches),
             "native_fps": self._ready.native_fps,
-            "width": fmt.width,
-            "height": fmt.height,
-            "scale": fmt.scale,
+            **{name: getattr(fmt, name) for name in ("width", "height", "scale")},
             "bitrate": fmt.bitrate_bps,
             "codecs": list(self.playback.fanout.codecs),
         }

@@ -137,6 +137,20 @@ class SessionManager:
         is_own = self._config.serve.name is not None and id.startswith(self._prefix)
         return self._end_reasons.get(id, "restart" if is_own else None)
 
+    def refuse_viewer(self, session: LiveSession) -> str:
+        """Why a session that is swapped out cannot come back to be watched now, or "" if it can."""
+        fit, others = self.ready.sessions_fit, [each for each in self.sessions if each is not session]
+        if session.place == "device" or fit is None or sum(not each.idle for each in others) < fit:
+            return ""
+        return (
+            f"The session is swapped out, as nobody watched it, and the memory is taken by the {fit} that fit and are "
+            "watched. Come again when one of them is not."
+        )
+
+    def places(self) -> dict[str, int]:
+        """How many sessions have their caches on the device, in host memory and on disk."""
+        return {place: sum(each.place == place for each in self.sessions) for place in ("device", "host", "disk")}
+
     # ---- open and end -------------------------------------------------------------------------------------------
 
     async def open(self, spec: SessionSpec, snapshot: Data | None = None) -> LiveSession:
@@ -287,7 +301,8 @@ class SessionManager:
             await asyncio.sleep(min([HOUSEKEEPING_S, *(limit / 4 for limit in limits)]))
             now_s = clock.monotonic_s()
             for session in self.sessions:
-                session.lifetime.watch(session.watched, now_s)
+                with contextlib.suppress(EngineFailure):  # the reader of the engine's events hears of it
+                    await session.tell_active()
                 end = session.lifetime.end()
                 if end is not None and now_s >= end[0]:
                     await self.end(session.id, end[1])

@@ -36,11 +36,13 @@ class Playback:
         metrics: Metrics,
         on_shown: Callable[[int, int, int], None],
         send: Callable[[Command], Awaitable[None]],
+        on_watched: Callable[[], Awaitable[None]],
     ) -> None:
         """`on_shown` is called with number, epoch and presentation time of every new frame on show; `send` gives the
         engine the count of frames that were shown or skipped so far, and how many it may make beyond: when there is
-        news, the latest only."""
-        self._session, self._on_shown, self._send = session, on_shown, send
+        news, the latest only; `on_watched` is called when the first viewer has come or the last has gone, and may be
+        at other times."""
+        self._session, self._on_shown, self._send, self._on_watched = session, on_shown, send, on_watched
         self._chunk_frames, self._most_ahead_s = ready.chunk_frames, config.playback.lead_s
         self.lead = PlayoutLead(ready.chunk_frames / fps, self._most_ahead_s)
         self.fps = fps
@@ -53,14 +55,14 @@ class Playback:
             loop.call_soon_threadsafe(self._shown, slot)
 
         self.pacer = Pacer(fps, ready.chunk_frames, deliver, config.serve.grace_s)
-        self.fanout = Fanout(self.format, self.pacer, metrics)
+        self._progressed = asyncio.Event()
+        self.fanout = Fanout(self.format, self.pacer, metrics, self.look)
         self.snapshot = Snapshot(self.pacer.picture)
         self._made_s = clock.monotonic_s()
         self.made_frames = 0
         self._chunk, self._dry = (-1, -1), 0
         self._told_ahead = self.ahead_frames
         self._begun_frames = 0  # made, and shown or lost, before this playback
-        self._progressed = asyncio.Event()
         self._reporting = asyncio.create_task(self._report_progress(), name=f"shown-{session}")
 
     @property
@@ -119,6 +121,10 @@ class Playback:
         self._told_ahead = self.ahead_frames
         self.pacer.set_fps(fps)
 
+    def look(self) -> None:
+        """Have what is reported looked at. Mutates: self."""
+        self._progressed.set()
+
     def stalled_s(self) -> float:
         """Seconds since the engine made a frame; 0 while frames wait to be shown."""
         return 0.0 if self.pacer.progress().buffered else clock.monotonic_s() - self._made_s
@@ -141,6 +147,7 @@ class Playback:
             self._progressed.clear()
             passed, ahead = self.pacer.progress().passed, self.ahead_frames
             try:
+                await self._on_watched()
                 if ahead != self._told_ahead:
                     self._told_ahead = ahead
                     await self._send(SetMaxAhead(self._session, ahead))

@@ -8,12 +8,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from streamdiff.errors import StreamdiffError
 from streamdiff.server.sessions.control import ControlMessage, Id, Kind, PromptMessage
 
 Stage = Literal["asked", "accepted", "applied", "shown", "superseded", "refused"]
 Mailbox = Callable[[dict[str, Any]], None]
 LOAD = "load"
 """Owner of the requests that nobody made: load did. All peers get their receipts. Also the reason that these have."""
+
+
+class SessionEnded(StreamdiffError):
+    """The session ended while somebody waited for it."""
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,8 @@ MESSAGES = [
     messages.FrameBatch("a", 1, 3, 36, 0.25, PICTURES),
     messages.FrameBatch("a", 1, 3, 36, None, PICTURES[:, :, ::2]),
     messages.FrameBatch("a", 1, 3, 36, None, np.arange(2 * 6 * 8, dtype=np.uint8).reshape(2, 6, 8)),
+    messages.SetActive("a", False, True),
+    messages.Swapped("a", "host"),
     messages.Closed("a"),
     messages.Ready("tiny", "cpu", 128, 96, 40.0, 12, 4, "clean", steps_known=(2, 4), work_s=0.2, sessions_fit=7),
     messages.Refused("a", "", "session", "why", "memory"),

@@ -1,0 +1,135 @@
+"""Which sessions have their caches on the device: those that somebody needs, and others while there is room.
+
+Sans-IO, and without a clock: whoever watches sessions tells which are active (`SetActive`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from streamdiff.engine.messages import Reset, SetActive, SetPrompt, SetSteps
+from streamdiff.engine.pipeline_api import Pipeline, SwappingPipeline
+from streamdiff.engine.prompt_queue import PendingRequest, Request
+from streamdiff.errors import RequestError
+
+_T = TypeVar("_T")
+
+
+class Swapping:
+    """Swaps the sessions of a pipeline, by slot. Without a `SwappingPipeline` none is."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline if isinstance(pipeline, SwappingPipeline) else None
+        self._idle: dict[int, bool] = {}  # those that nobody needs, longest first; whether to be swapped out at once
+        self._called: dict[int, None] = {}  # those that are to come back, longest first
+        self._put_off: dict[int, list[PendingRequest]] = {}
+        self._places: dict[int, str] = {}  # as told last; of those that are not on the device
+
+    def sessions_away(self) -> int | None:
+        """See `SwappingPipeline`."""
+        return 0 if self._pipeline is None else self._pipeline.sessions_away()
+
+    def away(self, slot: int) -> bool:
+        """Whether a session's caches are not on the device."""
+        return self._pipeline is not None and self._pipeline.is_away(slot)
+
+    def set_active(self, slot: int, message: SetActive) -> None:
+        """Note whether somebody needs a session; it comes back, or goes, with `turn`. Mutates: self."""
+        if not message.active:
+            self._idle[slot] = message.swap_out
+            if slot not in self._put_off:
+                self._called.pop(slot, None)
+        else:
+            self._idle.pop(slot, None)
+            if self.away(slot):
+                self._called[slot] = None
+
+    def forget(self, slot: int) -> list[PendingRequest]:
+        """The session has ended; returns what it was still to be asked. Mutates: self."""
+        self._idle.pop(slot, None)
+        self._called.pop(slot, None)
+        self._places.pop(slot, None)
+        return self._put_off.pop(slot, [])
+
+    def with_room(self, call: Callable[[], _T], returning: int | None = None) -> _T:
+        """What `call` returns, which wants memory, for a session that is `returning` or a new one: that of sessions
+        that nobody needs, the one idle longest first.
+
+        Raises:
+            RequestError: as `call`; code "memory" where all that fit are needed.
+        """
+        while True:
+            try:
+                return call()
+            except RequestError as error:
+                if error.code != "memory" or not self._make_room(returning):
+                    raise
+
+    def put_off(self, slot: int, pending: PendingRequest) -> bool:
+        """Whether a request has to wait until its session is back, for which room is made: one that lets its stream
+        begin afresh, or comes after one. Mutates: self.
+
+        Raises:
+            RequestError: there is none, code "memory".
+        """
+        pipeline = self._pipeline
+        if pipeline is None or not pipeline.is_away(slot):
+            return False
+        asked = pending.request
+        if not (_resets(asked) or (slot in self._put_off and isinstance(asked, SetPrompt | SetSteps))):
+            return False
+        self.with_room(lambda: pipeline.swap_in(slot), slot)
+        self._called.pop(slot, None)
+        self._put_off.setdefault(slot, []).append(pending)
+        return True
+
+    def turn(self) -> list[PendingRequest]:
+        """Let sessions come and go; requests of those that are back, in their order. Mutates: self, pipeline."""
+        pipeline = self._pipeline
+        if pipeline is None:
+            return []
+        for slot in list(self._called):
+            if pipeline.is_away(slot) and not self._try_in(slot, pipeline):
+                break
+            del self._called[slot]
+        for slot, at_once in self._idle.items():
+            if at_once and slot not in self._put_off and pipeline.at_rest(slot) and pipeline.can_swap_out(slot):
+                pipeline.swap_out(slot)
+        back = [slot for slot in self._put_off if not pipeline.is_away(slot)]
+        return [request for slot in back for request in self._put_off.pop(slot)]
+
+    def lost(self) -> list[int]:
+        """Sessions that have come back without what they were, and have to begin afresh. Told once."""
+        return [] if self._pipeline is None else self._pipeline.take_lost()
+
+    def moved(self) -> list[tuple[int, str]]:
+        """Sessions that lie elsewhere than was told last, and where. Mutates: self."""
+        pipeline = self._pipeline
+        if pipeline is None:
+            return []
+        now = {slot: pipeline.place(slot) for slot in {*self._idle, *self._places}}
+        moved = [(slot, place) for slot, place in now.items() if place != self._places.get(slot, "device")]
+        self._places = {slot: place for slot, place in now.items() if place != "device"}
+        return moved
+
+    def _try_in(self, slot: int, pipeline: SwappingPipeline) -> bool:
+        try:
+            self.with_room(lambda: pipeline.swap_in(slot), slot)
+        except RequestError:
+            return False  # all that fit are needed; it waits
+        return True
+
+    def _make_room(self, returning: int | None) -> bool:
+        """Swap out whom nobody needs longest; whether there was one. Mutates: self, pipeline."""
+        pipeline = self._pipeline
+        for slot in self._idle:
+            if pipeline is not None and slot not in self._put_off and pipeline.can_swap_out(slot, returning):
+                pipeline.swap_out(slot)
+                return True
+        return False
+
+
+def _resets(request: Request) -> bool:
+    """Whether a request lets the stream begin afresh."""
+    return isinstance(request, Reset) or (isinstance(request, SetPrompt) and request.switch == "reset")

@@ -1,0 +1,89 @@
+"""What a decoder remembers of each stream: kept, saved, swapped out and back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, memory_outlines
+from streamdiff.pipeline.decode.host_copy import TransferStream, decode_chunk
+from streamdiff.pipeline.device_timer import DeviceTimer
+from streamdiff.pipeline.distributed.message import Outcome
+from streamdiff.pipeline.distributed.state_exchange import State
+from streamdiff.session_state import walk
+from streamdiff.session_state.swap_store import Lost, SwapStore
+
+logger = logging.getLogger(__name__)
+
+
+class DecoderMemories:
+    """What the decoder remembers of each stream."""
+
+    def __init__(
+        self, decoder: PictureDecoder, lane: TransferStream, at_once: int, timer: DeviceTimer, swaps: SwapStore
+    ) -> None:
+        self._decoder, self._lane, self._at_once, self._swaps = decoder, lane, at_once, swaps
+        self._timed = timer.stream()
+        self._memories: dict[int, Any] = {}
+        self._outlines: list[Any] = []
+
+    def decode(self, stream: int, chunk: int, latents: Tensor) -> Iterator[Tensor]:
+        if stream not in self._memories:
+            self._memories[stream] = self._decoder.new_memory()
+        timed, finite = partial(self._timed.work, f"decoding chunk {chunk}"), self._lane.finite(latents)
+        for pictures in decode_chunk(
+            self._decoder, latents, self._memories[stream], self._lane, self._at_once, timed
+        ):  # fmt: skip
+            if not finite():
+                raise ArithmeticError("its latents are no numbers (NaN or infinite)")
+            yield pictures
+
+    def forget(self, stream: int) -> None:
+        self._memories.pop(stream, None)
+        self._swaps.drop(_swapped(stream))
+
+    def swap_out(self, stream: int) -> None:
+        if stream in self._memories:
+            self._swaps.put(_swapped(stream), self._memories.pop(stream))
+
+    def swap_in(self, stream: int) -> Outcome:
+        """Where it is lost the stream has none any more."""
+        name = _swapped(stream)
+        if name not in self._swaps:  # it had none
+            return Outcome.DONE
+        try:
+            if not self._swaps.ready(name):
+                return Outcome.NOT_YET
+        except Lost as error:
+            logger.warning("What the decoder remembers of stream %d is lost: %s", stream, error)
+            return Outcome.LOST
+        self._memories[stream] = self._swaps.take(name, self._decoder.new_memory())
+        self._swaps.follow()
+        return Outcome.DONE
+
+    def save(self, stream: int) -> State:
+        if _swapped(stream) in self._swaps:
+            return self._swaps.read(_swapped(stream))
+        return walk.save(self._memories[stream] if stream in self._memories else self._decoder.new_memory())
+
+    def load(self, stream: int, state: State) -> None:
+        device = self._decoder.network.device
+        self._memories[stream] = walk.load(self._decoder.new_memory(), *state, device)
+
+    def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
+        """Decodes some chunks of nothing, once."""
+        if not self._outlines:
+            latents = torch.zeros((1, *chunk_shape), device=self._decoder.network.device)
+            decode = partial(self._decoder.decode, latents)
+            self._outlines = memory_outlines(self._decoder.new_memory, decode, chunk_shape[1])
+        return self._outlines
+
+
+def _swapped(stream: int) -> str:
+    """What a decoder's part of a stream is called in a swap store."""
+    return f"decoder {stream}"

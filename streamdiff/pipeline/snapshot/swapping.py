@@ -1,0 +1,161 @@
+"""Sessions of a pipeline that nobody needs now: their device memory is given back, and they come back when asked.
+
+SWAP_OUT and SWAP_IN travel around the ring as all changes do, so every stage swaps at the same place of the order:
+after what has entered before, before what enters later; no stage touches what is being sent. Each rank keeps its own
+part. A session is held meanwhile, in mid-chunk or between chunks; the head's latents stay where they are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from itertools import count
+
+from streamdiff.pipeline.decode.decode_worker import Decoding
+from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate
+from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.output import Frames, StreamProgress
+from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
+from streamdiff.pipeline.snapshot.ring import occupied
+
+_COMING_WAIT_S = 0.01
+
+
+@dataclass
+class _Away:
+    """A session that is swapped out, or on its way back. `asked`: a SWAP_IN of this `ticket` is in the ring."""
+
+    ticket: int
+    decoder_out: bool = False
+    coming: bool = False
+    asked: bool = False
+    stages: Outcome = Outcome.NOT_YET
+    decoder: Outcome = Outcome.NOT_YET
+
+
+class SwapsSessions(ABC):
+    """What `StreamingPipeline` inherits to swap its sessions out and in."""
+
+    ring: RingExecutor
+    _streams: dict[int, StreamProgress]
+    _decoding: Decoding
+    _budget: KVCacheBudget | None
+
+    def __init__(self) -> None:
+        self._away: dict[int, _Away] = {}
+        self._lost: set[int] = set()
+        self._tickets = count()
+
+    @abstractmethod
+    def step(self, wait_s: float = 0.0) -> list[Frames]:
+        """Run at most one forward and hand out what is decoded."""
+
+    def at_rest(self, session: int) -> bool:
+        """Whether nothing of a session is under way, and nothing of it may enter as things are."""
+        return (
+            not occupied(self.ring, session)
+            and not self._streams[session].decoding
+            and not self.ring.scheduler.may_enter(session)
+        )
+
+    def can_swap_out(self, session: int, returning: int | None = None) -> bool:
+        """Whether host memory, or the disk, takes what an open session has on the devices of all ranks, with what
+        another one leaves there that is `returning` in its place."""
+        swaps = self.ring.stage.swaps
+        return session not in self._away and (
+            swaps.takes(0) if self._budget is None else self._budget.away_fits(session, swaps.spills, returning)
+        )
+
+    def swap_out(self, session: int) -> None:
+        """Give a session's device memory back, of one that `can_swap_out`; it makes nothing until `swap_in`. What is in
+        the ring comes back."""
+        assert session not in self._away, f"session {session} is swapped out already, or not back yet"
+        away = self._away[session] = _Away(next(self._tickets))
+        self.ring.scheduler.hold(session, True)
+        self.ring.tell(MessageKind.SWAP_OUT, SessionUpdate(session))
+        if self._budget is not None:
+            self._budget.swap_out(session)
+        self._swap_decoder_out(session, away)
+
+    def swap_in(self, session: int) -> None:
+        """Let a session that is swapped out come back and go on. Does nothing where it is on its way.
+
+        Raises:
+            RequestError: there is no memory for it now, code "memory".
+        """
+        away = self._away[session]
+        if not away.coming:
+            if self._budget is not None:
+                self._budget.swap_in(session)
+            away.coming = True
+            self._ask_in(session, away)
+
+    def place(self, session: int) -> str:
+        """Where the head's part of an open session lies: `device`, `host` or `disk`."""
+        name, swaps = f"stage {session}", self.ring.stage.swaps
+        return "device" if session not in self._away else swaps.place(name) if name in swaps else "host"
+
+    def is_away(self, session: int) -> bool:
+        """Whether an open session is swapped out, or not wholly back."""
+        return session in self._away
+
+    @property
+    def coming(self) -> bool:
+        """Whether sessions are on their way back."""
+        return any(away.coming for away in self._away.values())
+
+    def take_lost(self) -> list[int]:
+        """Sessions that have come back without what they were, as a file was damaged; each makes nothing before
+        `reset`. Told once. Mutates: self."""
+        lost, self._lost = sorted(self._lost), set()
+        return lost
+
+    def _turn_swaps(self) -> None:
+        """Go on with what is on its way. Mutates: self, ring."""
+        for answer in self.ring.take_swapped_in():
+            away = self._away.get(answer.session)
+            if away is not None and away.coming and away.ticket == answer.epoch:
+                away.asked, away.stages = False, answer.outcome
+        for session, away in list(self._away.items()):
+            if not away.coming:
+                self._swap_decoder_out(session, away)
+                continue
+            if away.stages is Outcome.NOT_YET and not away.asked:
+                self._ask_in(session, away)
+            if away.decoder is Outcome.NOT_YET:
+                number = self._streams[session].number
+                away.decoder = self._decoding.swap_in(number) if away.decoder_out else Outcome.DONE
+            if Outcome.NOT_YET not in (away.stages, away.decoder):
+                del self._away[session]
+                if Outcome.LOST in (away.stages, away.decoder):
+                    self._lost.add(session)
+                else:
+                    self.ring.scheduler.hold(session, False)
+
+    def _ask_in(self, session: int, away: _Away) -> None:
+        """Mutates: ring, away."""
+        sampler = self.ring.sampler.sessions[session]
+        steps, kv_context = sampler.schedule.steps, sampler.kv_context
+        self.ring.tell(
+            MessageKind.SWAP_IN, SessionUpdate(session, away.ticket, steps=steps, kv_context=kv_context)
+        )  # fmt: skip
+        away.asked = True
+
+    def _swap_decoder_out(self, session: int, away: _Away) -> None:
+        """What the decoder remembers goes when all that it is to decode of the session has come. Mutates: away."""
+        stream = self._streams[session]
+        if not away.decoder_out and not stream.decoding and not occupied(self.ring, session):
+            away.decoder_out = True
+            self._decoding.swap_out(stream.number)
+
+    def _come_back(self, session: int) -> list[Frames]:
+        """Go on until a session that is on its way is back; frames that came meanwhile."""
+        frames: list[Frames] = []
+        while session in self._away and self._away[session].coming:
+            frames += self.step(_COMING_WAIT_S)
+        return frames
+
+    def _forget_swapped(self, session: int) -> None:
+        """The session begins afresh, or ends. Mutates: self."""
+        self._away.pop(session, None)
+        self._lost.discard(session)

@@ -1,0 +1,325 @@
+"""States of sessions that nobody needs now, away from their device: in host memory, and beyond its limit on disk.
+
+Each rank has one, for its own parts of sessions; nothing of it travels. Copies from and to a CUDA device go through
+pinned memory on a stream of their own, in pieces, so that neither the host nor other sessions wait for them; files are
+written and read on a thread.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal, TypeVar
+from zlib import crc32
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from streamdiff.errors import ConfigError, StreamdiffError
+from streamdiff.session_state import walk
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+Place = Literal["host", "disk"]
+_PIECE = 1 << 24
+"""Bytes of one copy: a picture that leaves the device meanwhile waits for no more than that."""
+_FOLDER, _LOCK = "swap", "lock"
+
+
+class Lost(StreamdiffError):
+    """A state whose file is damaged or gone."""
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A state away from its device: the tree and the tensors of `walk.save`, these in `tensors`, in `file`, or while it
+    is written or read in both. `sums` are the tensors' checksums in the file."""
+
+    tree: Any
+    tensors: Mapping[str, Tensor] | None
+    nbytes: int
+    copied: torch.cuda.Event | None
+    file: Path | None = None
+    sums: dict[str, int] = field(default_factory=dict)
+    writing: bool = False
+    reading: bool = False
+    fault: str = ""
+
+
+class SwapStore:
+    """The states of one rank that are away, by name, the one away longest first. From any thread."""
+
+    def __init__(
+        self, device: torch.device = walk.CPU, host_bytes: int | None = None, state_dir: Path | None = None
+    ) -> None:
+        """Beyond `host_bytes` (None: without limit) states go to files in a folder of their own in `state_dir`, private
+        to the user and removed with the process; None: none do. What processes that are gone have left there is
+        removed.
+
+        Raises:
+            ConfigError: the folder cannot be made, or nothing can be written there.
+        """
+        self.device, self.host_bytes = device, host_bytes
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._kept: dict[str, _Kept] = {}
+        self._changed = threading.Lock()
+        self._disk_fault = ""
+        self._held: IO[str] | None = None
+        self._folder = None if state_dir is None else self._own_folder(state_dir)
+        self._thread = ThreadPoolExecutor(1, "swap")
+        self._count = 0
+
+    # ---- out and in ---------------------------------------------------------------------------------------------
+
+    def put(self, name: str, state: object) -> None:
+        """Take a copy of a state, whose tensors may be used for others by whoever calls `follow` first; what lies here
+        longest goes to disk where host memory is used up. Mutates: self."""
+        with self._on_stream() as copy:
+            tensors, tree = walk.save(state, fetch=lambda tensor: copy(self._host(tensor), tensor))
+            copied = None if self._stream is None else self._stream.record_event()
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        with self._changed:
+            self._kept[name] = _Kept(tree, tensors, nbytes, copied)
+            self._spill()
+
+    def ready(self, name: str) -> bool:
+        """Whether `take` would give it at once. Where its file must be read first that begins now. Mutates: self.
+
+        Raises:
+            Lost: its file is damaged or gone; it is no longer kept.
+        """
+        with self._changed:
+            kept = self._kept[name]
+            if kept.fault:
+                self._forget(name)
+                raise Lost(kept.fault)
+            if kept.tensors is None and not kept.reading:
+                kept.reading = True
+                self._thread.submit(self._read, kept)
+            return kept.tensors is not None
+
+    def take(self, name: str, into: _T) -> _T:
+        """Put a state that is ready into one that was opened in the same way, see `walk.load`; `follow` comes before it
+        is used. Mutates: self, into."""
+        with self._changed:
+            kept = self._forget(name)
+            self._spill()
+        assert kept.tensors is not None, "`ready` said so"
+        with self._on_stream() as copy:
+            return walk.load(into, kept.tensors, kept.tree, self.device, copy)
+
+    def read(self, name: str) -> tuple[Mapping[str, Tensor], Any]:
+        """What `walk.save` gave of a state, which stays away. Waits for the device or its file.
+
+        Raises:
+            Lost: its file is damaged or gone.
+        """
+        with self._changed:
+            kept = self._kept[name]
+            tensors, file = kept.tensors, kept.file
+        if tensors is None:
+            assert file is not None
+            return _checked(file, kept.sums), kept.tree
+        if kept.copied is not None:
+            kept.copied.synchronize()
+        return tensors, kept.tree
+
+    def drop(self, name: str) -> None:
+        """Forget a state, if it is here. Mutates: self."""
+        with self._changed:
+            if name in self._kept:
+                self._forget(name)
+                self._spill()
+
+    def follow(self) -> None:
+        """What the caller's stream is given from now on runs after all copies so far."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    # ---- what there is ------------------------------------------------------------------------------------------
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._kept
+
+    @property
+    def names(self) -> list[str]:
+        """All that is here, the one away longest first."""
+        return list(self._kept)
+
+    def place(self, name: str) -> Place:
+        """Where a state lies."""
+        return "disk" if self._kept[name].tensors is None else "host"
+
+    def takes(self, nbytes: int) -> bool:
+        """Whether so many bytes more may go away: host memory has room, or is given room by the disk."""
+        with self._changed:
+            return self.host_bytes is None or self._in_host + nbytes <= self.host_bytes or self.spills
+
+    @property
+    def spills(self) -> bool:
+        """Whether there is a disk to write to, and the latest write went well."""
+        return self._folder is not None and not self._disk_fault
+
+    def close(self) -> None:
+        """Forget everything, and remove the files."""
+        with self._changed:
+            for name in list(self._kept):
+                self._forget(name)
+        self._thread.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._held is not None:
+            self._held.close()
+
+    # ---- the device ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+        """Within, copies by what is yielded go to the own stream, behind what the caller's was given."""
+        if self._stream is None:
+            yield _copy
+            return
+        own, caller = self._stream, torch.cuda.current_stream(self.device)
+
+        def copy(there: Tensor, saved: Tensor) -> Tensor:
+            """Whoever frees either of them meanwhile does not have it overwritten."""
+            for tensor in (there, saved):
+                for stream in (caller, own) if tensor.is_cuda else ():
+                    tensor.record_stream(stream)
+            return _copy(there, saved)
+
+        own.wait_stream(caller)
+        with torch.cuda.stream(own):
+            yield copy
+
+    def _host(self, tensor: Tensor) -> Tensor:
+        """Host memory for a tensor."""
+        return torch.empty_like(tensor, device=walk.CPU, pin_memory=self._stream is not None)
+
+    # ---- the disk -----------------------------------------------------------------------------------------------
+
+    @property
+    def _in_host(self) -> int:
+        """Bytes in host memory, those on their way to disk left out."""
+        return sum(kept.nbytes for kept in self._kept.values() if kept.tensors is not None and not kept.writing)
+
+    def _spill(self) -> None:
+        """Begin to write what has been here longest while there is too much; after a fault too, as there may be room
+        again. Mutates: self."""
+        for kept in self._kept.values():
+            if self._folder is None or self.host_bytes is None or self._in_host <= self.host_bytes:
+                return
+            if kept.tensors is not None and not kept.writing and not kept.reading:
+                kept.writing = True
+                self._thread.submit(self._write, kept)
+
+    def _write(self, kept: _Kept) -> None:
+        """Write a state to a file of its own, unless it has been taken meanwhile. On the thread. Mutates: kept."""
+        assert self._folder is not None and kept.tensors is not None
+        if kept.copied is not None:
+            kept.copied.synchronize()
+        self._count += 1
+        file, fault = self._folder / f"{self._count}.safetensors", ""
+        try:
+            sums = {name: _sum(tensor) for name, tensor in kept.tensors.items()}
+            save_file(dict(kept.tensors), file)
+        except (OSError, SafetensorError) as error:
+            fault = str(error)
+        with self._changed:
+            kept.writing = False
+            if fault or kept not in self._kept.values():
+                file.unlink(missing_ok=True)
+            else:
+                kept.file, kept.sums, kept.tensors = file, sums, None
+            self._disk_fault = fault
+        if fault:
+            logger.warning("A session stays in host memory, as it cannot be written to %s: %s", self._folder, fault)
+
+    def _read(self, kept: _Kept) -> None:
+        """Read a state's file. On the thread. Mutates: kept."""
+        assert kept.file is not None
+        try:
+            tensors = _checked(kept.file, kept.sums)
+        except Lost as error:
+            kept.fault = str(error)
+            return
+        kept.tensors = {name: _copy(self._host(tensor), tensor) for name, tensor in tensors.items()}
+
+    def _forget(self, name: str) -> _Kept:
+        """Mutates: self."""
+        kept = self._kept.pop(name)
+        if kept.file is not None:
+            kept.file.unlink(missing_ok=True)
+        return kept
+
+    def _own_folder(self, state_dir: Path) -> Path:
+        """A new folder that this process holds, after those that nobody holds were removed. Mutates: self."""
+        try:
+            above = state_dir.expanduser() / _FOLDER
+            above.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for old in above.iterdir():
+                if (free := _lock(old)) is not None:
+                    with free:
+                        shutil.rmtree(old, ignore_errors=True)
+            own = Path(tempfile.mkdtemp(dir=above))  # for the user alone
+            self._held = _lock(own, "w")
+            (own / "trial").write_bytes(bytes(1 << 16))
+            (own / "trial").unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"serve.state_dir is {state_dir}, where nothing can be written: {error.strerror or error}; name a "
+                "folder with room that is yours, or leave it out to keep sessions in host memory alone"
+            ) from error
+        return own
+
+
+def _lock(folder: Path, mode: str = "r+") -> IO[str] | None:
+    """The lock of a folder, held until the file is closed; None: another process holds it, or it has none."""
+    try:
+        file = open(folder / _LOCK, mode)  # noqa: SIM115  # held as long as the process lives
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
+def _copy(there: Tensor, saved: Tensor) -> Tensor:
+    """Copy in pieces. Mutates: there."""
+    if not (there.is_contiguous() and saved.is_contiguous()):
+        return there.copy_(saved, non_blocking=True)
+    count = max(1, _PIECE // there.element_size())
+    for target, source in zip(there.view(-1).split(count), saved.view(-1).split(count), strict=True):
+        target.copy_(source, non_blocking=True)
+    return there
+
+
+def _sum(tensor: Tensor) -> int:
+    values: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return crc32(values)
+
+
+def _checked(file: Path, sums: Mapping[str, int]) -> dict[str, Tensor]:
+    """What a file holds. Raises Lost where it is not what was written."""
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise Lost(f"{file}: {error}") from error
+    damaged = [name for name in sums if name not in tensors or _sum(tensors[name]) != sums[name]]
+    if damaged:
+        raise Lost(f"{file}: {', '.join(damaged)} is not what was written")
+    return tensors

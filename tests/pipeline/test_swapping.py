@@ -1,0 +1,210 @@
+"""A session that is swapped out and comes back goes on to the bit as one left alone, and so do others beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from streamdiff.models.tiny.model import WEIGHTS, load_model
+from streamdiff.pipeline.executor import LocalRing
+from streamdiff.pipeline.output import Frames
+from streamdiff.pipeline.runner.model_runner import ModelRunner
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from streamdiff.session_state.swap_store import SwapStore
+from tests.pipeline import swap_process as process
+from tests.pipeline.processes import run_ranks
+from tests.small import CPU, RED, WHITE, small_model
+
+PLAIN = small_model(4, layers=4, sink=2)
+MODEL = replace(PLAIN, spec=replace(PLAIN.spec, anchor_every=2))
+CHUNK = MODEL.spec.chunk_frames
+CONTEXTS = ("clean", "staircase", "matched", "anchored")
+CHUNKS = 7
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def stages_of(pipeline: StreamingPipeline) -> list[ModelRunner]:
+    ring = pipeline.ring
+    assert isinstance(ring, LocalRing)
+    return [ring.stage, *(worker.stage for worker in ring.others)]
+
+
+def started(stages: int, state_dir: Path | None = None, host_bytes: int | None = None) -> StreamingPipeline:
+    """A pipeline, whose ranks each have a store of their own."""
+    ring = LocalRing(MODEL, CPU, stages)
+    for stage in (ring.stage, *(worker.stage for worker in ring.others)):
+        stage.swaps = SwapStore(CPU, host_bytes, state_dir)
+    return StreamingPipeline(MODEL, CPU, ring=ring)
+
+
+def ended(pipeline: StreamingPipeline) -> None:
+    pipeline.close()
+    for stage in stages_of(pipeline):
+        stage.swaps.close()
+
+
+def opened(pipeline: StreamingPipeline, kv_context: str) -> None:
+    pipeline.open(0, pipeline.text.encode(RED), seed=3, epoch=5, steps=4, kv_context=kv_context)
+    pipeline.open(1, pipeline.text.encode(WHITE), seed=1, epoch=0, steps=4, kv_context="clean")
+
+
+class Streams:
+    """What two sessions have shown."""
+
+    def __init__(self, pipeline: StreamingPipeline) -> None:
+        self.pipeline = pipeline
+        self.pictures: dict[int, list[np.ndarray]] = {0: [], 1: []}
+
+    def take(self, frames: list[Frames]) -> None:
+        for each in frames:
+            self.pictures[each.session] += list(each.pictures)
+
+    def play(self, chunks: int, *sessions: int) -> None:
+        """Go on until these have shown so many chunks; the ring runs ahead of them."""
+        while any(len(self.pictures[session]) < chunks * CHUNK for session in sessions):
+            for session in sessions:
+                self.pipeline.set_frame_credit(session, 6 * CHUNK)
+            self.take(self.pipeline.step(0.1))
+
+    def shown(self, session: int) -> np.ndarray:
+        return np.stack(self.pictures[session][: CHUNKS * CHUNK])
+
+
+_ALONE: dict[str, Streams] = {}
+
+
+def alone(kv_context: str) -> Streams:
+    """The same sessions on one stage, never swapped."""
+    if kv_context not in _ALONE:
+        pipeline = started(1)
+        opened(pipeline, kv_context)
+        streams = _ALONE[kv_context] = Streams(pipeline)
+        streams.play(CHUNKS, 0, 1)
+        ended(pipeline)
+    return _ALONE[kv_context]
+
+
+def swap(streams: Streams, place: str) -> None:
+    """Swap session 0 out, let session 1 go on until all that the former has is in this place, and bring it back."""
+    pipeline, stages = streams.pipeline, stages_of(streams.pipeline)
+    for stage in stages:
+        stage.swaps.host_bytes = None if place == "host" else 0
+    pipeline.swap_out(0)
+    shown = len(streams.pictures[1]) // CHUNK
+    streams.play(shown + 1, 1)
+    while {stage.swaps.place(name) for stage in stages for name in stage.swaps.names} != {place} or any(
+        0 in stage.sessions for stage in stages
+    ):
+        streams.take(pipeline.step(0.01))
+    assert pipeline.place(0) == place
+    pipeline.swap_in(0)
+    while pipeline.is_away(0):
+        streams.take(pipeline.step(0.01))
+
+
+def until_mid_chunk(streams: Streams) -> None:
+    scheduled = streams.pipeline.ring.scheduler.session(0)
+    while not any(chunk.back >= 0 for chunk in scheduled.chunks):
+        streams.pipeline.set_frame_credit(0, 6 * CHUNK)
+        streams.take(streams.pipeline.step(0.01))
+
+
+def until_at_rest(streams: Streams) -> None:
+    streams.pipeline.set_frame_credit(0, 0)
+    while not streams.pipeline.at_rest(0):
+        streams.take(streams.pipeline.step(0.01))
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+@pytest.mark.parametrize("kv_context", CONTEXTS)
+def test_in_mid_chunk_and_between_chunks_in_host_memory_and_on_disk(
+    kv_context: str, stages: int, tmp_path: Path
+) -> None:
+    pipeline = started(stages, tmp_path)
+    opened(pipeline, kv_context)
+    streams = Streams(pipeline)
+    streams.play(2, 0, 1)
+    for chunks, until, place in (
+        (3, until_mid_chunk, "host"),
+        (4, until_at_rest, "disk"),
+        (5, until_mid_chunk, "disk"),
+        (6, until_at_rest, "host"),
+    ):
+        until(streams)
+        swap(streams, place)
+        streams.play(chunks, 0, 1)
+    assert not list(tmp_path.glob("swap/*/*.safetensors")), "what is back leaves no file"
+    streams.play(CHUNKS, 0, 1)
+    ended(pipeline)
+    for session in (0, 1):
+        assert np.array_equal(streams.shown(session), alone(kv_context).shown(session)), f"session {session}"
+
+
+def test_a_damaged_file_is_told_and_only_that_stream_begins_afresh(tmp_path: Path) -> None:
+    pipeline = started(2, tmp_path, host_bytes=0)
+    opened(pipeline, "matched")
+    streams = Streams(pipeline)
+    streams.play(2, 0, 1)
+    until_mid_chunk(streams)
+    pipeline.swap_out(0)
+    while len(list(tmp_path.glob("swap/*/*.safetensors"))) < 3 or pipeline.place(0) != "disk":
+        streams.take(pipeline.step(0.01))
+    file = next(tmp_path.glob("swap/*/*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    pipeline.swap_in(0)
+    while not (lost := pipeline.take_lost()):
+        streams.take(pipeline.step(0.01))
+    assert lost == [0] and pipeline.take_lost() == []
+    streams.pictures[0].clear()
+    pipeline.reset(0, pipeline.text.encode(RED), seed=3, epoch=6)
+    streams.play(CHUNKS, 0, 1)
+    ended(pipeline)
+    for session in (0, 1):
+        assert np.array_equal(streams.shown(session), alone("matched").shown(session)), f"session {session}"
+
+
+def test_a_snapshot_of_a_session_that_is_away_is_whole_and_its_end_leaves_nothing() -> None:
+    pipeline = started(2)
+    opened(pipeline, "staircase")
+    streams = Streams(pipeline)
+    streams.play(2, 0, 1)
+    until_at_rest(streams)
+    pipeline.swap_out(0)
+    snapshot, frames = pipeline.save(0)
+    streams.take(frames)
+    assert pipeline.is_away(0), "it stays where it is"
+    pipeline.close_session(0)
+    streams.take(pipeline.load(0, snapshot))
+    assert not any(stage.swaps.names for stage in stages_of(pipeline))
+    streams.play(CHUNKS, 0, 1)
+    ended(pipeline)
+    for session in (0, 1):
+        assert np.array_equal(streams.shown(session), alone("staircase").shown(session)), f"session {session}"
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ring processes")
+@pytest.mark.parametrize("place", ["host", pytest.param("disk", marks=pytest.mark.soak)])
+def test_on_a_ring_of_processes_over_rough_links_with_a_rank_that_decodes(place: str, tmp_path: Path) -> None:
+    """Messages leave late, and slots hold rubbish once they are free: nothing is swapped in the middle of a send."""
+    (tmp_path / place).touch()
+    run_ranks("tests.pipeline.swap_process", [str(tmp_path)], process.STAGES + 1, 600)
+    with torch.inference_mode():
+        pipeline = StreamingPipeline(load_model(WEIGHTS, CPU), CPU)
+    process.opened(pipeline)
+    alone = process.Shown(pipeline)
+    alone.play(process.CHUNKS, 0, 1)
+    pipeline.close()
+    there = np.load(tmp_path / "shown.npz")
+    for session, name in enumerate(there.files):
+        assert np.array_equal(there[name], np.stack(alone.pictures[session][: len(there[name])])), f"session {session}"

@@ -68,6 +68,7 @@ METRICS: dict[str, Metric] = {
     "encode_s": Metric("s", "less", "one chunk's pictures to H.264 (or VP8) on the host, alone, median"),
     "peak_gib": Metric("GiB", "less", "most memory in use: on CUDA of tensors on a device, on a CPU of a process"),
     "told_s": Metric("s", "less", "from the kill of a rank until every viewer is told `restarting`, median"),
+    "kept_past": Metric("s", "less", "of the stream that a kill lost, where it went on from what was kept; the most"),
     "running_s": Metric("s", "less", "from the kill until every viewer is told that the engine runs again, median"),
     "resumed_s": Metric("s", "less", "from the kill until every viewer has decoded a new picture, median"),
     "resumed_worst_s": Metric("s", "less", "the same, the slowest restart"),

@@ -4,10 +4,12 @@ Starts `streamdiff serve` as a user would, with real aiortc viewers that decode 
 channel, as the page does. Then `kill -9` to one process of the engine, again and again, and each time the clock runs
 from the kill until every viewer has decoded a new picture, over the connection it had. Restarts come at once here; a
 server makes the second one within five minutes wait half a second, and later ones longer (`serve.restart_wait_s`).
+With --keep-s streams go on from what was kept of them; `kept_past` is the most seconds of a stream that a kill lost.
 Each kill comes after so many seconds of video that the spare engine (`serve.spare`) is ready; `--rest 0` does not wait.
 
     python -m benchmarks.restart
     python -m benchmarks.restart --no-spare --rest 0
+    python -m benchmarks.restart --keep-s 5
     python -m benchmarks.restart --stages 2 --rank 1 --out restart.json --plot restart.png
 """
 
@@ -21,7 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,6 +48,7 @@ GOAL_S = 5.0
 LIMIT_S = 300.0
 STEADY_FRAMES = 40
 """Pictures that differ from the one before, at every viewer, before a kill."""
+_LOST = "streamdiff_lost_seconds_total "
 _LEVELS, _SHARE = 32, 0.002
 """A picture is another one where so large a share of its pixels differs by so many of 256 levels: a shape that moves by
 two pixels has four times that, while a picture that is sent again differs by what the codec does to it."""
@@ -94,6 +97,8 @@ class Restart:
     resumed_s: list[float]
     still_s: list[float]
     kept: int
+    kept_past: float | None = None
+    """Seconds of the stream that are lost; None: it began afresh."""
 
 
 def is_other(before: NDArray[np.uint8], picture: NDArray[np.uint8]) -> bool:
@@ -129,7 +134,9 @@ def of_viewers(viewers: Sequence[Viewer], killed_s: float) -> Restart | None:
 def figures(restarts: Sequence[Restart]) -> dict[str, float]:
     """By name in `metrics.METRICS`."""
     worst = [max(restart.resumed_s) for restart in restarts]
+    lost = [restart.kept_past for restart in restarts if restart.kept_past is not None]
     return {
+        **({"kept_past": max(lost)} if lost else {}),
         "told_s": median(restart.told_s for restart in restarts),
         "running_s": median(restart.running_s for restart in restarts),
         "resumed_s": median(worst),
@@ -173,6 +180,12 @@ async def _join(http: httpx.AsyncClient, url: str) -> Viewer:
     return viewer
 
 
+async def _lost_s(http: httpx.AsyncClient, server: Server) -> float:
+    """Seconds of streams that the server has lost so far where they went on from what it had kept."""
+    text = (await http.get(server.url + "metrics")).text
+    return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(_LOST))
+
+
 async def _restart(server: Server, viewers: Sequence[Viewer], rank: int, stages: int, rest_s: float) -> Restart:
     """One kill after `rest_s` seconds, and what follows."""
     await asyncio.sleep(rest_s)
@@ -190,7 +203,9 @@ async def _restart(server: Server, viewers: Sequence[Viewer], rank: int, stages:
     return found
 
 
-async def _measure(server: Server, count: int, repeats: int, rank: int, stages: int, rest_s: float) -> list[Restart]:
+async def _measure(
+    server: Server, count: int, repeats: int, rank: int, stages: int, rest_s: float, keeps: bool
+) -> list[Restart]:
     task = asyncio.current_task()
     assert task is not None
     # As asyncio does for Ctrl-C: viewers have threads, which end with their connections and not with an exception.
@@ -205,7 +220,10 @@ async def _measure(server: Server, count: int, repeats: int, rank: int, stages: 
         with tqdm(total=repeats, desc="restarts", dynamic_ncols=True) as bar:
             found = []
             for _ in range(repeats):
-                found.append(await _restart(server, viewers, rank, stages, rest_s))
+                before_s = await _lost_s(http, server)
+                one = await _restart(server, viewers, rank, stages, rest_s)
+                lost_s = await _lost_s(http, server) - before_s
+                found.append(replace(one, kept_past=lost_s) if keeps else one)
                 bar.update()
         return found
 
@@ -216,10 +234,13 @@ def measure(options: argparse.Namespace) -> list[Restart]:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="streamdiff-") as limits:
         # One more than wanted: an engine that cannot start again ends the benchmark with the server's own reason.
         serve = {"restarts": repeats + 1, "restart_wait_s": 0.0, "spare": not options.no_spare}
+        serve |= {"keep_s": options.keep_s}
         yaml.safe_dump({"serve": serve}, limits)
         limits.flush()
         with running_server((*SERVE, "--config", limits.name, "--stages", str(stages), *options.serve)) as server:
-            return asyncio.run(_measure(server, viewers, repeats, rank, stages, options.rest))
+            return asyncio.run(
+                _measure(server, viewers, repeats, rank, stages, options.rest, options.keep_s is not None)
+            )
 
 
 # ---- telling -----------------------------------------------------------------------------------------------------
@@ -257,6 +278,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--repeats", type=int, default=3, help="kills (default 3)")
     made.add_argument("--rest", type=float, default=25.0, help="seconds of video before each kill (default 25)")
     made.add_argument("--no-spare", action="store_true", help="without a spare engine (serve.spare: false)")
+    made.add_argument("--keep-s", type=float, metavar="N", help="keep what plays every N seconds (serve.keep_s)")
     made.add_argument("--viewers", type=int, default=3, help="viewers who watch (default 3)")
     made.add_argument("--out", type=Path, metavar="FILE", help="JSON file to write")
     made.add_argument("--plot", type=Path, metavar="FILE", help="picture to write: .png or .svg")
@@ -293,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kept = min(restart.kept for restart in restarts)
     print(report.table([{"case": label, **found, "connections kept": f"{kept} of {options.viewers}"}]))
     if options.out is not None:
-        names = ("stages", "rank", "repeats", "viewers", "rest", "no_spare", "serve")
+        names = ("stages", "rank", "repeats", "viewers", "rest", "no_spare", "keep_s", "serve")
         settings = {label: {name: getattr(options, name) for name in names}}
         result: dict[str, Any] = {"figures": found, "kept": kept, "restarts": [vars(each) for each in restarts]}
         report.write_json(options.out, head, {label: result}, benchmark="restart", settings=settings)

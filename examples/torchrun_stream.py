@@ -118,7 +118,13 @@ def live(options: argparse.Namespace, model: dict[str, object]) -> int:
     config = Config(
         model=ModelConfig.model_validate(model),
         session=SessionConfig(prompt=options.prompt, seed=options.seed),
-        serve=ServeConfig(host=options.host, port=options.port, pictures="rgb"),  # the file takes no other
+        serve=ServeConfig(
+            host=options.host,
+            port=options.port,
+            keep_s=options.keep_s,
+            state_dir=options.state_dir,
+            pictures="rgb",  # the file takes no other
+        ),
     )
     recorder = Recorder(options.output, PlaybackConfig().fps, options.seconds)
     seen: list[tuple[Engine, Tally]] = []
@@ -155,6 +161,8 @@ def main() -> int:
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--keep-s", type=float, help="every N seconds keep what plays in --state-dir")
+    parser.add_argument("--state-dir", help="from there it goes on when torchrun (--max-restarts) starts ranks again")
     options = parser.parse_args()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     model: dict[str, object] = {

@@ -10,7 +10,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 EMBEDDED = "tiny"
 """The model that comes with the package."""
 
-
 KVContext = Literal["clean", "staircase", "matched", "anchored"]
 PromptPolicy = Literal["keep", "recache", "recache-causal", "flush", "reset"]
 """What a new prompt does to the past: all of it stays as it was cached; it is cached again under the new prompt, in one
@@ -18,10 +17,8 @@ forward or chunk by chunk; only the oldest chunks that always stay (the sink) ar
 RECACHES = ("recache", "recache-causal")
 PROMPT_POLICIES: tuple[str, ...] = get_args(PromptPolicy)
 
-
 # What a browser sends as Origin, or * for every page there is.
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/?#@]+)$")]
-
 
 # A DNS name, as in a Host header but without the port.
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?$", max_length=253)]
@@ -34,17 +31,14 @@ def _network(value: str) -> str:
 
 Proxy = Annotated[str, AfterValidator(_network)]
 
-
 # Stages, and ranks that share each.
 Parallel = Annotated[str, Field(pattern=r"^[1-9][0-9]?x[1-9][0-9]?$")]
-
 
 # fmt: off
 Attention = Literal[
     "auto", "sdpa", "math", "flash", "efficient", "cudnn", "fa3", "fa4",
     "flash_2", "flash_3", "flash_2_hub", "flash_3_hub", "flash_4_hub", "sage", "sage_fp16", "sage_hub", "xformers",
 ]
-
 
 # fmt: on
 class _Section(BaseModel):
@@ -334,6 +328,12 @@ class ServeConfig(_Section):
     """Write prompts into the log."""
     drain_s: float = Field(0.0, ge=0)
     """Seconds for which viewers may stay after SIGTERM; no session is opened meanwhile."""
+    handover: str | None = None
+    """Folder in which sessions are left at SIGTERM for the next server that has it: same ids, tokens and pictures."""
+    keep_s: float | None = Field(None, ge=0.1)
+    """Every so many seconds a session that plays is kept, and goes on from there when the engine fails; null: never."""
+    state_dir: str | None = None
+    """Folder for sessions that are kept, which a new server goes on from; null: kept in this one's memory."""
     restarts: int = Field(5, ge=0, le=1000)
     """How often an engine that fails is started again within `restart_window_s`; 0: the server ends."""
     restart_window_s: float = Field(300.0, gt=0)
@@ -360,6 +360,8 @@ class ServeConfig(_Section):
         ports = self.media_ports
         if ports is not None and not (ports and ports[0] >= 1 and ports[-1] <= 65535):
             raise ValueError(f"udp_ports is {self.udp_ports}; it must be LOW-HIGH, as 50000-50100, from 1 to 65535")
+        if self.handover is not None and self.handover == self.state_dir:
+            raise ValueError("handover and state_dir are one folder; give each one of its own")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together: the certificate, and its key")
         return self

@@ -25,6 +25,7 @@ from streamdiff.server.middleware import GuardMiddleware, LoadingStatus
 from streamdiff.server.outputs import target
 from streamdiff.server.problem import Problem, respond
 from streamdiff.server.routes import control, health, outputs, sessions, videos, whep
+from streamdiff.server.sessions.keeper import SessionKeeper, find_sessions, open_folders
 from streamdiff.server.sessions.manager import EngineConnection
 from streamdiff.version import __version__
 
@@ -75,13 +76,16 @@ async def attach_engine(
 
     Raises:
         ConfigError: no codec, a size that cannot be encoded, tokens that cannot be used, or an output that cannot be
-            written, a folder for jobs that cannot be used.
+            written, a folder for jobs or sessions that cannot be used.
     """
     codecs, encoder = known_codecs.choose(config.serve.codec, config.serve.encoder)
     config = config.model_copy(update={"serve": config.serve.model_copy(update={"encoder": encoder})})
     Format(ready.width, ready.height, config.playback.fps, config.scale, config.serve.bitrate)  # or its error
     targets = target.parse_all(config.serve.outputs)
-    state = AppState(config, connection, ready, codecs, read_tokens(config.serve), targets)
+    folders = open_folders(config.serve)
+    found = await asyncio.to_thread(find_sessions, folders)
+    keeper = SessionKeeper(config.serve, folders)
+    state = AppState(config, connection, ready, codecs, read_tokens(config.serve), targets, keeper, found)
     await state.manager.start()
     if state.jobs is not None:
         await state.jobs.start()

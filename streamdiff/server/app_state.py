@@ -22,8 +22,10 @@ from streamdiff.server.outputs.session_outputs import AllowedTargets, SessionOut
 from streamdiff.server.outputs.target import Target
 from streamdiff.server.peers import PerAddressLimiter, SlotPool, address_of
 from streamdiff.server.problem import Problem
+from streamdiff.server.sessions.keeper import SessionKeeper
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.manager import DEFAULT_SESSION, EngineConnection, SessionManager
+from streamdiff.server.sessions.session_files import FoundSession
 from streamdiff.server.webrtc.ice_servers import IceServers
 from streamdiff.server.webrtc.viewers import Viewers
 
@@ -44,7 +46,10 @@ class AppState:
         codecs: tuple[Codec, ...],
         tokens: Tokens,
         targets: Sequence[Target] = (),
+        keeper: SessionKeeper | None = None,
+        found: Sequence[FoundSession] = (),
     ) -> None:
+        """`keeper` and `found`: see `SessionManager`."""
         self.config = config
         self.metrics = Metrics()
         self.codecs = codecs
@@ -52,7 +57,7 @@ class AppState:
         serve = config.serve
         self.sockets = SlotPool(MAX_SOCKETS, serve.address_share, "sockets", "control WebSockets")
         self._requests = PerAddressLimiter(REQUESTS_PER_S, REQUEST_BURST)
-        self.manager = SessionManager(config, connection, ready, self.metrics)
+        self.manager = SessionManager(config, connection, ready, self.metrics, keeper, found)
         slots = SlotPool(serve.max_viewers, serve.address_share, "viewers", "serve.max_viewers")
         self.ice_servers = IceServers(serve.ice_servers)
         self.viewers = Viewers(slots, self.codecs, self.metrics, self.ice_servers)

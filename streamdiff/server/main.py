@@ -32,6 +32,7 @@ from streamdiff.server.http_server import HttpServer
 from streamdiff.server.logging_setup import configure, console, fatal, log_fields
 from streamdiff.server.middleware import LoadingStatus
 from streamdiff.server.sessions.agent_check import serve_agent
+from streamdiff.server.sessions.keeper import open_folders
 from streamdiff.server.webrtc.udp_ports import UdpPortLoop
 
 EXIT_OK, EXIT_ENGINE, EXIT_USAGE = 0, 1, 2
@@ -56,6 +57,7 @@ def run(config: Config, *, supervise: Callable[[Config], EngineHandle] = EngineP
     with configure(config.serve):
         try:
             tokens = read_tokens(config.serve)
+            open_folders(config.serve)  # or its error, before a model is loaded
             with listen(config.serve.host, config.serve.port) as listener:
                 _check_exposed(config.serve, listener, tokens)
                 with asyncio.Runner(loop_factory=_loop_factory(config.serve)) as runner:
@@ -212,7 +214,11 @@ async def _serve_engine(
             await _serve_without_engine(state.manager.engine.reason, serving, requested)
             return EXIT_ENGINE
         if shutdown.requested.is_set() and state.manager.engine.state != "failed":
-            await _drain(state, config.serve.drain_s, shutdown)
+            if config.serve.handover is not None and not shutdown.immediate.is_set():
+                await state.manager.hand_over()
+            else:
+                await _drain(state, config.serve.drain_s, shutdown)
+            await state.manager.end_keeping()
         return EXIT_OK
     finally:
         for task in (requested, ended):

@@ -31,6 +31,7 @@ class Metrics:
         session = ["session"]
         self.engine_up = gauge("engine_up", "1 while the engine runs")
         self.engine_restarts = counter("engine_restarts", "Times the engine was started again after it had failed")
+        self.lost_s = counter("lost_seconds", "Seconds of streams that were lost where they went on from a snapshot")
         self.stage_busy_s = counter(
             "stage_busy_seconds", "Seconds that a rank was at work; its rate is its busy share", ["stage"]
         )

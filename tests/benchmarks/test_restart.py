@@ -38,10 +38,10 @@ def test_nothing_is_found_before_the_last_viewer_sees_something_new() -> None:
 
 def test_figures_are_of_the_worst_viewer() -> None:
     found = restart.figures(
-        [Restart(0.1, 2.0, [3.0, 4.0], [1.0, 2.0], 2), Restart(0.3, 4.0, [8.0, 6.0], [5.0, 4.0], 2)]
+        [Restart(0.1, 2.0, [3.0, 4.0], [1.0, 2.0], 2, 0.4), Restart(0.3, 4.0, [8.0, 6.0], [5.0, 4.0], 2, 0.7)]
     )
     assert found == pytest.approx(
-        {"told_s": 0.2, "running_s": 3.0, "resumed_s": 6.0, "resumed_worst_s": 8.0, "still_s": 3.5}
+        {"told_s": 0.2, "running_s": 3.0, "resumed_s": 6.0, "resumed_worst_s": 8.0, "still_s": 3.5, "kept_past": 0.7}
     )
     assert set(found) <= set(METRICS)
 
@@ -69,6 +69,8 @@ def test_a_rank_of_a_real_server_is_killed_and_three_viewers_see_video_again(
         "--rest",
         "0",
         "--no-spare",
+        "--keep-s",
+        "1",
         "--out",
         str(out),
         "--plot",
@@ -84,6 +86,7 @@ def test_a_rank_of_a_real_server_is_killed_and_three_viewers_see_video_again(
     assert len(result["restarts"]) == 1
     for each in result["restarts"]:
         assert 0 < each["told_s"] < each["running_s"] < max(each["resumed_s"])
+        assert each["kept_past"] >= 0
         assert len(each["resumed_s"]) == len(each["still_s"]) == 3
     assert plot.stat().st_size > 5000
     assert f"| {label} " in capsys.readouterr().out

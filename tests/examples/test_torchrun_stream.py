@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,13 +136,16 @@ def address(process: subprocess.Popen[str]) -> str:
 def test_live_torchrun_starts_a_killed_rank_again_as_often_as_it_is_told(
     tmp_path: Path, nothing_left: None, end: str
 ) -> None:
-    """All ranks, and the web server with them, at the port it had. After Ctrl-C, or when one is killed once too often,
-    it is over, and nothing stays."""
+    """All ranks, and the web server with them, at the port it had, where the stream goes on from what was kept. After
+    Ctrl-C, or when one is killed once too often, it is over, and nothing stays."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     again = ("--nproc-per-node", "2", "--max-restarts", "1")
-    process = start(*again, str(EXAMPLE), "--serve", "--port", port, cwd=tmp_path)
+    state = tmp_path / "state"
+    process = start(
+        *again, str(EXAMPLE), "--serve", "--port", port, "--keep-s", "0.2", "--state-dir", str(state), cwd=tmp_path
+    )
 
     def rank_1() -> psutil.Process:
         ranks = [child for child in psutil.Process(process.pid).children() if child.environ().get("RANK") == "1"]
@@ -149,7 +153,10 @@ def test_live_torchrun_starts_a_killed_rank_again_as_often_as_it_is_told(
         return ranks[0]
 
     assert httpx.get(address(process) + "readyz", timeout=60).status_code == 200
-    first = rank_1()
+    first, end_s = rank_1(), time.monotonic() + LIMIT_S
+    while not (state / "default.session").exists():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
     first.kill()
     assert "<video" in httpx.get(address(process), timeout=60).text
     assert rank_1() != first
@@ -159,6 +166,7 @@ def test_live_torchrun_starts_a_killed_rank_again_as_often_as_it_is_told(
         rank_1().kill()
     said, _ = process.communicate(timeout=LIMIT_S)
     assert "open http" not in said
+    assert "Session default goes on from a snapshot, frame" in said, said
     if end == "ctrl-c":
         assert "streamdiff:" not in said, "no complaint at the end"
         assert re.search(r"rank 1: ", said), said

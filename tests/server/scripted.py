@@ -9,6 +9,7 @@ takes less time, and the upper left corner is white.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamdiff.config import PROMPT_POLICIES, Config, ModelConfig, PlaybackConfig, ServeConfig
+from streamdiff.engine.messages import Data
 from streamdiff.engine.process import main as engine_main
 from streamdiff.engine.process import private_folder
 from streamdiff.errors import RequestError
@@ -29,6 +31,7 @@ from streamdiff.models.catalogue import entries
 from streamdiff.models.interfaces import Reading
 from streamdiff.pipeline.output import Frames, ModelInfo
 from streamdiff.pipeline.scheduler.scheduler import ForwardCounts
+from streamdiff.pipeline.snapshot.header import FORMAT, KIND, read_header
 
 COLOURS = {
     "red": (214, 48, 49),
@@ -77,6 +80,22 @@ class _Stream:
     steps: int = INFO.steps
     mark: tuple[int, int, int] | None = None
     start: NDArray[np.uint8] | None = None
+
+
+@dataclass(frozen=True)
+class Painting:
+    """A painted stream at rest; its file is that of a snapshot, without tensors."""
+
+    session: dict[str, Any]
+    trees: dict[str, Any]
+    about: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=lambda: {"name": INFO.model, "size": SIZE})
+
+    def to_bytes(self) -> bytes:
+        parts = {"model": self.model, "session": self.session, "trees": self.trees, "about": self.about}
+        metadata = {"kind": KIND, "format": str(FORMAT), "header": json.dumps(parts)}
+        header = json.dumps({"__metadata__": metadata}).encode()
+        return len(header).to_bytes(8, "little") + header
 
 
 @dataclass
@@ -153,6 +172,22 @@ class Painter:
 
     def close_session(self, session: int) -> None:
         del self._streams[session]
+
+    def save(self, session: int) -> tuple[Painting, list[Frames]]:
+        stream = self._streams[session]
+        opened = {"seed": stream.seed, "steps": stream.steps, "kv_context": stream.kv_context, "epoch": stream.epoch}
+        return Painting(opened, {"chunk": stream.chunk, "colour": stream.colour}), []
+
+    def read_snapshot(self, data: Data) -> Painting:
+        header = read_header(data)
+        return Painting(dict(header.session), dict(header.trees), dict(header.about), dict(header.model))
+
+    def load(self, session: int, snapshot: Painting) -> list[Frames]:
+        if snapshot.model != Painting({}, {}).model or "REFUSES" in os.environ:
+            raise RequestError("snapshot", "the painter does not know this hand")
+        self.open(session, tuple(snapshot.trees["colour"]), **snapshot.session)
+        self._streams[session].chunk = snapshot.trees["chunk"]
+        return []
 
     def _ready(self) -> deque[int]:
         return deque(
@@ -256,6 +291,9 @@ def main() -> int:
     parser.add_argument("--server-name")
     parser.add_argument("--agent-port", type=int)
     parser.add_argument("--load", type=float, default=0.9)
+    parser.add_argument("--keep-s", type=float)
+    parser.add_argument("--state-dir")
+    parser.add_argument("--handover")
     arguments = parser.parse_args()
     serve = ServeConfig(
         host=arguments.host,
@@ -278,6 +316,9 @@ def main() -> int:
         name=arguments.server_name,
         agent_port=arguments.agent_port,
         load=arguments.load,
+        keep_s=arguments.keep_s,
+        state_dir=arguments.state_dir,
+        handover=arguments.handover,
         trusted_proxies=["127.0.0.1"] if arguments.server_name else [],
     )
     config = Config(serve=serve, playback=PlaybackConfig(), model=ModelConfig(name=arguments.name))

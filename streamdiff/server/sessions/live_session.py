@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from streamdiff import clock
 from streamdiff.config import PROMPT_POLICIES, Config
 from streamdiff.engine import messages
-from streamdiff.engine.messages import Command, FrameBatch, Pictures, Ready
+from streamdiff.engine.messages import Command, Data, FrameBatch, Pictures, Ready
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.logging_setup import log_fields, prompt_log
@@ -93,7 +94,10 @@ class LiveSession:
         self.opened = False
         self.closed = False  # or about to be: nobody may join
         self.engine = EngineStatus()
-        self._epoch = -1  # the latest one that the engine reported
+        self.epoch = -1
+        """The latest one that the engine reported."""
+        self.resets = 0
+        """How often its stream has begun afresh."""
         self._latest_shown_epoch = 0
         self._send, self._may_play, self._occupancy = send, may_play, occupancy
         self._log_prompts = config.serve.log_prompts
@@ -125,23 +129,30 @@ class LiveSession:
         """Whether the engine makes frames for it, or is about to: a session that nobody watches takes memory only."""
         return self.watched or not self.idle or now_s < self.reserved_until_s
 
-    async def ask_open(self) -> None:
-        """Ask the engine for the session; a new engine, where it takes up what the one before has left.
+    async def ask_open(self, snapshot: Data | None = None) -> None:
+        """Ask the engine for the session; a new engine, where it takes up what the one before has left, or goes on from
+        `snapshot`.
 
         Raises:
             EngineFailure: the engine has ended.
         """
         playback = self.playback
-        if self._epoch < 0:
+        if self.epoch < 0:
             self._log(self.prompt)
             self._stats.opening(clock.monotonic_s())
         text = self.text or self.prompt  # as it was read last: words that said nothing then say nothing now
-        past = (self._epoch + 1, playback.made_frames, playback.pacer.progress().passed)
+        past = (self.epoch + 1, playback.made_frames, playback.passed_frames)
         ahead = playback.max_ahead_frames(self.fps)
-        asked = messages.Open(self.id, text, self.seed, self.steps, self.kv_context, ahead, *past, image=self.image)
-        await self._send(asked)
-        if self.paused:
-            await self._send(messages.Pause(self.id))
+        how = (text, self.seed, self.steps, self.kv_context, ahead, *past)
+        self.resets += snapshot is None
+        await self._send(messages.Open(self.id, *how, image=self.image, snapshot=snapshot))
+        if self.paused and snapshot is None:
+            await self.tell_paused()
+
+    async def tell_paused(self) -> None:
+        """Tell the engine whether it is paused: a snapshot may have it otherwise."""
+        with suppress(EngineFailure):  # the next engine is told
+            await self._send(messages.Pause(self.id) if self.paused else messages.Resume(self.id))
 
     def _log(self, prompt: str) -> None:
         if self._log_prompts:
@@ -171,7 +182,7 @@ class LiveSession:
         self._end_opening(EngineFailure(engine.reason))
         self.open_again()
         why = engine.message(may_control=True, consequence=", and this was not taken before")
-        carried = self._epoch + 1 if engine.state == "restarting" else None
+        carried = self.epoch + 1 if engine.state == "restarting" else None
         made_frames = self.playback.made_frames
         self.subscribers.deliver(self._requests.engine_lost(carried, made_frames, why, clock.monotonic_s()))
         self._send_state()
@@ -198,7 +209,7 @@ class LiveSession:
                 self.playback.push(event, now_s)
                 self._stats.made(len(event.pictures), event.chunk_s, now_s)
             case messages.Opened():
-                self.opened, self.engine, self._epoch = True, EngineStatus(), event.epoch
+                self.opened, self.engine, self.epoch = True, EngineStatus(), event.epoch
                 self._end_opening(None)
                 self.text, self.notice, self.switches = event.text, event.notice or self.notice, event.switches
                 self._send_state()
@@ -216,15 +227,16 @@ class LiveSession:
                 self.opened = False
 
     def _take_accepted(self, event: messages.Accepted, now_s: float) -> None:
-        self._epoch = event.epoch
+        self.epoch = event.epoch
         match self._requests.find(event.request):
             case control.ResetMessage(seed=seed) as reset:
                 self.playback.clear_before(event.epoch)
-                self.seed = self.seed if seed is None else seed
+                self.seed, self.resets = self.seed if seed is None else seed, self.resets + 1
                 self.image = reset.picture if isinstance(reset, control.PictureReset) else self.image
             case control.PromptMessage(prompt=prompt, switch=switch):
                 self.prompt = prompt
                 if switch == "reset":
+                    self.resets += 1
                     self.playback.clear_before(event.epoch)
             case control.StepsMessage(steps=steps):
                 self.steps = steps

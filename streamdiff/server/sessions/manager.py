@@ -11,12 +11,12 @@ import logging
 import math
 import secrets
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol
 
 from streamdiff import clock
 from streamdiff.config import Config
-from streamdiff.engine.messages import Alive, Close, Command, Event, Failed, Measured, Ready, Refused
+from streamdiff.engine.messages import Alive, Close, Command, Data, Event, Failed, Measured, Opened, Ready, Refused
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.server.auth import Tokens
@@ -24,7 +24,9 @@ from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.sessions.capacity import Capacity, Lifetime
 from streamdiff.server.sessions.engine_status import EngineStatus
+from streamdiff.server.sessions.keeper import SessionKeeper, spec_of
 from streamdiff.server.sessions.live_session import LiveSession, SessionEvent, SessionSpec
+from streamdiff.server.sessions.session_files import FoundSession
 from streamdiff.video.picture import fit_picture
 
 logger = logging.getLogger(__name__)
@@ -64,7 +66,16 @@ class SessionManager:
     and `batching` its forwards by rows, and those of one row by the reason, since it began.
     While `draining` no session is opened; `ended` is set when the engine has ended for good."""
 
-    def __init__(self, config: Config, connection: EngineConnection, ready: Ready, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        config: Config,
+        connection: EngineConnection,
+        ready: Ready,
+        metrics: Metrics,
+        keeper: SessionKeeper | None = None,
+        found: Sequence[FoundSession] = (),
+    ) -> None:
+        """`found` are sessions that a server before has left; they go on here. Without `keeper` none is kept."""
         self.ready = ready
         self.engine = EngineStatus()
         self.draining = False
@@ -86,9 +97,15 @@ class SessionManager:
         self._sessions: dict[str, LiveSession] = {}
         self._end_reasons: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._keeper = SessionKeeper(config.serve, (None, None)) if keeper is None else keeper
+        self._going_on: dict[str, Data] = {}  # by session, what the engine has been asked to go on from
         start = config.session
         image = None if start.image is None else fit_picture(start.image, ready.width, ready.height, start.fit)[None]
         self._add(DEFAULT_SESSION, SessionSpec(start.prompt, start.seed, config.playback.fps, image=image))
+        for each in found:
+            session = self._add(each.record.id, spec_of(each.record, ready))
+            session.reserved_until_s = clock.monotonic_s() + RESERVED_S
+            self._keeper.take_up(each, session, config.serve)
 
     # ---- what there is ------------------------------------------------------------------------------------------
 
@@ -214,6 +231,7 @@ class SessionManager:
         """Forget a session and end what belongs to it. Mutates: self, session."""
         # Before anything is awaited: a viewer that is just being connected sees it and is refused.
         session.closed = True
+        self._keeper.forget(session.id)
         self._sessions.pop(session.id, None)
         if self.on_end is not None:
             await self.on_end(session, self._end_reasons.get(session.id, "refused"))
@@ -225,14 +243,27 @@ class SessionManager:
         """Ask for the default session and begin to read events."""
         reader = asyncio.create_task(self._read_events(), name="engine-events")
         reader.add_done_callback(self._events_ended)
-        self._tasks = [reader, asyncio.create_task(self._end_expired(), name="housekeeping")]
+        keeping = asyncio.create_task(self._keeper.run(lambda: self.sessions), name="keep-sessions")
+        self._tasks = [reader, keeping, asyncio.create_task(self._end_expired(), name="housekeeping")]
         await self._ask_open()
 
     async def _ask_open(self) -> None:
-        """Open all sessions on the engine."""
+        """Open all sessions on the engine, from what is kept of them."""
         for session in self.sessions:
+            snapshot = await self._keeper.snapshot(session)
+            if snapshot is not None:
+                self._going_on[session.id] = snapshot
             with contextlib.suppress(EngineFailure):  # it has ended at once, and the event that says so comes next
-                await session.ask_open()
+                await session.ask_open(snapshot)
+
+    async def hand_over(self) -> None:
+        """Open no more sessions, and leave those there are in `serve.handover` for the next server."""
+        self.draining = True
+        await self._keeper.hand_over(self.sessions)
+
+    async def end_keeping(self) -> None:
+        """The server ends as it was asked to: nobody goes on from what it has kept."""
+        await self._keeper.end()
 
     async def stop(self) -> None:
         """Stop reading and close every session."""
@@ -285,16 +316,33 @@ class SessionManager:
     def _is_fatal(self, refused: Refused) -> bool:
         """Whether a refusal ends everything: the session that the page shows could not be opened."""
         default = self.get(DEFAULT_SESSION)
-        return refused.session == DEFAULT_SESSION and default is not None and not default.opened
+        is_default = refused.session == DEFAULT_SESSION and refused.session not in self._going_on
+        return is_default and default is not None and not default.opened
 
     def _dispatch(self, event: SessionEvent) -> None:
         """Hand an event to its session, if that is still open."""
         session = self.get(event.session)
+        if session is not None and not session.opened and isinstance(event, Opened | Refused):
+            snapshot = self._going_on.pop(session.id, None)
+            if snapshot is not None and isinstance(event, Refused):
+                self._tasks.append(asyncio.create_task(self._begin_afresh(session, event.reason)))
+                return
+            if snapshot is not None:
+                self._metrics.lost_s.inc(self._keeper.opened(session, snapshot))
+                self._tasks.append(asyncio.create_task(session.tell_paused()))
         if session is not None and isinstance(event, Refused) and session.engine.state == "restarting":
             # The new engine has no memory for it. Viewers take time to go, and others wait for events.
             self._tasks.append(asyncio.create_task(self.end(session.id, "restart")))
         elif session is not None:
             session.handle(event)
+
+    async def _begin_afresh(self, session: LiveSession, why: str) -> None:
+        """The engine has refused to go on with a session: it begins afresh, or ends where it came with a file."""
+        if not self._keeper.refused(session, why) and session.id != DEFAULT_SESSION:
+            await self.end(session.id, "restart")
+            return
+        with contextlib.suppress(EngineFailure):  # as in `_ask_open`
+            await session.ask_open()
 
     def _take_measurements(self, measured: Measured) -> None:
         self.capacity.measured(measured.work_s, clock.monotonic_s())

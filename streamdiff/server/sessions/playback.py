@@ -52,6 +52,7 @@ class Playback:
         self.snapshot = Snapshot(self.pacer.picture)
         self._made_s = clock.monotonic_s()
         self.made_frames = 0
+        self._begun_frames = 0  # made, and shown or lost, before this playback
         self._progressed = asyncio.Event()
         self._reporting = asyncio.create_task(self._report_progress(), name=f"shown-{session}")
 
@@ -63,6 +64,15 @@ class Playback:
         """Take frames that the engine made. Mutates: self."""
         self.pacer.push(batch.first, batch.pictures, batch.epoch)
         self._made_s, self.made_frames = now_s, batch.first + len(batch.pictures)
+
+    @property
+    def passed_frames(self) -> int:
+        """Frames shown or skipped so far."""
+        return max(self.pacer.progress().passed, self._begun_frames)
+
+    def go_on(self, made_frames: int) -> None:
+        """Begin with frame number `made_frames`, of a stream that another playback has shown before. Mutates: self."""
+        self.made_frames = self._begun_frames = made_frames
 
     def clear_before(self, epoch: int) -> None:
         """Skip waiting frames of older epochs. Mutates: self."""

@@ -1,0 +1,216 @@
+"""Sessions that outlive their engine, or their server: the same stream goes on, from a snapshot that was kept."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.test_restart import GREEN, LIMIT_S, Server, Watching, change, near, start, watching
+
+pytestmark = pytest.mark.slow
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def client(server: Server) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=await asyncio.to_thread(server.address), timeout=60) as http:
+        yield http
+
+
+async def opened(http: httpx.AsyncClient, **fields: Any) -> tuple[str, dict[str, str]]:
+    made = (await http.post("/api/sessions", json=fields)).json()
+    return made["id"], {"Authorization": f"Bearer {made['control_token']}"}
+
+
+@asynccontextmanager
+async def steering(http: httpx.AsyncClient, name: str, key: dict[str, str]) -> AsyncIterator[Watching]:
+    """A viewer who may steer."""
+    async with httpx.AsyncClient(base_url=http.base_url, headers=key, timeout=60) as own, watching(own, name) as viewer:
+        yield viewer
+
+
+async def shown_past(viewer: Watching, frame: int) -> int:
+    """Wait until a frame above this number is on show."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            told = await viewer.after(len(viewer.messages), {"type": "stats"})
+            if told["frame"] > frame:
+                return int(told["frame"])
+
+
+async def kept(folder: Path, id: str) -> None:
+    """Wait until a session's file is there, and was written anew."""
+    path = folder / f"{id}.session"
+    await until(path.exists)
+    first = path.stat().st_ino
+    await until(lambda: path.stat().st_ino != first)
+
+
+async def applied_prompt(viewer: Watching, prompt: str) -> dict[str, Any]:
+    """Change the prompt; returns the receipt that says from which frame, and which chunk, it holds."""
+    said = len(viewer.messages)
+    viewer.channel.send('{"type": "prompt", "prompt": "%s", "id": "next"}' % prompt)  # noqa: UP031
+    return await viewer.after(said, {"type": "receipt", "stage": "applied", "id": "next"})
+
+
+def test_an_engine_that_is_killed_goes_on_with_the_same_stream(tmp_path: Path) -> None:
+    """Not a new beginning: its chunks and frames go on being counted, and connections and time stamps too."""
+    folder = tmp_path / "state"
+    server = start("--keep-s", "0.3", "--state-dir", str(folder))
+
+    async def scene(http: httpx.AsyncClient) -> None:
+        name, key = await opened(http, prompt="green", seed=5)
+        async with watching(http) as viewer, steering(http, name, key) as other:
+            frame = await shown_past(other, 100)
+            await kept(folder, name)
+            files = list(folder.iterdir())
+            assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in files)
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+            await change(http, type="reset", seed=7)
+            said = len(other.messages), len(viewer.messages)
+            server.engine.send_signal(signal.SIGKILL)
+            await other.after(said[0], {"type": "state", "engine": "restarting"})
+            await other.after(said[0], {"type": "state", "engine": "running"})
+            await viewer.after(said[1], {"type": "state", "engine": "running"})
+            await shown_past(other, frame)
+            applied = await applied_prompt(other, "blue")
+            assert applied["chunk"] > frame // 8, "chunks are counted from the stream's beginning"
+            assert applied["frame"] >= frame
+            times = [pts for pts, _ in other.frames]
+            assert times == sorted(set(times))
+            assert {other.pc.connectionState, viewer.pc.connectionState} == {"connected"}
+            assert (await http.delete(f"/api/sessions/{name}", headers=key)).status_code == 200
+            assert not (folder / f"{name}.session").exists()
+
+    async def main() -> None:
+        async with client(server) as http:
+            await scene(http)
+
+    try:
+        asyncio.run(main())
+    finally:
+        code = server.close()
+    assert code == 0
+    assert "goes on from a snapshot" in server.complaints
+    assert list(folder.iterdir()) == [], "a server that ends as it was asked to leaves nothing"
+
+
+def test_what_the_new_engine_refuses_begins_afresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("REFUSES", "1")
+    server = start("--keep-s", "0.2", "--state-dir", str(tmp_path / "state"))
+
+    async def main() -> None:
+        async with client(server) as http, watching(http) as viewer:
+            await change(http, type="prompt", prompt="green")
+            frame = await shown_past(viewer, 60)
+            await kept(tmp_path / "state", "default")
+            server.engine.send_signal(signal.SIGKILL)
+            await viewer.after(len(viewer.messages), {"type": "state", "engine": "restarting"})
+            await shown_past(viewer, frame + 40)
+            applied = await applied_prompt(viewer, "blue")
+            assert applied["chunk"] < frame // 8
+            assert near(GREEN)(*viewer.frames[-1]) or near((40, 80, 220))(*viewer.frames[-1])
+
+    try:
+        asyncio.run(main())
+    finally:
+        server.close()
+    assert "begins afresh: the painter does not know this hand" in server.complaints
+
+
+def test_a_server_that_is_killed_leaves_its_sessions_to_the_next(tmp_path: Path) -> None:
+    folder, told = tmp_path / "state", {}
+    options = ("--keep-s", "0.3", "--state-dir", str(folder), "--server-name", "a")
+    first = start(*options)
+
+    async def before() -> None:
+        async with client(first) as http:
+            told["name"], told["key"] = await opened(http, prompt="green", seed=5)
+            async with watching(http, told["name"]) as viewer:
+                told["frame"] = await shown_past(viewer, 60)
+                await kept(folder, told["name"])
+                first.process.kill()
+
+    async def after(server: Server) -> None:
+        async with client(server) as http:
+            there = await http.get(f"/api/sessions/{told['name']}", headers=told["key"])
+            assert (there.status_code, there.json()["prompt"], there.json()["seed"]) == (200, "green", 5)
+            async with watching(http, told["name"]) as viewer:
+                assert await shown_past(viewer, 0) >= 60 - 20
+                await viewer.until_frame(near(GREEN))
+
+    asyncio.run(before())
+    assert first.close() == -signal.SIGKILL
+    (folder / ".streamdiff-0123456789ab.part").write_bytes(b"half")
+    (folder / "s-a-damaged.session").write_bytes(b"{}")
+    second = start(*options)
+    try:
+        asyncio.run(after(second))
+    finally:
+        second.close()
+    assert [path.name for path in folder.iterdir()] == ["s-a-damaged.session.refused"]
+    assert "Session s-a-damaged is not opened again" in second.complaints
+
+
+def test_sessions_are_handed_over_at_sigterm(tmp_path: Path) -> None:
+    """With ids, tokens and settings; a page's connection is told to come back. Files are gone once they are opened."""
+    folder, told = tmp_path / "handover", {}
+    first = start("--handover", str(folder), "--server-name", "a")
+
+    async def before() -> None:
+        async with client(first) as http:
+            told["name"], told["key"] = await opened(http, prompt="green", seed=5, fps=20, steps=2)
+            told["held"], told["held key"] = await opened(http, prompt="blue")
+            async with watching(http, told["name"]) as viewer, watching(http) as page:
+                await change(http, type="prompt", prompt="blue")
+                told["frame"] = await shown_past(viewer, 40)
+                paused = await http.post(f"/api/sessions/{told['held']}/pause", headers=told["held key"])
+                assert paused.status_code == 200
+                said = len(page.messages)
+                first.process.send_signal(signal.SIGTERM)
+                await page.after(said, {"type": "bye"})
+
+    async def after(server: Server) -> None:
+        async with client(server) as http:
+            there = (await http.get(f"/api/sessions/{told['name']}", headers=told["key"])).json()
+            wanted = {"prompt": "green", "seed": 5, "fps": 20.0, "steps": 2, "paused": False}
+            assert {field: there[field] for field in wanted} == wanted
+            held = (await http.get(f"/api/sessions/{told['held']}", headers=told["held key"])).json()
+            assert (held["prompt"], held["paused"]) == ("blue", True)
+            assert (await http.get("/api/state")).json()["state"]["prompt"] == "blue"
+            refused = await http.post(f"/api/sessions/{told['name']}/pause", headers=told["held key"])
+            assert refused.status_code in (401, 403)
+            async with steering(http, told["name"], told["key"]) as viewer:
+                assert await shown_past(viewer, 0) >= told["frame"] - 20
+                applied = await applied_prompt(viewer, "red")
+                assert applied["chunk"] >= told["frame"] // 8
+            await until(lambda: [path.name for path in folder.iterdir()] == ["s-a-other.session.refused"])
+            assert (await http.get("/api/sessions/s-a-other")).status_code == 410
+
+    asyncio.run(before())
+    assert first.process.wait(LIMIT_S) == 0
+    first.close()
+    assert {path.stem for path in folder.iterdir()} == {"default", told["name"], told["held"]}
+    other = (folder / f"{told['name']}.session").read_bytes().replace(told["name"].encode(), b"s-a-other", 1)
+    (folder / "s-a-other.session").write_bytes(other.replace(b"scripted", b"somebody"))
+    second = start("--handover", str(folder), "--server-name", "a")
+    try:
+        asyncio.run(after(second))
+    finally:
+        second.close()
+    assert "Session s-a-other is not opened again" in second.complaints
+    assert os.listdir(folder) == ["s-a-other.session.refused"], "Ctrl-C hands nothing over"

@@ -52,7 +52,9 @@ def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: in
     first, second = list[np.ndarray](), list[np.ndarray]()
     opened(pipeline)
     play(pipeline, first, SAVED_AT)
-    while sum(chunk.entered - chunk.back for chunk in pipeline.ring.scheduler.session(0).chunks) < min(stages, 2):
+    while sum(chunk.entered - chunk.back for chunk in pipeline.ring.scheduler.session(0).chunks) < (
+        2 if stages > 1 else 0
+    ):
         first += shown(pipeline.step())  # until two of its micro-steps are in the ring, where that can be
     snapshot, frames = pipeline.save(0)
     snapshot.write(folder / "ring")

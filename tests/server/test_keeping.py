@@ -68,8 +68,7 @@ async def applied_prompt(viewer: Watching, prompt: str) -> dict[str, Any]:
 
 
 def test_an_engine_that_is_killed_goes_on_with_the_same_stream(tmp_path: Path) -> None:
-    """Not a new beginning: its chunks and frames go on being counted, a request that came after the last snapshot holds
-    again, and one that begins afresh does not bring back what was before."""
+    """Not a new beginning: its chunks and frames go on being counted, and connections and time stamps too."""
     folder = tmp_path / "state"
     server = start("--keep-s", "0.3", "--state-dir", str(folder))
 

@@ -81,7 +81,7 @@ class KVCacheBudget:
                     "session",
                     f"the session does not fit: {what}{also} need "
                     f"{wanted / _GB:.3g} GB on rank {rank}, where {left / _GB:.3g} of {free / _GB:.3g} GB are left "
-                    f"({len(self._taken)} sessions there). Close one, or give more with model.memory_gb",
+                    f"({len(self._taken)} sessions open). Close one, or give more with model.memory_gb",
                     "memory",
                 )
 

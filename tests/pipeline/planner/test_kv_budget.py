@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -133,3 +134,22 @@ def test_on_a_gpu_computing_keeps_its_room(monkeypatch: pytest.MonkeyPatch) -> N
     loader = plan_load(ModelConfig(name="random:wan2.1-1.3b", vae="random:wan2.1"), torch.device("cuda", 0))
     runs = split_evenly(loader.sizes.blocks, 1)
     assert loader.room(0, runs) == 20 * 10**9 - loader.demand(runs).memory()[0].work - loader.demand(runs).libraries
+
+
+def test_a_session_that_is_swapped_out_leaves_its_memory_and_takes_host_memory() -> None:
+    need = 4 * SIZES.cache_values(1, steps=4, kv_context="clean")
+    budget = KVCacheBudget(SIZES, [RankMemory(2 * need, host=need)], [1], 4)
+    kind: dict[str, Any] = {"steps": 4, "kv_context": "clean"}
+    for session in range(2):
+        budget.take(session, budget.need(**kind))
+    assert budget.away_count(**kind) == 1 and budget.away_fits(0, spills=False)
+    budget.swap_out(0)
+    budget.take(2, budget.need(**kind))
+    assert not budget.away_fits(1, spills=False), "host memory is full"
+    assert budget.away_fits(1, spills=True) and budget.away_fits(1, spills=False, returning=0)
+    with pytest.raises(ValueError, match="caches of a session that was swapped out need"):
+        budget.swap_in(0)
+    budget.swap_out(1)
+    budget.swap_in(0)
+    budget.give_back(1)
+    assert budget.away_fits(2, spills=False)

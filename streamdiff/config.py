@@ -35,7 +35,6 @@ Attention = Literal[
     "auto", "sdpa", "math", "flash", "efficient", "cudnn", "fa3", "fa4",
     "flash_2", "flash_3", "flash_2_hub", "flash_3_hub", "flash_4_hub", "sage", "sage_fp16", "sage_hub", "xformers",
 ]
-
 # fmt: on
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

@@ -180,7 +180,7 @@ def test_nobody_waits_for_the_decoder_of_a_device_that_is_stuck() -> None:
         def decode(self, latents: object, memory: object) -> None:
             reached.set()
             let_go.wait()
-            raise ValueError("this test is over")
+            raise TypeError("this test is over")
 
     woken = threading.Event()
     decoding = LocalDecoding(Stuck(), lambda piece: None, woken.set)  # type: ignore[arg-type]

@@ -23,7 +23,6 @@ from streamdiff.pipeline.decode.decode_worker import Decoding, LocalDecoding, Pi
 from streamdiff.pipeline.decode.split_decoding import SplitDecoding
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.executor import RingExecutor
-from streamdiff.pipeline.figures import TellsFigures
 from streamdiff.pipeline.output import Frames, ModelInfo, StreamChunk, StreamProgress
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
 from streamdiff.pipeline.row_faults.errors import Streak, fault_name
@@ -32,7 +31,7 @@ from streamdiff.pipeline.runner.sampler import Finished
 from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.snapshot.sessions import SavesSessions
-from streamdiff.pipeline.throughput import ChunkCostMeter
+from streamdiff.pipeline.throughput import ChunkCostMeter, TellsFigures
 from streamdiff.pipeline.worker_group import WorkerGroup
 
 

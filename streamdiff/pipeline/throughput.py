@@ -1,13 +1,20 @@
-"""Compute seconds per chunk, measured while streams run: from it a server knows how many sessions it can serve.
-
-Sans-IO: the caller gives the time. Knows nothing about stages or sessions.
-"""
+"""Compute seconds per chunk, measured while streams run: from it a server knows how many sessions it can serve. Also
+how busy ranks are and how many sessions fit: what a pipeline tells of its work."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from streamdiff import clock
+
+if TYPE_CHECKING:
+    from streamdiff.pipeline.executor import RingExecutor
+    from streamdiff.pipeline.output import ModelInfo
+    from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
+    from streamdiff.pipeline.scheduler.scheduler import ForwardCounts
+    from streamdiff.pipeline.worker_group import WorkerGroup
 
 _LATEST_S = 30.0
 _SPACING_S = 1.0
@@ -27,7 +34,8 @@ class ChunkCostMeter:
     """Estimates compute seconds per chunk over the latest half minute: busy time of the busiest rank divided by the
     chunks finished meanwhile, each scaled to the default step count.
 
-    The busiest rank bounds the throughput. Idle time, and time in which ranks wait for each other, does not count.
+    Sans-IO: the caller gives the time. The busiest rank bounds the throughput. Idle time, and time in which ranks wait
+    for each other, does not count.
     """
 
     def __init__(self, now_s: float, busy_s: Sequence[float]) -> None:
@@ -51,3 +59,53 @@ class ChunkCostMeter:
         first, last = self._marks[0], self._marks[-1]
         worked_s = max((b - a for a, b in zip(first.busy_s, last.busy_s, strict=True)), default=0.0)
         return worked_s / (last.chunks - first.chunks) if worked_s > 0 and last.chunks > first.chunks else None
+
+
+class TellsFigures:
+    """What `StreamingPipeline` inherits for it."""
+
+    info: ModelInfo
+    ring: RingExecutor
+    _workers: WorkerGroup | None
+    _budget: KVCacheBudget | None
+    _meter: ChunkCostMeter
+
+    def occupancy(self) -> list[float]:
+        """Share of the time since loading that each stage was at work, its decoding included; empty with one stage."""
+        return self._workers.occupancy() if self._workers is not None else []
+
+    def forwards(self) -> ForwardCounts:
+        """Forwards that entered the ring, by their rows, and why rows went alone."""
+        return self.ring.scheduler.counts
+
+    def busy_s(self) -> list[float]:
+        """Seconds that each rank's device was at work since its process began, decoding included where it is done."""
+        return self._workers.busy_s() if self._workers is not None else [self.ring.worker.timer.busy_s]
+
+    def work_s(self) -> float | None:
+        """Seconds of work in a chunk in the default number of steps, as the latest ones tell: of the busiest rank."""
+        return self._meter.work_s()
+
+    def sessions_fit(self) -> int | None:
+        """How many sessions of the default kind the memory for caches holds; None without a budget."""
+        if self._budget is None:
+            return None
+        return self._budget.fits(steps=self.info.steps, kv_context=self.info.kv_context)
+
+    def sessions_away(self) -> int | None:
+        """How many of them may be swapped out; None: as many as one likes, as there is a disk to write to."""
+        if self._budget is None or self.ring.stage.swaps.spills:
+            return None
+        return self._budget.away_count(steps=self.info.steps, kv_context=self.info.kv_context)
+
+    def measure_from_here(self) -> None:
+        """Restart the measurement, so that warm-up does not count. Mutates: self."""
+        if self._workers is not None:
+            self._workers.hear()
+        self._meter = ChunkCostMeter(clock.monotonic_s(), self.busy_s())
+
+    def measure_to_here(self) -> None:
+        """Include the ranks' work until now, which they report only with heartbeats. Mutates: self."""
+        if self._workers is not None:
+            self._workers.hear()
+            self._meter.finished(clock.monotonic_s(), self.busy_s(), [])

@@ -41,10 +41,10 @@ def spoil(stage: ModelRunner, session: int, kind: str) -> None:
             done[0][hit[0], ..., 0] = torch.inf
         return done
 
-    def failing_update(kind_of: MessageKind, control: SessionUpdate, tensors: Tensors) -> None:
+    def failing_update(kind_of: MessageKind, control: SessionUpdate, tensors: Tensors) -> SessionUpdate:
         if (kind, kind_of, control.session) == ("open", MessageKind.OPEN, session):
             raise torch.OutOfMemoryError("no memory for these caches")
-        update(kind_of, control, tensors)
+        return update(kind_of, control, tensors)
 
     stage.forward, stage.update = failing_forward, failing_update  # type: ignore[method-assign]
 

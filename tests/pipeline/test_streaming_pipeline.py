@@ -245,7 +245,7 @@ def test_a_session_that_cannot_be_decoded_is_told_and_a_second_one_ends_the_pipe
 
 
 def test_given_latents_that_are_no_numbers_end_their_session() -> None:
-    """Found where pictures reach the host, as on a GPU: they are shown before anything is computed of them."""
+    """Found where pictures reach the host, as on a GPU, or in what comes back of their clean pass."""
     lost: dict[int, str] = {}
     runtime = StreamingPipeline(MODEL, CPU)
     runtime.on_fault = lost.__setitem__
@@ -254,7 +254,7 @@ def test_given_latents_that_are_no_numbers_end_their_session() -> None:
     runtime.open(0, text, seed=0, epoch=0, steps=4, kv_context="clean", start=start)
     while not lost:
         runtime.step(1.0)
-    assert "decoding chunk 0" in lost[0] and "NaN" in lost[0]
+    assert lost[0].startswith(("decoding chunk 0", "chunk 0, ")) and "NaN" in lost[0]
     runtime.close()
 
 

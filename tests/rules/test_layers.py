@@ -39,13 +39,14 @@ SERVER = (
     ("jobs", "outputs"),
     ("http_server", "webrtc"),
     ("middleware", "sessions"),
-    ("media", "peers"),
+    ("load", "media", "peers"),
     ("auth", "logging_setup", "metrics", "problem", "rate_limit", "tls"),
 )
 PIPELINE = (
     ("build",),
     ("profiler",),
     ("streaming_pipeline",),
+    ("throughput",),
     ("worker_group",),
     ("worker_main",),
     ("snapshot",),
@@ -56,7 +57,7 @@ PIPELINE = (
     ("row_faults",),
     ("distributed",),
     ("kv_cache", "planner"),
-    ("device_timer", "output", "scheduler", "throughput"),
+    ("device_timer", "output", "scheduler"),
 )
 MODELS = (
     ("model_loader", "text_loader"),

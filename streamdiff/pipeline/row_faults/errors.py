@@ -37,6 +37,10 @@ def at(row: MicroStep) -> str:
     return f"chunk {row.chunk}, step {row.step}"
 
 
+MOST_IN_A_ROW = 2
+"""Sessions that may fail with nothing well between: two have their faults at the same time now and then."""
+
+
 class Streak:
     """Tells an error that strikes whoever runs from those of sessions: it ends one after the other, and nothing runs
     well between."""
@@ -52,10 +56,10 @@ class Streak:
         """A session has failed. Mutates: self.
 
         Raises:
-            EngineFailure: so did the one before, and nothing was well since.
+            EngineFailure: so did MOST_IN_A_ROW before it, and nothing was well since.
         """
         self._lost += 1
-        if self._lost > 1:
+        if self._lost > MOST_IN_A_ROW:
             raise EngineFailure(
                 f"one session after the other fails, so it is not a session's fault; the last: {reason}"
             )

@@ -24,10 +24,9 @@ from streamdiff.server.logging_setup import log_fields, prompt_log
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.sessions import control
 from streamdiff.server.sessions.control import ControlError, ControlMessage, Id
-from streamdiff.server.sessions.engine_status import EngineStatus, Opening
+from streamdiff.server.sessions.engine_status import EngineStatus, Opening, SnapshotRequests
 from streamdiff.server.sessions.playback import Playback
 from streamdiff.server.sessions.receipts import LOAD, Mailbox, Receipt, RequestTracker, SessionEnded, Subscribers
-from streamdiff.server.sessions.saving import SnapshotRequests
 from streamdiff.server.sessions.stats import SessionStats
 from streamdiff.server.sessions.wish import SessionSpec, is_more, state_of, what_is_left, wish_after
 

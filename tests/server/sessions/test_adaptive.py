@@ -11,7 +11,7 @@ import pytest
 from streamdiff.config import Config, PlaybackConfig, ServeConfig
 from streamdiff.engine.messages import Open
 from streamdiff.engine.process.supervisor import Restarting
-from streamdiff.server.sessions import load_policy
+from streamdiff.server.load import load_policy
 from tests.server.conftest import Peer, Site, bearer, open_site
 from tests.server.scripted import Painter
 

@@ -228,6 +228,8 @@ class SessionConfig(_Section):
     """A JPEG, PNG, WebP or AVIF file: the picture that it begins with and goes on from."""
     fit: Literal["cover", "contain"] = "cover"
     """How a picture of other proportions is fitted: filling the frame, or whole between black bars."""
+    snapshot: str | None = None
+    """Of `serve`: a saved session's file, which it goes on from; with its own prompt, unless `prompt` is set too."""
 
 
 class PlaybackConfig(_Section):
@@ -314,9 +316,8 @@ class ServeConfig(_Section):
     udp_ports: str | None = Field(None, pattern=r"^\d{1,5}-\d{1,5}$")
     """Of viewers' media, as 50000-50100: each viewer takes one of every address of this machine. null: any."""
     tls_cert: str | None = None
-    """PEM file with the certificate and its chain: the server speaks HTTPS. Read again when it changes."""
     tls_key: str | None = None
-    """PEM file with the certificate's key, without a password."""
+    """PEM files, the certificate with its chain and the key without a password: HTTPS. Read again when they change."""
     output_targets: list[str] = []
     """Folders, and beginnings of addresses, to which whoever steers a session may send it over the API."""
     ice_servers: list[IceServer] = []
@@ -324,9 +325,8 @@ class ServeConfig(_Section):
     insecure: bool = False
     """Let others in without a token, where `host` is no loopback address."""
     view_token_file: str | None = None
-    """A file with the token that lets one watch."""
     control_token_file: str | None = None
-    """A file with the token that lets one watch and steer."""
+    """Files with the token that lets one watch, and with that which lets one steer too."""
     log_format: Literal["text", "json"] = "text"
     """json: one object per line, viewers that connect and leave included."""
     log_prompts: bool = False
@@ -340,8 +340,8 @@ class ServeConfig(_Section):
     state_dir: str | None = None
     """Folder for sessions that are swapped out or kept; null: both lie in memory, and end with the server."""
     restarts: int = Field(5, ge=0, le=1000)
-    """How often an engine that fails is started again within `restart_window_s`; 0: the server ends."""
     restart_window_s: float = Field(300.0, gt=0)
+    """How often an engine that fails is started again within so many seconds; 0 times: the server ends."""
     restart_wait_s: float = Field(0.5, ge=0)
     """Seconds before the second restart; then twice as long each time."""
     spare: bool = True

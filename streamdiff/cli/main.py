@@ -86,6 +86,11 @@ def _serve(arguments: argparse.Namespace) -> int:
         from streamdiff.video.picture import fit_picture
 
         fit_picture(config.session.image, 16, 16)  # what is wrong with it is said before anything is loaded
+    if config.session.snapshot is not None:
+        from streamdiff.engine.snapshot_header import read_saved_session
+        from streamdiff.server.sessions.session_files import read_snapshot
+
+        read_saved_session(read_snapshot(config.session.snapshot), config.session.snapshot)
     from streamdiff.server import main as server
 
     return server.run(_at_native_rate(config))

@@ -214,6 +214,7 @@ SERVE = (
     Option("--view-token-file", "FILE", "its token is needed to watch", str, "serve.view_token_file"),
     Option("--tls-cert", "FILE", "speak HTTPS with this certificate (PEM, with its chain)", str, "serve.tls_cert"),
     Option("--tls-key", "FILE", "and this key", str, "serve.tls_key"),
+    Option("--from", "FILE", "go on from a saved session", str, "session.snapshot"),
     Option("--handover", "DIR", "leave sessions here at SIGTERM, for the next server that has the same folder", str,
            "serve.handover"),
     Option("--keep-s", "N", "every N seconds keep what plays; it goes on from there when the engine fails", float,

@@ -69,8 +69,9 @@ def run(config: Config, job: GenerateJob) -> int:
     Raises:
         ConfigError, RequestError: what was asked for cannot be made; nothing is written then.
     """
-    output = check(job)
-    start = config.session
+    output, start = check(job), config.session
+    if start.snapshot is not None:
+        raise ConfigError("session.snapshot is for `serve`; in a program, streamdiff.load goes on from it")
     image = None if start.image is None else picture.read_bytes(start.image)
     begin = partial(api.StreamSession, seed=start.seed, image=image, fit=start.fit)
     with exit_on_sigterm(), begin(api.load(config.model), start.prompt) as session:

@@ -228,7 +228,8 @@ async def open_site(config: Config | None = None, painter: Painter | None = None
             httpx.AsyncClient(base_url=base, timeout=LIMIT_S, limits=limits) as http,
         ):
             site = Site(base, http, client, state, http_server)
-            await site.until(lambda: site.state.manager.get("default").opened)  # type: ignore[union-attr]
+            manager = state.manager
+            await site.until(lambda: manager.get("default").opened or manager.ended.is_set())  # type: ignore[union-attr]
             try:
                 yield site
             finally:

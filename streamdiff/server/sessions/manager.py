@@ -11,6 +11,7 @@ import logging
 import math
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from streamdiff import clock
@@ -41,7 +42,7 @@ from streamdiff.server.sessions.engine_load import EngineLoad
 from streamdiff.server.sessions.engine_status import EngineStatus
 from streamdiff.server.sessions.keeper import SessionKeeper, spec_of
 from streamdiff.server.sessions.live_session import LiveSession, SessionEvent
-from streamdiff.server.sessions.session_files import FoundSession
+from streamdiff.server.sessions.session_files import FoundSession, read_snapshot
 from streamdiff.server.sessions.wish import SessionSpec
 from streamdiff.video.picture import fit_picture
 
@@ -111,8 +112,15 @@ class SessionManager:
         self._going_on: dict[str, Data] = {}  # by session, what the engine has been asked to go on from
         start = config.session
         image = None if start.image is None else fit_picture(start.image, ready.width, ready.height, start.fit)[None]
-        wish = start.prompt, start.seed, config.playback.fps
-        self._add(DEFAULT_SESSION, SessionSpec(*wish, image=image, adaptive=config.serve.adaptive))
+        wish = SessionSpec(start.prompt, start.seed, config.playback.fps, image=image, adaptive=config.serve.adaptive)
+        self._begin_with = None if start.snapshot is None else read_snapshot(start.snapshot)
+        if self._begin_with is None:
+            self._add(DEFAULT_SESSION, wish)
+        else:
+            saved = read_saved_session(self._begin_with, str(start.snapshot))
+            prompt = start.prompt if "prompt" in start.model_fields_set else saved.text
+            wish = replace(wish, prompt=prompt, seed=saved.seed, steps=saved.steps, kv_context=saved.kv_context)
+            self._add(DEFAULT_SESSION, wish).playback.go_on(saved.made_frames)
         for each in found:
             session = self._add(each.record.id, spec_of(each.record, ready))
             session.reserved_until_s = clock.monotonic_s() + RESERVED_S
@@ -272,6 +280,8 @@ class SessionManager:
         """Open all sessions on the engine, from what is kept of them."""
         for session in self.sessions:
             snapshot = await self._keeper.snapshot(session)
+            if snapshot is None and session.id == DEFAULT_SESSION:
+                snapshot = self._begin_with
             if snapshot is not None:
                 self._going_on[session.id] = snapshot
             with contextlib.suppress(EngineFailure):  # it has ended at once, and the event that says so comes next
@@ -338,8 +348,8 @@ class SessionManager:
     def _is_fatal(self, refused: Refused) -> bool:
         """Whether a refusal ends everything: the session that the page shows could not be opened."""
         default = self.get(DEFAULT_SESSION)
-        is_default = refused.session == DEFAULT_SESSION and refused.session not in self._going_on
-        return is_default and default is not None and not default.opened
+        kept = refused.session in self._going_on and self._begin_with is None
+        return refused.session == DEFAULT_SESSION and not kept and default is not None and not default.opened
 
     def _dispatch(self, event: SessionEvent) -> None:
         """Hand an event to its session, if that is still open."""
@@ -350,6 +360,7 @@ class SessionManager:
                 self._tasks.append(asyncio.create_task(self._begin_afresh(session, event.reason)))
                 return
             if snapshot is not None:
+                self._begin_with = None  # a new engine begins it afresh, or from what is kept
                 self._metrics.lost_s.inc(self._keeper.opened(session, snapshot))
                 self._tasks.append(asyncio.create_task(session.tell_paused()))
         if session is not None and isinstance(event, Refused) and session.engine.state == "restarting":

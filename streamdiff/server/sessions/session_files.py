@@ -145,3 +145,11 @@ class SessionFolder:
 def encoded_picture(picture: bytes | None) -> str | None:
     """For `SessionRecord.image`."""
     return None if picture is None else base64.b64encode(picture).decode("ascii")
+
+
+def read_snapshot(path: str) -> bytes:
+    """A saved session's file. Raises ConfigError where it cannot be read."""
+    try:
+        return Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigError(f"session.snapshot: {path} cannot be read: {error.strerror or error}") from None

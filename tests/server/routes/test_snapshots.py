@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from streamdiff.config import Config, PlaybackConfig, ServeConfig
+from streamdiff.config import Config, PlaybackConfig, ServeConfig, SessionConfig
 from streamdiff.engine.messages import Event, FrameBatch
 from streamdiff.engine.snapshot_header import read_saved_session
 from streamdiff.models.model import Model
@@ -90,6 +90,33 @@ def test_a_session_goes_on_to_the_bit_on_another_server_with_other_stages() -> N
             other = await opened(site, snapshot, prompt=BLUE)
             assert other.status_code == 201, other.text
             assert other.json()["prompt"] == BLUE
+
+    asyncio.run(main())
+
+
+def test_the_default_stream_goes_on_from_a_file_with_its_own_prompt_or_another(tmp_path: Path) -> None:
+    async def main() -> None:
+        file = tmp_path / "saved.safetensors"
+        first = SessionConfig(prompt=RED, seed=3)
+        async with open_site(Config(playback=LEAD, session=first), pipeline(1)) as site:
+            made = Frames(site).made["default"]
+            await site.until(lambda: len(made) >= 2 * CHUNK)
+            file.write_bytes(await saved(site, "default", {}))
+            begin = read_saved_session(file.read_bytes()).made_frames
+            await site.until(lambda: len(made) >= begin + CHUNK)
+        for given, prompt in (({}, RED), ({"prompt": BLUE}, BLUE)):
+            again = Config(playback=LEAD, session=SessionConfig(snapshot=str(file), **given))
+            async with open_site(again, pipeline(4)) as site:
+                more = Frames(site).made["default"]
+                await site.until(lambda more=more: len(more) >= 2 * CHUNK)
+                state = (await site.http.get("/api/sessions/default")).json()
+                assert (state["seed"], state["prompt"], min(more)) == (3, prompt, begin)
+                if not given:
+                    assert all(np.array_equal(made[number], more[number]) for number in made.keys() & more.keys())
+        other = Config(session=SessionConfig(snapshot=str(file)))
+        async with open_site(other, pipeline(1, small_model(5, layers=4, sink=2))) as site:
+            await site.until(lambda: site.state.manager.ended.is_set())
+            assert "name is small-4 in the snapshot" in site.state.manager.engine.reason
 
     asyncio.run(main())
 

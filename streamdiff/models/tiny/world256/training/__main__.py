@@ -2,6 +2,7 @@
 
     python -m streamdiff.models.tiny.world256.training --stage autoencoder --bf16 --steps 8000
     python -m streamdiff.models.tiny.world256.training --stage denoiser --bf16 --minutes 120
+    python -m streamdiff.models.tiny.world256.training --stage denoiser --begin benchmarks/results/world256 --bf16
     torchrun --nproc-per-node 2 -m streamdiff.models.tiny.world256.training --bf16 --batch 4   # gradients averaged
 
 Checkpoints lie under --out; the same command goes on where it stopped. The learning rate falls to zero as --steps or
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 import torch
 
+from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.tiny import model
 from streamdiff.models.tiny.training import autoencoder as train_autoencoder
 from streamdiff.models.tiny.training import loop
@@ -29,13 +32,26 @@ STEPS = {"autoencoder": 8000, "denoiser": 8000}
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    return shared_parser("streamdiff.models.tiny.world256.training", __doc__, "runs/world256", "8000", 4)
+    made = shared_parser("streamdiff.models.tiny.world256.training", __doc__, "runs/world256", "8000", 4)
+    made.add_argument(
+        "--begin", type=Path, metavar="MODEL", help="stage denoiser takes the autoencoder of this model folder"
+    )
+    return made
+
+
+def _refusal(args: argparse.Namespace) -> str | None:
+    """What cannot work of `--begin`."""
+    if args.begin and args.stage != "denoiser":
+        return "--begin goes with --stage denoiser: the autoencoder is that of the model"
+    if args.begin and not (args.begin / "vae" / "config.json").is_file():
+        return f"--begin is {args.begin}, which has no vae/config.json; give the folder of a model"
+    return None
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = parser().parse_args(argv)
-    if refusal := shared_refusal(args):
+    if refusal := _refusal(args) or shared_refusal(args):
         print(f"train: {refusal}", file=sys.stderr)
         return 2
     if args.threads:
@@ -48,7 +64,11 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         first = budget("autoencoder", args.stage != "denoiser")
-        autoencoder = train_autoencoder.train(args.out, first, args.seed, device, args.batch, args.bf16, clips.RECIPE)
+        if args.begin:
+            autoencoder = load_decoder(args.begin, device).model.autoencoder  # type: ignore[attr-defined]  # a TAEHV
+        else:
+            recipe = clips.RECIPE
+            autoencoder = train_autoencoder.train(args.out, first, args.seed, device, args.batch, args.bf16, recipe)
         parts = None
         if args.stage != "autoencoder":
             plan = denoiser.Plan(args.batch, args.rate, args.bf16)

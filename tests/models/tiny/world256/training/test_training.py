@@ -153,6 +153,10 @@ def test_a_few_steps_write_a_model_that_loads_and_the_command_goes_on(tmp_path: 
     assert train.main([*arguments, "--steps", "2", "--stage", "denoiser"]) == 0
     assert torch.load(out / "denoiser.pt", weights_only=True)["step"] == 2
     assert torch.load(out / "autoencoder.pt", weights_only=True)["step"] == 1
+    begin = ["--stage", "denoiser", "--begin", str(out / "model"), "--steps", "1"]
+    assert train.main(["--out", str(tmp_path / "again"), *arguments[2:], *begin]) == 0
+    assert not (tmp_path / "again" / "autoencoder.pt").exists(), "it was there"
+    assert (tmp_path / "again" / "model" / "vae" / "config.json").is_file()
 
 
 @pytest.mark.slow
@@ -173,6 +177,8 @@ def test_a_denoiser_that_was_stopped_goes_on(autoencoder: TAEHV, tmp_path: Path)
         (["--steps", "0"], "--steps is 0; it must be more than 0"),
         (["--threads", "-1"], "--threads is -1; it must be at least 1"),
         (["--stage", "denoiser"], "autoencoder.pt; train the autoencoder first"),
+        (["--begin", "somewhere"], "--begin goes with --stage denoiser"),
+        (["--begin", "nowhere", "--stage", "denoiser"], "nowhere, which has no vae/config.json"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_before_anything_is_written(

@@ -71,7 +71,7 @@ class SwapStore:
             ConfigError: the folder cannot be made, or nothing can be written there.
         """
         self.device, self.host_bytes = device, host_bytes
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None  # made with the first copy on CUDA
         self._kept: dict[str, _Kept] = {}
         self._changed = threading.Lock()
         self._disk_fault = ""
@@ -187,6 +187,8 @@ class SwapStore:
     @contextmanager
     def _on_stream(self) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
         """Within, copies by what is yielded go to the own stream, behind what the caller's was given."""
+        if self._stream is None and self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device)
         if self._stream is None:
             yield _copy
             return
@@ -205,7 +207,7 @@ class SwapStore:
 
     def _host(self, tensor: Tensor) -> Tensor:
         """Host memory for a tensor."""
-        return torch.empty_like(tensor, device=walk.CPU, pin_memory=self._stream is not None)
+        return torch.empty_like(tensor, device=walk.CPU, pin_memory=self.device.type == "cuda")
 
     # ---- the disk -----------------------------------------------------------------------------------------------
 

@@ -258,12 +258,16 @@ def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> 
     return RankPlan(**vars(plan), rank=rank, limits=limits, kernels=kernels)
 
 
+SWAP = {"host_memory_gb", "state_dir"}
+
+
 def rank_facts(config: ModelConfig, models: ModelLoader) -> dict[str, str]:
     """What must be the same on all ranks: the program, torch, the configuration, and the weights' shapes and names."""
     return {
         "streamdiff": __version__,
         "torch": torch.__version__,
-        **{f"model.{name}": str(value) for name, value in config.model_dump().items()},
+        # Where a rank keeps what is swapped out is its own affair.
+        **{f"model.{name}": str(value) for name, value in config.model_dump(exclude=SWAP).items()},
         "weights": models.digest(),
     }
 

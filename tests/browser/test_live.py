@@ -95,7 +95,7 @@ def test_a_prompt_changes_the_pixels(page: WebDriver) -> None:
 
 
 def test_an_example_is_one_press_away(page: WebDriver) -> None:
-    chip = page.find_elements("css selector", ".chip")[1]
+    chip = page.find_elements("css selector", "#chips .chip")[1]
     chip.click()
     until(page, lambda _: page.find_element("id", "receipt").get_attribute("data-stage") == "shown")
     assert chip.get_attribute("aria-current") == "true"

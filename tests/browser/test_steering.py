@@ -153,7 +153,7 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 def steerable(page: WebDriver) -> set[bool]:
     """Whether the controls can be used: of all that there are, once the examples are."""
-    until(page, lambda _: len(page.find_elements("css selector", ".chip")) == 3)
+    until(page, lambda _: len(page.find_elements("css selector", "#chips .chip")) == 3)
     found = page.execute_script("return [...document.querySelectorAll('[data-steers]')].map((each) => !each.disabled)")
     assert len(found) >= 11, "all controls, examples included"
     return set(found)

@@ -249,7 +249,7 @@ def test_everything_has_a_name_and_the_keyboard_gets_everywhere(page: WebDriver)
     page.find_element("tag name", "body").send_keys("/")
     assert page.switch_to.active_element.get_attribute("id") == "prompt"
     seen = []
-    for _ in range(18):
+    for _ in range(24):
         page.switch_to.active_element.send_keys(Keys.TAB)
         seen.append(page.switch_to.active_element.get_attribute("id"))
     assert {"send", "switch", "seed", "dice", "seed-apply", "fps", "steps"} <= set(seen)

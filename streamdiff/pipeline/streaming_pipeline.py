@@ -31,7 +31,7 @@ from streamdiff.pipeline.runner.sampler import Finished
 from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.snapshot.sessions import SavesSessions
-from streamdiff.pipeline.throughput import ChunkCostMeter, TellsFigures
+from streamdiff.pipeline.throughput import ChunkCostMeter, PipelineFigures
 from streamdiff.pipeline.worker_group import WorkerGroup
 
 
@@ -48,7 +48,7 @@ class StepHook(Protocol):
         """The pipeline is about to close."""
 
 
-class StreamingPipeline(SavesSessions, TellsFigures):
+class StreamingPipeline(SavesSessions, PipelineFigures):
     """Runs sessions, which have numbers; `step` is called repeatedly from one thread."""
 
     def __init__(

@@ -61,7 +61,7 @@ class ChunkCostMeter:
         return worked_s / (last.chunks - first.chunks) if worked_s > 0 and last.chunks > first.chunks else None
 
 
-class TellsFigures:
+class PipelineFigures:
     """What `StreamingPipeline` inherits for it."""
 
     info: ModelInfo

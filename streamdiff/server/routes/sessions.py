@@ -26,7 +26,7 @@ from streamdiff.server.sessions import control as messages
 from streamdiff.server.sessions.control import ControlMessage
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.manager import SessionUnavailable
-from streamdiff.server.sessions.wish import SessionSpec
+from streamdiff.server.sessions.session_spec import SessionSpec
 
 _PROBLEMS = problem_responses(401, 403, 404, 410, 422, 429)
 _BAD_BODY, _CHANGED = problem_responses(400, 413, 415), problem_responses(400, 409, 413, 415)

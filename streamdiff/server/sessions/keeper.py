@@ -22,7 +22,7 @@ from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.receipts import SessionEnded
 from streamdiff.server.sessions.session_files import FoundSession, SessionFolder, SessionRecord, encoded_picture
-from streamdiff.server.sessions.wish import SessionSpec
+from streamdiff.server.sessions.session_spec import SessionSpec
 
 logger = logging.getLogger(__name__)
 

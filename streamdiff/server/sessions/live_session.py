@@ -27,8 +27,8 @@ from streamdiff.server.sessions.control import ControlError, ControlMessage, Id
 from streamdiff.server.sessions.engine_status import EngineStatus, Opening, SnapshotRequests
 from streamdiff.server.sessions.playback import Playback
 from streamdiff.server.sessions.receipts import LOAD, Mailbox, Receipt, RequestTracker, SessionEnded, Subscribers
+from streamdiff.server.sessions.session_spec import SessionSpec, asked_after, is_more, state_of, what_is_left
 from streamdiff.server.sessions.stats import SessionStats
-from streamdiff.server.sessions.wish import SessionSpec, is_more, state_of, what_is_left, wish_after
 
 STALLED_S = 2.0
 _TOLD = ("prompt", "text", "notice", "seed", "paused", "place", "rev", "kv_context")  # of a session, as they are
@@ -248,7 +248,7 @@ class LiveSession:
         self._check_capacity(message)
         if isinstance(message, control.PromptMessage) and message.switch is None:
             message = message.model_copy(update={"switch": self.switches[0]})
-        self._asked = wish_after(self._asked, message)
+        self._asked = asked_after(self._asked, message)
         request = self._requests.begin(message, owner, clock.monotonic_s(), **what_is_left(message, self.limit))
         self.rev += isinstance(message, control.ChangeMessage)
         match message:
@@ -302,7 +302,7 @@ class LiveSession:
         """Raises ControlError for steps that the model does not have, or for more work than there is time for."""
         if isinstance(message, control.StepsMessage) and (why := control.steps_refusal(message.steps, self._ready)):
             raise ControlError("out_of_range", why, "steps", message.id)
-        wish = wish_after(self._asked, message)
+        wish = asked_after(self._asked, message)
         if is_more(wish, self._asked) and (why := self._may_play(wish)):
             raise ControlError("no_capacity", why, message.type, message.id)
 

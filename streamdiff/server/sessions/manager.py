@@ -43,7 +43,7 @@ from streamdiff.server.sessions.engine_status import EngineStatus
 from streamdiff.server.sessions.keeper import SessionKeeper, spec_of
 from streamdiff.server.sessions.live_session import LiveSession, SessionEvent
 from streamdiff.server.sessions.session_files import FoundSession, read_snapshot
-from streamdiff.server.sessions.wish import SessionSpec
+from streamdiff.server.sessions.session_spec import SessionSpec
 from streamdiff.video.picture import fit_picture
 
 logger = logging.getLogger(__name__)
@@ -112,15 +112,15 @@ class SessionManager:
         self._going_on: dict[str, Data] = {}  # by session, what the engine has been asked to go on from
         start = config.session
         image = None if start.image is None else fit_picture(start.image, ready.width, ready.height, start.fit)[None]
-        wish = SessionSpec(start.prompt, start.seed, config.playback.fps, image=image, adaptive=config.serve.adaptive)
+        spec = SessionSpec(start.prompt, start.seed, config.playback.fps, image=image, adaptive=config.serve.adaptive)
         self._begin_with = None if start.snapshot is None else read_snapshot(start.snapshot)
         if self._begin_with is None:
-            self._add(DEFAULT_SESSION, wish)
+            self._add(DEFAULT_SESSION, spec)
         else:
             saved = read_saved_session(self._begin_with, str(start.snapshot))
             prompt = start.prompt if "prompt" in start.model_fields_set else saved.text
-            wish = replace(wish, prompt=prompt, seed=saved.seed, steps=saved.steps, kv_context=saved.kv_context)
-            self._add(DEFAULT_SESSION, wish).playback.go_on(saved.made_frames)
+            spec = replace(spec, prompt=prompt, seed=saved.seed, steps=saved.steps, kv_context=saved.kv_context)
+            self._add(DEFAULT_SESSION, spec).playback.go_on(saved.made_frames)
         for each in found:
             session = self._add(each.record.id, spec_of(each.record, ready))
             session.reserved_until_s = clock.monotonic_s() + RESERVED_S

@@ -87,10 +87,10 @@ class SessionStats:
         metrics.buffered.labels(name).set(progress.buffered)
         metrics.unanswered.labels(name).set(unanswered)
         metrics.encoder_waiting.labels(name).set(encoding)
-        for figure, value in zip(self._wished(), (*steps, *fps), strict=True):
+        for figure, value in zip(self._load_gauges(), (*steps, *fps), strict=True):
             figure.labels(name).set(value)
 
-    def _wished(self) -> tuple[Gauge, ...]:
+    def _load_gauges(self) -> tuple[Gauge, ...]:
         metrics = self._metrics
         return metrics.steps, metrics.asked_steps, metrics.fps, metrics.asked_fps
 
@@ -98,6 +98,6 @@ class SessionStats:
         """The session has ended. Mutates: self."""
         self._ended, metrics = True, self._metrics
         counted = (metrics.made, metrics.shown, metrics.repeated, metrics.dropped, metrics.chunk_s)
-        for figure in (*counted, metrics.buffered, metrics.unanswered, metrics.encoder_waiting, *self._wished()):
+        for figure in (*counted, metrics.buffered, metrics.unanswered, metrics.encoder_waiting, *self._load_gauges()):
             figure.labels(self._session)  # `remove` wants it to be there
             figure.remove(self._session)

@@ -25,7 +25,7 @@ class SessionSpec:
     adaptive: bool = False
 
 
-def wish_after(asked: Asked, message: ControlMessage) -> Asked:
+def asked_after(asked: Asked, message: ControlMessage) -> Asked:
     """What is asked for with a message that is carried out."""
     match message:
         case StepsMessage(steps=steps):

@@ -109,6 +109,12 @@ class ModelSpec:
         return self.adaptive_sink is not None and self.rope == "absolute" and kv_context == "matched"
 
     @property
+    def repeats(self) -> bool:
+        """Whether a forward that was begun may be run again from the same inputs, to the same caches: a sink into which
+        chunks are folded, or put, has them by then."""
+        return self.adaptive_sink is None and self.averaged_sink is None
+
+    @property
     def chunk_frames(self) -> int:
         """Frames that one chunk decodes to."""
         return self.chunk_latents * self.frames_per_latent

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from streamdiff.errors import EngineFailure
+from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.runner.model_runner import ModelRunner
@@ -189,7 +190,7 @@ def test_what_strikes_one_session_after_the_other_ends_everything(monkeypatch: p
 def test_a_forward_that_cannot_be_run_again_ends_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a sink into which chunks are folded it is not known which layers have them."""
     ring = RingExecutor(MODEL, CPU)
-    monkeypatch.setattr(ModelRunner, "repeats", False)
+    monkeypatch.setattr(ModelSpec, "repeats", False)
     spoil(ring.stage, 1, "midway")
     with pytest.raises(ArithmeticError, match="too hot"):
         play_failing(ring, MODEL, CONTEXTS)

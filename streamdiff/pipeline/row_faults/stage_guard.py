@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.state_exchange import StateExchange
 from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, at, check_own, fault_name, told
@@ -25,6 +26,7 @@ Tensors = tuple[Tensor, ...]
 class GuardedStage(Protocol):
     """`ModelRunner`, as the guard sees it. `place`: where it leaves a session's state in the exchange."""
 
+    spec: ModelSpec
     index: int
     place: str
     exchange: StateExchange
@@ -32,10 +34,6 @@ class GuardedStage(Protocol):
     @property
     def shared(self) -> bool:
         """Whether other ranks take part in each forward: what one of them alone leaves out would stop the others."""
-
-    @property
-    def repeats(self) -> bool:
-        """Whether a forward that was begun may be run again from the same inputs, to the same caches."""
 
     def forward(self, rows: Sequence[MicroStep], given: Tensors) -> Tensors: ...
 
@@ -73,7 +71,7 @@ class StageGuard:
                 parts = [(well, part)]
         except ROW_ERRORS as error:
             check_own(error)
-            if self._stage.shared or not self._stage.repeats:
+            if self._stage.shared or not self._stage.spec.repeats:
                 raise
             parts = self._each_session(rows, given, well)
         return self._put_together(rows, given, parts)

@@ -135,12 +135,6 @@ class ModelRunner:
         """Whether other ranks take part in each forward."""
         return self._forward.group is not None
 
-    @property
-    def repeats(self) -> bool:
-        """Whether a forward that was begun may be run again from the same inputs, to the same caches: a sink into which
-        chunks are folded, or put, has them by then."""
-        return self.spec.adaptive_sink is None and self.spec.averaged_sink is None
-
     def nothing(self, rows: int, given: Tensors) -> Tensors:
         """What `forward` would return for so many rows, with NaN for numbers; where no other rank shares the stage."""
         like = given[0]

@@ -98,8 +98,7 @@ class LatentSampler:
         self.dtype, self.spec, self.device = model.denoiser.dtype, model.spec, device
         self.reencoder = model.first_frame_reencoder
         self.sessions: dict[int, SamplerSession] = {}
-        self.repeats = model.spec.adaptive_sink is None and model.spec.averaged_sink is None
-        """Whether a row may be run again from the same inputs, see `ModelRunner.repeats`."""
+        self.repeats = model.spec.repeats
         self._embed = model.denoiser.time_embedding
         self._zeros = torch.zeros(model.spec.chunk_latents, device=device)
         self._thread = ThreadPoolExecutor(1, "noise")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from starlette.datastructures import UploadFile
@@ -32,15 +32,17 @@ async def read_form(
     kind: str,
     files: Collection[str],
     refuse: Callable[[str, str, str], Exception],
-    max_bytes: int = MAX_FORM_BYTES,
+    large: Mapping[str, int] | None = None,
 ) -> Fields:
-    """The fields of a form of `max_bytes` at most; files only where they are `files`. `refuse` makes the answer to a
-    field that is wrong, from its name, why, and a word for programs.
+    """The fields of a form of MAX_FORM_BYTES at most, beside which it may have `large` files, of so many bytes by name;
+    files only where they are `files`. `refuse` makes the answer to a field that is wrong, from its name, why, and a
+    word for programs.
 
     Raises:
         Problem: 400 for what is no form, 413, or as `refuse`.
     """
-    body = _limited(request.stream(), max_bytes)
+    large = large or {}
+    body = _limited(request.stream(), MAX_FORM_BYTES + sum(large.values()))
     try:
         if kind == FORM:
             limits = {"max_files": _MAX_FILES, "max_fields": _MAX_FIELDS}
@@ -52,6 +54,9 @@ async def read_form(
         raise Problem(400, f"The body is no valid form: {str(why)[:120]}.", code="bad_form") from error
     try:
         fields: Fields = {}
+        uploads = [(name, value.size or 0) for name, value in form.multi_items() if isinstance(value, UploadFile)]
+        if sum(nbytes for name, nbytes in uploads if name not in large) > MAX_FORM_BYTES:
+            raise _too_large(MAX_FORM_BYTES)
         for name, value in form.multi_items():
             if isinstance(value, UploadFile) and name not in files:
                 raise refuse(name, f"`{name[:40]}` is a file, which would be ignored.", "unsupported")
@@ -68,9 +73,13 @@ async def _limited(stream: AsyncIterator[bytes], max_bytes: int) -> AsyncGenerat
     async for piece in stream:
         length += len(piece)
         if length > max_bytes:
-            message = f"The form is larger than {max_bytes // 1024 // 1024} MiB, the most this address takes."
-            raise Problem(413, message, {"Connection": "close"}, code="too_large")
+            raise _too_large(max_bytes)
         yield piece
+
+
+def _too_large(max_bytes: int) -> Problem:
+    message = f"The form is larger than {max_bytes // 1024 // 1024} MiB, the most this address takes."
+    return Problem(413, message, {"Connection": "close"}, code="too_large")
 
 
 async def start_picture(data: bytes, ready: Ready, fit: str) -> Pictures:

@@ -19,7 +19,7 @@ from streamdiff.server.problem import Problem, Responses, media_type, problem_re
 from streamdiff.server.routes import schemas
 from streamdiff.server.routes.control import carry_out, status_of
 from streamdiff.server.routes.dependencies import BINARY, JSON, Controlled, State, Watched, needs
-from streamdiff.server.routes.forms import FORM, MAX_FORM_BYTES, MAX_JSON_BYTES, Fields, given_picture, read_form
+from streamdiff.server.routes.forms import FORM, MAX_JSON_BYTES, Fields, given_picture, read_form
 from streamdiff.server.routes.schemas import Receipts, SessionInfo
 from streamdiff.server.routes.snapshots import given_snapshot
 from streamdiff.server.sessions import control as messages
@@ -78,8 +78,8 @@ async def open_session(request: Request, state: State) -> Response:
     with count_refusals(state.metrics.refused):
         state.require(request, Role.CONTROLLER)
         state.limit(request)
-        most = MAX_FORM_BYTES + (state.config.serve.max_snapshot_mb << 20)
-        fields = await _form(request, ("image", "snapshot"), most)
+        large = {"snapshot": state.config.serve.max_snapshot_mb << 20}
+        fields = await _form(request, ("image", "snapshot"), large)
         snapshot = _snapshot(fields)
         wanted, picture = await _read(request, schemas.NewSession, state.manager.ready, fields)
         schemas.check_new(wanted, state.manager.ready)
@@ -109,7 +109,7 @@ async def show_session(state: State, live: Watched) -> SessionInfo:
 )  # fmt: skip
 async def change_session(request: Request, response: Response, state: State, live: Controlled) -> Receipts:
     ready = state.manager.ready
-    fields = await _form(request, ("image",), MAX_FORM_BYTES)
+    fields = await _form(request, ("image",), {})
     change, picture = await _read(request, schemas.SessionChange, ready, fields)
     messages = schemas.messages_of(change, ready, picture)
     return await _carry_out_all(state, live, messages, response)
@@ -176,10 +176,10 @@ def _snapshot(fields: Fields | None) -> bytes | None:
     return given
 
 
-async def _form(request: Request, files: tuple[str, ...], max_bytes: int) -> Fields | None:
+async def _form(request: Request, files: tuple[str, ...], large: dict[str, int]) -> Fields | None:
     """The fields of a body that is a form; None: it is none."""
     kind = media_type(request)
-    return await read_form(request, kind, files, _invalid, max_bytes) if kind == FORM else None
+    return await read_form(request, kind, files, _invalid, large) if kind == FORM else None
 
 
 async def _read(

@@ -118,6 +118,7 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
     "another file": ({"files": {"video": ("a.mp4", b"...")}}, 422, "video"),
     "two pictures": ({"files": [("image", ("a", png("red"))), ("image", ("b", png("red")))]}, 422, "image"),
     "no form": ({"content": b"--x", "headers": {"content-type": "multipart/form-data"}}, 400, ""),
+    "a large form": ({"files": {"image": ("a.png", bytes(17 * 2**20))}}, 413, ""),
     "a large picture": ({"files": {"image": ("a.png", bytes(11 * 2**20))}}, 422, "image"),
     "a large text": ({"json": {"image": "A" * (15 * 2**20)}}, 413, ""),
 }

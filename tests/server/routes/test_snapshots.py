@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save
 
 from streamdiff.config import Config, PlaybackConfig, ServeConfig, SessionConfig
-from streamdiff.engine.messages import Event, FrameBatch
+from streamdiff.engine.messages import Event, FrameBatch, Shown
 from streamdiff.engine.snapshot_header import read_saved_session
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import LocalRing
@@ -103,16 +103,19 @@ def test_the_default_stream_goes_on_from_a_file_with_its_own_prompt_or_another(t
             await site.until(lambda: len(made) >= 2 * CHUNK)
             file.write_bytes(await saved(site, "default", {}))
             begin = read_saved_session(file.read_bytes()).made_frames
-            await site.until(lambda: len(made) >= begin + CHUNK)
+            await site.client.send(Shown("default", begin))  # nobody watches, and all that may be ahead could be made
+            await site.until(lambda: max(made) >= begin + 6 * CHUNK)
         for given, prompt in (({}, RED), ({"prompt": BLUE}, BLUE)):
             again = Config(playback=LEAD, session=SessionConfig(snapshot=str(file), **given))
             async with open_site(again, pipeline(4)) as site:
                 more = Frames(site).made["default"]
                 await site.until(lambda more=more: len(more) >= 2 * CHUNK)
                 state = (await site.http.get("/api/sessions/default")).json()
-                assert (state["seed"], state["prompt"], min(more)) == (3, prompt, begin)
+                assert (state["seed"], state["prompt"]) == (3, prompt)
+                assert min(more) >= begin, "some may have come before anybody looked"
                 if not given:
-                    assert all(np.array_equal(made[number], more[number]) for number in made.keys() & more.keys())
+                    both = made.keys() & more.keys()
+                    assert both and all(np.array_equal(made[number], more[number]) for number in both)
         other = Config(session=SessionConfig(snapshot=str(file)))
         async with open_site(other, pipeline(1, small_model(5, layers=4, sink=2))) as site:
             await site.until(lambda: site.state.manager.ended.is_set())

@@ -40,6 +40,10 @@ def shown(frames: list, session: int = 0) -> list[np.ndarray]:  # type: ignore[t
     return [picture for each in frames if each.session == session for picture in each.pictures]
 
 
+def micro_steps_in_flight(pipeline: StreamingPipeline, session: int = 0) -> int:
+    return sum(chunk.entered - chunk.back for chunk in pipeline.ring.scheduler.session(session).chunks)
+
+
 def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
@@ -52,10 +56,9 @@ def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: in
     first, second = list[np.ndarray](), list[np.ndarray]()
     opened(pipeline)
     play(pipeline, first, SAVED_AT)
-    while sum(chunk.entered - chunk.back for chunk in pipeline.ring.scheduler.session(0).chunks) < (
-        2 if stages > 1 else 0
-    ):
-        first += shown(pipeline.step())  # until two of its micro-steps are in the ring, where that can be
+    while micro_steps_in_flight(pipeline) < (2 if stages > 1 else 0):
+        pipeline.set_frame_credit(0, 6 * pipeline.info.chunk_frames)  # without it the ring runs empty
+        first += shown(pipeline.step())
     snapshot, frames = pipeline.save(0)
     snapshot.write(folder / "ring")
     first += shown(frames)

@@ -235,7 +235,7 @@ def test_between_one_process_and_a_ring_of_processes_with_a_rank_that_decodes(
     saved_at, chunk = len(alone), pipeline.info.chunk_frames
     process.play(pipeline, alone, 2 * process.CHUNKS)
     arguments = [str(tmp_path), str(stages), str(shares)]
-    run_ranks("tests.pipeline.snapshot_process", arguments, stages * shares + 1, 600)
+    run_ranks("tests.pipeline.snapshot_process", arguments, stages * shares + 1, 200)
     there = np.load(tmp_path / "shown.npz")
     for name, begin in (("first", 0), ("second", saved_at)):
         shown = there[name][: process.CHUNKS * chunk]

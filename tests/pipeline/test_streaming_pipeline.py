@@ -18,6 +18,7 @@ from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, yuv420
 from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline.build import load_runtime
 from streamdiff.pipeline.output import Frames
+from streamdiff.pipeline.row_faults.errors import MOST_IN_A_ROW
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.small import (
     AUTOENCODER,
@@ -219,7 +220,7 @@ def test_a_prompt_change_leaves_the_frames_before_it_alone(runtime: StreamingPip
     assert not np.array_equal(got[change * CHUNK :][:CHUNK], expected[change * CHUNK :][:CHUNK])
 
 
-def test_a_session_that_cannot_be_decoded_is_told_and_a_second_one_ends_the_pipeline() -> None:
+def test_a_session_that_cannot_be_decoded_is_told_and_one_after_the_other_ends_the_pipeline() -> None:
     """A decoder for other latents than the model's: real parts that do not fit together."""
     lost: dict[int, str] = {}
     wrong = small_autoencoder(0, replace(AUTOENCODER, latent_channels=5))
@@ -235,12 +236,14 @@ def test_a_session_that_cannot_be_decoded_is_told_and_a_second_one_ends_the_pipe
     for _ in range(3):
         runtime.step(1.0)
     assert list(lost) == [0], "once"
-    runtime.close_session(0)
-    open_session(runtime, 1)
-    runtime.set_frame_credit(1, CHUNK)
     with pytest.raises(EngineFailure, match=r"one session after the other fails.*expected \[B, 5, F, h, w\]"):
-        while True:
-            runtime.step(1.0)
+        for session in range(1, MOST_IN_A_ROW + 1):
+            runtime.close_session(session - 1)
+            open_session(runtime, session)
+            runtime.set_frame_credit(session, CHUNK)
+            while session not in lost:
+                runtime.step(1.0)
+    assert list(lost) == list(range(MOST_IN_A_ROW)), "each but the last, which ended all"
     runtime.close()
 
 

@@ -198,7 +198,7 @@ def test_a_snapshot_of_a_session_that_is_away_is_whole_and_its_end_leaves_nothin
 def test_on_a_ring_of_processes_over_rough_links_with_a_rank_that_decodes(place: str, tmp_path: Path) -> None:
     """Messages leave late, and slots hold rubbish once they are free: nothing is swapped in the middle of a send."""
     (tmp_path / place).touch()
-    run_ranks("tests.pipeline.swap_process", [str(tmp_path)], process.STAGES + 1, 600)
+    run_ranks("tests.pipeline.swap_process", [str(tmp_path)], process.STAGES + 1, 200)
     with torch.inference_mode():
         pipeline = StreamingPipeline(load_model(WEIGHTS, CPU), CPU)
     process.opened(pipeline)

@@ -18,7 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import aiortc.rtcrtpreceiver
 import httpx
@@ -50,9 +50,15 @@ _COUNTED: weakref.WeakKeyDictionary[Any, Seen] = weakref.WeakKeyDictionary()
 """Of each track that is not decoded, by the queue of its frames."""
 
 
-def _count_only(loop: Any, pictures: queue.Queue[Any], decoded: Any, *_: Any) -> None:
-    """A stand-in for aiortc's decoder thread: it counts what it is handed. In this process only."""
-    seen = _COUNTED[decoded]
+_decode_frames: Any = aiortc.rtcrtpreceiver.decoder_worker
+
+
+def _count_or_decode(loop: Any, pictures: queue.Queue[Any], decoded: Any, *rest: Any) -> None:
+    """aiortc's decoder thread, but tracks that are not to be decoded are counted. In this process only, to its end."""
+    seen = _COUNTED.get(decoded)
+    if seen is None:
+        _decode_frames(loop, pictures, decoded, *rest)
+        return
     while (task := pictures.get()) is not None:
         if seen.first_s is None:
             seen.first_s = clock.monotonic_s()
@@ -108,8 +114,7 @@ async def _connect(
     if response.status_code != 201:
         raise RuntimeError(f"{url} answered {response.status_code}: {response.text}")
     if not decode:
-        counter: Any = _count_only
-        aiortc.rtcrtpreceiver.decoder_worker = counter
+        aiortc.rtcrtpreceiver.decoder_worker = cast(Any, _count_or_decode)
         pc.on("track", lambda track: _COUNTED.update({track._queue: seen}))
     await pc.setRemoteDescription(RTCSessionDescription(response.text, "answer"))
     while pc.connectionState in ("new", "connecting"):

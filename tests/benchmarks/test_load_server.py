@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks import load_server
+from benchmarks import load_server, peers
 from benchmarks.arrivals import JobArrival, Visitor
 from streamdiff.config import Config, ServeConfig
 from tests.server.conftest import LIMIT_S, open_site
@@ -41,6 +41,11 @@ def test_visitors_note_what_they_were_shown_and_leave_nothing_open(tmp_path: Pat
             assert visits[2].first_frame_s is None and visits[2].looks == []
             [video] = videos
             assert not video.error and video.total_s is not None and video.bytes > 100
+            # Visitors decode nothing; who does, in the same process, still gets pictures.
+            async with httpx.AsyncClient() as http:
+                pc, seen = await peers.watch(http, f"{site.base}/whep", True)
+                await site.until(lambda: seen.frames > 0)
+                await pc.close()
             await site.until(lambda: [each.id for each in site.state.manager.sessions] == ["default"])
             await site.until(lambda: site.state.viewers.count == 0)
 

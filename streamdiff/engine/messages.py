@@ -167,12 +167,13 @@ class Ready(ModelInfo):
 @dataclass(frozen=True)
 class Opened(SessionMessage):
     """`text` is the prompt as the model was given it; `notice` a friendly remark for the page, or empty. `switches`:
-    those of PROMPT_POLICIES that this session's KV context can do."""
+    those of PROMPT_POLICIES that this session's KV context can do. `image`: whether a reset begins with a picture."""
 
     epoch: int
     text: str
     notice: str = ""
     switches: tuple[str, ...] = PROMPT_POLICIES
+    image: bool = False
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ class Session:
     def open(self, notice: str = "", switches: tuple[str, ...] = PROMPT_POLICIES) -> list[Event]:
         """Begin: the pipeline has opened the stream with this session's text, seed and epoch; it can do `switches`."""
         self._set_frame_credit()
-        return [Opened(self.name, self.epoch, self.text, notice, switches)]
+        return [Opened(self.name, self.epoch, self.text, notice, switches, self.start is not None)]
 
     def saved(self) -> dict[str, Any]:
         """How far it is, as JSON has it; to be called with nothing pending."""

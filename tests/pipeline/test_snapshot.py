@@ -14,9 +14,7 @@ from safetensors.torch import save_file
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import FrameBatch, Open, Reset
 from streamdiff.errors import ConfigError, RequestError
-from streamdiff.models.autoencoder.normalisation import Normalisation
 from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
-from streamdiff.models.autoencoder.taehv_codec import StreamingTaehv, TaehvEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.tiny.model import WEIGHTS, load_model
 from streamdiff.pipeline.executor import LocalRing
@@ -25,7 +23,7 @@ from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.pipeline import snapshot_process as process
 from tests.pipeline.processes import run_ranks
-from tests.small import BLUE, CPU, RED, WHITE, small_model, small_parts
+from tests.small import BLUE, CPU, RED, WHITE, small_encoder, small_model
 
 PLAIN = small_model(4, layers=4, sink=2)
 MODEL = replace(PLAIN, spec=replace(PLAIN.spec, anchor_every=2))
@@ -172,8 +170,7 @@ def test_tensors_of_another_size_are_refused_before_any_stage_has_them(snapshot:
 
 def test_a_reset_after_it_begins_with_the_picture_of_before() -> None:
     """In another engine, from the file alone."""
-    parts = small_parts(4)
-    half = TaehvEncoder(StreamingTaehv(parts.autoencoder, Normalisation(parts.mean.tolist(), parts.std.tolist(), CPU)))
+    half = small_encoder(4)
     picture = np.random.default_rng(2).integers(0, 256, (1, MODEL.spec.height, MODEL.spec.width, 3), np.uint8)
 
     def engine() -> Engine:

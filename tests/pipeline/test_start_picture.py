@@ -12,12 +12,10 @@ from torch import Tensor
 
 from streamdiff.commands.reference_run import ReferenceRun, run_reference
 from streamdiff.errors import RequestError
-from streamdiff.models.autoencoder.normalisation import Normalisation
 from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
-from streamdiff.models.autoencoder.taehv_codec import StreamingTaehv, TaehvEncoder
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from tests.small import CPU, RED, small_model, small_parts
+from tests.small import CPU, RED, small_encoder, small_model
 
 MODEL = small_model(4, layers=4, sink=2, window=8)
 SPEC = MODEL.spec
@@ -30,9 +28,7 @@ def pixels(seed: int) -> np.ndarray:
 
 
 def encoder(model_seed: int = 4) -> PictureEncoder:
-    parts = small_parts(model_seed)
-    half = TaehvEncoder(StreamingTaehv(parts.autoencoder, Normalisation(parts.mean.tolist(), parts.std.tolist(), CPU)))
-    return PictureEncoder(lambda: half, SPEC)
+    return PictureEncoder(lambda: small_encoder(model_seed), SPEC)
 
 
 def latents(seed: int) -> Tensor:

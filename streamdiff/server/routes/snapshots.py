@@ -38,24 +38,42 @@ router = APIRouter(prefix="/api/sessions", tags=["sessions"], responses=_PROBLEM
     **needs("steer"),
 )  # fmt: skip
 async def save_session(state: State, live: Controlled) -> Response:
-    if state.snapshots.locked():
-        raise Problem(503, "Other snapshots are being sent; ask again.", {"Retry-After": "1"}, code="busy")
+    _refuse_if_busy(state)
     async with contextlib.AsyncExitStack() as held:
         await held.enter_async_context(state.snapshots)
         data = await _taken(state, live)
         sending = held.pop_all()
-    headers = {
-        "Content-Length": str(len(data)),
-        "Content-Disposition": f'attachment; filename="{live.id}.safetensors"',
-        "Cache-Control": "no-store",
-    }
 
     async def pieces() -> AsyncIterator[memoryview]:
         view = memoryview(data)
         for begin in range(0, len(view), _PIECE):
             yield view[begin : begin + _PIECE]
 
-    return _Sending(pieces(), sending, headers)
+    return _Sending(pieces(), sending, _headers(live, data))
+
+
+@router.head(
+    "/{session}/snapshot", summary="How large the session's file would be now",
+    response_class=Response, responses=answer("Content-Length: its bytes"), **needs("steer"),
+)  # fmt: skip
+async def size_of_snapshot(state: State, live: Controlled) -> Response:
+    _refuse_if_busy(state)
+    async with state.snapshots:
+        return Response(headers=_headers(live, await _taken(state, live)), media_type=OCTETS)
+
+
+def _refuse_if_busy(state: AppState) -> None:
+    """Raises Problem, 503, while another snapshot is taken or sent."""
+    if state.snapshots.locked():
+        raise Problem(503, "Other snapshots are being sent; ask again.", {"Retry-After": "1"}, code="busy")
+
+
+def _headers(live: LiveSession, data: Data) -> Headers:
+    return {
+        "Content-Length": str(len(data)),
+        "Content-Disposition": f'attachment; filename="{live.id}.safetensors"',
+        "Cache-Control": "no-store",
+    }
 
 
 async def _taken(state: AppState, live: LiveSession) -> Data:

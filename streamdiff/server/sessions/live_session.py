@@ -54,6 +54,7 @@ class LiveSession:
         it can; `occupancy`: what share of the time, 0 to 1, each rank was at work."""
         self.id = id
         self.prompt, self.seed, self.image = spec.prompt, spec.seed, spec.image
+        self.begins_with_image = spec.image is not None
         self.steps = ready.steps if spec.steps is None else spec.steps
         self.limit = UNLIMITED
         self._sent_steps = self.steps
@@ -66,14 +67,12 @@ class LiveSession:
         self.reserved_until_s = float("-inf")
         """Until then it keeps its share of the engine's time though nobody watches."""
         self.rev = 0  # of the state: goes up with every request
-        self.text = self.notice = ""
-        self.switches = PROMPT_POLICIES
+        self.text, self.notice, self.switches = "", "", PROMPT_POLICIES
         self.paused = False
         self.place = "device"
         """Where its caches lie: on the device, in host memory or on disk."""
         self._told: tuple[bool, bool] | None = None  # active, and whether to be swapped out, as the engine was told
-        self.opened = False
-        self.closed = False  # or about to be: nobody may join
+        self.opened = self.closed = False  # closed: or about to be, nobody may join
         self.engine = EngineStatus()
         self.epoch = -1
         """The latest one that the engine reported."""
@@ -183,6 +182,7 @@ class LiveSession:
                 self._stats.made(len(event.pictures), event.chunk_s, now_s)
             case messages.Opened():
                 self.opened, self.engine, self.epoch = True, EngineStatus(), event.epoch
+                self.begins_with_image = event.image
                 self.playback.look()
                 self.opening.end(None)
                 self.text, self.notice, self.switches = event.text, event.notice or self.notice, event.switches
@@ -211,7 +211,8 @@ class LiveSession:
             case control.ResetMessage(seed=seed) as reset:
                 self.playback.clear_before(event.epoch)
                 self.seed, self.resets = self.seed if seed is None else seed, self.resets + 1
-                self.image = reset.picture if isinstance(reset, control.PictureReset) else self.image
+                if isinstance(reset, control.PictureReset):
+                    self.image, self.begins_with_image = reset.picture, reset.picture is not None
             case control.PromptMessage(prompt=prompt, switch=switch):
                 self.prompt = prompt
                 if switch == "reset":
@@ -358,8 +359,8 @@ class LiveSession:
         """Live figures, JSON-able; None where nothing was measured yet."""
         dropped = sum(counters.dropped for counters in self.playback.fanout.counters().values())
         figures = self._stats.figures(self.playback.pacer.progress(), dropped, clock.monotonic_s())
-        figures |= {"stalled": self.stalled_s() > STALLED_S, "lead_ms": round(self.playback.lead.lead_s * 1000)}
-        return figures | {"occupancy": [round(share, 3) for share in self._occupancy()]}
+        figures |= {"occupancy": [round(share, 3) for share in self._occupancy()]}
+        return figures | {"stalled": self.stalled_s() > STALLED_S, "lead_ms": round(self.playback.lead.lead_s * 1000)}
 
     def update_metrics(self) -> None:
         """Copy figures that other objects hold into the metrics. Mutates: the metrics."""
@@ -377,7 +378,7 @@ class LiveSession:
             "type": "state",
             "session": self.id,
             **{name: getattr(self, name) for name in _TOLD},
-            "image": self.image is not None,
+            "image": self.begins_with_image,
             "engine": self.engine.state,
             "engine_reason": self.engine.reason_for(may_control),
             **state_of(self._asked, self.limit, self.steps),

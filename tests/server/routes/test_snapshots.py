@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,20 @@ from safetensors.torch import save
 from streamdiff.config import Config, PlaybackConfig, ServeConfig, SessionConfig
 from streamdiff.engine.messages import Event, FrameBatch, Shown
 from streamdiff.engine.snapshot_header import read_saved_session
+from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.server.conftest import Site, bearer, open_site
-from tests.small import BLUE, CPU, RED, small_model
+from tests.server.routes.test_pictures import png
+from tests.small import BLUE, CPU, RED, small_encoder, small_model
 
 pytestmark = pytest.mark.slow
 MODEL = small_model(4, layers=4, sink=2)
 CHUNK = MODEL.spec.chunk_frames
 LEAD = PlaybackConfig(lead_s=4.0)
 TOKEN = "control-token-of-the-tests"
+IMAGE = "data:image/png;base64," + base64.b64encode(png("green")).decode()
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +39,8 @@ def one_thread() -> None:
 
 
 def pipeline(stages: int, model: Model = MODEL) -> Any:
-    return StreamingPipeline(model, CPU, ring=LocalRing(model, CPU, stages))
+    pictures = PictureEncoder(lambda: small_encoder(4), model.spec)
+    return StreamingPipeline(model, CPU, ring=LocalRing(model, CPU, stages), pictures=pictures)
 
 
 class Frames:
@@ -57,6 +62,12 @@ async def saved(site: Site, session: str, headers: dict[str, str]) -> bytes:
     return answer.content
 
 
+async def told_size(site: Site, session: str, headers: dict[str, str]) -> int:
+    answer = await site.http.head(f"/api/sessions/{session}/snapshot", headers=headers)
+    assert (answer.status_code, answer.content) == (200, b""), answer.text
+    return int(answer.headers["content-length"])
+
+
 async def opened(site: Site, snapshot: bytes, headers: dict[str, str] | None = None, **fields: str) -> httpx.Response:
     files = {"snapshot": ("a.safetensors", snapshot, "application/octet-stream")}
     return await site.http.post("/api/sessions", files=files, data=fields, headers=headers)
@@ -66,21 +77,24 @@ def test_a_session_goes_on_to_the_bit_on_another_server_with_other_stages() -> N
     async def main() -> None:
         async with open_site(Config(playback=LEAD), pipeline(1)) as site:
             frames = Frames(site)
-            session = (await site.http.post("/api/sessions", json={"prompt": RED, "seed": 3})).json()
+            session = (await site.http.post("/api/sessions", json={"prompt": RED, "seed": 3, "image": IMAGE})).json()
+            assert session["image"] is True
             made, steer = frames.made[session["id"]], bearer(session["control_token"])
             await site.until(lambda: len(made) >= 2 * CHUNK)
+            told = await told_size(site, session["id"], steer)
             snapshot = await saved(site, session["id"], steer)
+            assert abs(len(snapshot) - told) < 0.1 * told, "it plays on in between"
             begin = read_saved_session(snapshot).made_frames
             await site.until(lambda: len(made) >= begin + 2 * CHUNK)
             url = f"/api/sessions/{session['id']}/snapshot"
-            assert (await site.http.get(url)).status_code == 401
+            assert (await site.http.get(url)).status_code == (await site.http.head(url)).status_code == 401
             assert (await site.http.get(url, headers=bearer(session["view_token"]))).status_code == 403
         async with open_site(Config(playback=LEAD, serve=ServeConfig(load=10.0)), pipeline(4)) as site:
             frames = Frames(site)
             answer = await opened(site, snapshot)
             assert answer.status_code == 201, answer.text
             told = answer.json()
-            assert (told["seed"], told["prompt"], told["kv_context"]) == (3, RED, "clean")
+            assert (told["seed"], told["prompt"], told["kv_context"], told["image"]) == (3, RED, "clean", True)
             again = frames.made[told["id"]]
             await site.until(lambda: len(again) >= 2 * CHUNK)
             both = sorted(made.keys() & again.keys())

@@ -239,6 +239,10 @@ class RingExecutor:
             # A prompt that came meanwhile has the later epoch.
             self._new_epoch(session, max(epoch, self.scheduler.oldest_epoch(session)), schedule.steps)
 
+    def set_epoch(self, session: int, epoch: int) -> None:
+        """Chunks admitted from now on belong to `epoch`: the caller has changed what they start from. Mutates: self."""
+        self._new_epoch(session, epoch, self.sampler.sessions[session].schedule.steps)
+
     def _new_epoch(self, session: int, epoch: int, steps: int) -> None:
         """Chunks admitted from now on belong to `epoch`, with the steps and the text that hold. Mutates: self."""
         self.tell(MessageKind.STEPS, SessionUpdate(session, epoch, steps=steps))

@@ -45,6 +45,17 @@ class Frames:
     chunk_s: float | None
 
 
+@dataclass(frozen=True)
+class InputFigures:
+    """A session's video input: the noise level of the latest chunk, None before the first; frames that were used, and
+    that came too fast; what ended it, where it failed."""
+
+    level: float | None
+    used: int
+    dropped: int
+    fault: str = ""
+
+
 @session_state("chunk-made")
 @dataclass
 class StreamChunk:

@@ -32,6 +32,7 @@ from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.snapshot.sessions import SavesSessions
 from streamdiff.pipeline.throughput import ChunkCostMeter, PipelineFigures
+from streamdiff.pipeline.video_input.feeding import FeedsSessions
 from streamdiff.pipeline.worker_group import WorkerGroup
 
 
@@ -48,7 +49,7 @@ class StepHook(Protocol):
         """The pipeline is about to close."""
 
 
-class StreamingPipeline(SavesSessions, PipelineFigures):
+class StreamingPipeline(SavesSessions, FeedsSessions, PipelineFigures):
     """Runs sessions, which have numbers; `step` is called repeatedly from one thread."""
 
     def __init__(
@@ -179,11 +180,13 @@ class StreamingPipeline(SavesSessions, PipelineFigures):
 
         A chunk is admitted when it fits whole.
         """
-        self.ring.scheduler.set_frame_credit(session, frames - self._streams[session].ahead_frames)
+        self._credits[session] = frames
+        self._limit_credit(session)
 
     def close_session(self, session: int) -> None:
         """End a stream and free its state; no more frames of it come out."""
         self._forget_swapped(session)
+        self._forget_input(session)
         self.ring.close(session)
         if self._budget is not None:
             self._budget.give_back(session)
@@ -208,6 +211,7 @@ class StreamingPipeline(SavesSessions, PipelineFigures):
             return came
         now_s = clock.monotonic_s()
         self._turn_swaps()
+        self._turn_inputs()
         rows, finished = self._turn()
         for row in rows:
             if row.step == 0:
@@ -247,6 +251,7 @@ class StreamingPipeline(SavesSessions, PipelineFigures):
         """End decoding and the other ranks."""
         if self.hook is not None:
             self.hook.close()
+        self._end_inputs()
         self._decoding.close(abandon=self.ring.worker.timer.hung)
         self.ring.stage.swaps.close()
         if self._workers is not None:
@@ -300,6 +305,7 @@ class StreamingPipeline(SavesSessions, PipelineFigures):
         self._end(session)
         self._failed.discard(session)
         stream = self._streams[session] = StreamProgress(next(self._numbers), session, background)
+        self._begin_input(session)
         given = self.ring.sampler.sessions[session].given_latents
         for chunk in range(self.ring.scheduler.next_chunk(session)):
             stream.chunks[chunk] = StreamChunk(epoch, 1 / (self.info.steps + 1))

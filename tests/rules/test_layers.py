@@ -49,7 +49,7 @@ PIPELINE = (
     ("throughput",),
     ("worker_group",),
     ("worker_main",),
-    ("snapshot",),
+    ("snapshot", "video_input"),
     ("rank_loader", "topology"),
     ("load_plan",),
     ("balance", "decode", "executor"),

@@ -1,10 +1,11 @@
-"""A start picture as finished latents of a stream's first chunk, by the stream's own encoder."""
+"""The stream's own encoder, for pictures that streams begin with: finished latents of the first chunk."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -18,14 +19,20 @@ from streamdiff.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class PictureEncoder:
-    """`load` reads the encoder, when the first picture comes: most streams begin without one. For one thread."""
+    """`load` reads the encoder, when the first picture or video comes: most streams have none. For any thread."""
 
     load: Callable[[], VideoEncoder]
     spec: ModelSpec
+    _loading: threading.Lock = field(default_factory=threading.Lock)
 
-    @cached_property
+    @property
     def encoder(self) -> VideoEncoder:
         """Raises what `load` does."""
+        with self._loading:
+            return self._loaded
+
+    @cached_property
+    def _loaded(self) -> VideoEncoder:
         return self.load()
 
     @torch.inference_mode()
@@ -43,14 +50,14 @@ class PictureEncoder:
         encoder, spec = self.encoder, self.spec
         count = spec.first_chunks * spec.chunk_latents
         still = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None, :, None]
-        with _beside_others(encoder.device):
+        with beside_others(encoder.device):
             video = still.to(encoder.device, torch.float32) / 127.5 - 1
             frames = encoder.first_frames + (count - 1) * encoder.temporal
             latents = encoder.encode(video.expand(-1, -1, frames, -1, -1), encoder.new_memory())[0].float().cpu()
         return torch.stack(latents.split(spec.chunk_latents, 1))
 
 
-def _beside_others(device: torch.device) -> AbstractContextManager[object]:
+def beside_others(device: torch.device) -> AbstractContextManager[object]:
     """On CUDA a stream of its own, so that no forward of a live stream waits behind the picture."""
     if device.type != "cuda":
         return nullcontext()

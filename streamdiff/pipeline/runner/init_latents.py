@@ -1,8 +1,11 @@
-"""Video to video: initial latents from an encoded video, and how much noise is mixed into them."""
+"""Video to video: initial latents from an encoded video, or from one that comes while the stream runs, and how much
+noise is mixed into them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +21,10 @@ TIMESTEP_OFFSET = 0.1
 """How far the timestep given to the model lies below the noise mixed in, over 1000; on purpose, by the same authors."""
 _SMOOTHING = 0.9
 """Share of a chunk's own level in what is used; the rest is the level of the chunk before."""
+_LOWEST = 0.01
+"""Of a level of live video, so that there is something to remove."""
+MAX_WAITING = 2
+"""Encoded chunks of live video that may wait."""
 
 
 @session_value("init-latents")
@@ -70,6 +77,86 @@ class InitLatents:
 
     def _at(self, chunk: int) -> int:
         return min(chunk, len(self.latents) - 1)
+
+
+class _LiveChunk(NamedTuple):
+    """What a chunk starts from, and what its steps have: noise levels, and timesteps that the model is told."""
+
+    latents: Tensor
+    sigmas: tuple[float, ...]
+    timesteps: tuple[float, ...]
+
+
+@dataclass
+class LiveLatents:
+    """Encoded video of a session that is fed while it runs: each chunk starts from the oldest that waits.
+
+    The level of a chunk follows how much its video moves, as `motion_levels` has it; `strength` may be changed at any
+    time. Where the level lies below that of the schedule's first step, the later ones are lowered in proportion, so
+    that no step adds more noise than the input was given. The model is told the levels that are mixed in.
+    """
+
+    strength: float
+    most: int = MAX_WAITING
+    """Chunks that may wait; of more the oldest is dropped."""
+    waiting: deque[tuple[Tensor, float]] = field(default_factory=deque)
+    """Latents `[C, F, h, w]`, in pinned host memory where the model is on CUDA, and how much their frames move: the
+    largest root mean square difference of neighbouring ones, of pixels in [-1, 1]."""
+    level: float | None = None
+    """That of the latest chunk; None before the first."""
+    used: int = 0
+    dropped: int = 0
+    _begun: dict[int, _LiveChunk] = field(default_factory=dict)
+
+    def add(self, latents: Tensor, motion: float) -> None:
+        """What a later chunk starts from. Mutates: self."""
+        self.waiting.append((latents, motion))
+        if len(self.waiting) > self.most:
+            self.waiting.popleft()
+            self.dropped += 1
+
+    def take(self, chunk: int, schedule: Schedule) -> bool:
+        """Give `chunk`, which begins, the oldest latents that wait; whether it has some. Asked again it has the same.
+        Mutates: self."""
+        if chunk in self._begun:
+            return True
+        if not self.waiting:
+            return False
+        latents, motion = self.waiting.popleft()
+        wanted = self.strength - REACH * min(1.0, motion / FULL_MOTION)
+        level = self.strength if self.level is None else _SMOOTHING * wanted + (1 - _SMOOTHING) * self.level
+        self.level = level = min(1.0, max(_LOWEST, level))
+        lowered = min(1.0, level / schedule.sigmas[0])
+        sigmas = [lowered * sigma for sigma in schedule.sigmas]
+        times = schedule.timesteps if lowered == 1 else [sigma * TIMESTEPS for sigma in sigmas]
+        self._begun[chunk] = _LiveChunk(latents, (level, *sigmas[1:]), (level * TIMESTEPS, *times[1:]))
+        self.used += 1
+        return True
+
+    def begin(self, chunk: int, noise: Tensor) -> Tensor:
+        """Input of the first step of a chunk that has taken latents: `noise` `[C, F, h, w]` mixed in."""
+        begun = self._begun[chunk]
+        latents = begun.latents.to(noise.device, noise.dtype, non_blocking=True)
+        return add_noise(latents, noise, begun.sigmas[0])
+
+    def sigma(self, chunk: int, step: int) -> float | None:
+        """The noise level of a chunk at one of its steps; None: the chunk has no input."""
+        begun = self._begun.get(chunk)
+        return None if begun is None else begun.sigmas[step]
+
+    def timestep(self, chunk: int, step: int) -> float | None:
+        """What the model is told at one of its steps; None: the chunk has no input."""
+        begun = self._begun.get(chunk)
+        return None if begun is None else begun.timesteps[step]
+
+    def forget(self, chunk: int) -> None:
+        """The chunk is finished. Mutates: self."""
+        self._begun.pop(chunk, None)
+
+    def begin_again(self) -> None:
+        """The stream begins afresh, at chunk 0. Mutates: self."""
+        self._begun.clear()
+        self.level = None
 
 
 def levels_of(timesteps: Tensor, schedule: Schedule) -> Tensor:

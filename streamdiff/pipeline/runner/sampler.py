@@ -19,7 +19,7 @@ from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
-from streamdiff.pipeline.runner.init_latents import InitLatents, levels_of
+from streamdiff.pipeline.runner.init_latents import InitLatents, LiveLatents, levels_of
 from streamdiff.pipeline.runner.noise import Noise, PrefetchedNoise
 from streamdiff.pipeline.runner.step_levels import StepLevels
 from streamdiff.pipeline.scheduler.kv_context import PER_STEP
@@ -73,6 +73,8 @@ class SamplerSession:
     given_latents: dict[int, Tensor] = field(default_factory=dict, metadata=STATE)
     """By chunk: finished latents `[C, F, h, w]` that the stream goes on from. With a clean pass they leave when that
     has been entered; in `matched` every step has them as its x0."""
+    live: LiveLatents | None = field(default=None, metadata=DERIVED)
+    """Video that comes in while the stream runs. Whoever goes on from a snapshot feeds it anew."""
     begin_times: dict[int, Tensor] = field(default_factory=dict, metadata=STATE)
     """By chunk that begins next: the time embedding `[F, D]` of its first step, where that is not the schedule's."""
     pictures: Any = field(default=None, metadata=STATE)
@@ -221,6 +223,8 @@ class LatentSampler:
                 x0 = session.given_latents[row.chunk]
             if row.last:
                 finished.append(Finished(row, x0))
+                if session.live is not None:
+                    session.live.forget(row.chunk)
                 if session.clean_pass:
                     session.keep(row, self._remembered(session, row.chunk, x0))
                     session.latents[key] = x0
@@ -236,6 +240,8 @@ class LatentSampler:
         session, noise = self.sessions[row.session], self._noise(row)
         if row.chunk in session.given_latents:
             return sampling.add_noise(session.given_latents[row.chunk], noise, self._sigma(row, 0))
+        if session.live is not None and session.live.take(row.chunk, session.schedule.of(row.chunk)):
+            return session.live.begin(row.chunk, noise)
         if session.source is not None:
             return session.source.begin(row.chunk, noise)
         scale = session.schedule.of(row.chunk).noise_scale
@@ -255,6 +261,8 @@ class LatentSampler:
 
     def _own_timesteps(self, session: SamplerSession, chunk: int, step: int) -> Tensor | None:
         """The timesteps `[F]` of a denoise step of a chunk, where they are not the schedule's."""
+        if session.live is not None and (live := session.live.timestep(chunk, step)) is not None:
+            return torch.full((self.spec.chunk_latents,), live, device=self.device)
         if session.levels is not None and (own := session.levels.timestep(chunk, step)) is not None:
             return own
         if step == 0 and session.source is not None:
@@ -276,6 +284,8 @@ class LatentSampler:
         """The noise level of the row's chunk at one of its steps, as `StepLevels.sigma`, or one for all its latent
         frames; at the first an input may have its own."""
         session = self.sessions[row.session]
+        if session.live is not None and (live := session.live.sigma(row.chunk, step)) is not None:
+            return live
         if session.levels is not None and (own := session.levels.sigma(row.chunk, step)) is not None:
             return own
         if step == 0 and session.source is not None and session.source_levels is not None:

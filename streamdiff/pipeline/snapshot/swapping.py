@@ -42,6 +42,7 @@ class SwapsSessions(ABC):
     _budget: KVCacheBudget | None
 
     def __init__(self) -> None:
+        super().__init__()
         self._away: dict[int, _Away] = {}
         self._lost: set[int] = set()
         self._tickets = count()

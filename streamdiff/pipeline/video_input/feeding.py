@@ -1,0 +1,228 @@
+"""Sessions of a pipeline that are fed with video: frames in, latents for the head out, on a thread of its own.
+
+A chunk of a fed session is admitted when its input is there. Newest wins: of frames that come faster than they are used
+the oldest are dropped, before they are encoded (`MAX_UNENCODED` chunks of frames may wait) and after (`LiveLatents`).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from streamdiff.errors import RequestError, StreamdiffError
+from streamdiff.models.autoencoder.autoencoder import VideoEncoder
+from streamdiff.models.autoencoder.picture_encoder import PictureEncoder, beside_others
+from streamdiff.models.model import Model
+from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.output import InputFigures, ModelInfo, StreamProgress
+from streamdiff.pipeline.runner.init_latents import MAX_WAITING, LiveLatents
+
+MAX_UNENCODED = 2
+_FAULTS = (StreamdiffError, OSError, RuntimeError, ValueError, MemoryError)
+"""What can go wrong with one session's video, and ends its input alone."""
+
+
+class _Encoded(NamedTuple):
+    """What one call of the encoder's thread has made: chunks, each with how much it moves; why it failed."""
+
+    chunks: list[tuple[Tensor, float]]
+    fault: str = ""
+
+
+@dataclass
+class _Input:
+    """The video of one session. `frames` are guarded by `lock`; the last four belong to the encoder's thread."""
+
+    latents: LiveLatents
+    ended: bool = False
+    fault: str = ""
+    dropped: int = 0
+    calls: int = 0
+    """Of the encoder, that are not done."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    frames: deque[NDArray[np.uint8]] = field(default_factory=deque)
+    memory: Any = None
+    parts: list[Tensor] = field(default_factory=list)
+    """Latent frames of the chunk that is being put together."""
+    motion: float = 0.0
+    last: Tensor | None = None
+
+    @property
+    def used_up(self) -> bool:
+        return self.ended and not self.calls and not self.latents.waiting
+
+
+class FeedsSessions(ABC):
+    """What `StreamingPipeline` inherits to feed its sessions."""
+
+    model: Model
+    info: ModelInfo
+    ring: RingExecutor
+    _streams: dict[int, StreamProgress]
+    _pictures: PictureEncoder | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inputs: dict[int, _Input] = {}
+        self._credits: dict[int, int] = {}  # by session, as `set_frame_credit` said
+        self._encoded: queue.SimpleQueue[tuple[_Input, _Encoded]] = queue.SimpleQueue()
+        self._encoding = ThreadPoolExecutor(1, "video-encoder")
+
+    @abstractmethod
+    def _wake(self) -> None:
+        """Wake a waiting `step`. From any thread."""
+
+    def check_input(self, strength: float | None) -> None:
+        """Raises what `set_input` would."""
+        if strength is not None and not 0 < strength <= 1:
+            raise RequestError("strength", f"strength is {strength}; it must be above 0 and at most 1")
+        if self._pictures is None:
+            raise RequestError("input", f"model {self.info.model} encodes no video; steer it by its prompt alone")
+
+    def set_input(self, session: int, strength: float | None, *, epoch: int) -> None:
+        """From the next admitted chunk on, start from the video that `feed` brings, with noise of level `strength`
+        mixed in, less where it moves; or change the strength (see `LiveLatents`). With None the input ends: what was
+        fed is used, as far as it fills chunks, and then the session goes on from its text alone.
+
+        Raises:
+            RequestError: `strength` is not above 0 and at most 1, or the model encodes no video.
+        """
+        self.check_input(strength)
+        entry = self._inputs.get(session)
+        if strength is None:
+            if entry is not None:
+                entry.ended = True
+        else:
+            state = self.ring.sampler.sessions[session]
+            if state.live is None:
+                state.live = LiveLatents(strength, max(MAX_WAITING, self.model.spec.first_chunks))
+            if entry is None or entry.ended:
+                self._inputs[session] = _Input(state.live)
+                state.live.waiting.clear()
+            state.live.strength = strength
+        self.ring.set_epoch(session, epoch)
+        self._limit_credit(session)
+
+    def feed(self, session: int, frames: NDArray[np.uint8]) -> None:
+        """The next frames of a session's input, RGB `[n, H, W, 3]` of the model's size, at the rate at which it is
+        shown. Does nothing where its input has ended."""
+        entry = self._inputs.get(session)
+        if entry is None or entry.ended:
+            return
+        with entry.lock:
+            entry.frames.extend(frames)
+            over = max(0, len(entry.frames) - MAX_UNENCODED * self.info.chunk_frames)
+            for _ in range(over):
+                entry.frames.popleft()
+        entry.dropped += over
+        entry.calls += 1
+        self._encoding.submit(self._encode_waiting, entry)
+
+    def input_figures(self, session: int) -> InputFigures | None:
+        """How a session's input does; None: it has none."""
+        entry = self._inputs.get(session)
+        if entry is None:
+            return None
+        live, frames = entry.latents, self.info.chunk_frames
+        return InputFigures(live.level, live.used * frames, entry.dropped + live.dropped * frames, entry.fault)
+
+    def _turn_inputs(self) -> None:
+        """Give the head what was encoded. Mutates: self, sampler."""
+        while not self._encoded.empty():
+            entry, encoded = self._encoded.get_nowait()
+            entry.calls -= 1
+            if encoded.fault:
+                entry.fault, entry.ended = encoded.fault, True
+            for latents, motion in encoded.chunks:
+                entry.latents.add(latents, motion)
+        for session in self._inputs:
+            self._limit_credit(session)
+
+    def _limit_credit(self, session: int) -> None:
+        """Let as many frames be admitted as may be ahead, and no more than there is input for. Mutates: scheduler."""
+        credit, entry = self._credits[session] - self._streams[session].ahead_frames, self._inputs.get(session)
+        if entry is not None and not entry.used_up:
+            credit = min(credit, len(entry.latents.waiting) * self.info.chunk_frames)
+        self.ring.scheduler.set_frame_credit(session, credit)
+
+    def _begin_input(self, session: int) -> None:
+        """The session begins, or begins afresh, and goes on being fed if it was. Mutates: self, sampler."""
+        self._credits[session] = 0
+        if (entry := self._inputs.get(session)) is not None:
+            entry.latents.begin_again()
+            self.ring.sampler.sessions[session].live = entry.latents
+
+    def _forget_input(self, session: int) -> None:
+        """The session ends. Mutates: self."""
+        if (entry := self._inputs.pop(session, None)) is not None:
+            entry.ended = True
+        self._credits.pop(session, None)
+
+    def _end_inputs(self) -> None:
+        """End the encoder's thread. Mutates: self."""
+        for session in list(self._inputs):
+            self._forget_input(session)
+        self._encoding.shutdown(cancel_futures=True)
+
+    # ---- on the encoder's thread --------------------------------------------------------------------------------
+
+    def _encode_waiting(self, entry: _Input) -> None:
+        """Encode what waits of a session's frames, latent frame by latent frame. Mutates: entry."""
+        assert self._pictures is not None
+        encoded = _Encoded([])
+        try:
+            encoder = self._pictures.encoder
+            while (piece := _next_piece(entry, encoder)) is not None:
+                if (chunk := self._encode(entry, encoder, piece)) is not None:
+                    encoded.chunks.append(chunk)
+        except _FAULTS as error:
+            encoded = _Encoded([], str(error) or type(error).__name__)
+        self._encoded.put((entry, encoded))
+        self._wake()
+
+    @torch.inference_mode()
+    def _encode(self, entry: _Input, encoder: VideoEncoder, piece: NDArray[np.uint8]) -> tuple[Tensor, float] | None:
+        """One piece of video; a chunk when that has made it whole. Mutates: entry."""
+        if entry.memory is None:
+            entry.memory = encoder.new_memory()
+        cuda = encoder.device.type == "cuda"
+        with beside_others(encoder.device):
+            video = torch.from_numpy(piece).to(encoder.device).permute(0, 3, 1, 2).float() / 127.5 - 1
+            latents = encoder.encode(video.movedim(0, 1)[None], entry.memory)[0].float().cpu()
+            entry.motion = max(entry.motion, _largest_step(video, entry.last))
+            entry.last = video[-1]
+        entry.parts.append(latents)
+        if sum(each.shape[1] for each in entry.parts) < self.model.spec.chunk_latents:
+            return None
+        whole, motion = torch.cat(entry.parts, 1), entry.motion
+        entry.parts, entry.motion = [], 0.0
+        return whole.pin_memory() if cuda else whole, motion
+
+
+def _next_piece(entry: _Input, encoder: VideoEncoder) -> NDArray[np.uint8] | None:
+    """The frames `[n, H, W, 3]` of the next latent frame, where they are there: so the encoder's calls are the same
+    whatever pieces the frames come in. Mutates: entry."""
+    frames = encoder.first_frames if entry.memory is None else encoder.temporal
+    with entry.lock:
+        if len(entry.frames) < frames:
+            return None
+        return np.stack([entry.frames.popleft() for _ in range(frames)])
+
+
+def _largest_step(video: Tensor, before: Tensor | None) -> float:
+    """The largest root mean square difference of neighbouring frames of `video` `[n, 3, H, W]`, and of its first one to
+    `before`. Waits for the device."""
+    line = video if before is None else torch.cat([before[None], video])
+    if len(line) < 2:
+        return 0.0
+    return float((line[1:] - line[:-1]).square().flatten(1).mean(1).sqrt().max())

@@ -1,0 +1,281 @@
+"""A session that is fed with video: what its chunks start from, when they are made, and what becomes of frames that
+come too fast, not at all, or cannot be encoded."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from streamdiff.errors import RequestError
+from streamdiff.models.autoencoder.autoencoder import VideoEncoder
+from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
+from streamdiff.models.sampling import Schedule
+from streamdiff.pipeline.executor import LocalRing
+from streamdiff.pipeline.output import InputFigures
+from streamdiff.pipeline.runner.init_latents import FULL_MOTION, REACH, InitLatents, LiveLatents
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from streamdiff.pipeline.video_input.feeding import MAX_UNENCODED
+from tests.small import CPU, RED, small_encoder, small_model
+
+MODEL = small_model(4, layers=4, sink=2, window=8)
+SPEC = MODEL.spec
+FRAMES = SPEC.chunk_frames
+CONTEXTS = ("clean", "staircase", "matched", "anchored")
+CHUNKS = 5
+
+
+def clip(chunks: int, seed: int = 0) -> np.ndarray:
+    """Frames `[n, H, W, 3]` for so many chunks."""
+    shape = (chunks * FRAMES, SPEC.height, SPEC.width, 3)
+    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+
+
+class Fed(StreamingPipeline):
+    """Keeps the latents that go to the decoder, by session."""
+
+    def __init__(self, stages: int = 1, load: Callable[[], VideoEncoder] = lambda: small_encoder(4)) -> None:
+        ring = LocalRing(MODEL, CPU, stages) if stages > 1 else None
+        super().__init__(MODEL, CPU, ring=ring, pictures=PictureEncoder(load, SPEC))
+        self.made: dict[int, list[Tensor]] = {}
+
+    def _decode(self, stream: int, chunk: int, latents: Tensor) -> None:
+        session = next(each.session for each in self._streams.values() if each.number == stream)
+        self.made.setdefault(session, []).append(latents.clone())
+        super()._decode(stream, chunk, latents)
+
+    def begin(self, kv_context: str = "clean", steps: int = 4, session: int = 0) -> None:
+        conditioning = self.text.encode(RED)
+        self.open(session, conditioning, seed=3, epoch=0, steps=steps, kv_context=kv_context)
+
+    def turn(self, session: int = 0) -> int:
+        """One step; the frames that came."""
+        self.set_frame_credit(session, 10 * FRAMES)
+        return sum(len(each.pictures) for each in self.step(0.01) if each.session == session)
+
+    def settle(self) -> None:
+        """Go on until nothing can be made from what was fed."""
+        while any(entry.calls for entry in self._inputs.values()) or self.busy:
+            self.turn()
+
+    def play(self, video: np.ndarray, count: int, piece: int = FRAMES) -> list[Tensor]:
+        """The first `count` chunks, of `video` that comes as fast as it is used, in pieces of so many frames."""
+        rest = video
+        while len(self.made.get(0, [])) < count:
+            entry = self._inputs[0]
+            if len(rest) and not entry.calls and not entry.latents.waiting:
+                self.feed(0, rest[:piece])
+                rest = rest[piece:]
+            self.turn()
+        return self.made[0][:count]
+
+    def figures(self) -> InputFigures:
+        figures = self.input_figures(0)
+        assert figures is not None
+        return figures
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def pipeline() -> Iterator[Fed]:
+    made = Fed()
+    yield made
+    made.close()
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("kv_context", CONTEXTS)
+def test_neither_stages_nor_pieces_change_a_bit(pipeline: Fed, kv_context: str) -> None:
+    pipeline.begin(kv_context)
+    pipeline.set_input(0, 0.7, epoch=1)
+    alone = pipeline.play(clip(CHUNKS + 4), CHUNKS)
+    for stages, piece in ((2, 3), (4, FRAMES + 1)):
+        ring = Fed(stages)
+        try:
+            ring.begin(kv_context)
+            ring.set_input(0, 0.7, epoch=1)
+            assert same(ring.play(clip(CHUNKS + 4), CHUNKS, piece), alone)
+        finally:
+            ring.close()
+
+
+def test_it_is_what_a_file_of_the_same_video_becomes(pipeline: Fed) -> None:
+    """Where the schedule begins no higher than the level, so that nothing is lowered."""
+    video, encoder = clip(CHUNKS), small_encoder(4)
+    pixels = torch.from_numpy(video).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
+    latents = torch.stack(encoder.encode(pixels, encoder.new_memory())[0].split(SPEC.chunk_latents, 1))
+    conditioning = pipeline.text.encode(RED)
+    source = InitLatents.steady(latents, 1.0, 1000.0)
+    pipeline.ring.open(1, conditioning, seed=3, epoch=0, steps=4, kv_context="clean", source=source)
+    pipeline._begin(1, False, 0)
+    while len(pipeline.made.get(1, [])) < 1:
+        pipeline.turn(1)
+    pipeline.begin()
+    pipeline.set_input(0, 1.0, epoch=1)
+    assert torch.allclose(pipeline.play(video, 1)[0], pipeline.made[1][0], atol=1e-5)
+
+
+def test_the_less_noise_the_nearer_to_the_video(pipeline: Fed) -> None:
+    encoder, video = small_encoder(4), clip(1)
+    pixels = torch.from_numpy(video).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
+    wanted = encoder.encode(pixels, encoder.new_memory())[0]
+    distances = []
+    for session, strength in enumerate((0.01, 0.3, 0.6, 1.0)):
+        pipeline.begin(session=session)
+        pipeline.set_input(session, strength, epoch=1)
+        pipeline.feed(session, video)
+        while session not in pipeline.made:
+            pipeline.turn(session)
+        distances.append(float((pipeline.made[session][0] - wanted).abs().mean()))
+    assert distances == sorted(distances)
+    assert distances[0] < 0.1 < distances[-1]
+
+
+def test_a_chunk_waits_for_its_video_and_goes_on_when_there_is_more(pipeline: Fed) -> None:
+    pipeline.begin()
+    pipeline.set_input(0, 0.5, epoch=1)
+    pipeline.settle()
+    assert not pipeline.made and not pipeline.busy
+    pipeline.feed(0, clip(1)[:-1])
+    pipeline.settle()
+    assert not pipeline.made, "a frame is missing"
+    pipeline.feed(0, clip(1)[-1:])
+    pipeline.settle()
+    assert len(pipeline.made[0]) == 1
+    pipeline.feed(0, clip(1, 1))
+    pipeline.settle()
+    assert len(pipeline.made[0]) == 2
+    assert pipeline.figures().used == 2 * FRAMES
+
+
+def test_of_what_comes_too_fast_the_newest_is_used() -> None:
+    held = threading.Event()
+
+    def load() -> VideoEncoder:
+        assert held.wait(60)
+        return small_encoder(4)
+
+    pipeline, other = Fed(load=load), Fed()
+    try:
+        pipeline.begin()
+        pipeline.set_input(0, 0.5, epoch=1)
+        video = clip(9)
+        for begin in range(0, len(video), 3):
+            pipeline.feed(0, video[begin : begin + 3])
+        held.set()
+        pipeline.settle()
+        assert pipeline.figures().dropped == len(video) - MAX_UNENCODED * FRAMES
+        other.begin()
+        other.set_input(0, 0.5, epoch=1)
+        newest = other.play(video[-MAX_UNENCODED * FRAMES :], MAX_UNENCODED)
+        assert same(pipeline.made[0], newest)
+    finally:
+        pipeline.close()
+        other.close()
+
+
+def test_encoded_chunks_that_wait_are_as_few() -> None:
+    live = LiveLatents(0.5, most=2)
+    for number in range(5):
+        live.add(torch.full((1,), float(number)), 0.0)
+    assert [float(latents) for latents, _ in live.waiting] == [3.0, 4.0]
+    assert live.dropped == 3
+
+
+def test_when_it_ends_the_session_goes_on_from_its_text(pipeline: Fed) -> None:
+    pipeline.begin()
+    pipeline.set_input(0, 0.5, epoch=1)
+    pipeline.play(clip(3), 2)
+    pipeline.set_input(0, None, epoch=2)
+    while len(pipeline.made[0]) < 6:
+        pipeline.turn()
+    assert pipeline.figures().used <= 3 * FRAMES
+    pipeline.set_input(0, 0.5, epoch=3)  # and another may come
+    pipeline.feed(0, clip(1))
+    before = pipeline.figures().used
+    while pipeline.figures().used == before:
+        pipeline.turn()
+
+
+def test_a_reset_goes_on_with_the_video(pipeline: Fed) -> None:
+    pipeline.begin()
+    pipeline.set_input(0, 0.5, epoch=1)
+    pipeline.play(clip(3), 2)
+    pipeline.reset(0, pipeline.text.encode(RED), seed=4, epoch=5)
+    pipeline.made.clear()
+    pipeline.play(clip(3, 1), 1)
+    used = pipeline.figures().used
+    pipeline.settle()
+    pipeline.feed(0, clip(1, 2))
+    pipeline.settle()
+    assert pipeline.figures().used > used
+
+
+def test_video_that_cannot_be_encoded_ends_the_input_alone() -> None:
+    class Broken:
+        first_frames = temporal = 4
+        device = CPU
+
+        def new_memory(self) -> Any:
+            return object()
+
+        def encode(self, video: Tensor, memory: Any) -> Tensor:
+            raise RuntimeError("no memory for it")
+
+    pipeline = Fed(load=Broken)  # type: ignore[arg-type]
+    try:
+        pipeline.begin()
+        pipeline.set_input(0, 0.5, epoch=1)
+        pipeline.feed(0, clip(1))
+        while len(pipeline.made.get(0, [])) < 2:
+            pipeline.turn()
+        assert pipeline.figures().fault == "no memory for it"
+        assert pipeline.figures().used == 0
+    finally:
+        pipeline.close()
+
+
+def test_more_motion_less_noise_and_no_later_step_adds_more_than_the_first() -> None:
+    schedule = Schedule((1000.0, 750.0, 500.0), (1.0, 0.9, 0.6))
+    live, still = LiveLatents(0.8), torch.zeros(1, 1, 1, 1)
+    levels = []
+    for chunk, motion in enumerate((9.0, 0.0, 9.0, 9.0, FULL_MOTION / 2)):
+        live.add(still, motion)
+        assert live.take(chunk, schedule) and live.take(chunk, schedule)
+        levels.append(live.level)
+        sigmas = [live.sigma(chunk, step) for step in range(3)]
+        assert sigmas == pytest.approx([live.level, 0.9 * live.level, 0.6 * live.level])  # type: ignore[operator]
+        assert [live.timestep(chunk, step) for step in range(3)] == pytest.approx([1000 * s for s in sigmas])  # type: ignore[operator]
+    after = 0.9 * (0.8 - REACH) + 0.1 * 0.8
+    last = 0.9 * (0.8 - REACH) + 0.1 * after
+    assert levels == pytest.approx([0.8, 0.8, after, last, 0.9 * (0.8 - REACH / 2) + 0.1 * last])
+    assert not live.take(9, schedule)
+    live.forget(0)
+    assert live.sigma(0, 0) is None
+
+
+def test_what_cannot_be_is_refused(pipeline: Fed) -> None:
+    pipeline.begin()
+    for strength in (0.0, -1.0, 1.5, float("nan")):
+        with pytest.raises(RequestError, match="strength is"):
+            pipeline.set_input(0, strength, epoch=1)
+    without = StreamingPipeline(MODEL, CPU)
+    try:
+        with pytest.raises(RequestError, match="encodes no video"):
+            without.check_input(0.5)
+    finally:
+        without.close()
+    pipeline.feed(0, clip(1))  # to nobody
+    assert pipeline.input_figures(0) is None

@@ -23,12 +23,15 @@ from streamdiff.atomic_write import check_parent
 from streamdiff.config import PROMPT_POLICIES, ModelConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import (
+    DEFAULT_STRENGTH,
     Accepted,
     Close,
     Closed,
     Command,
     Event,
     FrameBatch,
+    InputFrames,
+    InputUsed,
     Open,
     Opened,
     Pause,
@@ -36,6 +39,7 @@ from streamdiff.engine.messages import (
     Refused,
     Reset,
     Resume,
+    SetInput,
     SetPrompt,
     SetSteps,
     Shown,
@@ -91,6 +95,8 @@ class StreamSession:
         self._closed = self._is_open = False
         self._failure = ""
         """Why the stream has ended by itself; empty: it has not."""
+        self._video_fault = ""
+        """Why the latest video cannot be encoded; empty: it can."""
         self.text, self.notice, self._switch = "", "", PROMPT_POLICIES[0]
         if prompt is None:
             return
@@ -183,6 +189,35 @@ class StreamSession:
         self._resets.add(request)
         self._ask(Reset(_NAME, seed, request, begin, no_image=image is None), request, Accepted)
 
+    def video(self, strength: float | None = DEFAULT_STRENGTH) -> None:
+        """Let the next chunks start from the video that `feed` brings, with noise of level `strength` mixed in: near 0
+        the video as it is, at 1 the prompt alone; where the video moves, less. Called again it changes the strength;
+        with None the stream goes on from its prompt alone.
+
+        A chunk is made when its video is there, so an iteration ends when the frames made so far are taken: feed
+        `chunk_frames` more, and iterate again.
+
+        Raises:
+            RequestError: a strength out of range, or a model that encodes no video.
+        """
+        request, self._video_fault = f"video {next(self._numbers)}", ""
+        self._ask(SetInput(_NAME, strength, request), request, Accepted)
+
+    def feed(self, frames: Frame, fit: str = "cover") -> None:
+        """The next frames of the video, RGB uint8 `[H, W, 3]` or `[n, H, W, 3]` of any size, at the stream's rate. Of
+        more than two chunks that wait to be encoded the oldest are dropped, as of a camera.
+
+        Raises:
+            RequestError: they are no such frames.
+            StreamdiffError: those before could not be encoded; `video` begins again.
+        """
+        if self._video_fault:
+            raise StreamdiffError(f"the video cannot be encoded, and has ended: {self._video_fault}")
+        each = frames[None] if frames.ndim == 3 else frames
+        fitted = [fit_picture(frame, self.width, self.height, fit) for frame in each]
+        if fitted:
+            self._tell(InputFrames(_NAME, np.stack(fitted)))
+
     def pause(self) -> None:
         """Make no more chunks; those begun are finished."""
         self._tell(Pause(_NAME))
@@ -265,6 +300,8 @@ class StreamSession:
                 self._made = event.first + len(event.pictures)
             elif isinstance(event, Closed):
                 self._failure, self._is_open = event.reason, False
+            elif isinstance(event, InputUsed):
+                self._video_fault = event.fault
             elif isinstance(event, Opened):
                 self._answers[""], self._failure = event, ""
             elif isinstance(event, Accepted | Refused):

@@ -18,6 +18,7 @@ from streamdiff.engine.messages import (
     Closed,
     Command,
     Event,
+    InputFrames,
     Open,
     Pause,
     Ready,
@@ -25,6 +26,7 @@ from streamdiff.engine.messages import (
     Resume,
     Save,
     SetActive,
+    SetInput,
     SetMaxAhead,
     SetPrompt,
     SetSteps,
@@ -41,10 +43,12 @@ from streamdiff.engine.validation import (
     SESSION_ERRORS,
     bad_value,
     check_begin,
+    check_frames,
     check_open,
     check_prompt,
     encode_picture,
     expects_answer,
+    feeding,
     reason_of,
     refused,
 )
@@ -230,6 +234,8 @@ class Engine(SavesSessions):
         if isinstance(command, Close):
             return self._close(command.session)
         opening = command.session in self._waiting.opening()
+        if opening and isinstance(command, InputFrames):
+            return []  # others follow, and are newer
         session = None if opening else self._find(command)
         if isinstance(command, Reset):
             check_begin(command, self._pipeline.info)
@@ -277,6 +283,12 @@ class Engine(SavesSessions):
                 self._pipeline.check_steps(slot, request.steps)
                 min_ahead_frames = self._min_ahead_frames(request.steps, session.kv_context)
                 return session.set_steps(request.steps, min_ahead_frames, request.request)
+            case SetInput():
+                feeding(self._pipeline, request.strength)
+                return session.set_input(request.strength, request.request)
+            case InputFrames():
+                check_frames(request, self._pipeline.info)
+                feeding(self._pipeline, None).feed(slot, request.pictures)
             case Pause() | Resume():
                 session.set_paused(isinstance(request, Pause))
             case Reset():
@@ -319,7 +331,7 @@ class Engine(SavesSessions):
         slot = self._slots.get(command.session)
         if slot is not None:
             return self._sessions[slot]
-        if isinstance(command, Shown | SetMaxAhead | SetActive):
+        if isinstance(command, Shown | SetMaxAhead | SetActive | InputFrames):
             return None
         known = ", ".join(repr(name) for name in self._slots) or "none"
         raise RequestError("session", f"there is no session {command.session!r}; open ones: {known}")
@@ -367,4 +379,5 @@ class Engine(SavesSessions):
         if session is None:
             return []
         chunk_s = made.chunk_s if made.last else None
-        return session.made(epoch=made.epoch, chunk=made.chunk, pictures=made.pictures, chunk_s=chunk_s)
+        events = session.made(epoch=made.epoch, chunk=made.chunk, pictures=made.pictures, chunk_s=chunk_s)
+        return events + (reports.input_used(self._pipeline, made.session, session) if made.last else [])

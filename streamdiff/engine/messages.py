@@ -16,6 +16,8 @@ from streamdiff.pipeline.output import ModelInfo
 Pictures = NDArray[np.uint8]
 Data = bytes | memoryview
 """A file's content."""
+DEFAULT_STRENGTH = 0.6
+"""Noise level of a video input that names none."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,24 @@ class SetSteps(SessionMessage):
 
 
 @dataclass(frozen=True)
+class SetInput(SessionMessage):
+    """Let the next chunks start from the video that `InputFrames` bring, with noise of level `strength`, above 0 and at
+    most 1, mixed in; or change the strength. None: the input ends, and the session goes on from its text alone.
+    Answered by `Accepted` or `Refused`, later by `Applied`; of several waiting, the latest wins."""
+
+    strength: float | None
+    request: str = ""
+
+
+@dataclass(frozen=True)
+class InputFrames(SessionMessage):
+    """The next frames of the session's input, RGB `[n, H, W, 3]` of the model's size, at the rate at which its own are
+    shown; the oldest of too many are dropped. Has no answer, but `InputUsed` tells what becomes of them."""
+
+    pictures: Pictures = field(repr=False)
+
+
+@dataclass(frozen=True)
 class SetMaxAhead(SessionMessage):
     """Let at most `frames` frames be made beyond those shown: the pace of viewing has changed. Has no answer."""
 
@@ -143,7 +163,20 @@ class Shutdown:
 
 
 Command = (
-    Open | Save | SetPrompt | SetSteps | Pause | Resume | Reset | SetMaxAhead | SetActive | Close | Shown | Shutdown
+    Open
+    | Save
+    | SetPrompt
+    | SetSteps
+    | SetInput
+    | InputFrames
+    | Pause
+    | Resume
+    | Reset
+    | SetMaxAhead
+    | SetActive
+    | Close
+    | Shown
+    | Shutdown
 )
 
 
@@ -233,6 +266,17 @@ class FrameBatch(SessionMessage):
 
 
 @dataclass(frozen=True)
+class InputUsed(SessionMessage):
+    """Told with every finished chunk of a session that has, or had, an input: the noise level of the latest chunk that
+    started from it; frames that were used and that came too fast since it began; why it has ended, where it failed."""
+
+    level: float | None
+    used: int
+    dropped: int
+    fault: str = ""
+
+
+@dataclass(frozen=True)
 class Swapped(SessionMessage):
     """Where the session lies now: `device`, `host` (memory) or `disk`."""
 
@@ -274,5 +318,17 @@ class Failed:
 
 
 Event = (
-    Ready | Opened | Saved | Accepted | Applied | Refused | FrameBatch | Swapped | Closed | Measured | Alive | Failed
+    Ready
+    | Opened
+    | Saved
+    | Accepted
+    | Applied
+    | Refused
+    | FrameBatch
+    | InputUsed
+    | Swapped
+    | Closed
+    | Measured
+    | Alive
+    | Failed
 )

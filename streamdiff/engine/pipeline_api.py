@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from streamdiff.engine.messages import Data
 from streamdiff.models.interfaces import TextEncoder
-from streamdiff.pipeline.output import Frames, ModelInfo
+from streamdiff.pipeline.output import Frames, InputFigures, ModelInfo
 from streamdiff.pipeline.scheduler.scheduler import ForwardCounts
 
 
@@ -126,6 +126,24 @@ class SavingPipeline(Protocol):
     def load(self, session: int, snapshot: Any) -> Sequence[Frames]:
         """Open a stream that goes on from a snapshot; returns frames that came meanwhile. Raises RequestError for one
         that does not fit."""
+
+
+@runtime_checkable
+class FeedingPipeline(Protocol):
+    """One whose sessions can be fed with video; the real one is."""
+
+    def check_input(self, strength: float | None) -> None:
+        """Raises RequestError for what `set_input` cannot do."""
+
+    def set_input(self, session: int, strength: float | None, *, epoch: int) -> None:
+        """Let chunks start from what `feed` brings, with noise of level `strength`; None: not any more. Chunks admitted
+        from now on are of `epoch`."""
+
+    def feed(self, session: int, frames: NDArray[np.uint8]) -> None:
+        """The next frames `[n, H, W, 3]`; nothing happens without an input."""
+
+    def input_figures(self, session: int) -> InputFigures | None:
+        """How the input does; None: there never was one."""
 
 
 @runtime_checkable

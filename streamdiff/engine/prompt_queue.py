@@ -14,12 +14,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeGuard
 
 from streamdiff.engine.messages import (
+    InputFrames,
     Open,
     Pause,
     Pictures,
     Reset,
     Resume,
     SetActive,
+    SetInput,
     SetMaxAhead,
     SetPrompt,
     SetSteps,
@@ -34,7 +36,8 @@ class _WithPicture(Protocol):
     def image(self) -> Pictures: ...
 
 
-Request = Open | SetPrompt | SetSteps | Reset | Pause | Resume | SetMaxAhead | SetActive | Shown
+_Setting = SetPrompt | SetSteps | SetInput | SetMaxAhead | SetActive
+Request = Open | _Setting | InputFrames | Reset | Pause | Resume | Shown
 
 
 @dataclass(frozen=True)

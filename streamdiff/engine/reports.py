@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 
-from streamdiff.engine.messages import Event, Measured, Ready
-from streamdiff.engine.pipeline_api import Pipeline
+from streamdiff.engine.messages import Event, InputUsed, Measured, Ready
+from streamdiff.engine.pipeline_api import FeedingPipeline, Pipeline
 from streamdiff.engine.session import Session
 
 
@@ -36,6 +36,14 @@ def measured(pipeline: Pipeline) -> list[Event]:
             forwards, tuple(counts.alone), tuple(counts.alone.values()),
         )
     ]  # fmt: skip
+
+
+def input_used(pipeline: Pipeline, slot: int, session: Session) -> list[Event]:
+    """How the input of a session in `slot` does; nothing where it has none."""
+    figures = pipeline.input_figures(slot) if isinstance(pipeline, FeedingPipeline) else None
+    if figures is None:
+        return []
+    return [InputUsed(session.name, figures.level, figures.used, figures.dropped, figures.fault)]
 
 
 def describe(sessions: Iterable[Session]) -> str:

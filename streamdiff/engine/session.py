@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from streamdiff.config import PROMPT_POLICIES
 from streamdiff.engine.messages import Accepted, Applied, Closed, Event, FrameBatch, Opened
-from streamdiff.engine.pipeline_api import Pipeline
+from streamdiff.engine.pipeline_api import FeedingPipeline, Pipeline
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.session_state import typed
 from streamdiff.session_state.fields import DERIVED, KEPT, STATE, fields_of, session_state
@@ -48,6 +49,7 @@ class Session:
     """The last chunk of which frames have come; -1 before the first. Starts again with a reset."""
     _pending_switch: tuple[int, str] | None = field(metadata=KEPT)  # epoch, and what becomes of the past
     _pending_steps: tuple[int, int] | None = field(metadata=KEPT)  # epoch and steps
+    _pending_input: tuple[int, float | None] | None = field(metadata=DERIVED)  # epoch and strength
     _applied_epoch: int = field(metadata=KEPT)
     _oldest_epoch: int = field(metadata=KEPT)
     _paused: bool = field(metadata=KEPT)
@@ -94,7 +96,7 @@ class Session:
         self.chunk = -1
         self._max_ahead_frames = max_ahead_frames
         self._min_ahead_frames = min_ahead_frames
-        self._pending_switch = self._pending_steps = None
+        self._pending_switch = self._pending_steps = self._pending_input = None
         self._applied_epoch = epoch - 1
         self._oldest_epoch = epoch
         self._epoch_shift = 0
@@ -115,7 +117,8 @@ class Session:
 
     def saved(self) -> dict[str, Any]:
         """How far it is, as JSON has it; to be called with nothing pending."""
-        assert self._pending_switch is None and self._pending_steps is None, "apply_pending comes first"
+        pending = (self._pending_switch, self._pending_steps, self._pending_input)
+        assert pending == (None, None, None), "apply_pending comes first"
         saved = {name: getattr(self, name) for name in fields_of(Session, STATE, KEPT)}
         return saved | {name: saved[name] - self._epoch_shift for name in ("epoch", "_applied_epoch", "_oldest_epoch")}
 
@@ -165,23 +168,40 @@ class Session:
         self._set_frame_credit()
         return [Accepted(self.name, request, self.epoch, "")]
 
+    def set_input(self, strength: float | None, request: str) -> list[Event]:
+        """Accept an input, or its strength, or its end; `apply_pending` gives it to the pipeline, unless a later one
+        comes first."""
+        self.epoch += 1
+        self._pending_input = self.epoch, strength
+        return [Accepted(self.name, request, self.epoch, "")]
+
     def apply_pending(self) -> None:
-        """Give the pipeline the latest prompt and steps that it does not have yet, in the order of their epochs."""
-        switch, self._pending_switch = self._pending_switch, None
-        if switch is None:
-            self._apply_steps()
-            return
-        epoch, policy = switch
-        if self._pending_steps is not None and self._pending_steps[0] < epoch:
-            self._apply_steps()
+        """Give the pipeline the latest prompt, steps and input that it does not have yet, in the order of their
+        epochs."""
+        pending = (
+            (self._pending_switch, self._apply_switch),
+            (self._pending_steps, self._apply_steps),
+            (self._pending_input, self._apply_input),
+        )
+        for _, apply in sorted(((wish[0], apply) for wish, apply in pending if wish is not None), key=itemgetter(0)):
+            apply()
+
+    def _apply_switch(self) -> None:
+        assert self._pending_switch is not None
+        (epoch, policy), self._pending_switch = self._pending_switch, None
         conditioning = self._encode(self.text)
         self._pipeline.set_conditioning(self._slot, conditioning, epoch=epoch - self._epoch_shift, switch=policy)
-        self._apply_steps()
 
     def _apply_steps(self) -> None:
         if self._pending_steps is not None:
             (epoch, steps), self._pending_steps = self._pending_steps, None
             self._pipeline.set_steps(self._slot, steps, epoch=epoch - self._epoch_shift)
+
+    def _apply_input(self) -> None:
+        if self._pending_input is not None:
+            (epoch, strength), self._pending_input = self._pending_input, None
+            assert isinstance(self._pipeline, FeedingPipeline)
+            self._pipeline.set_input(self._slot, strength, epoch=epoch - self._epoch_shift)
 
     def reset(self, seed: int | None, request: str) -> list[Event]:
         """Begin again, with the latest prompt and steps, and from `start`. A paused stream stays paused.
@@ -195,6 +215,7 @@ class Session:
         self._pending_switch = None
         self._shown_frames = self._made_frames
         self._apply_steps()
+        self._apply_input()
         epoch, conditioning = self.epoch - self._epoch_shift, self._encode(self.text)
         self._pipeline.reset(self._slot, conditioning, seed=self.seed, epoch=epoch, start=self.start)
         self._pipeline.set_paused(self._slot, self._paused)

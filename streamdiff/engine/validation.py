@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from streamdiff.engine.messages import Command, Open, Pictures, Refused, Reset, Save, SetPrompt, SetSteps, Shutdown
-from streamdiff.engine.pipeline_api import Pipeline
+from streamdiff.engine.messages import (
+    Command,
+    InputFrames,
+    Open,
+    Pictures,
+    Refused,
+    Reset,
+    Save,
+    SetInput,
+    SetPrompt,
+    SetSteps,
+    Shutdown,
+)
+from streamdiff.engine.pipeline_api import FeedingPipeline, Pipeline
 from streamdiff.engine.prompt_queue import PendingRequest
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.pipeline.output import ModelInfo
@@ -47,6 +59,23 @@ def check_begin(command: Open | Reset, info: ModelInfo) -> None:
         )
 
 
+def feeding(pipeline: Pipeline, strength: float | None) -> FeedingPipeline:
+    """The pipeline, whose sessions can have an input of that strength. Raises RequestError where they cannot."""
+    if not isinstance(pipeline, FeedingPipeline):
+        raise RequestError("input", f"{pipeline.info.model} takes no video; steer it by its prompt alone")
+    pipeline.check_input(strength)
+    return pipeline
+
+
+def check_frames(command: InputFrames, info: ModelInfo) -> None:
+    """Frames of the model's size: whoever sends them has fitted them."""
+    shape = command.pictures.shape
+    if len(shape) != 4 or shape[1:] != (info.height, info.width, 3):
+        raise RequestError(
+            "input", f"frames are of shape {list(shape)}; {info.model} takes [n, {info.height}, {info.width}, 3]"
+        )
+
+
 def encode_picture(pipeline: Pipeline, picture: Pictures) -> Any:
     """Raises RequestError for a picture that the pipeline cannot encode."""
     try:
@@ -59,12 +88,12 @@ def encode_picture(pipeline: Pipeline, picture: Pictures) -> Any:
 
 def expects_answer(pending: PendingRequest) -> bool:
     """Whether the request is of a kind that is answered."""
-    return isinstance(pending.request, Open | SetPrompt | SetSteps | Reset)
+    return isinstance(pending.request, Open | SetPrompt | SetSteps | SetInput | Reset)
 
 
 def refused(command: Command, error: RequestError) -> Refused:
     session = "" if isinstance(command, Shutdown) else command.session
-    request = command.request if isinstance(command, Save | SetPrompt | SetSteps | Reset) else ""
+    request = command.request if isinstance(command, Save | SetPrompt | SetSteps | SetInput | Reset) else ""
     return Refused(session, request, error.field, str(error), error.code)
 
 

@@ -234,7 +234,7 @@ class StreamingPipeline(SavesSessions, FeedsSessions, PipelineFigures):
     @property
     def busy(self) -> bool:
         """Whether a step can run now, or something is decoding or decoded and not handed out yet."""
-        waiting = self._given or self._put_off or self._came or self.coming
+        waiting = self._given or self._put_off or self._came or self.coming or self.encoding_video
         return self.ring.has_work or self._pending > 0 or bool(waiting) or not self._ready.empty()
 
     def unfinished(self) -> set[tuple[int, int, int]]:
@@ -326,7 +326,8 @@ class StreamingPipeline(SavesSessions, FeedsSessions, PipelineFigures):
         """Everything decoded so far; waits up to `wait_s` while something is decoding or in the ring."""
         out: list[Frames] = []
         while True:
-            wait = wait_s if (self._pending or self.ring.waiting or self.coming) and not out else 0.0
+            under_way = self._pending or self.ring.waiting or self.coming or self.encoding_video
+            wait = wait_s if under_way and not out else 0.0
             if not out and (held_s := self.ring.held_s):  # nothing else would wake it
                 wait = min(wait_s, held_s)
             try:

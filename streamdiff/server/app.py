@@ -24,7 +24,7 @@ from streamdiff.server.media.codecs import Format
 from streamdiff.server.middleware import GuardMiddleware, LoadingStatus
 from streamdiff.server.outputs import target
 from streamdiff.server.problem import Problem, respond
-from streamdiff.server.routes import control, health, outputs, sessions, snapshots, videos, whep
+from streamdiff.server.routes import control, health, outputs, sessions, snapshots, videos, whep, whip
 from streamdiff.server.sessions.keeper import SessionKeeper, find_sessions, open_folders
 from streamdiff.server.sessions.manager import EngineConnection
 from streamdiff.version import __version__
@@ -48,7 +48,7 @@ def create_app(config: Config) -> FastAPI:
     """The application. It answers that the model is loading until an engine is attached (`attach_engine`)."""
     app = _App(title="streamdiff", version=__version__, docs_url=None, redoc_url=None, openapi_url="/api/openapi.json")
     app.state.app_state, app.state.loading = None, LoadingStatus()
-    routers = [module.router for module in (whep, sessions, snapshots, outputs, control, health, videos)]
+    routers = [module.router for module in (whep, whip, sessions, snapshots, outputs, control, health, videos)]
     app.add_api_route("/", _page, methods=["GET", "HEAD"], include_in_schema=False)
     app.mount("/static", StaticFiles(packages=[("streamdiff.server", "static")]), name="static")
     routes = [*app.routes, *(route for router in routers for route in router.routes)]
@@ -96,6 +96,7 @@ async def attach_engine(
         if state.jobs is not None:
             await state.jobs.stop()
         await asyncio.gather(state.session_outputs.stop(), *(output.stop() for output in state.outputs))
+        await state.feeders.stop()
         await state.viewers.stop()
         await state.manager.stop()
 

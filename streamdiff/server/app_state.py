@@ -27,6 +27,7 @@ from streamdiff.server.sessions.keeper import SessionKeeper
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.manager import DEFAULT_SESSION, EngineConnection, SessionManager
 from streamdiff.server.sessions.session_files import FoundSession
+from streamdiff.server.webrtc.feeders import Feeders
 from streamdiff.server.webrtc.ice_servers import IceServers
 from streamdiff.server.webrtc.viewers import Viewers
 
@@ -63,6 +64,7 @@ class AppState:
         slots = SlotPool(serve.max_viewers, serve.address_share, "viewers", "serve.max_viewers")
         self.ice_servers = IceServers(serve.ice_servers)
         self.viewers = Viewers(slots, self.codecs, self.metrics, self.ice_servers)
+        self.feeders = Feeders(slots, self.ice_servers)
         self.session_outputs = SessionOutputs(AllowedTargets(serve.output_targets), self.metrics)
         self.snapshots = asyncio.Semaphore(MAX_SNAPSHOTS)
         """Files of sessions that are being taken or sent, which lie in memory meanwhile."""
@@ -76,6 +78,7 @@ class AppState:
 
     async def _session_ends(self, session: LiveSession, reason: str) -> None:
         """End what takes a session's video."""
+        await self.feeders.end_session(session)
         await self.viewers.end_session(session, reason)
         await self.session_outputs.end_session(session)
 

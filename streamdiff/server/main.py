@@ -29,9 +29,9 @@ from streamdiff.server.app import attach_engine, create_app
 from streamdiff.server.app_state import AppState
 from streamdiff.server.auth import Tokens, read_tokens
 from streamdiff.server.http_server import HttpServer
+from streamdiff.server.load.agent_check import serve_agent
 from streamdiff.server.logging_setup import configure, console, fatal, log_fields
 from streamdiff.server.middleware import LoadingStatus
-from streamdiff.server.sessions.agent_check import serve_agent
 from streamdiff.server.sessions.keeper import open_folders
 from streamdiff.server.webrtc.udp_ports import UdpPortLoop
 
@@ -152,7 +152,7 @@ async def _serve(
             return EXIT_OK
         async with (
             attach_engine(app, config, engine, engine.ready) as state,
-            serve_agent(config.serve.host, config.serve.agent_port, state.manager),
+            serve_agent(config.serve.host, config.serve.agent_port, state.manager.room),
         ):
             try:
                 _announce(config, listener, engine.ready)

@@ -274,3 +274,19 @@ def test_more_steps_may_need_a_longer_lead_and_fewer_give_it_back() -> None:
     s.set_steps(4, 20, "")
     s.set_steps(2, 4, "")
     assert calls(s) == [("set_frame_credit", 20), ("set_frame_credit", 6)], "what was asked for when it was opened"
+
+
+def test_prompt_steps_and_input_reach_the_pipeline_in_the_order_of_their_epochs() -> None:
+    s = session()
+    assert s.set_input(0.4, "a") == [Accepted("s", "a", 1, "")]
+    s.set_prompt("blue", "", "b")
+    s.set_steps(2, 0, "c")
+    s.set_input(0.7, "d")
+    assert pending(s) == [("set_conditioning", "blue", 2, "keep"), ("set_steps", 2, 3), ("set_input", 0.7, 4)]
+    s.set_input(None, "e")
+    s.set_prompt("red", "", "f")
+    assert pending(s) == [("set_input", None, 5), ("set_conditioning", "red", 6, "keep")]
+    assert pending(s) == []
+    s.set_input(0.2, "g")
+    s.reset(None, "h")
+    assert [call[0] for call in calls(s)] == ["set_input", "reset", "set_paused", "set_frame_credit"]

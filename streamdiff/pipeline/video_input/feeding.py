@@ -136,6 +136,11 @@ class FeedsSessions(ABC):
         live, frames = entry.latents, self.info.chunk_frames
         return InputFigures(live.level, live.used * frames, entry.dropped + live.dropped * frames, entry.fault)
 
+    @property
+    def encoding_video(self) -> bool:
+        """Whether frames are being encoded."""
+        return any(entry.calls for entry in self._inputs.values())
+
     def _turn_inputs(self) -> None:
         """Give the head what was encoded. Mutates: self, sampler."""
         while not self._encoded.empty():

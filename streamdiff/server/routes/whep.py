@@ -68,7 +68,7 @@ async def watch(
     with count_refusals(state.metrics.viewers_refused):
         if media_type(request) != SDP_TYPE:
             raise Problem(415, f"An offer is {SDP_TYPE}.", {"Accept-Post": SDP_TYPE})
-        offer = _text(await read_body(request, MAX_SDP_BYTES))
+        offer = as_text(await read_body(request, MAX_SDP_BYTES))
         live = state.running_session(request)
         _check_client(client)
         if why := state.manager.refuse_viewer(live):
@@ -113,7 +113,7 @@ for method in ("OPTIONS", "GET", "HEAD"):
 async def add_candidates(request: Request, state: State, session: SessionId, id: ViewerId) -> Response:
     if media_type(request) != TRICKLE_TYPE:
         raise Problem(415, f"A fragment is {TRICKLE_TYPE}.", {"Accept-Patch": TRICKLE_TYPE})
-    fragment = _text(await read_body(request, MAX_SDP_BYTES))
+    fragment = as_text(await read_body(request, MAX_SDP_BYTES))
     await state.viewers.trickle(session, id, fragment, address_of(request))
     return Response(status_code=204)
 
@@ -145,7 +145,8 @@ def links(servers: list[IceServer]) -> dict[str, str]:
     return {"Link": ", ".join(parts)} if parts else {}
 
 
-def _text(body: bytes) -> str:
+def as_text(body: bytes) -> str:
+    """A body of SDP. Raises Problem 400 for what is no text."""
     try:
         return body.decode()
     except UnicodeDecodeError as error:

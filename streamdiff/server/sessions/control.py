@@ -16,7 +16,7 @@ from streamdiff.config import PromptPolicy
 from streamdiff.engine.messages import Pictures, Ready
 from streamdiff.engine.validation import MAX_PROMPT_CHARACTERS, MAX_SEED
 
-Kind = Literal["prompt", "reset", "steps", "fps", "adaptive", "pause", "resume", "get", "ping"]
+Kind = Literal["prompt", "reset", "steps", "strength", "fps", "adaptive", "pause", "resume", "get", "ping"]
 MAX_MESSAGE_BYTES, MAX_BODY_BYTES = 16 * 1024, 256 * 1024
 MESSAGES_PER_S = 50
 
@@ -49,6 +49,7 @@ Prompt = Annotated[
 ]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS, description="denoise steps of a chunk, of those the model has")]
+Strength = Annotated[float, Field(gt=0, le=1, description="near 0: the video as it is; 1: the prompt alone")]
 Fps = Annotated[float, Field(ge=MIN_FPS, le=MAX_FPS, description="frames shown per second")]
 Revision = Annotated[int, Field(ge=0, le=MAX_SAFE_INTEGER)]
 Id = (
@@ -104,6 +105,13 @@ class StepsMessage(ChangeMessage):
     steps: Steps
 
 
+class StrengthMessage(ChangeMessage):
+    """Mix so much noise with the video that feeds the session."""
+
+    type: Literal["strength"]
+    strength: Strength
+
+
 class FpsMessage(ChangeMessage):
     """Show so many frames per second."""
 
@@ -146,6 +154,7 @@ ControlMessage = (
     PromptMessage
     | ResetMessage
     | StepsMessage
+    | StrengthMessage
     | FpsMessage
     | AdaptiveMessage
     | PauseMessage

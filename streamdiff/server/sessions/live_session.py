@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from streamdiff import clock
 from streamdiff.config import PROMPT_POLICIES, Config
@@ -27,16 +26,15 @@ from streamdiff.server.sessions.control import ControlError, ControlMessage, Id
 from streamdiff.server.sessions.engine_status import EngineStatus, Opening, SnapshotRequests
 from streamdiff.server.sessions.playback import Playback
 from streamdiff.server.sessions.receipts import LOAD, Mailbox, Receipt, RequestTracker, SessionEnded, Subscribers
-from streamdiff.server.sessions.session_spec import SessionSpec, asked_after, is_more, state_of, what_is_left
-from streamdiff.server.sessions.stats import SessionStats
+from streamdiff.server.sessions.session_input import SessionInput
+from streamdiff.server.sessions.session_spec import SessionSpec, asked_after, is_more, what_is_left
+from streamdiff.server.sessions.stats import SessionStats, ShowsState
 
-STALLED_S = 2.0
-_TOLD = ("prompt", "text", "notice", "seed", "paused", "place", "rev", "kv_context")  # of a session, as they are
 _Answer = messages.Opened | messages.Accepted | messages.Applied | messages.Refused | messages.Closed
-SessionEvent = _Answer | FrameBatch | messages.Saved | messages.Swapped
+SessionEvent = _Answer | FrameBatch | messages.InputUsed | messages.Saved | messages.Swapped
 
 
-class LiveSession:
+class LiveSession(ShowsState):
     """An open session. Lives on the event loop."""
 
     def __init__(
@@ -86,6 +84,7 @@ class LiveSession:
         self._requests = RequestTracker()
         self.opening = Opening()
         self.playback = Playback(id, spec.fps, config, ready, metrics, self._take_shown, send, self.tell_active)
+        self.input = SessionInput(id, ready, send, lambda: self.fps, lambda: not self.idle, self._send_state)
 
     @property
     def fps(self) -> float:
@@ -141,6 +140,7 @@ class LiveSession:
         await self._send(messages.Open(self.id, *how, image=self.image, snapshot=snapshot))
         if self.paused and snapshot is None:
             await self.tell_paused()
+        await self.input.tell()
 
     async def tell_paused(self) -> None:
         """Tell the engine whether it is paused: a snapshot may have it otherwise."""
@@ -200,6 +200,8 @@ class LiveSession:
                     self._asked = replace(self._asked, steps=self.steps)
                     self._sent_steps = self.steps
                 self.subscribers.deliver(self._requests.refused(event.request, event.field, event.reason, now_s))
+            case messages.InputUsed():
+                self.input.used(event)
             case messages.Swapped():
                 self.place = event.place
             case messages.Closed():
@@ -220,6 +222,8 @@ class LiveSession:
                     self.playback.clear_before(event.epoch)
             case control.StepsMessage():
                 self.steps = self._sent_steps
+            case control.StrengthMessage(strength=strength):
+                self.input.strength = strength
         if event.text:  # what says nothing of the prompt leaves the remark on it too
             self.text, self.notice = event.text, event.notice
         receipts = self._requests.accepted(event.request, event.epoch, event.text, event.notice, now_s)
@@ -264,6 +268,8 @@ class LiveSession:
                     await self._set_paused(False)
             case control.StepsMessage(steps=steps):
                 await self._send_steps(self.limit.steps_of(steps), request)
+            case control.StrengthMessage(strength=strength):
+                await self._send(messages.SetInput(self.id, strength, request))
             case _:
                 if isinstance(message, control.FpsMessage):
                     self.playback.set_fps(message.fps)
@@ -303,6 +309,8 @@ class LiveSession:
         """Raises ControlError for steps that the model does not have, or for more work than there is time for."""
         if isinstance(message, control.StepsMessage) and (why := control.steps_refusal(message.steps, self._ready)):
             raise ControlError("out_of_range", why, "steps", message.id)
+        if isinstance(message, control.StrengthMessage) and self.input.source is None:
+            raise ControlError("no_input", "No video feeds the session; send one by WHIP.", "strength", message.id)
         wish = asked_after(self._asked, message)
         if is_more(wish, self._asked) and (why := self._may_play(wish)):
             raise ControlError("no_capacity", why, message.type, message.id)
@@ -351,50 +359,12 @@ class LiveSession:
     def _send_state(self) -> None:
         self.subscribers.broadcast(self.state(may_control=True), self.state(may_control=False))
 
-    def stalled_s(self) -> float:
-        """Seconds since the engine made a frame, while it should; 0 when it need not."""
-        return 0.0 if self.paused else self.playback.stalled_s()
-
-    def stats(self) -> dict[str, Any]:
-        """Live figures, JSON-able; None where nothing was measured yet."""
-        dropped = sum(counters.dropped for counters in self.playback.fanout.counters().values())
-        figures = self._stats.figures(self.playback.pacer.progress(), dropped, clock.monotonic_s())
-        figures |= {"occupancy": [round(share, 3) for share in self._occupancy()]}
-        return figures | {"stalled": self.stalled_s() > STALLED_S, "lead_ms": round(self.playback.lead.lead_s * 1000)}
-
-    def update_metrics(self) -> None:
-        """Copy figures that other objects hold into the metrics. Mutates: the metrics."""
-        playback = self.playback
-        encoding = playback.fanout.waiting
-        self._stats.update(
-            playback.pacer.progress(), unanswered=self._requests.unanswered, encoding=encoding,
-            steps=(self.steps, self._asked.steps), fps=(self.fps, self._asked.fps),
-        )  # fmt: skip
-
-    def state(self, may_control: bool) -> dict[str, Any]:
-        """All that a page needs to draw itself, JSON-able; for a caller that may control the session, or may not."""
-        fmt = self.playback.format
-        return {
-            "type": "state",
-            "session": self.id,
-            **{name: getattr(self, name) for name in _TOLD},
-            "image": self.begins_with_image,
-            "engine": self.engine.state,
-            "engine_reason": self.engine.reason_for(may_control),
-            **state_of(self._asked, self.limit, self.steps),
-            "steps_known": list(self._ready.steps_known),
-            "switches": list(self.switches),
-            "native_fps": self._ready.native_fps,
-            **{name: getattr(fmt, name) for name in ("width", "height", "scale")},
-            "bitrate": fmt.bitrate_bps,
-            "codecs": list(self.playback.fanout.codecs),
-        }
-
     async def close(self) -> None:
         """End its threads and tasks; the engine's session is not closed. Mutates: self."""
         self.closed = True
         ended = partial(SessionEnded, "the session ended before this was answered")
         self.subscribers.fail_pending(ended)
         self.snapshots.fail(ended)
+        await self.input.close()
         await self.playback.close()
         self._stats.end()

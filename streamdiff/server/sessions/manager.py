@@ -103,8 +103,7 @@ class SessionManager:
         """Has who can wait give back memory that a new session needs; says whether there was anything."""
         self.load = EngineLoad(config, ready, metrics, lambda: self.sessions)
         self._config, self._connection, self._metrics = config, connection, metrics
-        name = config.serve.name
-        self._prefix = "s-" if name is None else f"s-{name}-"
+        self._prefix = "s-" if config.serve.name is None else f"s-{config.serve.name}-"
         self._sessions: dict[str, LiveSession] = {}
         self._end_reasons: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -154,6 +153,10 @@ class SessionManager:
             f"The session is swapped out, as nobody watched it, and the memory is taken by the {fit} that fit and are "
             "watched. Come again when one of them is not."
         )
+
+    def room(self) -> int | None:
+        """How many more sessions could be opened and play; None: no session was measured yet."""
+        return 0 if self.draining or not self.engine.running else self.load.free_sessions()
 
     def places(self) -> dict[str, int]:
         """How many sessions have their caches on the device, in host memory and on disk."""
@@ -242,13 +245,10 @@ class SessionManager:
         return math.ceil(min(max(soonest_s, SHORTEST_RETRY_S), LONGEST_RETRY_S))
 
     def _add(self, id: str, spec: SessionSpec) -> LiveSession:
-        def may_play(asked: Asked) -> str:
-            return self.load.refusal(asked, excluding=id)
-
-        send = self._connection.send
         session = LiveSession(
-            id, spec, self._config, self.ready, send, self._metrics, may_play, lambda: self.load.occupancy
-        )
+            id, spec, self._config, self.ready, self._connection.send, self._metrics,
+            lambda asked: self.load.refusal(asked, excluding=id), lambda: self.load.occupancy,
+        )  # fmt: skip
         self._sessions[id] = session
         return session
 

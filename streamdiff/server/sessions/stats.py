@@ -1,15 +1,26 @@
-"""Statistics of one session, for Prometheus and for the page. Knows nothing about viewers or pictures."""
+"""State and statistics of one session, for the page and for Prometheus. Knows nothing about viewers or pictures."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prometheus_client import Gauge
 
+from streamdiff import clock
+from streamdiff.engine.messages import Ready
+from streamdiff.server.load.load_policy import Asked, LoadLimit
 from streamdiff.server.media.playout import Progress
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.rate_limit import Rate
-from streamdiff.server.sessions.receipts import LOAD, Receipt
+from streamdiff.server.sessions.engine_status import EngineStatus
+from streamdiff.server.sessions.playback import Playback
+from streamdiff.server.sessions.receipts import LOAD, Receipt, RequestTracker
+from streamdiff.server.sessions.session_input import SessionInput
+from streamdiff.server.sessions.session_spec import state_of
+
+STALLED_S = 2.0
+_TOLD = ("prompt", "text", "notice", "seed", "paused", "place", "rev", "kv_context")  # of a session, as they are
 
 
 class SessionStats:
@@ -101,3 +112,66 @@ class SessionStats:
         for figure in (*counted, metrics.buffered, metrics.unanswered, metrics.encoder_waiting, *self._load_gauges()):
             figure.labels(self._session)  # `remove` wants it to be there
             figure.remove(self._session)
+
+
+class ShowsState:
+    """What `LiveSession` inherits to tell what it is and how it does."""
+
+    id: str
+    paused: bool
+    steps: int
+    begins_with_image: bool
+    switches: tuple[str, ...]
+    limit: LoadLimit
+    engine: EngineStatus
+    playback: Playback
+    input: SessionInput
+    _asked: Asked
+    _ready: Ready
+    _stats: SessionStats
+    _requests: RequestTracker
+    _occupancy: Callable[[], Sequence[float]]
+
+    def stalled_s(self) -> float:
+        """Seconds since the engine made a frame, while it should; 0 when it need not."""
+        return 0.0 if self.paused or self.input.holds else self.playback.stalled_s()
+
+    def stats(self) -> dict[str, Any]:
+        """Live figures, JSON-able; None where nothing was measured yet."""
+        dropped = sum(counters.dropped for counters in self.playback.fanout.counters().values())
+        figures = self._stats.figures(self.playback.pacer.progress(), dropped, clock.monotonic_s())
+        return figures | {
+            "occupancy": [round(share, 3) for share in self._occupancy()],
+            "input": self.input.figures(),
+            "stalled": self.stalled_s() > STALLED_S,
+            "lead_ms": round(self.playback.lead.lead_s * 1000),
+        }
+
+    def update_metrics(self) -> None:
+        """Copy figures that other objects hold into the metrics. Mutates: the metrics."""
+        playback = self.playback
+        encoding = playback.fanout.waiting
+        self._stats.update(
+            playback.pacer.progress(), unanswered=self._requests.unanswered, encoding=encoding,
+            steps=(self.steps, self._asked.steps), fps=(self.playback.fps, self._asked.fps),
+        )  # fmt: skip
+
+    def state(self, may_control: bool) -> dict[str, Any]:
+        """All that a page needs to draw itself, JSON-able; for a caller that may control the session, or may not."""
+        fmt = self.playback.format
+        return {
+            "type": "state",
+            "session": self.id,
+            **{name: getattr(self, name) for name in _TOLD},
+            "image": self.begins_with_image,
+            "input": self.input.state(),
+            "engine": self.engine.state,
+            "engine_reason": self.engine.reason_for(may_control),
+            **state_of(self._asked, self.limit, self.steps),
+            "steps_known": list(self._ready.steps_known),
+            "switches": list(self.switches),
+            "native_fps": self._ready.native_fps,
+            **{name: getattr(fmt, name) for name in ("width", "height", "scale")},
+            "bitrate": fmt.bitrate_bps,
+            "codecs": list(self.playback.fanout.codecs),
+        }

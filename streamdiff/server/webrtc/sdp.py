@@ -1,4 +1,4 @@
-"""Checks a viewer's SDP offer before aiortc parses it: bounds, completeness, and three repairs.
+"""Checks a peer's SDP offer before aiortc parses it: bounds, completeness, and three repairs.
 
 aiortc takes some broken offers and raises surprising errors for others, so nothing unchecked reaches it. The repairs:
 `.local` candidates go (resolving one blocks for a second), TCP candidates go, and the answer becomes DTLS-passive
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass, field
+from typing import Literal
 
 from aiortc import RTCIceCandidate
 from aiortc.sdp import SessionDescription, candidate_from_sdp
@@ -62,8 +63,8 @@ class _Section:
         return None
 
 
-def check_offer(text: str) -> str:
-    """The offer, checked and repaired, ready for aiortc.
+def check_offer(text: str, peer: Literal["viewer", "sender"] = "viewer") -> str:
+    """The offer of a `peer`, checked and repaired, ready for aiortc.
 
     Raises:
         SdpError: says what is wrong with which section.
@@ -74,12 +75,11 @@ def check_offer(text: str) -> str:
     bundled = set((session.value("group") or "").split()[1:])
     if not bundled <= {section.value("mid") for section in sections}:
         raise SdpError("The offer's a=group:BUNDLE names a section that is not there.")
+    way, does = ("recvonly", "a viewer receives") if peer == "viewer" else ("sendonly", "whoever feeds a session sends")
     if not wanted:
-        raise SdpError("The offer has no video section; offer one with a=recvonly.", unsatisfiable=True)
-    if not any(direction in ("recvonly", "sendrecv") for direction in wanted):
-        raise SdpError(
-            f"The offer's video is {wanted[0]}; a viewer receives: offer it with a=recvonly.", unsatisfiable=True
-        )
+        raise SdpError(f"The offer has no video section; offer one with a={way}.", unsatisfiable=True)
+    if not any(direction in (way, "sendrecv") for direction in wanted):
+        raise SdpError(f"The offer's video is {wanted[0]}; {does}: offer it with a={way}.", unsatisfiable=True)
     if sum(line.startswith("a=candidate:") for part in sections for line in part.lines) > MAX_CANDIDATES:
         raise SdpError(f"The offer has more than {MAX_CANDIDATES} candidates.")
     lines = [line for part in (session, *sections) for line in _repair(part)]

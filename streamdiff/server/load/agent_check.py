@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from streamdiff.errors import ConfigError
-from streamdiff.server.sessions.manager import SessionManager
 
 UNMEASURED = 10
 """Taken as the room of a server that has not yet measured what a session costs."""
 
 
 @asynccontextmanager
-async def serve_agent(host: str, port: int | None, manager: SessionManager) -> AsyncIterator[None]:
-    """Context manager: answer at `port` (None: nowhere).
+async def serve_agent(host: str, port: int | None, room: Callable[[], int | None]) -> AsyncIterator[None]:
+    """Context manager: answer at `port` (None: nowhere). `room` says how many more sessions could play; None: it is not
+    known.
 
     Raises:
         ConfigError: the port cannot be had.
@@ -25,7 +25,7 @@ async def serve_agent(host: str, port: int | None, manager: SessionManager) -> A
         return
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(f"up {weight(manager)}%\n".encode())
+        writer.write(f"up {weight(room())}%\n".encode())
         writer.close()
 
     try:
@@ -36,12 +36,9 @@ async def serve_agent(host: str, port: int | None, manager: SessionManager) -> A
         yield
 
 
-def weight(manager: SessionManager) -> int:
-    """How many more sessions could play, 0 to 100: the share of its weight that the server should have for new ones.
+def weight(room: int | None) -> int:
+    """The share of its weight that the server should have for new sessions, 0 to 100.
 
     It never says `drain`: that would undo, with the `ready` that ends it, what an operator has set at the balancer.
     """
-    if manager.draining or not manager.engine.running:
-        return 0
-    free = manager.load.free_sessions()
-    return UNMEASURED if free is None else min(free, 100)
+    return UNMEASURED if room is None else min(room, 100)

@@ -1,0 +1,110 @@
+"""Video that comes in for a session: frames of any size and rate become those that its model takes.
+
+Newest wins: at each moment that a frame of the session is due the latest that came is taken, one perhaps twice. When
+none comes any more, none is handed on, and the session's picture holds. Knows nothing about connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import av
+import numpy as np
+from numpy.typing import NDArray
+
+from streamdiff import clock
+
+PIECE_FRAMES = 4
+"""Frames that are handed on together: a latent frame's."""
+HOLD_S = 0.5
+"""A source that sends nothing for so long has paused."""
+MAX_PIXELS = 3840 * 2160
+_RATE_S = 2.0
+"""Over so long the source's rate is measured."""
+Frames = NDArray[np.uint8]
+
+
+class VideoInput:
+    """One source's frames. Lives on the event loop; `run` is its task.
+
+    Frames that are larger than MAX_PIXELS, or cannot be converted, are left out, and `left_out` counts them.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        height: int,
+        fps: Callable[[], float],
+        hand_on: Callable[[Frames], Awaitable[None]],
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`hand_on` gets PIECE_FRAMES frames `[n, height, width, 3]`, RGB, `fps()` of them in a second, while they are
+        `wanted`."""
+        self._size, self._fps, self._hand_on, self._wanted = (width, height), fps, hand_on, wanted
+        self._newest: av.VideoFrame | None = None
+        self._came = asyncio.Event()
+        self._came_s = float("-inf")
+        self._window: tuple[float, int] = (clock.monotonic_s(), 0)
+        self.rate = 0.0
+        """Frames per second that came of late."""
+        self.source_size: tuple[int, int] | None = None
+        self.left_out = 0
+        self.on_fault: Callable[[], None] = lambda: None
+        """Called when the engine takes no more of it, for whoever made the source to end it."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing has come for HOLD_S."""
+        return clock.monotonic_s() - self._came_s > HOLD_S
+
+    def push(self, frame: av.VideoFrame) -> None:
+        """A frame has come. Mutates: self."""
+        now_s = clock.monotonic_s()
+        begin_s, count = self._window
+        if now_s - begin_s >= _RATE_S:
+            self.rate, self._window = count / (now_s - begin_s), (now_s, 0)
+        else:
+            self._window = begin_s, count + 1
+        self.source_size = frame.width, frame.height
+        if frame.width * frame.height > MAX_PIXELS:
+            self.left_out += 1
+            return
+        self._newest, self._came_s = frame, now_s
+        self._came.set()
+
+    async def run(self) -> None:
+        """Hand frames on until cancelled."""
+        taken: av.VideoFrame | None = None
+        picture: Frames | None = None
+        pieces: list[Frames] = []
+        due_s = clock.monotonic_s()
+        while True:
+            if self.holds or not self._wanted():
+                self._came.clear()
+                await self._came.wait()
+                due_s = clock.monotonic_s()
+                continue
+            if self._newest is not taken:
+                taken = self._newest
+                assert taken is not None
+                try:
+                    picture = await asyncio.to_thread(fit_frame, taken, *self._size)
+                except (av.FFmpegError, ValueError):  # a pixel format that is not known, or a damaged frame
+                    self.left_out += 1
+            if picture is not None:
+                pieces.append(picture)
+            if len(pieces) == PIECE_FRAMES:
+                await self._hand_on(np.stack(pieces))
+                pieces = []
+            due_s = max(due_s + 1 / self._fps(), clock.monotonic_s() - HOLD_S)
+            await asyncio.sleep(max(0.0, due_s - clock.monotonic_s()))
+
+
+def fit_frame(frame: av.VideoFrame, width: int, height: int) -> Frames:
+    """A frame as RGB `[height, width, 3]`: scaled to cover that size, and what is over is cut on both sides alike."""
+    scale = max(width / frame.width, height / frame.height)
+    wide, high = max(width, round(frame.width * scale)), max(height, round(frame.height * scale))
+    whole = frame.reformat(wide, high, "rgb24").to_ndarray()
+    top, left = (high - height) // 2, (wide - width) // 2
+    return np.ascontiguousarray(whole[top : top + height, left : left + width])

@@ -1,0 +1,100 @@
+"""The receiving side of one peer connection: video that somebody sends to a session (WHIP).
+
+Knows nothing about HTTP or sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import av
+from aiortc import (
+    MediaStreamTrack,
+    RTCConfiguration,
+    RTCIceServer,
+    RTCPeerConnection,
+    RTCSessionDescription,
+)
+from aiortc.mediastreams import MediaStreamError
+
+from streamdiff import clock
+from streamdiff.server.webrtc import aiortc_compat
+
+READ = ("h264", "vp8")
+"""Codecs that aiortc decodes; H.264 of the baseline profile."""
+SILENT_S = 20.0
+"""A sender of which no frame has come for so long is given up."""
+_START_KBPS = 2500
+"""Chromium begins at 300 kbit/s, which is a small and coarse picture for many seconds, unless the answer says more."""
+
+
+class VideoReceiver:
+    """A peer connection that takes the first video of an offer; sound is turned down. On the event loop.
+
+    `on_frame` is called with every frame, decoded, of whatever size it has by then.
+    """
+
+    def __init__(self, ice_servers: Sequence[RTCIceServer], on_frame: Callable[[av.VideoFrame], None]) -> None:
+        self.pc = RTCPeerConnection(RTCConfiguration(iceServers=list(ice_servers)))
+        self._on_frame = on_frame
+        self._heard_s = clock.monotonic_s()
+        self._task: asyncio.Task[None] | None = None
+
+    async def answer(self, offer: str) -> str:
+        """The SDP answer to a checked offer. Mutates: self.
+
+        Raises:
+            ValueError, or another of `aiortc_compat.OFFER_ERRORS`: it cannot be answered.
+        """
+        await self.pc.setRemoteDescription(RTCSessionDescription(offer, "offer"))
+        taken: MediaStreamTrack | None = None
+        for transceiver in self.pc.getTransceivers():
+            video = transceiver.kind == "video" and taken is None
+            transceiver.direction = "recvonly" if video else "inactive"
+            if video:
+                taken = transceiver.receiver.track
+                if aiortc_compat.negotiated_codec(transceiver) is None:
+                    raise ValueError("no common video codec; send H.264 of the baseline profile, or VP8")
+        assert taken is not None, "a checked offer has video"
+        await self.pc.setLocalDescription(await self.pc.createAnswer())
+        self._task = asyncio.create_task(self._receive(taken), name="receive-video")
+        return with_start_bitrate(str(self.pc.localDescription.sdp))
+
+    def silent_s(self, now_s: float) -> float:
+        """Seconds since the latest frame."""
+        return now_s - self._heard_s
+
+    async def close(self, limit_s: float) -> bool:
+        """Close the connection; whether that took no longer than `limit_s`. Mutates: self."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        return await aiortc_compat.close(self.pc, limit_s)
+
+    async def _receive(self, track: MediaStreamTrack) -> None:
+        """Take frames at once, as aiortc's queue of them has no bound."""
+        while True:
+            try:
+                frame = await track.recv()
+            except MediaStreamError:
+                return  # the connection has ended, which its state says
+            self._heard_s = clock.monotonic_s()
+            if isinstance(frame, av.VideoFrame):
+                self._on_frame(frame)
+
+
+def with_start_bitrate(answer: str) -> str:
+    """An answer that lets Chromium begin at _START_KBPS; others do not look at it."""
+    lines, out = answer.splitlines(), []
+    payloads: set[str] = set()
+    for line in lines:
+        if line.startswith("m="):
+            payloads = set(line.split()[3:]) if line.startswith("m=video") else set()
+        name, _, rest = line.partition(":")
+        payload = rest.partition(" ")[0]
+        is_format = name == "a=fmtp" and payload in payloads and "apt=" not in rest
+        out.append(f"{line};x-google-start-bitrate={_START_KBPS}" if is_format else line)
+        if name == "a=rtpmap" and payload in payloads and " VP8/" in line:
+            out.append(f"a=fmtp:{payload} x-google-start-bitrate={_START_KBPS}")
+    return "".join(f"{line}\r\n" for line in out)

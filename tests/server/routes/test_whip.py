@@ -1,0 +1,305 @@
+"""Video that comes in over WHIP: sent by a peer, fitted, used by the stream, told, refused by name, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fractions
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import av
+import httpx
+import numpy as np
+import pytest
+import torch
+from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription, VideoStreamTrack
+
+from streamdiff.config import Config, PlaybackConfig, ServeConfig
+from streamdiff.engine.messages import InputFrames, InputUsed, SetInput
+from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
+from streamdiff.pipeline.executor import LocalRing
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from streamdiff.server.webrtc.receiver import with_start_bitrate
+from tests.server.conftest import Site, bearer, open_site
+from tests.small import CPU, RED, small_encoder, small_model
+
+pytestmark = pytest.mark.slow
+MODEL = small_model(4, layers=2)
+SIZE = (MODEL.spec.width, MODEL.spec.height)
+SDP = {"Content-Type": "application/sdp"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class Colour(VideoStreamTrack):
+    """A camera: pictures of one colour, of the `size` they have by then, with another colour outside their middle."""
+
+    def __init__(self, colour: tuple[int, int, int], size: tuple[int, int] = (320, 180)) -> None:
+        super().__init__()
+        self.colour, self.size, self.sent = colour, size, 0
+        self.running = asyncio.Event()
+        self.running.set()
+
+    async def recv(self) -> av.VideoFrame:
+        await self.running.wait()
+        await asyncio.sleep(0.02)
+        width, height = self.size
+        picture = np.zeros((height, width, 3), np.uint8)
+        side = min(width, height)
+        picture[:, (width - side) // 2 : (width + side) // 2] = self.colour
+        frame = av.VideoFrame.from_ndarray(picture, "rgb24")
+        self.sent += 1
+        frame.pts, frame.time_base = self.sent * 1800, fractions.Fraction(1, 90000)
+        return frame
+
+
+class Sender:
+    """A peer that sends a track."""
+
+    def __init__(self, site: Site, track: VideoStreamTrack, codec: str = "VP8", audio: bool = False) -> None:
+        self.pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+        self.site, self.location = site, ""
+        if audio:
+            self.pc.addTransceiver("audio", direction="sendonly")
+        transceiver = self.pc.addTransceiver(track, direction="sendonly")
+        known = transceiver.sender.getCapabilities("video")
+        assert known is not None
+        transceiver.setCodecPreferences([each for each in known.codecs if each.name == codec])
+
+    async def post(self, path: str = "/whip", headers: dict[str, str] | None = None) -> httpx.Response:
+        await self.pc.setLocalDescription(await self.pc.createOffer())
+        content = self.pc.localDescription.sdp
+        answer = await self.site.http.post(path, content=content, headers={**SDP, **(headers or {})})
+        if answer.status_code == 201:
+            self.location = answer.headers["location"]
+            await self.pc.setRemoteDescription(RTCSessionDescription(answer.text, "answer"))
+        return answer
+
+
+@contextlib.asynccontextmanager
+async def sending(site: Site, track: VideoStreamTrack, *where: Any, **how: Any) -> AsyncIterator[Sender]:
+    sender = Sender(site, track, **how)
+    try:
+        answer = await sender.post(*where)
+        assert answer.status_code == 201, answer.text
+        yield sender
+    finally:
+        await sender.pc.close()
+
+
+def run(scene: Callable[[Site], Awaitable[None]], config: Config | None = None) -> None:
+    """Play it on a server whose model encodes video."""
+
+    async def main() -> None:
+        pictures = PictureEncoder(lambda: small_encoder(4), MODEL.spec)
+        pipeline: Any = StreamingPipeline(MODEL, CPU, ring=LocalRing(MODEL, CPU, 2), pictures=pictures)
+        async with open_site(config or Config(playback=PlaybackConfig(lead_s=1.0)), pipeline) as site:
+            await scene(site)
+
+    asyncio.run(main())
+
+
+def fed(site: Site) -> list[np.ndarray]:
+    """The frames that the engine was handed."""
+    return [picture for each in site.client.sent if isinstance(each, InputFrames) for picture in each.pictures]
+
+
+async def used(site: Site, frames: int = 1) -> dict[str, Any]:
+    """The default session's statistics, once so many frames were used."""
+    async with asyncio.timeout(60):
+        while True:
+            figures = (await site.http.get("/api/state")).json()["stats"]["input"]
+            if figures is not None and figures["used"] >= frames:
+                return dict(figures)
+            await asyncio.sleep(0.02)
+
+
+async def state(site: Site, session: str = "default") -> dict[str, Any]:
+    return dict((await site.http.get("/api/state", params={"session": session})).json()["state"])
+
+
+@pytest.mark.parametrize("codec", ["VP8", "H264"])
+def test_what_is_sent_is_fitted_and_the_stream_starts_from_it(codec: str) -> None:
+    async def scene(site: Site) -> None:
+        viewer = await site.watch()
+        await viewer.frame()
+        camera = Colour((20, 200, 30))
+        async with sending(site, camera, codec=codec, audio=True) as sender:
+            figures = await used(site, 2 * MODEL.spec.chunk_frames)
+            assert figures["level"] is not None and figures["fps"] >= 0
+            assert figures["size"] == [320, 180]
+            middle = np.median(fed(site)[-1].reshape(-1, 3), axis=0)
+            assert fed(site)[-1].shape == (*SIZE[::-1], 3), "the middle, at the model's size"
+            assert np.abs(middle - camera.colour).max() < 30
+            told = await state(site)
+            assert told["input"] == {"kind": "WHIP sender", "strength": 0.6, "fault": ""}
+            camera.colour, camera.size = (220, 30, 30), (120, 200)  # another size in mid-call
+            await site.until(lambda: np.abs(np.median(fed(site)[-1].reshape(-1, 3), axis=0) - camera.colour).max() < 40)
+            ended = await site.http.delete(sender.location)
+            assert ended.status_code == 200
+            assert (await state(site))["input"] is None
+            assert [each.strength for each in site.client.sent if isinstance(each, SetInput)] == [0.6, None]
+            await viewer.frame()
+            assert (await site.http.delete(sender.location)).status_code == 404
+
+    run(scene)
+
+
+def test_strength_changes_live_with_receipts_and_is_refused_where_nothing_feeds() -> None:
+    async def scene(site: Site) -> None:
+        viewer = await site.watch()
+        await viewer.frame()
+        viewer.channel.send('{"type": "strength", "strength": 0.4, "id": 1}')
+        refused = await viewer.message({"id": 1})
+        assert refused["code"] == "no_input" and refused["field"] == "strength"
+        async with sending(site, Colour((9, 9, 9)), "/whip?strength=0.8"):
+            assert (await state(site))["input"]["strength"] == 0.8
+            await used(site)
+            viewer.channel.send('{"type": "strength", "strength": 0.3, "id": 2}')
+            for stage in ("accepted", "applied", "shown"):
+                assert (await viewer.message({"type": "receipt", "id": 2, "stage": stage}))["kind"] == "strength"
+            assert (await state(site))["input"]["strength"] == 0.3
+            viewer.channel.send('{"type": "strength", "strength": 1.5, "id": 3}')
+            assert (await viewer.message({"id": 3}))["code"] == "out_of_range"
+
+    run(scene)
+
+
+def test_one_feeds_at_a_time_and_who_comes_next_may_when_it_has_gone() -> None:
+    async def scene(site: Site) -> None:
+        await (await site.watch()).frame()
+        async with sending(site, Colour((9, 9, 9))) as first:
+            await used(site)
+            second = Sender(site, Colour((9, 9, 9)))
+            refused = await second.post()
+            assert (refused.status_code, refused.json()["code"]) == (409, "fed")
+            await second.pc.close()
+            assert (await state(site))["input"] is not None
+            await site.http.delete(first.location)
+            async with sending(site, Colour((9, 9, 9))):
+                await used(site)
+
+    run(scene)
+
+
+def test_when_a_camera_stops_the_picture_holds_and_goes_on_with_it() -> None:
+    async def scene(site: Site) -> None:
+        await (await site.watch()).frame()
+        camera = Colour((9, 9, 9))
+        async with sending(site, camera):
+            await used(site)
+            camera.running.clear()
+            live = site.state.manager.get("default")
+            assert live is not None
+            await site.until(lambda: live.input.holds)
+            before = (await used(site))["used"]
+            assert (await site.http.get("/readyz")).status_code == 200, "it does not stall: nothing is to be made"
+            camera.running.set()
+            await used(site, before + 1)
+
+    run(scene)
+
+
+def test_a_sender_that_goes_without_a_word_leaves_its_place() -> None:
+    async def scene(site: Site) -> None:
+        await (await site.watch()).frame()
+        async with sending(site, Colour((9, 9, 9))):
+            await used(site)
+        live = site.state.manager.get("default")
+        assert live is not None
+        await site.until(lambda: live.input.source is None)
+        assert site.state.viewers.count == 1, "the viewer's"
+
+    run(scene)
+
+
+def test_it_takes_a_control_token_of_the_session(tmp_path: Any) -> None:
+    (tmp_path / "control").write_text("a-control-token-of-the-tests")
+    (tmp_path / "view").write_text("a-view-token-of-the-tests")
+    files = {"control_token_file": str(tmp_path / "control"), "view_token_file": str(tmp_path / "view")}
+
+    async def scene(site: Site) -> None:
+        sender = Sender(site, Colour((9, 9, 9)))
+        assert (await sender.post()).status_code == 401
+        assert (await sender.post(headers=bearer("a-view-token-of-the-tests"))).status_code == 403
+        control = bearer("a-control-token-of-the-tests")
+        opened = (await site.http.post("/api/sessions", json={"prompt": RED}, headers=control)).json()
+        answer = await sender.post(f"/whip/{opened['id']}", bearer(opened["control_token"]))
+        assert answer.status_code == 201, answer.text
+        assert (await site.http.delete(sender.location)).status_code == 401
+        ended = await site.http.delete(f"/api/sessions/{opened['id']}", headers=bearer(opened["control_token"]))
+        assert ended.status_code == 200
+        assert not site.state.feeders._feeders
+        await sender.pc.close()
+
+    run(scene, Config(serve=ServeConfig(**files)))
+
+
+def test_bad_offers_are_refused_by_name_and_the_stream_goes_on() -> None:
+    async def scene(site: Site) -> None:
+        viewer = await site.watch()
+        await viewer.frame()
+        receiving = await site.offer(control=False)
+        receive = receiving.pc.localDescription.sdp
+        hevc = receive.replace("a=recvonly", "a=sendonly").replace("VP8/90000", "H265/90000").replace("H264/", "H265/")
+        for body, status, says in (
+            (b"v=0", 400, "no media section"),
+            (b"hello", 400, "no SDP offer"),
+            (b"\xff\xfe", 400, "not UTF-8"),
+            (receive.encode(), 422, "sendonly"),
+            (hevc.encode(), 422, "H.264 or VP8"),
+        ):
+            answer = await site.http.post("/whip", content=body, headers=SDP)
+            assert answer.status_code == status and says in answer.json()["detail"], answer.text
+        assert (await site.http.post("/whip", content=b"{}")).status_code == 415
+        assert (await site.http.post("/whip?strength=7", content=b"v=0", headers=SDP)).status_code == 400
+        assert (await site.http.patch("/whip/default/nobody", content=b"")).status_code == 415
+        assert (await state(site))["input"] is None
+        assert site.state.viewers.count == 1
+        await viewer.frame()
+
+    run(scene)
+
+
+def test_a_model_that_takes_no_video_says_so() -> None:
+    async def main() -> None:
+        async with open_site() as site:  # which paints
+            sender = Sender(site, Colour((9, 9, 9)))
+            refused = await sender.post()
+            assert (refused.status_code, refused.json()["field"]) == (422, "input")
+            assert "takes no video" in refused.json()["detail"]
+            assert site.state.viewers.count == 0
+            await sender.pc.close()
+
+    asyncio.run(main())
+
+
+def test_video_that_cannot_be_encoded_ends_the_connection_and_not_the_stream() -> None:
+    async def scene(site: Site) -> None:
+        viewer = await site.watch()
+        await viewer.frame()
+        async with sending(site, Colour((9, 9, 9))):
+            await used(site)
+            await site.client.inject(InputUsed("default", None, 0, 0, "no memory"))
+            live = site.state.manager.get("default")
+            assert live is not None
+            await site.until(lambda: live.input.source is None)
+            await viewer.frame()
+
+    run(scene)
+
+
+def test_chromium_is_told_to_begin_with_a_good_picture() -> None:
+    answer = "v=0\r\nm=audio 9 X 8\r\na=rtpmap:8 PCMA/8000\r\nm=video 9 X 97 98 99\r\na=rtpmap:97 VP8/90000\r\n"
+    answer += (
+        "a=rtpmap:98 rtx/90000\r\na=fmtp:98 apt=97\r\na=rtpmap:99 H264/90000\r\na=fmtp:99 packetization-mode=1\r\n"
+    )
+    lines = with_start_bitrate(answer).split("\r\n")
+    assert "a=fmtp:97 x-google-start-bitrate=2500" in lines
+    assert "a=fmtp:99 packetization-mode=1;x-google-start-bitrate=2500" in lines
+    assert "a=fmtp:98 apt=97" in lines
+    assert len(lines) == len(answer.split("\r\n")) + 1

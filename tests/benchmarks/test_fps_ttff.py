@@ -61,7 +61,7 @@ def test_one_and_two_stages_are_measured_and_told(tmp_path: Path, capsys: pytest
     [
         (signal.SIGTERM, fps_ttff.TERMINATED, 2),
         pytest.param(signal.SIGKILL, -signal.SIGKILL, 2, marks=pytest.mark.soak),
-        (signal.SIGKILL, -signal.SIGKILL, 1),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, 1, marks=pytest.mark.soak),
     ],
 )
 def test_a_signal_ends_the_ranks(tmp_path: Path, number: int, code: int, stages: int) -> None:

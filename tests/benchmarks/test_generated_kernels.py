@@ -35,7 +35,10 @@ def test_what_fuses_is_one_kernel_and_a_matrix_product_parts_two() -> None:
     assert len(names((512, 512), joined=True)) == 2
 
 
-@pytest.mark.parametrize(("model", "kv_context"), LIMITS)
+@pytest.mark.parametrize(
+    ("model", "kv_context"),
+    [case if case == ("self-forcing", "clean") else pytest.param(*case, marks=pytest.mark.soak) for case in LIMITS],
+)
 def test_a_compiled_block_is_few_kernels_that_copy_nothing_of_the_window(model: str, kv_context: str) -> None:
     block = compiled_block(spec_of(model), kv_context)
     assert kernels_beside(block) <= LIMITS[model, kv_context]

@@ -89,7 +89,7 @@ def test_the_fast_paths_are_measured_beside_the_plain_one_before_anything_else()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize("live", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_two_sessions_at_once_are_checked(monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
     """With stand-ins for CUDA's graphs, nothing compiled; of a second session only where later ones may have any."""
     monkeypatch.setattr(compiled_stage, "captured_on", lambda device, _: Captured(record, live))

@@ -39,13 +39,18 @@ SCENES = [
 ]
 
 
-@pytest.mark.parametrize("scene", SCENES, ids=range(len(SCENES)))
+@pytest.mark.parametrize(
+    "scene",
+    [pytest.param(scene, marks=pytest.mark.soak if number % 2 else ()) for number, scene in enumerate(SCENES)],
+    ids=range(len(SCENES)),
+)
 def test_it_reads_every_attribute_from_rendered_pictures(scene: Scene) -> None:
     frames, _ = film(scene)
     verdict = judge(frames)
     assert all(verdict.right(scene).values()), describe(verdict)
 
 
+@pytest.mark.soak
 def test_it_is_right_about_random_chunks() -> None:
     """A few of those of `world256_autoencoder --truth`, where every verdict must be right in 99 of 100."""
     generator = torch.Generator().manual_seed(5)

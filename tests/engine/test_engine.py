@@ -35,6 +35,7 @@ from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.process.main import _load_runtime
 from tests.engine.painted import CHUNK_FRAMES, INFO, PaintedPipeline, checksum
 
+pytestmark = pytest.mark.xdist_group("engine")  # one process loads the model
 RED, BLUE, GREEN = "a red circle moving right over a meadow", "a blue star moving left at night", "a green heart"
 CONFIG = ModelConfig()
 
@@ -155,7 +156,7 @@ def test_the_lead_holds_while_frames_are_in_flight(start: Start) -> None:
     size = engine.ready().chunk_frames
     engine.handle(Open("a", RED))
     shown, made = 0, 0
-    for _ in range(400):
+    for _ in range(120):
         made += count(engine.step(0.0))
         assert made - shown <= 2 * size
         if made > shown:

@@ -39,7 +39,13 @@ def played(model: Model, script: ReferenceRun, stages: int = 1) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("rope", ["relative", "absolute"])
 @pytest.mark.parametrize(
-    ("first", "chunk", "window", "sink"), [(2, 1, 6, 3), (2, 1, 4, 1), (3, 1, 5, 0), (2, 2, 7, 3), (2, 2, 4, 0)]
+    ("first", "chunk", "window", "sink"),
+    [
+        (2, 1, 6, 3),
+        (3, 1, 5, 0),
+        (2, 2, 7, 3),
+        *(pytest.param(*more, marks=pytest.mark.soak) for more in ((2, 1, 4, 1), (2, 2, 4, 0))),
+    ],
 )
 @pytest.mark.parametrize("kv_context", CONTEXTS)
 def test_a_stream_equals_the_uncached_reference(

@@ -197,8 +197,8 @@ def unlike(one: torch.Tensor, other: torch.Tensor) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_context", CASES)
 def test_some_values_and_tensors_are_anything(kv_context: str) -> None:
-    offer_changed_values(kv_context, 40)
-    offer_changed_tensors(kv_context, 12)
+    offer_changed_values(kv_context, 16)
+    offer_changed_tensors(kv_context, 6)
 
 
 @pytest.mark.soak

@@ -217,7 +217,7 @@ def test_a_file_that_is_no_snapshot_is_refused(snapshot: Snapshot, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stages", "shares"), [(3, 1), (1, 2)])
+@pytest.mark.parametrize(("stages", "shares"), [pytest.param(3, 1, marks=pytest.mark.soak), (1, 2)])
 def test_between_one_process_and_a_ring_of_processes_with_a_rank_that_decodes(
     tmp_path: Path, stages: int, shares: int
 ) -> None:

@@ -25,7 +25,7 @@ from streamdiff.server.media.encoder import as_rgb
 LIMIT_S = 600.0  # ends what hangs; a busy machine takes minutes
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 MORE = pytest.mark.soak
-"""The same with more ranks than it takes."""
+"""The same with more ranks than it takes, or where another case has the same way to its end."""
 
 
 @asynccontextmanager
@@ -121,11 +121,17 @@ async def test_a_rank_that_only_decodes_sends_yuv420_and_ends_with_the_head(fold
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("raise", r"rank {rank} failed at session 0, chunk 6, step \d: ArithmeticError: the test's own fault"),
+        pytest.param(
+            "raise",
+            r"rank {rank} failed at session 0, chunk 6, step \d: ArithmeticError: the test's own fault",
+            marks=MORE,
+        ),
         ("kill", r"rank {rank} is gone .*rank \d noticed it after session 0, chunk \d, step \d"),
         ("hang", r"rank {rank} hangs: 6 s at session 0, chunk 6, step \d"),
         ("device", r"rank {rank} hangs: its device is at session 0, chunk 6, step \d for 6 s"),
-        ("stop", r"rank {rank} hangs: silent for 6 s .*in the ring: session 0, chunk \d, step \d"),
+        pytest.param(
+            "stop", r"rank {rank} hangs: silent for 6 s .*in the ring: session 0, chunk \d, step \d", marks=MORE
+        ),
     ],
     ids=["raise", "kill", "hang", "device", "stop"],
 )

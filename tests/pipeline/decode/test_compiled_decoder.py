@@ -63,8 +63,13 @@ class Both(NamedTuple):
 
 @pytest.fixture(
     scope="module",
-    params=[(taehv, COMPILED), (wan, TRACED), pytest.param((wan, COMPILED), marks=pytest.mark.soak)],
-    ids=["taehv", "wan", "wan-compiled"],
+    params=[
+        (taehv, TRACED),
+        (wan, TRACED),
+        pytest.param((taehv, COMPILED), marks=pytest.mark.soak),
+        pytest.param((wan, COMPILED), marks=pytest.mark.soak),
+    ],
+    ids=["taehv", "wan", "taehv-compiled", "wan-compiled"],
 )
 def both(request: pytest.FixtureRequest) -> Both:
     made, backend = request.param

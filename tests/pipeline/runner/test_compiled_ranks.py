@@ -47,7 +47,8 @@ def play(folder: Path, parallel: str, **options: Any) -> tuple[Made, list[dict[s
     return torch.load(folder / "made.pt"), ranks, process.stderr
 
 
-@pytest.mark.parametrize("parallel", ["2x1", pytest.param("1x2", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("parallel", ["2x1", "1x2"])
 def test_ranks_run_their_own_graphs_and_make_the_plain_stream(
     parallel: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

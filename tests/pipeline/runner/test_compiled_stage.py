@@ -107,6 +107,7 @@ def test_neither_blocks_nor_the_window_make_more_graphs(
         assert counters["stats"]["unique_graphs"] - before == kinds * graphs + extra
 
 
+@pytest.mark.soak
 def test_another_process_finds_the_compiled_code() -> None:
     """Two, one after the other, as an engine is started again. (For torch this process, a test, is not alike.)"""
     code = "from tests.pipeline.runner.test_compiled_stage import compile_last; compile_last()"

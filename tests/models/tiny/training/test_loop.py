@@ -270,7 +270,7 @@ def test_a_few_steps_write_a_model_that_loads_and_the_command_goes_on(
     assert not equal(second, first.denoiser.model.state_dict())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.usefixtures("few_windows")
 def test_a_finished_model_is_trained_further(tmp_path: Path) -> None:
     """Its text encoder and autoencoder stay; the transformer moves by what the learning rate allows."""

@@ -17,7 +17,7 @@ from streamdiff.models.tiny.training.batches import LEVELS, Starts, Windows
 from streamdiff.models.tiny.training.on_policy import FRAMES, PAST, OwnPasts
 from tests.small import CPU
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("on-policy training")]
 STREAMS = 12
 
 

@@ -23,7 +23,7 @@ from streamdiff.models.tiny.world256.training import denoiser as train_denoiser
 from streamdiff.models.tiny.world256.training.batches import Pool, Windows, draw_window_scenes, play
 from tests.small import CPU
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("training of the 256 pixel world")]
 
 
 def dice(seed: int = 0) -> torch.Generator:
@@ -100,7 +100,9 @@ def test_worn_things_lie_between_whole_and_missing_ones(pool: Pool) -> None:
     assert changed.all()
 
 
-@pytest.mark.parametrize("kind", ["staircase", "clean", "first", "next"])
+@pytest.mark.parametrize(
+    "kind", ["staircase", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("clean", "first", "next"))]
+)
 def test_every_kind_of_row_has_a_loss_that_trains_the_network(pool: Pool, kind: str) -> None:
     torch.manual_seed(0)
     network = train_denoiser.Network()
@@ -159,7 +161,7 @@ def test_a_few_steps_write_a_model_that_loads_and_the_command_goes_on(tmp_path: 
     assert (tmp_path / "again" / "model" / "vae" / "config.json").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.usefixtures("few_windows")
 def test_a_denoiser_that_was_stopped_goes_on(autoencoder: TAEHV, tmp_path: Path) -> None:
     plan = train_denoiser.Plan(batch=1)

@@ -122,14 +122,21 @@ def _address(process: subprocess.Popen[str]) -> str:
 
 
 @contextmanager
-def chromium(width: int = 1280, height: int = 860) -> Iterator[webdriver.Chrome]:
-    """A headless Chromium with an empty profile. Its console is kept for `console_errors`."""
+def chromium(width: int = 1280, height: int = 860, camera: Path | None = None) -> Iterator[webdriver.Chrome]:
+    """A headless Chromium with an empty profile. Its console is kept for `console_errors`. `camera` is a y4m file that
+    its camera shows again and again; None: no camera may be used."""
     options = Options()
     for name in ("chromium", "chromium-browser", "google-chrome"):
         if binary := shutil.which(name):
             options.binary_location = binary
             break
-    for flag in (*FLAGS, f"--window-size={width},{height}"):
+    fake = (
+        "use-fake-ui-for-media-stream",
+        "use-fake-device-for-media-stream",
+        f"use-file-for-fake-video-capture={camera}",
+    )
+    shown = [f"--{flag}" for flag in fake] if camera is not None else []
+    for flag in (*FLAGS, *shown, f"--window-size={width},{height}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     browser = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))

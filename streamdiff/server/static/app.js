@@ -1,5 +1,6 @@
 // The page: draws the state of the stream and passes on what the visitor asks for.
 
+import { drawInput, startCamera } from "./camera.js";
 import { StreamClient } from "./client.js";
 import { $, drawFieldError, number, setText } from "./dom.js";
 import { startFolding } from "./fold.js";
@@ -104,6 +105,8 @@ function drawState(state) {
   view.engine = state.engine;
   view.session = state.session;
   drawPicture(state.image);
+  drawInput(state.input);
+  if (!state.input) camera.ended();
   drawNotice(state.engine === "restarting" ? `The engine is being started again: ${state.engine_reason}` : state.notice);
   for (const chip of $("chips").children) chip.setAttribute("aria-current", String(chip.textContent === state.prompt));
   drawSuggestions(state.text, suggest);
@@ -126,7 +129,7 @@ function drawReceipt(text, stage = "") {
 
 const seconds = (ms) => `${(ms / 1000).toFixed(2)} s`;
 const AT_ONCE = ["pause", "resume", "fps"]; // nothing has to be made for these: accepted is all that comes
-const MADE = ["prompt", "reset", "steps"];
+const MADE = ["prompt", "reset", "steps", "strength"];
 const PAST = { recache: ", its past cached again", "recache-causal": ", its past cached again", flush: ", the past flushed", reset: ", begun afresh" };
 const quoted = (text) => (text.length > 60 ? `“${text.slice(0, 57)}…”` : `“${text}”`);
 
@@ -142,6 +145,8 @@ function onReceipt(receipt) {
     drawReceipt(view.paused ? "Taken. It shows when you resume." : "Taken. It is being made now.", "accepted");
   } else if (receipt.stage === "shown" && request.kind === "steps") {
     drawReceipt(`Chunks have ${receipt.steps ?? request.steps} steps now, after ${seconds(lag)}.`, "shown");
+  } else if (receipt.stage === "shown" && request.kind === "strength") {
+    drawReceipt(`The strength is on screen, after ${seconds(lag)}.`, "shown");
   } else if (receipt.stage === "shown") {
     number("n-lag", lag / 1000, 2);
     view.lagMs = lag;
@@ -156,8 +161,8 @@ function onReceipt(receipt) {
 
 function onRefused(kind, field, reason) {
   drawReceipt("");
-  const fields = { seed: "seed", fps: "fps", switch: "switch", steps: "steps" };
-  const place = fields[field] ?? { reset: "seed", steps: "steps" }[kind] ?? "prompt";
+  const fields = { seed: "seed", fps: "fps", switch: "switch", steps: "steps", strength: "camera", input: "camera" };
+  const place = fields[field] ?? { reset: "seed", steps: "steps", strength: "camera" }[kind] ?? "prompt";
   drawFieldError(place, reason);
   if (place === "steps") $("steps").value = view.steps;
 }
@@ -392,6 +397,11 @@ addEventListener("online", () => client.retryNow());
 for (const control of document.querySelectorAll("[data-steers][title]")) control.dataset.title = control.title;
 drawStatus();
 startPictures({ steers: () => view.steers && client.connected, send: beginWith, frame: () => frameOf(video) });
+const camera = startCamera({
+  address: () => `whip/${encodeURIComponent(view.session)}`,
+  headers: client.authorization,
+  strength: (strength) => ask("strength", { strength }),
+});
 startMeasuring(client, view);
 startFolding();
 openShared(client.authorization).then((refused) => {

@@ -75,10 +75,19 @@ function drawMore(inbound, reports, kbps, stats) {
     Network: stats?.network,
     "Frame number": stats?.frame,
     "Made ahead": stats == null ? null : `${stats.buffered} frames, at most ${stats.lead_ms} ms`,
+    "Video in": videoIn(stats?.input),
     Repeated: stats?.repeated,
     "Made, never shown": stats?.dropped,
     "Shown, not encoded": stats?.encoder_dropped,
   });
+}
+
+/** What feeds the session, in a line; null where nothing does. */
+function videoIn(input) {
+  if (!input) return null;
+  const size = input.size ? `${input.size[0]} × ${input.size[1]} at ${input.fps} fps` : "nothing yet";
+  const level = input.level == null ? "" : `, noise ${input.level}`;
+  return `${input.holds ? "paused" : size}${level}, ${input.dropped} dropped`;
 }
 
 function drawFacts(facts) {

@@ -1,0 +1,100 @@
+// Video in: the camera, or a screen, sent over WHIP; the server fits it, and the stream starts from it.
+
+import { $, drawFieldError, setText } from "./dom.js";
+
+const WANTED = { width: { ideal: 640 }, height: { ideal: 480 }, frameRate: { ideal: 30 } };
+const SAID = {
+  NotAllowedError: "The browser was not allowed to show it. Allow it beside the page's address, and try again.",
+  NotFoundError: "There is no camera.",
+  NotReadableError: "Another program has the camera.",
+};
+
+/** Wires the card up. `address()` is the session's WHIP address, `headers` what a request shows the server, `strength`
+ *  is called with a value to set while video goes in. */
+export function startCamera({ address, headers, strength }) {
+  const sending = { pc: null, media: null, resource: null, kind: "" };
+
+  async function begin(kind) {
+    await end();
+    drawFieldError("camera", "");
+    if (!navigator.mediaDevices) {
+      drawFieldError("camera", "Browsers give a camera to pages over https alone, or on this machine itself (localhost).");
+      return;
+    }
+    try {
+      await send(kind);
+    } catch (error) {
+      await end();
+      drawFieldError("camera", SAID[error.name] ?? error.message);
+    }
+  }
+
+  async function send(kind) {
+    sending.kind = kind;
+    sending.media = kind === "screen"
+      ? await navigator.mediaDevices.getDisplayMedia({ video: WANTED })
+      : await navigator.mediaDevices.getUserMedia({ video: WANTED });
+    const [track] = sending.media.getVideoTracks();
+    track.contentHint = "motion";
+    track.onended = end; // the visitor has stopped it in the browser's own bar
+    sending.pc = new RTCPeerConnection();
+    sending.pc.addTransceiver(track, { direction: "sendonly", streams: [sending.media] });
+    sending.pc.onconnectionstatechange = () => {
+      if (["failed", "closed"].includes(sending.pc?.connectionState)) end("The connection that the video went over has ended.");
+    };
+    await sending.pc.setLocalDescription();
+    const url = new URL(address(), document.baseURI);
+    url.searchParams.set("strength", $("strength").value);
+    const response = await fetch(url, { method: "POST", headers: { "Content-Type": "application/sdp", ...headers }, body: sending.pc.localDescription.sdp });
+    if (!response.ok) throw new Error((await response.json().catch(() => ({}))).detail ?? `The server answered ${response.status}.`);
+    sending.resource = new URL(response.headers.get("Location"), url);
+    await sending.pc.setRemoteDescription({ type: "answer", sdp: await response.text() });
+    const preview = $("camera-preview");
+    preview.srcObject = sending.media;
+    preview.classList.toggle("mirrored", kind === "camera"); // as in a mirror; what is sent is not
+    preview.hidden = false;
+    preview.play().catch(() => {});
+    draw();
+  }
+
+  async function end(why) {
+    const { pc, media, resource } = sending;
+    Object.assign(sending, { pc: null, media: null, resource: null, kind: "" });
+    for (const track of media?.getTracks() ?? []) track.stop();
+    pc?.close();
+    $("camera-preview").hidden = true;
+    $("camera-preview").srcObject = null;
+    draw();
+    if (typeof why === "string") drawFieldError("camera", why);
+    if (resource) await fetch(resource, { method: "DELETE", headers, keepalive: true }).catch(() => {});
+  }
+
+  function draw() {
+    $("camera-stop").hidden = !sending.media;
+    for (const kind of ["camera", "screen"]) $(`camera-${kind}`).setAttribute("aria-pressed", String(sending.kind === kind));
+  }
+
+  $("camera-camera").addEventListener("click", () => begin("camera"));
+  $("camera-screen").addEventListener("click", () => begin("screen"));
+  $("camera-screen").hidden = !navigator.mediaDevices?.getDisplayMedia;
+  $("camera-stop").addEventListener("click", () => end());
+  $("strength").addEventListener("change", () => $("camera-form").dataset.fed === "true" && strength($("strength").valueAsNumber));
+  $("strength").addEventListener("input", drawStrength);
+  $("camera-form").addEventListener("submit", (event) => event.preventDefault());
+  addEventListener("pagehide", () => end());
+  return { ended: () => sending.resource && end("The server takes no more of the video.") };
+}
+
+function drawStrength() {
+  setText($("strength-value"), $("strength").valueAsNumber.toFixed(2));
+}
+
+/** Says whether video goes in, whoever sends it, and at which strength. */
+export function drawInput(input) {
+  $("camera-form").dataset.fed = String(input !== null);
+  if (input && document.activeElement !== $("strength")) $("strength").value = input.strength;
+  drawStrength();
+  setText($("camera-state"), input
+    ? "The stream follows the video; the prompt says what becomes of it."
+    : "Send your camera or a screen, and the stream follows it as the prompt says. The small embedded model sees coloured shapes before a background in anything.");
+}

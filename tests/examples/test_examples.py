@@ -12,6 +12,7 @@ from pathlib import Path
 
 import av
 import httpx
+import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -20,6 +21,7 @@ COVERED = {
     "generate_file.py",
     "prompt_switch.py",
     "start_picture.py",
+    "restyle.py",
     "custom_viewer.py",
     "custom_viewer.html",
 }
@@ -73,6 +75,32 @@ def test_start_picture(tmp_path: Path) -> None:
         pictures = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     assert len(pictures) == 72
     assert all(picture.mean() < 90 for picture in pictures)
+
+
+@pytest.mark.slow
+def test_restyle(tmp_path: Path) -> None:
+    """The meadow's circle on the left, and where it is, a star at night on the right."""
+    assert "a blue star in its place" in run("restyle.py", cwd=tmp_path)
+    with av.open(tmp_path / "restyled.mp4") as container:
+        pictures = [frame.to_ndarray(format="rgb24").astype(int) for frame in container.decode(video=0)]
+    assert len(pictures) == 96
+    near = 0
+    for picture in pictures:
+        before, after = np.split(picture, 2, axis=1)
+        red = (before[..., 0] - before[..., 1:].max(-1) > 60).any(0)
+        blue = (after[..., 2] - after[..., :2].max(-1) > 90).any(0)
+        near += blue.any() and red.any() and _apart(_middle(red), _middle(blue)) < 12
+    assert near > 86, "the star is where the circle is"
+
+
+def _middle(columns: np.ndarray) -> float:
+    """The middle of marked columns, which may go on at the other edge."""
+    turns = np.exp(2j * np.pi * np.flatnonzero(columns) / len(columns)).mean()
+    return float(np.angle(turns) / (2 * np.pi) * len(columns))
+
+
+def _apart(one: float, other: float, width: int = 128) -> float:
+    return min((one - other) % width, (other - one) % width)
 
 
 class _Whep(BaseHTTPRequestHandler):

@@ -1,0 +1,35 @@
+"""A video made into another: `python restyle.py [VIDEO]` writes restyled.mp4, the input left, the stream beside it.
+
+Place and motion stay those of the video; shape, colour and background become the prompt's. Without a video it takes one
+that the model makes itself.
+"""
+
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+import streamdiff
+from streamdiff.video.picture import fit_picture
+from streamdiff.video.reader import open_clip
+from streamdiff.video.writer import write_video
+
+
+def restyled(session: streamdiff.StreamSession, video: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """Each frame of `video`, and beside it what the stream has made of it."""
+    while len(piece := list(islice(video, session.chunk_frames))) == session.chunk_frames:
+        fitted = [fit_picture(frame, session.width, session.height) for frame in piece]
+        session.feed(np.stack(fitted))
+        for before, after in zip(fitted, session, strict=False):  # a stream's first chunk may show fewer
+            yield np.hstack([before, after])
+
+
+with streamdiff.open("a red circle moving right over a meadow", seed=1) as session:
+    video = open_clip(Path(sys.argv[1])) if len(sys.argv) > 1 else list(islice(session, 96))
+    session.prompt("a blue star moving right at night")
+    session.video(strength=0.6)
+    session.reset(seed=3)
+    write_video(Path("restyled.mp4"), restyled(session, iter(video)), session.fps)
+print("restyled.mp4 shows", sys.argv[1] if len(sys.argv) > 1 else "a red circle", "and a blue star in its place")

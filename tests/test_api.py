@@ -9,11 +9,15 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 import streamdiff
 from streamdiff.api import StreamSession
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
+from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.engine.painted import CHUNK_FRAMES, SIZE, PaintedPipeline, checksum
+from tests.small import RED, small_encoder, small_model
 
 
 @pytest.fixture
@@ -98,6 +102,32 @@ def test_steps_change_while_it_plays_and_what_the_model_lacks_is_named() -> None
         with pytest.raises(RequestError, match="steps is 3; the painter has 2, 4") as caught:
             session.steps(3)
         assert caught.value.field == "steps" and pipeline.streams[0].steps == 4
+
+
+def test_a_stream_follows_video_that_is_fed_as_much_as_there_is() -> None:
+    model = small_model(4)
+    pictures = PictureEncoder(lambda: small_encoder(4), model.spec)
+    with StreamSession(StreamingPipeline(model, torch.device("cpu"), pictures=pictures), RED) as session:
+        before = len(list(itertools.islice(session, session.chunk_frames)))
+        session.video(0.5)
+        list(session)  # what was made ahead
+        video = np.random.default_rng(1).integers(0, 256, (2 * session.chunk_frames, 40, 30, 3), np.uint8)
+        session.feed(video[: session.chunk_frames])
+        first = list(session)
+        session.feed(video[session.chunk_frames : -1])
+        assert before == len(first) == session.chunk_frames and list(session) == []
+        session.feed(video[-1])
+        assert len(list(session)) == session.chunk_frames
+        session.video(None)
+        assert len(list(itertools.islice(session, 50))) == 50
+        for strength in (0.0, 2.0):
+            with pytest.raises(RequestError, match="strength"):
+                session.video(strength)
+        with pytest.raises(RequestError, match="uint8"):
+            session.feed(np.zeros((2, 4, 4, 3)))
+    painted = StreamSession(PaintedPipeline(), "red", seed=5)
+    with pytest.raises(RequestError, match="takes no video"):
+        painted.video()
 
 
 def test_closing_ends_everything() -> None:

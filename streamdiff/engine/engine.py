@@ -138,7 +138,8 @@ class Engine(SavesSessions):
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to do, or to wait for, before the next command."""
-        return self._pipeline.busy or bool(self._waiting)
+        changes = any(session.input_changes for session in self._sessions.values())
+        return self._pipeline.busy or bool(self._waiting) or changes
 
     def check(self, wait_s: float = 0.0) -> None:
         """Raise the EngineFailure that ends the pipeline, if there is one or comes within `wait_s`."""
@@ -288,7 +289,9 @@ class Engine(SavesSessions):
                 return session.set_input(request.strength, request.request)
             case InputFrames():
                 check_frames(request, self._pipeline.info)
-                feeding(self._pipeline, None).feed(slot, request.pictures)
+                if not self._swapping.away(slot):
+                    session.apply_pending()  # the input that they are for may be among it
+                    feeding(self._pipeline, None).feed(slot, request.pictures)
             case Pause() | Resume():
                 session.set_paused(isinstance(request, Pause))
             case Reset():

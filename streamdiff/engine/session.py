@@ -175,6 +175,11 @@ class Session:
         self._pending_input = self.epoch, strength
         return [Accepted(self.name, request, self.epoch, "")]
 
+    @property
+    def input_changes(self) -> bool:
+        """Whether the pipeline does not know of its input yet, or not of its end: then it may wait in vain."""
+        return self._pending_input is not None
+
     def apply_pending(self) -> None:
         """Give the pipeline the latest prompt, steps and input that it does not have yet, in the order of their
         epochs."""

@@ -105,6 +105,7 @@ def test_the_times_of_an_engine_are_measured() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_short_run_of_server_and_simulator(times: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "capacity.json"
     words = ["--loads", "1", "--rows", "", "--variant", "two=--batching dynamic --max-rows 2", "--seconds", "3"]

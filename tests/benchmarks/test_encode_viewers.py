@@ -12,6 +12,7 @@ from benchmarks import encode_viewers
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.soak
 def test_it_counts_what_viewers_get_and_use(tmp_path: Path) -> None:
     found = encode_viewers.measure([1, 3], 1.5, encode_viewers.PAINTED)
     assert [row["viewers"] for row in found["rows"]] == [1, 3]

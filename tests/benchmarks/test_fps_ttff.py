@@ -174,6 +174,7 @@ def test_ranks_that_share_stages_are_cases_too() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
+@pytest.mark.soak
 def test_ranks_that_share_a_stage_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "shared.json"
     assert fps_ttff.main(["--parallel", "1x2", "--kv-context", "clean", *SMALL, "--out", str(out)]) == fps_ttff.OK

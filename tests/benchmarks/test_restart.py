@@ -55,6 +55,7 @@ def test_a_picture_is_another_one_where_a_shape_has_moved_and_not_where_a_codec_
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_rank_of_a_real_server_is_killed_and_three_viewers_see_video_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,6 +37,7 @@ def test_a_gap_that_touches_the_rush_counts() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_real_server_gives_the_places_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, alone = tmp_path / "rush.json", tmp_path / "alone.yaml"
     alone.write_text("serve: {spare: false}")  # a spare engine, which nobody needs here, takes seconds to import torch

@@ -132,7 +132,8 @@ def address(process: subprocess.Popen[str]) -> str:
     return found[1]
 
 
-@pytest.mark.parametrize("end", ["ctrl-c", pytest.param("killed", marks=SOAK)])
+@SOAK
+@pytest.mark.parametrize("end", ["ctrl-c", "killed"])
 def test_live_torchrun_starts_a_killed_rank_again_as_often_as_it_is_told(
     tmp_path: Path, nothing_left: None, end: str
 ) -> None:

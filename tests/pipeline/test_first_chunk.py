@@ -37,7 +37,7 @@ def played(model: Model, script: ReferenceRun, stages: int = 1) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rope", ["relative", "absolute"])
+@pytest.mark.parametrize("rope", ["relative", pytest.param("absolute", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     ("first", "chunk", "window", "sink"),
     [

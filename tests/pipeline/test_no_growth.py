@@ -63,7 +63,9 @@ def flat(chunks: int, kv_context: str) -> None:
     assert all(torch.isfinite(latents).all() for latents in ring.sampler.sessions[0].latents.values())
 
 
-@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+@pytest.mark.parametrize(
+    "kv_context", ["clean", *(pytest.param(more, marks=pytest.mark.soak) for more in ("staircase", "matched"))]
+)
 def test_memory_files_and_lists_are_flat(kv_context: str, capfd: pytest.CaptureFixture[str]) -> None:
     flat(400, kv_context)
     assert capfd.readouterr() == ("", ""), "calm: no micro-step prints a line"

@@ -48,8 +48,10 @@ def test_chunks_before_the_change_stay_and_those_after_equal_the_reference(order
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_next", [False, True])
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize(
+    ("stages", "with_next"),
+    [(2, True), (3, False), *(pytest.param(*more, marks=pytest.mark.soak) for more in ((2, False), (3, True)))],
+)
 def test_any_number_of_stages_and_any_company_gives_the_same(stages: int, with_next: bool) -> None:
     """All at once, beside sessions whose steps do not change."""
     model = small_model(3, layers=3, sink=2)

@@ -35,6 +35,7 @@ def check(moved: Streams, plain: Streams) -> None:
         assert same(one, other), f"pictures of {order}"
 
 
+@pytest.mark.soak
 def test_on_one_stage(plain: Streams) -> None:
     model = embedded()
     moved = play(RingExecutor(model, CPU), model, moved=True)

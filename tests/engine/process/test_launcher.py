@@ -85,7 +85,7 @@ async def watch(client: EngineClient, chunks: int) -> str:
 
 @pytest.mark.parametrize(
     ("stages", "spare"),
-    [(3, False), (2, True), pytest.param(4, False, marks=MORE)],
+    [pytest.param(3, False, marks=MORE), (2, True), pytest.param(4, False, marks=MORE)],
     ids=["new", "spare", "four"],
 )
 async def test_ranks_stream_and_end_together(folder: Path, stages: int, spare: bool) -> None:

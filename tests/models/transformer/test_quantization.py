@@ -168,6 +168,7 @@ def test_a_weight_that_torchao_leaves_alone_is_no_quiet_success(monkeypatch: pyt
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_torchaos_remarks_on_other_machines_stay_out_of_the_way() -> None:
     """diffusers imports torchao wherever it is installed; a user who does not quantise reads nothing of it."""
     program = "import streamdiff.models.transformer.wan, sys; print('torchao' in sys.modules)"

@@ -96,7 +96,10 @@ def test_another_number_of_ranks(
     check_world(config)
 
 
-@pytest.mark.parametrize(("split", "told"), [("stages=2", "stages is 2"), ("parallel='1x2'", "parallel is 1x2")])
+@pytest.mark.parametrize(
+    ("split", "told"),
+    [("stages=2", "stages is 2"), pytest.param("parallel='1x2'", "parallel is 1x2", marks=pytest.mark.soak)],
+)
 def test_stages_in_one_process_are_refused(split: str, told: str) -> None:
     command = [sys.executable, "-c", f"import streamdiff; streamdiff.open('a red circle', {split})"]
     environment = {**os.environ, "WORLD_SIZE": "1"}

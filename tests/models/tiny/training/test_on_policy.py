@@ -74,6 +74,7 @@ def test_shapes_are_found_where_they_are_across_the_edge_and_with_a_side_gone(ow
 
 
 @torch.inference_mode()
+@pytest.mark.soak
 def test_a_pupil_without_fault_makes_what_the_teacher_says(own: OwnPasts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its streams go on as the world would have them, chunk by chunk, and so does what it should have made."""
     monkeypatch.setattr(on_policy, "FRESH", 0.0)

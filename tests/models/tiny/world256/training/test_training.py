@@ -139,6 +139,7 @@ def few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_windows")
+@pytest.mark.soak
 def test_a_few_steps_write_a_model_that_loads_and_the_command_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ["--out", str(out), "--batch", "1", "--threads", "1"]

@@ -59,7 +59,7 @@ def test_one_and_two_stages_are_measured_and_told(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("number", "code", "stages"),
     [
-        (signal.SIGTERM, fps_ttff.TERMINATED, 2),
+        pytest.param(signal.SIGTERM, fps_ttff.TERMINATED, 2, marks=pytest.mark.soak),
         pytest.param(signal.SIGKILL, -signal.SIGKILL, 2, marks=pytest.mark.soak),
         pytest.param(signal.SIGKILL, -signal.SIGKILL, 1, marks=pytest.mark.soak),
     ],

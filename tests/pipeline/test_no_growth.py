@@ -57,7 +57,10 @@ def flat(chunks: int, kv_context: str) -> None:
     before, memory, objects = kept(ring), PROCESS.memory_info().rss, len(gc.get_objects())
     run(ring, model, chunks, 1000)
     gc.collect()
-    assert kept(ring) == before
+    after = kept(ring)
+    for name in ("files", "threads"):  # of the process, where those of tests before may end meanwhile
+        assert after.pop(name) <= before.pop(name), name
+    assert after == before
     assert len(gc.get_objects()) - objects < 200
     assert PROCESS.memory_info().rss - memory < 8 * MEBIBYTE
     assert all(torch.isfinite(latents).all() for latents in ring.sampler.sessions[0].latents.values())

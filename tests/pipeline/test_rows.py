@@ -28,7 +28,7 @@ def alone() -> dict[int, list[torch.Tensor]]:
     return {name: play(RingExecutor(model, CPU), model, {name: order}, CHUNKS)[name] for name, order in ORDERS.items()}
 
 
-@pytest.mark.parametrize("stages", [1, 4])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.soak), 4])
 def test_sessions_in_shared_forwards_equal_each_alone(
     stages: int, tmp_path: Path, alone: dict[int, list[torch.Tensor]]
 ) -> None:

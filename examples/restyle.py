@@ -1,6 +1,6 @@
 """A video made into another: `python restyle.py [VIDEO]` writes restyled.mp4, the input left, the stream beside it.
 
-Shape, colour and background become the prompt's, the motion stays the video's. Without a video it takes one that the
+Shape, colour and background become the prompt's. Without a video it takes one that the
 model makes itself. (The embedded model was not trained with video: whatever comes in, it begins in the middle.)
 """
 

@@ -79,7 +79,7 @@ def test_start_picture(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_restyle(tmp_path: Path) -> None:
-    """The meadow's circle on the left, and where it is, a star at night on the right."""
+    """The meadow's circle on the left, a star at night on the right; both begin in the middle and move alike."""
     assert "a blue star in its place" in run("restyle.py", cwd=tmp_path)
     with av.open(tmp_path / "restyled.mp4") as container:
         pictures = [frame.to_ndarray(format="rgb24").astype(int) for frame in container.decode(video=0)]

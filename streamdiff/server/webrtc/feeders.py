@@ -23,7 +23,7 @@ from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.receipts import SessionEnded
 from streamdiff.server.webrtc import aiortc_compat, sdp
 from streamdiff.server.webrtc.ice_servers import IceServers
-from streamdiff.server.webrtc.receiver import READ, SILENT_S, VideoReceiver
+from streamdiff.server.webrtc.receiver import READ, VideoReceiver
 from streamdiff.server.webrtc.viewers import CLOSE_S, CONNECT_TIMEOUT_S, POST_BURST, POSTS_PER_S
 
 logger = logging.getLogger(__name__)
@@ -83,6 +83,8 @@ class Feeders:
         try:
             answer = await self._answer(feeder, checked)
             await _tell_engine(feeder, session.input.strength if strength is None else strength)
+            if session.closed:
+                raise _ended(session)
         except BaseException:
             await receiver.close(CLOSE_S)
             await session.input.give_back(source)
@@ -150,7 +152,7 @@ class Feeders:
             await asyncio.sleep(CHECK_S)
             now_s, state = clock.monotonic_s(), feeder.receiver.pc.connectionState
             late = state != "connected" and now_s - feeder.begun_s > CONNECT_TIMEOUT_S
-            if late or state in ("failed", "closed") or feeder.receiver.silent_s(now_s) > SILENT_S:
+            if late or state in ("failed", "closed"):  # who is only silent may be a screen on which nothing moves
                 self._end_soon(feeder, "connect_timeout" if late else "gone")
                 return
 
@@ -174,7 +176,7 @@ class Feeders:
 def _taken(session: LiveSession) -> VideoInput:
     """The session's input. Raises Problem: 409, another feeds it; 410, it has ended."""
     if session.closed:
-        raise Problem(410, f"The session {session.id!r} has ended.", code="ended")
+        raise _ended(session)
     try:
         return session.input.take("WHIP sender")
     except ControlError as error:
@@ -187,8 +189,12 @@ async def _tell_engine(feeder: Feeder, strength: float) -> None:
     try:
         receipt = await feeder.session.control_and_wait(message, feeder.id, ANSWER_S)
     except SessionEnded as error:
-        raise Problem(410, f"The session {feeder.session.id!r} has ended.", code="ended") from error
+        raise _ended(feeder.session) from error
     except (ControlError, EngineFailure, TimeoutError) as error:
         raise Problem(503, str(error) or "The engine does not answer.", {"Retry-After": "2"}, code="engine") from error
     if receipt.stage == "refused":
         raise Problem(422, receipt.reason, code="refused", field=receipt.field)
+
+
+def _ended(session: LiveSession) -> Problem:
+    return Problem(410, f"The session {session.id!r} has ended.", code="ended")

@@ -18,13 +18,10 @@ from aiortc import (
 )
 from aiortc.mediastreams import MediaStreamError
 
-from streamdiff import clock
 from streamdiff.server.webrtc import aiortc_compat
 
 READ = ("h264", "vp8")
 """Codecs that aiortc decodes; H.264 of the baseline profile."""
-SILENT_S = 20.0
-"""A sender of which no frame has come for so long is given up."""
 _START_KBPS = 2500
 """Chromium begins at 300 kbit/s, which is a small and coarse picture for many seconds, unless the answer says more."""
 
@@ -38,7 +35,6 @@ class VideoReceiver:
     def __init__(self, ice_servers: Sequence[RTCIceServer], on_frame: Callable[[av.VideoFrame], None]) -> None:
         self.pc = RTCPeerConnection(RTCConfiguration(iceServers=list(ice_servers)))
         self._on_frame = on_frame
-        self._heard_s = clock.monotonic_s()
         self._task: asyncio.Task[None] | None = None
 
     async def answer(self, offer: str) -> str:
@@ -61,10 +57,6 @@ class VideoReceiver:
         self._task = asyncio.create_task(self._receive(taken), name="receive-video")
         return with_start_bitrate(str(self.pc.localDescription.sdp))
 
-    def silent_s(self, now_s: float) -> float:
-        """Seconds since the latest frame."""
-        return now_s - self._heard_s
-
     async def close(self, limit_s: float) -> bool:
         """Close the connection; whether that took no longer than `limit_s`. Mutates: self."""
         if self._task is not None:
@@ -79,7 +71,6 @@ class VideoReceiver:
                 frame = await track.recv()
             except MediaStreamError:
                 return  # the connection has ended, which its state says
-            self._heard_s = clock.monotonic_s()
             if isinstance(frame, av.VideoFrame):
                 self._on_frame(frame)
 

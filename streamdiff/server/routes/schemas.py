@@ -13,7 +13,7 @@ from streamdiff.engine.messages import Pictures, Ready
 from streamdiff.server.problem import Problem
 from streamdiff.server.routes.forms import MAX_JSON_BYTES
 from streamdiff.server.sessions import control
-from streamdiff.server.sessions.control import Body, Fps, Prompt, Seed, Steps
+from streamdiff.server.sessions.control import Body, Fps, Prompt, Seed, Steps, Strength
 from streamdiff.video.picture import Fit
 
 Size = Annotated[str, Field(pattern=r"^[0-9]{1,5}[x*][0-9]{1,5}$")]
@@ -48,7 +48,7 @@ class SessionChange(Body):
         json_schema_extra={
             "anyOf": [
                 {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
-                for name in ("adaptive", "fps", "steps", "prompt", "seed", "image")
+                for name in ("strength", "adaptive", "fps", "steps", "prompt", "seed", "image")
             ],
             "dependentSchemas": {
                 "switch": {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
@@ -58,6 +58,7 @@ class SessionChange(Body):
     )
 
     if_rev: control.Revision | None = Field(None, description="only while the state has this revision, else 409")
+    strength: Strength | None = Field(None, description="of the video that feeds it, else 422")
     adaptive: bool | None = Field(None, description=_ADAPTIVE)
     fps: Fps | None = None
     steps: Steps | None = Field(None, description="from the next chunk on")
@@ -75,10 +76,19 @@ class SessionChange(Body):
             raise PydanticCustomError("switch", "`switch` says how a new `prompt` comes in; give both")
         if "fit" in self.model_fields_set and self.image is None:
             raise PydanticCustomError("fit", "`fit` says how an `image` is fitted; give both")
-        given = (self.adaptive, self.fps, self.steps, self.prompt, self.seed, self.image)
+        given = (self.strength, self.adaptive, self.fps, self.steps, self.prompt, self.seed, self.image)
         if all(value is None for value in given):
-            raise PydanticCustomError("empty", "The change is empty; give adaptive, fps, steps, prompt, seed or image")
+            known = "strength, adaptive, fps, steps, prompt, seed or image"
+            raise PydanticCustomError("empty", f"The change is empty; give {known}")
         return self
+
+
+class InputInfo(BaseModel):
+    """Video that feeds a session."""
+
+    kind: str
+    strength: float
+    fault: str = Field(description="why the engine takes no more of it, or empty")
 
 
 class SessionInfo(BaseModel):
@@ -90,6 +100,7 @@ class SessionInfo(BaseModel):
     notice: str = Field(description="the model's remark on the prompt, or empty")
     seed: int
     image: bool = Field(description="whether it begins with a picture")
+    input: InputInfo | None = Field(description="the video that feeds it")
     adaptive: bool = Field(description="whether it gives up steps, then frame rate, under load")
     reason: str = Field(description="`load` while it has less than was asked for, else empty")
     steps: int = Field(description="denoise steps of a chunk")
@@ -235,6 +246,8 @@ def messages_of(change: SessionChange, ready: Ready, picture: Pictures | None = 
     """
     _check_steps(change.steps, ready)
     messages: list[control.ControlMessage] = []
+    if change.strength is not None:  # first, as it may be refused, and then nothing is changed
+        messages.append(control.StrengthMessage(type="strength", strength=change.strength))
     if change.adaptive is not None:
         messages.append(control.AdaptiveMessage(type="adaptive", adaptive=change.adaptive))
     if change.fps is not None:

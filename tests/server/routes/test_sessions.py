@@ -505,6 +505,7 @@ def test_the_description_of_the_api_names_every_address() -> None:
         change = described["paths"]["/api/sessions/{session}"]["patch"]["requestBody"]["content"]["application/json"]
         assert set(change["schema"]["properties"]) == {
             "if_rev",
+            "strength",
             "adaptive",
             "fps",
             "steps",

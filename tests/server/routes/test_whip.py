@@ -163,8 +163,18 @@ def test_strength_changes_live_with_receipts_and_is_refused_where_nothing_feeds(
             for stage in ("accepted", "applied", "shown"):
                 assert (await viewer.message({"type": "receipt", "id": 2, "stage": stage}))["kind"] == "strength"
             assert (await state(site))["input"]["strength"] == 0.3
+            session = "/api/sessions/default"
+            changed = await site.http.patch(session, json={"strength": 0.5, "fps": 30})
+            assert changed.status_code == 200, changed.text
+            told = (await site.http.get(session)).json()
+            assert told["fps"] == 30.0
+            assert told["input"] == {"kind": "WHIP sender", "strength": 0.5, "fault": ""}
             viewer.channel.send('{"type": "strength", "strength": 1.5, "id": 3}')
             assert (await viewer.message({"id": 3}))["code"] == "out_of_range"
+        await site.until(lambda: site.state.manager.sessions[0].input.source is None)
+        refused = await site.http.patch(session, json={"strength": 0.5, "fps": 20})
+        assert (refused.status_code, refused.json()["field"]) == (422, "strength")
+        assert (await site.http.get(session)).json()["fps"] == 30.0, "nothing of it was changed"
 
     run(scene)
 

@@ -87,11 +87,12 @@ class SessionInput:
         """Whether the stream waits for its source."""
         return self.source is not None and self.source.holds
 
-    def state(self) -> dict[str, Any] | None:
-        """What everybody is told; None without a source."""
+    def state(self, may_control: bool) -> dict[str, Any] | None:
+        """What a caller is told that may control the session, or may not; None without a source."""
         if self.source is None:
             return None
-        return {"kind": self._kind, "strength": self.strength, "fault": self._fault}
+        fault = self._fault if may_control or not self._fault else "failed"
+        return {"kind": self._kind, "strength": self.strength, "fault": fault}
 
     def figures(self) -> dict[str, Any] | None:
         """How the source does; None without one."""

@@ -164,7 +164,7 @@ class ShowsState:
             "session": self.id,
             **{name: getattr(self, name) for name in _TOLD},
             "image": self.begins_with_image,
-            "input": self.input.state(),
+            "input": self.input.state(may_control),
             "engine": self.engine.state,
             "engine_reason": self.engine.reason_for(may_control),
             **state_of(self._asked, self.limit, self.steps),

@@ -1,0 +1,107 @@
+"""What feeds a session, without a server: one source at a time, told to every engine, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import av
+import numpy as np
+import pytest
+
+from streamdiff.engine.messages import Command, InputFrames, InputUsed, SetInput
+from streamdiff.server.sessions.control import ControlError
+from streamdiff.server.sessions.session_input import SessionInput
+from tests.engine.painted import INFO, SIZE
+
+
+class Told:
+    """A session's input, what the engine was sent, and how often the state was."""
+
+    def __init__(self, wanted: bool = True) -> None:
+        self.sent: list[Command] = []
+        self.changes = 0
+        self.came = asyncio.Event()
+        self.input = SessionInput("a", INFO, self._send, lambda: 100.0, lambda: wanted, self._changed)  # type: ignore[arg-type]
+
+    async def _send(self, command: Command) -> None:
+        self.sent.append(command)
+        self.came.set()
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+
+def frame(width: int, height: int, value: int = 90) -> av.VideoFrame:
+    return av.VideoFrame.from_ndarray(np.full((height, width, 3), value, np.uint8), "rgb24")
+
+
+def test_a_new_engine_is_told_of_the_source_there_is_and_of_none() -> None:
+    async def main() -> None:
+        told = Told()
+        await told.input.tell()
+        assert told.sent == []
+        source = told.input.take("camera")
+        await told.input.tell()
+        assert told.sent == [], "nobody has taken it yet"
+        told.input.strength = 0.4
+        told.input.begin()
+        await told.input.tell()
+        assert told.sent == [SetInput("a", 0.4)]
+        with pytest.raises(ControlError, match="fed already, by a camera") as refused:
+            told.input.take("file")
+        assert refused.value.code == "fed"
+        await told.input.give_back(source)
+        assert told.sent[-1] == SetInput("a", None) and told.input.state(True) is None
+        other = told.input.take("file")
+        await told.input.give_back(source)
+        assert told.input.source is other, "one of before says nothing of it"
+        await told.input.close()
+
+    asyncio.run(main())
+
+
+def test_frames_go_on_in_pieces_and_what_cannot_be_used_is_counted() -> None:
+    async def main() -> None:
+        told = Told()
+        source = told.input.take("camera")
+        told.input.begin()
+        source.push(frame(8000, 4000))
+        assert source.left_out == 1 and told.input.figures()["left_out"] == 1  # type: ignore[index]
+        source.push(frame(50, 30))
+        await asyncio.wait_for(told.came.wait(), 30)
+        [handed] = [each for each in told.sent[:1] if isinstance(each, InputFrames)]
+        assert handed.pictures.shape == (4, SIZE, SIZE, 3)
+        assert np.abs(handed.pictures.astype(int) - 90).max() <= 2
+        await told.input.close()
+
+    asyncio.run(main())
+
+
+def test_nothing_is_handed_on_that_nobody_wants() -> None:
+    async def main() -> None:
+        told = Told(wanted=False)
+        source = told.input.take("camera")
+        told.input.begin()
+        for _ in range(20):
+            source.push(frame(32, 32))
+            await asyncio.sleep(0)
+        assert told.sent == []
+        await told.input.close()
+
+    asyncio.run(main())
+
+
+def test_viewers_are_told_that_it_failed_and_who_steers_why() -> None:
+    async def main() -> None:
+        told, ended = Told(), []
+        source = told.input.take("camera")
+        source.on_fault = lambda: ended.append(True)
+        told.input.begin()
+        for _ in range(2):
+            told.input.used(InputUsed("a", None, 0, 0, "no memory for /home/x"))
+        assert ended == [True], "once"
+        assert told.input.state(True)["fault"] == "no memory for /home/x"  # type: ignore[index]
+        assert told.input.state(False)["fault"] == "failed"  # type: ignore[index]
+        await told.input.close()
+
+    asyncio.run(main())

@@ -1,6 +1,6 @@
 // The page: draws the state of the stream and passes on what the visitor asks for.
 
-import { drawInput, startCamera } from "./camera.js";
+import { drawInput, drawInputError, startCamera } from "./camera.js";
 import { StreamClient } from "./client.js";
 import { $, drawFieldError, number, setText } from "./dom.js";
 import { startFolding } from "./fold.js";
@@ -161,8 +161,12 @@ function onReceipt(receipt) {
 
 function onRefused(kind, field, reason) {
   drawReceipt("");
-  const fields = { seed: "seed", fps: "fps", switch: "switch", steps: "steps", strength: "camera", input: "camera" };
-  const place = fields[field] ?? { reset: "seed", steps: "steps", strength: "camera" }[kind] ?? "prompt";
+  if (kind === "strength") {
+    drawInputError(reason);
+    return;
+  }
+  const fields = { seed: "seed", fps: "fps", switch: "switch", steps: "steps" };
+  const place = fields[field] ?? { reset: "seed", steps: "steps" }[kind] ?? "prompt";
   drawFieldError(place, reason);
   if (place === "steps") $("steps").value = view.steps;
 }

@@ -1,6 +1,6 @@
 // Video in: the camera, or a screen, sent over WHIP; the server fits it, and the stream starts from it.
 
-import { $, drawFieldError, setText } from "./dom.js";
+import { $, setText } from "./dom.js";
 
 const WANTED = { width: { ideal: 640 }, height: { ideal: 480 }, frameRate: { ideal: 30 } };
 const SAID = {
@@ -16,16 +16,16 @@ export function startCamera({ address, headers, strength }) {
 
   async function begin(kind) {
     await end();
-    drawFieldError("camera", "");
+    drawInputError("");
     if (!navigator.mediaDevices) {
-      drawFieldError("camera", "Browsers give a camera to pages over https alone, or on this machine itself (localhost).");
+      drawInputError("Browsers give a camera to pages over https alone, or on this machine itself (localhost).");
       return;
     }
     try {
       await send(kind);
     } catch (error) {
       await end();
-      drawFieldError("camera", SAID[error.name] ?? error.message);
+      drawInputError(SAID[error.name] ?? error.message);
     }
   }
 
@@ -65,7 +65,7 @@ export function startCamera({ address, headers, strength }) {
     $("camera-preview").hidden = true;
     $("camera-preview").srcObject = null;
     draw();
-    if (typeof why === "string") drawFieldError("camera", why);
+    if (typeof why === "string") drawInputError(why);
     if (resource) await fetch(resource, { method: "DELETE", headers, keepalive: true }).catch(() => {});
   }
 
@@ -97,4 +97,9 @@ export function drawInput(input) {
   setText($("camera-state"), input
     ? "The stream follows the video; the prompt says what becomes of it."
     : "Send your camera or a screen, and the stream follows it as the prompt says. The small embedded model sees coloured shapes before a background in anything.");
+}
+
+/** Says what is wrong with the video that goes in, or its strength; "" takes it back. */
+export function drawInputError(text) {
+  setText($("camera-error"), text);
 }

@@ -251,8 +251,9 @@ class StreamingPipeline(SavesSessions, FeedsSessions, PipelineFigures):
         """End decoding and the other ranks."""
         if self.hook is not None:
             self.hook.close()
-        self._end_inputs()
-        self._decoding.close(abandon=self.ring.worker.timer.hung)
+        hung = self.ring.worker.timer.hung
+        self._end_inputs(abandon=hung)
+        self._decoding.close(abandon=hung)
         self.ring.stage.swaps.close()
         if self._workers is not None:
             self._workers.leave()

@@ -203,9 +203,9 @@ def test_when_it_ends_the_session_goes_on_from_its_text(pipeline: Fed) -> None:
         pipeline.turn()
     assert pipeline.figures().used <= 3 * FRAMES
     pipeline.set_input(0, 0.5, epoch=3)  # and another may come
+    assert (pipeline.figures().used, pipeline.figures().level) == (0, None), "it begins afresh"
     pipeline.feed(0, clip(1))
-    before = pipeline.figures().used
-    while pipeline.figures().used == before:
+    while pipeline.figures().used == 0:
         pipeline.turn()
 
 

@@ -153,6 +153,11 @@ class LiveLatents:
         """The chunk is finished. Mutates: self."""
         self._begun.pop(chunk, None)
 
+    def begin_video(self) -> None:
+        """Another video takes the place of the one before; chunks that have begun keep theirs. Mutates: self."""
+        self.waiting.clear()
+        self.level, self.used, self.dropped = None, 0, 0
+
     def begin_again(self) -> None:
         """The stream begins afresh, at chunk 0. Mutates: self."""
         self._begun.clear()

@@ -108,7 +108,7 @@ class FeedsSessions(ABC):
                 state.live = LiveLatents(strength, max(MAX_WAITING, self.model.spec.first_chunks))
             if entry is None or entry.ended:
                 self._inputs[session] = _Input(state.live)
-                state.live.waiting.clear()
+                state.live.begin_video()
             state.live.strength = strength
         self.ring.set_epoch(session, epoch)
         self._limit_credit(session)
@@ -148,8 +148,9 @@ class FeedsSessions(ABC):
             entry.calls -= 1
             if encoded.fault:
                 entry.fault, entry.ended = encoded.fault, True
-            for latents, motion in encoded.chunks:
-                entry.latents.add(latents, motion)
+            if any(entry is each for each in self._inputs.values()):  # not of one that another has followed
+                for latents, motion in encoded.chunks:
+                    entry.latents.add(latents, motion)
         for session in self._inputs:
             self._limit_credit(session)
 
@@ -173,11 +174,11 @@ class FeedsSessions(ABC):
             entry.ended = True
         self._credits.pop(session, None)
 
-    def _end_inputs(self) -> None:
-        """End the encoder's thread. Mutates: self."""
+    def _end_inputs(self, abandon: bool) -> None:
+        """End the encoder's thread, or `abandon` it, as a device that hangs never lets it end. Mutates: self."""
         for session in list(self._inputs):
             self._forget_input(session)
-        self._encoding.shutdown(cancel_futures=True)
+        self._encoding.shutdown(wait=not abandon, cancel_futures=True)
 
     # ---- on the encoder's thread --------------------------------------------------------------------------------
 

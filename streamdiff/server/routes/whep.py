@@ -66,9 +66,7 @@ async def watch(
     request: Request, state: State, session: SessionId = DEFAULT_SESSION, codec: _Codec = None, client: _Client = None
 ) -> Response:
     with count_refusals(state.metrics.viewers_refused):
-        if media_type(request) != SDP_TYPE:
-            raise Problem(415, f"An offer is {SDP_TYPE}.", {"Accept-Post": SDP_TYPE})
-        offer = as_text(await read_body(request, MAX_SDP_BYTES))
+        offer = await read_offer(request)
         live = state.running_session(request)
         _check_client(client)
         if why := state.manager.refuse_viewer(live):
@@ -111,9 +109,7 @@ for method in ("OPTIONS", "GET", "HEAD"):
     **open_to_all(**body(TRICKLE_TYPE, _TEXT)),
 )  # fmt: skip
 async def add_candidates(request: Request, state: State, session: SessionId, id: ViewerId) -> Response:
-    if media_type(request) != TRICKLE_TYPE:
-        raise Problem(415, f"A fragment is {TRICKLE_TYPE}.", {"Accept-Patch": TRICKLE_TYPE})
-    fragment = as_text(await read_body(request, MAX_SDP_BYTES))
+    fragment = await read_fragment(request)
     await state.viewers.trickle(session, id, fragment, address_of(request))
     return Response(status_code=204)
 
@@ -145,8 +141,21 @@ def links(servers: list[IceServer]) -> dict[str, str]:
     return {"Link": ", ".join(parts)} if parts else {}
 
 
-def as_text(body: bytes) -> str:
-    """A body of SDP. Raises Problem 400 for what is no text."""
+async def read_offer(request: Request) -> str:
+    """The SDP offer of a body. Raises Problem: 400, 413, 415."""
+    if media_type(request) != SDP_TYPE:
+        raise Problem(415, f"An offer is {SDP_TYPE}.", {"Accept-Post": SDP_TYPE})
+    return _text(await read_body(request, MAX_SDP_BYTES))
+
+
+async def read_fragment(request: Request) -> str:
+    """The SDP fragment of a body (trickle ICE). Raises Problem: 400, 413, 415."""
+    if media_type(request) != TRICKLE_TYPE:
+        raise Problem(415, f"A fragment is {TRICKLE_TYPE}.", {"Accept-Patch": TRICKLE_TYPE})
+    return _text(await read_body(request, MAX_SDP_BYTES))
+
+
+def _text(body: bytes) -> str:
     try:
         return body.decode()
     except UnicodeDecodeError as error:

@@ -13,10 +13,9 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import Field
 
 from streamdiff.server.peers import address_of
-from streamdiff.server.problem import Problem, Responses, media_type, problem_responses, read_body
+from streamdiff.server.problem import Responses, problem_responses
 from streamdiff.server.routes.dependencies import Controlled, State, answer, body, needs, open_to_all
-from streamdiff.server.routes.whep import SDP_TYPE, TRICKLE_TYPE, as_text, links
-from streamdiff.server.webrtc.sdp import MAX_SDP_BYTES
+from streamdiff.server.routes.whep import SDP_TYPE, TRICKLE_TYPE, links, read_fragment, read_offer
 
 _TEXT = {"type": "string"}
 SenderId = Annotated[str, Field(description="the sender")]
@@ -37,9 +36,7 @@ router = APIRouter(tags=["feeding"], default_response_class=Response)
 
 
 async def feed(request: Request, state: State, live: Controlled, strength: _Strength = None) -> Response:
-    if media_type(request) != SDP_TYPE:
-        raise Problem(415, f"An offer is {SDP_TYPE}.", {"Accept-Post": SDP_TYPE})
-    offer = as_text(await read_body(request, MAX_SDP_BYTES))
+    offer = await read_offer(request)
     id, answer = await state.feeders.create(live, offer, address_of(request), strength)
     headers = {"Location": f"/whip/{quote(live.id, safe='')}/{id}"} | links(state.ice_servers.issue())
     return Response(answer, 201, headers, media_type=SDP_TYPE)
@@ -65,9 +62,7 @@ for endpoint in ("/whip", "/whip/{session}"):
     **needs("steer", **body(TRICKLE_TYPE, _TEXT)),
 )  # fmt: skip
 async def add_candidates(request: Request, state: State, live: Controlled, id: SenderId) -> Response:
-    if media_type(request) != TRICKLE_TYPE:
-        raise Problem(415, f"A fragment is {TRICKLE_TYPE}.", {"Accept-Patch": TRICKLE_TYPE})
-    await state.feeders.trickle(live.id, id, as_text(await read_body(request, MAX_SDP_BYTES)))
+    await state.feeders.trickle(live.id, id, await read_fragment(request))
     return Response(status_code=204)
 
 

@@ -52,7 +52,7 @@ class SessionInput:
         return self.source
 
     def begin(self) -> None:
-        """The engine has taken the source. Mutates: self."""
+        """Hand its frames on. Mutates: self."""
         assert self.source is not None
         self._task = asyncio.create_task(self.source.run(), name=f"input-{self._session}")
         self._on_change()

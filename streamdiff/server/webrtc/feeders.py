@@ -77,11 +77,12 @@ class Feeders:
         source = _taken(session)
         self._slots.take(address)
         ice = [RTCIceServer(each.url, each.username, each.credential) for each in self._ice.issue()]
-        receiver = VideoReceiver(ice, source.push)
+        receiver = VideoReceiver(ice, source.push, lambda end: self._end_soon(feeder, end))
         name = sdp.username_of(checked)
         feeder = Feeder(secrets.token_urlsafe(24), session, source, receiver, address, name)
         try:
             answer = await self._answer(feeder, checked)
+            session.input.begin()  # first: whatever comes between, `give_back` tells the engine of the end
             await _tell_engine(feeder, session.input.strength if strength is None else strength)
             if session.closed:
                 raise _ended(session)
@@ -93,7 +94,6 @@ class Feeders:
         self._feeders[feeder.id] = feeder
         source.on_fault = lambda: self._end_soon(feeder, "encoder")
         feeder.watching = asyncio.create_task(self._watch(feeder), name="watch-feeder")
-        session.input.begin()
         logger.info("Video comes in for session %s.", session.id, extra=log_fields(session=session.id))
         return feeder.id, answer
 
@@ -147,7 +147,7 @@ class Feeders:
         return answer
 
     async def _watch(self, feeder: Feeder) -> None:
-        """Once a second: end a sender that did not connect, has gone, or sends nothing any more."""
+        """Once a second: end a sender that did not connect, or has gone."""
         while True:
             await asyncio.sleep(CHECK_S)
             now_s, state = clock.monotonic_s(), feeder.receiver.pc.connectionState

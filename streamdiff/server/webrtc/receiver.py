@@ -18,6 +18,7 @@ from aiortc import (
 )
 from aiortc.mediastreams import MediaStreamError
 
+from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
 from streamdiff.server.webrtc import aiortc_compat
 
 READ = ("h264", "vp8")
@@ -32,7 +33,14 @@ class VideoReceiver:
     `on_frame` is called with every frame, decoded, of whatever size it has by then.
     """
 
-    def __init__(self, ice_servers: Sequence[RTCIceServer], on_frame: Callable[[av.VideoFrame], None]) -> None:
+    def __init__(
+        self,
+        ice_servers: Sequence[RTCIceServer],
+        on_frame: Callable[[av.VideoFrame], None],
+        on_misuse: Callable[[str], None],
+    ) -> None:
+        """`on_misuse`: see `aiortc_compat.bound_data`."""
+        self._on_misuse = on_misuse
         self.pc = RTCPeerConnection(RTCConfiguration(iceServers=list(ice_servers)))
         self._on_frame = on_frame
         self._task: asyncio.Task[None] | None = None
@@ -44,6 +52,8 @@ class VideoReceiver:
             ValueError, or another of `aiortc_compat.OFFER_ERRORS`: it cannot be answered.
         """
         await self.pc.setRemoteDescription(RTCSessionDescription(offer, "offer"))
+        if self.pc.sctp is not None:
+            aiortc_compat.bound_data(self.pc.sctp, MAX_MESSAGE_BYTES, self._on_misuse)
         taken: MediaStreamTrack | None = None
         for transceiver in self.pc.getTransceivers():
             video = transceiver.kind == "video" and taken is None

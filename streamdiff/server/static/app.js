@@ -376,6 +376,7 @@ async function describe() {
   drawControls();
   setText($("vocabulary-text"), engine.vocabulary.replaceAll("; ", "\n"));
   $("vocabulary").hidden = !engine.vocabulary;
+  $("camera-embedded").hidden = engine.model !== "tiny";
 }
 
 /** The token of a page's address. It stands in the fragment, which is never sent to a server or kept in its log. */

@@ -96,7 +96,7 @@ export function drawInput(input) {
   drawStrength();
   setText($("camera-state"), input
     ? "The stream follows the video; the prompt says what becomes of it."
-    : "Send your camera or a screen, and the stream follows it as the prompt says. The small embedded model sees coloured shapes before a background in anything.");
+    : "Send your camera or a screen, and the stream follows it as the prompt says.");
 }
 
 /** Says what is wrong with the video that goes in, or its strength; "" takes it back. */

@@ -20,6 +20,7 @@ from streamdiff.engine.messages import InputFrames, InputUsed, SetInput
 from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from streamdiff.server.webrtc.aiortc_compat import RECEIVE_WINDOW_BYTES
 from streamdiff.server.webrtc.receiver import with_start_bitrate
 from tests.server.conftest import Site, bearer, open_site
 from tests.small import CPU, RED, small_encoder, small_model
@@ -247,6 +248,19 @@ def test_it_takes_a_control_token_of_the_session(tmp_path: Any) -> None:
         await sender.pc.close()
 
     run(scene, Config(serve=ServeConfig(**files)))
+
+
+def test_a_senders_data_channels_are_bounded_as_a_viewers_are() -> None:
+    async def scene(site: Site) -> None:
+        sender = Sender(site, Colour((9, 9, 9)))
+        sender.pc.createDataChannel("more")
+        assert (await sender.post()).status_code == 201
+        [feeder] = site.state.feeders._feeders.values()
+        assert feeder.receiver.pc.sctp is not None
+        assert feeder.receiver.pc.sctp._advertised_rwnd == RECEIVE_WINDOW_BYTES
+        await sender.pc.close()
+
+    run(scene)
 
 
 def test_bad_offers_are_refused_by_name_and_the_stream_goes_on() -> None:

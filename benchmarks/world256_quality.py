@@ -23,8 +23,8 @@ from benchmarks.tiny_quality import RUN_UP, Subject, decode, load_subject
 from benchmarks.world256_autoencoder import shares
 from benchmarks.world256_judge import Verdict, describe, judge
 from streamdiff.errors import StreamdiffError
-from streamdiff.models.tiny.world256.prompts import canonical, draw, plain
-from streamdiff.models.tiny.world256.scene import COLOR_NAMES, PLACES, Scene
+from streamdiff.models.tiny.world256.prompts import canonical, draw
+from streamdiff.models.tiny.world256.scene import COLOR_NAMES, PLACES, Scene, plain
 
 SUMMARY = "Judge what the model of the 256 pixel world shows, at chosen chunks and after a prompt change."
 BARS = {"color": 0.98, "place": 0.98, "motion": 0.95, "shape": 0.92, "camera": 0.90}

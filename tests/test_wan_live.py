@@ -30,7 +30,6 @@ from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.models.model_loader import ModelLoader
 from streamdiff.models.text_loader import load_text_encoder
-from streamdiff.models.tiny.model import WEIGHTS
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.build import load_runtime
 from tests.hub_cache import lay
@@ -559,9 +558,8 @@ def test_serve_takes_a_list_of_steps_and_a_chunk(tmp_path: Path, in_diffusers_la
     assert (config.playback.fps, config.scale) == (16.0, 1)
     (tmp_path / "c.yaml").write_text("model: {name: someone/Wan, timesteps: [1000.0, 500.0], chunk_latents: 3}")
     assert main._config(parser.parse(["serve", "--config", str(tmp_path / "c.yaml")])).model == config.model
-    for folder, scale in ((WEIGHTS, 2), (in_diffusers_layout, 1)):
-        served = main._at_native_rate(main._config(parser.parse(["serve", "--model", str(folder)])))
-        assert served.scale == scale
+    served = main._at_native_rate(main._config(parser.parse(["serve", "--model", str(in_diffusers_layout)])))
+    assert served.scale == 1
 
 
 def models_report_of(name: str) -> str:

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from streamdiff.cli import options, parser, reference_options
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 _JobT = TypeVar("_JobT")
 OK, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+ENLARGED_TO = 256
+"""Pixels of width to which an embedded model's smaller pictures are enlarged."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,16 +100,21 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _at_native_rate(config: Config) -> Config:
-    """With the rate of a published model where none was asked for: faster is fast motion. And a folder's small pictures
-    enlarged as the embedded model's, if it is of that kind."""
+    """With the rate of a published model where none was asked for: faster is fast motion. And an embedded model's
+    pictures enlarged to 256 pixels, if they are smaller and nothing else was asked for."""
+    from streamdiff.config import EMBEDDED
     from streamdiff.models import resolve
     from streamdiff.models.catalogue import entries
+    from streamdiff.models.tiny.folder import read_folder
 
-    if resolve.is_embedded(config.model.name):
-        return config.model_copy(update={"serve": config.serve.model_copy(update={"scale": config.serve.scale or 2})})
+    name = config.model.name
+    if resolve.is_embedded(name):
+        spec = read_folder(resolve.EMBEDDED_WEIGHTS if name == EMBEDDED else Path(name), name).spec
+        scale = config.serve.scale or max(1, ENLARGED_TO // spec.width)
+        return config.model_copy(update={"serve": config.serve.model_copy(update={"scale": scale})})
     known = entries.entries()
-    entry = known.get(config.model.name, known[entries.USUAL])
-    if "fps" in config.playback.model_fields_set or entries.is_random(config.model.name):
+    entry = known.get(name, known[entries.USUAL])
+    if "fps" in config.playback.model_fields_set or entries.is_random(name):
         return config
     playback = config.playback.model_copy(update={"fps": entry.native_fps})
     return config.model_copy(update={"playback": playback})

@@ -20,6 +20,7 @@ import pytest
 from streamdiff.cli import convert_options, main, options, parser
 from streamdiff.commands import doctor
 from streamdiff.errors import ConfigError
+from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.version import __version__
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -329,6 +330,27 @@ def test_a_model_is_served_at_its_own_rate(words: str, fps: float, monkeypatch: 
     monkeypatch.setattr("streamdiff.server.main.run", lambda config: seen.append(config) or 0)
     assert main.main(words.split()) == 0
     assert seen[0].playback.fps == fps
+
+
+@pytest.mark.parametrize(
+    ("side", "asked", "scale"), [(None, "", 2), (16, "", 2), (32, "", 1), (64, "", 1), (32, "--scale 3", 3)]
+)
+def test_only_small_pictures_of_an_embedded_model_are_enlarged_unasked(
+    side: int | None, asked: str, scale: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`side`: that of a folder's latents, of eight pixels each; None: the model inside."""
+    seen = []
+    monkeypatch.setattr("streamdiff.server.main.run", lambda config: seen.append(config) or 0)
+    if side is not None:
+        for part in EMBEDDED_WEIGHTS.rglob("*.json"):
+            (tmp_path / part.relative_to(EMBEDDED_WEIGHTS)).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / part.relative_to(EMBEDDED_WEIGHTS)).write_text(part.read_text())
+        index = json.loads((tmp_path / "model_index.json").read_text())
+        index["stream"] |= {"latent_height": side, "latent_width": side}
+        (tmp_path / "model_index.json").write_text(json.dumps(index))
+    assert main.main(["serve", "--model", "tiny" if side is None else str(tmp_path), *asked.split()]) == 0
+    assert seen[0].scale == scale
+    assert seen[0].served_model().pictures == ("rgb" if scale > 1 else "auto")
 
 
 @pytest.mark.parametrize(

@@ -7,21 +7,21 @@ text; knows nothing about tensors.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields
 
 from streamdiff.models.interfaces import Reading
+from streamdiff.models.tiny.world256.requests import DEFAULT, Group, Request, apply, parse
 from streamdiff.models.tiny.world256.scene import (
     COLOR_NAMES,
     SETTING_TABLES,
     SHAPES,
-    SPEEDS,
     THING_TABLES,
     Scene,
     Thing,
+    plain,
 )
-from streamdiff.models.tiny.world256.vocabulary import Word, read_words
+from streamdiff.models.tiny.world256.vocabulary import Word
 
-DEFAULT = Scene()
 MOTION_WORDS = {
     "left": "moving left",
     "right": "moving right",
@@ -72,9 +72,20 @@ VOCABULARY = (
     "sea, in the sky, in the city; by day, at dusk, at night, at dawn or as day turns into night; rain, snow, "
     "wind; the camera panning left or right"
 )
-_OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
-STARTS_OVER = 3
-"""A prompt that says so much of color, shape, motion and place, with an article, describes a new picture."""
+CANNOT = {
+    "place": "I cannot choose where things are, only where they go",
+    "follow": "the camera pans or stands still, it follows nothing",
+}
+"""What people ask for that the world does not have, by the value of `cannot` in words.txt."""
+MOST_REMARKS = 4
+_DRAWN = {
+    "motion": {name: f"it {words}" for name, words in MOTION_WORDS.items()},
+    "place": {"meadow": "a meadow", "desert": "a desert", "sea": "the sea", "sky": "the sky", "city": "a city"},
+    "hour": {"day": "daylight", "dusk": "dusk", "night": "night", "dawn": "dawn", "passing": "time that passes"},
+    "weather": {"clear": "clear weather", "rain": "rain", "snow": "snow", "wind": "wind"},
+    "camera": {"still": "a still camera", "left": "the camera panning left", "right": "the camera panning right"},
+}
+"""How people are told what is drawn for a word that has only a nearest meaning."""
 
 
 def canonical(scene: Scene) -> str:
@@ -89,15 +100,6 @@ def _thing(thing: Thing) -> str:
     article = "an" if (size or thing.color)[0] in "aeiou" else "a"
     speed = "" if thing.motion == "still" else SPEED_WORDS[thing.speed]
     return f"{article} {size}{thing.color} {thing.shape} {MOTION_WORDS[thing.motion]}{speed}"
-
-
-def plain(scene: Scene) -> Scene:
-    """`scene` without what cannot be said: what stands still has no speed."""
-
-    def settled(thing: Thing) -> Thing:
-        return replace(thing, speed="normal") if thing.motion == "still" else thing
-
-    return replace(scene, first=settled(scene.first), second=scene.second and settled(scene.second))
 
 
 def draw(chance: random.Random) -> Scene:
@@ -118,193 +120,6 @@ def known_words() -> list[str]:
     return sorted({word for phrase in (*phrases, *plain_words) for word in phrase.replace(",", " , ").split()})
 
 
-@dataclass
-class _Group:
-    """What a prompt says of one thing: fields of `Thing`, and how it speaks of it."""
-
-    says: dict[str, str] = field(default_factory=dict)
-    implied: dict[str, str] = field(default_factory=dict)
-    changes: list[str] = field(default_factory=list)
-    article: bool = False
-    two: bool = False
-
-
-@dataclass
-class _Request:
-    """What a whole prompt says."""
-
-    groups: list[_Group]
-    setting: dict[str, str]
-    pieces: list[Word]
-    certain: set[str] = field(default_factory=set)
-    """Of the setting what was said exactly."""
-    add: bool = False
-    remove: bool = False
-    one: bool = False
-    both: bool = False
-    edit: bool = False
-    target: dict[str, str] = field(default_factory=dict)
-    """What is said of the thing that is to become another: "turn the circle into a heart"."""
-
-    @property
-    def empty(self) -> bool:
-        told = any(group.says or group.implied or group.changes or group.two for group in self.groups)
-        return not (told or self.setting or self.add or self.remove or self.one)
-
-
-def parse(prompt: str) -> _Request:
-    """Sort the prompt's words into what is said of things and of their setting."""
-    pieces = read_words(prompt)
-    request = _Request([], {}, pieces)
-    for start, end in _spans(pieces):
-        group = _Group()
-        for piece in pieces[start:end]:
-            _take(piece, group, request)
-        request.groups.append(group)
-    if len(request.groups) == 2 and (request.edit and any(piece.entry in ("into", "to") for piece in pieces)):
-        request.target, request.edit = request.groups[0].says, True
-        del request.groups[0]
-    return request
-
-
-def _spans(pieces: list[Word]) -> list[tuple[int, int]]:
-    """Where the first and the second thing are spoken of: the prompt is cut once, before the second shape's words."""
-    shapes = [index for index, piece in enumerate(pieces) if piece.values("shape")]
-    if len(shapes) > 1:
-        between = range(shapes[0] + 1, shapes[1])
-        cuts = [
-            index for index in between if pieces[index].entry in ("and", "with", "while", ",", "and another", "plus")
-        ]
-        begins = [i for i in between if pieces[i].entry in ("a", "an", "the") or pieces[i].values("color")]
-        cut = (cuts or [*begins[:1], shapes[1]])[-1] if cuts else (begins or [shapes[1]])[0]
-        return [(0, cut), (cut, len(pieces))]
-    colors = [
-        index for index, piece in enumerate(pieces) if piece.meaning and piece.meaning.exact and piece.values("color")
-    ]
-    if len(shapes) == 1 and pieces[shapes[0]].many and len(colors) == 2 and colors[1] < shapes[0]:
-        return [(0, colors[1]), (colors[1], len(pieces))]  # "red and blue circles"
-    return [(0, len(pieces))]
-
-
-def _take(piece: Word, group: _Group, request: _Request) -> None:
-    """Mutates: group, request."""
-    if piece.entry in ("a", "an"):
-        group.article = True
-    if piece.meaning is None:
-        return
-    for name, value in piece.meaning.says:
-        if name in THING_TABLES:
-            (group.says if piece.meaning.exact else group.implied).setdefault(name, value)
-            group.two |= name == "shape" and piece.many
-        elif name in SETTING_TABLES and (piece.meaning.exact or name not in request.certain):
-            request.setting[name] = value  # the last word counts
-            request.certain |= {name} if piece.meaning.exact else set()
-        elif name == "change":
-            group.changes.append(value)
-        elif name == "count" and value == "two":
-            group.two = True
-        elif name == "count":
-            setattr(request, value, True)
-        elif name == "refer":
-            request.both |= value == "both"
-            request.edit = True
-        elif name == "edit":
-            request.edit = True
-
-
-def apply(request: _Request, before: Scene) -> Scene:
-    """The scene after a request, when `before` was shown. What it leaves open stays, unless it describes a new one."""
-    groups = [group for group in request.groups if group.says or group.implied or group.changes or group.two]
-    if request.remove:
-        return _removed(request, groups, before)
-    fresh = _describes(request, groups)
-    base = DEFAULT if fresh else before
-    scene = _placed(base, request.setting)
-    if not groups:
-        return replace(scene, second=None) if request.one and not request.add else _more(request, scene)
-    if len(groups) == 2:
-        shared = groups[1].says if not groups[0].says.get("shape") else {}
-        first = _changed(_Group({**shared, **groups[0].says}, groups[0].implied, groups[0].changes), base.first)
-        second = _changed(groups[1], base.second or _beside(first))
-        return plain(replace(scene, first=first, second=second))
-    group = groups[0]
-    if request.add:
-        return plain(replace(scene, second=_changed(group, base.second or _beside(base.first))))
-    if group.two:
-        first = _changed(group, base.first)
-        return plain(replace(scene, first=first, second=_changed(group, base.second or _beside(base.first))))
-    if (
-        base.second is None
-        or request.one
-        or (group.article and not request.edit and "shape" in group.says | group.implied)
-    ):
-        return plain(replace(scene, first=_changed(group, base.first), second=None))
-    return plain(_edited(request, group, scene, base))
-
-
-def _placed(scene: Scene, setting: dict[str, str]) -> Scene:
-    """`scene` with what `setting` says of place, hour, weather and camera."""
-    place, hour, weather, camera = (setting.get(name, getattr(scene, name)) for name in SETTING_TABLES)
-    return replace(scene, place=place, hour=hour, weather=weather, camera=camera)
-
-
-def _describes(request: _Request, groups: list[_Group]) -> bool:
-    """Whether a prompt describes a picture of its own, rather than a change of the one that is shown."""
-    if not groups or request.edit or request.add or not groups[0].article:
-        return False
-    named = {**groups[0].implied, **groups[0].says}
-    told = sum(name in named for name in ("color", "shape", "motion")) + ("place" in request.setting)
-    return "shape" in named and told >= STARTS_OVER
-
-
-def _edited(request: _Request, group: _Group, scene: Scene, before: Scene) -> Scene:
-    """Change the thing that is meant; `before` has two."""
-    assert before.second is not None
-    said = {**group.implied, **group.says}
-    if request.both or not (request.target or {"color", "shape"} & said.keys()):  # "faster" is for all that is there
-        return replace(scene, first=_changed(group, before.first), second=_changed(group, before.second))
-    told = request.target or said
-    distinct = [name for name in ("shape", "color") if getattr(before.first, name) != getattr(before.second, name)]
-    owners = [thing for name in distinct for thing in scene.things if told.get(name) == getattr(thing, name)]
-    if owners and owners[0] is scene.second:
-        return replace(scene, second=_changed(group, before.second))
-    return replace(scene, first=_changed(group, before.first))
-
-
-def _removed(request: _Request, groups: list[_Group], before: Scene) -> Scene:
-    """Without what is named: a weather, the thing of that shape or color, or the second thing."""
-    setting = {
-        name: "still" if name == "camera" else "clear" for name in request.setting if name in ("weather", "camera")
-    }
-    scene = _placed(before, setting)
-    if setting or scene.second is None:
-        return scene
-    said = {**groups[0].implied, **groups[0].says} if groups else {}
-    first_meant = any(getattr(scene.first, name) == value for name, value in said.items())
-    second_meant = any(getattr(scene.second, name) == value for name, value in said.items())
-    return replace(scene, first=scene.second if first_meant and not second_meant else scene.first, second=None)
-
-
-def _more(request: _Request, scene: Scene) -> Scene:
-    return replace(scene, second=scene.second or _beside(scene.first)) if request.add else scene
-
-
-def _beside(thing: Thing) -> Thing:
-    """A second thing of which nothing is said: unlike the first in color and shape, and going the other way."""
-    color = COLOR_NAMES[(COLOR_NAMES.index(thing.color) + 4) % len(COLOR_NAMES)]
-    shape = SHAPES[(SHAPES.index(thing.shape) + 3) % len(SHAPES)]
-    return Thing(color, shape, _OPPOSITE.get(thing.motion, thing.motion))
-
-
-def _changed(group: _Group, thing: Thing) -> Thing:
-    made = replace(thing, **{**group.implied, **group.says})
-    for change in group.changes:
-        step = 1 if change == "faster" else -1
-        rank = SPEEDS.index(made.speed) + step
-        made = replace(made, speed=SPEEDS[max(0, min(rank, len(SPEEDS) - 1))])
-    return made
-
-
 def scene_of(text: str) -> Scene:
     """The scene that a sentence of `canonical`, or any other text, stands for."""
     return apply(parse(text), DEFAULT)
@@ -319,51 +134,56 @@ def read(prompt: str, previous: str | None) -> Reading:
     request = parse(prompt)
     scene = apply(request, before)
     text = canonical(scene)
-    remarks = _remarks(request.pieces, scene)
-    strange = [f"“{piece.typed[:24]}”" for piece in request.pieces if not piece.known]
+    remarks = _remarks(request, scene)
+    strange = list(dict.fromkeys(f"“{piece.typed[:24]}”" for piece, _ in request.pieces if not piece.known))
     if request.empty:
-        named = f" ({', '.join(dict.fromkeys(strange[:4]))})" if strange else ""
-        return Reading(
-            text, f"I did not find anything I can draw in that{named}. I know {VOCABULARY}. Showing “{text}”."
-        )
-    if sum(bool(piece.values("shape")) for piece in request.pieces) > 2:
+        named = f" ({', '.join(strange[:4])})" if strange else ""
+        nothing = "" if remarks else f"I did not find anything I can draw in that{named}. "
+        told = " ".join(remarks) + " " if remarks else ""
+        return Reading(text, f"{told}{nothing}I know {VOCABULARY}. Showing “{text}”.")
+    shapes = sum(bool(piece.values("shape")) for piece, _ in request.pieces)
+    if shapes > 2 or (request.add and before.second):
         remarks.append("I draw two things at most.")
     if strange:
-        remarks.append(f"I do not know {', '.join(dict.fromkeys(strange[:4]))}; I know {VOCABULARY}.")
+        remarks.append(f"I do not know {', '.join(strange[:4])}; I know {VOCABULARY}.")
     if " ".join(prompt.lower().split()) == text:
         return Reading(text)
     remarks.append(f"Showing “{text}”.")
     return Reading(text, " ".join(remarks))
 
 
-def _remarks(pieces: list[Word], scene: Scene) -> list[str]:
-    """What was understood otherwise than typed, each word once, four at most."""
+def _remarks(request: Request, scene: Scene) -> list[str]:
+    """What was understood otherwise than typed, each word once, `MOST_REMARKS` at most."""
     remarks: dict[str, str] = {}
-    for piece in pieces:
+    for piece, group in request.pieces:
         word = piece.typed[:24]
         if piece.misspelt:
             remarks[word] = f"“{word}”: I read “{piece.entry}”."
-        if piece.meaning and not piece.meaning.exact and (nearest := _nearest(piece, scene)):
+        for value in piece.values("cannot"):
+            remarks[word] = f"“{word}”: {CANNOT[value]}."
+        if piece.meaning and not piece.meaning.exact and (nearest := _nearest(piece, group, request, scene)):
             remarks[word] = f"“{word}”: I draw {nearest}."
-    return list(remarks.values())[:4]
+    for color in request.uncolored:
+        remarks[color] = f"“{color}”: only things have a color that can be chosen."
+    return list(remarks.values())[:MOST_REMARKS]
 
 
-def _nearest(piece: Word, scene: Scene) -> str:
+def _nearest(piece: Word, group: Group, request: Request, scene: Scene) -> str:
     """What is drawn for a word that has only a nearest meaning; empty where other words of the prompt decided."""
     assert piece.meaning is not None
-    says = dict(piece.meaning.says)
-    for thing in scene.things:
-        if "shape" in says and thing.shape == says["shape"]:
+    won = {
+        name: value
+        for name, value in piece.meaning.says
+        if (request.setting.get(name) if name in SETTING_TABLES else group.named.get(name)) == value
+        and name not in (request.certain if name in SETTING_TABLES else group.says)
+    }
+    if "shape" in won:
+        things = scene.things if group is request.groups[0] else scene.things[::-1]
+        alike = [thing for thing in things if thing.shape == won["shape"]]
+        named = [thing for thing in alike if thing.color == group.named.get("color", thing.color)]
+        for thing in [*named, *alike][:1]:
             return f"{'an' if thing.color[0] in 'aeiou' else 'a'} {thing.color} {thing.shape}"
-    tables = {"motion": MOTION_WORDS, "place": PLACE_WORDS, "hour": HOUR_WORDS, "weather": WEATHER_WORDS}
-    shown = {name: {getattr(scene, name)} for name in SETTING_TABLES}
-    shown |= {name: {getattr(thing, name) for thing in scene.things} for name in THING_TABLES}
-    phrases = [
-        (tables[name][value].strip() or "clear weather") if name in tables else value
-        for name, value in says.items()
-        if value in shown.get(name, {value})
-    ]
-    return " ".join(phrases)
+    return " and ".join(_DRAWN[name][value] if name in _DRAWN else value for name, value in won.items())
 
 
 assert {f.name for f in fields(Thing)} == set(THING_TABLES)

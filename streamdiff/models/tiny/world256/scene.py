@@ -6,7 +6,7 @@ Knows nothing about pixels, prompts or tensors of pictures. A scene is also a ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -108,6 +108,15 @@ def from_row(row: Sequence[int]) -> Scene:
     return Scene(
         thing(row[:count]), second, *(table[value] for table, value in zip(SETTING_TABLES.values(), rest, strict=True))
     )
+
+
+def plain(scene: Scene) -> Scene:
+    """`scene` without what cannot be said: what stands still has no speed."""
+
+    def settled(thing: Thing) -> Thing:
+        return replace(thing, speed="normal") if thing.motion == "still" else thing
+
+    return replace(scene, first=settled(scene.first), second=scene.second and settled(scene.second))
 
 
 def draw_scenes(count: int, generator: torch.Generator) -> Tensor:

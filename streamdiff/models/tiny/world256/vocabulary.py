@@ -18,7 +18,9 @@ FILLERS = frozenset(
         "through under above below behind beside between near next across around along during off out onto upon one",
         "ones picture image video scene background weather camera speed size shape coloured colored thing things",
         "object objects shapes beautiful nice cute lovely pretty happy sad funny cool new old direction side towards",
-        "toward middle centre center screen",
+        "toward middle centre center screen that about how much back instead again starts start begins begin place",
+        "starting light lighter off way other than get gets become keep keeps let lets please thanks yes teh",
+        "adn hte",
     )
     for word in line.split()
 )
@@ -79,6 +81,13 @@ def table() -> dict[str, Meaning]:
 
 
 @cache
+def apart() -> frozenset[str]:
+    """Words that are no typing mistakes, although they look like it."""
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    return frozenset(word for line in lines if line.startswith("-") for word in line[1:].replace(":", "").split())
+
+
+@cache
 def _longest() -> int:
     return max(len(entry.split()) for entry in table())
 
@@ -120,7 +129,7 @@ def distance(one: str, other: str, most: int) -> int:
 def spelt(word: str) -> str | None:
     """The known single word that was probably meant: one edit away, or two in words of eight letters and more. Short
     words are taken for no word of the table that has only a nearest meaning: too many are one edit away."""
-    if len(word) < 4 or len(word) > 20:
+    if len(word) < 4 or len(word) > 20 or word in apart():
         return None
     most = 2 if len(word) >= 8 else 1
     best: tuple[int, bool, str] | None = None

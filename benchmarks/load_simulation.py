@@ -18,7 +18,8 @@ import numpy as np
 from benchmarks.arrivals import JobArrival, Visitor
 from benchmarks.slo import Video, Visit
 from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
-from streamdiff.pipeline.scheduler.scheduler import Places, StreamBatchScheduler
+from streamdiff.pipeline.scheduler.row_limit import Places
+from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.server.jobs.runner import AHEAD_CHUNKS
 from streamdiff.server.load.capacity import Capacity
@@ -90,6 +91,7 @@ class LoadSimulation:
         self._scheduler = StreamBatchScheduler(
             stages=stages, chunk_frames=times.chunk_frames, max_rows=settings.max_rows
         )
+        self._scheduler.set_row_costs(times.forward_s)
         self._capacity = Capacity(times.chunk_frames, times.steps, settings.load_limit, times.work_s)
         least = min_ahead_frames(times.kv_context, steps=times.steps, stages=stages, chunk_frames=times.chunk_frames)
         lead_frames = max(1, round(settings.lead_s * settings.fps))

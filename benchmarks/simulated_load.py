@@ -19,7 +19,8 @@ from typing import Any
 from benchmarks import report
 from streamdiff.pipeline.planner.simulator import PER_SECOND, Agenda, Server
 from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
-from streamdiff.pipeline.scheduler.scheduler import Places, StreamBatchScheduler
+from streamdiff.pipeline.scheduler.row_limit import Places
+from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.server.load.capacity import Capacity
 from streamdiff.server.load.load_policy import UNLIMITED, Asked, LoadLimit, LoadPolicy

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from streamdiff.engine.messages import Data
 from streamdiff.models.interfaces import TextEncoder
 from streamdiff.pipeline.output import Frames, InputFigures, ModelInfo
-from streamdiff.pipeline.scheduler.scheduler import ForwardCounts
+from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
 
 
 class Pipeline(Protocol):

@@ -1,14 +1,16 @@
-"""How the blocks are shared out: from costs that are measured once at the start, or read from a profile.
+"""What is measured once at the start: costs by which the blocks are shared out, where no profile has them, and what a
+further row of a forward costs.
 
-Decided before the first chunk and never changed afterwards, so no chunk in flight ever moves.
+The shares are decided before the first chunk and never changed afterwards, so no chunk in flight ever moves.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -20,9 +22,11 @@ from streamdiff.models.model import StageModel
 from streamdiff.models.transformer.wan import Tokens
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.planner.costs import Costs, in_proportion
+from streamdiff.pipeline.planner.kv_budget import RankMemory
 from streamdiff.pipeline.planner.stage_layout import Blocks, Workload, lay_out
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.session_state import walk
 
 ROUNDS = 5
 """Forwards that are timed; the median counts."""
@@ -98,14 +102,54 @@ def share_out(config: ModelConfig, steps: int, costs: Costs) -> Blocks:
     return lay_out(costs, workload, "own-stream" if spare_core else place).blocks
 
 
-@torch.inference_mode()
+def row_costs(stage: ModelRunner, max_rows: int, *, steps: int, kv_context: str, memory: RankMemory) -> list[float]:
+    """Seconds of forwards of 1 to `max_rows` rows on this stage, of sessions with full windows. Measured are powers of
+    two and the last, as far as `memory` has room for so many sessions; others lie on a line with their neighbours.
+    Mutates: the stage's caches, of sessions that are closed again.
+    """
+    spec, rows = stage.spec, list[MicroStep]()
+    most = max_rows
+    while len(rows) < most:
+        session = -1 - len(rows)
+        stage.open(session, steps=steps, kv_context=kv_context)
+        stage.set_text(session, 0, torch.zeros(spec.text_shape), 0)
+        rows.append(MicroStep(session, spec.window_chunks(kv_context) + spec.first_chunks, 0, steps, 0))
+        most = max(1, memory.holds(max_rows, walk.nbytes(stage.sessions[session].state)))
+    counts = sorted({*(2**power for power in range(most.bit_length())), most})
+    given = {count: stage.zeros(count) for count in counts}
+    timed: dict[int, list[float]] = {count: [] for count in counts}
+    for _ in range(1 + ROUNDS):  # in turns, so that what else the machine does falls on all
+        for count in counts:
+            timed[count].append(_run_s(partial(stage.forward, rows[:count], given[count]), stage.device))
+    for row in rows:
+        stage.close(row.session)
+    # Other work only adds time, so the shortest is the nearest; of the first round nothing counts.
+    return lined_up({count: min(spent[1:]) for count, spent in timed.items()}, max_rows)
+
+
+def lined_up(found: Mapping[int, float], most: int) -> list[float]:
+    """Values for 1 to `most` from those that were found, of which 1 is one: on a line between neighbours, beyond the
+    last on that of the last two (with one alone in proportion), and never falling."""
+    counts = sorted(found)
+    values: list[float] = []
+    for count in range(1, most + 1):
+        above = next((each for each in counts if each >= count), counts[-1])
+        below = max((each for each in counts if each < above), default=0)
+        slope = (found[above] - found.get(below, 0.0)) / (above - below)
+        values.append(max([found[above] + slope * (count - above), *values[-1:]]))
+    return values
+
+
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
     """Median of some runs after one that is not counted."""
-    spent = []
-    for _ in range(1 + ROUNDS):
-        begun_s = clock.monotonic_s()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        spent.append(clock.monotonic_s() - begun_s)
-    return median(spent[1:])
+    return median([_run_s(work, device) for _ in range(1 + ROUNDS)][1:])
+
+
+@torch.inference_mode()
+def _run_s(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one run."""
+    begun_s = clock.monotonic_s()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return clock.monotonic_s() - begun_s

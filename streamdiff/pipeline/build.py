@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from streamdiff.config import ModelConfig
 from streamdiff.device import own_device
 from streamdiff.errors import EngineFailure
 from streamdiff.models.model import Model
-from streamdiff.pipeline import load_plan, rank_loader, topology
+from streamdiff.pipeline import balance, load_plan, rank_loader, topology
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
 from streamdiff.pipeline.distributed.rendezvous import check_world
 from streamdiff.pipeline.distributed.start_progress import StartProgress
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.batching import batching_of
-from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
+from streamdiff.pipeline.planner.kv_budget import KVCacheBudget, RankMemory
 from streamdiff.pipeline.profiler import CHUNKS, Profiler, check_folder, check_traced
+from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.kv_context import in_flight_limit
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.pipeline.worker_group import WorkerGroup
@@ -61,6 +63,8 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
         workers = WorkerGroup(context, ring, config.hang_s, links, topology.row_senders(model.spec, config))
         memories = context.receive_memories()
         progress.finish()
+    if batching.max_rows > 1:
+        _measure_rows(ring, model, plan, memory)
     blocks = [last - first for first, last in loaded.runs for _ in range(config.shares)]
     blocks += [0] * (config.ranks - config.stage_ranks)
     dtype = model.denoiser.dtype
@@ -75,6 +79,20 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
         raise EngineFailure(f"in the start's phase warm-up: {error}") from error
     runtime.occupancy()  # counts from here
     return runtime
+
+
+def _measure_rows(ring: RingExecutor, model: Model, plan: load_plan.LoadPlan, memory: RankMemory) -> None:
+    """Let the scheduler know what further rows of a forward cost here. Mutates: ring's scheduler."""
+    # Where others share the stage a forward would wait for them: what is measured is all of it.
+    stage = ModelRunner(model, ring.stage.device, 1, 3) if ring.stage.shared else ring.stage
+    most, context = ring.scheduler.max_rows, plan.config.kv_context
+    costs = balance.row_costs(stage, most, steps=plan.steps, kv_context=context, memory=memory)
+    ring.scheduler.set_row_costs(costs)
+    told = ", ".join(f"{cost:.3g}" for cost in ring.scheduler.row_limit.costs)
+    so = "" if ring.scheduler.row_limit.shares else "; so none share one"
+    print(
+        f"streamdiff: batching: forwards of 1 to {most} rows take {told} times as long as of one{so}", file=sys.stderr
+    )
 
 
 def _warm_up(runtime: StreamingPipeline, config: ModelConfig) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from streamdiff.pipeline.executor import RingExecutor
     from streamdiff.pipeline.output import ModelInfo
     from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
-    from streamdiff.pipeline.scheduler.scheduler import ForwardCounts
+    from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
     from streamdiff.pipeline.worker_group import WorkerGroup
 
 _LATEST_S = 30.0

@@ -24,7 +24,7 @@ from streamdiff.engine.process.main import main
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.interfaces import Reading
 from streamdiff.pipeline.output import Frames, ModelInfo
-from streamdiff.pipeline.scheduler.scheduler import ForwardCounts
+from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
 
 SIZE = 16
 CHUNK_FRAMES = 6

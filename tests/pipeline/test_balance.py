@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,10 +13,14 @@ import torch.distributed as dist
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline.balance import Measured, gather_costs, measure, share_out
+from streamdiff.pipeline.balance import Measured, gather_costs, lined_up, measure, row_costs, share_out
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.load_plan import plan_load
+from streamdiff.pipeline.planner.kv_budget import RankMemory
 from streamdiff.pipeline.planner.model_sizes import read_sizes
+from streamdiff.pipeline.runner.model_runner import ModelRunner
+from streamdiff.pipeline.runner.stage_forward import Tensors
+from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.small import CPU, small_model
 
 
@@ -69,3 +74,28 @@ def test_measuring_takes_what_each_rank_does(kv_context: str) -> None:
     last = measure(model.part(1, 2), None, CPU, (1, 2), kv_context)
     assert min(head.block_s, head.embed_s, head.decode_s, last.block_s, last.head_s) > 0
     assert (head.head_s, last.embed_s, last.decode_s) == (0, 0, 0)
+
+
+def test_what_rows_cost_is_measured_on_the_stage_itself_and_leaves_nothing_open() -> None:
+    model = small_model(2)
+    stage = ModelRunner(model, CPU)
+    asked: list[int] = []
+    forward = stage.forward
+
+    def counting(rows: Sequence[MicroStep], given: Tensors) -> Tensors:
+        asked.append(len({row.session for row in rows}))
+        return forward(rows, given)
+
+    stage.forward = counting  # type: ignore[method-assign]
+    costs = row_costs(stage, 6, steps=4, kv_context="clean", memory=RankMemory(10**12))
+    assert len(costs) == 6 and costs == sorted(costs) and costs[0] > 0
+    assert set(asked) == {1, 2, 4, 6} and not stage.sessions
+    asked.clear()
+    assert len(row_costs(stage, 6, steps=4, kv_context="matched", memory=RankMemory(0))) == 6
+    assert set(asked) == {1}, "there is room for no more"
+
+
+def test_numbers_of_rows_that_were_not_measured_lie_on_a_line_with_their_neighbours() -> None:
+    assert lined_up({1: 10.0, 2: 14.0, 4: 20.0}, 6) == [10.0, 14.0, 17.0, 20.0, 23.0, 26.0]
+    assert lined_up({1: 10.0}, 3) == [10.0, 20.0, 30.0]
+    assert lined_up({1: 10.0, 2: 9.0}, 3) == [10.0, 10.0, 10.0], "more rows never take less"

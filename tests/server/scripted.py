@@ -31,7 +31,7 @@ from streamdiff.errors import RequestError
 from streamdiff.models.catalogue import entries
 from streamdiff.models.interfaces import Reading
 from streamdiff.pipeline.output import Frames, ModelInfo
-from streamdiff.pipeline.scheduler.scheduler import ForwardCounts
+from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
 from streamdiff.pipeline.snapshot.header import FORMAT, KIND, read_header
 
 COLOURS = {

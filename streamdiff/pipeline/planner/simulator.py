@@ -16,7 +16,8 @@ from itertools import pairwise
 
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS, Anchors, in_flight_limit, min_ahead_frames
-from streamdiff.pipeline.scheduler.scheduler import Places, StreamBatchScheduler
+from streamdiff.pipeline.scheduler.row_limit import Places
+from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 
 # Time inside is whole picoseconds: what happens together in exact arithmetic happens together here, whatever floats do.
@@ -216,6 +217,7 @@ class _Ring:
         self.limit = setup.forwards or self.stages + 1
         # A chunk counts as one frame: frame credits are then in chunks.
         self.scheduler = StreamBatchScheduler(stages=self.stages, chunk_frames=1, max_rows=setup.max_rows)
+        self.scheduler.set_row_costs(max(setup.stage_s, key=lambda times: times[0]))
         self.max_ahead = []
         for number, stream in enumerate(setup.streams):
             steps, first, context = stream.steps, stream.first_steps, stream.kv_context

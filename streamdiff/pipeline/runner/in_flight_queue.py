@@ -15,7 +15,8 @@ from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, 
 from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, at, check_own, fault_name, told
 from streamdiff.pipeline.row_faults.returned import ReturnedRows
 from streamdiff.pipeline.runner.sampler import Finished, LatentSampler, SamplerSession
-from streamdiff.pipeline.scheduler.scheduler import Places, StreamBatchScheduler
+from streamdiff.pipeline.scheduler.row_limit import Places
+from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 
 

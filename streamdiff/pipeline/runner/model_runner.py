@@ -143,6 +143,10 @@ class ModelRunner:
         tokens = self.denoiser.tokens(self._forward.grid)
         return like.new_full((rows, tokens, self.denoiser.width), torch.nan), given[1].clone()
 
+    def zeros(self, rows: int) -> Tensors:
+        """Zeros in the shape of what `forward` is given for so many rows."""
+        return self._forward.zeros(rows, self.device)
+
     def forget_sinks(self, session: int) -> None:
         """Have the sink of a session's caches rotated anew. Mutates: its caches."""
         if session in self.sessions:
@@ -310,7 +314,7 @@ class ModelRunner:
         for made, with_next in enumerate(kinds, 1):
             for trial, chunk in product(trials, chunks):
                 for rows in forwards_met(trial, chunk, steps, kv_context, chunk in geometry.anchors, with_next):
-                    self.forward(rows, self._forward.zeros(len(rows), self.device))
+                    self.forward(rows, self.zeros(len(rows)))
             on_progress(made, len(kinds))
         self.compiled.learning = False
         self._most_waiting = len(trials)

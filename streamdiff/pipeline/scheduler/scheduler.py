@@ -19,42 +19,23 @@ other sessions are handed, and in which order, is the same with and without them
 another session waits.
 
 **Rows.** Where `max_rows` is above 1, rows of several sessions share a forward, as many as leave the ring no emptier
-than it is without (`row_limit`; docs/decisions/0031-rows.md). Which may is declared on the fields of `MicroStep` and
-`ScheduledSession`.
+than it is without, and only as many as pay for what they cost (`RowLimit`; docs/decisions/0031-rows.md and
+0050-rows-that-pay.md). Which may is declared on the fields of `MicroStep` and `ScheduledSession`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS, PER_STEP, Anchors, in_flight_limit
+from streamdiff.pipeline.scheduler.row_limit import ForwardCounts, Places, RowLimit, RowsNow
 from streamdiff.pipeline.scheduler.scheduled_session import ScheduledSession
 from streamdiff.pipeline.scheduler.step import MicroStep, differing_field
 from streamdiff.session_state.fields import reset
 
 PATIENCE = 4
 """A session that has waited for this many forwards per open session goes first, whatever its slack."""
-
-
-class Places(NamedTuple):
-    """Places of the ring for forwards: `free` ones, those free of live sessions' forwards, and `all`."""
-
-    free: int
-    free_of_live: int
-    all: int
-
-
-@dataclass
-class ForwardCounts:
-    """Forwards handed out so far: by their number of rows, and those of one row by the reason why nothing shared them,
-    where rows may: `none_ready`, no other row was; `ring`, the ring would have had too little to do; `same_session`,
-    only rows of the same chunk or anchor were left; or the name of the field in which the other row differed."""
-
-    rows: Counter[int] = field(default_factory=Counter)
-    alone: Counter[str] = field(default_factory=Counter)
 
 
 class StreamBatchScheduler:
@@ -100,6 +81,12 @@ class StreamBatchScheduler:
         self._rows = 0  # the same of rows, where forwards may have several
         self._apart = ""  # why nothing has joined the forward that is being put together
         self.counts = ForwardCounts()
+        self.row_limit = RowLimit(max_rows)
+
+    def set_row_costs(self, costs: Sequence[float]) -> None:
+        """Say what forwards of 1, 2, ... `max_rows` rows take, as `RowLimit` wants it; raises what that does. Mutates:
+        self."""
+        self.row_limit = RowLimit(self.max_rows, costs)
 
     def open(
         self,
@@ -228,15 +215,15 @@ class StreamBatchScheduler:
 
     def next(self, *, background: bool = True, places: Places | None = None) -> list[MicroStep]:
         """The rows of the next forward, at most `max_rows` (or `first_chunks`), possibly none. They count as entered.
-        Without `background` none of a background session. Rows are spread over the `places` of the ring (`row_limit`);
+        Without `background` none of a background session. Rows are spread over the `places` of the ring (`RowLimit`);
         None: a forward takes all that it can.
 
         Within a session: oldest chunk first, `matched` by its timetable. A chunk gives at most one row, since its next
         step needs this one's result. All rows are `compatible` with the first.
         """
         rows: list[MicroStep] = []
-        most = self.max_rows if places is None else self.row_limit(places)
-        self._apart = "none_ready" if most > 1 or self.max_rows == 1 or self._rows_now()[0] <= 1 else "ring"
+        self._apart = "none_ready"
+        most = self.max_rows if places is None else self._most_rows(places)
         while len(rows) < most and not _recaches(rows) and (picked := self._pick(rows, most, background)):
             rows += picked
         if self.clean_with_next and (follower := self._follower(rows)):
@@ -251,33 +238,32 @@ class StreamBatchScheduler:
     @property
     def may_gain_rows(self) -> bool:
         """Whether the next forward could have more rows than are ready now: another session is open, and not paused."""
-        ready, _ = self._rows_now()
+        ready = self._rows_now().ready
         running = sum(not state.paused and not state.background for state in self._sessions.values())
-        return 0 < ready < min(self.max_rows, running)
+        return self.row_limit.shares and 0 < ready < min(self.max_rows, running)
 
-    def row_limit(self, places: Places) -> int:
-        """Most rows of the next forward.
-
-        The rows that wait are spread over the free places, so that none stays empty, and those in the ring too over all
-        places, so that no forward takes so much longer than the others that these wait behind it. Forwards are of the
-        same length as far as numbers allow: 3 and 2 rows rather than 4 and 1.
-        """
-        if self.max_rows == 1:
+    def _most_rows(self, places: Places) -> int:
+        """Most rows of the next forward. Mutates: why nothing joins it."""
+        if not self.row_limit.shares:
+            self._apart = "cost" if self.max_rows > 1 else "none_ready"
             return 1
-        ready, in_flight = self._rows_now()
         jobs_only = all(state.background for state in self._sessions.values() if self._choice(state) is not None)
         free = places.free if jobs_only else places.free_of_live
-        most = min(self.max_rows, ready // max(free, 1), (ready + in_flight) // places.all)
-        return 1 if most <= 1 else -(-(ready + in_flight) // -(-(ready + in_flight) // most))
+        most, self._apart = self.row_limit.of(self._rows_now(), free, places.all, jobs_only)
+        return most
 
-    def _rows_now(self) -> tuple[int, int]:
-        """Rows that wait at the head, and rows in the ring, of the sessions whose turn it is: background ones, which
-        nobody else notices, do not count where another has a row."""
+    def _rows_now(self) -> RowsNow:
+        """Of the sessions whose turn it is: background ones, which nobody else notices, do not count where another has
+        a row."""
         ready = [state for state in self._sessions.values() if self._choice(state) is not None]
         live = any(not state.background for state in ready)
         counted = [state for state in self._sessions.values() if not (live and state.background)]
-        waiting = sum(state.waiting_rows for state in counted if state.choice is not None)
-        return waiting, sum(chunk.entered - chunk.back for state in counted for chunk in state.chunks)
+        running = [state for state in counted if state.choice is not None or state.chunks]
+        return RowsNow(
+            sum(state.waiting_rows for state in counted if state.choice is not None),
+            sum(chunk.entered - chunk.back for state in counted for chunk in state.chunks),
+            len(running) * min((state.passes for state in running), default=0),
+        )
 
     def is_background(self, rows: Sequence[MicroStep]) -> bool:
         """Whether a forward is of background sessions that are still open."""
@@ -315,7 +301,7 @@ class StreamBatchScheduler:
         open_sessions = Counter(state.background for state in self._sessions.values())
         in_forward = Counter(row.session for row in taken)
         for state in sorted(
-            waiting, key=lambda state: self._rank(state, open_sessions[state.background], in_forward[state.name])
+            waiting, key=lambda state: self._rank(state, open_sessions[state.background], in_forward[state.name], most)
         ):
             choice = state.choice
             assert choice is not None
@@ -344,17 +330,18 @@ class StreamBatchScheduler:
         state.enter(choice)
         return row
 
-    def _rank(self, state: ScheduledSession, open_sessions: int, taken: int) -> tuple[int, ...]:
+    def _rank(self, state: ScheduledSession, open_sessions: int, taken: int, most: int) -> tuple[int, ...]:
         """Sessions with a smaller rank go first; `open_sessions` of the same kind are open, and the forward that is put
-        together has `taken` rows of this one.
+        together has `taken` rows of this one, of `most` in all.
 
-        Where rows share forwards, those of one forward have waited equally long: they take turns. And slack counts what
+        Where rows share it, those of one forward have waited equally long: they take turns. And slack counts what
         is finished, else a session that has begun a chunk would be passed by all that have not.
         """
         patient = self._forwards - state.waiting_since < PATIENCE * open_sessions
-        credit = state.frame_credit + (state.unfinished_frames if self.max_rows > 1 else 0)
+        credit = state.frame_credit + (state.unfinished_frames if most > 1 else 0)
         slack = -credit if patient else 0
-        return state.background, patient, taken, slack, state.waiting_since, state.rows_before, state.name
+        turn = state.rows_before if most > 1 else 0
+        return state.background, patient, taken, slack, state.waiting_since, turn, state.name
 
     def _choice(self, state: ScheduledSession) -> int | None:
         """The session's `choice`, recomputed if it is stale. Mutates: state."""

@@ -121,7 +121,8 @@ def make(model: ModelConfig, job: PlanJob) -> Outcome:
         source, layout, decode_s, links = _by_hand(job.stage_times, job, sizes, load)
     else:
         found = _costs(job, sizes, load, storage)
-        source, layout, decode_s = found.source, lay_out(found, load, job.decode), found.decode_s
+        source, layout = found.source, lay_out(found, load, job.decode)
+        decode_s = found.decoding_s(layout.decode)
         links = link_times(found, stages)
     setup = ring_setup(sizes, load, layout, links, decode_s, job.chunks or CHUNKS)
     asked = None
@@ -176,8 +177,9 @@ def _check(job: PlanJob) -> None:
     for name, time_s in (("--link-time", job.link_time), ("--decode-time", job.decode_time)):
         if time_s is not None and not 0 <= time_s < math.inf:
             raise ConfigError(f"{name} is {time_s:g}, but must be seconds of 0 or more")
-    if job.decode not in ("auto", *PLACES):
-        raise ConfigError(f"--decode is {job.decode!r}, but must be one of auto, {', '.join(PLACES)}")
+    places = ("auto", *PLACES, *(("split",) if job.gpus else ()))  # ranks that share a stage come with --gpus
+    if job.decode not in places:
+        raise ConfigError(f"--decode is {job.decode!r}, but must be one of {', '.join(places)}")
     if job.dtype not in DTYPES:
         raise ConfigError(f"--dtype is {job.dtype!r}, but must be one of {', '.join(DTYPES)}")
     if job.stage_times is not None and job.profile is not None:

@@ -103,7 +103,11 @@ def _sessions(count: int) -> str:
 def _told(case: Case | None, expected: Expected | None, found: Comparison) -> str:
     if case is None or expected is None:
         return f"none fits; streamdiff plan --gpu {found.machine.gpu.name} says what would"
-    place = {"own-rank": "decoding on one more GPU", "last": "decoding on the last stage"}
+    place = {
+        "own-rank": "decoding on one more GPU",
+        "last": "decoding on the last stage",
+        "split": "decoding shared by the ranks of the first stage",
+    }
     where = place.get(case.decode, "decoding on the first rank")
     rate = expected.frames_per_s * expected.sessions
     together = "" if expected.sessions == 1 else f" of {expected.sessions} sessions together"

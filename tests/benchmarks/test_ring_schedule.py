@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import ring_parallel, ring_schedule
+from benchmarks.hop_trace import travels
 from benchmarks.sleeping_ring import PROBES, Done, Plan, Ran, figures_of
 from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 
@@ -35,9 +36,18 @@ def test_two_stages_are_compared_with_one(tmp_path: Path, capsys: pytest.Capture
         # A rank's round is its sleep, its own work and its waiting; no message arrives before it was sent.
         hop = found["hop"]
         assert all(hop[name] > 0 for name in ("head_own_us", "others_own_us", "transport_us", "cpu_us"))
+        # The model's layers before and behind the blocks are part of a rank's own work.
+        assert 0 < hop["embedding_us"] < hop["head_own_us"] and 0 < hop["output_layer_us"] < hop["others_own_us"]
         assert min(hop["head_waits_us"], hop["others_wait_us"], hop["overslept_us"]) >= 0
     printed = capsys.readouterr().out
     assert "| matched" in printed and len([line for line in printed.splitlines() if "times" in line]) == 6
+
+
+@pytest.mark.parametrize("missing", [0, 1, 3])
+def test_a_message_that_came_before_anybody_looked_shifts_no_other(missing: int) -> None:
+    sent = [float(number) for number in range(40)]
+    arrived = [*(at + 0.25 for at in sent), 41.0][missing:]
+    assert travels(sent, arrived) == pytest.approx([0.25] * (40 - missing - (40 - missing) // 4))
 
 
 def test_figures_are_those_of_what_was_finished_after_the_warm_up() -> None:

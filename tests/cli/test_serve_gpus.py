@@ -30,7 +30,10 @@ def test_one_stream_gets_ranks_that_share_and_many_get_stages(capsys: pytest.Cap
     assert "of 6 ways to use 4 x NVIDIA H100 SXM, linked by nvlink, estimated" in told
     assert chosen(4, "many").model.parallel == "4x1"
     assert chosen(2).model.parallel == "1x2"
-    assert chosen(4, vae=None).model.ranks == 4  # three that compute, and one that decodes
+    large = chosen(4, vae=None).model
+    assert (large.parallel, large.decode, large.ranks) == ("1x4", "split", 4)
+    assert "--decode split: 1x4, decoding shared by the ranks of the first stage" in capsys.readouterr().err
+    assert chosen(4, vae=None, decode="own-rank").model.ranks == 4  # three that compute, and one that decodes
     assert (one.name, one.vae) == ("self-forcing", "taew2_1")
 
 

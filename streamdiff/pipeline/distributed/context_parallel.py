@@ -70,29 +70,26 @@ class ContextGroup:
         whole.copy_(received.permute(1, 2, 3, 0, 4, 5))
         return whole.flatten(3, 4).flatten(1, 2)
 
-    def all_tokens(self, own: Tensor) -> Tensor:
-        """What all ranks have of something by token, from own `[R, l, n]` to `[R, L, n]`, the same on each."""
-        parts = self._gather("output", own.unflatten(1, (self.frames, -1)))
-        whole: Tensor = parts.permute(1, 2, 0, 3, 4).flatten(1, 3)
-        return whole
+    def tokens_on_first(self, own: Tensor) -> Tensor | None:
+        """What all ranks have of something by token, from own `[R, l, n]` to `[R, L, n]` on the first of them; None on
+        the others, which do not wait for each other."""
+        own, lead = own.unflatten(1, (self.frames, -1)).contiguous(), self.index == 0
+        gathered = self._buffer("output", (self.size, *own.shape), own) if lead else None
+        parts = None if gathered is None else list(gathered.unbind())
+        self._carry_out(lambda: dist.gather(own, parts, dst=self.ranks[0], group=self.group))
+        return None if gathered is None else gathered.permute(1, 2, 0, 3, 4).flatten(1, 3)
 
     def all_heads(self, own: Tensor) -> Tensor:
         """What all ranks have of something by head, from own `[n, H/C, d]` to `[n, H, d]`, the same on each."""
-        whole: Tensor = self._gather("means", own).transpose(0, 1).flatten(1, 2)
-        return whole
+        gathered, own = self._buffer("means", (self.size, *own.shape), own), own.contiguous()
+        self._carry_out(lambda: dist.all_gather(list(gathered.unbind()), own, group=self.group))
+        return gathered.transpose(0, 1).flatten(1, 2)
 
     def _all_to_all(self, name: str, sent: Tensor) -> Tensor:
         """Part c of `sent` `[C, ...]` goes to rank c of the stage; what comes, by rank `[C, ...]`."""
         received = self._buffer(name, tuple(sent.shape), sent)
         self._carry_out(lambda: dist.all_to_all_single(received, sent, group=self.group))
         return received
-
-    def _gather(self, name: str, own: Tensor) -> Tensor:
-        """`own` of all ranks `[C, ...]`."""
-        gathered = self._buffer(name, (self.size, *own.shape), own)
-        own = own.contiguous()
-        self._carry_out(lambda: dist.all_gather(list(gathered.unbind()), own, group=self.group))
-        return gathered
 
     def _carry_out(self, collective: Callable[[], object]) -> None:
         try:

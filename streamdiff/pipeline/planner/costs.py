@@ -36,7 +36,8 @@ _EXCHANGE_S = 2.5e-5
 @dataclass(frozen=True)
 class Costs:
     """Seconds of each part of a forward. Entry r - 1 of a row list is a forward of r rows; `link_s` is the same between
-    all stages, and `flow_s` that of the way back. `source` says where the numbers are from."""
+    all stages, and `flow_s` that of the way back. `split_decode_s` is of decoding a chunk where the ranks of the first
+    stage share it (None: they cannot, or it is not known). `source` says where the numbers are from."""
 
     source: str
     block_s: tuple[tuple[float, ...], ...]
@@ -45,6 +46,11 @@ class Costs:
     decode_s: float
     link_s: float
     flow_s: float
+    split_decode_s: float | None = None
+
+    def decoding_s(self, place: str) -> float:
+        """Seconds of decoding one chunk at a place of `stage_layout.PLACES`, or `split`."""
+        return self.split_decode_s if place == "split" and self.split_decode_s is not None else self.decode_s
 
 
 @dataclass(frozen=True)

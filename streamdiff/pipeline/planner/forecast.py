@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from streamdiff.pipeline.planner import gpus
-from streamdiff.pipeline.planner.costs import Costs, estimate
+from streamdiff.pipeline.planner.costs import Costs, estimate, split_decode
 from streamdiff.pipeline.planner.fit import Demand
 from streamdiff.pipeline.planner.gpus import UNKNOWN_HOST_GBPS, Gpu
 from streamdiff.pipeline.planner.memory import (
@@ -77,14 +77,20 @@ def costs_on(gpu: Gpu, sizes: ModelSizes, load: Workload, storage: Storage, link
     what several are linked by, one of `gpu.links`; None: the fastest."""
     copied = storage.offload == "blocks" and offloaded_bytes(sizes, -(-sizes.blocks // load.stages), storage) > 0
     block_copy_s = block_weights(sizes, storage) / (gpu.host_gbps * 1e9) if copied else 0.0
-    return estimate(
+    ceilings = gpu.ceilings(DTYPES[storage.value_bytes], link)
+    found = estimate(
         sizes,
-        gpu.ceilings(DTYPES[storage.value_bytes], link),
+        ceilings,
         kv_context=load.kv_context,
         max_rows=load.max_rows,
         value_bytes=storage.value_bytes,
         block_copy_s=block_copy_s,
         shares=load.shares,
+    )
+    if not (sizes.decoder.flops and 1 < load.shares <= sizes.spec.latent_height):
+        return found
+    return replace(
+        found, split_decode_s=split_decode(sizes, ceilings, load.shares, storage.bytes_per_decoder_value).split_s
     )
 
 
@@ -136,7 +142,7 @@ def expect(question: Question, kv_context: str, sessions: int, chunks: int = _CH
     costs = question.costs[kv_context]
     layout = lay_out(costs, load, question.decode)
     links = link_times(costs, load.stages)
-    figures = simulate(ring_setup(sizes, load, layout, links, costs.decode_s, chunks)).figures
+    figures = simulate(ring_setup(sizes, load, layout, links, costs.decoding_s(layout.decode), chunks)).figures
     rate = figures.chunks_per_s * sizes.spec.chunk_frames / sessions
     taken = _fullest(memory(sizes, layout, load, question.storage))
     return Expected(

@@ -91,7 +91,8 @@ def compare(
     chunks: int | None = None,
 ) -> Comparison:
     """Every case of the machine, for the workload's sessions, whose stages and shares do not count. Decoding is at
-    `decode`; for `auto` on the head or the last rank, and beside these cases are those with a GPU for decoding alone.
+    `decode`; for `auto` on the head, the last rank or all ranks of the first stage, and beside these cases are those
+    with a GPU for decoding alone.
     `chunks` are simulated per session.
 
     Raises:
@@ -100,9 +101,10 @@ def compare(
     splits = list(_splits(machine.count, sizes, decode))
     if not splits:
         ways = ", ".join(map(str, _shares(sizes)))
+        shared = ", with two or more to share decoding" if decode == "split" else ""
         raise ConfigError(
             f"--gpus is {machine.count}: {sizes.spec.name} has {sizes.blocks} blocks, and every stage needs one; of "
-            f"ranks {ways} can share a stage. No stages x ranks make {machine.count}"
+            f"ranks {ways} can share a stage. No stages x ranks make {machine.count}{shared}"
         )
 
     def case(stages: int, shares: int, place: str) -> Case:
@@ -116,7 +118,8 @@ def _splits(count: int, sizes: ModelSizes, decode: str) -> Iterator[tuple[int, i
     """(stages, shares, decode's place): all ranks compute, or one of them decodes; where shares do not divide what is
     left then, a GPU stays idle."""
     for shares in _shares(sizes):
-        if decode != "own-rank" and count % shares == 0 and count // shares <= sizes.blocks:
+        fits = count % shares == 0 and count // shares <= sizes.blocks
+        if fits and decode != "own-rank" and (decode != "split" or 1 < shares <= sizes.spec.latent_height):
             yield count // shares, shares, decode
     if decode == "own-rank" or (decode == "auto" and sizes.decoder.flops):
         for shares in _shares(sizes):

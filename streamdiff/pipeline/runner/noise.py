@@ -73,17 +73,21 @@ class PrefetchedNoise:
     def __init__(self, noise: Noise, device: torch.device, draws: int, thread: ThreadPoolExecutor) -> None:
         """`draws` per chunk, of steps 0, 1, 2, ...; `thread` is lent."""
         self._noise, self._device, self._draws, self._thread = noise, device, draws, thread
-        self._drawn: dict[tuple[int, int], Future[Tensor]] = {}
+        self._drawn: dict[tuple[int, int], tuple[Future[list[Tensor]], int]] = {}
 
-    def prefetch(self, chunk: int, step: int) -> None:
-        """Have the noise of a step drawn that will be asked for; of one that does not exist, none. Mutates: self."""
-        if step < self._draws and (chunk, step) not in self._drawn:
-            self._drawn[chunk, step] = self._thread.submit(self._pinned, chunk, step)
+    def prefetch(self, chunk: int, first: int, end: int | None = None) -> None:
+        """Have the noise of steps `first` to `end` (exclusive; None: the chunk's last) drawn that will be asked for, at
+        once, unless that of `first` has been: handing them to the thread one by one costs the host more than drawing
+        them. Of steps that do not exist, none is drawn. Mutates: self."""
+        steps = range(first, self._draws if end is None else min(end, self._draws))
+        if steps and (chunk, first) not in self._drawn:
+            drawn = self._thread.submit(lambda: [self._pinned(chunk, step) for step in steps])
+            self._drawn |= {(chunk, step): (drawn, place) for place, step in enumerate(steps)}
 
     def draw(self, chunk: int, step: int) -> Tensor:
         """As `Noise`, on the device. Mutates: self."""
         drawn = self._drawn.pop((chunk, step), None)
-        noise = drawn.result() if drawn is not None else self._pinned(chunk, step)
+        noise = self._pinned(chunk, step) if drawn is None else drawn[0].result()[drawn[1]]
         return noise.to(self._device, non_blocking=True)
 
     def is_unscaled(self, chunk: int) -> bool:

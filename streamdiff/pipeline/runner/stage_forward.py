@@ -36,7 +36,8 @@ class StageForward:
             given: on the first stage latents `[R, C, F, h, w]` and the time embedding `[R, F, D]`, else `Tokens`.
 
         Returns:
-            On the last stage the flow `[R, C, F, h, w]` alone, else `Tokens`.
+            On the last stage the flow `[R, C, F, h, w]` alone, and where ranks share it that on the first of them only;
+            else `Tokens`.
         """
         if self.group is not None:
             attention = SharedAttention(self.group, attention)
@@ -59,8 +60,10 @@ class StageForward:
         return self.unite(self.denoiser.output(tokens), self.group)
 
     def unite(self, output: Tensor, group: ContextGroup) -> Tensors:
-        """The flow from the output layer's result for own tokens, and that of the other ranks of `group`."""
-        return (self.denoiser.unpatch(group.all_tokens(output), self.grid),)
+        """The flow from the output layer's result for own tokens, and that of the other ranks of `group`; nothing on
+        these, since the first sends it on."""
+        whole = group.tokens_on_first(output)
+        return () if whole is None else (self.denoiser.unpatch(whole, self.grid),)
 
     def zeros(self, rows: int, device: torch.device) -> Tensors:
         """Zeros in the shape of the stage's inputs, for `rows` rows."""

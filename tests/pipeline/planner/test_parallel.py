@@ -12,7 +12,7 @@ from streamdiff.commands import plan
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.planner import gpus
-from streamdiff.pipeline.planner.costs import Exchange
+from streamdiff.pipeline.planner.costs import Exchange, split_decode
 from streamdiff.pipeline.planner.forecast import costs_on
 from streamdiff.pipeline.planner.memory import Storage
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, sizes_of
@@ -100,12 +100,26 @@ def test_sharing_is_best_for_one_stream_and_stages_for_several() -> None:
     assert shared.alone.first_chunk_s < staged.alone.first_chunk_s / 2
 
 
-def test_a_large_decoder_gets_a_gpu_of_its_own_where_that_is_faster() -> None:
-    best = compared(4, sizes(vae=None)).for_one
+def test_a_large_decoder_is_shared_or_gets_a_gpu_of_its_own_where_that_is_faster() -> None:
+    found = cases(compared(4, sizes(vae=None), sessions=4))
+    shared, apart = found["1x4", "split"], found["1x3", "own-rank"]
+    whole = cases(compared(4, sizes(vae=None), decode="head"))["1x4", "head"]
+    assert whole.alone.frames_per_s < apart.alone.frames_per_s <= shared.alone.frames_per_s
+    assert shared.alone.latency_s < apart.alone.latency_s / 2
+    best = compared(4, sizes(vae=None), decode="own-rank").for_one
     assert best is not None and (best.parallel, best.decode) == ("1x3", "own-rank")
-    asked = compared(4, sizes(vae=None), decode="head")
-    assert {case.decode for case in asked.cases} == {"head"} and asked.for_one is not None
-    assert asked.for_one.alone.frames_per_s < best.alone.frames_per_s
+    assert {case.parallel for case in compared(4, sizes(vae=None), decode="split").cases} == {"1x4", "2x2"}
+    assert len({*shared.rank_bytes}) == 1  # each rank decodes its rows
+    with pytest.raises(ConfigError, match="No stages x ranks make 5, with two or more to share decoding"):
+        compared(5, sizes(vae=None), decode="split")
+
+
+def test_decoding_that_is_shared_takes_what_is_said_of_it_elsewhere() -> None:
+    model, gpu, link = sizes(vae=None), gpus.find("h100"), "nvlink"
+    costs = costs_on(gpu, model, Workload(1, 1, 4, "clean", 1, shares=4), Storage(2), link)
+    shared = split_decode(model, gpu.ceilings("bfloat16", link), 4, Storage(2).bytes_per_decoder_value)
+    assert costs.decoding_s("split") == shared.split_s and costs.decoding_s("head") == shared.whole_s
+    assert costs_on(gpu, model, Workload(1, 1, 4, "clean", 1), Storage(2), link).split_decode_s is None
 
 
 def test_memory_of_every_rank_is_that_of_its_share() -> None:
@@ -157,6 +171,7 @@ PAGE: tuple[tuple[str, str, str | None], ...] = (
     ("Wan 1.3B, `taew2_1`", "self-forcing", "taew2_1"),
     ("Wan 1.3B, Wan's", "self-forcing", None),
     ("Wan 14B, `taew2_1`", LARGE, "taew2_1"),
+    ("Wan 14B, Wan's", LARGE, None),
 )
 
 
@@ -166,8 +181,7 @@ def row(title: str, name: str, vae: str | None, count: int) -> str:
     one, many = found.for_one, found.for_many
     if one is None or many is None:
         return f"| {title} | {count} | does not fit | | | | |"
-    ranks = f"{min(one.rank_bytes) / 1e9:.2g} to {max(one.rank_bytes) / 1e9:.2g}" if count > 1 else ""
-    memory = ranks or f"{max(one.rank_bytes) / 1e9:.2g}"
+    memory = " to ".join(dict.fromkeys(f"{each(one.rank_bytes) / 1e9:.2g}" for each in (min, max)))
     rate = many.crowd.frames_per_s * many.crowd.sessions
     return (
         f"| {title} | {count} | {split(one)} | {one.alone.frames_per_s:.3g} | {one.alone.latency_s:.2g}, "
@@ -176,7 +190,8 @@ def row(title: str, name: str, vae: str | None, count: int) -> str:
 
 
 def split(case: Case) -> str:
-    return f"`{case.parallel}`" + (" and one that decodes" if case.decode == "own-rank" else "")
+    words = {"own-rank": " and one that decodes", "split": ", decoding shared"}
+    return f"`{case.parallel}`" + words.get(case.decode, "")
 
 
 def compare_on(count: int, model: ModelConfig) -> Comparison:

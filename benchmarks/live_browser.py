@@ -97,11 +97,11 @@ def _cpu_s(processes: Sequence[psutil.Process]) -> list[float]:
 
 
 def _playback(browser: webdriver.Chrome, server: Server, seconds: float) -> dict[str, Any]:
-    """Delivery over `seconds`, and what the processes used meanwhile (in percent of one core)."""
+    """Delivery over `seconds`, and what the processes used meanwhile and all cores had left, in percent of one."""
     processes = [psutil.Process(server.process.pid), server.engine]
-    before, cpu_before = probe(browser), _cpu_s(processes)
+    before, cpu_before, idle_s = probe(browser), _cpu_s(processes), psutil.cpu_times().idle
     time.sleep(seconds)
-    after, cpu_after = probe(browser), _cpu_s(processes)
+    after, cpu_after, idle_s = probe(browser), _cpu_s(processes), psutil.cpu_times().idle - idle_s
     old, new = before["inbound"], after["inbound"]
     passed_s = (new["timestamp"] - old["timestamp"]) / 1000
     delayed = new["jitterBufferEmittedCount"] - old["jitterBufferEmittedCount"]
@@ -118,6 +118,7 @@ def _playback(browser: webdriver.Chrome, server: Server, seconds: float) -> dict
         "height": new["frameHeight"],
         "cpu_percent_web": cpu[0],
         "cpu_percent_engine": cpu[1],
+        "cpu_percent_idle": round(100 * idle_s / passed_s, 1),
     }
 
 

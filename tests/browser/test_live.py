@@ -95,6 +95,8 @@ def test_a_prompt_changes_the_pixels(page: WebDriver) -> None:
 
 
 def test_an_example_is_one_press_away(page: WebDriver) -> None:
+    first = page.find_element("css selector", "#chips .chip").text
+    assert page.find_element("id", "prompt").get_attribute("placeholder") == first
     chip = page.find_elements("css selector", "#chips .chip")[1]
     chip.click()
     until(page, lambda _: page.find_element("id", "receipt").get_attribute("data-stage") == "shown")

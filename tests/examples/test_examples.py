@@ -14,6 +14,7 @@ import av
 import httpx
 import numpy as np
 import pytest
+from PIL import Image
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 COVERED = {
@@ -22,6 +23,7 @@ COVERED = {
     "prompt_switch.py",
     "start_picture.py",
     "restyle.py",
+    "animated_picture.py",
     "custom_viewer.py",
     "custom_viewer.html",
 }
@@ -75,6 +77,14 @@ def test_start_picture(tmp_path: Path) -> None:
         pictures = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     assert len(pictures) == 72
     assert all(picture.mean() < 90 for picture in pictures)
+
+
+@pytest.mark.slow
+def test_animated_picture(tmp_path: Path) -> None:
+    assert "wrote a.webp: " in run("animated_picture.py", "a.webp", "1.2", cwd=tmp_path)
+    with Image.open(tmp_path / "a.webp") as picture:
+        assert picture.format == "WEBP" and getattr(picture, "n_frames", 0) == 16
+    assert (tmp_path / "a.webp").stat().st_size <= 2_000_000
 
 
 @pytest.mark.slow

@@ -373,6 +373,7 @@ async function describe() {
     }),
   );
   drawSuggestions(view.text, suggest, engine.suggestions);
+  if (engine.examples.length) $("prompt").placeholder = engine.examples[0];
   drawControls();
   setText($("vocabulary-text"), engine.vocabulary.replaceAll("; ", "\n"));
   $("vocabulary").hidden = !engine.vocabulary;

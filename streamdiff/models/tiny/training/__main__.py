@@ -48,13 +48,16 @@ def stream_of(latent_side: int) -> dict[str, object]:
     }
 
 
-def shared_parser(module: str, summary: str | None, out: str, steps: str, batch: int) -> argparse.ArgumentParser:
-    """The command line of `python -m` that `module`: what every world's training has."""
+def shared_parser(
+    module: str, summary: str | None, out: str, steps: str, batch: int, stages: tuple[str, ...] = ()
+) -> argparse.ArgumentParser:
+    """The command line of `python -m` that `module`: what every world's training has; `stages`, which one has alone."""
     made = argparse.ArgumentParser(
         prog=f"python -m {module}", description=summary, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--out", type=Path, default=Path(out), help=f"folder of checkpoints (default {out})")
-    made.add_argument("--stage", choices=("all", "autoencoder", "denoiser"), default="all", help="what to train")
+    known = ("all", "autoencoder", "denoiser", *stages)
+    made.add_argument("--stage", choices=known, default="all", help="what to train")
     made.add_argument("--minutes", type=float, help="stop after this many minutes, learning rate cooled down to zero")
     made.add_argument("--steps", type=int, help=f"updates of each trained stage (default {steps})")
     made.add_argument("--batch", type=int, default=batch, help=f"samples per process and step (default {batch})")

@@ -27,6 +27,7 @@ AUTOENCODER = Config(
 )
 MATRIX_LR = 1e-2
 OTHER_LR = 1e-3
+DECODER_RATE = 0.3
 CLIP_LATENTS = 3
 CROP = 64
 CONTRAST = 3.0
@@ -180,19 +181,26 @@ def train(
     batch: int = 8,
     bf16: bool = False,
     recipe: Recipe | None = None,
+    begin: TAEHV | None = None,
 ) -> TAEHV:
     """Train, or go on with, the autoencoder under `out`; returns it. Writes `out/autoencoder.pt` every 100 steps.
 
-    With `bf16` convolutions are computed in bfloat16; weights, latents and the loss stay float32.
+    With `bf16` convolutions are computed in bfloat16; weights, latents and the loss stay float32. With `begin` only its
+    decoder is trained, at `DECODER_RATE` of the learning rates, and `out/decoder.pt` is written: latents stay what they
+    were, so a transformer that was trained on them goes with it. Mutates: begin.
     """
     recipe = recipe or Recipe()
     torch.manual_seed(seed)
-    model = TAEHV(recipe.config)
-    initialise(model)
+    model = TAEHV(recipe.config) if begin is None else begin
+    if begin is None:
+        initialise(model)
     model.to(device).set_memory_format(torch.channels_last)
-    optimizer = loop.Optimizer(model, recipe.matrix_lr, OTHER_LR, adam=recipe.adam)
+    model.encoder.requires_grad_(begin is None)
+    model.decoder.requires_grad_(True)
+    rate = 1.0 if begin is None else DECODER_RATE
+    optimizer = loop.Optimizer(model, rate * recipe.matrix_lr, rate * OTHER_LR, adam=recipe.adam)
     progress = loop.Progress()
-    checkpoint = loop.Checkpoint(out / "autoencoder.pt")
+    checkpoint = loop.Checkpoint(out / ("autoencoder.pt" if begin is None else "decoder.pt"))
     state = checkpoint.load(device)
     if state is not None:
         model.load_state_dict(state["model"])

@@ -225,7 +225,7 @@ def _placed(scene: Scene, setting: dict[str, str], ends: set[str]) -> Scene:
 
 def _both(groups: list[Group], scene: Scene) -> Scene:
     """Both things changed, or given; whoever speaks of the second one first is understood too."""
-    shared = groups[1].says if "shape" not in groups[0].says else {}  # "red and blue circles"
+    shared = groups[1].says if "shape" not in groups[0].named else {}  # "red and blue circles"
     groups = [replace(groups[0], says={**shared, **groups[0].says}), groups[1]]
     owners = [_owner(group.named, scene) for group in groups]
     if scene.second and (

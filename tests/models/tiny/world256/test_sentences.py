@@ -97,6 +97,7 @@ make the star bigger and green = a red circle moving right and a green star movi
 make the circle small = a small red circle moving right and a blue star moving down over the sea
 make the star spin and the circle fall = a red circle moving down and a blue star spinning over the sea
 make the blue one red = a red circle moving right and a red star moving down over the sea
+make the flower white and the circel slow = a red circle moving right slowly and a white star moving down over the sea
 the red one should be green = a green circle moving right and a blue star moving down over the sea
 make the blue star white = a red circle moving right and a white star moving down over the sea
 replace the star with a heart = a red circle moving right and a blue heart moving down over the sea

@@ -3,6 +3,7 @@
     python -m streamdiff.models.tiny.world256.training --stage autoencoder --bf16 --steps 8000
     python -m streamdiff.models.tiny.world256.training --stage denoiser --bf16 --minutes 120
     python -m streamdiff.models.tiny.world256.training --stage denoiser --begin benchmarks/results/world256 --bf16
+    python -m streamdiff.models.tiny.world256.training --stage decoder --begin runs/world256/model --out runs/decoder
     torchrun --nproc-per-node 2 -m streamdiff.models.tiny.world256.training --bf16 --batch 4   # gradients averaged
 
 Checkpoints lie under --out; the same command goes on where it stopped. The learning rate falls to zero as --steps or
@@ -12,12 +13,14 @@ Checkpoints lie under --out; the same command goes on where it stopped. The lear
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 
 import torch
 
 from streamdiff.models.autoencoder.autoencoder import load_decoder
+from streamdiff.models.checkpoint.json_file import read_object
 from streamdiff.models.tiny import model
 from streamdiff.models.tiny.training import autoencoder as train_autoencoder
 from streamdiff.models.tiny.training import loop
@@ -27,22 +30,28 @@ from streamdiff.models.tiny.world256.training import autoencoder as clips
 from streamdiff.models.tiny.world256.training import denoiser
 from streamdiff.models.tiny.world256.training.batches import latent_statistics
 
-STEPS = {"autoencoder": 8000, "denoiser": 8000}
+STEPS = {"autoencoder": 8000, "denoiser": 8000, "decoder": 1000}
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = shared_parser("streamdiff.models.tiny.world256.training", __doc__, "runs/world256", "8000", 4)
+    made = shared_parser("streamdiff.models.tiny.world256.training", __doc__, "runs/world256", "8000", 4, ("decoder",))
     made.add_argument(
-        "--begin", type=Path, metavar="MODEL", help="stage denoiser takes the autoencoder of this model folder"
+        "--begin",
+        type=Path,
+        metavar="MODEL",
+        help="stage denoiser takes the autoencoder of this model folder; stage decoder goes on with its decoder alone, "
+        "and all else of the model stays",
     )
     return made
 
 
 def _refusal(args: argparse.Namespace) -> str | None:
     """What cannot work of `--begin`."""
-    if args.begin and args.stage != "denoiser":
-        return "--begin goes with --stage denoiser: the autoencoder is that of the model"
+    if args.begin and args.stage not in ("denoiser", "decoder"):
+        return "--begin goes with --stage denoiser or decoder: the autoencoder is that of the model"
+    if args.stage == "decoder" and not args.begin:
+        return "--stage decoder needs --begin: the model whose decoder is trained"
     if args.begin and not (args.begin / "vae" / "config.json").is_file():
         return f"--begin is {args.begin}, which has no vae/config.json; give the folder of a model"
     return None
@@ -58,6 +67,8 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loop.join_group()
+    if args.stage == "decoder":
+        return _decoder(args, device)
 
     def budget(stage: str, train: bool) -> loop.Budget:
         return loop.Budget(args.steps or STEPS[stage], args.minutes) if train else loop.Budget(1, 1e-9)
@@ -83,6 +94,25 @@ def main(argv: list[str] | None = None) -> int:
     if loop.rank() == 0:
         model.save(args.out / "model", autoencoder, mean, std, parts, stream_of(SIZE // clips.AUTOENCODER.spatial))
         print(f"train: model written to {args.out / 'model'}")
+    return 0
+
+
+def _decoder(args: argparse.Namespace, device: torch.device) -> int:
+    """Train the decoder of `args.begin`, and write the model with it."""
+    autoencoder = load_decoder(args.begin, device).model.autoencoder  # type: ignore[attr-defined]  # a TAEHV
+    budget = loop.Budget(args.steps or STEPS["decoder"], args.minutes)
+    try:
+        begin = autoencoder.float()
+        train_autoencoder.train(args.out, budget, args.seed, device, args.batch, args.bf16, clips.RECIPE, begin)
+    except KeyboardInterrupt:
+        print("\ntrain: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    if loop.rank() == 0:
+        shutil.copytree(args.begin, args.out / "model", dirs_exist_ok=True)
+        said = read_object(args.begin / "vae" / "config.json")
+        mean, std = (torch.tensor(said[name]) for name in ("latents_mean", "latents_std"))
+        model.save(args.out / "model", autoencoder, mean, std, None, {})
+        print(f"train: model with this decoder written to {args.out / 'model'}")
     return 0
 
 

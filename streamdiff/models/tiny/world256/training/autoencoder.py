@@ -7,6 +7,7 @@ from torch import Tensor
 
 from streamdiff.models.autoencoder.taehv import Config
 from streamdiff.models.tiny.training.autoencoder import CLIP_LATENTS, Clips, Recipe
+from streamdiff.models.tiny.world256 import weather
 from streamdiff.models.tiny.world256.render import Window, render
 from streamdiff.models.tiny.world256.scene import COLUMN, draw_scenes, redraw
 from streamdiff.models.tiny.world256.tracks import FRAMES_PER_LATENT, SIZE, Streams, Track, join
@@ -26,17 +27,31 @@ CROP = 128
 CUT = 0.25
 """Share of the boundaries between latent frames at which the scene changes."""
 CELL = AUTOENCODER.spatial
+SEEN = 0.15
+"""Cover from which on rain, snow or wind is seen."""
 
 
 def draw_clips(batch: int, crop: int, generator: torch.Generator, device: torch.device) -> Clips:
     """Clips of `CLIP_LATENTS` latent frames, `crop` pixels square and on the latent grid, three of four of them near a
-    thing. Pixels of things weigh four times."""
+    thing. Pixels of things, and of what falls or blows in front of them, weigh four times."""
     track = draw_track(batch, generator)
     windows = [window for window in draw_windows(track, crop, generator) for _ in range(track.place.shape[1])]
     pictures = render(track.flat(), windows, str(device))
     view = (batch, CLIP_LATENTS * FRAMES_PER_LATENT, -1, crop, crop)
-    weight = 1.0 + 3.0 * (pictures.things > 0.02).float()
+    weight = 1.0 + 3.0 * ((pictures.things > 0.02) | _falling(track.flat(), windows).to(device)).float()
     return Clips(pictures.frames.view(view), weight.view(view))
+
+
+def _falling(track: Track, windows: list[Window]) -> Tensor:
+    """Where rain, snow or wind is seen, bool `[N, 1, side, side]`: too little of a picture for its error to count."""
+    found = torch.zeros(len(windows), 1, windows[0].side, windows[0].side, dtype=torch.bool)
+    kinds, falls = track.scenes[:, COLUMN["weather"]].tolist(), track.fall.tolist()
+    for index, (kind, fall, window) in enumerate(zip(kinds, falls, windows, strict=True)):
+        cover = weather.cover(kind, fall)
+        if cover is not None:
+            rows, cols = (slice(low, low + window.side) for low in (window.top, window.left))
+            found[index, 0] = cover[rows, cols] > SEEN
+    return found
 
 
 def draw_track(count: int, generator: torch.Generator) -> Track:

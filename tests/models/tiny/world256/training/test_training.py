@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny import model
@@ -23,6 +24,7 @@ from streamdiff.models.tiny.world256.training import denoiser as train_denoiser
 from streamdiff.models.tiny.world256.training.batches import Pool, Windows, draw_window_scenes, play
 from tests.small import CPU
 
+VAE = "vae/diffusion_pytorch_model.safetensors"
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("training of the 256 pixel world")]
 
 
@@ -54,6 +56,15 @@ def test_clips_lie_on_the_latent_grid_and_weigh_things_more() -> None:
     for window in clips.draw_windows(track, clips.CROP, dice()):
         assert window.top % clips.CELL == window.left % clips.CELL == 0
         assert max(window.top, window.left) + window.side <= SIZE
+
+
+def test_what_falls_or_blows_weighs_more_too() -> None:
+    track = clips.draw_track(8, dice())
+    windows = [window for window in clips.draw_windows(track, clips.CROP, dice()) for _ in range(track.place.shape[1])]
+    seen = clips._falling(track.flat(), windows).flatten(1).float().mean(1)
+    weather = track.flat().scenes[:, COLUMN["weather"]]
+    assert ((seen > 0) == (weather > 0)).all() and len(set(weather.tolist())) >= 3
+    assert seen.max() < 0.3
 
 
 def test_scenes_of_a_window_change_now_and_then() -> None:
@@ -160,6 +171,17 @@ def test_a_few_steps_write_a_model_that_loads_and_the_command_goes_on(tmp_path: 
     assert train.main(["--out", str(tmp_path / "again"), *arguments[2:], *begin]) == 0
     assert not (tmp_path / "again" / "autoencoder.pt").exists(), "it was there"
     assert (tmp_path / "again" / "model" / "vae" / "config.json").is_file()
+    begin = ["--stage", "decoder", "--begin", str(out / "model"), "--steps", "1"]
+    assert train.main(["--out", str(tmp_path / "decoder"), *arguments[2:], *begin]) == 0
+    old, new = (file_contents(folder / "model") for folder in (out, tmp_path / "decoder"))
+    assert {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)} == {VAE}
+    before, after = (load_file(folder / "model" / VAE) for folder in (out, tmp_path / "decoder"))
+    assert all(torch.equal(before[name], after[name]) for name in before if name.startswith("encoder"))
+    assert any(not torch.equal(before[name], after[name]) for name in before if name.startswith("decoder"))
+
+
+def file_contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.soak
@@ -180,7 +202,8 @@ def test_a_denoiser_that_was_stopped_goes_on(autoencoder: TAEHV, tmp_path: Path)
         (["--steps", "0"], "--steps is 0; it must be more than 0"),
         (["--threads", "-1"], "--threads is -1; it must be at least 1"),
         (["--stage", "denoiser"], "autoencoder.pt; train the autoencoder first"),
-        (["--begin", "somewhere"], "--begin goes with --stage denoiser"),
+        (["--begin", "somewhere"], "--begin goes with --stage denoiser or decoder"),
+        (["--stage", "decoder"], "--stage decoder needs --begin"),
         (["--begin", "nowhere", "--stage", "denoiser"], "nowhere, which has no vae/config.json"),
     ],
 )
